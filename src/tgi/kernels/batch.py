@@ -1,0 +1,23 @@
+"""`ForwardBatch`: the tensors one model pass reads.
+
+Level 1. Made by `runner/inputs.py`, read by layers and attention ops. Rows are requests; tokens of a row are
+consecutive; rows that decode (one query token) come first.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    input_ids: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64
+    kv_index: Tensor  # [tokens] int64: block id * block size + offset, where the token's key and value go
+    block_tables: Tensor  # [rows, max_blocks] int32
+    seq_lens: Tensor  # [rows] int32: tokens in the cache once this step has written its own
+    num_decode: int  # leading rows with exactly one query token
+    chunk_starts_cpu: list[int]  # for each row after `num_decode`: position of its first query token
+    chunk_ends_cpu: list[int]  # for each row after `num_decode`: position after its last query token
+    max_seq_len: int
+    logit_tokens: Tensor  # [logit rows] int64: tokens whose logits are needed

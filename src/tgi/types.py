@@ -1,0 +1,234 @@
+"""The structs that cross layers and processes.
+
+Level 0. They hold plain data only, so that each can travel as msgpack. A struct is made by one layer and read by the
+next one along the flow: `GenerationRequest` -> `StepPlan` -> `StepResult` -> `TokenOut`. No behaviour lives here except
+checks of a struct's own values.
+"""
+
+import math
+from typing import Any
+
+import msgspec
+
+from tgi.errors import ValidationError
+
+MAX_SEED = 2**64 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next tokens are chosen and when generation ends. Defaults are neutral: greedy, no penalty, no filter.
+
+    The order in which the engine applies them is that of the fields from `watermark` to `min_p`.
+    """
+
+    watermark: bool = False
+    repetition_penalty: float = 1.0  # > 0; ids seen in prompt or output: score < 0 is multiplied, else divided
+    frequency_penalty: float = 0.0  # in [-2, 2]
+    frequency_by_length: bool = True  # TGI: count in prompt and output / length; else OpenAI: count in the output
+    presence_penalty: float = 0.0  # in [-2, 2]; subtracted once for each id in the output
+    logit_bias: dict[int, float] = {}
+    temperature: float = 1.0  # > 0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # in (0, 1]; 1: off
+    typical_p: float = 1.0  # in (0, 1]; 1: off
+    min_p: float = 0.0  # in [0, 1]; 0: off
+    do_sample: bool = False  # any of temperature, top_k, top_p, typical_p, min_p also turns sampling on
+    seed: int | None = None  # None: random
+    max_new_tokens: int | None = None  # None: up to the model's or the server's limit
+    stop: list[str] = []
+    include_stop: bool = False  # keep the stop string in the text
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    best_of: int = 1
+    top_n_tokens: int = 0
+    decoder_input_details: bool = False  # log-probabilities of the prompt
+
+    @property
+    def samples(self) -> bool:
+        """Whether the next token is drawn at random rather than the best one."""
+        return (
+            self.do_sample
+            or self.temperature != 1.0
+            or self.top_k != 0
+            or self.top_p < 1.0
+            or self.typical_p < 1.0
+            or self.min_p > 0.0
+        )
+
+    def check(self, vocab_size: int | None = None) -> None:
+        """Raise `ValidationError` naming the first field that is out of range."""
+        for name in _FLOAT_FIELDS:
+            if not math.isfinite(getattr(self, name)):
+                raise ValidationError(f"`{name}` must be a finite number. Given: {getattr(self, name)}")
+        _require(self.best_of >= 1, "`best_of` must be > 0")
+        _require(self.best_of == 1 or self.samples, "you must use sampling when `best_of` is > 1")
+        _require(self.temperature > 0, "`temperature` must be strictly positive")
+        _require(self.repetition_penalty > 0, "`repetition_penalty` must be strictly positive")
+        _require(-2 <= self.frequency_penalty <= 2, "`frequency_penalty` must be >= -2.0 and <= 2.0")
+        _require(-2 <= self.presence_penalty <= 2, "`presence_penalty` must be >= -2.0 and <= 2.0")
+        _require(0 < self.top_p <= 1, "`top_p` must be > 0.0 and <= 1.0")
+        _require(0 < self.typical_p <= 1, "`typical_p` must be > 0.0 and <= 1.0")
+        _require(0 <= self.min_p <= 1, "`min_p` must be >= 0.0 and <= 1.0")
+        _require(self.top_k >= 0, "`top_k` must be >= 0")
+        _require(self.max_new_tokens is None or self.max_new_tokens > 0, "`max_new_tokens` must be strictly positive")
+        _require(not any(text == "" for text in self.stop), "`stop` must not contain an empty string")
+        _require(self.seed is None or 0 <= self.seed <= MAX_SEED, "`seed` must be >= 0 and < 2^64")
+        _require(self.seed is None or self.best_of == 1, "`seed` must not be set when `best_of` > 1")
+        _require(self.top_n_tokens >= 0, "`top_n_tokens` must be >= 0")
+        for token_id, bias in self.logit_bias.items():
+            _require(math.isfinite(bias), f"`logit_bias` for token {token_id} must be a finite number. Given: {bias}")
+        if vocab_size is not None:
+            for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+                for token_id in ids:
+                    _require(
+                        0 <= token_id < vocab_size,
+                        f"`{name}` holds token id {token_id}, which is outside the vocabulary of {vocab_size}",
+                    )
+
+
+_FLOAT_FIELDS = (
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "temperature",
+    "top_p",
+    "typical_p",
+    "min_p",
+)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValidationError(message)
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the output must match."""
+
+    kind: str  # "json" or "regex"
+    value: str  # a JSON schema as text, or the expression
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation, validated: everything the engine needs and nothing it has to check again."""
+
+    id: int
+    token_ids: list[int]
+    sampling: SamplingParams
+    max_new_tokens: int
+    stop_token_ids: list[int]  # generation ends after one of these; empty when EOS is ignored
+    seed: int
+    cache_salt: str = ""  # requests share cached prefixes only when this is equal
+    adapter: str | None = None
+    grammar: Grammar | None = None
+    images: dict[str, Any] = {}  # pixel tensors by content hash
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True):
+    """A request that takes a slot in this step: new, or back after preemption."""
+
+    slot: int
+    request: GenerationRequest
+    output_ids: list[int]  # tokens generated before a preemption
+    block_ids: list[int]  # shared prefix blocks and new ones
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """A run of known tokens of one request computed in this step, outside the decode set."""
+
+    slot: int
+    start: int
+    end: int
+    samples: bool  # the run reaches the last known token, so a new token comes out
+    block_ids: list[int]  # new blocks since the last plan (none on admission)
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What one step does, as changes to what the runner already knows.
+
+    The decode set is the ordered list of slots that compute their one uncomputed token in every decode step. The plan
+    carries who leaves and who joins; order is kept, joiners go to the end. Rows of the step: the decode set first
+    (when `decode` is true), then the chunks.
+    """
+
+    step: int
+    release: list[int]  # slots given back before anything else in this step
+    admit: list[Admission]
+    leave: list[int]  # slots that leave the decode set
+    join: list[int]  # slots that enter it
+    grow: list[tuple[int, int]]  # (slot, block id) appended to its block table
+    decode: bool
+    chunks: list[Chunk]
+
+
+class TopTokens(msgspec.Struct, frozen=True, array_like=True):
+    """The best alternatives at one row, best first."""
+
+    row: int
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of prompt tokens `start`, `start + 1`, ... of one row."""
+
+    row: int
+    start: int
+    logprobs: list[float]
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """What a step produced: one entry per row that samples, in plan order."""
+
+    step: int
+    token_ids: list[int]
+    logprobs: list[float]
+    top_tokens: list[TopTokens] = []
+    prompt_logprobs: list[PromptLogprobs] = []  # `row` counts all rows of the plan
+    errors: list[tuple[int, str]] = []  # (row among those that sample, text)
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True):
+    """The end of one request."""
+
+    request_id: int
+    reason: str  # "length", "eos_token", "stop_token", "aborted" or "error"
+    error: str | None
+    num_cached_tokens: int  # prompt tokens found in the prefix cache when it was first admitted
+    queue_ns: int  # from arrival to first admission
+    inference_ns: int  # from first admission to the end
+
+
+class TokenOut(msgspec.Struct, frozen=True, array_like=True):
+    """All tokens of one step for all requests, as parallel arrays."""
+
+    request_ids: list[int] = []
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    top_tokens: list[TopTokens] = []  # `row` indexes the arrays above
+    prompt_logprobs: list[PromptLogprobs] = []  # `row` is a request id
+    finished: list[Finish] = []
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front end must know of the model the engine serves."""
+
+    model_id: str
+    dtype: str
+    vocab_size: int
+    max_input_tokens: int
+    max_total_tokens: int
+    num_blocks: int
+    block_size: int
+    device: str
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device can do, as data for `resolve` and the scheduler."""
+
+    block_size: int
+    dtypes: list[str]  # first is the default
+    mixes_phases: bool  # prefill chunks and decode may share a step
+    pads: bool  # batches are padded to buckets
+    ops: list[str] = []  # fast ops available, by name
