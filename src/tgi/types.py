@@ -141,7 +141,6 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     start: int
     end: int
     samples: bool  # the run reaches the last known token, so a new token comes out
-    block_ids: list[int]  # new blocks since the last plan (none on admission)
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -193,7 +192,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     """The end of one request."""
 
     request_id: int
-    reason: str  # "length", "eos_token", "stop_token", "aborted" or "error"
+    reason: str  # "length", "eos_token" (any stop token), "aborted" or "error"
     error: str | None
     num_cached_tokens: int  # prompt tokens found in the prefix cache when it was first admitted
     queue_ns: int  # from arrival to first admission

@@ -1,0 +1,398 @@
+"""Decides what each step computes, and turns its result into tokens for the callers.
+
+Level 1, pure Python. There are no phases: each request has known and computed tokens, and a step spends a token budget
+closing the gap. Prefill, chunked prefill, decode and recompute after preemption are all that one rule.
+
+Requests whose gap is one token form the *decode set*; each decode step moves all of them by one token, so the plan need
+not list them. A calendar says at which decode step a member needs its next block or reaches its length, which keeps
+planning proportional to what changes. A plan may be made while the step before it still runs: then `tokens` lacks the
+newest value, and a request that turns out to be finished has computed one token that is dropped.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+
+import msgspec
+
+from tgi.errors import ValidationError
+from tgi.scheduler.blocks import BlockPool
+from tgi.scheduler.policy import BatchPolicy
+from tgi.scheduler.request import Request
+from tgi.types import (
+    Admission,
+    Chunk,
+    Finish,
+    GenerationRequest,
+    PromptLogprobs,
+    StepPlan,
+    StepResult,
+    TokenOut,
+    TopTokens,
+)
+
+
+class SchedulerStats(msgspec.Struct):
+    """Counters since the start."""
+
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+
+
+class _InFlight(msgspec.Struct, frozen=True):
+    """The rows of a planned step whose result has not come back."""
+
+    step: int
+    decode_rows: list[Request]
+    chunk_rows: list[Request]  # every chunk, in plan order
+    sampling_rows: list[Request]  # the chunks that yield a token
+
+
+class Scheduler:
+    def __init__(self, policy: BatchPolicy, pool: BlockPool, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.policy = policy
+        self.pool = pool
+        self.stats = SchedulerStats()
+        self._now = clock
+        self._requests: dict[int, Request] = {}  # every unfinished request
+        self._waiting: deque[Request] = deque()  # oldest first; may hold finished ones, dropped when reached
+        self._prefilling: list[Request] = []  # running, outside the decode set, oldest first
+        self._decode_rows: list[Request] = []  # replaced, never changed in place: steps in flight refer to it
+        self._free_slots = list(range(policy.max_batch_size - 1, -1, -1))
+        self._num_arrived = 0
+        self._step = 0  # last planned step
+        self._applied_step = 0  # last step whose result came back
+        self._decode_clock = 0  # decode steps planned so far
+        self._steps_since_join = 1  # decode steps since newcomers joined
+        self._calendar: dict[int, list[tuple[Request, int]]] = {}  # decode clock -> (request, its join clock)
+        self._in_flight: deque[_InFlight] = deque()
+        # Changes that the next plan will carry:
+        self._release: list[int] = []
+        self._leave: list[int] = []
+        self._join: list[Request] = []
+
+    # -- calls of the engine loop ----------------------------------------------------------------------------------
+
+    def add(self, source: GenerationRequest) -> None:
+        """Queue a request. Raises `ValidationError` if it can never run."""
+        if source.id in self._requests:
+            raise ValidationError(f"request id {source.id} is already in use")
+        total = len(source.token_ids) + source.max_new_tokens
+        room = min(self.policy.max_total_tokens, self.pool.num_usable * self.pool.block_size)
+        if not source.token_ids:
+            raise ValidationError("`inputs` cannot be empty")
+        if total > room:
+            raise ValidationError(
+                f"`inputs` tokens + `max_new_tokens` must be <= {room}. Given: {len(source.token_ids)} `inputs` tokens"
+                f" and {source.max_new_tokens} `max_new_tokens`"
+            )
+        self._num_arrived += 1
+        request = Request(source, self._num_arrived, self._now())
+        self._requests[source.id] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: int) -> bool:
+        """End a request without a word. False if it is not known (any more)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request)
+        return True
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - self.num_running
+
+    @property
+    def num_running(self) -> int:
+        return len(self._decode_rows) + len(self._prefilling) + len(self._join)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._in_flight)
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None if there is nothing to compute now."""
+        grow = self._grow_decode_set()
+        num_decode = len(self._decode_rows) + len(self._join)
+        budget = self.policy.prefill_budget(num_decode)
+        chunks, chunk_rows, budget = self._continue_prefills(budget)
+        admit, new_chunks, new_rows = self._admit(budget, num_decode)
+        chunks += new_chunks
+        chunk_rows += new_rows
+        decode = num_decode > 0 and (self.policy.mixes_phases or not chunks)
+        if not decode and not chunks:
+            return None
+        return self._commit(grow, admit, chunks, chunk_rows, decode)
+
+    def apply(self, result: StepResult) -> TokenOut:
+        """Take the result of the oldest planned step and tell the callers."""
+        flight = self._in_flight.popleft()
+        assert flight.step == result.step, f"result of step {result.step} came, {flight.step} is due"
+        self._applied_step = flight.step
+        rows = flight.decode_rows + flight.sampling_rows if flight.sampling_rows else flight.decode_rows
+        assert len(rows) == len(result.token_ids)
+        failed = dict(result.errors)
+        top_by_row = {top.row: top for top in result.top_tokens}
+        ids: list[int] = []
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        tops: list[TopTokens] = []
+        finished: list[Finish] = []
+        for row, (request, token, logprob) in enumerate(zip(rows, result.token_ids, result.logprobs, strict=True)):
+            if request.finished:
+                continue
+            if row in failed:
+                finished.append(self._end(request, "error", failed[row]))
+                continue
+            if row in top_by_row:
+                top = top_by_row[row]
+                tops.append(TopTokens(len(ids), top.token_ids, top.logprobs))
+            ids.append(request.source.id)
+            tokens.append(token)
+            logprobs.append(logprob)
+            known = request.tokens
+            known.append(token)
+            if len(known) >= request.total_limit:
+                finished.append(self._end(request, "length"))
+            elif token in request.stop_ids:
+                finished.append(self._end(request, "eos_token"))
+        prompts = [
+            PromptLogprobs(flight.chunk_rows[p.row - len(flight.decode_rows)].id, p.start, p.logprobs)
+            for p in result.prompt_logprobs
+        ]
+        return TokenOut(ids, tokens, logprobs, tops, prompts, finished)
+
+    def check(self) -> None:
+        """Raise AssertionError unless slots and blocks balance."""
+        running = [*self._decode_rows, *self._prefilling, *self._join]
+        self.pool.check(request.blocks for request in running)
+        slots = [request.slot for request in running if not request.finished]
+        assert len(set(slots)) == len(slots), "two requests share a slot"
+        assert sorted([*slots, *self._free_slots]) == list(range(self.policy.max_batch_size)), "slots do not balance"
+        for request in running:
+            assert not request.finished and request.running
+            assert len(request.blocks) * self.pool.block_size >= self._num_computed(request)
+        for request in self._waiting:
+            assert request.finished or not (request.running or request.blocks), "a waiting request holds something"
+
+    # -- parts of a plan -------------------------------------------------------------------------------------------
+
+    def _num_computed(self, request: Request) -> int:
+        if request.decodes:
+            return request.computed + self._decode_clock - request.join_clock
+        return request.computed
+
+    def _grow_decode_set(self) -> list[tuple[int, int]]:
+        """Serve the calendar for the coming decode step: members at their length leave, others get their next block."""
+        grow: list[tuple[int, int]] = []
+        due = self._calendar.pop(self._decode_clock, [])
+        for request in self._join:
+            request.join_clock = self._decode_clock
+            due.append((request, self._decode_clock))
+        for request, join_clock in due:
+            if request.join_clock != join_clock or request.finished or not request.running:
+                continue  # left the decode set meanwhile
+            computed = self._num_computed(request)
+            if computed + 1 >= request.total_limit:
+                self._leave_decode_set(request)
+                continue
+            if computed >= len(request.blocks) * self.pool.block_size:
+                self.pool.publish(request, computed)
+                block = self._take_block_for(request)
+                if block is None:
+                    continue
+                request.blocks.append(block)
+                grow.append((request.slot, block))
+            next_block = len(request.blocks) * self.pool.block_size - computed
+            last_step = request.total_limit - 1 - computed
+            when = self._decode_clock + min(next_block, last_step)
+            self._calendar.setdefault(when, []).append((request, join_clock))
+        # A member that grew may have been preempted for an older one right after: its slot is released in this plan.
+        gone = set(self._release)
+        return [(slot, block) for slot, block in grow if slot not in gone] if gone else grow
+
+    def _take_block_for(self, request: Request) -> int | None:
+        """One block, preempting the newest requests if need be; None if that was the request itself."""
+        while (taken := self.pool.try_take(1)) is None:
+            newest = max(
+                (other for other in (*self._decode_rows, *self._prefilling, *self._join) if other.running),
+                key=lambda other: other.order,
+            )
+            self._preempt(newest)
+            if newest is request:
+                return None
+        return taken[0]
+
+    def _continue_prefills(self, budget: int) -> tuple[list[Chunk], list[Request], int]:
+        """Chunks for running requests that are still behind, oldest first."""
+        chunks: list[Chunk] = []
+        rows: list[Request] = []
+        for request in self._prefilling:
+            if budget > 0 and self._is_behind(request):
+                chunk = self._chunk(request, budget)
+                budget -= chunk.end - chunk.start
+                chunks.append(chunk)
+                rows.append(request)
+        return chunks, rows, budget
+
+    def _is_behind(self, request: Request) -> bool:
+        return request.computed < len(request.tokens)
+
+    def _chunk(self, request: Request, budget: int) -> Chunk:
+        """Plan the next run of known tokens. Its blocks can be found at once: the device works in plan order."""
+        known = len(request.tokens)
+        start = request.computed
+        end = min(known, start + budget)
+        request.computed = end
+        self.pool.publish(request, end)
+        return Chunk(request.slot, start, end, end == known)
+
+    def _admit(self, budget: int, num_decode: int) -> tuple[list[Admission], list[Chunk], list[Request]]:
+        """Let waiting requests in, oldest first, until tokens, slots or blocks run out."""
+        admit: list[Admission] = []
+        chunks: list[Chunk] = []
+        rows: list[Request] = []
+        minimum = self.policy.min_newcomers(num_decode, self._steps_since_join)
+        if minimum > 1 and not self._could_join(minimum, budget):
+            return admit, chunks, rows
+        while budget > 0 and self._waiting and self._free_slots:
+            request = self._waiting[0]
+            if request.finished:
+                self._waiting.popleft()
+                continue
+            if request.busy_until > self._applied_step or not self._try_hold_blocks(request):
+                break
+            self._waiting.popleft()
+            admit.append(self._start(request))
+            chunk = self._chunk(request, budget)
+            budget -= chunk.end - chunk.start
+            chunks.append(chunk)
+            rows.append(request)
+        return admit, chunks, rows
+
+    def _could_join(self, minimum: int, budget: int) -> bool:
+        """Whether the first `minimum` waiting requests would fit together, cached prefixes not counted."""
+        if len(self._free_slots) < minimum or self.num_waiting < minimum:
+            return False
+        first = list(islice((request for request in self._waiting if not request.finished), minimum))
+        num_tokens = sum(len(request.tokens) for request in first)
+        num_blocks = sum(-(-len(request.tokens) // self.pool.block_size) for request in first)
+        return num_tokens <= budget and num_blocks + self.num_running <= self.pool.num_free
+
+    def _try_hold_blocks(self, request: Request) -> bool:
+        """Blocks for all known tokens, shared ones first; one spare block stays for each running request."""
+        size = self.pool.block_size
+        known = len(request.tokens)
+        shared: list[int] = []
+        if not request.wants_prompt_logprobs:
+            shared = self.pool.match(request.tokens[: known - 1], request.source.cache_salt)
+        num_new = -(-known // size) - len(shared)
+        if self.num_running and self.pool.num_free < num_new + self.num_running:
+            return False
+        blocks = self.pool.try_take(num_new, shared)
+        if blocks is None:
+            return False
+        request.blocks = blocks
+        request.computed = len(shared) * size
+        return True
+
+    def _start(self, request: Request) -> Admission:
+        request.slot = self._free_slots.pop()
+        self._prefilling.append(request)
+        if request.admitted_ns is None:
+            request.admitted_ns = self._now()
+            request.num_cached_tokens = request.computed
+            self.stats.num_prompt_tokens += request.num_prompt
+            self.stats.num_cached_prompt_tokens += request.computed
+        return Admission(request.slot, request.source, request.tokens[request.num_prompt :], list(request.blocks))
+
+    def _commit(
+        self,
+        grow: list[tuple[int, int]],
+        admit: list[Admission],
+        chunks: list[Chunk],
+        chunk_rows: list[Request],
+        decode: bool,
+    ) -> StepPlan:
+        """Number the step, move the decode set, and remember the rows."""
+        self._step += 1
+        join = [request.slot for request in self._join]
+        if self._join:
+            self._decode_rows = self._decode_rows + self._join
+            self._join = []
+        decode_rows = self._decode_rows if decode else []
+        sampling = [request for request, chunk in zip(chunk_rows, chunks, strict=True) if chunk.samples]
+        for request in chunk_rows:
+            request.busy_until = self._step
+        for request in sampling:
+            self._prefilling.remove(request)
+            if len(request.tokens) + 1 < request.total_limit:
+                self._join.append(request)  # from the next plan on
+            else:
+                self._prefilling.append(request)  # holds its blocks until the result ends it
+        if decode:
+            self._decode_clock += 1
+            self._steps_since_join += 1
+        if admit:
+            self._steps_since_join = 1
+        plan = StepPlan(self._step, self._release, admit, self._leave, join, grow, decode, chunks)
+        self._release, self._leave = [], []
+        self._in_flight.append(_InFlight(self._step, decode_rows, chunk_rows, sampling))
+        return plan
+
+    # -- ways out --------------------------------------------------------------------------------------------------
+
+    def _leave_decode_set(self, request: Request) -> None:
+        """Its last token is in flight: it keeps its blocks until the result ends it, but computes no more."""
+        self._drop_row(request)
+        self._prefilling.append(request)
+
+    def _drop_row(self, request: Request) -> None:
+        request.computed = self._num_computed(request)
+        request.busy_until = self._step
+        request.join_clock = -1
+        if request in self._join:
+            self._join = [other for other in self._join if other is not request]
+        else:
+            self._decode_rows = [other for other in self._decode_rows if other is not request]
+            self._leave.append(request.slot)
+
+    def _stop_running(self, request: Request, forget: bool = False) -> None:
+        """Give slot and blocks back; what was computed stays findable."""
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+        else:
+            self._drop_row(request)
+        if not forget:
+            self.pool.publish(request, min(request.computed, len(request.tokens)))
+        self.pool.free(request.blocks, forget)
+        self._release.append(request.slot)
+        self._free_slots.append(request.slot)
+        request.slot = -1
+        self._forget_progress(request)
+
+    def _forget_progress(self, request: Request) -> None:
+        request.blocks = []
+        request.computed = 0
+        request.num_published = 0
+        request.chain = request.source.cache_salt
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the head of the queue; its tokens will be computed again."""
+        self.stats.num_preemptions += 1
+        self._stop_running(request)
+        self._waiting.appendleft(request)
+
+    def _end(self, request: Request, reason: str = "aborted", error: str | None = None) -> Finish:
+        if request.running:
+            self._stop_running(request, forget=reason == "error")
+        request.finished = True
+        del self._requests[request.id]
+        now = self._now()
+        admitted = request.admitted_ns if request.admitted_ns is not None else now
+        return Finish(
+            request.id, reason, error, request.num_cached_tokens, admitted - request.arrived_ns, now - admitted
+        )

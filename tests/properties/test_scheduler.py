@@ -1,0 +1,324 @@
+"""Random traffic through the scheduler with a token oracle in place of the model.
+
+The oracle keeps a KV cache of token values, addressed exactly as a runner would, and computes the next token from what
+it reads back through the block table. A wrong block, offset, order, slot or stale entry changes a token.
+"""
+
+from collections import deque
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tgi.scheduler.blocks import BlockPool
+from tgi.scheduler.policy import BatchPolicy
+from tgi.scheduler.scheduler import Scheduler
+from tgi.types import GenerationRequest, PromptLogprobs, SamplingParams, StepPlan, StepResult
+
+EOS = 7
+VOCAB = 50
+
+
+def next_token(tokens: list[int]) -> int:
+    return hash(tuple(tokens)) % VOCAB
+
+
+def expected_output(request: GenerationRequest) -> list[int]:
+    tokens = list(request.token_ids)
+    for _ in range(request.max_new_tokens):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in request.stop_token_ids:
+            break
+    return tokens[len(request.token_ids) :]
+
+
+class OracleRunner:
+    """Executes plans as a runner would, with token values for keys and values."""
+
+    def __init__(self, num_blocks: int, block_size: int, num_slots: int) -> None:
+        self.cache = [[-1] * block_size for _ in range(num_blocks)]
+        self.block_size = block_size
+        self.num_slots = num_slots
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.wants_prompt: dict[int, bool] = {}
+        self.decode_set: list[int] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for slot in plan.leave:
+            self.decode_set.remove(slot)
+        for slot in plan.release:
+            assert slot not in self.decode_set
+            del self.tokens[slot], self.tables[slot], self.computed[slot]
+        for admission in plan.admit:
+            assert admission.slot not in self.tokens and 0 <= admission.slot < self.num_slots
+            self.tokens[admission.slot] = [*admission.request.token_ids, *admission.output_ids]
+            self.tables[admission.slot] = list(admission.block_ids)
+            sampling = admission.request.sampling
+            self.wants_prompt[admission.slot] = sampling.decoder_input_details and not admission.output_ids
+        self.decode_set += plan.join
+        for slot, block in plan.grow:
+            self.tables[slot].append(block)
+        rows: list[tuple[int, int, int, bool]] = []
+        if plan.decode:
+            rows += [(slot, self.computed[slot], self.computed[slot] + 1, True) for slot in self.decode_set]
+        rows += [(chunk.slot, chunk.start, chunk.end, chunk.samples) for chunk in plan.chunks]
+        for slot, start, end, _ in rows:  # a layer writes all keys before any query reads
+            for position in range(start, end):
+                block = self.tables[slot][position // self.block_size]
+                assert block != 0
+                self.cache[block][position % self.block_size] = self.tokens[slot][position]
+            self.computed[slot] = end
+        sampled: list[int] = []
+        prompts: list[PromptLogprobs] = []
+        for row, (slot, start, end, samples) in enumerate(rows):
+            if self.wants_prompt.get(slot) and row >= len(rows) - len(plan.chunks):
+                prompts.append(PromptLogprobs(row, start, [float(p) for p in range(start, end)]))
+            if samples:
+                sampled.append(next_token(self.read(slot, end)))
+        for (slot, _, end, _), token in zip((r for r in rows if r[3]), sampled, strict=True):
+            assert len(self.tokens[slot]) == end
+            self.tokens[slot].append(token)
+        return StepResult(plan.step, sampled, [0.0] * len(sampled), prompt_logprobs=prompts)
+
+    def read(self, slot: int, length: int) -> list[int]:
+        size = self.block_size
+        return [self.cache[self.tables[slot][p // size]][p % size] for p in range(length)]
+
+
+class Harness:
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool, overlap: bool, policy: BatchPolicy) -> None:
+        self.pool = BlockPool(num_blocks, block_size, prefix_caching)
+        self.scheduler = Scheduler(policy, self.pool, clock=lambda: 0)
+        self.runner = OracleRunner(num_blocks, block_size, policy.max_batch_size)
+        self.overlap = overlap
+        self.pending: deque[StepResult] = deque()
+        self.outputs: dict[int, list[int]] = {}
+        self.reasons: dict[int, str] = {}
+        self.prompts: dict[int, dict[int, float]] = {}
+        self.steps = 0
+
+    def step(self) -> None:
+        plan = self.scheduler.plan()
+        self.scheduler.check()
+        if plan is not None:
+            self.steps += 1
+            num_prefill = sum(chunk.end - chunk.start for chunk in plan.chunks)
+            assert num_prefill <= self.scheduler.policy.max_batch_prefill_tokens
+            if not self.scheduler.policy.mixes_phases:
+                assert not (plan.decode and plan.chunks)
+            self.pending.append(self.runner.execute(plan))
+        while self.pending and (len(self.pending) > self.overlap or plan is None):
+            out = self.scheduler.apply(self.pending.popleft())
+            self.scheduler.check()
+            for request_id, token in zip(out.request_ids, out.token_ids, strict=True):
+                assert request_id not in self.reasons, "a token after the end"
+                self.outputs.setdefault(request_id, []).append(token)
+            for prompt in out.prompt_logprobs:
+                self.prompts.setdefault(prompt.row, {}).update(enumerate(prompt.logprobs, prompt.start))
+            for finish in out.finished:
+                self.reasons[finish.request_id] = finish.reason
+
+    def drain(self) -> None:
+        for _ in range(5000):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert not self.scheduler.has_work, "the scheduler does not make progress"
+        self.scheduler.check()
+        assert self.pool.num_free == self.pool.num_usable, "a block is still held"
+
+
+token_lists = st.lists(st.integers(0, 2), min_size=1, max_size=24)  # few values: many shared prefixes
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> dict:
+    block_size = draw(st.integers(1, 5))
+    requests = [
+        GenerationRequest(
+            id=number,
+            token_ids=draw(token_lists),
+            sampling=SamplingParams(decoder_input_details=draw(st.booleans()) and draw(st.booleans())),
+            max_new_tokens=draw(st.integers(1, 20)),
+            stop_token_ids=draw(st.sampled_from([[], [EOS], list(range(10))])),
+            seed=0,
+            cache_salt=draw(st.sampled_from(["", "", "a"])),
+        )
+        for number in range(draw(st.integers(1, 14)))
+    ]
+    longest = max(len(r.token_ids) + r.max_new_tokens for r in requests)
+    least_blocks = -(-longest // block_size)
+    mixes = draw(st.booleans())
+    return {
+        "requests": requests,
+        "arrivals": [draw(st.integers(0, 25)) for _ in requests],
+        "aborts": [draw(st.one_of(st.none(), st.none(), st.integers(0, 40))) for _ in requests],
+        "block_size": block_size,
+        "least_blocks": least_blocks + 1,
+        "spare_blocks": draw(st.integers(0, 30)),
+        "overlap": draw(st.booleans()),
+        "policy": BatchPolicy(
+            max_batch_prefill_tokens=draw(st.integers(1, 40)),
+            max_batch_size=draw(st.integers(1, 8)),
+            max_total_tokens=longest,
+            mixes_phases=mixes,
+            waiting_served_ratio=draw(st.sampled_from([0.0, 0.3, 1.2])),
+            max_waiting_tokens=draw(st.integers(0, 10)),
+        ),
+    }
+
+
+def run(scenario: dict, prefix_caching: bool, spare_blocks: int) -> Harness:
+    num_blocks = scenario["least_blocks"] + spare_blocks
+    harness = Harness(num_blocks, scenario["block_size"], prefix_caching, scenario["overlap"], scenario["policy"])
+    for tick in range(45):
+        for request, arrival, abort in zip(scenario["requests"], scenario["arrivals"], scenario["aborts"], strict=True):
+            if arrival == tick:
+                harness.scheduler.add(request)
+            if abort is not None and abort == tick:
+                harness.scheduler.abort(request.id)
+                harness.scheduler.check()
+        harness.step()
+    harness.drain()
+    return harness
+
+
+def check_outputs(scenario: dict, harness: Harness) -> None:
+    for request, arrival, abort in zip(scenario["requests"], scenario["arrivals"], scenario["aborts"], strict=True):
+        expected = expected_output(request)
+        output = harness.outputs.get(request.id, [])
+        if abort is not None and abort >= arrival:
+            assert output == expected[: len(output)]
+            continue
+        assert output == expected
+        by_length = len(output) == request.max_new_tokens
+        assert harness.reasons[request.id] == ("length" if by_length else "eos_token")
+        if request.sampling.decoder_input_details:
+            assert harness.prompts[request.id] == {p: float(p) for p in range(len(request.token_ids))}
+
+
+relaxed = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@relaxed
+@given(scenarios())
+def test_every_request_gets_its_tokens_and_the_books_balance(scenario: dict) -> None:
+    check_outputs(scenario, run(scenario, True, scenario["spare_blocks"]))
+
+
+@relaxed
+@given(scenarios())
+def test_the_smallest_pool_and_no_cache_change_nothing(scenario: dict) -> None:
+    small = run(scenario, True, 0)
+    large = run(scenario, False, 500)
+    check_outputs(scenario, small)
+    check_outputs(scenario, large)
+    assert large.scheduler.stats.num_preemptions == 0
+
+
+def make(number: int, tokens: list[int], new: int, **kwargs: object) -> GenerationRequest:
+    return GenerationRequest(
+        id=number, token_ids=tokens, sampling=SamplingParams(), max_new_tokens=new, stop_token_ids=[], seed=0, **kwargs
+    )
+
+
+def policy(**kwargs: object) -> BatchPolicy:
+    return BatchPolicy(**{"max_batch_prefill_tokens": 64, "max_batch_size": 8, "max_total_tokens": 100, **kwargs})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pool_for_one_request_preempts_but_finishes_all(overlap: bool) -> None:
+    harness = Harness(9, 4, True, overlap, policy(max_total_tokens=32))
+    requests = [make(i, [i, 1, 2], 29) for i in range(4)]
+    for request in requests:
+        harness.scheduler.add(request)
+    harness.drain()
+    assert harness.scheduler.stats.num_preemptions > 0
+    assert all(harness.outputs[r.id] == expected_output(r) for r in requests)
+
+
+def test_equal_prompts_in_one_step_share_blocks() -> None:
+    harness = Harness(100, 4, True, True, policy())
+    for number in range(3):
+        harness.scheduler.add(make(number, list(range(17)), 3))
+    harness.step()
+    assert harness.pool.num_usable - harness.pool.num_free == 5 + 1 + 1
+    harness.drain()
+    assert harness.scheduler.stats.num_cached_prompt_tokens == 2 * 16
+
+
+def test_salt_separates_prefixes() -> None:
+    harness = Harness(100, 4, True, True, policy())
+    for number, salt in enumerate(["a", "b", "a"]):
+        harness.scheduler.add(make(number, list(range(9)), 2, cache_salt=salt))
+        harness.drain()
+    assert harness.scheduler.stats.num_cached_prompt_tokens == 8
+
+
+def test_least_recently_used_prefix_is_evicted_first() -> None:
+    harness = Harness(1 + 6, 4, True, True, policy(max_batch_size=1, max_total_tokens=24))
+    a, b, c = ([n] * 9 for n in (1, 2, 3))
+    number = iter(range(100))
+
+    def cached_after(tokens: list[int]) -> int:
+        before = harness.scheduler.stats.num_cached_prompt_tokens
+        harness.scheduler.add(make(next(number), tokens, 1))
+        harness.drain()
+        return harness.scheduler.stats.num_cached_prompt_tokens - before
+
+    assert [cached_after(a), cached_after(b), cached_after(a)] == [0, 0, 8]
+    assert cached_after(c) == 0  # needs 3 of 6 blocks; b's are older than a's
+    assert cached_after(a) == 8
+    assert cached_after(b) < 8
+
+
+def test_decode_steps_carry_only_changes() -> None:
+    harness = Harness(200, 16, True, True, policy(max_batch_prefill_tokens=1000))
+    for number in range(8):
+        harness.scheduler.add(make(number, [number] * 4, 60))
+    harness.step()
+    harness.step()
+    plans: list[StepPlan] = []
+    execute = harness.runner.execute
+    harness.runner.execute = lambda plan: plans.append(plan) or execute(plan)  # type: ignore[method-assign]
+    for _ in range(10):
+        harness.step()
+    assert all(p.decode and not (p.admit or p.chunks or p.join or p.leave or p.release or p.grow) for p in plans)
+
+
+@pytest.mark.parametrize(("ratio", "waiting", "joins_at"), [(0.0, 20, 1), (1.0, 5, 4), (0.5, 100, None)])
+def test_where_phases_do_not_mix_newcomers_wait_their_turn(ratio: float, waiting: int, joins_at: int | None) -> None:
+    rules = policy(mixes_phases=False, waiting_served_ratio=ratio, max_waiting_tokens=waiting)
+    harness = Harness(200, 4, True, False, rules)
+    for number in range(4):
+        harness.scheduler.add(make(number, [number] * 4, 30))
+    harness.step()
+    harness.step()
+    harness.scheduler.add(make(9, [9] * 4, 30))
+    joined = None
+    for tick in range(1, 12):
+        harness.step()
+        if joined is None and 9 in harness.outputs:
+            joined = tick
+    assert joined == joins_at
+    harness.drain()
+    assert harness.outputs[9] == expected_output(make(9, [9] * 4, 30))
+
+
+def test_a_failing_request_ends_alone_and_its_blocks_are_not_reused() -> None:
+    harness = Harness(50, 4, True, False, policy())
+    for number in range(3):
+        harness.scheduler.add(make(number, [number] * 9, 5))
+    plan = harness.scheduler.plan()
+    assert plan is not None
+    result = harness.runner.execute(plan)
+    out = harness.scheduler.apply(StepResult(result.step, result.token_ids, result.logprobs, errors=[(1, "bad logits")]))
+    assert [(f.request_id, f.reason, f.error) for f in out.finished] == [(1, "error", "bad logits")]
+    assert harness.pool.match([1] * 8) == []
+    harness.scheduler.check()
+    harness.outputs = {i: [t] for i, t in zip(out.request_ids, out.token_ids, strict=True)}
+    harness.drain()
+    for number in (0, 2):
+        assert harness.outputs[number] == expected_output(make(number, [number] * 9, 5))
