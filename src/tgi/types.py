@@ -230,4 +230,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: list[str]  # first is the default
     mixes_phases: bool  # prefill chunks and decode may share a step
     pads: bool  # batches are padded to buckets
+    max_batch_size: int  # requests running at a time, unless the user says otherwise
+    max_batch_prefill_tokens: int  # likewise
+    memory_share: float  # of the memory free after loading, how much the KV cache may take
     ops: list[str] = []  # fast ops available, by name

@@ -141,3 +141,9 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float,
     scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype)
     return (weights @ values).transpose(1, 2)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits `[rows, vocab]` float32 -> best token `[rows]` and its log-probability `[rows]`."""
+    best, tokens = logits.max(dim=-1)
+    return tokens, best - logits.logsumexp(dim=-1)

@@ -1,0 +1,51 @@
+"""The CPU as a device.
+
+Level 1. Steps run on one worker thread, so that planning overlaps with computing; torch and the native kernels spread
+each op over all cores.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tgi.devices.device import Ops
+from tgi.types import Limits
+
+
+class CpuDevice:
+    name = "cpu"
+    comm_backend = "gloo"
+
+    def __init__(self, cache_dir: Path, custom_kernels: bool = True, num_threads: int | None = None) -> None:
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self.torch_device = torch.device("cpu")
+        self.limits = Limits(
+            block_size=16,
+            dtypes=["float32", "bfloat16", "float16"],
+            mixes_phases=True,
+            pads=False,
+            max_batch_size=64,
+            max_batch_prefill_tokens=512,
+            memory_share=0.5,
+        )
+        self.ops = _load_ops(cache_dir) if custom_kernels else Ops()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cpu")
+
+    def free_bytes(self) -> int:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+
+    def submit(self, work: Callable[[], Any]) -> "Future[Any]":
+        return self._worker.submit(work)
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True)
+
+
+def _load_ops(cache_dir: Path) -> Ops:
+    return Ops()

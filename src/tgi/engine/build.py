@@ -1,0 +1,138 @@
+"""Brings an engine up from a configuration: resolve, load, allocate, ready.
+
+Level 7.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tgi.config import ModelSize, Resolved, ServerConfig, cache_folder, resolve
+from tgi.devices.device import Device, choose_device
+from tgi.engine.loop import EngineLoop
+from tgi.errors import StartError
+from tgi.models.decoder import CausalLM
+from tgi.models.registry import read_config, read_spec
+from tgi.models.spec import DecoderSpec
+from tgi.parallel import SINGLE, Parallel
+from tgi.runner import kv_cache
+from tgi.runner.runner import Runner
+from tgi.scheduler.blocks import BlockPool
+from tgi.scheduler.policy import BatchPolicy
+from tgi.scheduler.scheduler import Scheduler
+from tgi.types import ModelFacts
+from tgi.weights.checkpoint import Checkpoint
+from tgi.weights.load import load_checkpoint, load_dummy
+from tgi.weights.source import ModelFolder, resolve_model
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Engine:
+    """Everything that runs: the loop, and what the front end must know."""
+
+    loop: EngineLoop
+    facts: ModelFacts
+    folder: Path
+    device: Device
+    resolved: Resolved
+    seconds: dict[str, float] = field(default_factory=dict)  # start-up stages
+    notes: list[str] = field(default_factory=list)
+
+    def close(self) -> None:
+        self.device.close()
+
+
+def start_engine(config: ServerConfig, progress: Progress = lambda stage, done, total: None) -> Engine:
+    config.check()
+    seconds: dict[str, float] = {}
+    cache_dir = cache_folder(config)
+    with _timed(seconds, "model"):
+        source = resolve_model(config.model_id, cache_dir, config.revision, config.offline, progress)
+        spec = read_spec(read_config(source.path))
+    with _timed(seconds, "device"):
+        device = choose_device(config.device, cache_dir, config.custom_kernels, config.num_threads)
+        dtype = choose_dtype(config, spec, device)
+    with _timed(seconds, "load"):
+        model = load_model(config, source, spec, device, dtype, SINGLE, progress)
+    with _timed(seconds, "cache"):
+        size = ModelSize(
+            max_positions=spec.max_positions,
+            kv_bytes_per_token=spec.kv_bytes_per_token(spec.num_kv_heads, dtype.itemsize),
+        )
+        resolved = resolve(config, size, device.limits, device.free_bytes())
+        cache = kv_cache.allocate(
+            spec.num_layers,
+            resolved.num_blocks,
+            resolved.block_size,
+            spec.num_kv_heads,
+            spec.head_dim,
+            dtype,
+            device.torch_device,
+        )
+    watermark = (config.watermark_gamma, config.watermark_delta)
+    runner = Runner(device, model, cache, resolved.max_batch_size, resolved.max_total_tokens, watermark)
+    policy = BatchPolicy(
+        max_batch_prefill_tokens=resolved.max_batch_prefill_tokens,
+        max_batch_size=resolved.max_batch_size,
+        max_total_tokens=resolved.max_total_tokens,
+        mixes_phases=device.limits.mixes_phases,
+        waiting_served_ratio=config.waiting_served_ratio,
+        max_waiting_tokens=config.max_waiting_tokens,
+    )
+    pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching)
+    facts = ModelFacts(
+        model_id=source.model_id,
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=spec.vocab_size,
+        max_input_tokens=resolved.max_input_tokens,
+        max_total_tokens=resolved.max_total_tokens,
+        num_blocks=resolved.num_blocks,
+        block_size=resolved.block_size,
+        device=device.name,
+    )
+    loop = EngineLoop(Scheduler(policy, pool), runner, config.overlap)
+    notes = [note for note in (source.note, device.ops.description) if note]
+    return Engine(loop, facts, source.path, device, resolved, seconds, notes)
+
+
+def choose_dtype(config: ServerConfig, spec: DecoderSpec, device: Device) -> torch.dtype:
+    """As asked, else the device's preference."""
+    name = config.dtype or device.limits.dtypes[0]
+    if name not in device.limits.dtypes:
+        raise StartError(f"`dtype` {name} does not run on {device.name}: choose {', '.join(device.limits.dtypes)}")
+    return getattr(torch, name)
+
+
+def load_model(
+    config: ServerConfig,
+    source: ModelFolder,
+    spec: DecoderSpec,
+    device: Device,
+    dtype: torch.dtype,
+    parallel: Parallel,
+    progress: Progress,
+) -> CausalLM:
+    num_positions = min(spec.max_positions, config.max_total_tokens or spec.max_positions)
+    model = CausalLM(device.ops, parallel, spec, num_positions, device.torch_device)
+    if config.load_format == "dummy":
+        load_dummy(model, dtype, device.torch_device, config.seed)
+    else:
+        checkpoint = Checkpoint.open(source.path)
+        load_checkpoint(model, checkpoint, dtype, device.torch_device, model.ignored, progress)
+    return model
+
+
+class _timed:
+    def __init__(self, seconds: dict[str, float], stage: str) -> None:
+        self.seconds, self.stage = seconds, stage
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds[self.stage] = time.perf_counter() - self.start

@@ -1,0 +1,106 @@
+"""Every step from logits to a chosen token, in plain torch: the definition that faster kernels are tested against.
+
+Level 1. All scores are float32 `[rows, vocab]`; per-row parameters are `[rows]`. Filters set dropped scores to -inf.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+_GREEN_LIST_KEY = 15485863
+_INT32_MIX = (-1640531535, -2048144789, -1028477387)  # odd multipliers with well spread bits
+
+
+def count_tokens(history: Tensor, starts: Tensor, ends: Tensor, vocab_size: int) -> Tensor:
+    """How often each id occurs in history[row, starts[row]:ends[row]] -> `[rows, vocab]` float32."""
+    positions = torch.arange(history.shape[1], device=history.device)
+    inside = (positions >= starts[:, None]) & (positions < ends[:, None])
+    counts = torch.zeros((history.shape[0], vocab_size), dtype=torch.float32, device=history.device)
+    return counts.scatter_add_(1, torch.where(inside, history, 0).long(), inside.float())
+
+
+def repetition_penalty(scores: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Ids that were seen: a negative score is multiplied by the penalty, another divided."""
+    penalty = penalty[:, None]
+    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+
+
+def watermark(scores: Tensor, last_token: int, gamma: float, delta: float) -> Tensor:
+    """Favour the ids that the last token makes green. scores `[vocab]`."""
+    generator = torch.Generator().manual_seed(_GREEN_LIST_KEY * last_token)
+    vocab_size = scores.shape[0]
+    green = torch.randperm(vocab_size, generator=generator)[: int(vocab_size * gamma)]
+    scores[green.to(scores.device)] += delta
+    return scores
+
+
+def top_k(scores: Tensor, k: Tensor) -> Tensor:
+    """Drop scores strictly below the k-th best; ties with it stay. k <= 0 keeps all."""
+    vocab_size = scores.shape[1]
+    wanted = torch.where(k <= 0, vocab_size, k.clamp(max=vocab_size)).long()
+    limited = wanted < vocab_size
+    if not bool(limited.any()):
+        return scores
+    best = scores.topk(int(wanted[limited].max()), dim=-1).values
+    threshold = best.gather(1, (wanted - 1).clamp(max=best.shape[1] - 1)[:, None])
+    return scores.masked_fill((scores < threshold) & limited[:, None], -math.inf)
+
+
+def top_p(scores: Tensor, p: Tensor) -> Tensor:
+    """Drop the least likely ids whose probabilities add up to at most 1 - p; the best always stays."""
+    ordered, order = scores.sort(dim=-1)
+    dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= (1 - p)[:, None]
+    dropped[:, -1] = False
+    return scores.masked_fill(torch.empty_like(dropped).scatter_(1, order, dropped) & (p < 1)[:, None], -math.inf)
+
+
+def typical_p(scores: Tensor, mass: Tensor) -> Tensor:
+    """Keep the ids whose information is closest to the entropy, until they hold the mass; ties with the last stay."""
+    logprobs = scores.log_softmax(dim=-1)
+    probabilities = logprobs.exp()
+    entropy = -torch.nansum(logprobs * probabilities, dim=-1, keepdim=True)
+    surprise = (-logprobs - entropy).abs()
+    ordered, order = surprise.sort(dim=-1)
+    cumulated = probabilities.gather(1, order).cumsum(dim=-1)
+    last = (cumulated < mass[:, None]).sum(dim=-1).clamp(max=scores.shape[1] - 1)
+    threshold = ordered.gather(1, last[:, None])
+    return scores.masked_fill((surprise > threshold) & (mass < 1)[:, None], -math.inf)
+
+
+def min_p(scores: Tensor, share: Tensor) -> Tensor:
+    """Drop ids less likely than a share of the likeliest."""
+    floor = scores.amax(dim=-1, keepdim=True) + share.log()[:, None]
+    return scores.masked_fill(scores < floor, -math.inf)
+
+
+def draw(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Sample an id per row with probability softmax(scores), from noise that depends on seed and position alone.
+
+    seeds `[rows]` int64, positions `[rows]` int64 -> `[rows]` int64. The best of score + Gumbel noise is such a sample.
+    """
+    return (scores - exponential_noise(seeds, positions, scores.shape[1]).log_()).argmax(dim=-1)
+
+
+def exponential_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Exp(1) variates `[rows, vocab]` float32 from a counter-based hash of (seed, position, id)."""
+    key = _mix64(_mix64(seeds) ^ (positions + 1))
+    low, high = key.to(torch.int32)[:, None], (key >> 32).to(torch.int32)[:, None]
+    bits = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)[None] * _INT32_MIX[0] + low
+    bits ^= (bits >> 16) & 0xFFFF
+    bits *= _INT32_MIX[1]
+    bits ^= (bits >> 13) & 0x7FFFF
+    bits += high
+    bits *= _INT32_MIX[2]
+    bits ^= (bits >> 16) & 0xFFFF
+    uniform = ((bits >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)  # exact in float32, never 0 or 1
+    return uniform.log_().neg_()
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """A bijection of int64 that spreads every bit (splitmix64's finaliser); multiplication wraps."""
+    x = x ^ ((x >> 30) & 0x3FFFFFFFF)
+    x = x * -4658895280553007687
+    x = x ^ ((x >> 27) & 0x1FFFFFFFFF)
+    x = x * -7723592293110705685
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)

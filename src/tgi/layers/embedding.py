@@ -1,0 +1,50 @@
+"""Token embedding and the output head, split over ranks by vocabulary; they may share one weight.
+
+Level 4.
+"""
+
+import torch
+from torch import Tensor
+
+from tgi.devices.device import Ops
+from tgi.parallel import Parallel
+from tgi.weights.declare import Blocks, Declared, Module, Part
+
+
+class VocabWeight(Module):
+    """A `[vocab, hidden]` matrix, looked up by row or multiplied as the head."""
+
+    def __init__(self, ops: Ops, parallel: Parallel, name: str, vocab_size: int, hidden_size: int, is_head: bool) -> None:
+        self.ops = ops
+        self.parallel = parallel
+        self.start, self.end = parallel.split(vocab_size, "the vocabulary")
+        self.part = Part(f"{name}.weight", (vocab_size, hidden_size))
+        if parallel.world > 1:
+            self.part = Part(f"{name}.weight", (vocab_size, hidden_size), 0, self.start, self.end)
+        self.is_head = is_head  # also, or only, used as the head
+        self.weight: Tensor | Blocks
+
+    def declare(self) -> list[Declared]:
+        return [Declared("weight", [self.part], packable=True)]
+
+    def accepts_blocks(self, kind: str) -> bool:
+        return kind in self.ops.block_kinds
+
+    def finish(self) -> None:
+        if isinstance(self.weight, Blocks):
+            self.weight = self.ops.pack_blocks(self.weight)
+        elif self.is_head:
+            self.weight = self.ops.pack_linear(self.weight)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """ids `[tokens]` -> `[tokens, hidden]`."""
+        if self.parallel.world == 1:
+            return self.ops.embedding(ids, self.weight)
+        local = ids - self.start
+        mine = (local >= 0) & (local < self.end - self.start)
+        rows = self.ops.embedding(torch.where(mine, local, 0), self.weight)
+        return self.parallel.all_reduce(rows * mine[:, None])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden `[tokens, hidden]` -> `[tokens, vocab]`."""
+        return self.parallel.all_gather_last(self.ops.linear(hidden, self.weight, None))

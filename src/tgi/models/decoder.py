@@ -1,0 +1,114 @@
+"""The decoder that most families share: embedding, layers of attention and gated feed-forward, norm, head.
+
+Level 5. A family describes itself with a `DecoderSpec`; what no spec can say it passes by composition.
+"""
+
+import torch
+from torch import Tensor
+
+from tgi.devices.device import Ops
+from tgi.errors import ModelFormatError
+from tgi.kernels.batch import ForwardBatch
+from tgi.layers.attention import Attention, HeadLayout
+from tgi.layers.embedding import VocabWeight
+from tgi.layers.linear import Linear, bias_parts, column_parts, row_linear
+from tgi.layers.norm import RMSNorm
+from tgi.layers.rotary import build_table
+from tgi.models.spec import DecoderSpec
+from tgi.parallel import Parallel
+from tgi.weights.declare import Module
+
+
+class GatedMlp(Module):
+    name = "mlp"
+
+    def __init__(self, ops: Ops, parallel: Parallel, spec: DecoderSpec) -> None:
+        width = spec.intermediate_size
+        kept = parallel.split(width, "the feed-forward width")
+        names, sizes, ranges = ["gate_proj", "up_proj"], [width, width], [kept, kept]
+        biases = bias_parts(names, sizes, ranges) if spec.mlp_bias else None
+        self.gate_up = Linear(ops, column_parts(names, sizes, spec.hidden_size, ranges), biases)
+        self.down = row_linear(ops, parallel, "down_proj", width, spec.hidden_size, kept, spec.mlp_bias)
+        activations = {"silu": ops.silu_mul, "gelu_pytorch_tanh": ops.gelu_tanh_mul}
+        if spec.activation not in activations:
+            raise ModelFormatError(f"activation {spec.activation!r} is not supported; known: {', '.join(activations)}")
+        self.activate = activations[spec.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down.forward(self.activate(self.gate_up.forward(x)))
+
+
+def build_attention(ops: Ops, parallel: Parallel, spec: DecoderSpec, layer: int) -> Attention:
+    """Attention with the tensors q_proj, k_proj, v_proj and o_proj, split by head."""
+    dim = spec.head_dim
+    heads = parallel.split(spec.num_heads, "the number of attention heads")
+    kv_heads = parallel.split_kv_heads(spec.num_kv_heads)
+    sizes = [spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim]
+    ranges = [(start * dim, end * dim) for start, end in (heads, kv_heads, kv_heads)]
+    names = ["q_proj", "k_proj", "v_proj"]
+    biases = bias_parts(names, sizes, ranges) if spec.qkv_bias else None
+    qkv = Linear(ops, column_parts(names, sizes, spec.hidden_size, ranges), biases)
+    out = row_linear(ops, parallel, "o_proj", sizes[0], spec.hidden_size, ranges[0], spec.out_bias)
+    layout = HeadLayout(heads[1] - heads[0], kv_heads[1] - kv_heads[0], dim, spec.scale, spec.windows[layer])
+    return Attention(ops, "self_attn", qkv, out, layout)
+
+
+class DecoderLayer(Module):
+    def __init__(self, ops: Ops, parallel: Parallel, spec: DecoderSpec, layer: int) -> None:
+        self.name = f"layers.{layer}"
+        self.attention_norm = RMSNorm(ops, "input_layernorm", spec.hidden_size, spec.norm_eps)
+        self.attention = build_attention(ops, parallel, spec, layer)
+        self.mlp_norm = RMSNorm(ops, "post_attention_layernorm", spec.hidden_size, spec.norm_eps)
+        self.mlp = GatedMlp(ops, parallel, spec)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """x is what the layer before adds to the residual stream; the first layer gets the stream itself as x."""
+        if residual is None:
+            normed, residual = self.attention_norm.forward(x), x
+        else:
+            normed, residual = self.attention_norm.add(x, residual)
+        x = self.attention.forward(normed, batch, cos_sin, k_cache, v_cache)
+        normed, residual = self.mlp_norm.add(x, residual)
+        return self.mlp.forward(normed), residual
+
+
+class Decoder(Module):
+    name = "model"
+
+    def __init__(self, ops: Ops, parallel: Parallel, spec: DecoderSpec) -> None:
+        self.embedding = VocabWeight(ops, parallel, "embed_tokens", spec.vocab_size, spec.hidden_size, spec.tied)
+        self.layers = [DecoderLayer(ops, parallel, spec, layer) for layer in range(spec.num_layers)]
+        self.norm = RMSNorm(ops, "norm", spec.hidden_size, spec.norm_eps)
+
+
+class CausalLM(Module):
+    """A decoder with its head: token ids in, logits out."""
+
+    ignored = ("*.rotary_emb.inv_freq",)  # tables that old checkpoints carry
+
+    def __init__(self, ops: Ops, parallel: Parallel, spec: DecoderSpec, num_positions: int, device: torch.device) -> None:
+        self.spec = spec
+        self.model = Decoder(ops, parallel, spec)
+        self.head = None
+        if spec.tied:
+            self.ignored = (*self.ignored, "lm_head.weight")
+        else:
+            self.head = VocabWeight(ops, parallel, "lm_head", spec.vocab_size, spec.hidden_size, True)
+        self.cos_sin = build_table(spec.rope, num_positions, device)
+
+    def forward(self, batch: ForwardBatch, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Hidden states `[logit tokens, hidden]` of the tokens whose logits are needed."""
+        x = self.model.embedding.look_up(batch.input_ids)
+        residual = None
+        for layer, (k_cache, v_cache) in zip(self.model.layers, kv_cache, strict=True):
+            x, residual = layer.forward(x, residual, batch, self.cos_sin, k_cache, v_cache)
+        assert residual is not None
+        if batch.logit_tokens.shape[0] != x.shape[0]:
+            x, residual = x[batch.logit_tokens], residual[batch.logit_tokens]
+        return self.model.norm.add(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[tokens, hidden]` -> `[tokens, vocab]`."""
+        return (self.head or self.model.embedding).logits(hidden)

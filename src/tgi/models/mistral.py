@@ -1,0 +1,14 @@
+"""Mistral: Llama with a sliding window on every layer.
+
+Level 5.
+"""
+
+from tgi.models.llama import TINY as LLAMA_TINY
+from tgi.models.spec import Config, DecoderSpec, read_llama_like
+
+TINY = {**LLAMA_TINY, "sliding_window": 24, "head_dim": 16}
+
+
+def read_spec(config: Config) -> DecoderSpec:
+    window = config.get("sliding_window")
+    return read_llama_like(config, windows=(window,) * config.integer("num_hidden_layers"))

@@ -1,0 +1,44 @@
+"""Which architecture is read by which file.
+
+Level 5. One line per architecture; modules are imported when they are needed.
+"""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tgi.errors import ModelFormatError, ModelNotFoundError
+from tgi.models.spec import Config, DecoderSpec
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+}
+
+
+def read_config(folder: Path) -> Config:
+    path = folder / "config.json"
+    try:
+        fields: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelNotFoundError(f"{folder} has no config.json: it is not a model folder") from None
+    except (ValueError, OSError) as error:
+        raise ModelFormatError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ModelFormatError(f"{path} must hold a JSON object")
+    return Config(fields, str(path))
+
+
+def read_spec(config: Config) -> DecoderSpec:
+    """The dimensions of the model a config describes."""
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise ModelFormatError(f"{config.source}: `architectures` is missing, so the model cannot be recognised")
+    for name in architectures:
+        if name in ARCHITECTURES:
+            return import_module(f"tgi.models.{ARCHITECTURES[name]}").read_spec(config)
+    raise ModelFormatError(
+        f"{config.source}: architecture {architectures[0]!r} is not supported. Supported: {', '.join(ARCHITECTURES)}"
+    )

@@ -1,0 +1,128 @@
+"""`DecoderSpec`: the dimensions of a decoder-only model, read once from its Hugging Face config.
+
+Level 5.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tgi.errors import ModelFormatError
+from tgi.layers.rotary import RopeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope: RopeSpec
+    max_positions: int
+    activation: str = "silu"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    tied: bool = False
+    windows: tuple[int | None, ...] = ()  # by layer
+    default_dtype: str = "float32"
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def kv_bytes_per_token(self, num_kv_heads: int, element_bytes: int) -> int:
+        return 2 * self.num_layers * num_kv_heads * self.head_dim * element_bytes
+
+
+class Config:
+    """A Hugging Face config whose missing or wrong fields are named in the error."""
+
+    def __init__(self, fields: Mapping[str, Any], source: str) -> None:
+        self.fields = fields
+        self.source = source
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.fields.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ModelFormatError(f"{self.source}: `{name}` must be a positive integer, it is {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.fields.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ModelFormatError(f"{self.source}: `{name}` must be a number, it is {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.fields.get(name)
+        return default if value is None else bool(value)
+
+    def text(self, name: str, default: str) -> str:
+        value = self.fields.get(name)
+        return default if value is None else str(value)
+
+    def get(self, name: str) -> Any:
+        return self.fields.get(name)
+
+
+def read_rope(config: Config, head_dim: int, max_positions: int) -> RopeSpec:
+    """Rotary facts from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones)."""
+    scaling: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = scaling.get("rope_theta", config.get("rope_theta"))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rotary_dim = int(head_dim * (1.0 if share is None else share))
+    inner = Config({**scaling, "rope_theta": theta}, config.source)
+    return RopeSpec(
+        kind=kind,
+        theta=inner.number("rope_theta", 10000.0),
+        rotary_dim=rotary_dim,
+        factor=inner.number("factor", 1.0),
+        original_max_positions=inner.integer("original_max_position_embeddings", max_positions),
+        low_freq_factor=inner.number("low_freq_factor", 1.0),
+        high_freq_factor=inner.number("high_freq_factor", 4.0),
+        beta_fast=inner.number("beta_fast", 32.0),
+        beta_slow=inner.number("beta_slow", 1.0),
+        attention_factor=scaling.get("attention_factor"),
+        mscale=scaling.get("mscale"),
+        mscale_all_dim=scaling.get("mscale_all_dim"),
+        truncate=bool(scaling.get("truncate", True)),
+    )
+
+
+def read_llama_like(config: Config, **special: Any) -> DecoderSpec:
+    """The fields that Llama and its relatives share; `special` overrides what differs."""
+    num_heads = config.integer("num_attention_heads")
+    hidden_size = config.integer("hidden_size")
+    head_dim = config.integer("head_dim", hidden_size // num_heads)
+    num_layers = config.integer("num_hidden_layers")
+    max_positions = config.integer("max_position_embeddings", 2048)
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelFormatError(
+            f"{config.source}: {num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly"
+        )
+    fields: dict[str, Any] = {
+        "vocab_size": config.integer("vocab_size"),
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": config.integer("intermediate_size"),
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "rope": read_rope(config, head_dim, max_positions),
+        "max_positions": max_positions,
+        "activation": config.text("hidden_act", "silu"),
+        "tied": config.flag("tie_word_embeddings", False),
+        "windows": (None,) * num_layers,
+        "default_dtype": config.text("dtype", config.text("torch_dtype", "float32")),
+    }
+    return DecoderSpec(**{**fields, **special})

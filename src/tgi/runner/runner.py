@@ -1,0 +1,97 @@
+"""One rank: executes plans, in order, and returns results.
+
+Level 6. Holds the model, the cache and the slots. `launch` returns at once; the result is waited for later, so that the
+next plan is made while this one runs.
+"""
+
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from tgi.devices.device import Device
+from tgi.models.decoder import CausalLM
+from tgi.runner.inputs import build_batch
+from tgi.runner.sampler import Sampler
+from tgi.runner.slots import Slots
+from tgi.types import Chunk, PromptLogprobs, StepPlan, StepResult
+
+_LOGIT_ROWS = 128  # prompt positions whose logits are held at a time
+
+
+class Runner:
+    def __init__(
+        self,
+        device: Device,
+        model: CausalLM,
+        kv_cache: list[tuple[Tensor, Tensor]],
+        num_slots: int,
+        max_total_tokens: int,
+        watermark: tuple[float, float] = (0.5, 2.0),
+    ) -> None:
+        self.device = device
+        self.model = model
+        self.kv_cache = kv_cache
+        self.slots = Slots(num_slots, max_total_tokens, kv_cache[0][0].shape[1], device.torch_device)
+        self.sampler = Sampler(device.ops, self.slots, num_slots, *watermark)
+        self._prompt_logprobs: dict[int, int] = {}  # slot -> prompt tokens, while their log-probabilities are owed
+
+    def launch(self, plan: StepPlan) -> "Future[StepResult]":
+        """Start a step; steps run in the order of launching."""
+        return self.device.submit(lambda: self.execute(plan))
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._update(plan)
+        prompt_chunks = [chunk for chunk in plan.chunks if chunk.slot in self._prompt_logprobs]
+        batch = build_batch(plan, self.slots, prompt_chunks)
+        hidden = self.model.forward(batch, self.kv_cache)
+        rows = list(self.slots.decode_slots) if plan.decode else []
+        rows += [chunk.slot for chunk in plan.chunks if chunk.samples]
+        prompts = self._score_prompts(plan, prompt_chunks, hidden[len(rows) :])
+        if not rows:
+            return StepResult(plan.step, [], [], prompt_logprobs=prompts)
+        index = self.slots.decode_index
+        if not (plan.decode and len(rows) == index.shape[0]):
+            index = torch.tensor(rows, dtype=torch.int64, device=self.slots.device)
+        logits = self.model.logits(hidden[: len(rows)]).float()
+        chosen = self.sampler.choose(logits, rows, index)
+        self.slots.append(rows, index, chosen.token_ids)
+        logprobs = chosen.logprobs.tolist()
+        errors = [
+            (row, "the model produced scores that are not finite")
+            for row, logprob in enumerate(logprobs)
+            if logprob != logprob
+        ]
+        return StepResult(plan.step, chosen.token_ids.tolist(), logprobs, chosen.top_tokens, prompts, errors)
+
+    def _update(self, plan: StepPlan) -> None:
+        for slot in plan.release:
+            self._prompt_logprobs.pop(slot, None)
+        self.slots.update(plan)
+        for admission in plan.admit:
+            self.sampler.admit(admission)
+            if admission.request.sampling.decoder_input_details and not admission.output_ids:
+                self._prompt_logprobs[admission.slot] = len(admission.request.token_ids)
+
+    def _score_prompts(self, plan: StepPlan, chunks: list[Chunk], hidden: Tensor) -> list[PromptLogprobs]:
+        """Log-probabilities of the prompt tokens that follow each chunk token. hidden `[chunk tokens, hidden]`."""
+        scored: list[PromptLogprobs] = []
+        num_decode = len(self.slots.decode_slots) if plan.decode else 0
+        row_of = {chunk.slot: num_decode + number for number, chunk in enumerate(plan.chunks)}
+        first = 0
+        for chunk in chunks:
+            last = min(chunk.end, self._prompt_logprobs[chunk.slot] - 1)
+            values: list[float] = []
+            for start in range(chunk.start, last, _LOGIT_ROWS):
+                end = min(start + _LOGIT_ROWS, last)
+                rows = hidden[first + start - chunk.start : first + end - chunk.start]
+                scores = self.model.logits(rows).float()
+                targets = self.slots.tokens[chunk.slot, start + 1 : end + 1].long()[:, None]
+                values += (scores.gather(1, targets)[:, 0] - scores.logsumexp(dim=-1)).tolist()
+            if values:
+                scored.append(PromptLogprobs(row_of[chunk.slot], chunk.start + 1, values))
+            if chunk.samples:
+                del self._prompt_logprobs[chunk.slot]
+            first += chunk.end - chunk.start
+        return scored

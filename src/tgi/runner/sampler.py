@@ -1,0 +1,175 @@
+"""Chooses the next token of each row.
+
+Level 6. The order of processors is TGI's: watermark, repetition, frequency and presence penalty, logit bias,
+temperature, top-k, top-p, typical-p, min-p, choice. Log-probabilities are of the distribution before the filters (top-k
+to min-p). A processor touches only the rows that ask for it: a batch of plain greedy requests is one pass over the
+logits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tgi.devices.device import Ops
+from tgi.kernels import sampling
+from tgi.runner.slots import Slots
+from tgi.types import Admission, SamplingParams, TopTokens
+
+
+@dataclass(slots=True)
+class Chosen:
+    token_ids: Tensor  # [rows] int64
+    logprobs: Tensor  # [rows] float32
+    top_tokens: list[TopTokens]
+
+
+@dataclass(slots=True)
+class _Groups:
+    """Which rows ask for what; None where nobody does."""
+
+    watermark: list[int]
+    penalty: Tensor | None
+    bias: list[int]
+    temperature: Tensor | None
+    draw: Tensor | None
+    top_k: bool
+    top_p: bool
+    typical_p: bool
+    min_p: bool
+    top_n: list[tuple[int, int]]  # (row, how many)
+
+    @property
+    def plain(self) -> bool:
+        return self.draw is None and self.penalty is None and not (self.watermark or self.bias or self.top_n)
+
+
+class Sampler:
+    def __init__(self, ops: Ops, slots: Slots, num_slots: int, gamma: float, delta: float) -> None:
+        self.ops = ops
+        self.slots = slots
+        self.gamma, self.delta = gamma, delta
+        device = slots.device
+        self.params: list[SamplingParams] = [SamplingParams()] * num_slots
+        self.numbers = {
+            name: torch.zeros(num_slots, dtype=torch.float32, device=device)
+            for name in (
+                "repetition_penalty",
+                "frequency_penalty",
+                "presence_penalty",
+                "frequency_by_length",
+                "temperature",
+                "top_k",
+                "top_p",
+                "typical_p",
+                "min_p",
+            )
+        }
+        self.seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.biases: dict[int, tuple[Tensor, Tensor]] = {}  # slot -> ids, values
+        self._rows: list[int] | None = None
+        self._groups: _Groups | None = None
+
+    def admit(self, admission: Admission) -> None:
+        """Take over a slot's parameters."""
+        slot, params = admission.slot, admission.request.sampling
+        self.params[slot] = params
+        for name, values in self.numbers.items():
+            values[slot] = float(getattr(params, name))
+        seed = admission.request.seed
+        self.seeds[slot] = seed - 2**64 if seed >= 2**63 else seed
+        self.biases.pop(slot, None)
+        if params.logit_bias:
+            device = self.slots.device
+            ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
+            values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+            self.biases[slot] = (ids, values)
+        self._rows = None
+
+    def choose(self, logits: Tensor, rows: list[int], index: Tensor) -> Chosen:
+        """logits `[rows, vocab]` float32, which is overwritten; `rows` are slots and `index` the same on the device."""
+        groups = self._group(rows)
+        if groups.plain:
+            token_ids, logprobs = self.ops.greedy(logits)
+            return Chosen(token_ids, logprobs, [])
+        self._process(logits, rows, index, groups)
+        totals = logits.logsumexp(dim=-1)
+        token_ids = logits.argmax(dim=-1)
+        if groups.draw is not None:
+            token_ids[groups.draw] = self._draw(logits[groups.draw], index[groups.draw], groups)
+        logprobs = logits.gather(1, token_ids[:, None])[:, 0] - totals
+        tops = [_top_tokens(row, count, logits[row] - totals[row]) for row, count in groups.top_n]
+        return Chosen(token_ids, logprobs, tops)
+
+    def _group(self, rows: list[int]) -> _Groups:
+        if self._groups is None or rows != self._rows:
+            self._rows, self._groups = list(rows), self._make_groups([self.params[slot] for slot in rows])
+        return self._groups
+
+    def _make_groups(self, params: list[SamplingParams]) -> _Groups:
+        def rows_where(condition: list[bool]) -> Tensor | None:
+            found = [row for row, holds in enumerate(condition) if holds]
+            return torch.tensor(found, dtype=torch.int64, device=self.slots.device) if found else None
+
+        drawing = [p for p in params if p.samples]
+        return _Groups(
+            watermark=[row for row, p in enumerate(params) if p.watermark],
+            penalty=rows_where(
+                [p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0 for p in params]
+            ),
+            bias=[row for row, p in enumerate(params) if p.logit_bias],
+            temperature=rows_where([p.temperature != 1 for p in params]),
+            draw=rows_where([p.samples for p in params]),
+            top_k=any(p.top_k > 0 for p in drawing),
+            top_p=any(p.top_p < 1 for p in drawing),
+            typical_p=any(p.typical_p < 1 for p in drawing),
+            min_p=any(p.min_p > 0 for p in drawing),
+            top_n=[(row, p.top_n_tokens) for row, p in enumerate(params) if p.top_n_tokens],
+        )
+
+    def _process(self, logits: Tensor, rows: list[int], index: Tensor, groups: _Groups) -> None:
+        """Everything before the filters, in place."""
+        for row in groups.watermark:
+            slot = rows[row]
+            last = int(self.slots.tokens[slot, self.slots.lengths[slot] - 1])
+            sampling.watermark(logits[row], last, self.gamma, self.delta)
+        if groups.penalty is not None:
+            logits[groups.penalty] = self._penalise(logits[groups.penalty], index[groups.penalty])
+        for row in groups.bias:
+            ids, values = self.biases[rows[row]]
+            logits[row].index_add_(0, ids, values)
+        if groups.temperature is not None:
+            logits[groups.temperature] /= self.numbers["temperature"][index[groups.temperature], None]
+
+    def _penalise(self, scores: Tensor, index: Tensor) -> Tensor:
+        slots, numbers = self.slots, self.numbers
+        lengths, prompts = slots.lengths[index], slots.num_prompt[index]
+        history = slots.tokens[index, : int(lengths.max())]
+        in_prompt = sampling.count_tokens(history, torch.zeros_like(prompts), prompts, scores.shape[1])
+        in_output = sampling.count_tokens(history, prompts, lengths, scores.shape[1])
+        scores = sampling.repetition_penalty(scores, in_prompt + in_output > 0, numbers["repetition_penalty"][index])
+        by_length = numbers["frequency_by_length"][index, None] > 0
+        frequency = torch.where(by_length, (in_prompt + in_output) / lengths[:, None], in_output)
+        scores = scores - numbers["frequency_penalty"][index, None] * frequency
+        return scores - numbers["presence_penalty"][index, None] * (in_output > 0)
+
+    def _draw(self, scores: Tensor, index: Tensor, groups: _Groups) -> Tensor:
+        numbers = self.numbers
+        if groups.top_k:
+            scores = sampling.top_k(scores, numbers["top_k"][index])
+        if groups.top_p:
+            scores = sampling.top_p(scores, numbers["top_p"][index])
+        if groups.typical_p:
+            scores = sampling.typical_p(scores, numbers["typical_p"][index])
+        if groups.min_p:
+            scores = sampling.min_p(scores, numbers["min_p"][index])
+        return sampling.draw(scores, self.seeds[index], self.slots.lengths[index])
+
+
+def _top_tokens(row: int, count: int, logprobs: Tensor) -> TopTokens:
+    """All ids at least as likely as the count-th best, best first (ties may make it more than `count`)."""
+    count = min(count, logprobs.shape[0])
+    threshold = logprobs.topk(count).values[-1]
+    ids = (logprobs >= threshold).nonzero()[:, 0]
+    values, order = logprobs[ids].sort(descending=True, stable=True)
+    return TopTokens(row, ids[order].tolist(), values.tolist())

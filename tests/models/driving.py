@@ -1,0 +1,102 @@
+"""Runs token lists through an engine and through `transformers`."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+
+from tgi.config import ServerConfig
+from tgi.engine.build import Engine, start_engine
+from tgi.types import GenerationRequest, SamplingParams, TokenOut
+
+
+@dataclass
+class Tiny:
+    folder: Path
+    model: transformers.PreTrainedModel
+
+
+@dataclass
+class Output:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: dict[int, float] = field(default_factory=dict)
+    top_tokens: list[dict[int, float]] = field(default_factory=list)
+    reason: str | None = None
+    error: str | None = None
+
+
+def start(folder: Path, tmp: Path | None = None, **settings: object) -> Engine:
+    defaults: dict[str, object] = {"max_batch_total_tokens": 8192, "dtype": "float32"}
+    return start_engine(ServerConfig(model_id=str(folder), **{**defaults, **settings}))
+
+
+def make_request(number: int, tokens: list[int], new: int, **params: object) -> GenerationRequest:
+    sampling = SamplingParams(**params)
+    return GenerationRequest(
+        id=number,
+        token_ids=tokens,
+        sampling=sampling,
+        max_new_tokens=new,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=sampling.seed or 0,
+    )
+
+
+def collect(out: TokenOut | None, outputs: dict[int, Output]) -> None:
+    if out is None:
+        return
+    for row, (number, token, logprob) in enumerate(zip(out.request_ids, out.token_ids, out.logprobs, strict=True)):
+        outputs[number].token_ids.append(token)
+        outputs[number].logprobs.append(logprob)
+        for top in out.top_tokens:
+            if top.row == row:
+                outputs[number].top_tokens.append(dict(zip(top.token_ids, top.logprobs, strict=True)))
+    for prompt in out.prompt_logprobs:
+        outputs[prompt.row].prompt_logprobs.update(enumerate(prompt.logprobs, prompt.start))
+    for finish in out.finished:
+        outputs[finish.request_id].reason = finish.reason
+        outputs[finish.request_id].error = finish.error
+
+
+def run(engine: Engine, requests: list[GenerationRequest], arrivals: list[int] | None = None) -> list[Output]:
+    """Feed requests (at the given step numbers) and return their outputs in order."""
+    outputs = {request.id: Output() for request in requests}
+    queue = sorted(zip(arrivals or [0] * len(requests), range(len(requests)), strict=True))
+    step = 0
+    while queue or engine.loop.has_work:
+        while queue and queue[0][0] <= step:
+            engine.loop.add(requests[queue.pop(0)[1]])
+        collect(engine.loop.step(), outputs)
+        engine.loop.scheduler.check()
+        step += 1
+    pool = engine.loop.scheduler.pool
+    assert pool.num_free == pool.num_usable
+    return [outputs[request.id] for request in requests]
+
+
+@torch.no_grad()
+def reference(model: transformers.PreTrainedModel, tokens: list[int], new: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens and their log-probabilities, from one full pass per token with no cache of ours."""
+    ids = torch.tensor([tokens])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        return_dict_in_generate=True,
+        output_logits=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    generated = out.sequences[0, len(tokens) :].tolist()
+    scores = torch.cat(out.logits).float().log_softmax(-1)
+    return generated, [scores[i, token].item() for i, token in enumerate(generated)]
+
+
+def random_prompts(vocab_size: int, lengths: list[int], seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]

@@ -1,0 +1,71 @@
+"""Every architecture equals `transformers`, token for token in float32, however requests are batched or chunked."""
+
+import math
+
+import pytest
+import torch
+from driving import Tiny, make_request, random_prompts, reference, run, start
+
+LENGTHS = [1, 2, 5, 17, 40, 90]
+NEW = 24
+
+
+def check(outputs: list, expected: list) -> None:
+    for output, (tokens, logprobs) in zip(outputs, expected, strict=True):
+        assert output.token_ids == tokens
+        assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(output.logprobs, logprobs, strict=True))
+
+
+@pytest.mark.parametrize("custom_kernels", [False, True], ids=["reference", "native"])
+def test_greedy_equals_transformers(tiny: Tiny, custom_kernels: bool) -> None:
+    prompts = random_prompts(320, LENGTHS)
+    expected = [reference(tiny.model, prompt, NEW) for prompt in prompts]
+    engine = start(tiny.folder, max_batch_prefill_tokens=33, custom_kernels=custom_kernels)
+    requests = [make_request(n, prompt, NEW) for n, prompt in enumerate(prompts)]
+    check(run(engine, requests), expected)
+    check(run(engine, requests, arrivals=[0, 1, 3, 3, 10, 12]), expected)
+    check([run(engine, [request])[0] for request in requests], expected)
+    engine.close()
+
+
+def test_preemption_and_cache_change_nothing(tiny_llama: Tiny) -> None:
+    shared = random_prompts(320, [40], seed=1)[0]
+    prompts = [shared + tail for tail in random_prompts(320, [3, 9, 1, 20, 5, 30], seed=2)]
+    expected = [reference(tiny_llama.model, prompt, NEW) for prompt in prompts]
+    requests = [make_request(n, prompt, NEW) for n, prompt in enumerate(prompts)]
+    for settings in (
+        {"max_batch_total_tokens": 128, "max_total_tokens": 112},
+        {"prefix_caching": False},
+        {"overlap": False},
+        {"max_batch_prefill_tokens": 7},
+        {"max_batch_size": 2},
+    ):
+        engine = start(tiny_llama.folder, **settings)
+        check(run(engine, requests), expected)
+        check(run(engine, requests), expected)
+        if "max_total_tokens" in settings:
+            assert engine.loop.scheduler.stats.num_preemptions > 0
+        if settings.get("prefix_caching", True):
+            assert engine.loop.scheduler.stats.num_cached_prompt_tokens > 0
+        engine.close()
+
+
+def test_prompt_logprobs(tiny_llama: Tiny) -> None:
+    prompts = random_prompts(320, [1, 2, 30, 61])
+    engine = start(tiny_llama.folder, max_batch_prefill_tokens=16)
+    requests = [make_request(n, prompt, 2, decoder_input_details=True) for n, prompt in enumerate(prompts)]
+    for output, prompt in zip(run(engine, requests), prompts, strict=True):
+        with torch.no_grad():
+            scores = tiny_llama.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        expected = {i: scores[i - 1, prompt[i]].item() for i in range(1, len(prompt))}
+        assert output.prompt_logprobs == pytest.approx(expected, abs=1e-4)
+    engine.close()
+
+
+def test_two_ranks_equal_one(tiny_llama: Tiny) -> None:
+    pytest.importorskip("torch.distributed")
+    from ranks import hidden_states_of_ranks
+
+    single = hidden_states_of_ranks(tiny_llama.folder, 1)
+    double = hidden_states_of_ranks(tiny_llama.folder, 2)
+    torch.testing.assert_close(single, double, atol=1e-5, rtol=1e-4)
