@@ -4,11 +4,13 @@ Level 1. Steps run on one worker thread, so that planning overlaps with computin
 each op over all cores.
 """
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tgi.devices.device import Ops
@@ -39,6 +41,11 @@ class CpuDevice:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":", 1) for line in lines)
         return int(fields["MemAvailable"].split()[0]) * 1024
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Pages that the system hands out, zeroed, when they are first touched: an unused cache costs nothing."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
         return self._worker.submit(work)

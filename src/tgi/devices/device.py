@@ -55,6 +55,10 @@ class Device(Protocol):
         """Memory that a KV cache could take now."""
         ...
 
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A large long-lived buffer."""
+        ...
+
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
         """Run work in order after what was submitted before, without waiting for it."""
         ...

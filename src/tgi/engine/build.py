@@ -66,13 +66,13 @@ def start_engine(config: ServerConfig, progress: Progress = lambda stage, done, 
         )
         resolved = resolve(config, size, device.limits, device.free_bytes())
         cache = kv_cache.allocate(
+            device,
             spec.num_layers,
             resolved.num_blocks,
             resolved.block_size,
             spec.num_kv_heads,
             spec.head_dim,
             dtype,
-            device.torch_device,
         )
     watermark = (config.watermark_gamma, config.watermark_delta)
     runner = Runner(device, model, cache, resolved.max_batch_size, resolved.max_total_tokens, watermark)

@@ -106,8 +106,10 @@ def _decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
     n = batch.num_decode
-    keys = _gather(k_cache, batch.block_tables[:n], batch.max_seq_len)
-    values = _gather(v_cache, batch.block_tables[:n], batch.max_seq_len)
+    # Past a row's end a block may hold anything, even NaN, and a weight of zero does not undo that.
+    beyond = torch.arange(batch.max_seq_len, device=q.device) >= batch.seq_lens[:n, None]
+    keys = _gather(k_cache, batch.block_tables[:n], batch.max_seq_len).masked_fill(beyond[..., None, None], 0)
+    values = _gather(v_cache, batch.block_tables[:n], batch.max_seq_len).masked_fill(beyond[..., None, None], 0)
     mask = _mask(batch.seq_lens[:n, None] - 1, batch.max_seq_len, window)
     return _attend(q[:, None], keys, values, mask, scale, softcap)[:, 0]
 

@@ -6,26 +6,24 @@ Level 6. Allocated once; block 0 takes the writes of padding.
 import torch
 from torch import Tensor
 
+from tgi.devices.device import Device
 from tgi.errors import ResourceError
 
 
 def allocate(
+    device: Device,
     num_layers: int,
     num_blocks: int,
     block_size: int,
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    device: torch.device,
 ) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of each layer: `[blocks, block_size, kv_heads, head_dim]`."""
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
     try:
-        return [
-            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(num_layers)
-        ]
-    except RuntimeError as error:
+        return [(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(num_layers)]
+    except (RuntimeError, MemoryError) as error:
         num_bytes = 2 * num_layers * num_blocks * block_size * num_kv_heads * head_dim * dtype.itemsize
         raise ResourceError(
             f"Not enough memory for the KV cache: {num_bytes / 1e9:.2f} GB for {num_blocks * block_size} tokens"

@@ -1,0 +1,41 @@
+# Two commands do everything: `make try` and `make test`. Both set up .venv on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: try test lint format bench clean help
+
+help:  ## show this help
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+try: $(READY)  ## answer a prompt with the embedded model
+	$(BIN)/tgi generate --chat "Explain in three sentences why the sky is blue." -n 128
+
+test: $(READY)  ## run all tests
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## style, types and import levels
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+format: $(READY)  ## rewrite sources in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## the figures of bench/RESULTS.md (takes minutes; wants a quiet machine)
+	$(BIN)/python bench/cpu_engine.py
+
+# The lock file is complete, so nothing is resolved and nothing beyond it is installed.
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "Python 3.11 to 3.13 is needed; set PYTHON=python3.12, say")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing the packages of requirements.lock (torch is large: this can take some minutes) ..."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(READY)
+
+clean:  ## remove the environment
+	rm -rf $(VENV)

@@ -1,0 +1,66 @@
+"""The text of one request from its tokens: detokenising and stop strings together.
+
+Last step of the text package on the way out; what comes from here goes to the client. The engine decides when a request
+ends for reasons of tokens (length, EOS); only stop strings end it here.
+"""
+
+import math
+from collections.abc import Sequence
+
+from tgi.text.detokenize import TextStream
+from tgi.text.stopping import StopStrings
+from tgi.text.tokenizer import Tokenizer
+
+
+class RequestText:
+    """The output text of one request as it grows."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        stops: StopStrings,
+        skip_special_tokens: bool = True,
+        end_ids: frozenset[int] | None = None,
+    ) -> None:
+        """`end_ids` are the tokens that end this request: the tokenizer's EOS ids when not given.
+
+        They have no text when special tokens are skipped, even those the tokenizer does not flag as special.
+        """
+        self._stream = TextStream(tokenizer, prompt_ids, skip_special_tokens)
+        self._stops = stops
+        end_ids = tokenizer.eos_ids if end_ids is None else end_ids
+        self._silent_ids = end_ids if skip_special_tokens else frozenset[int]()
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All text given out so far."""
+        return "".join(self._pieces)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self._stops.stopped
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Take the next token; return the text to give out, and whether a stop string ends the request here."""
+        new_text = "" if token_id in self._silent_ids else self._stream.push(token_id)
+        piece, stopped = self._stops.push(new_text)
+        self._pieces.append(piece)
+        return piece, stopped
+
+    def finish(self) -> str:
+        """The text still held back, when no more tokens will come."""
+        piece, stopped = self._stops.push(self._stream.flush())
+        if not stopped:
+            piece += self._stops.flush()
+        self._pieces.append(piece)
+        return piece
+
+
+def pick_best(mean_logprobs: Sequence[float]) -> int:
+    """The index of the highest mean log-probability; the first of equal ones. NaN is worse than any number."""
+    if not mean_logprobs:
+        raise ValueError("there is nothing to pick from")
+    return max(range(len(mean_logprobs)), key=lambda i: (not math.isnan(mean_logprobs[i]), mean_logprobs[i]))

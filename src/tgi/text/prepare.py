@@ -1,0 +1,69 @@
+"""From what a caller asks to a `GenerationRequest` that the engine need not check again.
+
+Level 1. Raises `ValidationError` with the texts TGI's clients know.
+"""
+
+import secrets
+from collections.abc import Sequence
+
+from tgi.errors import ValidationError
+from tgi.text.tokenizer import Tokenizer
+from tgi.types import GenerationRequest, ModelFacts, SamplingParams
+
+
+def prepare_request(
+    request_id: int,
+    prompt: str | Sequence[int],
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    facts: ModelFacts,
+    *,
+    add_special_tokens: bool = True,
+    truncate: int | None = None,
+    cache_salt: str = "",
+) -> GenerationRequest:
+    """Check and tokenise. A prompt is text or token ids."""
+    params.check(facts.vocab_size)
+    if truncate is not None and not 0 < truncate <= facts.max_input_tokens:
+        raise ValidationError(
+            f"`truncate` must be strictly positive and less than {facts.max_input_tokens}. Given: {truncate}"
+        )
+    if len(prompt) == 0:
+        raise ValidationError("`inputs` cannot be empty")
+    if isinstance(prompt, str):
+        token_ids = tokenizer.encode(prompt, add_special_tokens, truncate)
+    else:
+        token_ids = list(prompt)[-truncate:] if truncate else list(prompt)
+        _check_ids(token_ids, facts.vocab_size)
+    if not token_ids:
+        raise ValidationError("`inputs` cannot be empty")
+    stop_ids = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *tokenizer.eos_ids}
+    return GenerationRequest(
+        id=request_id,
+        token_ids=token_ids,
+        sampling=params,
+        max_new_tokens=_max_new_tokens(len(token_ids), params, facts),
+        stop_token_ids=sorted(stop_ids),
+        seed=secrets.randbits(64) if params.seed is None else params.seed,
+        cache_salt=cache_salt,
+    )
+
+
+def _check_ids(token_ids: list[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValidationError(f"`inputs` holds token id {token_id}, which is outside the vocabulary of {vocab_size}")
+
+
+def _max_new_tokens(input_length: int, params: SamplingParams, facts: ModelFacts) -> int:
+    asked = params.max_new_tokens
+    if asked is not None and input_length + asked > facts.max_total_tokens:
+        raise ValidationError(
+            f"`inputs` tokens + `max_new_tokens` must be <= {facts.max_total_tokens}."
+            f" Given: {input_length} `inputs` tokens and {asked} `max_new_tokens`"
+        )
+    if input_length > facts.max_input_tokens:
+        raise ValidationError(
+            f"`inputs` must have less than {facts.max_input_tokens} tokens. Given: {input_length}"
+        )
+    return facts.max_total_tokens - input_length if asked is None else asked

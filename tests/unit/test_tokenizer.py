@@ -1,0 +1,308 @@
+"""`Tokenizer` against the fast tokenizer of transformers, loaded from the same folder."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from tgi.errors import ModelFormatError, ValidationError
+from tgi.text.tokenizer import Tokenizer
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, again and again.",
+    "Streaming text means that every token is sent as soon as it is known.",
+    "def add(a, b):\n    return a + b\n",
+    "Ünïcode wörds, naïve café, 你好世界, здравствуй мир, 😀 smile.",
+    "1234567890 + 42 = 1234567932",
+]
+TEXTS = [
+    "",
+    " ",
+    "Hello",
+    " leading and  double  spaces ",
+    "line\n\nline\ttab",
+    "<s>inside</s> the text<|tool|>x",
+    "当当 😀👩‍👩‍👧 é e\u0301",
+    "a " * 50,
+]
+any_text = st.text(max_size=40) | st.lists(st.sampled_from([*TEXTS, "<s>", "</s>", "<|tool|>", "dog"])).map("".join)
+
+
+def byte_level() -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return backend
+
+
+def byte_fallback() -> Backend:
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    backend = Backend(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<unk>", "<s>", "</s>", *byte_tokens],
+        limit_alphabet=60,
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    # The trainer flags byte tokens as special; in a real vocabulary they are ordinary entries.
+    state = json.loads(backend.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in ("<unk>", "<s>", "</s>")]
+    backend = Backend.from_str(json.dumps(state))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
+
+
+def with_bos(backend: Backend) -> Backend:
+    bos = ("<s>", backend.token_to_id("<s>"))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[bos])
+    return backend
+
+
+def with_bos_and_eos(backend: Backend) -> Backend:
+    ids = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=ids
+    )
+    return backend
+
+
+def with_limits(backend: Backend) -> Backend:
+    backend.enable_truncation(5)
+    backend.enable_padding(length=12)
+    return backend
+
+
+def normalised(backend: Backend) -> Backend:
+    backend.normalizer = normalizers.NFC()
+    return backend
+
+
+ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
+DECLARED = {
+    "0": {"content": "<s>", "special": True},
+    "1": {"content": "</s>", "special": True},
+    "900": {"content": "<|tool|>", "special": False, "lstrip": True, "normalized": False},
+}
+FOLDERS: dict[str, tuple[Backend, dict[str, dict[str, Any]]]] = {
+    "plain": (byte_level(), {}),
+    "roles": (byte_level(), {"tokenizer_config.json": ROLES}),
+    "bos": (with_bos(byte_level()), {"tokenizer_config.json": ROLES}),
+    "bos_and_eos": (with_bos_and_eos(byte_level()), {"tokenizer_config.json": ROLES}),
+    "add_bos_without_processor": (byte_level(), {"tokenizer_config.json": {**ROLES, "add_bos_token": True}}),
+    "add_bos_false_with_processor": (
+        with_bos(byte_level()),
+        {"tokenizer_config.json": {**ROLES, "add_bos_token": False, "add_eos_token": True}},
+    ),
+    "limits": (with_limits(with_bos(byte_level())), {"tokenizer_config.json": {**ROLES, "pad_token": "</s>"}}),
+    "normalised": (normalised(byte_level()), {"tokenizer_config.json": ROLES}),
+    "declared": (byte_level(), {"tokenizer_config.json": {**ROLES, "added_tokens_decoder": DECLARED}}),
+    "declared_role_without_flag": (
+        byte_level(),
+        {
+            "tokenizer_config.json": {
+                "eos_token": "<|tool|>",
+                "added_tokens_decoder": {"900": {"content": "<|tool|>", "special": False}},
+            }
+        },
+    ),
+    "role_not_in_vocabulary": (byte_level(), {"tokenizer_config.json": {**ROLES, "pad_token": "<|tool|>"}}),
+    "extra": (byte_level(), {"tokenizer_config.json": {**ROLES, "extra_special_tokens": ["<|tool|>"]}}),
+    "additional": (byte_level(), {"tokenizer_config.json": {**ROLES, "additional_special_tokens": ["<|tool|>"]}}),
+    "extra_by_name": (
+        byte_level(),
+        {"tokenizer_config.json": {**ROLES, "extra_special_tokens": {"image_token": "<|tool|>"}}},
+    ),
+    "older_files": (
+        byte_level(),
+        {
+            "special_tokens_map.json": {
+                "bos_token": "<s>",
+                "eos_token": {"content": "</s>", "lstrip": False, "rstrip": False, "normalized": False},
+            },
+            "added_tokens.json": {"<|tool|>": 900},
+        },
+    ),
+    "split_special": (byte_level(), {"tokenizer_config.json": {**ROLES, "split_special_tokens": True}}),
+    "fallback": (with_bos(byte_fallback()), {"tokenizer_config.json": {**ROLES, "unk_token": "<unk>"}}),
+}
+
+
+def write_folder(folder: Path, backend: Backend, files: dict[str, dict[str, Any]]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = write_folder(tmp_path_factory.mktemp("model") / request.param, *FOLDERS[request.param])
+    return Tokenizer.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=any_text, add_special_tokens=st.booleans(), skip=st.booleans())
+def test_same_as_transformers(pair: tuple[Tokenizer, Any], text: str, add_special_tokens: bool, skip: bool) -> None:
+    ours, theirs = pair
+    ids = ours.encode(text, add_special_tokens)
+    assert ids == theirs.encode(text, add_special_tokens=add_special_tokens)
+    expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    assert ours.decode(ids, skip) == expected
+
+
+def test_same_vocabulary_as_transformers(pair: tuple[Tokenizer, Any]) -> None:
+    ours, theirs = pair
+    assert ours.vocab_size == len(theirs)
+    assert ours.bos_token == theirs.bos_token
+    assert ours.eos_token == theirs.eos_token
+    flagged = {token_id for token_id, token in theirs.added_tokens_decoder.items() if token.special}
+    assert ours.special_ids == flagged | set(theirs.all_special_ids)
+    ids = range(ours.vocab_size + 5)
+    for skip in (False, True):
+        assert ours.decode(ids, skip) == theirs.decode(list(ids), skip_special_tokens=skip)
+
+
+@settings(max_examples=25, deadline=None)
+@given(text=any_text, truncate=st.integers(3, 30), add_special_tokens=st.booleans())
+def test_truncates_like_transformers(
+    pair: tuple[Tokenizer, Any], text: str, truncate: int, add_special_tokens: bool
+) -> None:
+    ours, theirs = pair
+    theirs.truncation_side = "left"
+    expected = theirs.encode(text, truncation=True, max_length=truncate, add_special_tokens=add_special_tokens)
+    assert ours.encode(text, add_special_tokens, truncate) == expected
+
+
+def test_truncation_keeps_the_last_tokens(tmp_path: Path) -> None:
+    plain = Tokenizer.load(write_folder(tmp_path / "plain", *FOLDERS["plain"]))
+    text = "every token is sent as soon as it is known"
+    assert plain.encode(text, truncate=4) == plain.encode(text)[-4:]
+    assert plain.encode(text, truncate=1000) == plain.encode(text)
+    around = Tokenizer.load(write_folder(tmp_path / "around", *FOLDERS["bos_and_eos"]))
+    ids = around.encode(text)
+    assert around.encode(text, truncate=5) == [ids[0], *ids[-4:-1], ids[-1]]
+    assert around.encode(text, truncate=2) == ids[-2:]
+    assert around.encode(text, truncate=1) == ids[-1:]
+    with pytest.raises(ValueError, match="truncate"):
+        plain.encode(text, truncate=0)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        (None, None, {"</s>"}),
+        ({}, {"eos_token_id": 5}, {"</s>"}),
+        ({"eos_token_id": 0}, None, {"</s>", "<s>"}),
+        ({"eos_token_id": [0]}, None, {"<s>"}),
+        ({"eos_token_id": [0, 1]}, None, {"<s>", "</s>"}),
+        ({"eos_token_id": []}, None, {"</s>"}),
+        ({"eos_token_id": None}, None, {"</s>"}),
+    ],
+)
+def test_eos_ids(tmp_path: Path, generation: Any, config: Any, expected: set[str]) -> None:
+    files: dict[str, Any] = {"tokenizer_config.json": ROLES}
+    if generation is not None:
+        files["generation_config.json"] = generation
+    if config is not None:
+        files["config.json"] = config
+    tokenizer = Tokenizer.load(write_folder(tmp_path, byte_level(), files))
+    assert tokenizer.eos_ids == {tokenizer.id_of(token) for token in expected}
+
+
+def test_eos_ids_without_a_named_eos_come_from_the_model(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path, byte_level(), {"config.json": {"eos_token_id": [7, 9]}}))
+    assert tokenizer.eos_token is None
+    assert tokenizer.eos_ids == {7, 9}
+
+
+def test_eos_ids_that_are_no_ids_are_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_level(), {"generation_config.json": {"eos_token_id": "</s>"}})
+    with pytest.raises(ModelFormatError, match=r"generation_config\.json: `eos_token_id`"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, None), (2048, 2048), (1e30, None), (int(1e30), None)])
+def test_model_max_length(tmp_path: Path, value: Any, expected: int | None) -> None:
+    config = {} if value is None else {"model_max_length": value}
+    folder = write_folder(tmp_path, byte_level(), {"tokenizer_config.json": config})
+    assert Tokenizer.load(folder).model_max_length == expected
+
+
+def test_missing_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"tokenizer\.json is missing.*save_pretrained"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(ModelFormatError, match=r"tokenizer\.json is missing"):
+        Tokenizer.load(tmp_path / "no" / "such" / "folder")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"],
+)
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"a": ' * 100_000])
+def test_corrupt_files_are_named(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = write_folder(tmp_path, byte_level(), {})
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelFormatError, match=name.replace(".", r"\.")):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("declared", [[], {"x": {"content": "a"}}, {"3": {"lstrip": True}}, {"3": "a"}])
+def test_corrupt_added_tokens_are_named(tmp_path: Path, declared: Any) -> None:
+    folder = write_folder(tmp_path, byte_level(), {"tokenizer_config.json": {"added_tokens_decoder": declared}})
+    with pytest.raises(ModelFormatError, match="added_tokens_decoder"):
+        Tokenizer.load(folder)
+
+
+def test_truncated_tokenizer_file(tmp_path: Path) -> None:
+    path = write_folder(tmp_path, byte_level(), {}) / "tokenizer.json"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ModelFormatError, match=r"not a valid tokenizer.*Download"):
+        Tokenizer.load(tmp_path)
+
+
+def test_lone_surrogate_is_the_callers_error(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path, byte_level(), {}))
+    with pytest.raises(ValidationError, match="tokenizer error"):
+        tokenizer.encode("a\ud800b")
+
+
+def test_threads_share_a_tokenizer(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path, *FOLDERS["bos"]))
+    text = "every token is sent as soon as it is known " * 20
+    expected = [tokenizer.encode(text, truncate=n) for n in range(2, 60)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda n: tokenizer.encode(text, truncate=n), range(2, 60))) == expected
+
+
+def test_added_token_flags_survive(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path, *FOLDERS["declared"]))
+    tool = tokenizer.id_of("<|tool|>")
+    assert tokenizer.encode("dog   <|tool|>") == [*tokenizer.encode("dog"), tool]
+    assert tool not in tokenizer.special_ids
+
+
+def test_token_lookup(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path, byte_level(), {}))
+    eos = tokenizer.id_of("</s>")
+    assert eos is not None and tokenizer.token_of(eos) == "</s>"
+    assert tokenizer.id_of("no such token") is None
+    assert tokenizer.token_of(10**6) is None
