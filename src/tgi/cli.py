@@ -66,7 +66,9 @@ def _add_model_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--max-batch-prefill-tokens", type=int, metavar="N", help="prompt tokens computed in one step")
     group.add_argument("--max-batch-size", type=int, metavar="N", help="prompts computed at a time")
     group.add_argument("--no-prefix-caching", dest="prefix_caching", action="store_false", default=None, help="off")
-    group.add_argument("--no-custom-kernels", dest="custom_kernels", action="store_false", default=None, help="torch only")
+    group.add_argument(
+        "--no-custom-kernels", dest="custom_kernels", action="store_false", default=None, help="torch only"
+    )
     group.add_argument("--cache-dir", metavar="DIR", help="converted models and kernels (default: ~/.cache/tgi)")
     group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads (default: all cores)")
 
@@ -87,7 +89,9 @@ def _add_sampling_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model says it is done")
     group.add_argument("--watermark", action="store_true", help="mark the text as generated")
     group.add_argument("--best-of", type=int, default=1, metavar="N", help="sample N answers, keep the likeliest")
-    group.add_argument("--top-n-tokens", type=int, default=0, metavar="N", help="report the N best at each step (--json)")
+    group.add_argument(
+        "--top-n-tokens", type=int, default=0, metavar="N", help="report the N best at each step (--json)"
+    )
     group.add_argument("--decoder-input-details", action="store_true", help="logprobs of the prompt (--json)")
 
 

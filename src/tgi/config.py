@@ -164,9 +164,7 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
     if limits.mixes_phases:
         reasons["waiting_served_ratio, max_waiting_tokens"] = "no effect: prefill and decode share a step here"
     elif prefill < max_input:
-        raise StartError(
-            f"`max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: {prefill} and {max_input}"
-        )
+        raise StartError(f"`max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: {prefill} and {max_input}")
     return Resolved(
         block_size=limits.block_size,
         num_blocks=num_blocks + 1,
@@ -187,8 +185,8 @@ def _pool_tokens(
         needed = config.max_batch_total_tokens * size.kv_bytes_per_token
         if needed > free_bytes:
             raise ResourceError(
-                f"Not enough memory for a KV cache of `max_batch_total_tokens={config.max_batch_total_tokens}`: it needs"
-                f" {_gigabytes(needed)}, {_gigabytes(free_bytes)} are free."
+                f"Not enough memory for a KV cache of `max_batch_total_tokens={config.max_batch_total_tokens}`: it"
+                f" needs {_gigabytes(needed)}, {_gigabytes(free_bytes)} are free."
                 f" At most {free_bytes // size.kv_bytes_per_token} tokens fit."
             )
         reasons["max_batch_total_tokens"] = "as given"

@@ -20,7 +20,9 @@ class Parallel:
     def split(self, size: int, what: str) -> tuple[int, int]:
         """This rank's half-open range of a dimension that must divide evenly."""
         if size % self.world:
-            raise StartError(f"{what} ({size}) cannot be split over {self.world} ranks: choose a number that divides it")
+            raise StartError(
+                f"{what} ({size}) cannot be split over {self.world} ranks: choose a number that divides it"
+            )
         part = size // self.world
         return self.rank * part, (self.rank + 1) * part
 
@@ -36,7 +38,7 @@ class Parallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks."""
         if self.world > 1:
-            dist.all_reduce(x)
+            dist.all_reduce(x)  # pyright: ignore[reportUnknownMemberType]
         return x
 
     def all_gather_last(self, x: Tensor) -> Tensor:
@@ -44,7 +46,7 @@ class Parallel:
         if self.world == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.world)]
-        dist.all_gather(parts, x.contiguous())
+        dist.all_gather(parts, x.contiguous())  # pyright: ignore[reportUnknownMemberType]
         return torch.cat(parts, dim=-1)
 
 

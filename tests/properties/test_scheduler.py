@@ -88,7 +88,9 @@ class OracleRunner:
 
 
 class Harness:
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool, overlap: bool, policy: BatchPolicy) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, prefix_caching: bool, overlap: bool, policy: BatchPolicy
+    ) -> None:
         self.pool = BlockPool(num_blocks, block_size, prefix_caching)
         self.scheduler = Scheduler(policy, self.pool, clock=lambda: 0)
         self.runner = OracleRunner(num_blocks, block_size, policy.max_batch_size)
@@ -314,7 +316,9 @@ def test_a_failing_request_ends_alone_and_its_blocks_are_not_reused() -> None:
     plan = harness.scheduler.plan()
     assert plan is not None
     result = harness.runner.execute(plan)
-    out = harness.scheduler.apply(StepResult(result.step, result.token_ids, result.logprobs, errors=[(1, "bad logits")]))
+    out = harness.scheduler.apply(
+        StepResult(result.step, result.token_ids, result.logprobs, errors=[(1, "bad logits")])
+    )
     assert [(f.request_id, f.reason, f.error) for f in out.finished] == [(1, "error", "bad logits")]
     assert harness.pool.match([1] * 8) == []
     harness.scheduler.check()

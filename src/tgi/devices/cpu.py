@@ -45,7 +45,8 @@ class CpuDevice:
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Pages that the system hands out, zeroed, when they are first touched: an unused cache costs nothing."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+        pages = np.zeros(num_bytes, dtype=np.uint8)
+        return torch.from_numpy(pages).view(dtype).view(shape)  # pyright: ignore[reportUnknownMemberType]
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
         return self._worker.submit(work)

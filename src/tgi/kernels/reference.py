@@ -103,7 +103,13 @@ def attention(
 
 
 def _decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, scale: float, window: int | None, softcap: float | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: ForwardBatch,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     n = batch.num_decode
     # Past a row's end a block may hold anything, even NaN, and a weight of zero does not undo that.

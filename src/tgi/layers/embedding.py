@@ -14,7 +14,9 @@ from tgi.weights.declare import Blocks, Declared, Module, Part
 class VocabWeight(Module):
     """A `[vocab, hidden]` matrix, looked up by row or multiplied as the head."""
 
-    def __init__(self, ops: Ops, parallel: Parallel, name: str, vocab_size: int, hidden_size: int, is_head: bool) -> None:
+    def __init__(
+        self, ops: Ops, parallel: Parallel, name: str, vocab_size: int, hidden_size: int, is_head: bool
+    ) -> None:
         self.ops = ops
         self.parallel = parallel
         self.start, self.end = parallel.split(vocab_size, "the vocabulary")

@@ -13,7 +13,9 @@ from tgi.weights.declare import Blocks, Declared, Module, Part
 class Linear(Module):
     """Outputs are stacked from `parts`; each part says which rows or columns this rank keeps."""
 
-    def __init__(self, ops: Ops, parts: list[Part], biases: list[Part] | None = None, reduce: Parallel | None = None) -> None:
+    def __init__(
+        self, ops: Ops, parts: list[Part], biases: list[Part] | None = None, reduce: Parallel | None = None
+    ) -> None:
         self.ops = ops
         self.parts = parts
         self.bias_parts = biases
@@ -31,7 +33,9 @@ class Linear(Module):
         return kind in self.ops.block_kinds
 
     def finish(self) -> None:
-        self.weight = self.ops.pack_blocks(self.weight) if isinstance(self.weight, Blocks) else self.ops.pack_linear(self.weight)
+        self.weight = (
+            self.ops.pack_blocks(self.weight) if isinstance(self.weight, Blocks) else self.ops.pack_linear(self.weight)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[tokens, in]` -> `[tokens, out]`."""

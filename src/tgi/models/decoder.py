@@ -88,7 +88,9 @@ class CausalLM(Module):
 
     ignored = ("*.rotary_emb.inv_freq",)  # tables that old checkpoints carry
 
-    def __init__(self, ops: Ops, parallel: Parallel, spec: DecoderSpec, num_positions: int, device: torch.device) -> None:
+    def __init__(
+        self, ops: Ops, parallel: Parallel, spec: DecoderSpec, num_positions: int, device: torch.device
+    ) -> None:
         self.spec = spec
         self.model = Decoder(ops, parallel, spec)
         self.head = None

@@ -51,7 +51,8 @@ def prepare_request(
 
 def _check_ids(token_ids: list[int], vocab_size: int) -> None:
     for token_id in token_ids:
-        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:  # pyright: ignore[reportUnnecessaryIsInstance]
+        is_id = isinstance(token_id, int) and 0 <= token_id < vocab_size  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not is_id:
             raise ValidationError(f"`inputs` holds token id {token_id}, which is outside the vocabulary of {vocab_size}")
 
 

@@ -1,0 +1,114 @@
+"""Settings: what is refused, what follows from what, and where it comes from."""
+
+import pytest
+
+from tgi.config import ModelSize, ServerConfig, cache_folder, read_environment, resolve
+from tgi.errors import ResourceError, StartError
+from tgi.types import Limits
+
+LIMITS = Limits(
+    block_size=16,
+    dtypes=["float32"],
+    mixes_phases=True,
+    pads=False,
+    max_batch_size=8,
+    max_batch_prefill_tokens=512,
+    memory_share=0.5,
+)
+SIZE = ModelSize(max_positions=2048, kv_bytes_per_token=1000)
+
+
+def derive(free: int = 10**9, limits: Limits = LIMITS, **given: object):
+    return resolve(ServerConfig(**given), SIZE, limits, free)
+
+
+def test_defaults_follow_model_and_device() -> None:
+    resolved = derive()
+    assert (resolved.max_total_tokens, resolved.max_input_tokens) == (2048, 2047)
+    assert resolved.num_blocks == 8 * 2048 // 16 + 1
+    assert (resolved.max_batch_prefill_tokens, resolved.max_batch_size) == (512, 8)
+    assert resolved.reasons["max_batch_total_tokens"] == "max_batch_size x max_total_tokens"
+
+
+def test_memory_limits_the_pool_and_then_the_request() -> None:
+    resolved = derive(free=8_000_000)
+    assert resolved.num_blocks == 4000 // 16 + 1
+    assert resolved.reasons["max_batch_total_tokens"] == "50% of the 0.01 GB of memory free"
+    resolved = derive(free=1_000_000)
+    assert resolved.max_total_tokens == 500 // 16 * 16
+    assert resolved.reasons["max_total_tokens"] == "tokens in the KV cache"
+
+
+def test_given_values_are_kept() -> None:
+    resolved = derive(
+        max_batch_total_tokens=4000, max_total_tokens=100, max_input_tokens=60, max_batch_prefill_tokens=7
+    )
+    assert resolved.num_blocks == 250 + 1
+    assert (resolved.max_total_tokens, resolved.max_input_tokens, resolved.max_batch_prefill_tokens) == (100, 60, 7)
+    assert set(resolved.reasons.values()) >= {"as given"}
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"max_batch_size": 0}, "`max_batch_size` must be > 0. Given: 0"),
+        ({"max_total_tokens": 4096}, "`max_total_tokens` must be <= 2048"),
+        (
+            {"max_total_tokens": 100, "max_input_tokens": 100},
+            "`max_input_tokens`(100) must be < `max_total_tokens`(100)",
+        ),
+        (
+            {"max_total_tokens": 100, "max_batch_total_tokens": 50},
+            "`max_total_tokens` must be <= `max_batch_total_tokens`",
+        ),
+        ({"dtype": "int3"}, "`dtype` must be one of float32, float16, bfloat16. Given: int3"),
+        ({"load_format": "pickle"}, "`load_format` must be safetensors or dummy"),
+        ({"watermark_gamma": 1.5}, "`watermark_gamma` must be > 0 and < 1"),
+        ({"waiting_served_ratio": -1.0}, "must be >= 0"),
+    ],
+)
+def test_nonsense_is_refused_by_name(given: dict, text: str) -> None:
+    with pytest.raises(StartError) as caught:
+        derive(**given)
+    assert text in str(caught.value)
+
+
+def test_too_little_memory_says_how_much_fits() -> None:
+    with pytest.raises(ResourceError, match=r"At most 1000 tokens fit"):
+        derive(free=1_000_000, max_batch_total_tokens=2000)
+    with pytest.raises(ResourceError, match="Not enough memory for a KV cache"):
+        derive(free=1000)
+    with pytest.raises(ResourceError, match="Not enough memory to handle `max_total_tokens=1000`"):
+        derive(free=1_000_000, max_total_tokens=1000)
+
+
+def test_where_phases_do_not_mix_a_prompt_must_fit_one_prefill() -> None:
+    limits = Limits(**{**{f: getattr(LIMITS, f) for f in LIMITS.__struct_fields__}, "mixes_phases": False})
+    with pytest.raises(StartError, match="`max_batch_prefill_tokens` must be >= `max_input_tokens`"):
+        derive(limits=limits)
+
+
+def test_environment() -> None:
+    given = read_environment(
+        {
+            "MODEL_ID": "x",
+            "MAX_BATCH_SIZE": "12",
+            "PREFIX_CACHING": "0",
+            "HF_HUB_OFFLINE": "yes",
+            "WAITING_SERVED_RATIO": "1.2",
+        }
+    )
+    assert given == {
+        "model_id": "x",
+        "max_batch_size": 12,
+        "prefix_caching": False,
+        "offline": True,
+        "waiting_served_ratio": 1.2,
+    }
+    with pytest.raises(StartError, match="MAX_BATCH_SIZE='many' is not valid"):
+        read_environment({"MAX_BATCH_SIZE": "many"})
+
+
+def test_cache_folder() -> None:
+    assert str(cache_folder(ServerConfig(cache_dir="/a"), {})) == "/a"
+    assert str(cache_folder(ServerConfig(), {"XDG_CACHE_HOME": "/x"})) == "/x/tgi"

