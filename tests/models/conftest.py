@@ -1,11 +1,7 @@
 """Tiny random models made from `transformers` configs, saved as a user would have them."""
 
-from pathlib import Path
-
 import pytest
-import torch
-import transformers
-from driving import Tiny
+from driving import Tiny, make_tiny
 
 VARIANTS: dict[str, tuple[str, dict]] = {
     "grouped-heads": ("Llama", {}),
@@ -44,26 +40,6 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "qwen2-windows": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
 }
-
-
-def make_tiny(family: str, overrides: dict, folder: Path) -> Tiny:
-    """A model with weights spread enough that its best token is never a near-tie, and its folder."""
-    from importlib import import_module
-
-    tiny = import_module(f"tgi.models.{family.lower()}").TINY
-    config = getattr(transformers, f"{family}Config")(**{**tiny, **overrides})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.12)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.3)
-            else:
-                parameter.uniform_(0.7, 1.3)
-    model.save_pretrained(folder)
-    return Tiny(folder, model)
 
 
 @pytest.fixture(scope="session", params=list(VARIANTS))

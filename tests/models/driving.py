@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -28,7 +29,25 @@ class Output:
     error: str | None = None
 
 
-def start(folder: Path, tmp: Path | None = None, **settings: object) -> Engine:
+def make_tiny(family: str, overrides: dict, folder: Path) -> Tiny:
+    """A model with weights spread enough that its best token is never a near-tie, and its folder."""
+    tiny = import_module(f"tgi.models.{family.lower()}").TINY
+    config = getattr(transformers, f"{family}Config")(**{**tiny, **overrides})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.12)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.uniform_(0.7, 1.3)
+    model.save_pretrained(folder)
+    return Tiny(folder, model)
+
+
+def start(folder: Path, **settings: object) -> Engine:
     defaults: dict[str, object] = {"max_batch_total_tokens": 8192, "dtype": "float32"}
     return start_engine(ServerConfig(model_id=str(folder), **{**defaults, **settings}))
 

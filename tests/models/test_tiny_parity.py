@@ -1,10 +1,12 @@
 """Every architecture equals `transformers`, token for token in float32, however requests are batched or chunked."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
-from driving import Tiny, make_request, random_prompts, reference, run, start
+from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start
+from ranks import PROMPT, logits_of_ranks
 
 LENGTHS = [1, 2, 5, 17, 40, 90]
 NEW = 24
@@ -62,10 +64,16 @@ def test_prompt_logprobs(tiny_llama: Tiny) -> None:
     engine.close()
 
 
-def test_two_ranks_equal_one(tiny_llama: Tiny) -> None:
-    pytest.importorskip("torch.distributed")
-    from ranks import hidden_states_of_ranks
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_equal_transformers(tiny_llama: Tiny, world: int) -> None:
+    """With 4 ranks and 2 key/value heads, pairs of ranks share a head."""
+    with torch.no_grad():
+        expected = tiny_llama.model(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of_ranks(tiny_llama.folder, world), expected, atol=1e-4, rtol=1e-4)
 
-    single = hidden_states_of_ranks(tiny_llama.folder, 1)
-    double = hidden_states_of_ranks(tiny_llama.folder, 2)
-    torch.testing.assert_close(single, double, atol=1e-5, rtol=1e-4)
+
+def test_ranks_with_biases_equal_transformers(tmp_path: Path) -> None:
+    tiny = make_tiny("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, tmp_path)
+    with torch.no_grad():
+        expected = tiny.model(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of_ranks(tiny.folder, 2), expected, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,66 @@
+"""Runs one prompt through a model split over several processes."""
+
+import os
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from tgi.config import ServerConfig
+from tgi.devices.cpu import CpuDevice
+from tgi.engine.build import load_model
+from tgi.kernels.batch import ForwardBatch
+from tgi.models.registry import read_config, read_spec
+from tgi.parallel import Parallel
+from tgi.runner import kv_cache
+from tgi.weights.source import ModelFolder
+
+PROMPT = [5, 9, 200, 31, 77, 8, 15, 300, 2]
+
+
+def logits_of_ranks(folder: Path, world: int) -> Tensor:
+    """`[tokens, vocab]` logits of PROMPT, computed by `world` ranks."""
+    with tempfile.TemporaryDirectory() as meeting:
+        if world == 1:
+            _run(0, 1, folder, Path(meeting))
+        else:
+            mp.spawn(_run, (world, folder, Path(meeting)), nprocs=world)
+        results = [torch.load(Path(meeting) / f"{rank}.pt", weights_only=True) for rank in range(world)]
+    for other in results[1:]:
+        assert torch.equal(results[0], other), "ranks disagree"
+    return results[0]
+
+
+def _run(rank: int, world: int, folder: Path, meeting: Path) -> None:
+    if world > 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = f"file://{meeting / 'store'}"
+        dist.init_process_group("gloo", store, timedelta(seconds=60), rank=rank, world_size=world)
+    device = CpuDevice(meeting, custom_kernels=False)
+    spec = read_spec(read_config(folder))
+    parallel = Parallel(rank, world)
+    source = ModelFolder(model_id="tiny", path=folder, note="")
+    model = load_model(ServerConfig(), source, spec, device, torch.float32, parallel, lambda *_: None)
+    start, end = parallel.split_kv_heads(spec.num_kv_heads)
+    cache = kv_cache.allocate(device, spec.num_layers, 4, 16, end - start, spec.head_dim, torch.float32)
+    count = len(PROMPT)
+    batch = ForwardBatch(
+        input_ids=torch.tensor(PROMPT),
+        positions=torch.arange(count),
+        kv_index=16 + torch.arange(count),
+        block_tables=torch.tensor([[1]], dtype=torch.int32),
+        seq_lens=torch.tensor([count], dtype=torch.int32),
+        num_decode=0,
+        chunk_starts_cpu=[0],
+        chunk_ends_cpu=[count],
+        max_seq_len=count,
+        logit_tokens=torch.arange(count),
+    )
+    with torch.inference_mode():
+        torch.save(model.logits(model.forward(batch, cache)).clone(), meeting / f"{rank}.pt")
+    if world > 1:
+        dist.destroy_process_group()
