@@ -190,6 +190,14 @@ def test_unfinished_character_waits_for_flush(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_tokens_without_text_do_not_break_a_character(name: str) -> None:
+    tokenizer = ALL[name]
+    first, *rest = [i for i in tokenizer.encode("🎈") if tokenizer.token_of(i) != "▁"]
+    silent = [UNKNOWN_ID, tokenizer.id_of("</s>") or 0] * 20
+    assert "".join(run(tokenizer, tokenizer.encode("x"), [first, *silent, *rest])) == "🎈"
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_leading_space_is_kept_behind_special_tokens(name: str) -> None:
     """The tokens before the output may all be skipped ones; the text before them still counts."""
     tokenizer = ALL[name]

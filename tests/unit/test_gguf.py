@@ -160,7 +160,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
     return Sound(path, content, size, numbers)
 
 
-FUZZ = settings(deadline=5000, database=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(deadline=5000, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def check_refused_or_read(path: Path, content: bytes) -> None:
@@ -226,14 +226,14 @@ WRONG_METADATA: list[tuple[dict[str, object], str]] = [
 
 @pytest.mark.parametrize(("changes", "cause"), WRONG_METADATA)
 def test_wrong_metadata(tmp_path: Path, changes: dict[str, object], cause: str) -> None:
-    path = tiny_gguf.write(tmp_path / "wrong.gguf", tiny_gguf.metadata(**changes))
+    path = tiny_gguf.write(tmp_path / "wrong.gguf", tiny_gguf.metadata(changes))
     with pytest.raises(ModelFormatError, match=cause) as caught:
         read_all(path)
     assert str(path) in str(caught.value)
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
-    path = tiny_gguf.write(tmp_path / "wrong.gguf", tiny_gguf.metadata("mamba"))
+    path = tiny_gguf.write(tmp_path / "wrong.gguf", tiny_gguf.metadata(arch="mamba"))
     with pytest.raises(ModelFormatError, match=r"architecture 'mamba'; llama and qwen2 can be read\. Use a GGUF"):
         read_all(path)
 

@@ -44,7 +44,11 @@ def test_values_and_blocks_are_exact(tmp_path: Path, kind: str) -> None:
     assert visible(folder) == FILES
     values = load_file(folder / "model.safetensors")
     blocks = load_file(folder / "ggml.safetensors")
-    kept = {"model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"}
+    kept = {
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.down_proj.weight",
+    }
     with safe_open(folder / "ggml.safetensors", framework="np") as file:
         types = file.metadata() or {}
     for original, name in [
@@ -119,7 +123,7 @@ def test_interruption_leaves_nothing(tmp_path: Path, failure: type[BaseException
 
 
 def test_refused_file_leaves_nothing(tmp_path: Path) -> None:
-    path = tiny_gguf.write(tmp_path / "a.gguf", tiny_gguf.metadata("mamba"))
+    path = tiny_gguf.write(tmp_path / "a.gguf", tiny_gguf.metadata(arch="mamba"))
     with pytest.raises(ModelFormatError):
         convert_gguf(path, tmp_path / "cache" / "out")
     assert not (tmp_path / "cache").exists()
@@ -177,7 +181,7 @@ def test_disk_fills_up(tmp_path: Path) -> None:
         if total:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(ResourceError, match="Not enough disk space in .*cache: .*TGI_CACHE_DIR"):
+    with pytest.raises(ResourceError, match=r"Not enough disk space in .*cache: .*TGI_CACHE_DIR"):
         convert_gguf(path, folder / "out", full)
     assert visible(folder) == []
 

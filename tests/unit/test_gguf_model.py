@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -76,8 +76,8 @@ def test_converted_model_computes_the_same(tmp_path: Path, kind: str) -> None:
     tensors = stored_tensors(model, permutes=arch == "llama")
     if kind == "llama-tied":
         tensors.pop("output.weight")
-    convert_gguf(tiny_gguf.write(tmp_path / "a.gguf", tiny_gguf.metadata(arch), tensors), tmp_path / "out")
-    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    convert_gguf(tiny_gguf.write(tmp_path / "a.gguf", tiny_gguf.metadata(arch=arch), tensors), tmp_path / "out")
+    loaded, report = cast(Any, AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True))
     assert not any(report.values()), report
     assert loaded.config.tie_word_embeddings == (kind == "llama-tied")
     tokens = torch.arange(40)[None]
@@ -94,13 +94,13 @@ def test_missing_output_bias_becomes_zero(tmp_path: Path) -> None:
     assert saved["model.layers.1.self_attn.v_proj.bias"].any()
 
 
-def config_of(tmp_path: Path, tensors: dict[str, np.ndarray] | None = None, **changes: Any) -> dict[str, Any]:
-    tensors = tiny_gguf.weights() | (tensors or {})
-    return read_config(GgufFile.open(tiny_gguf.write(tmp_path / "a.gguf", tiny_gguf.metadata(**changes), tensors)))
+def config_of(tmp_path: Path, changes: dict[str, Any], extra: dict[str, np.ndarray] | None = None) -> dict[str, Any]:
+    tensors = tiny_gguf.weights() | (extra or {})
+    return read_config(GgufFile.open(tiny_gguf.write(tmp_path / "a.gguf", tiny_gguf.metadata(changes), tensors)))
 
 
 def test_config(tmp_path: Path) -> None:
-    config = config_of(tmp_path, tokenizer__ggml__padding_token_id=0)
+    config = config_of(tmp_path, {"tokenizer.ggml.padding_token_id": 0})
     assert config["rms_norm_eps"] == 1e-5  # not 9.999999747378752e-06
     assert config | {"dtype": None, "torch_dtype": None} == tiny_config(
         architectures=["LlamaForCausalLM"],
@@ -121,20 +121,20 @@ def test_config(tmp_path: Path) -> None:
 
 def test_equal_heads_in_every_layer(tmp_path: Path) -> None:
     changes = {"llama.attention.head_count": [4, 4], "llama.attention.head_count_kv": [2, 2]}
-    assert config_of(tmp_path, **changes)["num_key_value_heads"] == 2
+    assert config_of(tmp_path, changes)["num_key_value_heads"] == 2
 
 
 def test_linear_scaling(tmp_path: Path) -> None:
     changes = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    assert config_of(tmp_path, **changes)["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
-    assert config_of(tmp_path, **{"llama.rope.scale_linear": 2.0})["rope_scaling"]["factor"] == 2.0
+    assert config_of(tmp_path, changes)["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    assert config_of(tmp_path, {"llama.rope.scale_linear": 2.0})["rope_scaling"]["factor"] == 2.0
 
 
 def test_yarn_scaling(tmp_path: Path) -> None:
     changes = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
     changes["llama.rope.scaling.original_context_length"] = 64
     expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    assert config_of(tmp_path, **changes)["rope_scaling"] == expected
+    assert config_of(tmp_path, changes)["rope_scaling"] == expected
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -148,15 +148,15 @@ def test_llama3_scaling(tmp_path: Path, factor: float) -> None:
     curve = (plain / scaled.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
     assert math.isclose(curve.max(), factor, rel_tol=1e-5) and curve.min() == pytest.approx(1.0)
     curve[-1] = factor
-    config = config_of(tmp_path, {"rope_freqs.weight": curve}, **{"llama.rope.freq_base": theta})
+    config = config_of(tmp_path, {"llama.rope.freq_base": theta}, {"rope_freqs.weight": curve})
     assert config["rope_scaling"] == scaling
-    unscaled = config_of(tmp_path, {"rope_freqs.weight": np.ones(8, np.float32)})
+    unscaled = config_of(tmp_path, {}, {"rope_freqs.weight": np.ones(8, np.float32)})
     assert unscaled["rope_scaling"] is None
 
 
 def test_generation_config_has_every_end(tmp_path: Path) -> None:
     changes = {"tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.eom_token_id": 2}
-    file = GgufFile.open(tiny_gguf.write(tmp_path / "a.gguf", tiny_gguf.metadata(**changes)))
+    file = GgufFile.open(tiny_gguf.write(tmp_path / "a.gguf", tiny_gguf.metadata(changes)))
     assert read_generation_config(file, 269) == {"eos_token_id": [0, 2], "bos_token_id": 1}
 
 

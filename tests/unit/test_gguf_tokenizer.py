@@ -16,47 +16,55 @@ from tgi.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
 
 # Tokens that llama.cpp gives for the embedded model.
 EMBEDDED = [
-    ("Hello world, it's they're we'll I'd CAN'T", '19556 905 28 357 506 502 2316 392 3060 339 6737 27190 23 68'),
-    ('  leading and trailing  ', '216 2899 284 35079 256'),
-    ('Grüße aus Köln, ça va? ñandú', '27302 7170 34878 85 253 376 659 7466 34115 28 5549 117 81 46316 47 5549 126 397 16148'),
+    ("Hello world, it's they're we'll I'd CAN'T", "19556 905 28 357 506 502 2316 392 3060 339 6737 27190 23 68"),
+    ("  leading and trailing  ", "216 2899 284 35079 256"),
     (
-        '日本語のテキスト。中文字符 한국어',
-        '23274 115 40993 179 120 248 26453 11100 224 10391 251 10391 134 11100 226 19076 28589 29184 36518 '
-        '40562 116 216 33085 246 181 130 251 183 240 129',
+        "Grüße aus Köln, ça va? ñandú",
+        "27302 7170 34878 85 253 376 659 7466 34115 28 5549 117 81 46316 47 5549 126 397 16148",
     ),
     (
-        'Привет, мир! Как дела? नमस्ते दुनिया مرحبا بالعالم',
-        '155 249 46879 16464 32547 28 41337 7872 9175 17 5470 244 6511 13760 33427 42292 6511 47 12335 118 '
-        '35090 38770 16525 26293 30581 12335 116 42990 30658 27011 32932 18075 36395 20602 44626 31462 10805 '
-        '45726 22208 34966 22208 21706',
+        "日本語のテキスト。中文字符 한국어",
+        "23274 115 40993 179 120 248 26453 11100 224 10391 251 10391 134 11100 226 19076 28589 29184 36518 "
+        "40562 116 216 33085 246 181 130 251 183 240 129",
     ),
     (
-        '😀👩\u200d👩\u200d👧\u200d👦🇩🇪 emoji ✨',
-        '10813 242 218 10813 235 119 321 231 10813 235 119 321 231 10813 235 117 321 231 10813 235 116 10813 '
-        '225 119 10813 225 120 649 33777 4636 246 118',
+        "Привет, мир! Как дела? नमस्ते दुनिया مرحبا بالعالم",
+        "155 249 46879 16464 32547 28 41337 7872 9175 17 5470 244 6511 13760 33427 42292 6511 47 12335 118 "
+        "35090 38770 16525 26293 30581 12335 116 42990 30658 27011 32932 18075 36395 20602 44626 31462 10805 "
+        "45726 22208 34966 22208 21706",
     ),
-    ('def f(x):\n\treturn [x ** i for i in range(n)]  # comment\n\n\n', '1604 275 24 104 727 198 197 5406 933 104 1903 2056 327 2056 281 1845 24 94 8307 216 907 5189 16506'),
-    ('a\r\nb\r\n\r\n c\ttabs\t\t\tand   spaces    \n    x', '81 201 198 82 18682 265 197 100 7366 1656 197 397 256 5600 47213 1792'),
-    ('<|im_start|>user\nHi<|im_end|>\n<|endoftext|><repo_name>x', '1 4093 198 26843 2 198 0 3 104'),
-    ('\x00\x01\x7f é \xa0\u3000 ﬁ', '190 191 217 297 151 219 3351 250 12109 218 40367'),
+    (
+        "😀👩\u200d👩\u200d👧\u200d👦🇩🇪 emoji ✨",
+        "10813 242 218 10813 235 119 321 231 10813 235 119 321 231 10813 235 117 321 231 10813 235 116 10813 "
+        "225 119 10813 225 120 649 33777 4636 246 118",
+    ),
+    (
+        "def f(x):\n\treturn [x ** i for i in range(n)]  # comment\n\n\n",
+        "1604 275 24 104 727 198 197 5406 933 104 1903 2056 327 2056 281 1845 24 94 8307 216 907 5189 16506",
+    ),
+    (
+        "a\r\nb\r\n\r\n c\ttabs\t\t\tand   spaces    \n    x",
+        "81 201 198 82 18682 265 197 100 7366 1656 197 397 256 5600 47213 1792",
+    ),
+    ("<|im_start|>user\nHi<|im_end|>\n<|endoftext|><repo_name>x", "1 4093 198 26843 2 198 0 3 104"),
+    ("\x00\x01\x7f é \xa0\u3000 ﬁ", "190 191 217 297 151 219 3351 250 12109 218 40367"),
     (
         '{"key": [null, true], \'b\': <a href="http://example.com/?q=b&c=%20">}',
-        '39428 2393 1799 933 18220 28 2629 1750 637 82 1539 2067 81 31680 2671 5031 1742 7434 30 824 35005 97 '
-        '45 82 22 83 23446 34 32 15889 109',
+        "39428 2393 1799 933 18220 28 2629 1750 637 82 1539 2067 81 31680 2671 5031 1742 7434 30 824 35005 97 "
+        "45 82 22 83 23446 34 32 15889 109",
     ),
     (
-        'Zahlen: 7, 2024 und 1234567; pi=3.14159',
-        '74 1287 4152 42 216 39 28 216 34 32 34 36 3423 216 33 34 35 36 37 38 39 43 16916 45 35 30 33 36 33 '
-        '37 41',
+        "Zahlen: 7, 2024 und 1234567; pi=3.14159",
+        "74 1287 4152 42 216 39 28 216 34 32 34 36 3423 216 33 34 35 36 37 38 39 43 16916 45 35 30 33 36 33 37 41",
     ),
-    ('', ''),
-    ('\n', '198'),
-    ('3rd  42nd, ½ ²', '35 7212 256 36 34 268 28 216 16738 216 19133'),
+    ("", ""),
+    ("\n", "198"),
+    ("3rd  42nd, ½ ²", "35 7212 256 36 34 268 28 216 16738 216 19133"),
 ]
 
 
-def tokenizer_of(tmp_path: Path, **changes: Any) -> Tokenizer:
-    file = GgufFile.open(tiny_gguf.write(tmp_path / "a.gguf", tiny_gguf.metadata(**changes)))
+def tokenizer_of(tmp_path: Path, changes: dict[str, Any] | None = None) -> Tokenizer:
+    file = GgufFile.open(tiny_gguf.write(tmp_path / "a.gguf", tiny_gguf.metadata(changes)))
     return read_tokenizer(file, len(tiny_gguf.TOKENS))
 
 
@@ -117,13 +125,13 @@ def test_embedded_config(embedded: Path) -> None:
     ],
 )
 def test_text_splitting(tmp_path: Path, pre: str, text: str, expected: list[str]) -> None:
-    assert pieces(tokenizer_of(tmp_path, tokenizer__ggml__pre=pre), text) == expected
+    assert pieces(tokenizer_of(tmp_path, {"tokenizer.ggml.pre": pre}), text) == expected
 
 
 def test_whole_piece_wins_over_merges(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"tokenizer.ggml.merges": tiny_gguf.MERGES[1:], "tokenizer.ggml.add_bos_token": False}
-    without_rule = tokenizer_of(tmp_path, **changes)
-    with_rule = tokenizer_of(tmp_path, **changes, **{"tokenizer.ggml.pre": "llama-bpe"})
+    without_rule = tokenizer_of(tmp_path, changes)
+    with_rule = tokenizer_of(tmp_path, changes | {"tokenizer.ggml.pre": "llama-bpe"})
     assert pieces(without_rule, "hello") == ["h", "e", "ll", "o"]
     assert pieces(with_rule, "hello") == ["hello"]
 
@@ -137,7 +145,7 @@ def test_special_and_user_defined_tokens(tmp_path: Path) -> None:
 
 def test_start_and_end_tokens(tmp_path: Path) -> None:
     changes = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
-    tokenizer = tokenizer_of(tmp_path, **changes)
+    tokenizer = tokenizer_of(tmp_path, changes)
     assert pieces(tokenizer, "a") == ["<|im_start|>", "a", "<|im_end|>"]
     assert tokenizer.encode("a", add_special_tokens=False).tokens == ["a"]
 
@@ -174,7 +182,7 @@ SPM_SCORES = [0.0] * 259 + [-float(rank) for rank in range(len(SPM_PIECES))]
 SPM_KINDS = [2, 3, 3] + [6] * 256 + [1] * len(SPM_PIECES)
 
 
-def spm(tmp_path: Path, **changes: Any) -> tuple[Path, Tokenizer]:
+def spm(tmp_path: Path, changes: dict[str, Any] | None = None) -> tuple[Path, Tokenizer]:
     tokens = SPM_TOKENS + SPM_PIECES
     values: dict[str, Any] = {
         "tokenizer.ggml.model": "llama",
@@ -184,9 +192,9 @@ def spm(tmp_path: Path, **changes: Any) -> tuple[Path, Tokenizer]:
         "tokenizer.ggml.scores": SPM_SCORES,
         "tokenizer.ggml.merges": None,
         "tokenizer.ggml.unknown_token_id": 0,
-        **changes,
+        **(changes or {}),
     }
-    path = tiny_gguf.write(tmp_path / "s.gguf", tiny_gguf.metadata(**values), tiny_gguf.weights(len(tokens)))
+    path = tiny_gguf.write(tmp_path / "s.gguf", tiny_gguf.metadata(values), tiny_gguf.weights(len(tokens)))
     return path, read_tokenizer(GgufFile.open(path), len(tokens))
 
 
@@ -202,7 +210,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
 
 def test_sentencepiece_without_space_prefix(tmp_path: Path) -> None:
     changes = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
-    _, tokenizer = spm(tmp_path, **changes)
+    _, tokenizer = spm(tmp_path, changes)
     assert pieces(tokenizer, "hello hello") == ["h", "el", "lo", "▁hello"]
     assert tokenizer.decode(tokenizer.encode(" abc").ids) == " abc"
 

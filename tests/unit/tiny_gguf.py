@@ -1,5 +1,6 @@
 """Writes small GGUF files for the tests of `tgi.weights`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ TOKENS = [*SPECIAL, *byte_alphabet(), *(merge.replace(" ", "") for merge in MERG
 TOKEN_TYPES = [3, 3, 3, 4] + [1] * (len(TOKENS) - 4)
 
 
-def metadata(arch: str = "llama", **changes: Any) -> dict[str, Any]:
-    """The metadata of the tiny model; a change of None removes the key (`__` stands for a dot)."""
+def metadata(changes: Mapping[str, Any] | None = None, arch: str = "llama") -> dict[str, Any]:
+    """The metadata of the tiny model; a change to None removes the key."""
     values: dict[str, Any] = {
         "general.architecture": arch,
         f"{arch}.block_count": LAYERS,
@@ -45,7 +46,7 @@ def metadata(arch: str = "llama", **changes: Any) -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
     }
-    values |= {key.replace("__", "."): value for key, value in changes.items()}
+    values |= changes or {}
     return {key: value for key, value in values.items() if value is not None}
 
 

@@ -57,6 +57,12 @@ class Checkpoint:
                     raise ModelFormatError(
                         f"{path}: tensor {name!r} is also in {origins[name]}. Remove the file that does not belong."
                     )
+                kind = str(opened.get_slice(name).get_dtype())
+                if kind not in _DTYPES:
+                    raise ModelFormatError(
+                        f"{path}: tensor {name!r} has the unsupported type {kind}. Use a version of the model in "
+                        "bfloat16, float16 or float32."
+                    )
                 files[name], origins[name] = opened, path.name
         for name, file_name in listed.items():
             if origins.get(name) != file_name:
@@ -76,13 +82,7 @@ class Checkpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         """The stored type."""
-        kind = str(self._file(name).get_slice(name).get_dtype())
-        if kind not in _DTYPES:
-            raise ModelFormatError(
-                f"{self.folder}: tensor {name!r} has the unsupported type {kind}. Use a version of the model in "
-                "bfloat16, float16 or float32."
-            )
-        return _DTYPES[kind]
+        return _DTYPES[str(self._file(name).get_slice(name).get_dtype())]
 
     @property
     def total_bytes(self) -> int:

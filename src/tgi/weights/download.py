@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from tqdm.auto import tqdm
+from huggingface_hub.utils import tqdm
 
 from tgi.errors import ModelFormatError, ModelNotFoundError, ResourceError, StartError
 from tgi.weights.model_files import CONFIG, explain_pickles
@@ -29,6 +29,7 @@ from tgi.weights.progress import Progress, silent
 
 _ALLOWED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
 _IGNORED = ["original/*", "onnx/*", "openvino/*", "consolidated*.safetensors"]
+_LOG_IN = "To use your own access rights, set HF_TOKEN or run `hf auth login`"
 
 
 def download_model(
@@ -73,16 +74,12 @@ def _explain(wanted: str, model_id: str, offline: bool, error: Exception) -> Sta
             return ModelNotFoundError(f"{wanted} is no possible name of a model on the hub.")
         case GatedRepoError():
             return StartError(
-                f"Model {wanted} is gated. Ask for access at https://huggingface.co/{model_id}, then set HF_TOKEN or "
-                "run `hf auth login`."
+                f"Model {wanted} is gated. Ask for access at https://huggingface.co/{model_id}. {_LOG_IN}."
             )
         case RevisionNotFoundError():
             return ModelNotFoundError(f"The hub has no {wanted}. Check --revision.")
         case RepositoryNotFoundError():
-            return ModelNotFoundError(
-                f"Model {wanted} is not on the hub, or is private. Check the name; for a private model set HF_TOKEN or "
-                "run `hf auth login`."
-            )
+            return ModelNotFoundError(f"Model {wanted} is not on the hub, or is private. Check the name. {_LOG_IN}.")
         case DisabledRepoError():
             return StartError(f"Model {wanted} was disabled on the hub. Choose another model.")
         case LocalEntryNotFoundError() if offline or isinstance(error.__cause__, OfflineModeIsEnabled):
@@ -95,12 +92,21 @@ def _explain(wanted: str, model_id: str, offline: bool, error: Exception) -> Sta
                 f"Not enough disk space to download {wanted}. Free some in {error.filename or 'the hub cache'}, or set "
                 "HF_HUB_CACHE to another folder."
             )
-    cause = error.__cause__ or error
-    if isinstance(cause, HfHubHTTPError):
-        return StartError(f"The hub answered {wanted} with status {cause.response.status_code}. Try again later.")
+    for reason in (error, error.__cause__):
+        if isinstance(reason, HfHubHTTPError):
+            return _explain_status(wanted, reason.response.status_code)
     return StartError(
-        f"Cannot download {wanted} from the hub: {_first_line(cause)}. Check the network, or give the path of a folder."
+        f"Cannot download {wanted} from the hub: {_first_line(error.__cause__ or error)}. Check the network, or give "
+        "the path of a folder."
     )
+
+
+def _explain_status(wanted: str, status: int) -> StartError:
+    if status == 404:
+        return ModelNotFoundError(f"Model {wanted} is not on the hub. Check the name.")
+    if status in (401, 403):
+        return StartError(f"The hub refuses access to {wanted} (status {status}). {_LOG_IN}.")
+    return StartError(f"The hub answered with status {status} when asked for {wanted}. Try again later.")
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,250 @@
+"""Offline use as a user would: `LLM` and `tgi generate` on the embedded model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tgi import LLM, SamplingParams
+from tgi.errors import ModelFormatError, ModelNotFoundError, ResourceError, StartError, ValidationError
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def llm(cache: Path) -> Iterator[LLM]:
+    with LLM(cache_dir=str(cache), max_batch_total_tokens=4096, max_total_tokens=1024, progress=False) as llm:
+        yield llm
+
+
+def idle(llm: LLM) -> bool:
+    scheduler = llm._engine.loop.scheduler
+    scheduler.check()
+    return not scheduler._requests and scheduler.pool.num_free == scheduler.pool.num_usable
+
+
+def test_stream_equals_generate_and_never_splits_a_character(llm: LLM) -> None:
+    for prompt in ("The capital of France is", "🙂🙃🎉 Emoji: 😀😃😄", "日本の首都は"):
+        params = SamplingParams(max_new_tokens=30)
+        whole = llm.generate(prompt, params)[0]
+        tokens = list(llm.stream(prompt, params))
+        assert "".join(token.text for token in tokens) == whole.text
+        assert [token.id for token in tokens] == whole.token_ids
+        assert tokens[-1].completion is not None
+        assert tokens[-1].completion.text == whole.text
+        assert all("\ufffd" not in token.text for token in tokens[:-1])
+
+
+def test_stop_strings_across_token_borders(llm: LLM) -> None:
+    free = llm.generate("Count: 1, 2, 3, 4,", SamplingParams(max_new_tokens=40))[0].text
+    stop = free[11:17]
+    cut = free[: free.index(stop)]
+    for include, expected in ((False, cut), (True, cut + stop)):
+        params = SamplingParams(max_new_tokens=40, stop=["never", stop], include_stop=include)
+        answer = llm.generate("Count: 1, 2, 3, 4,", params)[0]
+        assert (answer.text, answer.finish_reason) == (expected, "stop_sequence")
+        assert "".join(t.text for t in llm.stream("Count: 1, 2, 3, 4,", params)) == expected
+    assert idle(llm)
+
+
+def test_chat_ends_with_eos_which_is_not_shown(llm: LLM) -> None:
+    answer = llm.chat([{"role": "user", "content": "Say hello in one word."}], SamplingParams(max_new_tokens=200))
+    assert answer.finish_reason == "eos_token"
+    assert answer.token_ids[-1] == 2
+    assert "<|im_end|>" not in answer.text
+    shown = llm.generate(
+        llm.render_chat([{"role": "user", "content": "Say hello in one word."}]),
+        SamplingParams(max_new_tokens=200, skip_special_tokens=False),
+    )[0]
+    assert shown.text == answer.text + "<|im_end|>"
+
+
+def test_many_prompts_come_back_in_order(llm: LLM) -> None:
+    prompts = [f"Number {n} is" for n in range(30)]
+    params = SamplingParams(max_new_tokens=5)
+    together = [answer.token_ids for answer in llm.generate(prompts, params)]
+    assert together == [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
+
+
+def test_interleaved_streams(llm: LLM) -> None:
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    one, two = llm.stream("The sun is", params), llm.stream("The moon is", params)
+    texts = ["", ""]
+    for a, b in zip(one, two, strict=True):
+        texts[0] += a.text
+        texts[1] += b.text
+    assert texts == [llm.generate(p, params)[0].text for p in ("The sun is", "The moon is")]
+
+
+def test_leaving_a_stream_early_frees_everything(llm: LLM) -> None:
+    stream = llm.stream("Once upon a time", SamplingParams(max_new_tokens=500))
+    for _ in range(3):
+        next(stream)
+    stream.close()
+    llm.generate("x", SamplingParams(max_new_tokens=2))
+    assert idle(llm)
+
+
+def test_best_of_keeps_the_likeliest(llm: LLM) -> None:
+    answer = llm.generate("My favourite", SamplingParams(max_new_tokens=8, temperature=1.2, best_of=4))[0]
+    mean = [sum(c.logprobs) / len(c.logprobs) for c in (answer, *answer.others)]
+    assert len(answer.others) == 3
+    assert mean[0] == max(mean)
+    assert len({c.seed for c in (answer, *answer.others)}) == 4
+
+
+def test_details(llm: LLM) -> None:
+    params = SamplingParams(max_new_tokens=3, top_n_tokens=2, decoder_input_details=True)
+    answer = llm.generate("The capital of France is", params)[0]
+    assert [len(tops) for tops in answer.top_tokens] == [2, 2, 2]
+    assert answer.top_tokens[0][0].id == answer.token_ids[0]
+    assert answer.prompt_logprobs is not None
+    assert answer.prompt_logprobs[0] is None
+    assert all(isinstance(p, float) and p <= 0 for p in answer.prompt_logprobs[1:])
+    assert answer.seed is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "text"),
+    [
+        ("", {}, "`inputs` cannot be empty"),
+        ([], {}, "`inputs` cannot be empty"),
+        ([[1, 49152]], {}, "`inputs` holds token id 49152, which is outside the vocabulary of 49152"),
+        ([[-1]], {}, "`inputs` holds token id -1"),
+        ([[1] * 1024], {}, "`inputs` must have less than 1023 tokens. Given: 1024"),
+        (
+            "x",
+            {"max_new_tokens": 2000},
+            "`inputs` tokens + `max_new_tokens` must be <= 1024. Given: 1 `inputs` tokens and 2000",
+        ),
+        ("x", {"temperature": 0.0}, "`temperature` must be strictly positive"),
+        ("x", {"temperature": float("nan")}, "`temperature` must be a finite number"),
+        ("x", {"top_p": float("inf")}, "`top_p` must be a finite number"),
+        ("x", {"top_p": 1.5}, "`top_p` must be > 0.0 and <= 1.0"),
+        ("x", {"top_k": -1}, "`top_k` must be >= 0"),
+        ("x", {"typical_p": 0.0}, "`typical_p` must be"),
+        ("x", {"min_p": 2.0}, "`min_p` must be"),
+        ("x", {"repetition_penalty": 0.0}, "`repetition_penalty` must be strictly positive"),
+        ("x", {"frequency_penalty": 3.0}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+        ("x", {"presence_penalty": -3.0}, "`presence_penalty` must be >= -2.0 and <= 2.0"),
+        ("x", {"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
+        ("x", {"logit_bias": {99999: 1.0}}, "`logit_bias` holds token id 99999"),
+        ("x", {"logit_bias": {1: float("inf")}}, "`logit_bias` for token 1 must be a finite number"),
+        ("x", {"stop": [""]}, "`stop` must not contain an empty string"),
+        ("x", {"seed": -1}, "`seed` must be >= 0"),
+        ("x", {"best_of": 2}, "you must use sampling when `best_of` is > 1"),
+        ("x", {"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` > 1"),
+    ],
+)
+def test_bad_requests_name_the_field(llm: LLM, prompt, params: dict, text: str) -> None:
+    if prompt == []:
+        assert llm.generate([]) == []
+        prompt = [[]]
+    with pytest.raises(ValidationError) as caught:
+        llm.generate(prompt, SamplingParams(**params))
+    assert text in str(caught.value)
+    assert idle(llm)
+
+
+def test_unknown_models_and_settings(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError):
+        LLM(str(tmp_path / "absent"), progress=False)
+    with pytest.raises(ModelNotFoundError):
+        LLM(str(tmp_path), progress=False)
+    with pytest.raises(TypeError, match="LLM has no setting max_token"):
+        LLM(max_token=3)
+    with pytest.raises(StartError, match="`device` must be one of"):
+        LLM(device="abacus", progress=False)
+    with pytest.raises(ResourceError, match="Not enough memory"):
+        LLM(max_batch_total_tokens=10**12, cache_dir=str(tmp_path / "c"), progress=False)
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NewForCausalLM"]}')
+    with pytest.raises(ModelFormatError, match="'NewForCausalLM' is not supported. Supported: LlamaForCausalLM"):
+        LLM(str(tmp_path), progress=False)
+
+
+def test_dummy_weights_need_no_checkpoint(llm: LLM, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((llm._engine.folder / name).read_bytes())
+    answers = []
+    for seed in (0, 0, 1):
+        with LLM(
+            str(tmp_path),
+            load_format="dummy",
+            seed=seed,
+            max_batch_total_tokens=512,
+            max_total_tokens=64,
+            progress=False,
+        ) as other:
+            answers.append(other.generate("Hi", SamplingParams(max_new_tokens=5, ignore_eos=True))[0].token_ids)
+    assert answers[0] == answers[1] != answers[2]
+
+
+# -- the command line ----------------------------------------------------------------------------------------------
+
+
+def tgi(cache: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tgi.cli", *arguments]
+    environment = {**os.environ, "TGI_CACHE_DIR": str(cache)}
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_generate_streams_one_prompt(llm: LLM, cache: Path) -> None:
+    done = tgi(cache, "generate", "The capital of France is", "-n", "5")
+    assert done.returncode == 0
+    assert done.stdout == llm.generate("The capital of France is", SamplingParams(max_new_tokens=5))[0].text + "\n"
+    assert "reused" in done.stderr
+    assert "tokens/s" in done.stderr
+
+
+def test_generate_reads_lines_and_writes_json(llm: LLM, cache: Path) -> None:
+    done = tgi(cache, "generate", "--json", "-q", "-n", "4", "--top-n-tokens", "2", stdin="One\n\nTwo\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    expected = llm.generate(["One", "Two"], SamplingParams(max_new_tokens=4))
+    assert [line["prompt"] for line in lines] == ["One", "Two"]
+    assert [line["token_ids"] for line in lines] == [answer.token_ids for answer in expected]
+    assert all(len(line["top_tokens"]) == 4 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["generate", "--temperature", "0", "x"], 1, "error: `temperature` must be strictly positive"),
+        (["generate", "--model", "/no/such/model", "x"], 1, "error: "),
+        (["generate"], 1, "error: no prompt"),
+        (["generate", "--nonsense"], 2, "unrecognized arguments: --nonsense"),
+        ([], 2, "COMMAND"),
+    ],
+)
+def test_mistakes_get_one_clear_line(cache: Path, arguments: list[str], code: int, text: str) -> None:
+    done = tgi(cache, *arguments)
+    assert done.returncode == code
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_interrupting_ends_cleanly(llm: LLM, cache: Path) -> None:
+    command = [sys.executable, "-m", "tgi.cli", "generate", "Once upon a time", "-n", "900", "--ignore-eos"]
+    environment = {**os.environ, "TGI_CACHE_DIR": str(cache)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    process.stdout.read(8)
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"interrupted" in errors
+    assert b"Traceback" not in errors
+    assert time.monotonic() - start < 10
