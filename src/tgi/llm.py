@@ -236,9 +236,11 @@ class LLM(AbstractContextManager["LLM"]):
     def _stream(self, job: _Job) -> Iterator[StreamedToken]:
         self._start(job)
         try:
-            while job.completion is None:
-                self._pump()
-                done = job.completion  # pyright: ignore[reportUnnecessaryComparison]
+            done = None
+            while done is None:
+                if not job.pieces and job.completion is None:
+                    self._pump()
+                done = job.completion  # another call's pumping may have finished it
                 pieces, job.pieces = job.pieces, []
                 for number, (token_id, text, logprob) in enumerate(pieces, 1):
                     last = done if number == len(pieces) else None

@@ -158,7 +158,7 @@ def test_bad_requests_name_the_field(llm: LLM, prompt, params: dict, text: str) 
 def test_unknown_models_and_settings(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError):
         LLM(str(tmp_path / "absent"), progress=False)
-    with pytest.raises(ModelNotFoundError):
+    with pytest.raises(ModelFormatError, match="neither a config.json nor a .gguf file"):
         LLM(str(tmp_path), progress=False)
     with pytest.raises(TypeError, match="LLM has no setting max_token"):
         LLM(max_token=3)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tgi.devices.device import Ops
+from tgi.kernels.cpu.ops import BLOCK_BYTES, load_ops
 from tgi.types import Limits
 
 
@@ -56,4 +57,21 @@ class CpuDevice:
 
 
 def _load_ops(cache_dir: Path) -> Ops:
-    return Ops()
+    native = load_ops(cache_dir)
+    if isinstance(native, str):
+        return Ops(f"torch ops, slower than native kernels: {native}")
+    return Ops(
+        native.description,
+        pack_linear=native.pack_linear,
+        pack_blocks=native.pack_quantized,
+        block_kinds=frozenset(BLOCK_BYTES),
+        linear=native.linear,
+        embedding=native.embedding,
+        rms_norm=native.rms_norm,
+        add_rms_norm=native.add_rms_norm,
+        silu_mul=native.silu_mul,
+        gelu_tanh_mul=native.gelu_tanh_mul,
+        rotary_and_cache=native.rotary_and_cache,
+        attention=native.attention,
+        greedy=native.greedy,
+    )

@@ -38,7 +38,7 @@ class Ops:
             setattr(self, name, op)
 
 
-def _no_blocks(blocks: object) -> object:
+def _no_blocks(kind: str, data: torch.Tensor, in_features: int) -> object:
     raise AssertionError("this device does not compute from quantised blocks")
 
 

@@ -34,7 +34,7 @@ class VocabWeight(Module):
 
     def finish(self) -> None:
         if isinstance(self.weight, Blocks):
-            self.weight = self.ops.pack_blocks(self.weight)
+            self.weight = self.ops.pack_blocks(self.weight.kind, self.weight.data, self.weight.shape[1])
         elif self.is_head:
             self.weight = self.ops.pack_linear(self.weight)
 

@@ -33,9 +33,11 @@ class Linear(Module):
         return kind in self.ops.block_kinds
 
     def finish(self) -> None:
-        self.weight = (
-            self.ops.pack_blocks(self.weight) if isinstance(self.weight, Blocks) else self.ops.pack_linear(self.weight)
-        )
+        weight = self.weight
+        if isinstance(weight, Blocks):
+            self.weight = self.ops.pack_blocks(weight.kind, weight.data, weight.shape[1])
+        else:
+            self.weight = self.ops.pack_linear(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[tokens, in]` -> `[tokens, out]`."""

@@ -36,7 +36,9 @@ def load_checkpoint(
             for name, part in parts:
                 _check_part(name, part, names, checkpoint)
             used.update(name for name, _ in parts)
-            value = _read_blocks(module, declared, parts, checkpoint) if declared.packable else None
+            value = None
+            if declared.packable and dtype is torch.float32:  # blocks stand for float32 values
+                value = _read_blocks(module, declared, parts, checkpoint)
             if value is None:
                 target = torch.float32 if declared.keep_float32 else dtype
                 value = _read(parts, checkpoint, target, device)

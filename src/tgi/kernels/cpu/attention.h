@@ -1,0 +1,377 @@
+// Causal attention over a paged KV cache [blocks][block_size][kv_heads][head_dim].
+//
+// A query is one (token, head) pair. Pairs that share a KV head and a row of the batch differ only in position, so
+//   - a row that decodes (one token) is cut into pieces of PIECE_KEYS keys; each (row, kv head, piece) is a task that
+//     takes dot products along head_dim, and pieces are merged in order afterwards;
+//   - a chunk is cut into panels of PANEL pairs, one pair per vector lane. Scores are kept as [key][pair]: keys and
+//     values are read in place, one broadcast at a time, and maximum, exponential and sum run down the lanes.
+#ifndef TGI_ATTENTION_H
+#define TGI_ATTENTION_H
+
+#include "team.h"
+
+enum { PIECE_KEYS = 256, TILE_KEYS = 64, MAX_HEAD_DIM = 512 };
+
+typedef struct {
+  tasks all;
+  const float *q, *k_cache, *v_cache;
+  float *out;
+  const int32_t *block_tables, *seq_lens;
+  const int64_t *starts, *ends;  // of each chunk
+  const int64_t *first_task, *first_token;  // of each chunk, and of the end
+  long q_token, q_head, table_stride, blocks;
+  long num_decode, num_chunks, block_size, heads, kv_heads, head_dim, window;
+  long pieces;        // per decoding row
+  long chunk_tasks;
+  float *partial;     // [num_decode][kv_heads][pieces][group][head_dim + 2]
+  float scale, softcap;
+} attention_call;
+
+// Where the keys [start, start + count) of a row lie, as offsets into either cache for KV head 0.
+INLINE void locate(const attention_call *call, long row, long start, long count, int64_t *offsets) {
+  const int32_t *table = call->block_tables + row * call->table_stride;
+  const long width = call->kv_heads * call->head_dim;
+  long block = start / call->block_size, slot = start % call->block_size;
+  for (long i = 0; i < count; i++) {
+    offsets[i] = ((int64_t)table[block] * call->block_size + slot) * width;
+    if (++slot == call->block_size) slot = 0, block++;
+  }
+}
+
+// Bring what `locate` found into the cache: whole lines of one KV head, too far apart for the hardware to guess.
+INLINE void prefetch(const float *cache, const int64_t *offsets, long count, long d) {
+  for (long i = 0; i < count; i++)
+    for (long e = 0; e < d; e += 16) __builtin_prefetch(cache + offsets[i] + e, 0, 3);
+}
+
+// Decode -------------------------------------------------------------------------------------------------------
+
+// out [heads][4 vectors] += weights [heads][TILE_KEYS] times values; `heads` and `vectors` are constants.
+INLINE void add_values(const int heads, const int vectors, const float *values, const int64_t *offsets, long count,
+                       const float *weights, float *out, long ld) {
+  vf sums[4][4];
+  UNROLL for (int h = 0; h < heads; h++) UNROLL for (int v = 0; v < vectors; v++) sums[h][v] = v_load(out + h * ld + v * VL);
+  for (long i = 0; i < count; i++) {
+    vf value[4];
+    UNROLL for (int v = 0; v < vectors; v++) value[v] = v_load(values + offsets[i] + v * VL);
+    UNROLL for (int h = 0; h < heads; h++) {
+      vf w = v_set(weights[h * TILE_KEYS + i]);
+      UNROLL for (int v = 0; v < vectors; v++) sums[h][v] = v_fma(w, value[v], sums[h][v]);
+    }
+  }
+  UNROLL for (int h = 0; h < heads; h++) UNROLL for (int v = 0; v < vectors; v++) v_store(out + h * ld + v * VL, sums[h][v]);
+}
+
+static void add_all_values(long heads, long d, const float *values, const int64_t *offsets, long count, const float *weights,
+                           float *out, long ld) {
+  long v = 0;
+  for (; v + 4 * VL <= d; v += 4 * VL) {
+    long h = 0;
+    for (; h + 3 <= heads; h += 3)
+      add_values(3, 4, values + v, offsets, count, weights + h * TILE_KEYS, out + h * ld + v, ld);
+    for (; h + 2 <= heads; h += 2)
+      add_values(2, 4, values + v, offsets, count, weights + h * TILE_KEYS, out + h * ld + v, ld);
+    for (; h < heads; h++) add_values(1, 4, values + v, offsets, count, weights + h * TILE_KEYS, out + h * ld + v, ld);
+  }
+  for (; v + VL <= d; v += VL)
+    for (long h = 0; h < heads; h++) add_values(1, 1, values + v, offsets, count, weights + h * TILE_KEYS, out + h * ld + v, ld);
+  for (long h = 0; v < d && h < heads; h++) {
+    vf sum = v_load_n(out + h * ld + v, d - v);
+    for (long i = 0; i < count; i++)
+      sum = v_fma(v_set(weights[h * TILE_KEYS + i]), v_load_n(values + offsets[i] + v, d - v), sum);
+    v_store_n(out + h * ld + v, sum, d - v);
+  }
+}
+
+// scores [count rounded up to VL] = dot products of one query with the keys.
+INLINE void dot_keys(long d, const float *q, const float *keys, const int64_t *offsets, long count, float *scores) {
+  for (long i = 0; i < count; i += VL) {
+    vf partial[VL];
+    UNROLL for (int u = 0; u < VL; u++) {
+      const float *key = keys + offsets[i + u < count ? i + u : count - 1];
+      vf sum = v_set(0.0f);
+      long e = 0;
+      for (; e + VL <= d; e += VL) sum = v_fma(v_load(q + e), v_load(key + e), sum);
+      if (e < d) sum = v_fma(v_load_n(q + e, d - e), v_load_n(key + e, d - e), sum);
+      partial[u] = sum;
+    }
+    v_store(scores + i, v_sums(partial));
+  }
+}
+
+static void dot_keys_64(const float *q, const float *keys, const int64_t *offsets, long count, float *scores) {
+  dot_keys(64, q, keys, offsets, count, scores);
+}
+static void dot_keys_128(const float *q, const float *keys, const int64_t *offsets, long count, float *scores) {
+  dot_keys(128, q, keys, offsets, count, scores);
+}
+static void dot_keys_any(long d, const float *q, const float *keys, const int64_t *offsets, long count, float *scores) {
+  dot_keys(d, q, keys, offsets, count, scores);
+}
+
+INLINE vf cap(vf score, float softcap) {
+  return softcap > 0.0f ? v_mul(v_set(softcap), v_tanh(v_div(score, v_set(softcap)))) : score;
+}
+
+// Keys [first, end) that a decoding row sees.
+INLINE void decode_range(const attention_call *call, long row, long *first, long *end) {
+  *end = call->seq_lens[row];
+  *first = call->window > 0 && *end > call->window ? *end - call->window : 0;
+}
+
+static void decode_task(const attention_call *call, long task) {
+  const long pieces = call->pieces, kv = task / pieces % call->kv_heads, row = task / pieces / call->kv_heads;
+  const long d = call->head_dim, group = call->heads / call->kv_heads, ld = d + 2;
+  long first, end;
+  decode_range(call, row, &first, &end);
+  first += task % pieces * PIECE_KEYS;
+  if (first >= end) return;
+  if (end > first + PIECE_KEYS) end = first + PIECE_KEYS;
+  float *out = call->partial + task * group * ld;
+  for (long h = 0; h < group; h++) {
+    memset(out + h * ld, 0, (size_t)d * 4);
+    out[h * ld + d] = -FLT_MAX;
+    out[h * ld + d + 1] = 0.0f;
+  }
+  for (long start = first; start < end; start += TILE_KEYS) {
+    int64_t offsets[TILE_KEYS];
+    const long count = end - start < TILE_KEYS ? end - start : TILE_KEYS, padded = (count + VL - 1) / VL * VL;
+    locate(call, row, start, count, offsets);
+    prefetch(call->k_cache + kv * d, offsets, count, d);
+    prefetch(call->v_cache + kv * d, offsets, count, d);
+    for (long h0 = 0; h0 < group; h0 += 8) {
+      const long heads = group - h0 < 8 ? group - h0 : 8;
+      float scores[8 * TILE_KEYS] __attribute__((aligned(64)));
+      for (long h = 0; h < heads; h++) {
+        float *s = scores + h * TILE_KEYS, *sums = out + (h0 + h) * ld;
+        const float *q = call->q + row * call->q_token + (kv * group + h0 + h) * call->q_head;
+        if (d == 64)
+          dot_keys_64(q, call->k_cache + kv * d, offsets, count, s);
+        else if (d == 128)
+          dot_keys_128(q, call->k_cache + kv * d, offsets, count, s);
+        else
+          dot_keys_any(d, q, call->k_cache + kv * d, offsets, count, s);
+        vf top = v_set(-FLT_MAX), total = v_set(0.0f);
+        for (long i = 0; i < padded; i += VL) {
+          vf score = cap(v_mul(v_load(s + i), v_set(call->scale)), call->softcap);
+          v_store(s + i, score);
+          top = v_max(score, top);
+        }
+        const float old = sums[d], max = fmaxf(old, v_max_of(top));
+        for (long i = 0; i < padded; i += VL) {
+          vf weight = v_exp(v_sub(v_load(s + i), v_set(max)));
+          v_store(s + i, weight);
+          total = count - i < VL ? v_add(total, v_load_n(s + i, count - i)) : v_add(total, weight);
+        }
+        const float keep = expf(old - max);
+        sums[d] = max;
+        sums[d + 1] = sums[d + 1] * keep + v_sum(total);
+        if (start > first && keep != 1.0f)
+          for (long e = 0; e < d; e += 8) _mm256_storeu_ps(sums + e, _mm256_mul_ps(_mm256_loadu_ps(sums + e), _mm256_set1_ps(keep)));
+      }
+      add_all_values(heads, d, call->v_cache + kv * d, offsets, count, scores, out + h0 * ld, ld);
+    }
+  }
+}
+
+// Merge the pieces of one (row, kv head) and write its heads.
+static void merge_pieces(const attention_call *call, long row, long kv) {
+  const long d = call->head_dim, group = call->heads / call->kv_heads, ld = d + 2;
+  long first, end;
+  decode_range(call, row, &first, &end);
+  const long pieces = (end - first + PIECE_KEYS - 1) / PIECE_KEYS;
+  const float *partial = call->partial + (row * call->kv_heads + kv) * call->pieces * group * ld;
+  for (long h = 0; h < group; h++) {
+    float *out = call->out + (row * call->heads + kv * group + h) * d;
+    float max = -FLT_MAX, total = 0.0f;
+    for (long p = 0; p < pieces; p++) max = fmaxf(max, partial[(p * group + h) * ld + d]);
+    for (long e = 0; e < d; e += 8) _mm256_storeu_ps(out + e, _mm256_setzero_ps());
+    for (long p = 0; p < pieces; p++) {
+      const float *piece = partial + (p * group + h) * ld;
+      const float weight = expf(piece[d] - max);
+      total += weight * piece[d + 1];
+      for (long e = 0; e < d; e += 8)
+        _mm256_storeu_ps(out + e, _mm256_fmadd_ps(_mm256_loadu_ps(piece + e), _mm256_set1_ps(weight), _mm256_loadu_ps(out + e)));
+    }
+    const __m256 factor = _mm256_set1_ps(pieces ? 1.0f / total : 0.0f);
+    for (long e = 0; e < d; e += 8) _mm256_storeu_ps(out + e, _mm256_mul_ps(_mm256_loadu_ps(out + e), factor));
+  }
+}
+
+// Chunks -------------------------------------------------------------------------------------------------------
+
+// scores [MAX_ROWS keys][PANEL] = keys times q [head_dim][PANEL].
+INLINE void score_keys(const float *q, const float *keys, const int64_t *offsets, long d, float *scores) {
+  vf sums[MAX_ROWS][3];
+  const float *key[MAX_ROWS];
+  UNROLL for (int r = 0; r < MAX_ROWS; r++) {
+    key[r] = keys + offsets[r];
+    UNROLL for (int v = 0; v < 3; v++) sums[r][v] = v_set(0.0f);
+  }
+  for (long e = 0; e < d; e++, q += PANEL) {
+    vf w[3];
+    UNROLL for (int v = 0; v < 3; v++) w[v] = v_load(q + v * VL);
+    UNROLL for (int r = 0; r < MAX_ROWS; r++) {
+      vf x = v_set(key[r][e]);
+      UNROLL for (int v = 0; v < 3; v++) sums[r][v] = v_fma(x, w[v], sums[r][v]);
+    }
+  }
+  UNROLL for (int r = 0; r < MAX_ROWS; r++) UNROLL for (int v = 0; v < 3; v++) v_store(scores + r * PANEL + v * VL, sums[r][v]);
+}
+
+// out [MAX_ROWS of head_dim][PANEL] = out * keep + values transposed times weights [count][PANEL].
+INLINE void weigh_values(const float *weights, const float *values, const int64_t *offsets, long count, const float *keep,
+                         float *out) {
+  vf sums[MAX_ROWS][3];
+  UNROLL for (int r = 0; r < MAX_ROWS; r++) UNROLL for (int v = 0; v < 3; v++)
+      sums[r][v] = v_mul(v_load(out + r * PANEL + v * VL), v_load(keep + v * VL));
+  for (long i = 0; i < count; i++, weights += PANEL) {
+    const float *value = values + offsets[i];
+    vf w[3];
+    UNROLL for (int v = 0; v < 3; v++) w[v] = v_load(weights + v * VL);
+    UNROLL for (int r = 0; r < MAX_ROWS; r++) {
+      vf x = v_set(value[r]);
+      UNROLL for (int v = 0; v < 3; v++) sums[r][v] = v_fma(x, w[v], sums[r][v]);
+    }
+  }
+  UNROLL for (int r = 0; r < MAX_ROWS; r++) UNROLL for (int v = 0; v < 3; v++) v_store(out + r * PANEL + v * VL, sums[r][v]);
+}
+
+typedef struct {
+  float q[MAX_HEAD_DIM * PANEL], out[MAX_HEAD_DIM * PANEL], scores[TILE_KEYS * PANEL];
+  float max[PANEL], total[PANEL], keep[PANEL];
+  int32_t position[PANEL];
+} chunk_state;
+
+// Hide what each lane may not see, then turn scores into weights and move the running maximum and total.
+static void soften(const attention_call *call, chunk_state *s, long start, long count, int masked) {
+  for (int v = 0; v < 3; v++) {
+    const vi position = vi_load(s->position + v * VL), oldest = vi_add(position, vi_set((int32_t)-call->window));
+    const vf old = v_load(s->max + v * VL);
+    vf max = old;
+    for (long i = 0; i < count; i++) {
+      float *at = s->scores + i * PANEL + v * VL;
+      vf score = cap(v_load(at), call->softcap);
+      if (masked) {
+        const vi key = vi_set((int32_t)(start + i));
+        score = v_select(vi_gt(key, position), v_set(-INFINITY), score);
+        if (call->window > 0) score = v_select(vi_gt(key, oldest), score, v_set(-INFINITY));
+      }
+      if (masked || call->softcap > 0.0f) v_store(at, score);
+      max = v_max(score, max);
+    }
+    vf total = v_set(0.0f);
+    for (long i = 0; i < count; i++) {
+      float *at = s->scores + i * PANEL + v * VL;
+      vf weight = v_exp(v_sub(v_load(at), max));
+      total = v_add(total, weight);
+      v_store(at, weight);
+    }
+    const vf keep = v_exp(v_sub(old, max));
+    v_store(s->max + v * VL, max);
+    v_store(s->keep + v * VL, keep);
+    v_store(s->total + v * VL, v_fma(v_load(s->total + v * VL), keep, total));
+  }
+}
+
+static void chunk_task(const attention_call *call, long task) {
+  static __thread scratch memory;
+  chunk_state *s = reserve(&memory, sizeof(chunk_state));
+  long chunk = 0;
+  while (task >= call->first_task[chunk + 1]) chunk++;
+  const long d = call->head_dim, group = call->heads / call->kv_heads, row = call->num_decode + chunk;
+  const long pairs = (call->ends[chunk] - call->starts[chunk]) * group, panels = (pairs + PANEL - 1) / PANEL;
+  // Later queries see more keys: they go first, so that the threads finish together.
+  const long local = task - call->first_task[chunk], kv = local % call->kv_heads, panel = panels - 1 - local / call->kv_heads;
+  const long pair0 = panel * PANEL, lanes = pairs - pair0 < PANEL ? pairs - pair0 : PANEL;
+  const long oldest = call->starts[chunk] + pair0 / group, newest = call->starts[chunk] + (pair0 + lanes - 1) / group;
+  for (long l = 0; l < PANEL; l++) {
+    const long pair = pair0 + (l < lanes ? l : lanes - 1), token = call->first_token[chunk] + pair / group;
+    const float *q = call->q + token * call->q_token + (kv * group + pair % group) * call->q_head;
+    s->position[l] = (int32_t)(call->starts[chunk] + pair / group);
+    for (long e = 0; e < d; e++) s->q[e * PANEL + l] = q[e] * call->scale;
+    s->max[l] = -FLT_MAX;
+    s->total[l] = 0.0f;
+  }
+  memset(s->out, 0, (size_t)(d * PANEL) * 4);
+  long start = call->window > 0 && oldest >= call->window ? oldest - call->window + 1 : 0;
+  for (; start <= newest; start += TILE_KEYS) {
+    int64_t offsets[TILE_KEYS + MAX_ROWS];
+    const long count = newest + 1 - start < TILE_KEYS ? newest + 1 - start : TILE_KEYS;
+    locate(call, row, start, count, offsets);
+    for (long i = count; i % MAX_ROWS; i++) offsets[i] = offsets[count - 1];
+    for (long i = 0; i < count; i += MAX_ROWS)
+      score_keys(s->q, call->k_cache + kv * d, offsets + i, d, s->scores + i * PANEL);
+    soften(call, s, start, count, start + count - 1 > oldest || (call->window > 0 && start + call->window <= newest));
+    for (long e = 0; e < d; e += MAX_ROWS)
+      weigh_values(s->scores, call->v_cache + kv * d + e, offsets, count, s->keep, s->out + e * PANEL);
+  }
+  for (long l = 0; l < lanes; l++) {
+    const long pair = pair0 + l, token = call->first_token[chunk] + pair / group;
+    float *out = call->out + (token * call->heads + kv * group + pair % group) * d;
+    const float factor = 1.0f / s->total[l];
+    for (long e = 0; e < d; e++) out[e] = s->out[e * PANEL + l] * factor;
+  }
+}
+
+static void attention_body(void *context) {
+  attention_call *call = context;
+  const long pieces = call->num_decode * call->kv_heads * call->pieces;
+  for (long t; (t = claim(&call->all)) < call->chunk_tasks + pieces;) {
+    if (t < call->chunk_tasks)
+      chunk_task(call, t);
+    else
+      decode_task(call, t - call->chunk_tasks);
+  }
+}
+
+// `starts` and `ends` are the positions of each chunk, `window` and `softcap` 0 where there is none. Returns -1 when a row
+// names no block of the cache; nothing is written then.
+int tgi_attention(const float *q, long q_token, long q_head, const float *k_cache, const float *v_cache, long blocks,
+                  long block_size, const int32_t *block_tables, long table_stride, long max_blocks, const int32_t *seq_lens,
+                  long num_decode, long num_chunks, const int64_t *starts, const int64_t *ends, long heads, long kv_heads,
+                  long head_dim, float scale, long window, float softcap, float *out, int threads) {
+  static __thread scratch partial_memory, chunk_memory;
+  attention_call call = {
+      .q = q, .k_cache = k_cache, .v_cache = v_cache, .out = out, .block_tables = block_tables, .seq_lens = seq_lens,
+      .num_decode = num_decode, .num_chunks = num_chunks, .heads = heads, .kv_heads = kv_heads, .head_dim = head_dim,
+      .blocks = blocks, .block_size = block_size, .window = window, .q_token = q_token, .q_head = q_head,
+      .table_stride = table_stride, .starts = starts, .ends = ends, .scale = scale, .softcap = softcap};
+  const long group = call.heads / call.kv_heads, rows = call.num_decode + call.num_chunks;
+  long keys = 0, longest = 0;
+  for (long row = 0; row < rows; row++) {
+    const long end = row < call.num_decode ? seq_lens[row] : call.ends[row - call.num_decode];
+    const long used = (end + call.block_size - 1) / call.block_size;
+    if (end < 0 || used > max_blocks) return -1;
+    for (long b = 0; b < used; b++) {
+      const int32_t id = block_tables[row * call.table_stride + b];
+      if (id < 0 || id >= call.blocks) return -1;
+    }
+    if (row < call.num_decode) {
+      keys += end;
+      if (end > longest) longest = end;
+    }
+  }
+  if (call.window > 0 && longest > call.window) longest = call.window;
+  call.pieces = (longest + PIECE_KEYS - 1) / PIECE_KEYS;
+  int64_t *first = reserve(&chunk_memory, (size_t)(2 * call.num_chunks + 2) * 8);
+  int64_t *token = first + call.num_chunks + 1;
+  first[0] = 0;
+  token[0] = call.num_decode;
+  for (long c = 0; c < call.num_chunks; c++) {
+    const long count = call.ends[c] - call.starts[c];
+    first[c + 1] = first[c] + (count * group + PANEL - 1) / PANEL * call.kv_heads;
+    token[c + 1] = token[c] + count;
+  }
+  call.first_task = first;
+  call.first_token = token;
+  call.chunk_tasks = first[call.num_chunks];
+  call.partial = reserve(&partial_memory, (size_t)(call.num_decode * call.pieces * call.heads * (call.head_dim + 2) + VL) * 4);
+  if (!call.num_chunks && keys * call.heads * call.head_dim < 1 << 16) threads = 1;
+  run_team(attention_body, &call, threads);
+  for (long row = 0; row < call.num_decode; row++)
+    for (long kv = 0; kv < call.kv_heads; kv++) merge_pieces(&call, row, kv);
+  return 0;
+}
+
+#endif

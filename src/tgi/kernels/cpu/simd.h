@@ -1,0 +1,209 @@
+// One float vector type and the operations the kernels need, for AVX-512 (16 lanes) and AVX2 (8 lanes).
+// Every rounding is written out: products and sums fuse only where `v_fma` says so.
+#ifndef TGI_SIMD_H
+#define TGI_SIMD_H
+
+#include <float.h>
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 32")
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+
+#define VL 16
+#define MAX_ROWS 8  // rows of a register tile: 8 x 3 vectors of sums, 3 of weights, 1 of activations
+typedef __m512 vf;
+typedef __m512i vi;
+typedef __mmask16 vm;
+
+INLINE vf v_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void v_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
+INLINE vf v_load_n(const float *p, long n) { return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p); }
+INLINE void v_store_n(float *p, vf x, long n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), x); }
+INLINE vf v_set(float x) { return _mm512_set1_ps(x); }
+INLINE vf v_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+INLINE vf v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INLINE vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INLINE vf v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+INLINE vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vf v_fnma(vf a, vf b, vf c) { return _mm512_fnmadd_ps(a, b, c); }
+// Both return b when either is NaN.
+INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
+INLINE vf v_abs(vf a) { return _mm512_abs_ps(a); }
+INLINE vf v_round(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vf v_half_to_float(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE vf v_int8_to_float(const int8_t *p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
+INLINE void vi_store(void *p, vi x) { _mm512_storeu_si512(p, x); }
+INLINE vi vi_set(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+INLINE vm v_gt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+INLINE vm v_lt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+INLINE vm v_is_nan(vf a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
+INLINE vm vi_gt(vi a, vi b) { return _mm512_cmpgt_epi32_mask(a, b); }
+INLINE vf v_select(vm m, vf yes, vf no) { return _mm512_mask_blend_ps(m, no, yes); }
+INLINE vi vi_select(vm m, vi yes, vi no) { return _mm512_mask_blend_epi32(m, no, yes); }
+INLINE vm m_or(vm a, vm b) { return (vm)(a | b); }
+INLINE vm m_none(void) { return 0; }
+INLINE int m_any(vm a) { return a != 0; }
+INLINE float v_sum(vf a) { return _mm512_reduce_add_ps(a); }
+INLINE float v_max_of(vf a) { return _mm512_reduce_max_ps(a); }
+
+// Nibble i (a constant) of every 32-bit lane as a float: the lookup reads the low four bits of a lane only.
+INLINE vf v_nibble(vi words, int i) {
+  const vf table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_permutexvar_ps(i ? _mm512_srli_epi32(words, 4 * i) : words, table);
+}
+
+INLINE vf v_scale_by_exponent(vf x, vf n) { return _mm512_scalef_ps(x, n); }
+
+// The sums of VL vectors -> one vector.
+INLINE vf v_sums(const vf *p) {
+  vf quad[4];
+  UNROLL for (int i = 0; i < 4; i++) {
+    vf ab = v_add(_mm512_unpacklo_ps(p[4 * i], p[4 * i + 1]), _mm512_unpackhi_ps(p[4 * i], p[4 * i + 1]));
+    vf cd = v_add(_mm512_unpacklo_ps(p[4 * i + 2], p[4 * i + 3]), _mm512_unpackhi_ps(p[4 * i + 2], p[4 * i + 3]));
+    __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+    quad[i] = v_add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  }
+  vf ab = v_add(_mm512_shuffle_f32x4(quad[0], quad[1], 0x88), _mm512_shuffle_f32x4(quad[0], quad[1], 0xdd));
+  vf cd = v_add(_mm512_shuffle_f32x4(quad[2], quad[3], 0x88), _mm512_shuffle_f32x4(quad[2], quad[3], 0xdd));
+  return v_add(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+}
+
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+#define VL 8
+#define MAX_ROWS 4
+typedef __m256 vf;
+typedef __m256i vi;
+typedef __m256 vm;
+
+INLINE __m256i v_first(long n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+INLINE vf v_load(const float *p) { return _mm256_loadu_ps(p); }
+INLINE void v_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
+INLINE vf v_load_n(const float *p, long n) { return _mm256_maskload_ps(p, v_first(n)); }
+INLINE void v_store_n(float *p, vf x, long n) { _mm256_maskstore_ps(p, v_first(n), x); }
+INLINE vf v_set(float x) { return _mm256_set1_ps(x); }
+INLINE vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+INLINE vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+INLINE vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vf v_fnma(vf a, vf b, vf c) { return _mm256_fnmadd_ps(a, b, c); }
+INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
+INLINE vf v_abs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+INLINE vf v_round(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vf v_half_to_float(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vf v_int8_to_float(const int8_t *p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+INLINE vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INLINE void vi_store(void *p, vi x) { _mm256_storeu_si256((__m256i *)p, x); }
+INLINE vi vi_set(int32_t x) { return _mm256_set1_epi32(x); }
+INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+INLINE vm v_gt(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+INLINE vm v_lt(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+INLINE vm v_is_nan(vf a) { return _mm256_cmp_ps(a, a, _CMP_UNORD_Q); }
+INLINE vm vi_gt(vi a, vi b) { return _mm256_castsi256_ps(_mm256_cmpgt_epi32(a, b)); }
+INLINE vf v_select(vm m, vf yes, vf no) { return _mm256_blendv_ps(no, yes, m); }
+INLINE vi vi_select(vm m, vi yes, vi no) {
+  return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(no), _mm256_castsi256_ps(yes), m));
+}
+INLINE vm m_or(vm a, vm b) { return _mm256_or_ps(a, b); }
+INLINE vm m_none(void) { return _mm256_setzero_ps(); }
+INLINE int m_any(vm a) { return _mm256_movemask_ps(a) != 0; }
+INLINE float v_sum(vf a) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+INLINE float v_max_of(vf a) {
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+
+INLINE vf v_nibble(vi words, int i) {
+  vi low = i ? _mm256_srli_epi32(words, 4 * i) : words;
+  return _mm256_cvtepi32_ps(i == 7 ? low : _mm256_and_si256(low, _mm256_set1_epi32(15)));
+}
+
+// x * 2^n for integral n in [-126, 128]; two factors keep 2^128 within range.
+INLINE vf v_scale_by_exponent(vf x, vf n) {
+  vi whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
+  vi first = _mm256_slli_epi32(_mm256_add_epi32(half, _mm256_set1_epi32(127)), 23);
+  vi second = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(_mm256_mul_ps(x, _mm256_castsi256_ps(first)), _mm256_castsi256_ps(second));
+}
+
+INLINE vf v_sums(const vf *p) {
+  vf quad[2];
+  UNROLL for (int i = 0; i < 2; i++) {
+    vf ab = v_add(_mm256_unpacklo_ps(p[4 * i], p[4 * i + 1]), _mm256_unpackhi_ps(p[4 * i], p[4 * i + 1]));
+    vf cd = v_add(_mm256_unpacklo_ps(p[4 * i + 2], p[4 * i + 3]), _mm256_unpackhi_ps(p[4 * i + 2], p[4 * i + 3]));
+    __m256d x = _mm256_castps_pd(ab), y = _mm256_castps_pd(cd);
+    quad[i] = v_add(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+  }
+  return v_add(_mm256_permute2f128_ps(quad[0], quad[1], 0x20), _mm256_permute2f128_ps(quad[0], quad[1], 0x31));
+}
+
+#else
+#error "needs AVX-512 (F, BW, DQ, VL) or AVX2 with FMA and F16C"
+#endif
+
+#define PANEL (3 * VL)  // outputs that one panel of a packed weight holds side by side
+
+// e^x within about one unit in the last place; 0 far below, infinity far above, NaN stays NaN.
+INLINE vf v_exp(vf x) {
+  x = v_max(v_set(-104.0f), v_min(v_set(89.0f), x));
+  vf n = v_round(v_mul(x, v_set(1.44269504088896341f)));
+#if VL == 8
+  // The exponent arithmetic below 2^-126 would wrap; such results are rounded to zero instead.
+  vm tiny = v_lt(x, v_set(-87.33f));
+#endif
+  vf r = v_fnma(n, v_set(0.693359375f), x);
+  r = v_fnma(n, v_set(-2.12194440e-4f), r);
+  vf p = v_set(1.9875691500e-4f);
+  p = v_fma(p, r, v_set(1.3981999507e-3f));
+  p = v_fma(p, r, v_set(8.3334519073e-3f));
+  p = v_fma(p, r, v_set(4.1665795894e-2f));
+  p = v_fma(p, r, v_set(1.6666665459e-1f));
+  p = v_fma(p, r, v_set(5.0000001201e-1f));
+  p = v_fma(p, v_mul(r, r), v_add(r, v_set(1.0f)));
+  p = v_scale_by_exponent(p, n);
+#if VL == 8
+  p = v_select(tiny, v_set(0.0f), p);
+#endif
+  return p;
+}
+
+INLINE vf v_tanh(vf x) {
+  vf square = v_mul(x, x);
+  vf p = v_set(-5.70498872745e-3f);
+  p = v_fma(p, square, v_set(2.06390887954e-2f));
+  p = v_fma(p, square, v_set(-5.37397155531e-2f));
+  p = v_fma(p, square, v_set(1.33314422036e-1f));
+  p = v_fma(p, square, v_set(-3.33332819422e-1f));
+  vf near_zero = v_fma(v_mul(p, square), x, x);
+  vf one = v_set(1.0f);
+  vf far = v_sub(one, v_div(v_set(2.0f), v_add(v_exp(v_add(x, x)), one)));
+  return v_select(v_lt(v_abs(x), v_set(0.625f)), near_zero, far);
+}
+
+#endif

@@ -1,0 +1,479 @@
+"""Each native CPU op against its definition in `kernels.reference`."""
+
+import math
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+
+from tgi.kernels import reference
+from tgi.kernels.batch import ForwardBatch
+from tgi.kernels.cpu import build
+from tgi.kernels.cpu.ops import NativeOps, Packed, StackLayer, greedy, load_ops
+
+QUANTS = {"q4_0": GGMLQuantizationType.Q4_0, "q4_1": GGMLQuantizationType.Q4_1, "q8_0": GGMLQuantizationType.Q8_0}
+MARCHES = ["native", "x86-64-v3"]  # the second is the AVX2 path, which every machine that runs the first can run
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="session", params=MARCHES)
+def ops(request: pytest.FixtureRequest, cache_dir: Path) -> NativeOps:
+    loaded = load_ops(cache_dir, threads=2, march=request.param)
+    if isinstance(loaded, str):
+        pytest.skip(loaded)
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def _torch() -> Iterator[None]:
+    """The reference runs on one thread: torch's pool waits for all its threads at every op, slow on a shared machine."""
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+# Linear ---------------------------------------------------------------------------------------------------------
+
+SHAPES = [
+    (1, 1, 1),
+    (1, 50, 33),
+    (2, 48, 64),
+    (3, 100, 192),
+    (5, 47, 200),
+    (8, 96, 576),
+    (16, 145, 97),
+    (31, 49, 400),
+    (300, 77, 260),
+]
+
+
+@pytest.mark.parametrize(("rows", "out", "width"), SHAPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_float32(ops: NativeOps, rows: int, out: int, width: int, biased: bool) -> None:
+    x, weight = torch.randn(rows, width), torch.randn(out, width) / math.sqrt(width)
+    bias = torch.randn(out) if biased else None
+    close(ops.linear(x, ops.pack_linear(weight), bias), reference.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("kind", QUANTS)
+@pytest.mark.parametrize(
+    ("rows", "out", "width"),
+    [(1, 96, 576), (1, 50, 32), (2, 61, 64), (3, 48, 224), (4, 100, 1536), (7, 49, 96), (16, 144, 576), (65, 97, 416)],
+)
+def test_linear_quantized(ops: NativeOps, kind: str, rows: int, out: int, width: int) -> None:
+    blocks = quantize(np.random.default_rng(0).standard_normal((out, width), dtype=np.float32), QUANTS[kind])
+    weight = torch.from_numpy(dequantize(blocks, QUANTS[kind]))
+    packed = ops.pack_quantized(kind, torch.from_numpy(blocks), width)
+    x, bias = torch.randn(rows, width) / math.sqrt(width), torch.randn(out)
+    close(ops.linear(x, packed, bias), reference.linear(x, weight, bias))
+    close(ops.linear(x, packed), reference.linear(x, weight))
+    assert torch.equal(ops.unpack(packed), weight)
+
+
+def test_linear_takes_strided_rows_and_other_forms(ops: NativeOps) -> None:
+    weight = torch.randn(70, 64)
+    packed = ops.pack_linear(torch.cat([weight, weight])[:70])
+    wide = torch.randn(9, 200)
+    close(ops.linear(wide[:, 100:164], packed), reference.linear(wide[:, 100:164], weight))
+    close(ops.linear(wide[::2, :64], packed), reference.linear(wide[::2, :64], weight))
+    close(ops.linear(wide.t()[:64].t(), packed), reference.linear(wide[:, :64], weight))
+    half = wide[:, :64].bfloat16()
+    assert ops.linear(half, packed).dtype == torch.bfloat16
+    close(ops.linear(half, packed).float(), reference.linear(half.float(), weight), 1e-1)
+    assert ops.linear(wide[:0, :64], packed).shape == (0, 70)
+    close(
+        ops.linear(wide[:, :64], ops.pack_linear(torch.randn(64, 70).t().contiguous().t().t().contiguous())),
+        ops.linear(wide[:, :64], ops.pack_linear(weight)),
+        1e9,
+    )
+    close(ops.linear(wide[:, :64].double(), weight.double()).float(), reference.linear(wide[:, :64], weight))
+    with pytest.raises(ValueError, match="features"):
+        ops.linear(wide, packed)
+
+
+@pytest.mark.parametrize("kind", ["float32", *QUANTS])
+def test_a_row_does_not_depend_on_the_others(ops: NativeOps, kind: str) -> None:
+    x, values = torch.randn(40, 640), torch.randn(100, 640)
+    if kind == "float32":
+        packed = ops.pack_linear(values)
+    else:
+        packed = ops.pack_quantized(kind, torch.from_numpy(quantize(values.numpy(), QUANTS[kind])), 640)
+    alone = torch.cat([ops.linear(row[None], packed) for row in x])
+    for rows in (2, 3, 4, 5, 8, 9, 16, 40):
+        assert torch.equal(ops.linear(x[:rows], packed), alone[:rows])
+
+
+def test_pack_refuses_what_it_cannot_hold(ops: NativeOps) -> None:
+    with pytest.raises(ValueError, match="q5_0"):
+        ops.pack_quantized("q5_0", torch.zeros(4, 22, dtype=torch.uint8), 32)
+    with pytest.raises(ValueError, match="blocks"):
+        ops.pack_quantized("q4_1", torch.zeros(4, 21, dtype=torch.uint8), 32)
+    half = torch.randn(4, 4).half()
+    assert ops.pack_linear(half) is half
+
+
+@pytest.mark.parametrize("kind", ["float32", *QUANTS])
+def test_embedding(ops: NativeOps, kind: str) -> None:
+    values = torch.randn(111, 96)
+    if kind == "float32":
+        packed, weight = ops.pack_linear(values), values
+    else:
+        blocks = quantize(values.numpy(), QUANTS[kind])
+        packed = ops.pack_quantized(kind, torch.from_numpy(blocks), 96)
+        weight = torch.from_numpy(dequantize(blocks, QUANTS[kind]))
+    assert isinstance(packed, Packed)
+    ids = torch.randint(0, 111, (30,))
+    assert torch.equal(ops.embedding(ids, packed), reference.embedding(ids, weight))
+    assert torch.equal(ops.embedding(ids, weight), reference.embedding(ids, weight))
+    for bad in (-1, 111):
+        with pytest.raises(IndexError):
+            ops.embedding(torch.tensor([0, bad]), packed)
+
+
+# Rows -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 576), (3, 77), (40, 576), (300, 130)])
+def test_norms(ops: NativeOps, rows: int, width: int) -> None:
+    wide, weight = torch.randn(rows, width + 5) * 3, torch.randn(width)
+    x, residual = wide[:, 2 : 2 + width], torch.randn(rows, width)
+    close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    actual, expected = ops.add_rms_norm(x, residual, weight, 1e-5), reference.add_rms_norm(x, residual, weight, 1e-5)
+    close(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
+    close(ops.rms_norm(x.double(), weight.double(), 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 1536), (5, 77), (70, 1536)])
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+def test_gates(ops: NativeOps, name: str, rows: int, width: int) -> None:
+    x = torch.randn(rows, 2 * width) * 8
+    close(getattr(ops, name)(x), getattr(reference, name)(x))
+    extreme = torch.tensor([[-1e4, -100.0, -88.0, -20.0, 0.0, 20.0, 100.0, 1e4] + [1.0] * 8])
+    close(getattr(ops, name)(extreme), getattr(reference, name)(extreme))
+
+
+def test_gates_keep_nan(ops: NativeOps) -> None:
+    x = torch.ones(1, 40)
+    x[0, 3], x[0, 25] = math.nan, math.nan
+    for name in ("silu_mul", "gelu_tanh_mul"):
+        assert getattr(ops, name)(x).isnan().nonzero()[:, 1].tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 4096, 4100, 49152])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_greedy(ops: NativeOps, rows: int, vocab: int) -> None:
+    logits = torch.randn(rows, vocab) * 5
+    index, logprob = ops.greedy(logits)
+    assert torch.equal(index, logits.argmax(-1))
+    close(logprob, logits.log_softmax(-1).amax(-1))
+
+
+def test_greedy_ties_and_non_finite(ops: NativeOps) -> None:
+    logits = torch.zeros(7, 9000)
+    logits[0, [4000, 4097, 8999]] = 3.0
+    logits[1, [5000, 7000]] = math.nan
+    logits[1, 100] = math.inf
+    logits[2, [4500, 4600]] = math.inf
+    logits[3] = -math.inf
+    logits[4, 5:] = -math.inf
+    logits[5, 8999] = 1e30
+    for pick in (ops.greedy, greedy):
+        index, logprob = pick(logits)
+        assert index.tolist() == [4000, 5000, 4500, 0, 0, 8999, 0]
+        assert logprob.isnan().tolist() == [False, True, True, True, False, False, False]
+        close(logprob[[0, 4, 5, 6]], logits[[0, 4, 5, 6]].log_softmax(-1).amax(-1))
+
+
+# Rotary embedding and attention -----------------------------------------------------------------------------------
+
+
+def make_batch(decode: list[int], chunks: list[tuple[int, int]], block_size: int) -> ForwardBatch:
+    """`decode`: lengths after this step; `chunks`: (start, end). Block ids are shuffled and never 0."""
+    lengths = decode + [end for _, end in chunks]
+    tables = torch.zeros(len(lengths), max(-(-n // block_size) for n in lengths) + 1, dtype=torch.int32)
+    order, taken = torch.randperm(sum(-(-n // block_size) for n in lengths)) + 1, 0
+    for row, n in enumerate(lengths):
+        count = -(-n // block_size)
+        tables[row, :count] = order[taken : taken + count]
+        taken += count
+    spans = [(n - 1, n) for n in decode] + chunks
+    positions = torch.cat([torch.arange(start, end) for start, end in spans])
+    rows = torch.cat([torch.full((end - start,), row) for row, (start, end) in enumerate(spans)])
+    kv_index = tables[rows, positions // block_size].long() * block_size + positions % block_size
+    return ForwardBatch(
+        input_ids=torch.zeros_like(positions),
+        positions=positions,
+        kv_index=kv_index,
+        block_tables=tables,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        num_decode=len(decode),
+        chunk_starts_cpu=[start for start, _ in chunks],
+        chunk_ends_cpu=[end for _, end in chunks],
+        max_seq_len=max(lengths),
+        logit_tokens=torch.zeros(0, dtype=torch.int64),
+    )
+
+
+def make_cache(batch: ForwardBatch, block_size: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    blocks = int(batch.block_tables.max()) + 1
+    shape = (blocks, block_size, kv_heads, head_dim)
+    return torch.randn(shape), torch.randn(shape)
+
+
+def fused_qkv(tokens: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    fused = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim)
+    q, k, v = fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1)
+    return q.unflatten(1, (heads, head_dim)), k.unflatten(1, (kv_heads, head_dim)), v.unflatten(1, (kv_heads, head_dim))
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (96, 96), (128, 64), (128, 20)])
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_rotary_and_cache(ops: NativeOps, head_dim: int, rotary_dim: int, block_size: int) -> None:
+    batch = make_batch([5, 40], [(0, 50), (17, 18)], block_size)
+    q, k, v = fused_qkv(len(batch.positions), 6, 2, head_dim)
+    cos_sin = torch.randn(64, rotary_dim)
+    caches = make_cache(batch, block_size, 2, head_dim)
+    expected_caches = tuple(cache.clone() for cache in caches)
+    close(
+        ops.rotary_and_cache(q, k, v, cos_sin, batch, *caches),
+        reference.rotary_and_cache(q, k, v, cos_sin, batch, *expected_caches),
+    )
+    close(caches[0], expected_caches[0])
+    assert torch.equal(caches[1], expected_caches[1])
+    batch.kv_index[3] = caches[0].shape[0] * block_size
+    with pytest.raises(IndexError):
+        ops.rotary_and_cache(q, k, v, cos_sin, batch, *caches)
+
+
+BATCHES: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
+    "one row": ([7], []),
+    "rows": ([1, 16, 17, 64, 65, 130], []),
+    "long row": ([1500, 3], []),
+    "chunk": ([], [(0, 100)]),
+    "chunk with prefix": ([], [(300, 421)]),
+    "short chunks": ([], [(0, 1), (40, 42), (63, 65)]),
+    "mix": ([33, 600], [(0, 37), (64, 200), (5, 6)]),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 64), (4, 80), (8, 96), (3, 128), (10, 72)])
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_attention(ops: NativeOps, name: str, group: int, head_dim: int, block_size: int) -> None:
+    batch = make_batch(*BATCHES[name], block_size)
+    q, _, _ = fused_qkv(len(batch.positions), 2 * group, 2, head_dim)
+    caches = make_cache(batch, block_size, 2, head_dim)
+    scale = head_dim**-0.5
+    close(ops.attention(q, *caches, batch, scale), reference.attention(q, *caches, batch, scale))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(("window", "softcap"), [(1, None), (20, None), (100, 30.0), (None, 5.0)])
+def test_attention_with_window_and_softcap(
+    ops: NativeOps, name: str, window: int | None, softcap: float | None
+) -> None:
+    batch = make_batch(*BATCHES[name], 16)
+    q, _, _ = fused_qkv(len(batch.positions), 9, 3, 64)
+    caches = make_cache(batch, 16, 3, 64)
+    close(
+        ops.attention(q, *caches, batch, 0.3, window, softcap),
+        reference.attention(q, *caches, batch, 0.3, window, softcap),
+    )
+
+
+def test_attention_reads_no_slot_past_the_row(ops: NativeOps) -> None:
+    batch = make_batch([5, 20], [(3, 9), (0, 70)], 16)
+    q, _, _ = fused_qkv(len(batch.positions), 9, 3, 64)
+    caches = make_cache(batch, 16, 3, 64)
+    expected = ops.attention(q, *caches, batch, 0.125)
+    used = torch.zeros(caches[0].shape[:2], dtype=torch.bool)
+    for row, length in enumerate(batch.seq_lens.tolist()):
+        for token in range(length):
+            used[batch.block_tables[row, token // 16], token % 16] = True
+    for cache in caches:
+        cache[~used] = math.nan
+    assert torch.equal(ops.attention(q, *caches, batch, 0.125), expected)
+
+
+def test_attention_refuses_a_wrong_table(ops: NativeOps) -> None:
+    batch = make_batch([5, 20], [(3, 9)], 16)
+    q, _, _ = fused_qkv(len(batch.positions), 4, 2, 64)
+    caches = make_cache(batch, 16, 2, 64)
+    batch.block_tables[1, 1] = caches[0].shape[0]
+    with pytest.raises(IndexError):
+        ops.attention(q, *caches, batch, 0.125)
+
+
+def test_attention_falls_back(ops: NativeOps) -> None:
+    batch = make_batch([5, 20], [(3, 9)], 16)
+    q, _, _ = fused_qkv(len(batch.positions), 4, 2, 20)
+    caches = make_cache(batch, 16, 2, 20)
+    close(ops.attention(q, *caches, batch, 0.2), reference.attention(q, *caches, batch, 0.2))
+    k_wide, v_wide = caches[0].double(), caches[1].double()
+    close(ops.attention(q.double(), k_wide, v_wide, batch, 0.2).float(), reference.attention(q, *caches, batch, 0.2))
+
+
+# Whole stack ----------------------------------------------------------------------------------------------------
+
+
+def reference_layers(
+    x: Tensor,
+    layers: list[StackLayer],
+    final_norm: Tensor,
+    cos_sin: Tensor,
+    batch: ForwardBatch,
+    heads: int,
+    softcap: float | None,
+    gate: str,
+) -> Tensor:
+    residual, x = x, reference.rms_norm(x, layers[0].input_norm, 1e-5)
+    for i, layer in enumerate(layers):
+        kv_heads, head_dim = layer.k_cache.shape[2:]
+        qkv = reference.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, head_dim))
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        if layer.q_norm is not None:
+            q, k = reference.rms_norm(q, layer.q_norm, 1e-5), reference.rms_norm(k, layer.k_norm, 1e-5)
+        q = reference.rotary_and_cache(q, k, v, cos_sin, batch, layer.k_cache, layer.v_cache)
+        x = reference.attention(q, layer.k_cache, layer.v_cache, batch, 0.125, layer.window, softcap)
+        x, residual = reference.add_rms_norm(
+            reference.linear(x, layer.o, layer.o_bias), residual, layer.post_norm, 1e-5
+        )
+        x = getattr(reference, gate + "_mul")(reference.linear(x, layer.gate_up, layer.gate_up_bias))
+        norm = final_norm if layer is layers[-1] else layers[i + 1].input_norm
+        x, residual = reference.add_rms_norm(reference.linear(x, layer.down, layer.down_bias), residual, norm, 1e-5)
+    return x
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("name", BATCHES)
+def test_stack(ops: NativeOps, name: str, full: bool) -> None:
+    hidden, heads, kv_heads, head_dim, width = 96, 6, 2, 64, 112
+    batch = make_batch(*BATCHES[name], 16)
+    qkv = (heads + 2 * kv_heads) * head_dim
+
+    def random_layer(number: int) -> StackLayer:
+        extra = {}
+        if full:
+            extra = {
+                "qkv_bias": torch.randn(qkv), "o_bias": torch.randn(hidden), "gate_up_bias": torch.randn(2 * width),
+                "down_bias": torch.randn(hidden), "q_norm": torch.rand(head_dim), "k_norm": torch.rand(head_dim),
+                "window": 30 if number else None,
+            }  # fmt: skip
+        return StackLayer(
+            torch.rand(hidden), torch.randn(qkv, hidden) / 10, torch.randn(hidden, heads * head_dim) / 20, torch.rand(hidden),
+            torch.randn(2 * width, hidden) / 10, torch.randn(hidden, width) / 10, *make_cache(batch, 16, kv_heads, head_dim), **extra,
+        )  # fmt: skip
+
+    layers = [random_layer(number) for number in range(3)]
+    packed = [
+        replace(
+            layer,
+            k_cache=layer.k_cache.clone(),
+            v_cache=layer.v_cache.clone(),
+            **{part: ops.pack_linear(getattr(layer, part)) for part in ("qkv", "o", "gate_up", "down")},
+        )
+        for layer in layers
+    ]
+    final_norm, cos_sin, x = torch.rand(hidden), torch.randn(1600, head_dim), torch.randn(len(batch.positions), hidden)
+    gate, softcap = ("gelu_tanh", 20.0) if full else ("silu", None)
+    stack = ops.make_stack(
+        packed, final_norm, cos_sin, heads=heads, eps=1e-5, scale=0.125, softcap=softcap, activation=gate
+    )
+    assert stack is not None
+    close(
+        ops.run_stack(x, stack, batch),
+        reference_layers(x, layers, final_norm, cos_sin, batch, heads, softcap, gate),
+        1e-4,
+    )
+    for ours, theirs in zip(packed, layers, strict=True):
+        close(ours.k_cache, theirs.k_cache, 1e-4)
+        close(ours.v_cache, theirs.v_cache, 1e-4)
+
+
+def test_stack_declines_what_is_not_packed(ops: NativeOps) -> None:
+    batch = make_batch([5], [], 16)
+    weight, norm, caches = torch.randn(64, 64), torch.ones(64), make_cache(batch, 16, 1, 64)
+    packed = ops.pack_linear(weight)
+    cos_sin = torch.randn(8, 64)
+    plain = StackLayer(norm, torch.randn(192, 64), packed, norm, packed, packed, *caches)
+    assert ops.make_stack([plain], norm, cos_sin, heads=1, eps=1e-5, scale=1.0) is None
+    half = StackLayer(norm, ops.pack_linear(torch.randn(192, 64)), packed, norm.half(), packed, packed, *caches)
+    assert ops.make_stack([half], norm, cos_sin, heads=1, eps=1e-5, scale=1.0) is None
+
+
+# Building -------------------------------------------------------------------------------------------------------
+
+
+def test_reasons_instead_of_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = load_ops(tmp_path, compilers=())
+    assert isinstance(reason, str)
+    assert "no C compiler" in reason
+    reason = load_ops(tmp_path, compilers=("false",))
+    assert isinstance(reason, str)
+    reason = load_ops(tmp_path, march="no-such-machine")
+    assert isinstance(reason, str)
+    monkeypatch.setattr(build, "_cpu_flags", lambda: "sse2 fma f16c")
+    reason = load_ops(tmp_path)
+    assert isinstance(reason, str)
+    assert "avx2" in reason
+
+
+def test_the_folder_is_private_and_the_build_is_reused(ops: NativeOps, cache_dir: Path, tmp_path: Path) -> None:
+    folder = cache_dir / "cpu-kernels"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert before
+    assert all(path.suffix == ".so" for path in before)
+    assert isinstance(load_ops(cache_dir), NativeOps)
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    (tmp_path / "cpu-kernels").mkdir()
+    os.chmod(tmp_path / "cpu-kernels", 0o777)
+    reason = load_ops(tmp_path)
+    assert isinstance(reason, str)
+    assert "only this user" in reason
+
+
+def test_no_second_openmp_runtime(ops: NativeOps) -> None:
+    ops.linear(torch.randn(64, 256), ops.pack_linear(torch.randn(512, 256)))
+    torch.randn(512, 512).mm(torch.randn(512, 512))
+    paths = {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    names = ("libgomp", "libiomp", "libomp")
+    assert len({path for path in paths if Path(path).name.startswith(names)}) <= 1
+
+
+def test_two_callers_at_once(ops: NativeOps) -> None:
+    weight, x = ops.pack_linear(torch.randn(480, 256)), torch.randn(40, 256)
+    expected = ops.linear(x, weight)
+    with ThreadPoolExecutor(3) as pool:
+        assert all(torch.equal(result, expected) for result in pool.map(lambda _: ops.linear(x, weight), range(60)))
+
+
+def test_any_number_of_threads(cache_dir: Path) -> None:
+    like_torch = load_ops(cache_dir)
+    assert isinstance(like_torch, NativeOps)
+    weight, x = like_torch.pack_linear(torch.randn(300, 256)), torch.randn(40, 256)
+    results = []
+    for threads in (1, 2, 5, 3):
+        torch.set_num_threads(threads)
+        results.append(like_torch.linear(x, weight))
+    assert all(torch.equal(result, results[0]) for result in results)
