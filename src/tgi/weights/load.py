@@ -103,7 +103,8 @@ def load_dummy(model: Module, dtype: torch.dtype, device: torch.device, seed: in
 
 
 def _random(name: str, part: Part, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
-    generator = torch.Generator(device).manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+    # The CPU generator looks at 32 bits of its seed only.
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     if len(part.shape) == 1:
         value = torch.ones(part.shape, dtype=dtype, device=device)
     else:
