@@ -96,8 +96,6 @@ def _add_sampling_options(group: "argparse._ArgumentGroup") -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from tgi.llm import LLM  # loads torch: not for --help
-
     fields = [field.name for field in msgspec.structs.fields(SamplingParams)]
     params = SamplingParams(**{name: getattr(options, name) for name in fields if hasattr(options, name)})
     params.check()
@@ -105,6 +103,8 @@ def _generate(options: argparse.Namespace) -> int:
     if not prompts:
         print("error: no prompt: give one as an argument or on standard input", file=sys.stderr)
         return EXIT_ERROR
+    from tgi.llm import LLM  # loads torch, which takes seconds: mistakes above are told at once
+
     settings = {field.name: getattr(options, field.name, None) for field in msgspec.structs.fields(ServerConfig)}
     settings = {name: value for name, value in settings.items() if value is not None}
     settings.pop("seed", None)  # of the sampling, not of dummy weights

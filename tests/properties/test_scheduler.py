@@ -58,8 +58,8 @@ class OracleRunner:
             sampling = admission.request.sampling
             self.wants_prompt[admission.slot] = sampling.decoder_input_details and not admission.output_ids
         self.decode_set += plan.join
-        for slot, block in plan.grow:
-            self.tables[slot].append(block)
+        for slot, blocks in plan.grow:
+            self.tables[slot] += blocks
         rows: list[tuple[int, int, int, bool]] = []
         if plan.decode:
             rows += [(slot, self.computed[slot], self.computed[slot] + 1, True) for slot in self.decode_set]

@@ -34,9 +34,10 @@ class Slots:
             self.decode_index = torch.tensor(self.decode_slots, dtype=torch.int64, device=self.device)
         for admission in plan.admit:
             self._fill(admission)
-        for slot, block in plan.grow:
-            self.block_tables[slot, int(self.num_blocks_cpu[slot])] = block
-            self.num_blocks_cpu[slot] += 1
+        for slot, blocks in plan.grow:
+            start = int(self.num_blocks_cpu[slot])
+            self.block_tables[slot, start : start + len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            self.num_blocks_cpu[slot] += len(blocks)
 
     def _fill(self, admission: Admission) -> None:
         slot, request = admission.slot, admission.request

@@ -62,6 +62,13 @@ class BlockPool:
             if not self._holders[block]:
                 del self._cached[block]
             self._holders[block] += 1
+        if num_new <= len(self._empty):
+            first = len(self._empty) - num_new
+            taken = self._empty[first:]
+            del self._empty[first:]
+            for block in taken:
+                self._holders[block] = 1
+            return [*shared, *taken]
         return [*shared, *(self._take_one() for _ in range(num_new))]
 
     def _take_one(self) -> int:

@@ -33,6 +33,9 @@ from tgi.types import (
 )
 
 
+_MAX_BLOCKS_AHEAD = 32
+
+
 class SchedulerStats(msgspec.Struct):
     """Counters since the start."""
 
@@ -185,9 +188,9 @@ class Scheduler:
             return request.computed + self._decode_clock - request.join_clock
         return request.computed
 
-    def _grow_decode_set(self) -> list[tuple[int, int]]:
+    def _grow_decode_set(self) -> list[tuple[int, list[int]]]:
         """Serve the calendar for the coming decode step: members at their length leave, others get their next block."""
-        grow: list[tuple[int, int]] = []
+        grow: list[tuple[int, list[int]]] = []
         due = self._calendar.pop(self._decode_clock, [])
         for request in self._join:
             request.join_clock = self._decode_clock
@@ -200,23 +203,28 @@ class Scheduler:
                 self._leave_decode_set(request)
                 continue
             if computed >= len(request.blocks) * self.pool.block_size:
-                self.pool.publish(request, computed)
-                block = self._take_block_for(request)
-                if block is None:
+                blocks = self._take_blocks_for(request, request.total_limit - 1 - computed)
+                if blocks is None:
                     continue
-                request.blocks.append(block)
-                grow.append((request.slot, block))
+                request.blocks += blocks
+                grow.append((request.slot, blocks))
             next_block = len(request.blocks) * self.pool.block_size - computed
             last_step = request.total_limit - 1 - computed
             when = self._decode_clock + min(next_block, last_step)
             self._calendar.setdefault(when, []).append((request, join_clock))
         # A member that grew may have been preempted for an older one right after: its slot is released in this plan.
         gone = set(self._release)
-        return [(slot, block) for slot, block in grow if slot not in gone] if gone else grow
+        return [(slot, blocks) for slot, blocks in grow if slot not in gone] if gone else grow
 
-    def _take_block_for(self, request: Request) -> int | None:
-        """One block, preempting the newest requests if need be; None if that was the request itself."""
-        while (taken := self.pool.try_take(1)) is None:
+    def _take_blocks_for(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Blocks for the next tokens of a member of the decode set; None if it had to be preempted for lack of them.
+
+        Where blocks abound several are taken at once, up to a fair share of half the free ones, so that the
+        next visit comes later. Where they lack, the newest requests are preempted.
+        """
+        share = self.pool.num_free // (2 * self.num_running)
+        count = max(1, min(share, _MAX_BLOCKS_AHEAD, -(-num_tokens // self.pool.block_size)))
+        while (taken := self.pool.try_take(count)) is None:
             newest = max(
                 (other for other in (*self._decode_rows, *self._prefilling, *self._join) if other.running),
                 key=lambda other: other.order,
@@ -224,7 +232,7 @@ class Scheduler:
             self._preempt(newest)
             if newest is request:
                 return None
-        return taken[0]
+        return taken
 
     def _continue_prefills(self, budget: int) -> tuple[list[Chunk], list[Request], int]:
         """Chunks for running requests that are still behind, oldest first."""
@@ -311,7 +319,7 @@ class Scheduler:
 
     def _commit(
         self,
-        grow: list[tuple[int, int]],
+        grow: list[tuple[int, list[int]]],
         admit: list[Admission],
         chunks: list[Chunk],
         chunk_rows: list[Request],

@@ -1,46 +1,16 @@
-// Linear layers over packed weights, and the row lookup that shares them.
+// Linear layers over packed weights.
 //
-// A packed weight is a run of panels of PANEL outputs each (the last one padded with zeros), read from first byte to
-// last. FLOAT32 panels are float [in][PANEL]. Quantised ones are a run of groups of 32 inputs, each
-//   Q4_0  half d [PANEL] (padded to 64 bytes), words [4][PANEL]: nibble i of word w is input 8 w + i
-//   Q4_1  half d [PANEL], half m [PANEL], words as above
-//   Q8_0  half d [PANEL], int8 [32][PANEL]
-// Each output is one chain of fused multiply-adds in the order of the inputs, from weights rounded to float32 first:
-// its value does not depend on how many rows or threads a call has.
+// Each output is one chain of fused multiply-adds in the order of the inputs, from weights rounded to float32 first (or,
+// on AMX, one chain of scaled groups): its value does not depend on how many rows or threads a call has.
 #ifndef TGI_LINEAR_H
 #define TGI_LINEAR_H
 
-#include "team.h"
+#include "amx.h"
 
-enum { FLOAT32, Q4_0, Q4_1, Q8_0 };
-enum { GROUP = 32 };          // weights that share one scale
-enum { DEPTH = 192 };         // inputs whose weights stay in the first-level cache while rows pass over them
-enum { CHUNK_ROWS = 256 };    // rows one task carries through a panel
-enum { AHEAD = 3072 };        // bytes between what is read and what is asked for
-enum { MAX_RUN = 16 };
+enum { DEPTH = 192 };       // inputs whose weights stay in the first-level cache while rows pass over them
+enum { CHUNK_ROWS = 256 };  // rows one task carries through a panel
+enum { MAX_RUN = 16 };      // panels
 enum { DIRECT_ROWS = VL == 16 ? 4 : 2 };  // up to here quantised weights go from memory to registers
-
-typedef struct {
-  int64_t kind, out_features, in_features;
-  const void *data;
-} packed_weight;
-
-INLINE long scales_bytes(int kind) { return kind == Q4_1 ? PANEL * 4 : kind == Q4_0 ? (PANEL * 2 + 63) / 64 * 64 : PANEL * 2; }
-INLINE long group_bytes(int kind) { return scales_bytes(kind) + (kind == Q8_0 ? PANEL * GROUP : PANEL * GROUP / 2); }
-INLINE long panel_bytes(int kind, long k) { return kind == FLOAT32 ? k * PANEL * 4 : k / GROUP * group_bytes(kind); }
-INLINE long panel_count(long n) { return (n + PANEL - 1) / PANEL; }
-
-// The scale and the offset of a group for vector `v` of a panel.
-INLINE void load_scales(int kind, const char *group, int v, vf *d, vf *m) {
-  const uint16_t *scales = (const uint16_t *)group;
-  *d = v_half_to_float(scales + v * VL);
-  *m = kind == Q4_1 ? v_half_to_float(scales + PANEL + v * VL) : kind == Q4_0 ? v_mul(*d, v_set(-8.0f)) : v_set(0.0f);
-}
-
-// Ask for the PANEL * 4 bytes at `p`; past the end of a weight this does nothing.
-INLINE void fetch(const char *p) {
-  UNROLL for (int i = 0; i < PANEL * 4; i += 64) __builtin_prefetch(p + i, 0, 3);
-}
 
 // Rows of `a` [in][rows] times one panel, weights going straight to registers.
 INLINE void direct(const int kind, const int rows, const float *a, const char *panel, long k, vf sums[][3]) {
@@ -74,7 +44,7 @@ INLINE void direct(const int kind, const int rows, const float *a, const char *p
         UNROLL for (int v = 0; v < 3; v++) words[v] = vi_load(values + v * VL * 4);
         values += PANEL * 4;
         UNROLL for (int i = 0; i < 8; i++) UNROLL for (int v = 0; v < 3; v++) {
-          vf w = v_fma(v_nibble(words[v], i), d[v], m[v]);
+          vf w = v_fma(v_nibble(words[v], nibble_of(i)), d[v], m[v]);
           UNROLL for (int r = 0; r < rows; r++) sums[r][v] = v_fma(w, v_set(a[i * rows + r]), sums[r][v]);
         }
       }
@@ -97,7 +67,7 @@ INLINE void expand(const int kind, const char *group, long groups, float *out) {
         UNROLL for (int v = 0; v < 3; v++) words[v] = vi_load(values + v * VL * 4);
         values += PANEL * 4;
         UNROLL for (int i = 0; i < 8; i++, out += PANEL) UNROLL for (int v = 0; v < 3; v++)
-            v_store(out + v * VL, v_fma(v_nibble(words[v], i), d[v], m[v]));
+            v_store(out + v * VL, v_fma(v_nibble(words[v], nibble_of(i)), d[v], m[v]));
       }
     }
   }
@@ -160,6 +130,7 @@ typedef struct {
   tasks packing, products;
   const float *x, *bias;
   float *out, *packed_x;
+  int amx;
   const packed_weight *weight;
   long rows, ldx, ldo;
   long tiles, tiles_per_chunk, chunks;
@@ -234,7 +205,14 @@ static void product_task(const linear_call *call, long chunk, long p) {
     ldc = PANEL;
     if (bias) bias = memcpy(padded_bias, bias, (size_t)columns * 4);
   }
-  if (row1 - row0 <= (kind == FLOAT32 ? 1 : DIRECT_ROWS) && first + 1 == last) {
+  if (call->amx) {
+    long start[CHUNK_ROWS / AMX_ROWS + 1];
+    for (long t = first; t <= last; t++) start[t - first] = tile_start(call, t);
+    amx_product(kind, panel, k, (const char *)call->packed_x + amx_packed_bytes(first, k), start, last - first, c, ldc);
+    if (bias)
+      for (long r = 0; r < row1 - row0; r++)
+        for (int v = 0; v < 3; v++) v_store(c + r * ldc + v * VL, v_add(v_load(c + r * ldc + v * VL), v_load(bias + v * VL)));
+  } else if (row1 - row0 <= (kind == FLOAT32 ? 1 : DIRECT_ROWS) && first + 1 == last) {
     direct_product(kind, row1 - row0, call->packed_x + row0 * k, panel, k, c, ldc, bias);
   } else {
     for (long k0 = 0; k0 < k; k0 += DEPTH) {
@@ -265,17 +243,23 @@ static void linear_body(void *context) {
   const long k = call->weight->in_features;
   if (call->packed_x != call->x) {
     for (long t; (t = claim(&call->packing)) < call->tiles;) {
-      const long row = tile_start(call, t);
-      pack_tile(call->x + row * call->ldx, call->ldx, tile_start(call, t + 1) - row, k, call->packed_x + row * k);
+      const long row = tile_start(call, t), rows = tile_start(call, t + 1) - row;
+      const float *x = call->x + row * call->ldx;
+      if (call->amx)
+        amx_pack(x, call->ldx, rows, k, (char *)call->packed_x + amx_packed_bytes(t, k));
+      else
+        pack_tile(x, call->ldx, rows, k, call->packed_x + row * k);
       finish(&call->packing);
     }
     wait_for(&call->packing, call->tiles);
   }
+  if (call->amx) amx_configure((call->rows + call->tiles - 1) / call->tiles);
   const long panels = panel_count(call->weight->out_features), runs = (panels + call->run - 1) / call->run;
   for (long t; (t = claim(&call->products)) < call->chunks * runs;) {
     const long first = t % runs * call->run, last = first + call->run < panels ? first + call->run : panels;
     for (long p = first; p < last; p++) product_task(call, t / runs, p);
   }
+  if (call->amx) amx_release();
 }
 
 void tgi_linear(const float *x, long rows, long ldx, const packed_weight *weight, const float *bias, float *out, long ldo,
@@ -283,124 +267,20 @@ void tgi_linear(const float *x, long rows, long ldx, const packed_weight *weight
   static __thread scratch packed;
   if (rows <= 0) return;
   linear_call call = {.x = x, .bias = bias, .out = out, .weight = weight, .rows = rows, .ldx = ldx, .ldo = ldo};
-  call.tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
-  call.chunks = (call.tiles * MAX_ROWS + CHUNK_ROWS - 1) / CHUNK_ROWS;
+  call.amx = weight->kind != FLOAT32 && amx_allowed();
+  const long tile_rows = call.amx ? AMX_ROWS : MAX_ROWS;
+  call.tiles = (rows + tile_rows - 1) / tile_rows;
+  call.chunks = (call.tiles * tile_rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
   call.tiles_per_chunk = (call.tiles + call.chunks - 1) / call.chunks;
-  call.packed_x = rows == 1 ? (float *)x : reserve(&packed, (size_t)(rows * weight->in_features) * 4);
+  if (call.amx)
+    call.packed_x = reserve(&packed, (size_t)amx_packed_bytes(call.tiles, weight->in_features));
+  else
+    call.packed_x = rows == 1 ? (float *)x : reserve(&packed, (size_t)(rows * weight->in_features) * 4);
   if (rows * weight->out_features * weight->in_features < 1 << 15) threads = 1;
   call.run = panel_count(weight->out_features) * call.chunks / (8 * threads);
   if (call.run < 1) call.run = 1;
   if (call.run > MAX_RUN) call.run = MAX_RUN;
   run_team(linear_body, &call, threads);
-}
-
-// Packing ------------------------------------------------------------------------------------------------------
-
-typedef struct {
-  tasks panels;
-  const packed_weight *weight;
-  char *data;
-  const char *source;  // rows of float32, or of blocks as GGML stores them
-  long stride;         // bytes from row to row
-} pack_call;
-
-static const long block_bytes[] = {[Q4_0] = 18, [Q4_1] = 20, [Q8_0] = 34};
-
-static void pack_panel(const pack_call *call, long p) {
-  const packed_weight *weight = call->weight;
-  const int kind = (int)weight->kind;
-  const long k = weight->in_features, bytes = panel_bytes(kind, k);
-  char *panel = call->data + p * bytes;
-  memset(panel, 0, (size_t)bytes);
-  for (long lane = 0; lane < PANEL && p * PANEL + lane < weight->out_features; lane++) {
-    const char *row = call->source + (p * PANEL + lane) * call->stride;
-    if (kind == FLOAT32) {
-      for (long i = 0; i < k; i++) ((float *)panel)[i * PANEL + lane] = ((const float *)row)[i];
-      continue;
-    }
-    char *group = panel;
-    for (long g = 0; g < k / GROUP; g++, row += block_bytes[kind], group += group_bytes(kind)) {
-      const long halves = kind == Q4_1 ? 2 : 1;
-      const uint8_t *quants = (const uint8_t *)row + 2 * halves;
-      char *values = group + scales_bytes(kind);
-      for (long h = 0; h < halves; h++) memcpy((uint16_t *)group + h * PANEL + lane, row + 2 * h, 2);
-      if (kind == Q8_0) {
-        for (long i = 0; i < GROUP; i++) values[i * PANEL + lane] = (char)quants[i];
-        continue;
-      }
-      for (long word = 0; word < GROUP / 8; word++) {
-        uint32_t bits = 0;
-        for (long i = 0; i < 8; i++) {
-          const long element = word * 8 + i;
-          bits |= (uint32_t)((quants[element % 16] >> (element / 16 * 4)) & 15) << (4 * i);
-        }
-        ((uint32_t *)values)[word * PANEL + lane] = bits;
-      }
-    }
-  }
-}
-
-static void pack_body(void *context) {
-  pack_call *call = context;
-  for (long p; (p = claim(&call->panels)) < panel_count(call->weight->out_features);) pack_panel(call, p);
-}
-
-long tgi_packed_bytes(int kind, long out_features, long in_features) {
-  return panel_count(out_features) * panel_bytes(kind, in_features);
-}
-
-void tgi_pack(const packed_weight *weight, const void *source, long stride, int threads) {
-  pack_call call = {.weight = weight, .data = (char *)weight->data, .source = source, .stride = stride};
-  run_team(pack_body, &call, threads);
-}
-
-// Row lookup ---------------------------------------------------------------------------------------------------
-
-static float half_to_float(uint16_t half) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half))); }
-
-static void unpack_row(const packed_weight *weight, long row, float *out) {
-  const int kind = (int)weight->kind;
-  const long k = weight->in_features, lane = row % PANEL;
-  const char *panel = (const char *)weight->data + row / PANEL * panel_bytes(kind, k);
-  if (kind == FLOAT32) {
-    for (long i = 0; i < k; i++) out[i] = ((const float *)panel)[i * PANEL + lane];
-    return;
-  }
-  for (long g = 0; g < k / GROUP; g++, panel += group_bytes(kind), out += GROUP) {
-    const uint16_t *scales = (const uint16_t *)panel + lane;
-    const char *values = panel + scales_bytes(kind);
-    const float d = half_to_float(scales[0]);
-    const float m = kind == Q4_1 ? half_to_float(scales[PANEL]) : d * -8.0f;
-    for (long i = 0; i < GROUP; i++) {
-      if (kind == Q8_0)
-        out[i] = d * ((const int8_t *)values)[i * PANEL + lane];
-      else
-        out[i] = fmaf((float)((((const uint32_t *)values)[i / 8 * PANEL + lane] >> (i % 8 * 4)) & 15), d, m);
-    }
-  }
-}
-
-typedef struct {
-  tasks rows;
-  const packed_weight *weight;
-  const int64_t *ids;
-  long count;
-  float *out;
-} embedding_call;
-
-static void embedding_body(void *context) {
-  embedding_call *call = context;
-  for (long i; (i = claim(&call->rows)) < call->count;)
-    unpack_row(call->weight, call->ids[i], call->out + i * call->weight->in_features);
-}
-
-// Returns -1 when an id is no row of the weight.
-int tgi_embedding(const int64_t *ids, long count, const packed_weight *weight, float *out, int threads) {
-  for (long i = 0; i < count; i++)
-    if (ids[i] < 0 || ids[i] >= weight->out_features) return -1;
-  embedding_call call = {.weight = weight, .ids = ids, .count = count, .out = out};
-  run_team(embedding_body, &call, count < 8 ? 1 : threads);
-  return 0;
 }
 
 #endif

@@ -1,0 +1,187 @@
+// Quantised weights on AMX: a group of 32 inputs is exactly the depth of one bfloat16 tile product.
+//
+// The integers of a group are exact in bfloat16, and a float32 activation is exactly the sum of three bfloat16 numbers.
+// So three tile products give what float32 arithmetic on the integers would give, and the scale and the offset of the
+// group are applied to that in float32:  sum over the group of (d q + m) x  =  d * sum(q' x) + m' * sum(x)
+// with q' = q - 8 and m' = m + 8 d for the 4-bit forms, which keeps the two terms from cancelling.
+#ifndef TGI_AMX_H
+#define TGI_AMX_H
+
+#include "panels.h"
+
+enum { AMX_ROWS = 16, AMX_TILE = 1024 };  // rows and bytes of a tile
+enum { AMX_GROUPS = 4 };                  // groups expanded at a time
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && VL == 16
+
+static int amx_allowed(void) {
+  static atomic_int known;  // 0: not asked yet, 1: no, 2: yes
+  if (!atomic_load(&known)) {
+    const long request_permission = 0x1023, tile_data = 18;
+    atomic_store(&known, syscall(SYS_arch_prctl, request_permission, tile_data) ? 1 : 2);
+  }
+  return atomic_load(&known) == 2;
+}
+
+// Tiles 0 to 2 hold sums [rows][16], 3 to 5 weights [16 pairs of inputs][16][2], 6 and 7 activations [rows][32].
+static void amx_configure(long rows) {
+  struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes_per_row[16];
+    uint8_t rows[16];
+  } config __attribute__((aligned(64))) = {.palette = 1};
+  for (int i = 0; i < 8; i++) {
+    config.bytes_per_row[i] = 64;
+    config.rows[i] = i >= 3 && i <= 5 ? 16 : (uint8_t)rows;
+  }
+  _tile_loadconfig(&config);
+}
+
+INLINE void amx_release(void) { _tile_release(); }
+
+INLINE long amx_packed_bytes(long tiles, long k) { return tiles * (k / GROUP) * (3 * AMX_TILE + 64); }
+
+// x [rows][k] -> for every group three tiles (high, middle and low parts), then for every group 16 sums.
+static void amx_pack(const float *x, long ldx, long rows, long k, char *out) {
+  const long groups = k / GROUP;
+  float *sums = (float *)(out + groups * 3 * AMX_TILE);
+  const __m512i mask = _mm512_set1_epi32((int)0xffff0000);
+  const __m512i upper_halves = _mm512_add_epi16(
+      _mm512_set1_epi16(1), _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24,
+                                             22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0));
+  for (long r = 0; r < rows; r++) {
+    for (long g = 0; g < groups; g++) {
+      vf a = v_load(x + r * ldx + g * GROUP), b = v_load(x + r * ldx + g * GROUP + VL);
+      sums[g * AMX_ROWS + r] = v_sum(v_add(a, b));
+      for (int part = 0; part < 3; part++) {
+        __m512i high_a = _mm512_and_si512(_mm512_castps_si512(a), mask), high_b = _mm512_and_si512(_mm512_castps_si512(b), mask);
+        _mm512_storeu_si512(out + (g * 3 + part) * AMX_TILE + r * 64, _mm512_permutex2var_epi16(high_a, upper_halves, high_b));
+        a = v_sub(a, _mm512_castsi512_ps(high_a));
+        b = v_sub(b, _mm512_castsi512_ps(high_b));
+      }
+    }
+  }
+}
+
+// One group of a panel as three weight tiles.
+INLINE void amx_expand(const int kind, const char *group, char *out) {
+  const char *values = group + scales_bytes(kind);
+  UNROLL for (int i = 0; i < group_bytes(kind); i += 64) __builtin_prefetch(group + AHEAD + i, 0, 3);
+  if (kind == Q8_0) {
+    for (int pair = 0; pair < GROUP / 2; pair++, values += 2 * PANEL)
+      UNROLL for (int v = 0; v < 3; v++) {
+        vi even = _mm512_castps_si512(v_int8_to_float((const int8_t *)values + v * VL));
+        vi odd = _mm512_castps_si512(v_int8_to_float((const int8_t *)values + PANEL + v * VL));
+        even = _mm512_srli_epi32(even, 16);
+        vi both = _mm512_mask_blend_epi16(0xaaaaaaaa, even, odd);
+        _mm512_store_si512(out + v * AMX_TILE + pair * 64, both);
+      }
+    return;
+  }
+  // Entry i of the table is i % 16 - 8 as bfloat16, so that the bits above a nibble do not matter.
+  const __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(
+      _mm512_castps_si512(_mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7)), 16));
+  const vi table = _mm512_inserti64x4(_mm512_castsi256_si512(half), half, 1);
+  UNROLL for (int w = 0; w < 4; w++, values += PANEL * 4) UNROLL for (int v = 0; v < 3; v++) {
+    vi words = vi_load(values + v * VL * 4);
+    UNROLL for (int i = 0; i < 4; i++)
+      _mm512_store_si512(out + v * AMX_TILE + (w * 4 + i) * 64,
+                         _mm512_permutexvar_epi16(i ? _mm512_srli_epi16(words, 4 * i) : words, table));
+  }
+}
+
+// Add one group's scaled sums to c [rows][PANEL].
+INLINE void amx_scale(const int kind, const char *group, const float *products, const float *sums, long rows, float *c,
+                      long ldc, int add) {
+  UNROLL for (int v = 0; v < 3; v++) {
+    vf d, m;
+    load_scales(kind, group, v, &d, &m);
+    if (kind == Q4_1) m = v_fma(d, v_set(8.0f), m);
+    const float *product = products + v * (AMX_TILE / 4);
+    for (long r = 0; r < rows; r++) {
+      vf sum = add ? v_load(c + r * ldc + v * VL) : v_set(0.0f);
+      sum = v_fma(d, v_load(product + r * VL), sum);
+      if (kind == Q4_1) sum = v_fma(m, v_set(sums[r]), sum);
+      v_store(c + r * ldc + v * VL, sum);
+    }
+  }
+}
+
+// c [rows][PANEL] (+)= `groups` groups of packed activations times expanded weights.
+INLINE void amx_groups(const int kind, const char *panel, const char *weights, const char *x, const float *sums, long groups,
+                       long rows, float *c, long ldc, int add) {
+  float products[2][3 * AMX_TILE / 4] __attribute__((aligned(64)));
+  for (long g = 0; g <= groups; g++) {
+    if (g < groups) {
+      const char *b = weights + g * 3 * AMX_TILE, *a = x + g * 3 * AMX_TILE;
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_loadd(3, b, 64);
+      _tile_loadd(6, a, 64);
+      _tile_dpbf16ps(0, 6, 3);
+      _tile_loadd(4, b + AMX_TILE, 64);
+      _tile_dpbf16ps(1, 6, 4);
+      _tile_loadd(5, b + 2 * AMX_TILE, 64);
+      _tile_dpbf16ps(2, 6, 5);
+      _tile_loadd(7, a + AMX_TILE, 64);
+      _tile_dpbf16ps(0, 7, 3);
+      _tile_dpbf16ps(1, 7, 4);
+      _tile_dpbf16ps(2, 7, 5);
+      _tile_loadd(6, a + 2 * AMX_TILE, 64);
+      _tile_dpbf16ps(0, 6, 3);
+      _tile_dpbf16ps(1, 6, 4);
+      _tile_dpbf16ps(2, 6, 5);
+    }
+    // The vector units scale the group before while the tiles multiply.
+    if (g > 0)
+      amx_scale(kind, panel + (g - 1) * group_bytes(kind), products[(g - 1) & 1], sums + (g - 1) * AMX_ROWS, rows, c, ldc,
+                add || g > 1);
+    if (g < groups) {
+      _tile_stored(0, products[g & 1], 64);
+      _tile_stored(1, products[g & 1] + AMX_TILE / 4, 64);
+      _tile_stored(2, products[g & 1] + AMX_TILE / 2, 64);
+    }
+  }
+}
+
+// Row tiles [first, last) times one panel; `start[t]` is the first row of a tile, c belongs to the first row of all.
+INLINE void amx_panel(const int kind, const char *panel, long k, const char *packed_x, const long *start, long tiles, float *c,
+                      long ldc) {
+  char weights[AMX_GROUPS * 3 * AMX_TILE] __attribute__((aligned(64)));
+  const long groups = k / GROUP, tile_bytes = amx_packed_bytes(1, k);
+  for (long g0 = 0; g0 < groups; g0 += AMX_GROUPS) {
+    const long count = groups - g0 < AMX_GROUPS ? groups - g0 : AMX_GROUPS;
+    for (long g = 0; g < count; g++) amx_expand(kind, panel + (g0 + g) * group_bytes(kind), weights + g * 3 * AMX_TILE);
+    for (long t = 0; t < tiles; t++) {
+      const char *x = packed_x + t * tile_bytes;
+      const float *sums = (const float *)(x + groups * 3 * AMX_TILE) + g0 * AMX_ROWS;
+      amx_groups(kind, panel + g0 * group_bytes(kind), weights, x + g0 * 3 * AMX_TILE, sums, count, start[t + 1] - start[t],
+                 c + (start[t] - start[0]) * ldc, ldc, g0 > 0);
+    }
+  }
+}
+
+static void amx_product(int kind, const char *panel, long k, const char *packed_x, const long *start, long tiles, float *c,
+                        long ldc) {
+  if (kind == Q4_0) amx_panel(Q4_0, panel, k, packed_x, start, tiles, c, ldc);
+  if (kind == Q4_1) amx_panel(Q4_1, panel, k, packed_x, start, tiles, c, ldc);
+  if (kind == Q8_0) amx_panel(Q8_0, panel, k, packed_x, start, tiles, c, ldc);
+}
+
+#else
+
+static int amx_allowed(void) { return 0; }
+static void amx_configure(long rows) { (void)rows; }
+static void amx_release(void) {}
+static long amx_packed_bytes(long tiles, long k) { return 0 * tiles * k; }
+static void amx_pack(const float *x, long ldx, long rows, long k, char *out) {
+  (void)x, (void)ldx, (void)rows, (void)k, (void)out;
+}
+static void amx_product(int kind, const char *panel, long k, const char *packed_x, const long *start, long tiles, float *c,
+                        long ldc) {
+  (void)kind, (void)panel, (void)k, (void)packed_x, (void)start, (void)tiles, (void)c, (void)ldc;
+}
+
+#endif
+#endif
