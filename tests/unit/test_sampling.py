@@ -27,26 +27,35 @@ def kept(filtered: torch.Tensor) -> list[set[int]]:
     return [set(np.flatnonzero(np.isfinite(row)).tolist()) for row in filtered.numpy()]
 
 
-def test_count_tokens() -> None:
-    history = torch.tensor([[5, 5, 2, 9, 9], [1, 1, 1, 1, 0]], dtype=torch.int32)
-    counts = sampling.count_tokens(history, torch.tensor([1, 0]), torch.tensor([4, 2]), 12)
-    assert counts[0].nonzero()[:, 0].tolist() == [2, 5, 9]
-    assert counts[0, [2, 5, 9]].tolist() == [1, 1, 1]
-    assert counts[1].nonzero()[:, 0].tolist() == [1]
-    assert counts[1, 1] == 2
+ids_lists = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30)
 
 
-@given(st.integers(0, 1000), st.floats(0.1, 5.0))
+@given(st.integers(0, 1000), ids_lists, st.floats(0.1, 5.0))
 @settings(max_examples=50, deadline=None)
-def test_repetition_penalty(seed: int, penalty: float) -> None:
+def test_repetition_penalty(seed: int, ids: list[int], penalty: float) -> None:
     x = scores(2, seed)
-    seen = torch.rand(2, VOCAB, generator=torch.Generator().manual_seed(seed)) < 0.3
-    result = sampling.repetition_penalty(x, seen, torch.tensor([penalty, 1.0])).numpy()
+    result = x.clone()
+    sampling.repetition_penalty(result, torch.tensor([ids, ids]), torch.tensor([penalty, 1.0]))
     for row, r in enumerate([penalty, 1.0]):
         for i in range(VOCAB):
             value = float(x[row, i])
-            expected = (value * r if value < 0 else value / r) if seen[row, i] else value
+            expected = (value * r if value < 0 else value / r) if i in ids else value
             assert math.isclose(result[row, i], expected, rel_tol=1e-5, abs_tol=1e-6)
+
+
+@given(st.integers(0, 1000), ids_lists, st.floats(-2, 2))
+@settings(max_examples=50, deadline=None)
+def test_frequency_and_presence_penalty(seed: int, ids: list[int], penalty: float) -> None:
+    x = scores(1, seed)
+    counted = [i % 3 != 0 for i in range(len(ids))]
+    frequency, presence = x.clone(), x.clone()
+    amounts = torch.tensor([[penalty / len(ids) if c else 0.0 for c in counted]])
+    sampling.frequency_penalty(frequency, torch.tensor([ids]), amounts)
+    sampling.presence_penalty(presence, torch.tensor([ids]), torch.tensor([counted]), torch.tensor([penalty]))
+    for i in range(VOCAB):
+        count = sum(1 for token, c in zip(ids, counted, strict=True) if c and token == i)
+        assert math.isclose(frequency[0, i], x[0, i] - penalty * count / len(ids), abs_tol=1e-5)
+        assert math.isclose(presence[0, i], x[0, i] - (penalty if count else 0), abs_tol=1e-5)
 
 
 @given(st.integers(0, 1000), st.integers(1, 60))
@@ -123,7 +132,8 @@ def test_watermark_green_list() -> None:
 
 def test_noise_is_exponential_and_independent() -> None:
     rows = 64
-    noise = sampling.exponential_noise(torch.arange(rows), torch.arange(rows) * 7, 5000).numpy().astype(np.float64)
+    ids = torch.arange(5000, dtype=torch.int32)[None]
+    noise = sampling.exponential_noise(torch.arange(rows), torch.arange(rows) * 7, ids).numpy().astype(np.float64)
     assert (noise > 0).all() and np.isfinite(noise).all()
     assert stats.kstest(noise.ravel(), "expon").pvalue > 1e-4
     for first, second in ((noise[:, :-1], noise[:, 1:]), (noise[:-1], noise[1:])):
@@ -149,3 +159,26 @@ def test_draw_depends_on_seed_and_position_alone() -> None:
     assert torch.equal(together, alone)
     assert not torch.equal(sampling.draw(x, seeds, positions + 1), together)
     assert not torch.equal(sampling.draw(x, seeds + 1, positions), together)
+
+
+@given(
+    st.integers(0, 1000),
+    st.sampled_from([0, 1, 3, 8, 9]),
+    st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.05, 0.5]),
+)
+@settings(max_examples=150, deadline=None)
+def test_drawing_from_the_best_equals_the_long_way(seed: int, k: int, p: float, share: float) -> None:
+    rows, num_best = 6, 8
+    x = scores(rows, seed)
+    args = [torch.full((rows,), float(value)) for value in (k, p, share)]
+    seeds, positions = torch.arange(rows) + seed, torch.arange(rows)
+    filtered = sampling.min_p(sampling.top_p(sampling.top_k(x, args[0]), args[1]), args[2])
+    kept_after_top = kept(sampling.top_p(sampling.top_k(x, args[0]), args[1]))
+    expected = sampling.draw(filtered, seeds, positions)
+    ids, enough = sampling.draw_from_best(x, *args, seeds, positions, num_best)
+    for row in range(rows):
+        few = k <= num_best and len(kept_after_top[row]) < num_best
+        assert bool(enough[row]) == few or len(kept_after_top[row]) == num_best
+        if enough[row]:
+            assert ids[row] == expected[row]

@@ -12,18 +12,22 @@ _GREEN_LIST_KEY = 15485863
 _INT32_MIX = (-1640531535, -2048144789, -1028477387)  # odd multipliers with well spread bits
 
 
-def count_tokens(history: Tensor, starts: Tensor, ends: Tensor, vocab_size: int) -> Tensor:
-    """How often each id occurs in history[row, starts[row]:ends[row]] -> `[rows, vocab]` float32."""
-    positions = torch.arange(history.shape[1], device=history.device)
-    inside = (positions >= starts[:, None]) & (positions < ends[:, None])
-    counts = torch.zeros((history.shape[0], vocab_size), dtype=torch.float32, device=history.device)
-    return counts.scatter_add_(1, torch.where(inside, history, 0).long(), inside.float())
-
-
-def repetition_penalty(scores: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Ids that were seen: a negative score is multiplied by the penalty, another divided."""
+def repetition_penalty(scores: Tensor, seen_ids: Tensor, penalty: Tensor) -> None:
+    """In place, once per id in seen_ids `[rows, any]` (repeats do not count): negative scores grow, others shrink."""
     penalty = penalty[:, None]
-    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+    seen = scores.gather(1, seen_ids)
+    scores.scatter_(1, seen_ids, torch.where(seen < 0, seen * penalty, seen / penalty))
+
+
+def frequency_penalty(scores: Tensor, ids: Tensor, amounts: Tensor) -> None:
+    """In place: subtract amounts `[rows, any]` from the scores of ids, once per occurrence."""
+    scores.scatter_add_(1, ids, -amounts)
+
+
+def presence_penalty(scores: Tensor, ids: Tensor, counts: Tensor, penalty: Tensor) -> None:
+    """In place: subtract the penalty once from each id that occurs where counts `[rows, any]` is true."""
+    present = torch.zeros_like(scores).scatter_add_(1, ids, counts.float()) > 0
+    scores -= present * penalty[:, None]
 
 
 def watermark(scores: Tensor, last_token: int, gamma: float, delta: float) -> Tensor:
@@ -79,14 +83,39 @@ def draw(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
     seeds `[rows]` int64, positions `[rows]` int64 -> `[rows]` int64. The best of score + Gumbel noise is such a sample.
     """
-    return (scores - exponential_noise(seeds, positions, scores.shape[1]).log_()).argmax(dim=-1)
+    ids = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
+    return (scores - exponential_noise(seeds, positions, ids[None]).log_()).argmax(dim=-1)
 
 
-def exponential_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Exp(1) variates `[rows, vocab]` float32 from a counter-based hash of (seed, position, id)."""
+def draw_from_best(
+    scores: Tensor, k: Tensor, p: Tensor, share: Tensor, seeds: Tensor, positions: Tensor, num_best: int
+) -> tuple[Tensor, Tensor]:
+    """`top_k`, `top_p`, `min_p` and `draw` on the `num_best` best scores of each row: (ids, whether that was enough).
+
+    A row where the filters may keep more than that must take the long way.
+    """
+    best, ids = scores.topk(num_best, dim=-1)
+    limited = k > 0
+    kth = best.gather(1, (k.long() - 1).clamp(0, num_best - 1)[:, None])
+    dropped = (best < kth) & limited[:, None]
+    best_k = best.masked_fill(dropped, -math.inf)
+    totals = torch.where(limited, best_k.logsumexp(dim=-1), scores.logsumexp(dim=-1))
+    probabilities = (best_k - totals[:, None]).exp()
+    before = probabilities.cumsum(dim=-1) - probabilities  # mass of the better ones
+    dropped |= (before >= p[:, None]) & (p < 1)[:, None]
+    dropped[:, 0] = False
+    enough = dropped[:, -1] & (k <= num_best)
+    dropped |= best < best[:, :1] + share.log()[:, None]
+    noise = exponential_noise(seeds, positions, ids.to(torch.int32)).log_()
+    choice = (best - noise).masked_fill_(dropped, -math.inf).argmax(dim=-1, keepdim=True)
+    return ids.gather(1, choice)[:, 0], enough
+
+
+def exponential_noise(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Exp(1) variates from a counter-based hash of (seed, position, id); ids int32 `[rows or 1, any]` -> float32."""
     key = _mix64(_mix64(seeds) ^ (positions + 1))
     low, high = key.to(torch.int32)[:, None], (key >> 32).to(torch.int32)[:, None]
-    bits = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)[None] * _INT32_MIX[0] + low
+    bits = ids * _INT32_MIX[0] + low
     bits ^= (bits >> 16) & 0xFFFF
     bits *= _INT32_MIX[1]
     bits ^= (bits >> 13) & 0x7FFFF

@@ -17,6 +17,9 @@ from tgi.runner.slots import Slots
 from tgi.types import Admission, SamplingParams, TopTokens
 
 
+_NUM_BEST = 256  # scores that the short way of drawing looks at
+
+
 @dataclass(slots=True)
 class Chosen:
     token_ids: Tensor  # [rows] int64
@@ -32,7 +35,8 @@ class _Groups:
     penalty: Tensor | None
     bias: list[int]
     temperature: Tensor | None
-    draw: Tensor | None
+    draw: Tensor | None  # by the long way
+    draw_from_best: Tensor | None  # whose filters keep few ids
     top_k: bool
     top_p: bool
     typical_p: bool
@@ -41,7 +45,8 @@ class _Groups:
 
     @property
     def plain(self) -> bool:
-        return self.draw is None and self.penalty is None and not (self.watermark or self.bias or self.top_n)
+        drawing = self.draw is not None or self.draw_from_best is not None
+        return not drawing and self.penalty is None and not (self.watermark or self.bias or self.top_n)
 
 
 class Sampler:
@@ -97,6 +102,9 @@ class Sampler:
         token_ids = logits.argmax(dim=-1)
         if groups.draw is not None:
             token_ids[groups.draw] = self._draw(logits[groups.draw], index[groups.draw], groups)
+        if groups.draw_from_best is not None:
+            rows_best = groups.draw_from_best
+            token_ids[rows_best] = self._draw_from_best(logits[rows_best], index[rows_best], groups)
         logprobs = logits.gather(1, token_ids[:, None])[:, 0] - totals
         tops = [_top_tokens(row, count, logits[row] - totals[row]) for row, count in groups.top_n]
         return Chosen(token_ids, logprobs, tops)
@@ -119,7 +127,8 @@ class Sampler:
             ),
             bias=[row for row, p in enumerate(params) if p.logit_bias],
             temperature=rows_where([p.temperature != 1 for p in params]),
-            draw=rows_where([p.samples for p in params]),
+            draw=rows_where([p.samples and not _keeps_few(p) for p in params]),
+            draw_from_best=rows_where([p.samples and _keeps_few(p) for p in params]),
             top_k=any(p.top_k > 0 for p in drawing),
             top_p=any(p.top_p < 1 for p in drawing),
             typical_p=any(p.typical_p < 1 for p in drawing),
@@ -143,15 +152,39 @@ class Sampler:
 
     def _penalise(self, scores: Tensor, index: Tensor) -> Tensor:
         slots, numbers = self.slots, self.numbers
-        lengths, prompts = slots.lengths[index], slots.num_prompt[index]
-        history = slots.tokens[index, : int(lengths.max())]
-        in_prompt = sampling.count_tokens(history, torch.zeros_like(prompts), prompts, scores.shape[1])
-        in_output = sampling.count_tokens(history, prompts, lengths, scores.shape[1])
-        scores = sampling.repetition_penalty(scores, in_prompt + in_output > 0, numbers["repetition_penalty"][index])
+        lengths, prompts = slots.lengths[index, None], slots.num_prompt[index, None]
+        history = slots.tokens[index, : int(lengths.max())].long()
+        positions = torch.arange(history.shape[1], device=history.device)
+        known = positions < lengths
+        # Past a row's end stands its first token, which is known anyway.
+        seen_ids = torch.where(known, history, history[:, :1])
+        sampling.repetition_penalty(scores, seen_ids, numbers["repetition_penalty"][index])
+        in_output = known & (positions >= prompts)
         by_length = numbers["frequency_by_length"][index, None] > 0
-        frequency = torch.where(by_length, (in_prompt + in_output) / lengths[:, None], in_output)
-        scores = scores - numbers["frequency_penalty"][index, None] * frequency
-        return scores - numbers["presence_penalty"][index, None] * (in_output > 0)
+        shares = torch.where(by_length, known / lengths, in_output.float())
+        sampling.frequency_penalty(scores, seen_ids, numbers["frequency_penalty"][index, None] * shares)
+        presence = numbers["presence_penalty"][index]
+        if bool(presence.any()):
+            sampling.presence_penalty(scores, seen_ids, in_output, presence)
+        return scores
+
+    def _draw_from_best(self, scores: Tensor, index: Tensor, groups: _Groups) -> Tensor:
+        """The short way for rows whose filters keep few ids; the long way for those where they do not."""
+        num_best = min(_NUM_BEST, scores.shape[1])
+        numbers = self.numbers
+        ids, enough = sampling.draw_from_best(
+            scores,
+            numbers["top_k"][index],
+            numbers["top_p"][index],
+            numbers["min_p"][index],
+            self.seeds[index],
+            self.slots.lengths[index],
+            num_best,
+        )
+        if not bool(enough.all()):
+            rest = ~enough
+            ids[rest] = self._draw(scores[rest], index[rest], groups)
+        return ids
 
     def _draw(self, scores: Tensor, index: Tensor, groups: _Groups) -> Tensor:
         numbers = self.numbers
@@ -164,6 +197,11 @@ class Sampler:
         if groups.min_p:
             scores = sampling.min_p(scores, numbers["min_p"][index])
         return sampling.draw(scores, self.seeds[index], self.slots.lengths[index])
+
+
+def _keeps_few(params: SamplingParams) -> bool:
+    """Whether top-k or top-p are likely to keep at most `_NUM_BEST` ids. Depends on the request alone."""
+    return params.typical_p == 1 and (0 < params.top_k <= _NUM_BEST or params.top_p < 1)
 
 
 def _top_tokens(row: int, count: int, logprobs: Tensor) -> TopTokens:
