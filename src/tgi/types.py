@@ -199,7 +199,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     inference_ns: int  # from first admission to the end
 
 
-class TokenOut(msgspec.Struct, frozen=True, array_like=True):
+class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     """All tokens of one step for all requests, as parallel arrays."""
 
     request_ids: list[int] = []
@@ -221,6 +221,50 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_size: int
     device: str
+
+
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """How busy the engine is."""
+
+    num_waiting: int
+    num_running: int
+    num_free_blocks: int  # cached ones count as free
+    num_preemptions: int  # since the start
+    num_prompt_tokens: int  # since the start
+    num_cached_prompt_tokens: int  # since the start
+
+
+# -- messages between an api process and the engine process --------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """First message of a client. The engine ends its requests when that process is gone."""
+
+    pid: int
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
+    request: GenerationRequest  # its id is the client's own
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    request_id: int
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Answer to `Hello`."""
+
+    facts: ModelFacts
+
+
+class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """Last message of an engine that cannot go on."""
+
+    error: str
+
+
+ToEngine = Hello | Submit | Abort
+FromEngine = Ready | TokenOut | EngineLoad | EngineFailed
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,211 @@
+"""The engine as a process of its own: requests in, tokens out, over a unix socket.
+
+Level 7. Speaks msgpack structs of `types` over ZeroMQ; one message per step and client carries all its tokens. Several
+clients may connect; ids are the client's own. What a client asked for ends when its process is gone. The process ends
+when its parent does.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from tgi.config import ServerConfig
+from tgi.engine.build import Engine, start_engine
+from tgi.engine.parent import end_with_parent
+from tgi.errors import EngineError, TgiError, ValidationError
+from tgi.types import (
+    Abort,
+    EngineFailed,
+    EngineLoad,
+    Finish,
+    FromEngine,
+    Hello,
+    PromptLogprobs,
+    Ready,
+    Submit,
+    ToEngine,
+    TokenOut,
+    TopTokens,
+)
+
+EXIT_START_FAILED, EXIT_ENGINE_FAILED = 3, 4
+_CLIENT_SHIFT = 48  # an engine-wide id is the client's number and its own id
+_SECONDS_BETWEEN_CHECKS = 0.5
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(ToEngine).decode
+
+
+class _Client:
+    def __init__(self, address: bytes, number: int, pid: int) -> None:
+        self.address, self.number, self.pid = address, number, pid
+        self.requests: set[int] = set()  # engine-wide ids
+
+    @property
+    def alive(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+
+class EngineServer:
+    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]") -> None:
+        self._engine = engine
+        self._loop = engine.loop
+        self._socket = socket
+        self._clients: dict[bytes, _Client] = {}
+        self._by_number: dict[int, _Client] = {}
+        self._next_check = 0.0
+        self._last_load: EngineLoad | None = None
+
+    def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Serve until told to stop. Raises `EngineError` when the device fails; clients are told first."""
+        while not stopped():
+            self._receive()
+            self._check_clients()
+            if not self._loop.has_work:
+                continue
+            try:
+                out = self._loop.step()
+            except EngineError as error:
+                self._tell_all(EngineFailed(str(error)))
+                raise
+            if out is not None:
+                self._route(out)
+
+    def _receive(self) -> None:
+        """Take all messages that are there; without work wait for one, a while."""
+        wait_ms = 0 if self._loop.has_work else int(_SECONDS_BETWEEN_CHECKS * 1000)
+        while self._socket.poll(wait_ms):
+            address, payload = self._socket.recv_multipart()
+            self._handle(address, _decode(payload))
+            wait_ms = 0
+
+    def _handle(self, address: bytes, message: ToEngine) -> None:
+        match message:
+            case Hello(pid=pid):
+                client = _Client(address, len(self._by_number) + 1, pid)
+                self._clients[address] = self._by_number[client.number] = client
+                self._send(client, Ready(self._engine.facts))
+            case Submit(request=request):
+                client = self._clients[address]
+                engine_id = client.number << _CLIENT_SHIFT | request.id
+                try:
+                    self._loop.add(msgspec.structs.replace(request, id=engine_id))
+                except ValidationError as error:
+                    finish = Finish(request.id, "error", str(error), 0, 0, 0)
+                    self._send(client, TokenOut(finished=[finish]))
+                else:
+                    client.requests.add(engine_id)
+            case Abort(request_id=request_id):
+                client = self._clients[address]
+                engine_id = client.number << _CLIENT_SHIFT | request_id
+                self._loop.abort(engine_id)
+                client.requests.discard(engine_id)
+
+    def _route(self, out: TokenOut) -> None:
+        """Hand each client the tokens of its own requests, with its own ids."""
+        for client in self._clients.values():
+            if client.requests:
+                mine = _tokens_of(out, client.number)
+                for finish in mine.finished:
+                    client.requests.discard(client.number << _CLIENT_SHIFT | finish.request_id)
+                self._send(client, mine)
+
+    def _check_clients(self) -> None:
+        """Every so often: end what dead clients asked for, and tell the living how busy the engine is."""
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + _SECONDS_BETWEEN_CHECKS
+        for client in [client for client in self._clients.values() if not client.alive]:
+            for engine_id in client.requests:
+                self._loop.abort(engine_id)
+            del self._clients[client.address]
+        load = self._load()
+        if load != self._last_load:
+            self._last_load = load
+            self._tell_all(load)
+
+    def _load(self) -> EngineLoad:
+        scheduler = self._loop.scheduler
+        stats = scheduler.stats
+        return EngineLoad(
+            scheduler.num_waiting,
+            scheduler.num_running,
+            scheduler.pool.num_free,
+            stats.num_preemptions,
+            stats.num_prompt_tokens,
+            stats.num_cached_prompt_tokens,
+        )
+
+    def _send(self, client: _Client, message: FromEngine) -> None:
+        self._socket.send_multipart([client.address, _encode(message)])
+
+    def _tell_all(self, message: FromEngine) -> None:
+        for client in self._clients.values():
+            self._send(client, message)
+
+
+def _tokens_of(out: TokenOut, number: int) -> TokenOut:
+    """The part of a step that belongs to one client, its ids restored."""
+    low, high = number << _CLIENT_SHIFT, (number + 1) << _CLIENT_SHIFT
+    rows = [row for row, request_id in enumerate(out.request_ids) if low <= request_id < high]
+    new_row = {row: position for position, row in enumerate(rows)} if out.top_tokens else {}
+    return TokenOut(
+        [out.request_ids[row] - low for row in rows],
+        [out.token_ids[row] for row in rows],
+        [out.logprobs[row] for row in rows],
+        [TopTokens(new_row[t.row], t.token_ids, t.logprobs) for t in out.top_tokens if t.row in new_row],
+        [PromptLogprobs(p.row - low, p.start, p.logprobs) for p in out.prompt_logprobs if low <= p.row < high],
+        [
+            msgspec.structs.replace(finish, request_id=finish.request_id - low)
+            for finish in out.finished
+            if low <= finish.request_id < high
+        ],
+    )
+
+
+def main() -> int:
+    """`python -m tgi.engine.process SOCKET`, with the `ServerConfig` as JSON on standard input."""
+    end_with_parent()
+    socket_path = Path(sys.argv[1])
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not stall the loop; its requests are bounded by admission
+    try:
+        engine = start_engine(config, _print_progress)
+        socket.bind(f"ipc://{socket_path}")
+        EngineServer(engine, socket).run()
+    except EngineError as error:
+        print(f"engine failed: {error}", file=sys.stderr, flush=True)
+        return EXIT_ENGINE_FAILED
+    except TgiError as error:
+        print(f"engine cannot start: {error}", file=sys.stderr, flush=True)
+        return EXIT_START_FAILED
+    except KeyboardInterrupt:
+        pass
+    finally:
+        socket.close()
+        context.term()
+    return 0
+
+
+def _print_progress(stage: str, done: int, total: int) -> None:
+    """One JSON line per call on standard output, for whoever started this process."""
+    print(msgspec.json.encode({"stage": stage, "done": done, "total": total}).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""The engine process and its client: real sockets, real model, real deaths."""
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tgi.engine.client import EngineClient
+from tgi.errors import EngineError
+from tgi.types import GenerationRequest, ModelFacts, SamplingParams
+
+SETTINGS = {"max_batch_total_tokens": 2048, "max_total_tokens": 512}
+
+
+class Process:
+    """An engine process in a private folder."""
+
+    def __init__(self, cache: Path, **settings: object) -> None:
+        self.folder = tempfile.TemporaryDirectory()  # short path: a unix socket's is limited
+        self.socket = Path(self.folder.name) / "engine.sock"
+        command = [sys.executable, "-m", "tgi.engine.process", str(self.socket)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"cache_dir": str(cache), **SETTINGS, **settings}))
+        self.process.stdin.close()
+        self.process.stdin = None
+
+    def wait_for_socket(self) -> None:
+        end = time.monotonic() + 60
+        while not self.socket.exists():
+            assert self.process.poll() is None, "the engine ended"
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.folder.cleanup()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def engine(cache: Path) -> Iterator[Process]:
+    process = Process(cache)
+    process.wait_for_socket()
+    yield process
+    process.end()
+
+
+def make(client: EngineClient, tokens: list[int], new: int, **params: object) -> GenerationRequest:
+    return GenerationRequest(
+        id=client.next_id(),
+        token_ids=tokens,
+        sampling=SamplingParams(**params),
+        max_new_tokens=new,
+        stop_token_ids=[],
+        seed=1,
+    )
+
+
+async def collect(client: EngineClient, request: GenerationRequest) -> tuple[list[int], str, int]:
+    tokens: list[int] = []
+    reason, num_tops = "", 0
+    async for event in client.stream(request):
+        if event.token_id is not None:
+            tokens.append(event.token_id)
+        num_tops += len(event.top_tokens)
+        if event.finish is not None:
+            reason = event.finish.reason
+    return tokens, reason, num_tops
+
+
+async def connected(process: Process) -> tuple[EngineClient, ModelFacts]:
+    client = EngineClient(process.socket)
+    return client, await client.connect(60)
+
+
+def test_requests_of_two_clients_do_not_mix(engine: Process) -> None:
+    async def run() -> None:
+        one, facts = await connected(engine)
+        two, _ = await connected(engine)
+        assert (facts.vocab_size, facts.max_total_tokens) == (49152, 512)
+        prompts = [[504, 3575, 282, 4649, 314], [1604, 3987, 24, 94, 727], [5]]
+        alone = [(await collect(one, make(one, prompt, 12)))[0] for prompt in prompts]
+        both = await asyncio.gather(
+            *(collect(client, make(client, p, 12, top_n_tokens=2)) for client in (one, two) for p in prompts)
+        )
+        assert [tokens for tokens, _, _ in both] == alone * 2
+        assert {(reason, tops) for _, reason, tops in both} == {("length", 24)}
+        await one.close()
+        await two.close()
+
+    asyncio.run(run())
+
+
+async def until_idle(client: EngineClient, num_free: int) -> None:
+    for _ in range(100):
+        load = client.load
+        if load is not None and (load.num_running, load.num_waiting, load.num_free_blocks) == (0, 0, num_free):
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"the engine still holds something: {client.load}")
+
+
+def test_leaving_a_stream_and_bad_requests(engine: Process) -> None:
+    async def run() -> None:
+        client, facts = await connected(engine)
+        stream = client.stream(make(client, [5, 6, 7], 400))
+        async for _ in stream:
+            break
+        await stream.aclose()
+        tokens, reason, _ = await collect(client, make(client, [5] * 600, 10))
+        assert (tokens, reason) == ([], "error")
+        await until_idle(client, facts.num_blocks - 1)
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_requests_of_a_dead_client_end(engine: Process) -> None:
+    program = """
+import asyncio, sys
+from pathlib import Path
+from tgi.engine.client import EngineClient
+from tgi.types import GenerationRequest, SamplingParams
+async def run():
+    client = EngineClient(Path(sys.argv[1]))
+    await client.connect()
+    request = GenerationRequest(id=1, token_ids=[5], sampling=SamplingParams(), max_new_tokens=500, stop_token_ids=[], seed=0)
+    async for _ in client.stream(request):
+        print("token", flush=True)
+        await asyncio.sleep(60)
+asyncio.run(run())
+"""
+
+    async def run() -> None:
+        client, facts = await connected(engine)
+        other = subprocess.Popen([sys.executable, "-c", program, str(engine.socket)], stdout=subprocess.PIPE)
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"token\n"
+        other.kill()
+        other.wait()
+        await until_idle(client, facts.num_blocks - 1)
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_death_of_the_engine_ends_every_stream(cache: Path) -> None:
+    process = Process(cache)
+    process.wait_for_socket()
+
+    async def run() -> None:
+        client, _ = await connected(process)
+        streams = [asyncio.create_task(collect(client, make(client, [5 + n], 400))) for n in range(8)]
+        await asyncio.sleep(0.3)
+        process.process.send_signal(signal.SIGKILL)
+        process.process.wait()
+        client.fail(EngineError("the engine process was killed"))
+        results = await asyncio.gather(*streams, return_exceptions=True)
+        assert all(isinstance(result, EngineError) for result in results)
+        with pytest.raises(EngineError, match="was killed"):
+            await collect(client, make(client, [5], 3))
+        assert client.num_in_flight == 0
+        await client.close()
+
+    asyncio.run(run())
+    process.end()
+
+
+def test_no_engine_at_all(tmp_path: Path) -> None:
+    async def run() -> None:
+        client = EngineClient(tmp_path / "absent.sock")
+        with pytest.raises(EngineError, match="did not answer within 0.3 s"):
+            await client.connect(0.3)
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_model_that_cannot_start_says_why_in_one_line(cache: Path) -> None:
+    process = Process(cache, model_id="/no/such/model")
+    _, errors = process.process.communicate(timeout=60)
+    assert process.process.returncode == 3
+    assert errors.startswith("engine cannot start: ")
+    assert errors.count("\n") == 1
+    process.end()
+
+
+def test_the_engine_ends_with_its_parent(cache: Path) -> None:
+    """Even when the parent is killed with no chance to tidy up."""
+    with tempfile.TemporaryDirectory() as folder:
+        socket = Path(folder) / "engine.sock"
+        program = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-m", "tgi.engine.process", {str(socket)!r}], stdin=subprocess.PIPE)
+child.stdin.write({json.dumps({"cache_dir": str(cache), **SETTINGS}).encode()!r})
+child.stdin.close()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+        parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        end = time.monotonic() + 60
+        while not socket.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert stat.S_ISSOCK(socket.stat().st_mode)
+        parent.kill()
+        parent.wait()
+        while Path(f"/proc/{child}").exists() and time.monotonic() < end:
+            if "Z" in Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0]:
+                break  # dead; whoever adopted it has not asked yet
+            time.sleep(0.05)
+        else:
+            assert not Path(f"/proc/{child}").exists()
+
+
+def test_nothing_listens_on_a_network_port(engine: Process) -> None:
+    inodes = {
+        os.readlink(link)
+        for link in (f"/proc/{engine.process.pid}/fd/{fd}" for fd in os.listdir(f"/proc/{engine.process.pid}/fd"))
+        if os.path.islink(link)
+    }
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{engine.process.pid}/net/{table}").read_text().splitlines()[1:]:
+            assert f"socket:[{line.split()[9]}]" not in inodes
