@@ -18,6 +18,7 @@ MODULES = [
     "tgi.text.prepare",
     "tgi.scheduler.blocks",
     "tgi.scheduler.scheduler",
+    "tgi.engine.client",
 ]
 
 # None in sys.modules makes every import of that name fail.

@@ -33,6 +33,8 @@ class Ops:
         self.rotary_and_cache: Callable[..., Any] = reference.rotary_and_cache
         self.attention: Callable[..., Any] = reference.attention
         self.greedy: Callable[..., Any] = reference.greedy
+        self.make_stack: Callable[..., Any] | None = None  # see `kernels.stack`
+        self.run_stack: Callable[..., Any] | None = None
         for name, op in faster.items():
             assert hasattr(self, name), f"{name} is not an op"
             setattr(self, name, op)

@@ -9,6 +9,7 @@ from torch import Tensor
 from tgi.devices.device import Ops
 from tgi.errors import ModelFormatError
 from tgi.kernels.batch import ForwardBatch
+from tgi.kernels.stack import StackLayer
 from tgi.layers.attention import Attention, HeadLayout
 from tgi.layers.embedding import VocabWeight
 from tgi.layers.linear import Linear, bias_parts, column_parts, row_linear
@@ -74,6 +75,25 @@ class DecoderLayer(Module):
         return self.mlp.forward(normed), residual
 
 
+    def as_stack_layer(self, k_cache: Tensor, v_cache: Tensor) -> StackLayer:
+        attention, mlp = self.attention, self.mlp
+        return StackLayer(
+            input_norm=self.attention_norm.weight,
+            qkv=attention.qkv.weight,
+            o=attention.out.weight,
+            post_norm=self.mlp_norm.weight,
+            gate_up=mlp.gate_up.weight,
+            down=mlp.down.weight,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            qkv_bias=attention.qkv.bias,
+            o_bias=attention.out.bias,
+            gate_up_bias=mlp.gate_up.bias,
+            down_bias=mlp.down.bias,
+            window=attention.heads.window,
+        )
+
+
 class Decoder(Module):
     name = "model"
 
@@ -92,6 +112,9 @@ class CausalLM(Module):
         self, ops: Ops, parallel: Parallel, spec: DecoderSpec, num_positions: int, device: torch.device
     ) -> None:
         self.spec = spec
+        self.ops = ops
+        self.parallel = parallel
+        self.stack: object | None = None  # all layers as one op, where the device can
         self.model = Decoder(ops, parallel, spec)
         self.head = None
         if spec.tied:
@@ -100,9 +123,26 @@ class CausalLM(Module):
             self.head = VocabWeight(ops, parallel, "lm_head", spec.vocab_size, spec.hidden_size, True)
         self.cos_sin = build_table(spec.rope, num_positions, device)
 
+    def bind(self, kv_cache: list[tuple[Tensor, Tensor]]) -> None:
+        """Called once with the cache that every pass will use, when the weights are loaded."""
+        if self.ops.make_stack is not None and self.parallel.world == 1:
+            pairs = zip(self.model.layers, kv_cache, strict=True)
+            self.stack = self.ops.make_stack(
+                [layer.as_stack_layer(k_cache, v_cache) for layer, (k_cache, v_cache) in pairs],
+                self.model.norm.weight,
+                self.cos_sin,
+                heads=self.spec.num_heads,
+                eps=self.spec.norm_eps,
+                scale=self.spec.scale,
+                activation={"gelu_pytorch_tanh": "gelu_tanh"}.get(self.spec.activation, self.spec.activation),
+            )
+
     def forward(self, batch: ForwardBatch, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Hidden states `[logit tokens, hidden]` of the tokens whose logits are needed."""
         x = self.model.embedding.look_up(batch.input_ids)
+        if self.stack is not None and self.ops.run_stack is not None:
+            x = self.ops.run_stack(x, self.stack, batch)
+            return x if batch.logit_tokens.shape[0] == x.shape[0] else x[batch.logit_tokens]
         residual = None
         for layer, (k_cache, v_cache) in zip(self.model.layers, kv_cache, strict=True):
             x, residual = layer.forward(x, residual, batch, self.cos_sin, k_cache, v_cache)

@@ -203,8 +203,8 @@ def _build_environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
-    names = cast(dict[str, Any], environment.globals)
+    environment.filters["tojson"] = _to_json  # pyright: ignore[reportUnknownMemberType]
+    names = cast(dict[str, Any], environment.globals)  # pyright: ignore[reportUnknownMemberType]
     names["raise_exception"] = _raise_exception
     names["strftime_now"] = _strftime_now
     names["dict"] = _make_dict

@@ -13,6 +13,8 @@
 
 int tgi_vector_bits(void) { return VL * 32; }
 
+int tgi_uses_amx(void) { return amx_allowed(); }
+
 // Ask for large pages before the memory is first touched; a refusal costs nothing but speed.
 void tgi_advise_large_pages(void *memory, long bytes) {
   const uintptr_t page = 4096, start = ((uintptr_t)memory + page - 1) & ~(page - 1);
@@ -53,7 +55,7 @@ static void probe_body(void *context) {
 static double run_probe(probe_call *call, int threads) {
   struct timespec start, end;
   clock_gettime(CLOCK_MONOTONIC, &start);
-  run_team(probe_body, call, threads);
+  run_team(probe_body, call, call->count, threads);
   clock_gettime(CLOCK_MONOTONIC, &end);
   return (double)(end.tv_sec - start.tv_sec) + 1e-9 * (double)(end.tv_nsec - start.tv_nsec);
 }

@@ -8,7 +8,6 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_float, c_int, c_long, c_void_p
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from tgi.kernels import reference
 from tgi.kernels.batch import ForwardBatch
 from tgi.kernels.cpu import build
+from tgi.kernels.stack import StackLayer
 
 KINDS = {"float32": 0, "q4_0": 1, "q4_1": 2, "q8_0": 3}
 BLOCK_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}  # of 32 weights
@@ -30,6 +30,7 @@ _empty = torch.empty
 _SIGNATURES: dict[str, tuple[type | None, str]] = {
     # p: pointer, l: long, f: float, i: int
     "tgi_vector_bits": (c_int, ""),
+    "tgi_uses_amx": (c_int, ""),
     "tgi_advise_large_pages": (None, "pl"),
     "tgi_packed_bytes": (c_long, "ill"),
     "tgi_pack": (None, "ppli"),
@@ -95,27 +96,6 @@ class _StackStruct(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StackLayer:
-    """What one layer of a plain pre-norm decoder reads. Packed tensors are results of `pack_*`."""
-
-    input_norm: Tensor  # [hidden]
-    qkv: Packed | Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    o: Packed | Tensor
-    post_norm: Tensor  # [hidden]
-    gate_up: Packed | Tensor  # [2 * intermediate, hidden]
-    down: Packed | Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    qkv_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    q_norm: Tensor | None = None  # [head_dim]: each head is normalised before it is rotated
-    k_norm: Tensor | None = None
-    window: int | None = None
-
-
 class Stack:
     """The layers of a decoder, ready for `NativeOps.run_stack`. Keeps alive all memory it points to."""
 
@@ -143,6 +123,8 @@ class NativeOps:
         self._attention = library.tgi_attention
         self._threads: Callable[[], int] = torch.get_num_threads if threads is None else lambda: threads
         vectors = {512: "AVX-512", 256: "AVX2"}[library.tgi_vector_bits()]
+        if library.tgi_uses_amx():
+            vectors += " and AMX"
         self.description = f"native {vectors} kernels, {self._threads()} threads"
 
     def pack_linear(self, weight: Tensor) -> Packed | Tensor:
