@@ -1,7 +1,8 @@
 """Random traffic through the scheduler with a token oracle in place of the model.
 
-The oracle keeps a KV cache of token values, addressed exactly as a runner would, and computes the next token from what
-it reads back through the block table. A wrong block, offset, order, slot or stale entry changes a token.
+The oracle keeps a KV cache addressed exactly as a runner would. The entry of a position is a hash of the token, the
+position and the entry before it, read back through the block table, as a real key depends on all that precedes it; the
+next token is a hash of all entries. A wrong block, offset, order, slot, prefix or stale entry changes a token.
 """
 
 from collections import deque
@@ -15,18 +16,25 @@ from tgi.scheduler.policy import BatchPolicy
 from tgi.scheduler.scheduler import Scheduler
 from tgi.types import GenerationRequest, PromptLogprobs, SamplingParams, StepPlan, StepResult
 
-EOS = 7
-VOCAB = 50
+EOS = 3
+VOCAB = 4  # few: generated text often equals prompts
 
 
-def next_token(tokens: list[int]) -> int:
-    return hash(tuple(tokens)) % VOCAB
+def make_entry(before: int, token: int, position: int) -> int:
+    return hash((before, token, position))
+
+
+def next_token(entries: list[int]) -> int:
+    return hash(tuple(entries)) % VOCAB
 
 
 def expected_output(request: GenerationRequest) -> list[int]:
     tokens = list(request.token_ids)
-    for _ in range(request.max_new_tokens):
-        tokens.append(next_token(tokens))
+    entries: list[int] = []
+    while len(tokens) < len(request.token_ids) + request.max_new_tokens:
+        for position in range(len(entries), len(tokens)):
+            entries.append(make_entry(entries[-1] if entries else 0, tokens[position], position))
+        tokens.append(next_token(entries))
         if tokens[-1] in request.stop_token_ids:
             break
     return tokens[len(request.token_ids) :]
@@ -42,6 +50,7 @@ class OracleRunner:
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
+        self.limits: dict[int, int] = {}
         self.wants_prompt: dict[int, bool] = {}
         self.decode_set: list[int] = []
 
@@ -55,6 +64,7 @@ class OracleRunner:
             assert admission.slot not in self.tokens and 0 <= admission.slot < self.num_slots
             self.tokens[admission.slot] = [*admission.request.token_ids, *admission.output_ids]
             self.tables[admission.slot] = list(admission.block_ids)
+            self.limits[admission.slot] = len(admission.request.token_ids) + admission.request.max_new_tokens
             sampling = admission.request.sampling
             self.wants_prompt[admission.slot] = sampling.decoder_input_details and not admission.output_ids
         self.decode_set += plan.join
@@ -64,11 +74,15 @@ class OracleRunner:
         if plan.decode:
             rows += [(slot, self.computed[slot], self.computed[slot] + 1, True) for slot in self.decode_set]
         rows += [(chunk.slot, chunk.start, chunk.end, chunk.samples) for chunk in plan.chunks]
-        for slot, start, end, _ in rows:  # a layer writes all keys before any query reads
+        # A layer writes all keys of a step before any query reads; here a shared prefix may be written in this very step.
+        for slot, start, end, _ in sorted(rows, key=lambda row: row[1]):
+            assert start < end, "a row without a token"
             for position in range(start, end):
                 block = self.tables[slot][position // self.block_size]
                 assert block != 0
-                self.cache[block][position % self.block_size] = self.tokens[slot][position]
+                before = self.read(slot, position)[-1] if position else 0
+                entry = make_entry(before, self.tokens[slot][position], position)
+                self.cache[block][position % self.block_size] = entry
             self.computed[slot] = end
         sampled: list[int] = []
         prompts: list[PromptLogprobs] = []
@@ -80,6 +94,7 @@ class OracleRunner:
         for (slot, _, end, _), token in zip((r for r in rows if r[3]), sampled, strict=True):
             assert len(self.tokens[slot]) == end
             self.tokens[slot].append(token)
+            assert end < self.limits[slot], "a token past the length was computed"
         return StepResult(plan.step, sampled, [0.0] * len(sampled), prompt_logprobs=prompts)
 
     def read(self, slot: int, length: int) -> list[int]:
@@ -99,6 +114,7 @@ class Harness:
         self.outputs: dict[int, list[int]] = {}
         self.reasons: dict[int, str] = {}
         self.prompts: dict[int, dict[int, float]] = {}
+        self.admissions: dict[int, int] = {}
         self.steps = 0
 
     def step(self) -> None:
@@ -110,7 +126,9 @@ class Harness:
             assert num_prefill <= self.scheduler.policy.max_batch_prefill_tokens
             if not self.scheduler.policy.mixes_phases:
                 assert not (plan.decode and plan.chunks)
+            self.count_admissions(plan)
             self.pending.append(self.runner.execute(plan))
+            self.compare_books()
         while self.pending and (len(self.pending) > self.overlap or plan is None):
             out = self.scheduler.apply(self.pending.popleft())
             self.scheduler.check()
@@ -122,6 +140,21 @@ class Harness:
             for finish in out.finished:
                 self.reasons[finish.request_id] = finish.reason
 
+    def count_admissions(self, plan: StepPlan) -> None:
+        for admission in plan.admit:
+            number = admission.request.id
+            self.admissions[number] = self.admissions.get(number, 0) + 1
+
+    def compare_books(self) -> None:
+        """What the runner was told must be what the scheduler holds."""
+        scheduler = self.scheduler
+        running = [r for r in scheduler._requests.values() if r.running]
+        for request in running:
+            assert self.runner.tables[request.slot] == request.blocks
+        in_set = [r.slot for r in scheduler._decode_rows]
+        left = set(scheduler._leave)
+        assert [slot for slot in self.runner.decode_set if slot not in left] == in_set
+
     def drain(self) -> None:
         for _ in range(5000):
             if not self.scheduler.has_work:
@@ -132,7 +165,7 @@ class Harness:
         assert self.pool.num_free == self.pool.num_usable, "a block is still held"
 
 
-token_lists = st.lists(st.integers(0, 2), min_size=1, max_size=24)  # few values: many shared prefixes
+token_lists = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24)
 
 
 @st.composite
@@ -144,7 +177,7 @@ def scenarios(draw: st.DrawFn) -> dict:
             token_ids=draw(token_lists),
             sampling=SamplingParams(decoder_input_details=draw(st.booleans()) and draw(st.booleans())),
             max_new_tokens=draw(st.integers(1, 20)),
-            stop_token_ids=draw(st.sampled_from([[], [EOS], list(range(10))])),
+            stop_token_ids=draw(st.sampled_from([[], [], [EOS], [EOS, 0]])),
             seed=0,
             cache_salt=draw(st.sampled_from(["", "", "a"])),
         )
@@ -326,3 +359,39 @@ def test_a_failing_request_ends_alone_and_its_blocks_are_not_reused() -> None:
     harness.drain()
     for number in (0, 2):
         assert harness.outputs[number] == expected_output(make(number, [number] * 9, 5))
+
+
+def test_the_oldest_is_never_preempted_and_order_is_kept() -> None:
+    harness = Harness(1 + 10, 4, False, True, policy(max_total_tokens=40))
+    requests = [make(i, [i] * 5, 30) for i in range(5)]
+    for request in requests:
+        harness.scheduler.add(request)
+    harness.drain()
+    assert harness.scheduler.stats.num_preemptions > 3
+    assert harness.admissions[0] == 1
+    assert list(harness.reasons) == [0, 1, 2, 3, 4], "requests of one size end in the order they came"
+    assert all(harness.outputs[r.id] == expected_output(r) for r in requests)
+
+
+def test_newcomers_leave_a_spare_block_for_each_running_request() -> None:
+    harness = Harness(1 + 9, 4, False, False, policy(max_total_tokens=32))
+    for number in range(4):
+        harness.scheduler.add(make(number, [number] * 12, 2))
+    harness.step()
+    assert harness.scheduler.num_running == 2  # 3 + 3 blocks; a third would leave none to grow
+    harness.drain()
+    assert harness.scheduler.stats.num_preemptions == 0
+
+
+def test_nothing_grows_without_bound() -> None:
+    harness = Harness(100, 4, True, True, policy(max_batch_prefill_tokens=200))
+    for number in range(600):
+        harness.scheduler.add(make(number, [number % 7, number % 5, number % 3] * 3, 1 + number % 9))
+        if number % 3 == 0:
+            harness.scheduler.abort(number - 1)
+        harness.step()
+    harness.drain()
+    scheduler = harness.scheduler
+    assert not scheduler._requests and not scheduler._waiting and not scheduler._in_flight
+    assert sum(map(len, scheduler._calendar.values())) < 50
+    assert len(harness.pool._index) <= harness.pool.num_usable

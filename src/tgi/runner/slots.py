@@ -16,10 +16,9 @@ class Slots:
         self.block_size = block_size
         self.device = device
         max_blocks = -(-max_tokens // block_size)
-        # One column more than a request can know: the token a finished request computes too many lands there.
-        self.tokens = torch.zeros((num_slots, max_tokens + 1), dtype=torch.int32, device=device)
+        self.tokens = torch.zeros((num_slots, max_tokens), dtype=torch.int32, device=device)
         self.lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)  # known tokens
-        self.block_tables = torch.zeros((num_slots, max_blocks + 1), dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros((num_slots, max_blocks), dtype=torch.int32, device=device)
         self.num_prompt = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.lengths_cpu = np.zeros(num_slots, dtype=np.int64)
         self.num_blocks_cpu = np.zeros(num_slots, dtype=np.int64)

@@ -124,4 +124,4 @@ class BlockPool:
             assert places == 1, f"block {block} is in {places} places"
             assert not (block in empty and block in self._index), f"empty block {block} is published"
             assert block not in cached or block in self._index, f"cached block {block} is not published"
-        self._index.check()
+        self._index.check(self.block_size)

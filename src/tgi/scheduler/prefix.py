@@ -37,7 +37,8 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._entry_by_block)
 
-    def check(self) -> None:
+    def check(self, block_size: int) -> None:
         assert len(self._block_by_key) == len(self._entry_by_block)
         for block, (_, key) in self._entry_by_block.items():
             assert self._block_by_key[key] == block, f"block {block} is published under a key of another block"
+            assert len(key[1]) == block_size, f"block {block} is published before it is full"

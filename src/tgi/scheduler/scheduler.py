@@ -190,7 +190,7 @@ class Scheduler:
 
     def _grow_decode_set(self) -> list[tuple[int, list[int]]]:
         """Serve the calendar for the coming decode step: members at their length leave, others get their next block."""
-        grow: list[tuple[int, list[int]]] = []
+        grown: list[tuple[Request, list[int]]] = []
         due = self._calendar.pop(self._decode_clock, [])
         for request in self._join:
             request.join_clock = self._decode_clock
@@ -207,14 +207,13 @@ class Scheduler:
                 if blocks is None:
                     continue
                 request.blocks += blocks
-                grow.append((request.slot, blocks))
+                grown.append((request, blocks))
             next_block = len(request.blocks) * self.pool.block_size - computed
             last_step = request.total_limit - 1 - computed
             when = self._decode_clock + min(next_block, last_step)
             self._calendar.setdefault(when, []).append((request, join_clock))
-        # A member that grew may have been preempted for an older one right after: its slot is released in this plan.
-        gone = set(self._release)
-        return [(slot, blocks) for slot, blocks in grow if slot not in gone] if gone else grow
+        # A member that grew may have been preempted for an older one right after.
+        return [(request.slot, blocks) for request, blocks in grown if request.running]
 
     def _take_blocks_for(self, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks for the next tokens of a member of the decode set; None if it had to be preempted for lack of them.
@@ -337,10 +336,7 @@ class Scheduler:
             request.busy_until = self._step
         for request in sampling:
             self._prefilling.remove(request)
-            if len(request.tokens) + 1 < request.total_limit:
-                self._join.append(request)  # from the next plan on
-            else:
-                self._prefilling.append(request)  # holds its blocks until the result ends it
+            self._join.append(request)  # from the next plan on
         if decode:
             self._decode_clock += 1
             self._steps_since_join += 1
@@ -375,7 +371,7 @@ class Scheduler:
         else:
             self._drop_row(request)
         if not forget:
-            self.pool.publish(request, min(request.computed, len(request.tokens)))
+            self.pool.publish(request, request.computed)
         self.pool.free(request.blocks, forget)
         self._release.append(request.slot)
         self._free_slots.append(request.slot)

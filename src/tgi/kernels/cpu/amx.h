@@ -10,7 +10,7 @@
 #include "panels.h"
 
 enum { AMX_ROWS = 16, AMX_TILE = 1024 };  // rows and bytes of a tile
-enum { AMX_GROUPS = 4 };                  // groups expanded at a time
+enum { AMX_GROUPS = 48 };                 // groups whose weights stay in the second-level cache while rows pass over
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && VL == 16
 
@@ -90,74 +90,104 @@ INLINE void amx_expand(const int kind, const char *group, char *out) {
   }
 }
 
-// Add one group's scaled sums to c [rows][PANEL].
-INLINE void amx_scale(const int kind, const char *group, const float *products, const float *sums, long rows, float *c,
-                      long ldc, int add) {
+// What one thread works in. Loads whose address agrees with a recent store's in the low 12 bits wait for it, so sums and
+// products lie where only stores of long ago agree.
+typedef struct {
+  float sums[3][AMX_ROWS][VL], unused[256 + 128];
+  float products[2][1024];
+  float end[896];
+  char weights[][3 * AMX_TILE];  // of each group
+} amx_space;
+
+// Add the scaled products of one group to the sums.
+INLINE void amx_scale(const int kind, const char *group, const float *products, long rows, float sums[3][AMX_ROWS][VL]) {
   UNROLL for (int v = 0; v < 3; v++) {
     vf d, m;
     load_scales(kind, group, v, &d, &m);
-    if (kind == Q4_1) m = v_fma(d, v_set(8.0f), m);
-    const float *product = products + v * (AMX_TILE / 4);
-    for (long r = 0; r < rows; r++) {
-      vf sum = add ? v_load(c + r * ldc + v * VL) : v_set(0.0f);
-      sum = v_fma(d, v_load(product + r * VL), sum);
-      if (kind == Q4_1) sum = v_fma(m, v_set(sums[r]), sum);
-      v_store(c + r * ldc + v * VL, sum);
-    }
+    for (long r = 0; r < rows; r += 2)
+      UNROLL for (int u = 0; u < 2; u++)
+        v_store(sums[v][r + u], v_fma(d, v_load(products + (v * AMX_ROWS + r + u) * VL), v_load(sums[v][r + u])));
   }
 }
 
-// c [rows][PANEL] (+)= `groups` groups of packed activations times expanded weights.
-INLINE void amx_groups(const int kind, const char *panel, const char *weights, const char *x, const float *sums, long groups,
-                       long rows, float *c, long ldc, int add) {
-  float products[2][3 * AMX_TILE / 4] __attribute__((aligned(64)));
-  for (long g = 0; g <= groups; g++) {
-    if (g < groups) {
-      const char *b = weights + g * 3 * AMX_TILE, *a = x + g * 3 * AMX_TILE;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_loadd(3, b, 64);
-      _tile_loadd(6, a, 64);
-      _tile_dpbf16ps(0, 6, 3);
-      _tile_loadd(4, b + AMX_TILE, 64);
-      _tile_dpbf16ps(1, 6, 4);
-      _tile_loadd(5, b + 2 * AMX_TILE, 64);
-      _tile_dpbf16ps(2, 6, 5);
-      _tile_loadd(7, a + AMX_TILE, 64);
-      _tile_dpbf16ps(0, 7, 3);
-      _tile_dpbf16ps(1, 7, 4);
-      _tile_dpbf16ps(2, 7, 5);
-      _tile_loadd(6, a + 2 * AMX_TILE, 64);
-      _tile_dpbf16ps(0, 6, 3);
-      _tile_dpbf16ps(1, 6, 4);
-      _tile_dpbf16ps(2, 6, 5);
+// Add the offsets of all groups, times the activations' group sums; rows that are not there get what nobody reads.
+INLINE void amx_offset(const char *panel, const float *group_sums, long groups, float sums[3][AMX_ROWS][VL]) {
+  for (int v = 0; v < 3; v++) {
+    vf total[AMX_ROWS];
+    UNROLL for (int r = 0; r < AMX_ROWS; r++) total[r] = v_load(sums[v][r]);
+    for (long g = 0; g < groups; g++) {
+      vf d, m;
+      load_scales(Q4_1, panel + g * group_bytes(Q4_1), v, &d, &m);
+      m = v_fma(d, v_set(8.0f), m);
+      UNROLL for (int r = 0; r < AMX_ROWS; r++) total[r] = v_fma(m, v_set(group_sums[g * AMX_ROWS + r]), total[r]);
     }
-    // The vector units scale the group before while the tiles multiply.
-    if (g > 0)
-      amx_scale(kind, panel + (g - 1) * group_bytes(kind), products[(g - 1) & 1], sums + (g - 1) * AMX_ROWS, rows, c, ldc,
-                add || g > 1);
-    if (g < groups) {
-      _tile_stored(0, products[g & 1], 64);
-      _tile_stored(1, products[g & 1] + AMX_TILE / 4, 64);
-      _tile_stored(2, products[g & 1] + AMX_TILE / 2, 64);
-    }
+    UNROLL for (int r = 0; r < AMX_ROWS; r++) v_store(sums[v][r], total[r]);
   }
 }
 
-// Row tiles [first, last) times one panel; `start[t]` is the first row of a tile, c belongs to the first row of all.
+// c [rows][PANEL] (+)= one tile of packed activations times `groups` groups of a panel. Their weight tiles are in
+// `space->weights` already, or are put there on the way, RING of them at a time.
+INLINE void amx_groups(const int kind, const int on_the_way, const char *panel, const char *x, const float *group_sums,
+                       long groups, long rows, amx_space *space, float *c, long ldc, int add) {
+  enum { RING = 4, LEAD = 2 };
+  for (int v = 0; v < 3; v++)
+    for (long r = 0; r < rows; r++) v_store(space->sums[v][r], add ? v_load(c + r * ldc + v * VL) : v_set(0.0f));
+  if (on_the_way)
+    for (long g = 0; g < LEAD && g < groups; g++) amx_expand(kind, panel + g * group_bytes(kind), space->weights[g]);
+  for (long g = 0; g < groups; g++) {
+    const char *b = space->weights[on_the_way ? g % RING : g], *a = x + g * 3 * AMX_TILE;
+    float *products = space->products[g & 1];
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_loadd(3, b, 64);
+    _tile_loadd(6, a, 64);
+    _tile_dpbf16ps(0, 6, 3);
+    _tile_loadd(4, b + AMX_TILE, 64);
+    _tile_dpbf16ps(1, 6, 4);
+    _tile_loadd(5, b + 2 * AMX_TILE, 64);
+    _tile_dpbf16ps(2, 6, 5);
+    _tile_loadd(7, a + AMX_TILE, 64);
+    _tile_dpbf16ps(0, 7, 3);
+    _tile_dpbf16ps(1, 7, 4);
+    _tile_dpbf16ps(2, 7, 5);
+    _tile_loadd(6, a + 2 * AMX_TILE, 64);
+    _tile_dpbf16ps(0, 6, 3);
+    _tile_dpbf16ps(1, 6, 4);
+    _tile_dpbf16ps(2, 6, 5);
+    // While the tiles multiply, the vector units prepare a later group and scale the one before.
+    if (on_the_way && g + LEAD < groups)
+      amx_expand(kind, panel + (g + LEAD) * group_bytes(kind), space->weights[(g + LEAD) % RING]);
+    if (g > 0) amx_scale(kind, panel + (g - 1) * group_bytes(kind), space->products[(g - 1) & 1], rows, space->sums);
+    _tile_stored(0, products, 64);
+    _tile_stored(1, products + AMX_TILE / 4, 64);
+    _tile_stored(2, products + AMX_TILE / 2, 64);
+  }
+  amx_scale(kind, panel + (groups - 1) * group_bytes(kind), space->products[(groups - 1) & 1], rows, space->sums);
+  if (kind == Q4_1) amx_offset(panel, group_sums, groups, space->sums);
+  for (long r = 0; r < rows; r++)
+    for (int v = 0; v < 3; v++) v_store(c + r * ldc + v * VL, v_load(space->sums[v][r]));
+}
+
+// `tiles` tiles of rows times one panel; start[t] is the first row of a tile, c belongs to row start[0].
 INLINE void amx_panel(const int kind, const char *panel, long k, const char *packed_x, const long *start, long tiles, float *c,
                       long ldc) {
-  char weights[AMX_GROUPS * 3 * AMX_TILE] __attribute__((aligned(64)));
-  const long groups = k / GROUP, tile_bytes = amx_packed_bytes(1, k);
-  for (long g0 = 0; g0 < groups; g0 += AMX_GROUPS) {
-    const long count = groups - g0 < AMX_GROUPS ? groups - g0 : AMX_GROUPS;
-    for (long g = 0; g < count; g++) amx_expand(kind, panel + (g0 + g) * group_bytes(kind), weights + g * 3 * AMX_TILE);
+  static __thread scratch memory;
+  const long all = k / GROUP, tile_bytes = amx_packed_bytes(1, k);
+  if (!memory.memory) reserve(&memory, sizeof(amx_space) + AMX_GROUPS * 3 * AMX_TILE);
+  amx_space *space = memory.memory;
+  for (long g0 = 0; g0 < all; g0 += AMX_GROUPS) {
+    const long groups = all - g0 < AMX_GROUPS ? all - g0 : AMX_GROUPS;
+    const char *group = panel + g0 * group_bytes(kind);
+    for (long g = 0; tiles > 1 && g < groups; g++) amx_expand(kind, group + g * group_bytes(kind), space->weights[g]);
     for (long t = 0; t < tiles; t++) {
-      const char *x = packed_x + t * tile_bytes;
-      const float *sums = (const float *)(x + groups * 3 * AMX_TILE) + g0 * AMX_ROWS;
-      amx_groups(kind, panel + g0 * group_bytes(kind), weights, x + g0 * 3 * AMX_TILE, sums, count, start[t + 1] - start[t],
-                 c + (start[t] - start[0]) * ldc, ldc, g0 > 0);
+      const char *x = packed_x + t * tile_bytes + g0 * 3 * AMX_TILE;
+      const float *sums = (const float *)(packed_x + t * tile_bytes + all * 3 * AMX_TILE) + g0 * AMX_ROWS;
+      float *at = c + (start[t] - start[0]) * ldc;
+      if (tiles == 1)
+        amx_groups(kind, 1, group, x, sums, groups, start[t + 1] - start[t], space, at, ldc, g0 > 0);
+      else
+        amx_groups(kind, 0, group, x, sums, groups, start[t + 1] - start[t], space, at, ldc, g0 > 0);
     }
   }
 }

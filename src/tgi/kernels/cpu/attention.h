@@ -109,9 +109,14 @@ static void dot_keys_any(long d, const float *q, const float *keys, const int64_
   dot_keys(d, q, keys, offsets, count, scores);
 }
 
+#define LOG2_E 1.44269504088896341f  // scores are kept times this, so that a weight is a power of two
+
 INLINE vf cap(vf score, float softcap) {
-  return softcap > 0.0f ? v_mul(v_set(softcap), v_tanh(v_div(score, v_set(softcap)))) : score;
+  return softcap > 0.0f ? v_mul(v_set(softcap * LOG2_E), v_tanh(v_div(score, v_set(softcap)))) : score;
 }
+
+// What to multiply dot products with: `cap` brings in the logarithm itself.
+INLINE float score_factor(const attention_call *call) { return call->softcap > 0.0f ? call->scale : call->scale * LOG2_E; }
 
 // Keys [first, end) that a decoding row sees.
 INLINE void decode_range(const attention_call *call, long row, long *first, long *end) {
@@ -153,17 +158,17 @@ static void decode_task(const attention_call *call, long task) {
           dot_keys_any(d, q, call->k_cache + kv * d, offsets, count, s);
         vf top = v_set(-FLT_MAX), total = v_set(0.0f);
         for (long i = 0; i < padded; i += VL) {
-          vf score = cap(v_mul(v_load(s + i), v_set(call->scale)), call->softcap);
+          vf score = cap(v_mul(v_load(s + i), v_set(score_factor(call))), call->softcap);
           v_store(s + i, score);
           top = v_max(score, top);
         }
         const float old = sums[d], max = fmaxf(old, v_max_of(top));
         for (long i = 0; i < padded; i += VL) {
-          vf weight = v_exp(v_sub(v_load(s + i), v_set(max)));
+          vf weight = v_exp2_down(v_sub(v_load(s + i), v_set(max)));
           v_store(s + i, weight);
           total = count - i < VL ? v_add(total, v_load_n(s + i, count - i)) : v_add(total, weight);
         }
-        const float keep = expf(old - max);
+        const float keep = exp2f(old - max);
         sums[d] = max;
         sums[d + 1] = sums[d + 1] * keep + v_sum(total);
         if (start > first && keep != 1.0f)
@@ -188,7 +193,7 @@ static void merge_pieces(const attention_call *call, long row, long kv) {
     for (long e = 0; e < d; e += 8) _mm256_storeu_ps(out + e, _mm256_setzero_ps());
     for (long p = 0; p < pieces; p++) {
       const float *piece = partial + (p * group + h) * ld;
-      const float weight = expf(piece[d] - max);
+      const float weight = exp2f(piece[d] - max);
       total += weight * piece[d + 1];
       for (long e = 0; e < d; e += 8)
         _mm256_storeu_ps(out + e, _mm256_fmadd_ps(_mm256_loadu_ps(piece + e), _mm256_set1_ps(weight), _mm256_loadu_ps(out + e)));
@@ -244,30 +249,30 @@ typedef struct {
 } chunk_state;
 
 // Hide what each lane may not see, then turn scores into weights and move the running maximum and total.
-static void soften(const attention_call *call, chunk_state *s, long start, long count, int masked) {
+INLINE void soften(const attention_call *call, chunk_state *s, long start, long count, const int masked, const float softcap) {
   for (int v = 0; v < 3; v++) {
     const vi position = vi_load(s->position + v * VL), oldest = vi_add(position, vi_set((int32_t)-call->window));
     const vf old = v_load(s->max + v * VL);
     vf max = old;
     for (long i = 0; i < count; i++) {
       float *at = s->scores + i * PANEL + v * VL;
-      vf score = cap(v_load(at), call->softcap);
+      vf score = cap(v_load(at), softcap);
       if (masked) {
         const vi key = vi_set((int32_t)(start + i));
         score = v_select(vi_gt(key, position), v_set(-INFINITY), score);
         if (call->window > 0) score = v_select(vi_gt(key, oldest), score, v_set(-INFINITY));
       }
-      if (masked || call->softcap > 0.0f) v_store(at, score);
+      if (masked || softcap > 0.0f) v_store(at, score);
       max = v_max(score, max);
     }
     vf total = v_set(0.0f);
     for (long i = 0; i < count; i++) {
       float *at = s->scores + i * PANEL + v * VL;
-      vf weight = v_exp(v_sub(v_load(at), max));
+      vf weight = v_exp2_down(v_sub(v_load(at), max));
       total = v_add(total, weight);
       v_store(at, weight);
     }
-    const vf keep = v_exp(v_sub(old, max));
+    const vf keep = v_exp2_down(v_sub(old, max));
     v_store(s->max + v * VL, max);
     v_store(s->keep + v * VL, keep);
     v_store(s->total + v * VL, v_fma(v_load(s->total + v * VL), keep, total));
@@ -285,14 +290,25 @@ static void chunk_task(const attention_call *call, long task) {
   const long local = task - call->first_task[chunk], kv = local % call->kv_heads, panel = panels - 1 - local / call->kv_heads;
   const long pair0 = panel * PANEL, lanes = pairs - pair0 < PANEL ? pairs - pair0 : PANEL;
   const long oldest = call->starts[chunk] + pair0 / group, newest = call->starts[chunk] + (pair0 + lanes - 1) / group;
+  const float *q[PANEL];  // of each lane; lanes past the last pair repeat it
+  float *out[PANEL];
   for (long l = 0; l < PANEL; l++) {
     const long pair = pair0 + (l < lanes ? l : lanes - 1), token = call->first_token[chunk] + pair / group;
-    const float *q = call->q + token * call->q_token + (kv * group + pair % group) * call->q_head;
+    const long head = kv * group + pair % group;
+    q[l] = call->q + token * call->q_token + head * call->q_head;
+    out[l] = call->out + (token * call->heads + head) * d;
     s->position[l] = (int32_t)(call->starts[chunk] + pair / group);
-    for (long e = 0; e < d; e++) s->q[e * PANEL + l] = q[e] * call->scale;
     s->max[l] = -FLT_MAX;
     s->total[l] = 0.0f;
   }
+  const __m128 factor = _mm_set1_ps(score_factor(call));
+  for (long l = 0; l < PANEL; l += 4)
+    for (long e = 0; e < d; e += 4) {
+      __m128 x[4];
+      UNROLL for (int i = 0; i < 4; i++) x[i] = _mm_mul_ps(_mm_loadu_ps(q[l + i] + e), factor);
+      _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]);
+      UNROLL for (int i = 0; i < 4; i++) _mm_storeu_ps(s->q + (e + i) * PANEL + l, x[i]);
+    }
   memset(s->out, 0, (size_t)(d * PANEL) * 4);
   long start = call->window > 0 && oldest >= call->window ? oldest - call->window + 1 : 0;
   for (; start <= newest; start += TILE_KEYS) {
@@ -302,15 +318,25 @@ static void chunk_task(const attention_call *call, long task) {
     for (long i = count; i % MAX_ROWS; i++) offsets[i] = offsets[count - 1];
     for (long i = 0; i < count; i += MAX_ROWS)
       score_keys(s->q, call->k_cache + kv * d, offsets + i, d, s->scores + i * PANEL);
-    soften(call, s, start, count, start + count - 1 > oldest || (call->window > 0 && start + call->window <= newest));
+    const int masked = start + count - 1 > oldest || (call->window > 0 && start + call->window <= newest);
+    if (call->softcap > 0.0f)
+      soften(call, s, start, count, 1, call->softcap);
+    else if (masked)
+      soften(call, s, start, count, 1, 0.0f);
+    else
+      soften(call, s, start, count, 0, 0.0f);
     for (long e = 0; e < d; e += MAX_ROWS)
       weigh_values(s->scores, call->v_cache + kv * d + e, offsets, count, s->keep, s->out + e * PANEL);
   }
-  for (long l = 0; l < lanes; l++) {
-    const long pair = pair0 + l, token = call->first_token[chunk] + pair / group;
-    float *out = call->out + (token * call->heads + kv * group + pair % group) * d;
-    const float factor = 1.0f / s->total[l];
-    for (long e = 0; e < d; e++) out[e] = s->out[e * PANEL + l] * factor;
+  for (long l = 0; l < lanes; l += 4) {
+    const __m128 share = _mm_div_ps(_mm_set1_ps(1.0f), _mm_loadu_ps(s->total + l));
+    for (long e = 0; e < d; e += 4) {
+      __m128 x[4];
+      UNROLL for (int i = 0; i < 4; i++) x[i] = _mm_mul_ps(_mm_loadu_ps(s->out + (e + i) * PANEL + l), share);
+      _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]);
+      // Lanes past the last pair write to its place what it writes.
+      UNROLL for (int i = 0; i < 4; i++) _mm_storeu_ps(out[l + i] + e, x[i]);
+    }
   }
 }
 
@@ -368,7 +394,7 @@ int tgi_attention(const float *q, long q_token, long q_head, const float *k_cach
   call.chunk_tasks = first[call.num_chunks];
   call.partial = reserve(&partial_memory, (size_t)(call.num_decode * call.pieces * call.heads * (call.head_dim + 2) + VL) * 4);
   if (!call.num_chunks && keys * call.heads * call.head_dim < 1 << 16) threads = 1;
-  run_team(attention_body, &call, threads);
+  run_team(attention_body, &call, call.chunk_tasks + call.num_decode * call.kv_heads * call.pieces, threads);
   for (long row = 0; row < call.num_decode; row++)
     for (long kv = 0; kv < call.kv_heads; kv++) merge_pieces(&call, row, kv);
   return 0;

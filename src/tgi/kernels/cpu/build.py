@@ -27,24 +27,24 @@ COMPILE_SECONDS = 120
 
 def load_library(cache_dir: Path, compilers: Sequence[str] = COMPILERS, march: str = "native") -> ctypes.CDLL | str:
     """The kernels as a loaded library, or why there are none."""
-    cpu_flags = _cpu_flags()
+    flags = cpu_flags()
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"the native kernels are for Linux on x86-64, this is {platform.system()} on {platform.machine()}"
-    if missing := NEEDED_CPU_FLAGS - set(cpu_flags.split()):
+    if missing := NEEDED_CPU_FLAGS - set(flags.split()):
         return f"this CPU lacks {', '.join(sorted(missing))}"
     compiler = next((path for name in compilers if (path := shutil.which(name))), None)
     if compiler is None:
         return f"no C compiler found (looked for {', '.join(compilers) or 'none'})"
     try:
-        return _load_or_compile(compiler, cache_dir, cpu_flags, march)
+        return _load_or_compile(compiler, cache_dir, flags, march)
     except (OSError, subprocess.SubprocessError) as error:
         return f"the native kernels could not be built or loaded: {error}"
 
 
-def _load_or_compile(compiler: str, cache_dir: Path, cpu_flags: str, march: str) -> ctypes.CDLL | str:
+def _load_or_compile(compiler: str, cache_dir: Path, flags: str, march: str) -> ctypes.CDLL | str:
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=True).stdout
     key = hashlib.sha256()
-    for part in (*((SOURCE_DIR / name).read_bytes() for name in SOURCE_NAMES), version, cpu_flags.encode(),
+    for part in (*((SOURCE_DIR / name).read_bytes() for name in SOURCE_NAMES), version, flags.encode(),
                  march.encode(), " ".join(FLAGS).encode()):  # fmt: skip
         key.update(len(part).to_bytes(8, "little") + part)
     folder = cache_dir / "cpu-kernels"
@@ -74,7 +74,8 @@ def _compile(compiler: str, path: Path, march: str) -> str | None:
     return None
 
 
-def _cpu_flags() -> str:
+def cpu_flags() -> str:
+    """What this CPU can do, as the kernel lists it."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

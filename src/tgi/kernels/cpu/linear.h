@@ -1,16 +1,17 @@
 // Linear layers over packed weights.
 //
-// Each output is one chain of fused multiply-adds in the order of the inputs, from weights rounded to float32 first (or,
-// on AMX, one chain of scaled groups): its value does not depend on how many rows or threads a call has.
+// Few rows: each panel goes from memory to registers once. More rows: a part of a panel is made float32 in the first-level
+// cache and tiles of rows pass over it, or AMX takes whole groups. Within each of these an output is one chain of
+// operations in the order of the inputs, so its value does not depend on the other rows or on the number of threads.
 #ifndef TGI_LINEAR_H
 #define TGI_LINEAR_H
 
 #include "amx.h"
 
 enum { DEPTH = 192 };       // inputs whose weights stay in the first-level cache while rows pass over them
-enum { CHUNK_ROWS = 256 };  // rows one task carries through a panel
+enum { CHUNK_ROWS = 256, CHUNK_BYTES = 1 << 20 };  // rows one task carries through a panel, and what they may occupy
 enum { MAX_RUN = 16 };      // panels
-enum { DIRECT_ROWS = VL == 16 ? 4 : 2 };  // up to here quantised weights go from memory to registers
+enum { DIRECT_ROWS = 4 };   // up to here quantised weights go from memory to registers
 
 // Rows of `a` [in][rows] times one panel, weights going straight to registers.
 INLINE void direct(const int kind, const int rows, const float *a, const char *panel, long k, vf sums[][3]) {
@@ -31,7 +32,7 @@ INLINE void direct(const int kind, const int rows, const float *a, const char *p
     UNROLL for (int v = 0; v < 3; v++) load_scales(kind, panel, v, &d[v], &m[v]);
     fetch(panel + AHEAD);
     const char *values = panel + scales_bytes(kind);
-    for (int part = 0; part < GROUP / 8; part++, a += 8 * rows) {
+    NO_UNROLL for (int part = 0; part < GROUP / 8; part++, a += 8 * rows) {
       fetch(values + AHEAD);
       if (kind == Q8_0) {
         fetch(values + AHEAD + PANEL * 4);
@@ -52,13 +53,75 @@ INLINE void direct(const int kind, const int rows, const float *a, const char *p
   }
 }
 
+#if VL == 8
+// The same for quantised weights where making each one float32 would take longer than using it: integers times
+// activations are summed within a group, and scale and offset applied to that. A nibble is not shifted down: `a` holds its
+// activation times 16^-n instead (see pack_grouped), followed by the activations' group sums.
+INLINE void direct_grouped(const int kind, const int rows, const float *a, const char *panel, long k, vf sums[][3]) {
+  const int width = rows <= 2 ? 3 : 1;  // vectors of a panel worked on at a time: what registers can hold
+  const int split = rows == 2 ? 1 : 2;  // a row may alternate between two sums, where one would wait for itself
+  const float *group_sums = a + k * rows;
+  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < 3; v++) sums[r][v] = v_set(0.0f);
+  for (long g = 0; g < k / GROUP; g++, panel += group_bytes(kind), group_sums += rows, a += GROUP * rows) {
+    UNROLL for (int i = 0; i < group_bytes(kind); i += 64) __builtin_prefetch(panel + AHEAD + i, 0, 3);
+    NO_UNROLL for (int v0 = 0; v0 < 3; v0 += width) {
+      vf dots[8][3];
+      UNROLL for (int c = 0; c < rows * split; c++) UNROLL for (int v = 0; v < width; v++) dots[c][v] = v_set(0.0f);
+      const char *values = panel + scales_bytes(kind);
+      const float *x = a;
+      NO_UNROLL for (int part = 0; part < GROUP / 8; part++, x += 8 * rows) {
+        vi words[3];
+        if (kind != Q8_0) {
+          UNROLL for (int v = 0; v < width; v++) words[v] = vi_load(values + (v0 + v) * VL * 4);
+          values += PANEL * 4;
+        }
+        UNROLL for (int i = 0; i < 8; i++) {
+          UNROLL for (int v = 0; v < width; v++) {
+            vf q = kind == Q8_0 ? v_int8_to_float((const int8_t *)values + (v0 + v) * VL)
+                                : v_nibble_in_place(words[v], nibble_of(i));
+            UNROLL for (int r = 0; r < rows; r++) {
+              const int chain = split == 2 ? 2 * r + (i & 1) : r;
+              dots[chain][v] = v_fma(q, v_set(x[i * rows + r]), dots[chain][v]);
+            }
+          }
+          if (kind == Q8_0) values += PANEL;
+        }
+      }
+      UNROLL for (int v = 0; v < width; v++) {
+        vf d, m;
+        load_scales(kind, panel, v0 + v, &d, &m);
+        UNROLL for (int r = 0; r < rows; r++) {
+          vf dot = split == 2 ? v_add(dots[2 * r][v], dots[2 * r + 1][v]) : dots[r][v];
+          sums[r][v0 + v] = v_fma(d, dot, sums[r][v0 + v]);
+          if (kind != Q8_0) sums[r][v0 + v] = v_fma(m, v_set(group_sums[r]), sums[r][v0 + v]);
+        }
+      }
+    }
+  }
+}
+
+static void pack_grouped(int kind, const float *x, long ldx, long rows, long k, float *out) {
+  static const float factors[8] = {1, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f, 1};
+  float *group_sums = out + k * rows;
+  for (long r = 0; r < rows; r++)
+    for (long g = 0; g < k / GROUP; g++) {
+      float sum = 0.0f;
+      for (long i = g * GROUP; i < (g + 1) * GROUP; i++) {
+        sum += x[r * ldx + i];
+        out[i * rows + r] = kind == Q8_0 ? x[r * ldx + i] : x[r * ldx + i] * factors[nibble_of(i % 8)];
+      }
+      group_sums[g * rows + r] = sum;
+    }
+}
+#endif
+
 // `groups` groups of a quantised panel as float [32 * groups][PANEL].
 INLINE void expand(const int kind, const char *group, long groups, float *out) {
   for (; groups; groups--, group += group_bytes(kind)) {
     vf d[3], m[3];
     UNROLL for (int v = 0; v < 3; v++) load_scales(kind, group, v, &d[v], &m[v]);
     const char *values = group + scales_bytes(kind);
-    for (int part = 0; part < GROUP / 8; part++) {
+    NO_UNROLL for (int part = 0; part < GROUP / 8; part++) {
       if (kind == Q8_0) {
         UNROLL for (int i = 0; i < 8; i++, values += PANEL, out += PANEL) UNROLL for (int v = 0; v < 3; v++)
             v_store(out + v * VL, v_mul(v_int8_to_float((const int8_t *)values + v * VL), d[v]));
@@ -93,7 +156,7 @@ INLINE void tile(const int rows, const float *a, const float *b, long kc, float 
       sums[r][v] = add ? v_load(c + r * ldc + v * VL) : v_set(0.0f);
   for (long i = 0; i < kc; i++, a += rows, b += PANEL) {
     vf w[3];
-    fetch(ahead.next);
+    UNROLL for (int line = 0; line < PANEL * 4; line += 64) __builtin_prefetch(ahead.next + line, 0, 2);
     ahead.next += ahead.step;
     UNROLL for (int v = 0; v < 3; v++) w[v] = v_load(b + v * VL);
     UNROLL for (int r = 0; r < rows; r++) {
@@ -162,28 +225,31 @@ static void pack_tile(const float *x, long ldx, long rows, long k, float *out) {
     for (long r = 0; r < rows; r++) out[i * rows + r] = x[r * ldx + i];
 }
 
+#if VL == 16
+#define DIRECT_QUANTISED direct
+#else
+#define DIRECT_QUANTISED direct_grouped
+#endif
 #define DIRECT(KIND, R) \
   case KIND * 8 + R: \
-    direct(KIND, R, a, panel, k, sums); \
+    DIRECT_QUANTISED(KIND, R, a, panel, k, sums); \
     break;
 static void direct_product(int kind, long rows, const float *a, const char *panel, long k, float *c, long ldc, const float *bias) {
   vf sums[DIRECT_ROWS][3];
   switch (kind * 8 + rows) {
-    DIRECT(FLOAT32, 1)
-    DIRECT(Q4_0, 1) DIRECT(Q4_0, 2)
-    DIRECT(Q4_1, 1) DIRECT(Q4_1, 2)
-    DIRECT(Q8_0, 1) DIRECT(Q8_0, 2)
-#if VL == 16
-    DIRECT(Q4_0, 3) DIRECT(Q4_0, 4)
-    DIRECT(Q4_1, 3) DIRECT(Q4_1, 4)
-    DIRECT(Q8_0, 3) DIRECT(Q8_0, 4)
-#endif
+    case FLOAT32 * 8 + 1:
+      direct(FLOAT32, 1, a, panel, k, sums);
+      break;
+    DIRECT(Q4_0, 1) DIRECT(Q4_0, 2) DIRECT(Q4_0, 3) DIRECT(Q4_0, 4)
+    DIRECT(Q4_1, 1) DIRECT(Q4_1, 2) DIRECT(Q4_1, 3) DIRECT(Q4_1, 4)
+    DIRECT(Q8_0, 1) DIRECT(Q8_0, 2) DIRECT(Q8_0, 3) DIRECT(Q8_0, 4)
   }
   for (long r = 0; r < rows; r++)
     for (int v = 0; v < 3; v++)
       v_store(c + r * ldc + v * VL, bias ? v_add(sums[r][v], v_load(bias + v * VL)) : sums[r][v]);
 }
 #undef DIRECT
+#undef DIRECT_QUANTISED
 
 static void product_task(const linear_call *call, long chunk, long p) {
   static __thread float expanded[DEPTH * PANEL] __attribute__((aligned(64)));
@@ -218,19 +284,19 @@ static void product_task(const linear_call *call, long chunk, long p) {
     for (long k0 = 0; k0 < k; k0 += DEPTH) {
       const long kc = k - k0 < DEPTH ? k - k0 : DEPTH;
       const float *b = (const float *)panel;
-      lookahead ahead = {panel + AHEAD, PANEL * 4};
+      const long bytes = kind == FLOAT32 ? kc * PANEL * 4 : kc / GROUP * group_bytes(kind);
       if (kind != FLOAT32) {
         expand_groups(kind, panel, kc / GROUP, expanded);
         b = expanded;
-        ahead = (lookahead){panel + kc / GROUP * group_bytes(kind), group_bytes(kind) / GROUP};
       }
       for (long t = first; t < last; t++) {
         const long row = tile_start(call, t), rows = tile_start(call, t + 1) - row;
+        // Each tile asks for its share of the next inputs' weights.
+        const lookahead ahead = {panel + bytes + (t - first) * bytes / (last - first), bytes / kc / (last - first)};
         tiles[rows](call->packed_x + row * k + k0 * rows, b, kc, c + (row - row0) * ldc, ldc, k0 > 0,
                     k0 + kc == k ? bias : 0, ahead);
-        ahead = (lookahead){(const char *)b, 0};
       }
-      panel += kind == FLOAT32 ? kc * PANEL * 4 : kc / GROUP * group_bytes(kind);
+      panel += bytes;
     }
   }
   if (columns < PANEL)
@@ -247,6 +313,10 @@ static void linear_body(void *context) {
       const float *x = call->x + row * call->ldx;
       if (call->amx)
         amx_pack(x, call->ldx, rows, k, (char *)call->packed_x + amx_packed_bytes(t, k));
+#if VL == 8
+      else if (call->weight->kind != FLOAT32 && call->rows <= DIRECT_ROWS)
+        pack_grouped((int)call->weight->kind, x, call->ldx, rows, k, call->packed_x);
+#endif
       else
         pack_tile(x, call->ldx, rows, k, call->packed_x + row * k);
       finish(&call->packing);
@@ -267,20 +337,24 @@ void tgi_linear(const float *x, long rows, long ldx, const packed_weight *weight
   static __thread scratch packed;
   if (rows <= 0) return;
   linear_call call = {.x = x, .bias = bias, .out = out, .weight = weight, .rows = rows, .ldx = ldx, .ldo = ldo};
-  call.amx = weight->kind != FLOAT32 && amx_allowed();
+  call.amx = weight->kind != FLOAT32 && rows > DIRECT_ROWS && amx_allowed();
   const long tile_rows = call.amx ? AMX_ROWS : MAX_ROWS;
   call.tiles = (rows + tile_rows - 1) / tile_rows;
-  call.chunks = (call.tiles * tile_rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+  long chunk_rows = CHUNK_BYTES / (weight->in_features * (call.amx ? 6 : 4)) / AMX_ROWS * AMX_ROWS;
+  chunk_rows = chunk_rows < 64 ? 64 : chunk_rows > CHUNK_ROWS ? CHUNK_ROWS : chunk_rows;
+  call.chunks = (call.tiles * tile_rows + chunk_rows - 1) / chunk_rows;
   call.tiles_per_chunk = (call.tiles + call.chunks - 1) / call.chunks;
   if (call.amx)
     call.packed_x = reserve(&packed, (size_t)amx_packed_bytes(call.tiles, weight->in_features));
   else
-    call.packed_x = rows == 1 ? (float *)x : reserve(&packed, (size_t)(rows * weight->in_features) * 4);
+    call.packed_x = reserve(&packed, (size_t)(rows * (weight->in_features + weight->in_features / GROUP)) * 4);
+  if (rows == 1 && (weight->kind == FLOAT32 || VL == 16)) call.packed_x = (float *)x;  // nothing to rearrange
   if (rows * weight->out_features * weight->in_features < 1 << 15) threads = 1;
   call.run = panel_count(weight->out_features) * call.chunks / (8 * threads);
   if (call.run < 1) call.run = 1;
   if (call.run > MAX_RUN) call.run = MAX_RUN;
-  run_team(linear_body, &call, threads);
+  const long runs = (panel_count(weight->out_features) + call.run - 1) / call.run;
+  run_team(linear_body, &call, call.chunks * runs, threads);
 }
 
 #endif

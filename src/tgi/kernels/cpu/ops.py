@@ -20,6 +20,7 @@ from tgi.kernels.stack import StackLayer
 
 KINDS = {"float32": 0, "q4_0": 1, "q4_1": 2, "q8_0": 3}
 BLOCK_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}  # of 32 weights
+ACTIVATIONS = ("silu", "gelu_tanh")
 MAX_HEAD_DIM = 512
 
 _float32 = torch.float32
@@ -376,14 +377,23 @@ class NativeOps:
             if layer.k_cache.shape != layers[0].k_cache.shape or layer.v_cache.shape != layers[0].k_cache.shape:
                 return None
             struct.window = layer.window or 0
-        if head_dim % 8 or head_dim > MAX_HEAD_DIM or any(t.dtype is not _float32 for t in tensors):
+        first, hidden, width = layers[0], layers[0].o.shape[0], heads * head_dim
+        shapes = {
+            "qkv": (width + 2 * kv_heads * head_dim, hidden),
+            "o": (hidden, width),
+            "down": (hidden, first.down.shape[1]),
+        }
+        shapes["gate_up"] = (2 * first.down.shape[1], hidden)
+        if any(tuple(getattr(first, name).shape) != shape for name, shape in shapes.items()):
+            raise ValueError("the matrices of a stack layer do not fit each other")
+        if head_dim % 8 or head_dim > MAX_HEAD_DIM or cos_sin.shape[1] > head_dim or activation not in ACTIVATIONS:
             return None
-        if not all(t.is_contiguous() and t.device.type == "cpu" for t in tensors):
+        if not all(t.dtype is _float32 and t.is_contiguous() and t.device.type == "cpu" for t in tensors):
             return None
         stack = _StackStruct(
             ctypes.addressof(structs), final_norm.data_ptr(), cos_sin.data_ptr(), len(layers), heads, kv_heads,
             head_dim, cos_sin.shape[1], cos_sin.shape[0], layers[0].k_cache.shape[0], block_size,
-            ("silu", "gelu_tanh").index(activation), eps, scale, softcap or 0.0,
+            ACTIVATIONS.index(activation), eps, scale, softcap or 0.0,
         )  # fmt: skip
         return Stack(layers[0].o.shape[0], ctypes.addressof(stack), (stack, structs, tuple(layers), tensors))
 

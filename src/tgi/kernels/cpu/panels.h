@@ -96,7 +96,7 @@ long tgi_packed_bytes(int kind, long out_features, long in_features) {
 
 void tgi_pack(const packed_weight *weight, const void *source, long stride, int threads) {
   pack_call call = {.weight = weight, .data = (char *)weight->data, .source = source, .stride = stride};
-  run_team(pack_body, &call, threads);
+  run_team(pack_body, &call, panel_count(weight->out_features), threads);
 }
 
 // Row lookup ---------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ int tgi_embedding(const int64_t *ids, long count, const packed_weight *weight, f
   for (long i = 0; i < count; i++)
     if (ids[i] < 0 || ids[i] >= weight->out_features) return -1;
   embedding_call call = {.weight = weight, .ids = ids, .count = count, .out = out};
-  run_team(embedding_body, &call, count < 8 ? 1 : threads);
+  run_team(embedding_body, &call, count, count < 8 ? 1 : threads);
   return 0;
 }
 

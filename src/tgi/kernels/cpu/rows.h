@@ -21,6 +21,8 @@ INLINE int row_threads(long rows, long floats_per_row, int threads) {
   return rows * floats_per_row < SERIAL_FLOATS ? 1 : threads;
 }
 
+INLINE long row_runs(const row_split *split) { return (split->rows + split->run - 1) / split->run; }
+
 INLINE int claim_rows(row_split *split, long *start, long *end) {
   *start = claim(&split->runs) * split->run;
   *end = *start + split->run < split->rows ? *start + split->run : split->rows;
@@ -86,7 +88,7 @@ void tgi_rms_norm(const float *x, long ldx, const float *residual, long ldr, con
                   long width, float *out, float *sum, int threads) {
   norm_call call = {.split = split_rows(rows, width), .x = x, .residual = residual, .weight = weight, .out = out,
                     .sum = sum, .ldx = ldx, .ldr = ldr, .width = width, .eps = eps};
-  run_team(norm_body, &call, row_threads(rows, width, threads));
+  run_team(norm_body, &call, row_runs(&call.split), row_threads(rows, width, threads));
 }
 
 // Norm each of `heads` heads of every row, in place.
@@ -140,7 +142,7 @@ static void gate_body(void *context) {
 
 void tgi_gate(int kind, const float *x, long ldx, long rows, long width, float *out, int threads) {
   gate_call call = {.split = split_rows(rows, 4 * width), .x = x, .out = out, .ldx = ldx, .width = width, .kind = kind};
-  run_team(gate_body, &call, row_threads(rows, 4 * width, threads));
+  run_team(gate_body, &call, row_runs(&call.split), row_threads(rows, 4 * width, threads));
 }
 
 // Rotary embedding and cache write -----------------------------------------------------------------------------
@@ -203,7 +205,7 @@ int tgi_rotary_and_cache(const float *q, long q_token, long q_head, const float 
                       .q_token = q_token, .q_head = q_head, .k_token = k_token, .k_head = k_head,
                       .v_token = v_token, .v_head = v_head,
                       .heads = heads, .kv_heads = kv_heads, .head_dim = head_dim, .rotary_dim = rotary_dim};
-  run_team(rotary_body, &call, row_threads(tokens, width, threads));
+  run_team(rotary_body, &call, row_runs(&call.split), row_threads(tokens, width, threads));
   return 0;
 }
 
@@ -268,7 +270,7 @@ void tgi_greedy(const float *logits, long ld, long rows, long vocab, int64_t *in
   const long per_row = (vocab + PIECE - 1) / PIECE;
   greedy_call call = {.logits = logits, .ld = ld, .rows = rows, .vocab = vocab, .pieces_per_row = per_row};
   call.results = reserve(&memory, (size_t)(rows * per_row) * sizeof(piece_result));
-  run_team(greedy_body, &call, row_threads(rows, vocab, threads));
+  run_team(greedy_body, &call, rows * per_row, row_threads(rows, vocab, threads));
   for (long row = 0; row < rows; row++) {
     const piece_result *pieces = call.results + row * per_row, *best = pieces;
     for (long i = 1; i < per_row && !best->nan; i++)

@@ -13,8 +13,10 @@
 
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
+#define NO_UNROLL _Pragma("nounroll")
 #else
 #define UNROLL _Pragma("GCC unroll 32")
+#define NO_UNROLL _Pragma("GCC unroll 1")  // where copies of a body would share loads and run out of registers
 #endif
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
@@ -68,6 +70,7 @@ INLINE vf v_nibble(vi words, int i) {
 }
 
 INLINE vf v_scale_by_exponent(vf x, vf n) { return _mm512_scalef_ps(x, n); }
+INLINE vf v_scale_down(vf x, vf n) { return _mm512_scalef_ps(x, n); }
 
 // The sums of VL vectors -> one vector.
 INLINE vf v_sums(const vf *p) {
@@ -144,12 +147,24 @@ INLINE vf v_nibble(vi words, int i) {
   return _mm256_cvtepi32_ps(i == 7 ? low : _mm256_and_si256(low, _mm256_set1_epi32(15)));
 }
 
+// The same times 16^i, saving a shift; nibble 7 would meet the sign and is shifted down after all.
+INLINE vf v_nibble_in_place(vi words, int i) {
+  if (i == 7) return _mm256_cvtepi32_ps(_mm256_srli_epi32(words, 28));
+  return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(15 << (4 * i))));
+}
+
 // x * 2^n for integral n in [-126, 128]; two factors keep 2^128 within range.
 INLINE vf v_scale_by_exponent(vf x, vf n) {
   vi whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
   vi first = _mm256_slli_epi32(_mm256_add_epi32(half, _mm256_set1_epi32(127)), 23);
   vi second = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), _mm256_set1_epi32(127)), 23);
   return _mm256_mul_ps(_mm256_mul_ps(x, _mm256_castsi256_ps(first)), _mm256_castsi256_ps(second));
+}
+
+// The same for n in [-126, 0].
+INLINE vf v_scale_down(vf x, vf n) {
+  vi exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
 }
 
 INLINE vf v_sums(const vf *p) {
@@ -191,6 +206,18 @@ INLINE vf v_exp(vf x) {
   p = v_select(tiny, v_set(0.0f), p);
 #endif
   return p;
+}
+
+// 2^x for x <= 0 within about two units in the last place; x below -126 counts as -126, NaN stays NaN.
+INLINE vf v_exp2_down(vf x) {
+  x = v_max(v_set(-126.0f), x);
+  vf n = v_round(x), r = v_sub(x, n);
+  vf p = v_set(1.326472725e-3f);
+  p = v_fma(p, r, v_set(9.671512786e-3f));
+  p = v_fma(p, r, v_set(5.550733744e-2f));
+  p = v_fma(p, r, v_set(2.402224208e-1f));
+  p = v_fma(p, r, v_set(6.931469776e-1f));
+  return v_scale_down(v_fma(p, r, v_set(1.0f)), n);
 }
 
 INLINE vf v_tanh(vf x) {

@@ -87,7 +87,17 @@ static void *help(void *number) {
   return 0;
 }
 
+// A child of fork has none of the helpers.
+static void forget_helpers(void) {
+  team.helpers = 0;
+  atomic_store(&team.state, 0);
+  atomic_store(&team.sleepers, 0);
+  atomic_flag_clear(&team.in_use);
+}
+
 static void start_helpers(int count) {
+  static atomic_flag registered = ATOMIC_FLAG_INIT;
+  if (!atomic_flag_test_and_set(&registered)) pthread_atfork(0, 0, forget_helpers);
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the program
@@ -99,8 +109,9 @@ static void start_helpers(int count) {
   pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
-// Run the body on this thread and on up to `threads - 1` helpers.
-static void run_team(team_body body, void *context, int threads) {
+// Run the body on this thread and on up to `threads - 1` helpers, no more than there are tasks for.
+static void run_team(team_body body, void *context, long count, int threads) {
+  if (threads > count) threads = (int)count;
   const unsigned control = flush_denormals();
   // A second thread that calls an op meanwhile works alone.
   if (threads <= 1 || atomic_flag_test_and_set_explicit(&team.in_use, memory_order_acquire)) {
@@ -132,7 +143,7 @@ static void *reserve(scratch *s, size_t size) {
   if (s->size < size) {
     size = (size + 4095) & ~(size_t)4095;
     free(s->memory);
-    s->memory = aligned_alloc(64, size);
+    s->memory = aligned_alloc(4096, size);
     s->size = s->memory ? size : 0;
     if (!s->memory) abort();
   }
