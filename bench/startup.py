@@ -16,14 +16,16 @@ import json, resource, sys, time
 begin = time.perf_counter()
 from tgi import LLM, SamplingParams
 imported = time.perf_counter()
-llm = LLM(progress=False, cache_dir=sys.argv[1], max_batch_total_tokens=16 * 704, max_total_tokens=704, max_batch_size=16)
+limits = {"max_batch_total_tokens": 16 * 704, "max_total_tokens": 704, "max_batch_size": 16}
+llm = LLM(progress=False, cache_dir=sys.argv[1], **limits)
 ready = time.perf_counter()
 llm.generate([[7 + n] * 500 for n in range(16)], SamplingParams(max_new_tokens=200, ignore_eos=True))
 engine = llm._engine
 kv_bytes = sum(t.nbytes for pair in engine.loop._runner.kv_cache for t in pair)
 weights = (engine.folder / "ggml.safetensors").stat().st_size
 print(json.dumps({
-    "import": imported - begin, "start": ready - imported, "stages": engine.seconds, "kernels": engine.device.ops.description,
+    "import": imported - begin, "start": ready - imported, "stages": engine.seconds,
+    "kernels": engine.device.ops.description,
     "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "kv": kv_bytes, "weights": weights,
 }))
 """

@@ -78,7 +78,9 @@ def prompts(llm: LLM) -> list[list[int]]:
     raw = [encode(text) for text in TEXTS]
     chats = [encode(llm.render_chat([{"role": "user", "content": text}]), False) for text in CHATS]
     words = " ".join(
-        random.Random(0).choices("the river runs past old stone houses while children sing".split(), k=1600)
+        random.Random(0).choices(
+            ["the", "river", "runs", "past", "old", "stone", "houses", "while", "children", "sing"], k=1600
+        )
     )
     long = [encode(words)[:length] for length in LONG]
     return raw + chats + long

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -111,18 +112,94 @@ def test_logprobs_are_of_the_processed_distribution_before_filtering(tiny_llama:
     engine.close()
 
 
-def test_filters_confine_the_choice(tiny_llama: Tiny) -> None:
-    prompts = random_prompts(320, [9] * 30, seed=4)
+def kept_ids(logits: np.ndarray, p: dict) -> set[int]:
+    """What the filters leave, one after the other, stated plainly, with a little slack at their borders."""
+    scores = logits / p.get("temperature", 1.0)
+    everything = set(range(len(logits)))
+
+    def drop(kept: set[int]) -> None:
+        scores[list(everything - kept)] = -1e30
+
+    def mass_before(order: np.ndarray) -> list[tuple[int, float]]:
+        probabilities = np.exp(log_softmax(scores))[order]
+        return list(zip(order.tolist(), np.cumsum(probabilities) - probabilities, strict=True))
+
+    if p.get("top_k"):
+        drop(set(np.argsort(-scores)[: p["top_k"]].tolist()))
+    if "top_p" in p:
+        drop({i for i, mass in mass_before(np.argsort(-scores)) if mass < p["top_p"] + 1e-5})
+    if "typical_p" in p:
+        logprobs = log_softmax(scores)
+        surprise = np.abs(-logprobs + (np.exp(logprobs) * logprobs).sum())
+        drop({i for i, mass in mass_before(np.argsort(surprise)) if mass < p["typical_p"] + 1e-5})
+    if "min_p" in p:
+        drop({i for i in everything if scores[i] >= scores.max() + math.log(p["min_p"]) - 1e-4})
+    return {i for i in everything if scores[i] > -1e29}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 3, "temperature": 2.0},
+        {"top_p": 0.3},
+        {"top_k": 300, "top_p": 0.5},
+        {"typical_p": 0.3},
+        {"typical_p": 0.5, "top_p": 0.6},
+        {"min_p": 0.3, "temperature": 1.5},
+        {"min_p": 0.2, "top_k": 30},
+    ],
+    ids=lambda p: "+".join(p),
+)
+def test_filters_confine_the_choice(tiny_llama: Tiny, params: dict) -> None:
+    prompts = random_prompts(320, [9] * 12, seed=4)
     engine = start(tiny_llama.folder)
-    asked = [make_request(n, prompt, NEW, seed=n, top_k=3, temperature=2.0) for n, prompt in enumerate(prompts)]
-    chosen = set()
+    asked = [make_request(n, prompt, NEW, seed=n, **params) for n, prompt in enumerate(prompts)]
+    ranks = set()
     for output, prompt in zip(run(engine, asked), prompts, strict=True):
         raw = raw_scores(tiny_llama, prompt + output.token_ids)
         for step, token in enumerate(output.token_ids):
-            rank = np.argsort(-raw[len(prompt) - 1 + step]).tolist().index(token)
-            assert rank < 3
-            chosen.add(rank)
-    assert chosen == {0, 1, 2}
+            logits = raw[len(prompt) - 1 + step]
+            assert token in kept_ids(logits, params)
+            ranks.add(np.argsort(-logits).tolist().index(token))
+    assert len(ranks) > 1, "the choice is not always the best"
+    engine.close()
+
+
+def test_rows_that_come_and_go_keep_their_own_parameters(tiny_llama: Tiny, batch_of_64: list[list[int]]) -> None:
+    """Two slots, so that the rows change at almost every step while their number stays."""
+    engine = start(tiny_llama.folder, max_batch_size=2, prefix_caching=False)
+    asked = requests(30)
+    lengths = [1 + (7 * n) % NEW for n in range(30)]
+    shorter = [msgspec.structs.replace(r, max_new_tokens=new) for r, new in zip(asked, lengths, strict=True)]
+    assert ids(run(engine, shorter)) == [tokens[:new] for tokens, new in zip(batch_of_64, lengths, strict=False)]
+    engine.close()
+
+
+def test_penalties_of_the_output_survive_preemption(tiny_llama: Tiny) -> None:
+    params = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "frequency_by_length": False}
+    asked = [make_request(n, p, 40, **params) for n, p in enumerate(random_prompts(320, [8] * 6, seed=5))]
+    large, small = start(tiny_llama.folder), start(tiny_llama.folder, max_batch_total_tokens=96, max_total_tokens=64)
+    assert ids(run(small, asked)) == ids(run(large, asked))
+    assert small.loop.scheduler.stats.num_preemptions >= 3
+    large.close()
+    small.close()
+
+
+def test_seeds_over_the_whole_range_differ(tiny_llama: Tiny) -> None:
+    engine = start(tiny_llama.folder)
+    seeds = [0, 1, 2**62, 2**62 + 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1]
+    asked = [make_request(n, [1, 2, 3], NEW, seed=seed, do_sample=True) for n, seed in enumerate(seeds)]
+    assert len({tuple(tokens) for tokens in ids(run(engine, asked))}) == len(seeds)
+    engine.close()
+
+
+def test_a_slot_does_not_inherit_owed_prompt_logprobs(tiny_llama: Tiny) -> None:
+    engine = start(tiny_llama.folder, max_batch_size=1, max_batch_prefill_tokens=4)
+    engine.loop.add(make_request(1, list(range(40)), 5, decoder_input_details=True))
+    for _ in range(3):
+        engine.loop.step()
+    engine.loop.abort(1)
+    assert run(engine, [make_request(2, list(range(40)), 5)])[0].prompt_logprobs == {}
     engine.close()
 
 

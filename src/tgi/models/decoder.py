@@ -74,7 +74,6 @@ class DecoderLayer(Module):
         normed, residual = self.mlp_norm.add(x, residual)
         return self.mlp.forward(normed), residual
 
-
     def as_stack_layer(self, k_cache: Tensor, v_cache: Tensor) -> StackLayer:
         attention, mlp = self.attention, self.mlp
         return StackLayer(

@@ -16,7 +16,6 @@ from tgi.kernels import sampling
 from tgi.runner.slots import Slots
 from tgi.types import Admission, SamplingParams, TopTokens
 
-
 _NUM_BEST = 256  # scores that the short way of drawing looks at
 
 

@@ -54,7 +54,7 @@ class BlockPool:
         return blocks
 
     def try_take(self, num_new: int, shared: Sequence[int] = ()) -> list[int] | None:
-        """Hold `shared` (from `match`) and `num_new` further blocks; None, with nothing changed, if there are too few."""
+        """Hold `shared` (from `match`) and `num_new` other blocks; None, with nothing changed, if there are too few."""
         shared_free = sum(1 for block in shared if not self._holders[block])
         if self.num_free - shared_free < num_new:
             return None

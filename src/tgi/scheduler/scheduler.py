@@ -32,7 +32,6 @@ from tgi.types import (
     TopTokens,
 )
 
-
 _MAX_BLOCKS_AHEAD = 32
 
 

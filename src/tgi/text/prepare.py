@@ -53,7 +53,9 @@ def _check_ids(token_ids: list[int], vocab_size: int) -> None:
     for token_id in token_ids:
         is_id = isinstance(token_id, int) and 0 <= token_id < vocab_size  # pyright: ignore[reportUnnecessaryIsInstance]
         if not is_id:
-            raise ValidationError(f"`inputs` holds token id {token_id}, which is outside the vocabulary of {vocab_size}")
+            raise ValidationError(
+                f"`inputs` holds token id {token_id}, which is outside the vocabulary of {vocab_size}"
+            )
 
 
 def _max_new_tokens(input_length: int, params: SamplingParams, facts: ModelFacts) -> int:
@@ -64,7 +66,5 @@ def _max_new_tokens(input_length: int, params: SamplingParams, facts: ModelFacts
             f" Given: {input_length} `inputs` tokens and {asked} `max_new_tokens`"
         )
     if input_length > facts.max_input_tokens:
-        raise ValidationError(
-            f"`inputs` must have less than {facts.max_input_tokens} tokens. Given: {input_length}"
-        )
+        raise ValidationError(f"`inputs` must have less than {facts.max_input_tokens} tokens. Given: {input_length}")
     return facts.max_total_tokens - input_length if asked is None else asked
