@@ -136,6 +136,8 @@ class Scheduler:
         self._applied_step = flight.step
         rows = flight.decode_rows + flight.sampling_rows if flight.sampling_rows else flight.decode_rows
         assert len(rows) == len(result.token_ids)
+        scored = [(flight.chunk_rows[p.row - len(flight.decode_rows)], p) for p in result.prompt_logprobs]
+        prompts = [PromptLogprobs(request.id, p.start, p.logprobs) for request, p in scored if not request.finished]
         failed = dict(result.errors)
         top_by_row = {top.row: top for top in result.top_tokens}
         ids: list[int] = []
@@ -161,10 +163,6 @@ class Scheduler:
                 finished.append(self._end(request, "length"))
             elif token in request.stop_ids:
                 finished.append(self._end(request, "eos_token"))
-        prompts = [
-            PromptLogprobs(flight.chunk_rows[p.row - len(flight.decode_rows)].id, p.start, p.logprobs)
-            for p in result.prompt_logprobs
-        ]
         return TokenOut(ids, tokens, logprobs, tops, prompts, finished)
 
     def check(self) -> None:

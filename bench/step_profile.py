@@ -1,0 +1,58 @@
+"""Where a decode step's time goes: median microseconds per part, at 1, 4 and 16 running requests.
+
+python bench/step_profile.py
+"""
+
+import random
+import statistics
+import time
+from collections import defaultdict
+
+from tgi import LLM, SamplingParams
+from tgi.runner import runner as runner_module
+
+PARTS: dict[str, list[float]] = defaultdict(list)
+
+
+def timed(name: str, function):
+    def call(*args, **kwargs):
+        start = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            PARTS[name].append(time.perf_counter() - start)
+
+    return call
+
+
+def main() -> None:
+    rng = random.Random(0)
+    rows = {}
+    with LLM(progress=False, max_total_tokens=512, prefix_caching=False) as llm:
+        loop = llm._engine.loop
+        runner = loop._runner
+        model = runner.model
+        runner_module.build_batch = timed("build the batch", runner_module.build_batch)
+        model.model.embedding.look_up = timed("embedding", model.model.embedding.look_up)
+        if model.ops.run_stack is not None:
+            model.ops.run_stack = timed("layers", model.ops.run_stack)
+        model.logits = timed("output head", model.logits)
+        runner.sampler.choose = timed("choose tokens", runner.sampler.choose)
+        runner.execute = timed("step on the device thread", runner.execute)
+        loop.scheduler.plan = timed("plan (overlapped)", loop.scheduler.plan)
+        loop.scheduler.apply = timed("apply", loop.scheduler.apply)
+        llm._deliver = timed("text out", llm._deliver)
+        loop.step = timed("whole loop iteration", loop.step)
+        for level in (1, 4, 16):
+            prompts = [[rng.randrange(100, 40000) for _ in range(64)] for _ in range(level)]
+            llm.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
+            PARTS.clear()
+            llm.generate(prompts, SamplingParams(max_new_tokens=128, ignore_eos=True))
+            rows[level] = {name: statistics.median(values) * 1e6 for name, values in PARTS.items()}
+    print("| median per step, us | 1 | 4 | 16 |\n|---|---|---|---|")
+    for name in rows[1]:
+        print(f"| {name} | " + " | ".join(f"{rows[level].get(name, 0):.0f}" for level in rows) + " |")
+
+
+if __name__ == "__main__":
+    main()
