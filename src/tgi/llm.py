@@ -5,6 +5,7 @@ may be interleaved (a stream that is read while another call generates): tokens 
 """
 
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
@@ -16,6 +17,7 @@ import msgspec
 from tgi.config import ServerConfig, read_environment
 from tgi.engine.build import Engine, start_engine
 from tgi.errors import EngineError, RequestError, ValidationError
+from tgi.interrupt import uninterrupted
 from tgi.progress import CountBar, StageBars
 from tgi.text.chat_template import ChatTemplate
 from tgi.text.output import RequestText, pick_best
@@ -43,7 +45,7 @@ class Completion(msgspec.Struct, kw_only=True):
     token_ids: list[int]
     logprobs: list[float]
     prompt_token_ids: list[int]
-    num_cached_tokens: int
+    num_cached_tokens: int | None  # prompt tokens that needed no computing; None when a stop string ended it
     seed: int | None = None  # None when greedy
     top_tokens: list[list[Alternative]] = []
     prompt_logprobs: list[float | None] | None = None  # None for the first token
@@ -90,13 +92,11 @@ class _Job:
         pairs = zip(token_ids, logprobs, strict=True)
         self.top_tokens.append([Alternative(i, decode([i], False), logprob) for i, logprob in pairs])
 
-    def finish(self, reason: str, error: str | None = None, num_cached_tokens: int = 0) -> None:
+    def finish(self, reason: str, error: str | None = None, num_cached_tokens: int | None = None) -> None:
         rest = self.text.finish()
         if rest and self.pieces:
             token_id, piece, logprob = self.pieces.pop()
             self.pieces.append((token_id, piece + rest, logprob))
-        if self.text.stopped:
-            reason = "stop_sequence"
         prompt = self.request.token_ids
         self.completion = Completion(
             text=self.text.text,
@@ -141,6 +141,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._ids = count(1)
         self._jobs: dict[int, _Job] = {}
         self._failure: EngineError | None = None
+        self._lock = threading.RLock()  # calls from several threads take turns, step by step
 
     def generate(
         self,
@@ -193,7 +194,9 @@ class LLM(AbstractContextManager["LLM"]):
 
     def close(self) -> None:
         """Free the model. The object cannot be used afterwards."""
-        self._engine.close()
+        with self._lock:
+            self._failure = self._failure or EngineError("this LLM is closed")
+            self._engine.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -226,7 +229,8 @@ class LLM(AbstractContextManager["LLM"]):
                 self._start(job)
             num_left = len(jobs)
             while num_left:
-                self._pump()
+                if any(job.completion is None for job in jobs):
+                    self._pump()
                 num_left = sum(job.completion is None for job in jobs)
                 tell(len(jobs) - num_left)
         finally:
@@ -251,27 +255,40 @@ class LLM(AbstractContextManager["LLM"]):
             self._drop(job)
 
     def _start(self, job: _Job) -> None:
-        if self._failure is not None:
-            raise self._failure
-        self._engine.loop.add(job.request)
-        self._jobs[job.request.id] = job
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            self._engine.loop.add(job.request)
+            self._jobs[job.request.id] = job
 
     def _drop(self, job: _Job) -> None:
-        if self._jobs.pop(job.request.id, None) is not None:
-            self._engine.loop.abort(job.request.id)
+        with self._lock:
+            if self._jobs.pop(job.request.id, None) is not None:
+                self._engine.loop.abort(job.request.id)
 
     def _pump(self) -> None:
-        """One step of the engine, and its tokens to the jobs."""
-        try:
-            out = self._engine.loop.step()
-        except EngineError as error:
-            self._failure = error
-            raise
-        if out is not None:
-            self._deliver(out)
+        """One step of the engine, and its tokens to the jobs. Ctrl-C takes effect only while it waits."""
+        loop = self._engine.loop
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                with uninterrupted():
+                    due = loop.launch()
+                if due:
+                    loop.wait()
+                    with uninterrupted():
+                        self._deliver(loop.take())
+            except EngineError as error:
+                self._failure = error
+                raise
 
     def _deliver(self, out: TokenOut) -> None:
         tops = {top.row: top for top in out.top_tokens}
+        ended = {finish.request_id for finish in out.finished}
+        for prompt in out.prompt_logprobs:
+            if prompt.row in self._jobs:
+                self._jobs[prompt.row].prompt_logprobs.update(enumerate(prompt.logprobs, prompt.start))
         for row, (request_id, token_id, logprob) in enumerate(
             zip(out.request_ids, out.token_ids, out.logprobs, strict=True)
         ):
@@ -280,12 +297,9 @@ class LLM(AbstractContextManager["LLM"]):
                 continue
             if row in tops:
                 job.add_top(tops[row].token_ids, tops[row].logprobs)
-            if job.push(token_id, logprob):
+            if job.push(token_id, logprob) and request_id not in ended:
                 job.finish("stop_sequence")
                 self._drop(job)
-        for prompt in out.prompt_logprobs:
-            if prompt.row in self._jobs:
-                self._jobs[prompt.row].prompt_logprobs.update(enumerate(prompt.logprobs, prompt.start))
         for finish in out.finished:
             self._finish(finish)
 
@@ -295,13 +309,16 @@ class LLM(AbstractContextManager["LLM"]):
             job.finish(finish.reason, finish.error, finish.num_cached_tokens)
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (text, or a list of ids) or several."""
+def _as_batch(prompts: Any) -> list[Any]:
+    """One prompt (text, or a list of ids) or several. Arrays and tensors of ids are taken as lists."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # pyright: ignore[reportReturnType]
-    return list(prompts)  # pyright: ignore[reportArgumentType, reportReturnType]
+    batch = [item if isinstance(item, str) else _as_list(item) for item in _as_list(prompts)]
+    return [batch] if batch and isinstance(batch[0], int) else batch
+
+
+def _as_list(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value if isinstance(value, int) else list(value)
 
 
 def _best(group: list[_Job]) -> Completion:

@@ -58,26 +58,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, vocab_size: int | None = None) -> None:
         """Raise `ValidationError` naming the first field that is out of range."""
+        try:
+            msgspec.convert(msgspec.structs.asdict(self), SamplingParams)
+        except (msgspec.ValidationError, OverflowError) as error:
+            raise ValidationError(f"sampling parameters: {error}") from None
         for name in _FLOAT_FIELDS:
-            if not math.isfinite(getattr(self, name)):
-                raise ValidationError(f"`{name}` must be a finite number. Given: {getattr(self, name)}")
+            _require(
+                _is_float32(getattr(self, name)), f"`{name}` must be a finite number. Given: {getattr(self, name)}"
+            )
         _require(self.best_of >= 1, "`best_of` must be > 0")
         _require(self.best_of == 1 or self.samples, "you must use sampling when `best_of` is > 1")
-        _require(self.temperature > 0, "`temperature` must be strictly positive")
-        _require(self.repetition_penalty > 0, "`repetition_penalty` must be strictly positive")
+        _require(self.temperature >= _SMALLEST, "`temperature` must be strictly positive")
+        _require(self.repetition_penalty >= _SMALLEST, "`repetition_penalty` must be strictly positive")
         _require(-2 <= self.frequency_penalty <= 2, "`frequency_penalty` must be >= -2.0 and <= 2.0")
         _require(-2 <= self.presence_penalty <= 2, "`presence_penalty` must be >= -2.0 and <= 2.0")
         _require(0 < self.top_p <= 1, "`top_p` must be > 0.0 and <= 1.0")
         _require(0 < self.typical_p <= 1, "`typical_p` must be > 0.0 and <= 1.0")
         _require(0 <= self.min_p <= 1, "`min_p` must be >= 0.0 and <= 1.0")
-        _require(self.top_k >= 0, "`top_k` must be >= 0")
+        _require(0 <= self.top_k < 2**31, "`top_k` must be >= 0 and < 2^31")
         _require(self.max_new_tokens is None or self.max_new_tokens > 0, "`max_new_tokens` must be strictly positive")
         _require(not any(text == "" for text in self.stop), "`stop` must not contain an empty string")
         _require(self.seed is None or 0 <= self.seed <= MAX_SEED, "`seed` must be >= 0 and < 2^64")
         _require(self.seed is None or self.best_of == 1, "`seed` must not be set when `best_of` > 1")
         _require(self.top_n_tokens >= 0, "`top_n_tokens` must be >= 0")
         for token_id, bias in self.logit_bias.items():
-            _require(math.isfinite(bias), f"`logit_bias` for token {token_id} must be a finite number. Given: {bias}")
+            _require(_is_float32(bias), f"`logit_bias` for token {token_id} must be a finite number. Given: {bias}")
         if vocab_size is not None:
             for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
                 for token_id in ids:
@@ -96,6 +101,13 @@ _FLOAT_FIELDS = (
     "typical_p",
     "min_p",
 )
+
+
+_SMALLEST, _LARGEST = 1e-37, 3.4e38  # what float32 tells from zero and from infinity
+
+
+def _is_float32(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= _LARGEST
 
 
 def _require(condition: bool, message: str) -> None:

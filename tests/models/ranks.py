@@ -58,7 +58,7 @@ def _run(rank: int, world: int, folder: Path, meeting: Path) -> None:
         chunk_starts_cpu=[0],
         chunk_ends_cpu=[count],
         max_seq_len=count,
-        logit_tokens=torch.arange(count),
+        logit_tokens=None,
     )
     with torch.inference_mode():
         torch.save(model.logits(model.forward(batch, cache)).clone(), meeting / f"{rank}.pt")

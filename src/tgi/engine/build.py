@@ -13,7 +13,7 @@ import torch
 from tgi.config import ModelSize, Resolved, ServerConfig, cache_folder, resolve
 from tgi.devices.device import Device, choose_device
 from tgi.engine.loop import EngineLoop
-from tgi.errors import StartError
+from tgi.errors import ResourceError, StartError
 from tgi.models.decoder import CausalLM
 from tgi.models.registry import read_config, read_spec
 from tgi.models.spec import DecoderSpec
@@ -75,7 +75,13 @@ def start_engine(config: ServerConfig, progress: Progress = lambda stage, done, 
             dtype,
         )
     watermark = (config.watermark_gamma, config.watermark_delta)
-    runner = Runner(device, model, cache, resolved.max_batch_size, resolved.max_total_tokens, watermark)
+    try:
+        runner = Runner(device, model, cache, resolved.max_batch_size, resolved.max_total_tokens, watermark)
+    except RuntimeError as error:
+        raise ResourceError(
+            f"Not enough memory for {resolved.max_batch_size} requests of {resolved.max_total_tokens} tokens:"
+            f" lower `max_batch_size` or `max_total_tokens` ({error})"
+        ) from None
     policy = BatchPolicy(
         max_batch_prefill_tokens=resolved.max_batch_prefill_tokens,
         max_batch_size=resolved.max_batch_size,

@@ -4,10 +4,10 @@ Level 7. The loop without overlap is the same code that waits at once.
 """
 
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Protocol
 
-from tgi.errors import EngineError, TgiError
+from tgi.errors import EngineError
 from tgi.scheduler.scheduler import Scheduler
 from tgi.types import GenerationRequest, StepPlan, StepResult, TokenOut
 
@@ -36,18 +36,27 @@ class EngineLoop:
 
     def step(self) -> TokenOut | None:
         """Launch the next step, if any, and return the tokens of the oldest one once it is due."""
+        if not self.launch():
+            return None
+        self.wait()
+        return self.take()
+
+    def launch(self) -> bool:
+        """Plan and start the next step, if any. True if a result is due now."""
         plan = self.scheduler.plan()
         if plan is not None:
             self._pending.append(self._runner.launch(plan))
             self.num_steps += 1
-        if self._pending and (plan is None or len(self._pending) > self._depth):
-            return self.scheduler.apply(self._wait(self._pending.popleft()))
-        return None
+        return bool(self._pending) and (plan is None or len(self._pending) > self._depth)
 
-    def _wait(self, pending: "Future[StepResult]") -> StepResult:
+    def wait(self) -> None:
+        """Until the oldest step is done. May be interrupted and called again."""
+        wait([self._pending[0]])
+
+    def take(self) -> TokenOut:
+        """The tokens of the oldest step. Raises `EngineError` if it failed; nothing more can be computed then."""
+        pending = self._pending.popleft()
         try:
-            return pending.result()
-        except TgiError:
-            raise
+            return self.scheduler.apply(pending.result())
         except Exception as error:
             raise EngineError(f"a step failed on the device: {error}") from error

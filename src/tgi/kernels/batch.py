@@ -20,4 +20,4 @@ class ForwardBatch:
     chunk_starts_cpu: list[int]  # for each row after `num_decode`: position of its first query token
     chunk_ends_cpu: list[int]  # for each row after `num_decode`: position after its last query token
     max_seq_len: int
-    logit_tokens: Tensor  # [logit rows] int64: tokens whose logits are needed
+    logit_tokens: Tensor | None  # [logit rows] int64: tokens whose logits are needed; None: all, in order

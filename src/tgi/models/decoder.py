@@ -141,12 +141,12 @@ class CausalLM(Module):
         x = self.model.embedding.look_up(batch.input_ids)
         if self.stack is not None and self.ops.run_stack is not None:
             x = self.ops.run_stack(x, self.stack, batch)
-            return x if batch.logit_tokens.shape[0] == x.shape[0] else x[batch.logit_tokens]
+            return x if batch.logit_tokens is None else x[batch.logit_tokens]
         residual = None
         for layer, (k_cache, v_cache) in zip(self.model.layers, kv_cache, strict=True):
             x, residual = layer.forward(x, residual, batch, self.cos_sin, k_cache, v_cache)
         assert residual is not None
-        if batch.logit_tokens.shape[0] != x.shape[0]:
+        if batch.logit_tokens is not None:
             x, residual = x[batch.logit_tokens], residual[batch.logit_tokens]
         return self.model.norm.add(x, residual)[0]
 

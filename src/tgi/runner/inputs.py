@@ -20,7 +20,7 @@ def build_batch(plan: StepPlan, slots: Slots, prompt_chunks: list[Chunk]) -> For
     if not plan.chunks:
         rows, positions, token_rows = decode, decode_positions, decode
         seq_lens = decode_positions + 1
-        logit_tokens = torch.arange(num_decode, device=slots.device)
+        logit_tokens = None
     else:
         chunk_slots = torch.tensor([chunk.slot for chunk in plan.chunks], device=slots.device)
         chunk_ends = torch.tensor([chunk.end for chunk in plan.chunks], device=slots.device)
