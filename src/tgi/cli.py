@@ -4,6 +4,7 @@ Level 9. `tgi generate` answers prompts without a server.
 """
 
 import argparse
+import io
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,10 @@ EXIT_ERROR, EXIT_INTERRUPTED = 1, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _build_parser()
     options = parser.parse_args(arguments)
+    if options.system is not None and not options.chat:
+        parser.error("--system needs --chat")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a mark
     try:
         return options.run(options)
     except TgiError as error:
@@ -28,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output left; nothing more to say to it
+        return EXIT_ERROR
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -123,6 +131,8 @@ def _generate(options: argparse.Namespace) -> int:
 def _read_prompts(arguments: Sequence[str]) -> Iterator[str]:
     for argument in arguments or ["-"]:
         if argument == "-":
+            if sys.stdin is None:
+                return
             if sys.stdin.isatty():
                 print("Type prompts, one per line; end with Ctrl-D.", file=sys.stderr)
             yield from (line.rstrip("\n") for line in sys.stdin if line.strip())

@@ -46,6 +46,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise StartError(f"`{name}` must be > 0. Given: {value}")
+        if self.num_threads is not None and self.num_threads > 1024:
+            raise StartError(f"`num_threads` must be <= 1024. Given: {self.num_threads}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise StartError(f"`dtype` must be one of {', '.join(DTYPES)}. Given: {self.dtype}")
         if self.load_format not in ("safetensors", "dummy"):

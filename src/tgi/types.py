@@ -168,7 +168,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     admit: list[Admission]
     leave: list[int]  # slots that leave the decode set
     join: list[int]  # slots that enter it
-    grow: list[tuple[int, list[int]]]  # (slot, block ids) appended to its block table
+    grow: list[tuple[int, int, list[int]]]  # (slot, place in its block table, block ids)
     decode: bool
     chunks: list[Chunk]
 

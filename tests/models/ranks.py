@@ -47,6 +47,7 @@ def _run(rank: int, world: int, folder: Path, meeting: Path) -> None:
     model = load_model(ServerConfig(), source, spec, device, torch.float32, parallel, lambda *_: None)
     start, end = parallel.split_kv_heads(spec.num_kv_heads)
     cache = kv_cache.allocate(device, spec.num_layers, 4, 16, end - start, spec.head_dim, torch.float32)
+    model.bind(cache, 64)
     count = len(PROMPT)
     batch = ForwardBatch(
         input_ids=torch.tensor(PROMPT),

@@ -7,14 +7,17 @@ next token is a hash of all entries. A wrong block, offset, order, slot, prefix 
 
 from collections import deque
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tgi.errors import ValidationError
 from tgi.scheduler.blocks import BlockPool
 from tgi.scheduler.policy import BatchPolicy
+from tgi.scheduler.prefix import PrefixIndex
 from tgi.scheduler.scheduler import Scheduler
-from tgi.types import GenerationRequest, PromptLogprobs, SamplingParams, StepPlan, StepResult
+from tgi.types import GenerationRequest, PromptLogprobs, SamplingParams, StepPlan, StepResult, TopTokens
 
 EOS = 3
 VOCAB = 4  # few: generated text often equals prompts
@@ -68,8 +71,9 @@ class OracleRunner:
             sampling = admission.request.sampling
             self.wants_prompt[admission.slot] = sampling.decoder_input_details and not admission.output_ids
         self.decode_set += plan.join
-        for slot, blocks in plan.grow:
-            self.tables[slot] += blocks
+        for slot, start, blocks in plan.grow:
+            assert start <= len(self.tables[slot])
+            self.tables[slot][start:] = blocks
         rows: list[tuple[int, int, int, bool]] = []
         if plan.decode:
             rows += [(slot, self.computed[slot], self.computed[slot] + 1, True) for slot in self.decode_set]
@@ -126,6 +130,9 @@ class Harness:
             assert num_prefill <= self.scheduler.policy.max_batch_prefill_tokens
             if not self.scheduler.policy.mixes_phases:
                 assert not (plan.decode and plan.chunks)
+            elif plan.decode and plan.chunks:
+                num_decode = len(self.scheduler._in_flight[-1].decode_rows)
+                assert num_prefill + num_decode <= self.scheduler.policy.max_batch_prefill_tokens
             self.count_admissions(plan)
             self.pending.append(self.runner.execute(plan))
             self.compare_books()
@@ -150,7 +157,7 @@ class Harness:
         scheduler = self.scheduler
         running = [r for r in scheduler._requests.values() if r.running]
         for request in running:
-            assert self.runner.tables[request.slot] == request.blocks
+            assert self.runner.tables[request.slot][: len(request.blocks)] == request.blocks
         in_set = [r.slot for r in scheduler._decode_rows]
         left = set(scheduler._leave)
         assert [slot for slot in self.runner.decode_set if slot not in left] == in_set
@@ -393,5 +400,94 @@ def test_nothing_grows_without_bound() -> None:
     harness.drain()
     scheduler = harness.scheduler
     assert not scheduler._requests and not scheduler._waiting and not scheduler._in_flight
-    assert sum(map(len, scheduler._calendar.values())) < 50
+    assert not scheduler._calendar
     assert len(harness.pool._index) <= harness.pool.num_usable
+
+
+def test_requests_that_end_early_leave_nothing_behind() -> None:
+    """Blocks taken ahead and calendar entries for tokens that never come."""
+    harness = Harness(1 + 500, 4, True, True, policy(max_total_tokens=2000, max_batch_prefill_tokens=400))
+    for number in range(40):
+        source = make(number, [number % 4, number % 3, 1], 1500)
+        harness.scheduler.add(msgspec.structs.replace(source, stop_token_ids=[0, 1, 2, 3]))
+    harness.drain()
+    assert not harness.scheduler._calendar
+
+
+def test_blocks_taken_ahead_are_given_back_to_newcomers() -> None:
+    harness = Harness(1 + 64, 4, False, False, policy(max_total_tokens=250, max_batch_prefill_tokens=250))
+    harness.scheduler.add(make(0, [1] * 4, 200))
+    for _ in range(4):
+        harness.step()
+    assert harness.pool.num_usable - harness.pool.num_free > 10, "blocks abound, so some are taken ahead"
+    harness.scheduler.add(make(1, [2] * 200, 4))
+    harness.step()
+    assert harness.admissions == {0: 1, 1: 1}
+    assert harness.scheduler.stats.num_preemptions == 0
+    harness.drain()
+    for number, tokens, new in ((0, [1] * 4, 200), (1, [2] * 200, 4)):
+        assert harness.outputs[number] == expected_output(make(number, tokens, new))
+
+
+def test_blocks_taken_ahead_do_not_evict_prefixes() -> None:
+    harness = Harness(1 + 40, 4, True, True, policy(max_total_tokens=160, max_batch_prefill_tokens=100))
+    for number in range(3):
+        harness.scheduler.add(make(number, [number] * 33, 1))
+    harness.drain()
+    harness.scheduler.add(make(9, [3] * 3, 40))
+    for _ in range(5):
+        harness.step()
+    assert [len(harness.pool.match([number] * 33)) for number in range(3)] == [8, 8, 8]
+
+
+def test_top_tokens_keep_their_row_when_an_earlier_row_is_gone() -> None:
+    harness = Harness(50, 4, True, False, policy())
+    for number in range(2):
+        harness.scheduler.add(make(number, [number] * 3, 5))
+    plan = harness.scheduler.plan()
+    assert plan is not None
+    result = harness.runner.execute(plan)
+    harness.scheduler.abort(0)
+    out = harness.scheduler.apply(
+        StepResult(result.step, result.token_ids, result.logprobs, top_tokens=[TopTokens(1, [2], [-0.5])])
+    )
+    assert (out.request_ids, [top.row for top in out.top_tokens]) == ([1], [0])
+
+
+def test_a_request_that_can_never_run_is_refused() -> None:
+    harness = Harness(1 + 5, 4, True, True, policy(max_total_tokens=100))
+    with pytest.raises(ValidationError, match="must be <= 20"):
+        harness.scheduler.add(make(0, [1] * 15, 6))
+    harness.scheduler.add(make(1, [1] * 15, 5))
+    with pytest.raises(ValidationError, match="already in use"):
+        harness.scheduler.add(make(1, [1], 1))
+    harness.drain()
+
+
+def test_finish_tells_cached_tokens_and_times() -> None:
+    now = iter(range(10**6))
+    pool = BlockPool(100, 4)
+    scheduler = Scheduler(policy(), pool, clock=lambda: next(now))
+    finishes = []
+    for number in range(2):
+        scheduler.add(make(number, [1] * 9, 1))
+        plan = scheduler.plan()
+        assert plan is not None
+        finishes += scheduler.apply(StepResult(plan.step, [1], [0.0])).finished
+    assert [f.num_cached_tokens for f in finishes] == [0, 8]
+    assert all(f.queue_ns == 1 and f.inference_ns == 1 for f in finishes)
+
+
+def test_identities_are_never_reused() -> None:
+    index = PrefixIndex()
+    index.insert(index.insert("", (1,), 1), (2,), 2)
+    index.remove(1)
+    assert index.find(index.insert("", (9,), 1), (2,)) is None
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_start() -> None:
+    harness = Harness(1 + 4, 4, True, True, policy(max_total_tokens=16))
+    harness.scheduler.add(make(0, [1] * 12, 2))
+    harness.drain()
+    assert harness.pool.try_take(2) is not None
+    assert len(harness.pool.match([1] * 12)) == 2

@@ -56,7 +56,7 @@ def start_engine(config: ServerConfig, progress: Progress = lambda stage, done, 
         spec = read_spec(read_config(source.path))
     with _timed(seconds, "device"):
         device = choose_device(config.device, cache_dir, config.custom_kernels, config.num_threads)
-        dtype = choose_dtype(config, spec, device)
+        dtype = choose_dtype(config, device)
     with _timed(seconds, "load"):
         model = load_model(config, source, spec, device, dtype, SINGLE, progress)
     with _timed(seconds, "cache"):
@@ -106,7 +106,7 @@ def start_engine(config: ServerConfig, progress: Progress = lambda stage, done, 
     return Engine(loop, facts, source.path, device, resolved, seconds, notes)
 
 
-def choose_dtype(config: ServerConfig, spec: DecoderSpec, device: Device) -> torch.dtype:
+def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:
     """As asked, else the device's preference."""
     name = config.dtype or device.limits.dtypes[0]
     if name not in device.limits.dtypes:
@@ -123,8 +123,7 @@ def load_model(
     parallel: Parallel,
     progress: Progress,
 ) -> CausalLM:
-    num_positions = min(spec.max_positions, config.max_total_tokens or spec.max_positions)
-    model = CausalLM(device.ops, parallel, spec, num_positions, device.torch_device)
+    model = CausalLM(device.ops, parallel, spec, device.torch_device)
     if config.load_format == "dummy":
         load_dummy(model, dtype, device.torch_device, config.seed)
     else:

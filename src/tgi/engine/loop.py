@@ -22,7 +22,6 @@ class EngineLoop:
         self._runner = runner
         self._depth = 1 if overlap else 0  # steps in flight while the next one is planned
         self._pending: deque[Future[StepResult]] = deque()
-        self.num_steps = 0
 
     def add(self, request: GenerationRequest) -> None:
         self.scheduler.add(request)
@@ -46,7 +45,6 @@ class EngineLoop:
         plan = self.scheduler.plan()
         if plan is not None:
             self._pending.append(self._runner.launch(plan))
-            self.num_steps += 1
         return bool(self._pending) and (plan is None or len(self._pending) > self._depth)
 
     def wait(self) -> None:

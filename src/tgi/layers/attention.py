@@ -32,8 +32,6 @@ class Attention(Module):
         self.qkv = qkv
         self.out = out
         self.heads = heads
-        self.q_size = heads.num_heads * heads.head_dim
-        self.kv_size = heads.num_kv_heads * heads.head_dim
 
     def forward(self, x: Tensor, batch: ForwardBatch, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """x `[tokens, hidden]` -> `[tokens, hidden]`; writes this step's keys and values."""

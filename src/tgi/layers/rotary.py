@@ -34,6 +34,8 @@ class RopeSpec:
 def build_table(spec: RopeSpec, num_positions: int, device: torch.device) -> Tensor:
     """`[num_positions, rotary_dim]` float32: cosines, then sines."""
     frequencies, factor = _frequencies(spec)
+    if not bool(torch.isfinite(frequencies).all()) or not math.isfinite(factor):
+        raise ModelFormatError(f"the rotary settings of the config give no finite frequencies: {spec}")
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1).to(device)
 

@@ -107,9 +107,7 @@ class CausalLM(Module):
 
     ignored = ("*.rotary_emb.inv_freq",)  # tables that old checkpoints carry
 
-    def __init__(
-        self, ops: Ops, parallel: Parallel, spec: DecoderSpec, num_positions: int, device: torch.device
-    ) -> None:
+    def __init__(self, ops: Ops, parallel: Parallel, spec: DecoderSpec, device: torch.device) -> None:
         self.spec = spec
         self.ops = ops
         self.parallel = parallel
@@ -120,10 +118,12 @@ class CausalLM(Module):
             self.ignored = (*self.ignored, "lm_head.weight")
         else:
             self.head = VocabWeight(ops, parallel, "lm_head", spec.vocab_size, spec.hidden_size, True)
-        self.cos_sin = build_table(spec.rope, num_positions, device)
+        self.device = device
+        self.cos_sin: Tensor  # positions that are served, set by `bind`
 
-    def bind(self, kv_cache: list[tuple[Tensor, Tensor]]) -> None:
+    def bind(self, kv_cache: list[tuple[Tensor, Tensor]], num_positions: int) -> None:
         """Called once with the cache that every pass will use, when the weights are loaded."""
+        self.cos_sin = build_table(self.spec.rope, num_positions, self.device)
         if self.ops.make_stack is not None and self.parallel.world == 1:
             pairs = zip(self.model.layers, kv_cache, strict=True)
             self.stack = self.ops.make_stack(

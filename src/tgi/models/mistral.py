@@ -10,5 +10,5 @@ TINY = {**LLAMA_TINY, "sliding_window": 24, "head_dim": 16}
 
 
 def read_spec(config: Config) -> DecoderSpec:
-    window = config.get("sliding_window")
+    window = config.optional_integer("sliding_window")
     return read_llama_like(config, windows=(window,) * config.integer("num_hidden_layers"))

@@ -13,6 +13,6 @@ def read_spec(config: Config) -> DecoderSpec:
     num_layers = config.integer("num_hidden_layers")
     windows: tuple[int | None, ...] = (None,) * num_layers
     if config.flag("use_sliding_window", False):
-        window, first = config.integer("sliding_window"), config.fields.get("max_window_layers", 28)
+        window, first = config.integer("sliding_window"), int(config.number("max_window_layers", 28))
         windows = tuple(window if layer >= first else None for layer in range(num_layers))
     return read_llama_like(config, qkv_bias=True, windows=windows)

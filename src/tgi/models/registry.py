@@ -36,8 +36,12 @@ def read_spec(config: Config) -> DecoderSpec:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ModelFormatError(f"{config.source}: `architectures` is missing, so the model cannot be recognised")
+    if config.get("quantization_config") or config.get("compression_config"):
+        raise ModelFormatError(
+            f"{config.source}: quantised checkpoints are not supported yet; use the unquantised model"
+        )
     for name in architectures:
-        if name in ARCHITECTURES:
+        if isinstance(name, str) and name in ARCHITECTURES:
             return import_module(f"tgi.models.{ARCHITECTURES[name]}").read_spec(config)
     raise ModelFormatError(
         f"{config.source}: architecture {architectures[0]!r} is not supported. Supported: {', '.join(ARCHITECTURES)}"

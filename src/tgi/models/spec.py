@@ -3,6 +3,7 @@
 Level 5.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,6 @@ class DecoderSpec:
     mlp_bias: bool = False
     tied: bool = False
     windows: tuple[int | None, ...] = ()  # by layer
-    default_dtype: str = "float32"
 
     @property
     def scale(self) -> float:
@@ -60,9 +60,24 @@ class Config:
             raise ModelFormatError(f"{self.source}: `{name}` must be a number, it is {value!r}")
         return float(value)
 
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self.number(name, default)
+        if not (math.isfinite(value) and value > 0):
+            raise ModelFormatError(f"{self.source}: `{name}` must be > 0, it is {value}")
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        return None if self.fields.get(name) is None else self.integer(name)
+
+    def optional_number(self, name: str) -> float | None:
+        return None if self.fields.get(name) is None else self.number(name)
+
     def flag(self, name: str, default: bool) -> bool:
         value = self.fields.get(name)
-        return default if value is None else bool(value)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ModelFormatError(f"{self.source}: `{name}` must be true or false, it is {value!r}")
+        return value
 
     def text(self, name: str, default: str) -> str:
         value = self.fields.get(name)
@@ -74,26 +89,31 @@ class Config:
 
 def read_rope(config: Config, head_dim: int, max_positions: int) -> RopeSpec:
     """Rotary facts from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones)."""
-    scaling: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = scaling.get("rope_theta", config.get("rope_theta"))
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ModelFormatError(f"{config.source}: the rotary settings must be an object, they are {scaling!r}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    inner = Config({"rope_theta": config.get("rope_theta"), **scaling}, config.source)
     share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    rotary_dim = int(head_dim * (1.0 if share is None else share))
-    inner = Config({**scaling, "rope_theta": theta}, config.source)
+    rotary_dim = int(
+        head_dim * Config({"partial_rotary_factor": share}, config.source).positive("partial_rotary_factor", 1.0)
+    )
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ModelFormatError(f"{config.source}: {rotary_dim} of {head_dim} dimensions of a head cannot be rotated")
     return RopeSpec(
         kind=kind,
-        theta=inner.number("rope_theta", 10000.0),
+        theta=inner.positive("rope_theta", 10000.0),
         rotary_dim=rotary_dim,
-        factor=inner.number("factor", 1.0),
+        factor=inner.positive("factor", 1.0),
         original_max_positions=inner.integer("original_max_position_embeddings", max_positions),
-        low_freq_factor=inner.number("low_freq_factor", 1.0),
-        high_freq_factor=inner.number("high_freq_factor", 4.0),
-        beta_fast=inner.number("beta_fast", 32.0),
-        beta_slow=inner.number("beta_slow", 1.0),
-        attention_factor=scaling.get("attention_factor"),
-        mscale=scaling.get("mscale"),
-        mscale_all_dim=scaling.get("mscale_all_dim"),
-        truncate=bool(scaling.get("truncate", True)),
+        low_freq_factor=inner.positive("low_freq_factor", 1.0),
+        high_freq_factor=inner.positive("high_freq_factor", 4.0),
+        beta_fast=inner.positive("beta_fast", 32.0),
+        beta_slow=inner.positive("beta_slow", 1.0),
+        attention_factor=inner.optional_number("attention_factor"),
+        mscale=inner.optional_number("mscale"),
+        mscale_all_dim=inner.optional_number("mscale_all_dim"),
+        truncate=inner.flag("truncate", True),
     )
 
 
@@ -117,12 +137,11 @@ def read_llama_like(config: Config, **special: Any) -> DecoderSpec:
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "intermediate_size": config.integer("intermediate_size"),
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "norm_eps": config.positive("rms_norm_eps", 1e-6),
         "rope": read_rope(config, head_dim, max_positions),
         "max_positions": max_positions,
         "activation": config.text("hidden_act", "silu"),
         "tied": config.flag("tie_word_embeddings", False),
         "windows": (None,) * num_layers,
-        "default_dtype": config.text("dtype", config.text("torch_dtype", "float32")),
     }
     return DecoderSpec(**{**fields, **special})

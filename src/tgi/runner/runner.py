@@ -32,7 +32,7 @@ class Runner:
         self.device = device
         self.model = model
         self.kv_cache = kv_cache
-        model.bind(kv_cache)
+        model.bind(kv_cache, max_total_tokens)
         self.slots = Slots(num_slots, max_total_tokens, kv_cache[0][0].shape[1], device.torch_device)
         self.sampler = Sampler(device.ops, self.slots, num_slots, *watermark)
         self._prompt_logprobs: dict[int, int] = {}  # slot -> prompt tokens, while their log-probabilities are owed

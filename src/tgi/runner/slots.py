@@ -21,7 +21,6 @@ class Slots:
         self.block_tables = torch.zeros((num_slots, max_blocks), dtype=torch.int32, device=device)
         self.num_prompt = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.lengths_cpu = np.zeros(num_slots, dtype=np.int64)
-        self.num_blocks_cpu = np.zeros(num_slots, dtype=np.int64)
         self.decode_slots: list[int] = []
         self.decode_index = torch.zeros(0, dtype=torch.int64, device=device)  # `decode_slots` on the device
 
@@ -33,10 +32,8 @@ class Slots:
             self.decode_index = torch.tensor(self.decode_slots, dtype=torch.int64, device=self.device)
         for admission in plan.admit:
             self._fill(admission)
-        for slot, blocks in plan.grow:
-            start = int(self.num_blocks_cpu[slot])
+        for slot, start, blocks in plan.grow:
             self.block_tables[slot, start : start + len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-            self.num_blocks_cpu[slot] += len(blocks)
 
     def _fill(self, admission: Admission) -> None:
         slot, request = admission.slot, admission.request
@@ -47,7 +44,6 @@ class Slots:
         blocks = admission.block_ids
         self.block_tables[slot].zero_()
         self.block_tables[slot, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        self.num_blocks_cpu[slot] = len(blocks)
 
     def append(self, slots: list[int], index: Tensor, token_ids: Tensor) -> None:
         """One sampled token more for each of the slots; `index` is `slots` on the device."""

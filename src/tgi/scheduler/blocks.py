@@ -34,9 +34,9 @@ class BlockPool:
         return self.num_blocks - 1
 
     @property
-    def num_cached(self) -> int:
-        """Blocks that nobody holds but that can be found again."""
-        return len(self._cached)
+    def num_empty(self) -> int:
+        """Free blocks that hold nothing findable."""
+        return len(self._empty)
 
     def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """The published blocks that hold the longest whole-block prefix of `tokens`."""
@@ -53,10 +53,13 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def try_take(self, num_new: int, shared: Sequence[int] = ()) -> list[int] | None:
-        """Hold `shared` (from `match`) and `num_new` other blocks; None, with nothing changed, if there are too few."""
+    def try_take(self, num_new: int, shared: Sequence[int] = (), num_spare: int = 0) -> list[int] | None:
+        """Hold `shared` (from `match`) and `num_new` other blocks.
+
+        None, with nothing changed, if fewer than `num_spare` blocks would then be free.
+        """
         shared_free = sum(1 for block in shared if not self._holders[block])
-        if self.num_free - shared_free < num_new:
+        if self.num_free - shared_free < num_new + num_spare:
             return None
         for block in shared:
             if not self._holders[block]:

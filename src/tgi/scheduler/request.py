@@ -22,6 +22,7 @@ class Request:
         "computed",
         "finished",
         "join_clock",
+        "next_event",
         "num_cached_tokens",
         "num_prompt",
         "num_published",
@@ -46,6 +47,7 @@ class Request:
         self.blocks: list[int] = []
         self.computed = 0  # as of `join_clock` while in the decode set
         self.join_clock = -1  # decode clock at which it entered the decode set; -1 outside
+        self.next_event = -1  # decode clock of its calendar entry; -1 without one
         self.busy_until = 0  # last planned step that may still return a token for it
         self.chain: object = source.cache_salt  # identity of the last published block, or the salt before the first
         self.num_published = 0

@@ -32,7 +32,7 @@ from tgi.types import (
     TopTokens,
 )
 
-_MAX_BLOCKS_AHEAD = 32
+_MAX_BLOCKS_AHEAD = 64
 
 
 class SchedulerStats(msgspec.Struct):
@@ -68,7 +68,7 @@ class Scheduler:
         self._applied_step = 0  # last step whose result came back
         self._decode_clock = 0  # decode steps planned so far
         self._steps_since_join = 1  # decode steps since newcomers joined
-        self._calendar: dict[int, list[tuple[Request, int]]] = {}  # decode clock -> (request, its join clock)
+        self._calendar: dict[int, list[Request]] = {}  # decode clock -> members to look at before that step
         self._in_flight: deque[_InFlight] = deque()
         # Changes that the next plan will carry:
         self._release: list[int] = []
@@ -185,42 +185,57 @@ class Scheduler:
             return request.computed + self._decode_clock - request.join_clock
         return request.computed
 
-    def _grow_decode_set(self) -> list[tuple[int, list[int]]]:
+    def _grow_decode_set(self) -> list[tuple[int, int, list[int]]]:
         """Serve the calendar for the coming decode step: members at their length leave, others get their next block."""
-        grown: list[tuple[Request, list[int]]] = []
+        grown: list[tuple[Request, int, list[int]]] = []
         due = self._calendar.pop(self._decode_clock, [])
         for request in self._join:
-            request.join_clock = self._decode_clock
-            due.append((request, self._decode_clock))
-        for request, join_clock in due:
-            if request.join_clock != join_clock or request.finished or not request.running:
-                continue  # left the decode set meanwhile
+            request.join_clock = request.next_event = self._decode_clock
+            due.append(request)
+        for request in due:
+            if request.next_event != self._decode_clock:
+                continue  # preempted while an older one was served
             computed = self._num_computed(request)
             if computed + 1 >= request.total_limit:
                 self._leave_decode_set(request)
                 continue
-            if computed >= len(request.blocks) * self.pool.block_size:
+            num_blocks = len(request.blocks)
+            if computed >= num_blocks * self.pool.block_size:
                 blocks = self._take_blocks_for(request, request.total_limit - 1 - computed)
                 if blocks is None:
                     continue
                 request.blocks += blocks
-                grown.append((request, blocks))
-            next_block = len(request.blocks) * self.pool.block_size - computed
-            last_step = request.total_limit - 1 - computed
-            when = self._decode_clock + min(next_block, last_step)
-            self._calendar.setdefault(when, []).append((request, join_clock))
+                grown.append((request, num_blocks, blocks))
+            self._schedule(request, computed)
         # A member that grew may have been preempted for an older one right after.
-        return [(request.slot, blocks) for request, blocks in grown if request.running]
+        return [(request.slot, start, blocks) for request, start, blocks in grown if request.running]
+
+    def _schedule(self, request: Request, computed: int) -> None:
+        """Enter in the calendar when a member must be seen next: its blocks are full, or it reaches its length."""
+        until_full = len(request.blocks) * self.pool.block_size - computed
+        when = self._decode_clock + min(until_full, request.total_limit - 1 - computed)
+        request.next_event = when
+        self._calendar.setdefault(when, []).append(request)
+
+    def _unschedule(self, request: Request) -> None:
+        entries = self._calendar.get(request.next_event)
+        if entries is not None and request in entries:
+            entries.remove(request)
+            if not entries:
+                del self._calendar[request.next_event]
+        request.next_event = -1
 
     def _take_blocks_for(self, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks for the next tokens of a member of the decode set; None if it had to be preempted for lack of them.
 
-        Where blocks abound several are taken at once, up to a fair share of half the free ones, so that the
-        next visit comes later. Where they lack, the newest requests are preempted.
+        Where empty blocks abound several are taken at once, up to a fair share of half of them, so that the next visit
+        comes later. Where blocks lack, those taken ahead are given back, then the newest requests are preempted.
         """
-        share = self.pool.num_free // (2 * self.num_running)
+        share = self.pool.num_empty // (2 * self.num_running)
         count = max(1, min(share, _MAX_BLOCKS_AHEAD, -(-num_tokens // self.pool.block_size)))
         while (taken := self.pool.try_take(count)) is None:
+            if self._give_back_ahead():
+                continue
             newest = max(
                 (other for other in (*self._decode_rows, *self._prefilling, *self._join) if other.running),
                 key=lambda other: other.order,
@@ -229,6 +244,21 @@ class Scheduler:
             if newest is request:
                 return None
         return taken
+
+    def _give_back_ahead(self) -> bool:
+        """Free the blocks that members hold beyond their next token. True if there were any."""
+        found = False
+        size = self.pool.block_size
+        for request in self._decode_rows:
+            computed = self._num_computed(request)
+            num_needed = computed // size + 1
+            if len(request.blocks) > num_needed:
+                found = True
+                self.pool.free(request.blocks[num_needed:])
+                del request.blocks[num_needed:]
+                self._unschedule(request)
+                self._schedule(request, computed)
+        return found
 
     def _continue_prefills(self, budget: int) -> tuple[list[Chunk], list[Request], int]:
         """Chunks for running requests that are still behind, oldest first."""
@@ -294,11 +324,9 @@ class Scheduler:
         if not request.wants_prompt_logprobs:
             shared = self.pool.match(request.tokens[: known - 1], request.source.cache_salt)
         num_new = -(-known // size) - len(shared)
-        if self.num_running and self.pool.num_free < num_new + self.num_running:
-            return False
-        blocks = self.pool.try_take(num_new, shared)
-        if blocks is None:
-            return False
+        while (blocks := self.pool.try_take(num_new, shared, num_spare=self.num_running)) is None:
+            if not self._give_back_ahead():
+                return False
         request.blocks = blocks
         request.computed = len(shared) * size
         return True
@@ -315,7 +343,7 @@ class Scheduler:
 
     def _commit(
         self,
-        grow: list[tuple[int, list[int]]],
+        grow: list[tuple[int, int, list[int]]],
         admit: list[Admission],
         chunks: list[Chunk],
         chunk_rows: list[Request],
@@ -355,6 +383,7 @@ class Scheduler:
         request.computed = self._num_computed(request)
         request.busy_until = self._step
         request.join_clock = -1
+        self._unschedule(request)
         if request in self._join:
             self._join = [other for other in self._join if other is not request]
         else:

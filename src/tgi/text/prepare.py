@@ -28,13 +28,15 @@ def prepare_request(
         raise ValidationError(
             f"`truncate` must be strictly positive and less than {facts.max_input_tokens}. Given: {truncate}"
         )
+    if not isinstance(cache_salt, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValidationError("`cache_salt` must be a string")
     if len(prompt) == 0:
         raise ValidationError("`inputs` cannot be empty")
     if isinstance(prompt, str):
         token_ids = tokenizer.encode(prompt, add_special_tokens, truncate)
     else:
         token_ids = list(prompt)[-truncate:] if truncate else list(prompt)
-        _check_ids(token_ids, facts.vocab_size)
+    _check_ids(token_ids, facts.vocab_size)  # a tokenizer may know tokens that the model lacks
     if not token_ids:
         raise ValidationError("`inputs` cannot be empty")
     stop_ids = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *tokenizer.eos_ids}
