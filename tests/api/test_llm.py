@@ -5,14 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tgi import LLM, SamplingParams
-from tgi.errors import ModelFormatError, ModelNotFoundError, ResourceError, StartError, ValidationError
+from tgi.errors import EngineError, ModelFormatError, ModelNotFoundError, ResourceError, StartError, ValidationError
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +157,126 @@ def test_bad_requests_name_the_field(llm: LLM, prompt, params: dict, text: str) 
     assert idle(llm)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1e300},
+        {"temperature": 1e-50},
+        {"temperature": 10**400},
+        {"temperature": "1"},
+        {"temperature": None},
+        {"repetition_penalty": 1e300},
+        {"repetition_penalty": 1e-50},
+        {"top_k": 10**400},
+        {"top_k": 2.7},
+        {"top_n_tokens": 2.5},
+        {"max_new_tokens": 2.5},
+        {"stop": "END"},
+        {"stop": None},
+        {"stop": [1]},
+        {"logit_bias": None},
+        {"logit_bias": {5: 1e300}},
+        {"logit_bias": {1: 10**400}},
+        {"stop_token_ids": [1.5]},
+        {"seed": 1.5},
+    ],
+    ids=str,
+)
+def test_wrong_types_and_ranges_fail_the_caller_alone(llm: LLM, params: dict) -> None:
+    with pytest.raises(ValidationError):
+        llm.generate("x", SamplingParams(**params))
+    assert len(llm.generate("x", SamplingParams(max_new_tokens=2, ignore_eos=True))[0].token_ids) == 2
+
+
+def test_a_stop_string_in_the_first_token_keeps_the_prompt_logprobs(llm: LLM) -> None:
+    free = llm.generate("The capital of France is", SamplingParams(max_new_tokens=3))[0]
+    params = SamplingParams(max_new_tokens=30, stop=[free.text[1:3]], decoder_input_details=True)
+    answer = llm.generate("The capital of France is", params)[0]
+    assert (answer.finish_reason, len(answer.token_ids)) == ("stop_sequence", 1)
+    assert answer.prompt_logprobs is not None
+    assert all(isinstance(logprob, float) for logprob in answer.prompt_logprobs[1:])
+
+
+def test_length_comes_before_a_stop_string(llm: LLM) -> None:
+    free = llm.generate("The capital of France is", SamplingParams(max_new_tokens=3))[0]
+    one = llm.generate("The capital of France is", SamplingParams(max_new_tokens=1, stop=[free.text[1:3]]))[0]
+    assert one.finish_reason == "length"
+
+
+def test_arrays_of_ids(llm: LLM) -> None:
+    import numpy as np
+    import torch
+
+    params = SamplingParams(max_new_tokens=3)
+    expected = llm.generate([504, 3575, 282], params)[0].token_ids
+    for ids in (
+        np.array([504, 3575, 282]),
+        torch.tensor([504, 3575, 282]),
+        [np.array([504, 3575, 282])],
+        (504, 3575, 282),
+    ):
+        assert llm.generate(ids, params)[0].token_ids == expected
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    params = SamplingParams(max_new_tokens=15, ignore_eos=True)
+    prompts = [f"Thread {n} says" for n in range(4)]
+    expected = [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            answers = list(pool.map(lambda prompt: llm.generate(prompt, params)[0].token_ids, prompts))
+            assert answers == expected
+    assert idle(llm)
+
+
+def test_interrupting_leaves_a_usable_object(llm: LLM) -> None:
+    """Ctrl-C in a notebook: the call ends, the next one works."""
+    expected = llm.generate("The sun", SamplingParams(max_new_tokens=5))[0].token_ids
+    for delay in (0.05, 0.11, 0.23, 0.37):
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["Once upon a time"] * 3, SamplingParams(max_new_tokens=900, ignore_eos=True))
+        timer.join()
+        assert llm.generate("The sun", SamplingParams(max_new_tokens=5))[0].token_ids == expected
+    assert idle(llm)
+
+
+def test_a_failing_device_is_a_typed_error_for_everyone(cache: Path) -> None:
+    broken = LLM(cache_dir=str(cache), max_batch_total_tokens=512, max_total_tokens=256, progress=False)
+    stream = broken.stream("One", SamplingParams(max_new_tokens=100, ignore_eos=True))
+    next(stream)
+    broken._engine.loop._runner.model.logits = None  # type: ignore[union-attr]
+    with pytest.raises(EngineError, match="a step failed on the device"):
+        broken.generate("Two", SamplingParams(max_new_tokens=5))
+    with pytest.raises(EngineError):
+        list(stream)
+    with pytest.raises(EngineError):
+        broken.generate("Three")
+    broken.close()
+
+
+def test_after_close(cache: Path) -> None:
+    closed = LLM(cache_dir=str(cache), max_batch_total_tokens=512, max_total_tokens=256, progress=False)
+    closed.close()
+    with pytest.raises(EngineError, match="this LLM is closed"):
+        closed.generate("x")
+
+
+def test_a_token_the_model_lacks(llm: LLM, tmp_path: Path) -> None:
+    """A tokenizer with more tokens than the model: typing one of them is a caller's error."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((llm._engine.folder / name).read_bytes())
+    config = json.loads((llm._engine.folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 1000}))
+    with LLM(
+        str(tmp_path), load_format="dummy", max_batch_total_tokens=512, max_total_tokens=64, progress=False
+    ) as small:
+        with pytest.raises(ValidationError, match="outside the vocabulary of 1000"):
+            small.generate("The capital of France is Paris")
+        assert small.generate([5, 6], SamplingParams(max_new_tokens=2, ignore_eos=True))[0].token_ids
+
+
 def test_unknown_models_and_settings(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError):
         LLM(str(tmp_path / "absent"), progress=False)
@@ -224,6 +346,7 @@ def test_generate_reads_lines_and_writes_json(llm: LLM, cache: Path) -> None:
         (["generate", "--temperature", "0", "x"], 1, "error: `temperature` must be strictly positive"),
         (["generate", "--model", "/no/such/model", "x"], 1, "error: "),
         (["generate"], 1, "error: no prompt"),
+        (["generate", "--system", "x", "y"], 2, "--system needs --chat"),
         (["generate", "--nonsense"], 2, "unrecognized arguments: --nonsense"),
         ([], 2, "COMMAND"),
     ],

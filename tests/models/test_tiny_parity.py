@@ -77,3 +77,18 @@ def test_ranks_with_biases_equal_transformers(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = tiny.model(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(logits_of_ranks(tiny.folder, 2), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_prompt_logprobs_beside_other_requests(tiny_llama: Tiny) -> None:
+    """5 + 2 tokens and 2 + 5 rows of logits: equal in number, not in order."""
+    prompts = random_prompts(320, [5, 2], seed=1)
+    expected = [reference(tiny_llama.model, prompt, 6) for prompt in prompts]
+    engine = start(tiny_llama.folder, prefix_caching=False)
+    asked = [make_request(n, prompt, 6, decoder_input_details=n == 0) for n, prompt in enumerate(prompts)]
+    outputs = run(engine, asked)
+    check(outputs, expected)
+    with torch.no_grad():
+        scores = tiny_llama.model(torch.tensor([prompts[0]])).logits[0].log_softmax(-1)
+    wanted = {i: scores[i - 1, prompts[0][i]].item() for i in range(1, 5)}
+    assert outputs[0].prompt_logprobs == pytest.approx(wanted, abs=1e-4)
+    engine.close()

@@ -70,6 +70,8 @@ class Scheduler:
         self._steps_since_join = 1  # decode steps since newcomers joined
         self._calendar: dict[int, list[Request]] = {}  # decode clock -> members to look at before that step
         self._in_flight: deque[_InFlight] = deque()
+        # Head of the queue that did not fit, and what it found: until that changes it need not be looked up again.
+        self._blocked: tuple[Request, int, int] | None = None
         # Changes that the next plan will carry:
         self._release: list[int] = []
         self._leave: list[int] = []
@@ -297,7 +299,13 @@ class Scheduler:
             if request.finished:
                 self._waiting.popleft()
                 continue
-            if request.busy_until > self._applied_step or not self._try_hold_blocks(request):
+            if request.busy_until > self._applied_step:
+                break
+            state = (request, self.pool.num_free, self.num_running)
+            if state == self._blocked:
+                break
+            if not self._try_hold_blocks(request):
+                self._blocked = (request, self.pool.num_free, self.num_running)
                 break
             self._waiting.popleft()
             admit.append(self._start(request))
