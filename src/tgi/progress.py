@@ -14,6 +14,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 class _Bars:
     """A rich display that appears with its first bar."""
 
+    _amount = "{task.percentage:>3.0f}%"
+
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._console = Console(file=sys.stderr)
@@ -30,7 +32,7 @@ class _Bars:
 
     def _add(self, label: str, total: int) -> TaskID:
         if self._display is None:
-            columns = (TextColumn("{task.description:<16}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+            columns = (TextColumn("{task.description:<16}"), BarColumn(), TextColumn(self._amount))
             self._display = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
             self._display.start()
         return self._display.add_task(label, total=total)
@@ -60,6 +62,8 @@ class StageBars(_Bars):
 
 class CountBar(_Bars):
     """Counts finished items."""
+
+    _amount = "{task.completed}/{task.total}"
 
     def __init__(self, label: str, total: int, enabled: bool = True) -> None:
         super().__init__(enabled)

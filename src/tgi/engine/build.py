@@ -4,7 +4,6 @@ Level 7.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,9 +25,8 @@ from tgi.scheduler.scheduler import Scheduler
 from tgi.types import ModelFacts
 from tgi.weights.checkpoint import Checkpoint
 from tgi.weights.load import load_checkpoint, load_dummy
+from tgi.weights.progress import Progress, silent
 from tgi.weights.source import ModelFolder, resolve_model
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass
@@ -47,7 +45,7 @@ class Engine:
         self.device.close()
 
 
-def start_engine(config: ServerConfig, progress: Progress = lambda stage, done, total: None) -> Engine:
+def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     config.check()
     seconds: dict[str, float] = {}
     cache_dir = cache_folder(config)

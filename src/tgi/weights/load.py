@@ -5,7 +5,7 @@ nobody declared are all errors that name the tensor. Each rank reads only its sl
 """
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatch
 
 import torch
@@ -14,8 +14,7 @@ from torch import Tensor
 from tgi.errors import ModelFormatError
 from tgi.weights.checkpoint import Checkpoint
 from tgi.weights.declare import Blocks, Declared, Module, Part
-
-Progress = Callable[[str, int, int], None]
+from tgi.weights.progress import Progress, silent
 
 
 def load_checkpoint(
@@ -24,7 +23,7 @@ def load_checkpoint(
     dtype: torch.dtype,
     device: torch.device,
     ignored: Iterable[str] = (),
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = silent,
 ) -> None:
     """Read every declared tensor. `ignored` are patterns of checkpoint names that may be left over."""
     used: set[str] = set()
