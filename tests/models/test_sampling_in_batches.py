@@ -243,3 +243,20 @@ def test_scores_that_are_not_finite_end_one_request_alone(tiny_llama: Tiny, cust
         assert all("not finite" in (o.error or "") for o in outputs[::2])
         assert ids(outputs[1::2]) == expected
     engine.close()
+
+
+def test_a_nucleus_wider_than_the_short_way(tiny_llama: Tiny) -> None:
+    """Almost flat scores: top-p keeps more than the 256 best, and ids beyond those are drawn too."""
+    params = {"top_p": 0.98, "temperature": 8.0}
+    prompts = random_prompts(320, [9] * 30, seed=12)
+    engine = start(tiny_llama.folder)
+    asked = [make_request(n, prompt, NEW, seed=n, **params) for n, prompt in enumerate(prompts)]
+    ranks = set()
+    for output, prompt in zip(run(engine, asked), prompts, strict=True):
+        raw = raw_scores(tiny_llama, prompt + output.token_ids)
+        for step, token in enumerate(output.token_ids):
+            logits = raw[len(prompt) - 1 + step]
+            assert token in kept_ids(logits, params)
+            ranks.add(np.argsort(-logits).tolist().index(token))
+    assert max(ranks) >= 256
+    engine.close()

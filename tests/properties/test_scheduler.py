@@ -491,3 +491,21 @@ def test_the_end_of_a_prefix_is_evicted_before_its_start() -> None:
     harness.drain()
     assert harness.pool.try_take(2) is not None
     assert len(harness.pool.match([1] * 12)) == 2
+
+
+@pytest.mark.parametrize(("prompt", "joins"), [(30, True), (33, False)])
+def test_newcomers_that_must_come_together_fit_one_prefill_together(prompt: int, joins: bool) -> None:
+    """Half of 4 running makes 2: they pause the batch only if both prompts fit the budget of 64."""
+    rules = policy(mixes_phases=False, waiting_served_ratio=0.5, max_waiting_tokens=100)
+    harness = Harness(200, 4, False, False, rules)
+    for number in range(4):
+        harness.scheduler.add(make(number, [number] * 4, 30))
+    harness.step()
+    harness.step()
+    for number in (8, 9):
+        harness.scheduler.add(make(number, [number % 4] * prompt, 5))
+    for _ in range(5):
+        harness.step()
+    assert (8 in harness.outputs and 9 in harness.outputs) == joins
+    harness.drain()
+    assert harness.outputs[9] == expected_output(make(9, [1] * prompt, 5))
