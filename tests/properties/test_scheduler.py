@@ -509,3 +509,18 @@ def test_newcomers_that_must_come_together_fit_one_prefill_together(prompt: int,
     assert (8 in harness.outputs and 9 in harness.outputs) == joins
     harness.drain()
     assert harness.outputs[9] == expected_output(make(9, [1] * prompt, 5))
+
+
+def test_an_abort_while_two_steps_are_in_flight() -> None:
+    """The newest computed token is not known yet: its block must not be published as if it were."""
+    for steps in range(1, 10):
+        harness = Harness(100, 4, True, True, policy())
+        harness.scheduler.add(make(0, [1, 2, 3], 30))
+        for _ in range(steps):
+            harness.step()
+        plan = harness.scheduler.plan()
+        assert plan is not None
+        harness.pending.append(harness.runner.execute(plan))
+        harness.scheduler.abort(0)
+        harness.scheduler.check()
+        harness.drain()

@@ -405,7 +405,8 @@ class Scheduler:
         else:
             self._drop_row(request)
         if not forget:
-            self.pool.publish(request, request.computed)
+            # An abort between planning a step and taking the result before it finds a computed token not yet known here.
+            self.pool.publish(request, min(request.computed, len(request.tokens)))
         self.pool.free(request.blocks, forget)
         self._release.append(request.slot)
         self._free_slots.append(request.slot)
