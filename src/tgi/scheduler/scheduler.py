@@ -405,7 +405,7 @@ class Scheduler:
         else:
             self._drop_row(request)
         if not forget:
-            # An abort between planning a step and taking the result before it finds a computed token not yet known here.
+            # An abort between planning a step and taking the result before it finds a computed token not known here.
             self.pool.publish(request, min(request.computed, len(request.tokens)))
         self.pool.free(request.blocks, forget)
         self._release.append(request.slot)
