@@ -137,6 +137,21 @@ def kept_ids(logits: np.ndarray, p: dict) -> set[int]:
     return {i for i in everything if scores[i] > -1e29}
 
 
+def drawn_ranks(tiny: Tiny, prompts: list[list[int]], params: dict) -> set[int]:
+    """The ranks of all tokens drawn for the prompts, each checked to be one the filters keep."""
+    engine = start(tiny.folder)
+    asked = [make_request(n, prompt, NEW, seed=n, **params) for n, prompt in enumerate(prompts)]
+    ranks = set()
+    for output, prompt in zip(run(engine, asked), prompts, strict=True):
+        raw = raw_scores(tiny, prompt + output.token_ids)
+        for step, token in enumerate(output.token_ids):
+            logits = raw[len(prompt) - 1 + step]
+            assert token in kept_ids(logits, params)
+            ranks.add(np.argsort(-logits).tolist().index(token))
+    engine.close()
+    return ranks
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -151,18 +166,8 @@ def kept_ids(logits: np.ndarray, p: dict) -> set[int]:
     ids=lambda p: "+".join(p),
 )
 def test_filters_confine_the_choice(tiny_llama: Tiny, params: dict) -> None:
-    prompts = random_prompts(320, [9] * 12, seed=4)
-    engine = start(tiny_llama.folder)
-    asked = [make_request(n, prompt, NEW, seed=n, **params) for n, prompt in enumerate(prompts)]
-    ranks = set()
-    for output, prompt in zip(run(engine, asked), prompts, strict=True):
-        raw = raw_scores(tiny_llama, prompt + output.token_ids)
-        for step, token in enumerate(output.token_ids):
-            logits = raw[len(prompt) - 1 + step]
-            assert token in kept_ids(logits, params)
-            ranks.add(np.argsort(-logits).tolist().index(token))
+    ranks = drawn_ranks(tiny_llama, random_prompts(320, [9] * 12, seed=4), params)
     assert len(ranks) > 1, "the choice is not always the best"
-    engine.close()
 
 
 def test_rows_that_come_and_go_keep_their_own_parameters(tiny_llama: Tiny, batch_of_64: list[list[int]]) -> None:
@@ -247,16 +252,5 @@ def test_scores_that_are_not_finite_end_one_request_alone(tiny_llama: Tiny, cust
 
 def test_a_nucleus_wider_than_the_short_way(tiny_llama: Tiny) -> None:
     """Almost flat scores: top-p keeps more than the 256 best, and ids beyond those are drawn too."""
-    params = {"top_p": 0.98, "temperature": 8.0}
     prompts = random_prompts(320, [9] * 30, seed=12)
-    engine = start(tiny_llama.folder)
-    asked = [make_request(n, prompt, NEW, seed=n, **params) for n, prompt in enumerate(prompts)]
-    ranks = set()
-    for output, prompt in zip(run(engine, asked), prompts, strict=True):
-        raw = raw_scores(tiny_llama, prompt + output.token_ids)
-        for step, token in enumerate(output.token_ids):
-            logits = raw[len(prompt) - 1 + step]
-            assert token in kept_ids(logits, params)
-            ranks.add(np.argsort(-logits).tolist().index(token))
-    assert max(ranks) >= 256
-    engine.close()
+    assert max(drawn_ranks(tiny_llama, prompts, {"top_p": 0.98, "temperature": 8.0})) >= 256

@@ -83,6 +83,9 @@ class Scheduler:
         """Queue a request. Raises `ValidationError` if it can never run."""
         if source.id in self._requests:
             raise ValidationError(f"request id {source.id} is already in use")
+        for name in ("grammar", "adapter", "images"):
+            if getattr(source, name):
+                raise ValidationError(f"{name} is not supported")
         total = len(source.token_ids) + source.max_new_tokens
         room = min(self.policy.max_total_tokens, self.pool.num_usable * self.pool.block_size)
         if not source.token_ids:
