@@ -1,6 +1,6 @@
 """The `tgi` command.
 
-Level 9. `tgi generate` answers prompts without a server.
+Level 9. `tgi generate` answers prompts without a server; `serve`, `check` and `download` are the commands of `launch`.
 """
 
 import argparse
@@ -14,12 +14,26 @@ import msgspec
 from tgi import __version__
 from tgi.config import ServerConfig, read_environment
 from tgi.errors import TgiError
+from tgi.launch import check, command, server_command
 from tgi.types import SamplingParams
 
 EXIT_ERROR, EXIT_INTERRUPTED = 1, 130
+_OTHER_COMMANDS = {
+    "serve": "serve a model over HTTP (the same as text-generation-launcher)",
+    "check": "say whether a model runs here, and with which limits",
+    "download": "fetch a model from the hub",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    match arguments:
+        case ["serve", *rest]:
+            return command.main(rest, prog="tgi serve")
+        case ["check", *rest]:
+            return check.main(rest)
+        case ["download", *rest]:
+            return server_command.download_main(rest)
     parser = _build_parser()
     options = parser.parse_args(arguments)
     if options.system is not None and not options.chat:
@@ -46,6 +60,8 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tgi", description="Text Generation Inference")
     parser.add_argument("-V", "--version", action="version", version=f"tgi {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, text in _OTHER_COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
     generate = commands.add_parser(
         "generate",
         help="answer prompts without a server",
@@ -116,7 +132,7 @@ def _generate(options: argparse.Namespace) -> int:
     settings = {field.name: getattr(options, field.name, None) for field in msgspec.structs.fields(ServerConfig)}
     settings = {name: value for name, value in settings.items() if value is not None}
     settings.pop("seed", None)  # of the sampling, not of dummy weights
-    model = options.model or read_environment().get("model_id") or "embedded"
+    model = options.model or read_environment(only=["model_id"]).get("model_id") or "embedded"
     with LLM(str(model), progress=not options.quiet, **settings) as llm:
         if not options.quiet:
             print(f"{llm.facts.model_id}: {'; '.join(llm.notes)}", file=sys.stderr)

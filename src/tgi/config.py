@@ -1,13 +1,16 @@
 """What the user asked for, and what follows from it.
 
-Level 0. `ServerConfig` is what was asked; `read_environment` is the only reader of the environment; `resolve` is a pure
-function from the configuration, the model's size and the device's limits to every number the engine runs with, each
-with the reason it has that value.
+Level 0. `ServerConfig` is what was asked, the same struct for the server and for `LLM`; `read_environment` and
+`child_environment` are the only readers of the environment; `resolve` is a pure function from the configuration, the
+model's size and the device's limits to every number the engine runs with, each with the reason it has that value.
 """
 
+import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
 
@@ -15,85 +18,408 @@ from tgi.errors import ResourceError, StartError
 from tgi.types import Limits
 
 DTYPES = ("float32", "float16", "bfloat16")
+CHOICES = {
+    "dtype": DTYPES,
+    "load_format": ("safetensors", "dummy"),
+    "quantize": (
+        "awq",
+        "compressed-tensors",
+        "eetq",
+        "exl2",
+        "gptq",
+        "marlin",
+        "bitsandbytes",
+        "bitsandbytes-nf4",
+        "bitsandbytes-fp4",
+        "fp8",
+    ),
+    "kv_cache_dtype": ("fp8_e4m3fn", "fp8_e5m2"),
+    "rope_scaling": ("linear", "dynamic"),
+    "usage_stats": ("on", "off", "no-stack"),
+}
+SECRETS = ("api_key", "ngrok_authtoken")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Every setting, named as its flag. Children get it as JSON; printing it shows no secret."""
+
+    # model
     model_id: str = "embedded"  # "embedded", a folder, a .gguf file, or a hub id
     revision: str | None = None
-    device: str = "auto"
     dtype: str | None = None
+    quantize: str | None = None
+    kv_cache_dtype: str | None = None
+    speculate: int | None = None
+    rope_scaling: str | None = None
+    rope_factor: float | None = None
+    lora_adapters: str | None = None  # see `parse_lora_adapters`
+    trust_remote_code: bool = False
+    tokenizer_config_path: str | None = None  # replaces the model's tokenizer_config.json
     load_format: str = "safetensors"  # or "dummy": seeded random weights from the config alone
     seed: int = 0  # of dummy weights
+
+    # limits of one request
     max_input_tokens: int | None = None
+    max_input_length: int | None = None  # older name of `max_input_tokens`, which takes its value over
     max_total_tokens: int | None = None
+    max_best_of: int = 2
+    max_stop_sequences: int = 4
+    max_top_n_tokens: int = 5
+    max_client_batch_size: int = 4
+    payload_limit: int = 2_000_000  # bytes of a request body
+    max_image_fetch_size: int = 1_073_741_824  # bytes
+    disable_grammar_support: bool = False
+    enable_prefill_logprobs: bool = False
+    watermark_gamma: float = 0.5
+    watermark_delta: float = 2.0
+
+    # batching
+    max_concurrent_requests: int = 128
+    max_queued_tokens: int | None = None  # prompt tokens that may wait; None: derived
     max_batch_prefill_tokens: int | None = None
     max_batch_total_tokens: int | None = None
     max_batch_size: int | None = None
     waiting_served_ratio: float = 0.3
     max_waiting_tokens: int = 20
     prefix_caching: bool = True
+    prefill_chunking: bool = True
     overlap: bool = True  # plan the next step while one runs
-    watermark_gamma: float = 0.5
-    watermark_delta: float = 2.0
-    custom_kernels: bool = True
-    cache_dir: str = ""  # converted models and compiled kernels; empty: the user's cache folder
+
+    # server
+    hostname: str = "0.0.0.0"
+    port: int = 3000
+    api_key: str | None = None
+    cors_allow_origin: list[str] = []  # empty: any
+    graceful_termination_timeout: int = 90  # seconds
+    validation_workers: int = 2
+    compute_type: str | None = None  # of the `x-compute-type` header; None: derived
+    aip_http_port: int | None = None  # Vertex AI: listens here instead of on `port`
+    aip_predict_route: str | None = None
+    aip_health_route: str | None = None
+
+    # hub and files
+    huggingface_hub_cache: str | None = None
+    weights_cache_override: str | None = None  # a folder whose weights are used instead of the model's
     offline: bool = False
+    cache_dir: str = ""  # converted models and compiled kernels; empty: the user's cache folder
+
+    # device
+    device: str = "auto"
     num_threads: int | None = None
+    custom_kernels: bool = True
+    sharded: bool | None = None
+    num_shard: int | None = None
+    master_addr: str = "localhost"
+    master_port: int = 29500
+    shard_uds_path: str = "/tmp/text-generation-server"
+    cuda_graphs: list[int] | None = None
+    cuda_memory_fraction: float = 1.0
+    attention: str | None = None
+
+    # observability
+    log_level: str = "info"  # or a filter such as "error,text_generation_router=debug"
+    json_output: bool = False
+    env: bool = False  # log the environment at start
+    otlp_endpoint: str | None = None
+    otlp_service_name: str = "text-generation-inference.router"
+    prometheus_port: int = 9000
+    usage_stats: str = "on"
+    ngrok: bool = False
+    ngrok_authtoken: str | None = None
+    ngrok_edge: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_input_length is not None and self.max_input_tokens is None:
+            msgspec.structs.force_setattr(self, "max_input_tokens", self.max_input_length)
+            msgspec.structs.force_setattr(self, "max_input_length", None)
+
+    def __repr__(self) -> str:
+        return f"ServerConfig({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """What differs from the defaults, with secrets hidden."""
+        default = ServerConfig()
+        names = [name for name in self.__struct_fields__ if getattr(self, name) != getattr(default, name)]
+        return [(name, "***" if name in SECRETS else getattr(self, name)) for name in names]
 
     def check(self) -> None:
-        """Raise `StartError` naming the first setting that makes no sense."""
-        for name in _POSITIVE:
+        """Raise `StartError` naming the first setting that makes no sense or that nothing here can do."""
+        _check_values(self)
+        _check_combinations(self)
+        for name, reason in _REFUSED.items():
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise StartError(f"`{name}` must be > 0. Given: {value}")
-        if self.num_threads is not None and self.num_threads > 1024:
-            raise StartError(f"`num_threads` must be <= 1024. Given: {self.num_threads}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise StartError(f"`dtype` must be one of {', '.join(DTYPES)}. Given: {self.dtype}")
-        if self.load_format not in ("safetensors", "dummy"):
-            raise StartError(f"`load_format` must be safetensors or dummy. Given: {self.load_format}")
-        if not 0 < self.watermark_gamma < 1:
-            raise StartError(f"`watermark_gamma` must be > 0 and < 1. Given: {self.watermark_gamma}")
-        if self.waiting_served_ratio < 0 or self.max_waiting_tokens < 0:
-            raise StartError("`waiting_served_ratio` and `max_waiting_tokens` must be >= 0")
+            if value is not None and value is not False and value != 0:
+                raise StartError(f"`{name}` is set to {value!r}, which is not supported: {reason}")
+        if self.num_shard is not None and self.num_shard > 1:
+            raise StartError(
+                f"`num_shard` is {self.num_shard}, but one process serves the whole model on this device: leave it out"
+            )
 
+
+# What would change the answers if it were ignored. A feature that comes to work takes its line away.
+_REFUSED = {
+    "quantize": "weights are used as the checkpoint has them; a GGUF file runs from its quantised blocks",
+    "kv_cache_dtype": "the KV cache has the type of the model",
+    "speculate": "tokens are generated one at a time",
+    "rope_scaling": "positions are scaled as the model's config.json says",
+    "rope_factor": "positions are scaled as the model's config.json says",
+    "lora_adapters": "merge the adapter into the model first",
+    "ngrok": "no tunnel is opened; run one beside the server",
+}
 
 _POSITIVE = (
+    "validation_workers",
+    "max_batch_size",
     "max_input_tokens",
     "max_total_tokens",
     "max_batch_prefill_tokens",
     "max_batch_total_tokens",
-    "max_batch_size",
+    "max_concurrent_requests",
+    "max_queued_tokens",
+    "max_best_of",
+    "max_client_batch_size",
+    "payload_limit",
     "num_threads",
 )
+_NOT_NEGATIVE = (
+    "max_waiting_tokens",
+    "waiting_served_ratio",
+    "max_stop_sequences",
+    "max_top_n_tokens",
+    "max_image_fetch_size",
+    "graceful_termination_timeout",
+    "speculate",
+)
+_PORTS = ("port", "prometheus_port", "master_port", "aip_http_port")
 
 
-def read_environment(environment: Mapping[str, str] | None = None) -> dict[str, object]:
-    """`ServerConfig` fields given by environment variables, each the field's name in capitals."""
-    environment = os.environ if environment is None else environment
-    types = {field.name: field.type for field in msgspec.structs.fields(ServerConfig)}
-    names = {
-        name.upper(): name
-        for name in types
-        if name not in ("cache_dir", "offline", "custom_kernels", "seed", "device", "overlap", "num_threads")
-    }
-    names |= {"TGI_CACHE_DIR": "cache_dir", "HF_HUB_OFFLINE": "offline", "TGI_DEVICE": "device"}
-    given: dict[str, object] = {}
-    for variable, name in names.items():
-        text = environment.get(variable)
-        if text:
-            try:
-                given[name] = msgspec.convert(_spell(text, types[name]), types[name], strict=False)
-            except msgspec.ValidationError as error:
-                raise StartError(f"environment variable {variable}={text!r} is not valid: {error}") from None
+def _check_values(config: ServerConfig) -> None:
+    for name, choices in CHOICES.items():
+        value = getattr(config, name)
+        if value is not None and value not in choices:
+            raise StartError(f"`{name}` must be one of {', '.join(choices)}. Given: {value}")
+    for name in _POSITIVE:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise StartError(f"`{name}` must be > 0")
+    for name in _NOT_NEGATIVE:
+        value = getattr(config, name)
+        if value is not None and value < 0:
+            raise StartError(f"`{name}` must be >= 0. Given: {value}")
+    for name in _PORTS:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value <= 65535:
+            raise StartError(f"`{name}` must be a port, 0 to 65535. Given: {value}")
+    if config.num_threads is not None and config.num_threads > 1024:
+        raise StartError(f"`num_threads` must be <= 1024. Given: {config.num_threads}")
+    if not 0 < config.watermark_gamma < 1:
+        raise StartError(f"`watermark_gamma` must be > 0 and < 1. Given: {config.watermark_gamma}")
+    if not 0 < config.cuda_memory_fraction <= 1:
+        raise StartError(f"`cuda_memory_fraction` must be > 0 and <= 1. Given: {config.cuda_memory_fraction}")
+    key = config.api_key
+    if key is not None and not (key.strip() and key.isascii() and key.isprintable()):
+        raise StartError("`api_key` must be printable ASCII and not empty: no other text can be sent in a header")
+    for name in ("aip_predict_route", "aip_health_route"):
+        route = getattr(config, name)
+        if route is not None and not route.startswith("/"):
+            raise StartError(f"`{name}` must start with '/'. Given: {route}")
+
+
+def _check_combinations(config: ServerConfig) -> None:
+    """What TGI checks of settings given together, in its words."""
+    max_input, max_total, batch_total = (
+        config.max_input_tokens,
+        config.max_total_tokens,
+        config.max_batch_total_tokens,
+    )
+    if max_input is not None and config.max_input_length is not None:
+        raise StartError(
+            f"Both `max_input_tokens` ({max_input}) and `max_input_length` ({config.max_input_length}) are set. Please"
+            " define only `max_input_tokens` as `max_input_length is deprecated for naming consistency."
+        )
+    if max_input is not None and max_total is not None and max_input >= max_total:
+        raise StartError(f"`max_input_tokens`({max_input}) must be < `max_total_tokens`({max_total})")
+    for name, value in (
+        ("max_total_tokens", max_total),
+        ("max_batch_prefill_tokens", config.max_batch_prefill_tokens),
+    ):
+        if value is not None and batch_total is not None and value > batch_total:
+            raise StartError(f"`{name}` must be <= `max_batch_total_tokens`. Given: {value} and {batch_total}")
+    if config.num_shard is not None and config.num_shard < 1:
+        raise StartError("`num_shard` cannot be < 1")
+    if config.sharded and config.num_shard is not None and config.num_shard <= 1:
+        raise StartError("`sharded` is true but `num_shard` <= 1")
+    if config.quantize == "exl2" and (config.num_shard or 1) > 1:
+        raise StartError("Sharding is currently not supported with `exl2` quantization")
+    if config.dtype and config.quantize and not config.quantize.startswith("bitsandbytes"):
+        raise StartError(
+            "Only 1 can be set between `dtype` and `quantize`, as they both decide how goes the final model."
+        )
+    if config.ngrok:
+        for name in ("authtoken", "edge"):
+            if not getattr(config, f"ngrok_{name}"):
+                raise StartError(f"`ngrok-{name}` must be set when using ngrok tunneling")
+    if config.lora_adapters is not None:
+        parse_lora_adapters(config.lora_adapters)
+
+
+class LoraAdapter(msgspec.Struct, frozen=True):
+    """One item of `lora_adapters`."""
+
+    id: str  # what requests name it
+    path: str | None = None  # a local folder; None: `id` is on the hub
+    revision: str | None = None
+
+
+def parse_lora_adapters(text: str) -> list[LoraAdapter]:
+    """Items between commas: `repo/id`, `repo/id@revision`, `name=/local/path` or `name=/local/path@revision`."""
+    adapters: list[LoraAdapter] = []
+    for item in (part.strip() for part in text.split(",")):
+        if not item:
+            continue
+        place, _, revision = item.partition("@")
+        name, _, path = place.partition("=")
+        if item.count("=") > 1 or item.count("@") > 1 or not name or ("=" in item and not path):
+            raise StartError(f"Invalid LoRA adapter format: {item}")
+        adapters.append(LoraAdapter(name, path or None, revision or None))
+    return adapters
+
+
+# Fields whose variable is not their name in capitals; None: no variable.
+_VARIABLES: dict[str, str | None] = {
+    "cache_dir": "TGI_CACHE_DIR",
+    "device": "TGI_DEVICE",
+    "num_threads": "TGI_NUM_THREADS",
+    "offline": "HF_HUB_OFFLINE",
+    "custom_kernels": "DISABLE_CUSTOM_KERNELS",
+    "seed": None,
+    "overlap": None,
+    "env": None,
+}
+_SAGEMAKER = {
+    "HF_MODEL_ID": "MODEL_ID",
+    "HF_MODEL_REVISION": "REVISION",
+    "SM_NUM_GPUS": "NUM_SHARD",
+    "HF_MODEL_QUANTIZE": "QUANTIZE",
+    "HF_MODEL_TRUST_REMOTE_CODE": "TRUST_REMOTE_CODE",
+}
+_TOKENS = ("HF_API_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
+def variable_of(field: str) -> str | None:
+    """The environment variable that sets a field."""
+    return _VARIABLES.get(field, field.upper())
+
+
+def read_environment(
+    environment: Mapping[str, str] | None = None, only: Collection[str] | None = None
+) -> dict[str, Any]:
+    """`ServerConfig` fields (or only some) given by environment variables. An empty variable counts as not set."""
+    environment = _map_sagemaker(os.environ if environment is None else environment)
+    given: dict[str, Any] = {}
+    for field in msgspec.structs.fields(ServerConfig):
+        variable = variable_of(field.name) if only is None or field.name in only else None
+        text = environment.get(variable) if variable else None
+        # Kubernetes sets PROMETHEUS_PORT=tcp://... for a service called prometheus: not meant for us.
+        if text and variable and not (field.name in _PORTS and text.startswith("tcp://")):
+            shown = "***" if field.name in SECRETS else repr(text)
+            given[field.name] = parse_value(field.name, text, f"environment variable {variable}={shown}")
+    if "custom_kernels" in given:
+        given["custom_kernels"] = not given["custom_kernels"]
     return given
 
 
-def _spell(text: str, kind: object) -> str:
-    """Spellings of true and false that msgspec does not take."""
-    if kind is bool:
-        return {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(text.lower(), text)
+def _map_sagemaker(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """On SageMaker the model is named `HF_MODEL_ID` and the server is expected on port 8080."""
+    if not environment.get("HF_MODEL_ID") or environment.get("MODEL_ID"):
+        return environment
+    mapped = {new: environment[old] for old, new in _SAGEMAKER.items() if environment.get(old)}
+    if mapped.get("NUM_SHARD") == "0":  # a machine without accelerators
+        del mapped["NUM_SHARD"]
+    return {**environment, "PORT": "8080", **mapped}
+
+
+def hub_token(environment: Mapping[str, str] | None = None) -> str | None:
+    """The access token for the hub; None leaves it to the hub's library to find one on disk."""
+    environment = os.environ if environment is None else environment
+    return next((environment[name] for name in _TOKENS if environment.get(name)), None)
+
+
+def child_environment(config: ServerConfig, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for the processes of a server: the hub's settings as its library reads them, and no API key."""
+    child = dict(os.environ if environment is None else environment)
+    child.pop("API_KEY", None)
+    child.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    token = hub_token(child)
+    if token:
+        child["HF_TOKEN"] = token
+    if config.offline:
+        child["HF_HUB_OFFLINE"] = "1"
+    if config.huggingface_hub_cache:
+        child["HF_HUB_CACHE"] = child["HUGGINGFACE_HUB_CACHE"] = config.huggingface_hub_cache
+    return child
+
+
+def parse_value(field: str, text: str, origin: str) -> Any:
+    """The value of a field from text. `origin` says in the error where the text came from."""
+    kind = _KINDS[field]
+    try:
+        return _PARSERS[kind](text)
+    except ValueError:
+        raise StartError(f"{origin} is not valid: it must be {_EXPECTED[kind]}") from None
+
+
+def _parse_bool(text: str) -> bool:
+    if text.strip().lower() in ("true", "1", "yes", "on"):
+        return True
+    if text.strip().lower() in ("false", "0", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
+def _parse_int(text: str) -> int:
+    if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):  # 18 digits: what fits a message
+        raise ValueError(text)
+    return int(text)
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _parse_str(text: str) -> str:
+    text.encode()  # an argument that is not UTF-8 cannot be passed on
     return text
+
+
+def _parse_list(text: str) -> list[str]:
+    return [item.strip() for item in _parse_str(text).split(",") if item.strip()]
+
+
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    bool: _parse_bool,
+    int: _parse_int,
+    float: _parse_float,
+    str: _parse_str,
+    list[str]: _parse_list,
+    list[int]: lambda text: [_parse_int(item) for item in _parse_list(text)],
+}
+_EXPECTED: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "UTF-8 text",
+    list[str]: "UTF-8 text",
+    list[int]: "whole numbers separated by commas",
+}
+# The type of each field when it is set.
+_KINDS: dict[str, Any] = {
+    field.name: next((kind for kind in get_args(field.type) if type(None) in get_args(field.type) and kind), field.type)
+    for field in msgspec.structs.fields(ServerConfig)
+}
 
 
 def cache_folder(config: ServerConfig, environment: Mapping[str, str] | None = None) -> Path:

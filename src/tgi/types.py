@@ -211,6 +211,22 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     inference_ns: int  # from first admission to the end
 
 
+class StepStats(msgspec.Struct, frozen=True, array_like=True):
+    """What one step was like, for the metrics."""
+
+    prefill: bool  # prompt tokens were computed
+    num_admitted: int  # requests that entered the batch
+    joined: bool  # they joined a running batch
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int  # prompt tokens of those
+    max_tokens: int  # tokens the running ones may reach together
+    inference_ns: int  # from planning to the tokens being there
+    forward_ns: int  # on the device
+    decode_ns: int  # taking the result
+    filter_ns: int  # sending the tokens
+
+
 class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     """All tokens of one step for all requests, as parallel arrays."""
 
@@ -220,6 +236,7 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     top_tokens: list[TopTokens] = []  # `row` indexes the arrays above
     prompt_logprobs: list[PromptLogprobs] = []  # `row` is a request id
     finished: list[Finish] = []
+    stats: StepStats | None = None
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,6 +250,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_size: int
     device: str
+    folder: str = ""  # of the model's files, which the front end reads the tokenizer from
+    sha: str | None = None  # commit on the hub, or digest of the file
+    notes: list[str] = []  # how it came up and why its limits are what they are
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):

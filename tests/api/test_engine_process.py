@@ -76,12 +76,14 @@ def make(client: EngineClient, tokens: list[int], new: int, **params: object) ->
 async def collect(client: EngineClient, request: GenerationRequest) -> tuple[list[int], str, int]:
     tokens: list[int] = []
     reason, num_tops = "", 0
-    async for event in client.stream(request):
-        if event.token_id is not None:
-            tokens.append(event.token_id)
-        num_tops += len(event.top_tokens)
-        if event.finish is not None:
-            reason = event.finish.reason
+    stream = client.submit(request)
+    while not reason:
+        for event in await stream.take():
+            if event.token_id is not None:
+                tokens.append(event.token_id)
+            num_tops += len(event.top_tokens)
+            if event.finish is not None:
+                reason = event.finish.reason
     return tokens, reason, num_tops
 
 
@@ -120,10 +122,9 @@ async def until_idle(client: EngineClient, num_free: int) -> None:
 def test_leaving_a_stream_and_bad_requests(engine: Process) -> None:
     async def run() -> None:
         client, facts = await connected(engine)
-        stream = client.stream(make(client, [5, 6, 7], 400))
-        async for _ in stream:
-            break
-        await stream.aclose()
+        stream = client.submit(make(client, [5, 6, 7], 400))
+        assert await stream.take()
+        stream.abort()
         tokens, reason, _ = await collect(client, make(client, [5] * 600, 10))
         assert (tokens, reason) == ([], "error")
         await until_idle(client, facts.num_blocks - 1)
@@ -142,9 +143,9 @@ async def run():
     client = EngineClient(Path(sys.argv[1]))
     await client.connect()
     request = GenerationRequest(id=1, token_ids=[5], sampling=SamplingParams(), max_new_tokens=500, stop_token_ids=[], seed=0)
-    async for _ in client.stream(request):
-        print("token", flush=True)
-        await asyncio.sleep(60)
+    await client.submit(request).take()
+    print("token", flush=True)
+    await asyncio.sleep(60)
 asyncio.run(run())
 """
 

@@ -1,8 +1,19 @@
 """Settings: what is refused, what follows from what, and where it comes from."""
 
+import msgspec
 import pytest
 
-from tgi.config import ModelSize, ServerConfig, cache_folder, read_environment, resolve
+from tgi.config import (
+    LoraAdapter,
+    ModelSize,
+    ServerConfig,
+    cache_folder,
+    child_environment,
+    hub_token,
+    parse_lora_adapters,
+    read_environment,
+    resolve,
+)
 from tgi.errors import ResourceError, StartError
 from tgi.types import Limits
 
@@ -51,7 +62,7 @@ def test_given_values_are_kept() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"max_batch_size": 0}, "`max_batch_size` must be > 0. Given: 0"),
+        ({"max_batch_size": 0}, "`max_batch_size` must be > 0"),
         ({"max_total_tokens": 4096}, "`max_total_tokens` must be <= 2048"),
         (
             {"max_total_tokens": 100, "max_input_tokens": 100},
@@ -62,9 +73,12 @@ def test_given_values_are_kept() -> None:
             "`max_total_tokens` must be <= `max_batch_total_tokens`",
         ),
         ({"dtype": "int3"}, "`dtype` must be one of float32, float16, bfloat16. Given: int3"),
-        ({"load_format": "pickle"}, "`load_format` must be safetensors or dummy"),
+        ({"load_format": "pickle"}, "`load_format` must be one of safetensors, dummy. Given: pickle"),
         ({"watermark_gamma": 1.5}, "`watermark_gamma` must be > 0 and < 1"),
-        ({"waiting_served_ratio": -1.0}, "must be >= 0"),
+        ({"waiting_served_ratio": -1.0}, "`waiting_served_ratio` must be >= 0"),
+        ({"quantize": "gptq"}, "`quantize` is set to 'gptq', which is not supported"),
+        ({"api_key": "naïve"}, "`api_key` must be printable ASCII"),
+        ({"max_input_length": 0}, "`max_input_tokens` must be > 0"),
     ],
 )
 def test_nonsense_is_refused_by_name(given: dict, text: str) -> None:
@@ -107,6 +121,53 @@ def test_environment() -> None:
     }
     with pytest.raises(StartError, match="MAX_BATCH_SIZE='many' is not valid"):
         read_environment({"MAX_BATCH_SIZE": "many"})
+
+
+def test_environment_in_part() -> None:
+    environment = {"MODEL_ID": "x", "PORT": "not a port"}
+    assert read_environment(environment, only=["model_id"]) == {"model_id": "x"}
+    with pytest.raises(StartError, match="PORT='not a port' is not valid: it must be a whole number"):
+        read_environment(environment)
+
+
+def test_older_name_of_max_input_tokens() -> None:
+    config = ServerConfig(max_input_length=7)
+    assert (config.max_input_tokens, config.max_input_length) == (7, None)
+    assert msgspec.json.decode(msgspec.json.encode(config), type=ServerConfig) == config
+
+
+def test_every_setting_survives_the_way_to_a_child() -> None:
+    config = ServerConfig(api_key="secret", cors_allow_origin=["http://a"], cuda_graphs=[1], sharded=False, port=1)
+    assert msgspec.json.decode(msgspec.json.encode(config), type=ServerConfig) == config
+
+
+def test_secrets_are_not_printed() -> None:
+    config = ServerConfig(api_key="geheim", ngrok_authtoken="heimlich", port=8080)
+    assert repr(config) == str(config) == "ServerConfig(port=8080, api_key='***', ngrok_authtoken='***')"
+    assert dict(config.__rich_repr__())["api_key"] == "***"
+
+
+def test_lora_adapters() -> None:
+    assert parse_lora_adapters("org/a, org/b@v2,c=/p,d=/q@v3,") == [
+        LoraAdapter("org/a"),
+        LoraAdapter("org/b", None, "v2"),
+        LoraAdapter("c", "/p"),
+        LoraAdapter("d", "/q", "v3"),
+    ]
+    for item in ("a=b=c", "a@b@c", "=x", "a="):
+        with pytest.raises(StartError, match=f"^Invalid LoRA adapter format: {item}$"):
+            parse_lora_adapters(f"org/a,{item}")
+
+
+def test_environment_of_children() -> None:
+    config = ServerConfig(offline=True, huggingface_hub_cache="/data", api_key="secret")
+    child = child_environment(config, {"HF_API_TOKEN": "a", "HF_TOKEN": "b", "API_KEY": "secret", "X": "y"})
+    assert child["HF_TOKEN"] == "a" and child["X"] == "y" and "API_KEY" not in child
+    assert child["HF_HUB_OFFLINE"] == "1" and child["HF_HUB_CACHE"] == child["HUGGINGFACE_HUB_CACHE"] == "/data"
+    assert child["HF_HUB_DISABLE_TELEMETRY"] == "1"
+    assert child_environment(ServerConfig(), {"HUGGING_FACE_HUB_TOKEN": "c"})["HF_TOKEN"] == "c"
+    assert "HF_TOKEN" not in child_environment(ServerConfig(), {})
+    assert (hub_token({}), hub_token({"HF_TOKEN": "b", "HUGGING_FACE_HUB_TOKEN": "c"})) == (None, "b")
 
 
 def test_cache_folder() -> None:

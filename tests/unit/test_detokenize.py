@@ -92,6 +92,81 @@ def added_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], output_ids: Sequ
     return after[len(before) :]
 
 
+class DecodingTokenizer(Tokenizer):
+    """Has no table of texts, so that every token is decoded with the tokens before it."""
+
+    def token_texts(self, skip_special_tokens: bool) -> None:
+        return None
+
+
+def without_table(tokenizer: Tokenizer) -> Tokenizer:
+    backend = Backend.from_str(tokenizer._backend.to_str())  # pyright: ignore[reportPrivateUsage]
+    return DecodingTokenizer(backend, SpecialTokens({}, [], [], []))
+
+
+# Single tokens of all kinds, in long runs of ordinary ones so that the table is left and entered again.
+def any_ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    single = st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=12)
+    parts = st.lists(single | any_text.map(tokenizer.encode), max_size=8)
+    return parts.map(lambda parts: [token_id for part in parts for token_id in part])
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=200, deadline=None)
+@given(prompt=any_text, skip=st.booleans(), flush_at=st.integers(0, 60), data=st.data())
+def test_table_changes_nothing(name: str, prompt: str, skip: bool, flush_at: int, data: st.DataObject) -> None:
+    """Each piece is what decoding gives, for any ids and also when the stream goes on behind a flush."""
+    tokenizer = ALL[name]
+    assert tokenizer.token_texts(skip) is not None
+    prompt_ids = tokenizer.encode(prompt)
+    output_ids = data.draw(any_ids(tokenizer))
+    results: list[list[str]] = []
+    for each in (tokenizer, without_table(tokenizer)):
+        stream = TextStream(each, prompt_ids, skip)
+        pieces = [stream.push(token_id) for token_id in output_ids[:flush_at]]
+        pieces.append(stream.flush())
+        pieces += [stream.push(token_id) for token_id in output_ids[flush_at:]]
+        results.append([*pieces, stream.flush()])
+    if name != "byte_level" and any("\ufffd" in piece for piece in results[0]):
+        # How many good bytes a bad one spoils depends on how far back the decoding begins.
+        results = [["".join(pieces).replace("\ufffd", "")] for pieces in results]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "apart"),
+    [
+        (decoders.ByteLevel(), True),
+        (decoders.Metaspace(), True),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]), True),
+        (decoders.WordPiece(), False),
+        (decoders.BPEDecoder(), False),
+        (decoders.CTC(), False),
+        (decoders.Strip(" ", 1, 0), False),
+        (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]), False),
+        (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 2, 0)]), False),
+        (decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]), False),
+        (decoders.Sequence([decoders.Fuse(), decoders.Metaspace()]), False),
+        (None, False),
+    ],
+)
+def test_only_decoders_without_context_have_a_table(decoder: decoders.Decoder | None, apart: bool) -> None:
+    backend = Backend(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    if decoder is not None:
+        backend.decoder = decoder
+    tokenizer = Tokenizer(backend, SpecialTokens({}, [], [], []))
+    assert (tokenizer.token_texts(True) is not None) == apart
+
+
+def test_table_holds_whole_characters_only() -> None:
+    texts = BYTE_LEVEL.token_texts(True)
+    assert texts is not None
+    assert texts[BYTE_LEVEL.id_of("Ġ") or 0] == " "
+    assert texts[bad_byte[0]] is None
+    assert texts[BYTE_LEVEL.id_of("</s>") or 0] == ""
+    assert texts[UNKNOWN_ID] is None and UNKNOWN_ID not in texts
+
+
 byte_ids = st.sampled_from(range(BYTE_LEVEL.vocab_size))
 bad_byte = [BYTE_LEVEL.id_of("Ã") or 0]  # the entry for byte C3, which only begins a character
 
@@ -269,7 +344,9 @@ def test_real_tokenizer(tmp_path: Path) -> None:
         assert tokenizer.decode(output_ids, skip) == theirs.decode(output_ids, skip_special_tokens=skip)
         pieces = run(tokenizer, prompt_ids, output_ids, skip)
         assert "".join(pieces) == added_text(tokenizer, prompt_ids, output_ids, skip)
+        assert pieces == run(slow, prompt_ids, output_ids, skip)
 
+    slow = without_table(tokenizer)
     check()
 
 

@@ -1,11 +1,10 @@
 """Downloading, against a hub of its own on this machine that answers as the real one does."""
 
 import errno
-import hashlib
-import http.server
 import json
 import os
-import threading
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,91 +12,13 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from fake_hub import COMMIT, FILES, OTHER_COMMIT, Hub, running_hub
 from tgi.errors import ModelFormatError, ModelNotFoundError, ResourceError, StartError
 from tgi.weights import download
-from tgi.weights.download import download_model
+from tgi.weights.download import HubAccess, download_model, list_files
 from tgi.weights.source import resolve_model
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-FILES = {
-    "config.json": b"{}",
-    "model.safetensors": bytes(300_000),
-    "tokenizer.json": b'{"a": 1}',
-    "chat_template.jinja": b"{{ messages }}",
-    "README.md": b"# Hello",
-    "pytorch_model.bin": b"pickle",
-    "original/model.safetensors": b"twice",
-}
-
-
-class Hub(http.server.ThreadingHTTPServer):
-    """A model `org/model`, and for other names the failure the real hub answers with."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.files = dict(FILES)
-        self.asked: list[str] = []
-        self.failures = {
-            "org/absent": (404, "RepoNotFound"),
-            "org/private": (401, "RepoNotFound"),
-            "org/gated": (403, "GatedRepo"),
-            "org/broken": (500, ""),
-            "org/mirror": (404, ""),
-            "org/locked": (401, ""),
-        }
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Answer(http.server.BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_GET(self) -> None:
-        hub = self.server
-        path = self.path.partition("?")[0]
-        hub.asked.append(f"{self.command} {path}")
-        for name, (status, code) in hub.failures.items():
-            if f"/{name}/" in path:
-                return self.send(status, b"", {"X-Error-Code": code} if code else {})
-        if path == "/api/models/org/model/revision/main":
-            return self.send_json({"id": "org/model", "sha": COMMIT, "siblings": []})
-        if path.startswith("/api/models/org/model/revision/"):
-            return self.send(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        if path == f"/api/models/org/model/tree/{COMMIT}":
-            return self.send_json([self.entry(name, content) for name, content in hub.files.items()])
-        prefix = f"/org/model/resolve/{COMMIT}/"
-        if path.startswith(prefix) and path.removeprefix(prefix) in hub.files:
-            content = hub.files[path.removeprefix(prefix)]
-            return self.send(200, content, {"ETag": f'"{digest(content)}"', "X-Repo-Commit": COMMIT})
-        return self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
-
-    do_HEAD = do_GET
-
-    def entry(self, name: str, content: bytes) -> dict[str, Any]:
-        return {"type": "file", "path": name, "size": len(content), "oid": digest(content)}
-
-    def send_json(self, value: object) -> None:
-        self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-def digest(content: bytes) -> str:
-    return hashlib.sha1(content).hexdigest()
+NOWHERE = "http://127.0.0.1:9"
 
 
 @pytest.fixture(autouse=True)
@@ -108,17 +29,14 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    hub = Hub()
-    thread = threading.Thread(target=hub.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield hub
-    hub.shutdown()
-    thread.join()
-    hub.server_close()
+    with running_hub() as hub:
+        yield hub
 
 
 def fetch(hub: Hub, tmp_path: Path, model: str = "org/model", **options: Any) -> Path:
-    return download_model(model, cache_dir=tmp_path / "hub", endpoint=hub.url, **options)
+    offline = options.pop("offline", False)
+    access = HubAccess(offline=offline, cache_dir=tmp_path / "hub", endpoint=hub.url, token=options.pop("token", None))
+    return download_model(model, options.pop("revision", None), access, **options)
 
 
 def test_only_what_serving_needs(hub: Hub, tmp_path: Path) -> None:
@@ -157,7 +75,7 @@ def test_offline_uses_the_cache(hub: Hub, tmp_path: Path) -> None:
 
 def test_hub_gone_uses_the_cache(hub: Hub, tmp_path: Path) -> None:
     first = fetch(hub, tmp_path)
-    assert download_model("org/model", cache_dir=tmp_path / "hub", endpoint="http://127.0.0.1:9") == first
+    assert download_model("org/model", None, HubAccess(cache_dir=tmp_path / "hub", endpoint=NOWHERE)) == first
 
 
 @pytest.mark.parametrize(
@@ -184,7 +102,7 @@ def test_failures(
 
 def test_no_network(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"Cannot download 'org/model' from the hub: .*Check the network") as caught:
-        download_model("org/model", cache_dir=tmp_path, endpoint="http://127.0.0.1:9")
+        download_model("org/model", None, HubAccess(cache_dir=tmp_path, endpoint=NOWHERE))
     assert "\n" not in str(caught.value)
 
 
@@ -222,3 +140,149 @@ def test_resolve_unknown_names_all_forms(hub: Hub, tmp_path: Path) -> None:
         resolve_model("org/absent", tmp_path, hub_cache=tmp_path / "hub", endpoint=hub.url)
     for part in ("is not on the hub", "no file or folder of that name", "`embedded`", ".gguf file", "hub, such as"):
         assert part in str(caught.value)
+
+
+def test_revision_of_a_pull_request(hub: Hub, tmp_path: Path) -> None:
+    assert fetch(hub, tmp_path, revision="refs/pr/7").name == OTHER_COMMIT
+    assert fetch(hub, tmp_path).name == COMMIT
+    assert fetch(hub, tmp_path, revision="refs/pr/7", offline=True).name == OTHER_COMMIT
+    assert fetch(hub, tmp_path, revision=COMMIT, offline=True).name == COMMIT
+
+
+def test_token_is_sent(hub: Hub, tmp_path: Path) -> None:
+    fetch(hub, tmp_path, token="hf_secret")
+    assert hub.tokens == {"Bearer hf_secret"}
+
+
+def test_dropped_connection_is_taken_up_where_it_broke_off(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 50_000)
+    hub.files["model.safetensors"] = bytes(range(256)) * 1000
+    hub.drops["model.safetensors"] = [120_000]
+    folder = fetch(hub, tmp_path)
+    assert (folder / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+    assert hub.ranges == ["model.safetensors bytes=100000-"]
+
+
+def test_interrupted_download_keeps_finished_files(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the library waits between its tries
+    hub.drops["model.safetensors"] = [1000] * 20
+    with pytest.raises(StartError, match="Cannot download 'org/model'"):
+        fetch(hub, tmp_path)
+    with pytest.raises(ModelNotFoundError, match="not complete in the local cache"):
+        fetch(hub, tmp_path, offline=True)
+    # Those that are complete are not asked for again.
+    finished = {path.name for path in (tmp_path / "hub").rglob("snapshots/*/*")}
+    hub.drops.clear()
+    hub.asked.clear()
+    folder = fetch(hub, tmp_path)
+    assert (folder / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+    asked = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET") and "/resolve/" in line}
+    assert "model.safetensors" in asked and not asked & finished
+
+
+def test_weights_from_another_folder(hub: Hub, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    options: dict[str, Any] = {"hub_cache": tmp_path / "hub", "endpoint": hub.url, "weights_override": str(weights)}
+    with pytest.raises(ModelNotFoundError, match=r"`weights_cache_override` .* is no folder with \.safetensors files"):
+        resolve_model("org/model", tmp_path, **options)
+    weights.mkdir()
+    (weights / "a.safetensors").write_bytes(b"x")
+    found = resolve_model("org/model", tmp_path, **options)
+    assert found.weights_path == weights and (found.path / "config.json").is_file()
+    assert not any("model.safetensors" in line for line in hub.asked)
+
+
+def test_what_would_be_downloaded(hub: Hub, tmp_path: Path) -> None:
+    access = HubAccess(cache_dir=tmp_path / "hub", endpoint=hub.url)
+    files = {file.name: file for file in list_files("org/model", None, access)}
+    assert set(files) == {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    assert files["model.safetensors"].num_bytes == 300_000
+    assert not any(file.is_cached for file in files.values())
+    fetch(hub, tmp_path)
+    assert all(file.is_cached for file in list_files("org/model", None, access))
+    with pytest.raises(ModelNotFoundError, match="not on the hub"):
+        list_files("org/absent", None, access)
+
+
+# -- as a user has it: processes of their own ----------------------------------------------------------------------
+
+
+def run(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def download_weights(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), **environment}
+    return run("tgi.launch.server_command", "download-weights", *arguments, **variables)
+
+
+def test_download_command(hub: Hub, tmp_path: Path) -> None:
+    first = download_weights(hub, tmp_path, "org/model", HF_API_TOKEN="hf_api", HF_TOKEN="hf_other")
+    assert (first.returncode, first.stdout) == (0, "")
+    assert "Download: 0.3 MB of org/model" in first.stderr and "Files are in " in first.stderr
+    assert hub.tokens == {"Bearer hf_api"}
+    assert (tmp_path / "hub" / "models--org--model" / "snapshots" / COMMIT / "model.safetensors").is_file()
+    second = download_weights(hub, tmp_path, "org/model", "--json-output")
+    assert second.returncode == 0
+    assert json.loads(second.stderr) == {
+        "level": "INFO",
+        "message": "Files are already present on the host. Skipping download.",
+    }
+
+
+def test_offline_makes_no_connection(hub: Hub, tmp_path: Path) -> None:
+    absent = download_weights(hub, tmp_path, "org/model", HF_HUB_OFFLINE="1")
+    assert absent.returncode == 1 and "offline mode is on" in absent.stderr and absent.stderr.count("\n") == 1
+    assert hub.num_connections == 0
+    assert download_weights(hub, tmp_path, "org/model").returncode == 0
+    num_connections = hub.num_connections
+    assert num_connections > 0  # the listener does see those who ask
+    for spelling in ("1", "true", "yes"):
+        present = download_weights(hub, tmp_path, "org/model", HF_HUB_OFFLINE=spelling)
+        assert (present.returncode, "already present" in present.stderr) == (0, True)
+    assert run("tgi.launch.check", "org/model", HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1").stdout
+    assert hub.num_connections == num_connections
+
+
+def test_download_to_a_data_volume(hub: Hub, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    done = download_weights(hub, tmp_path, "org/model", "--revision", "refs/pr/7", HUGGINGFACE_HUB_CACHE=str(data))
+    assert done.returncode == 0
+    assert (data / "models--org--model" / "snapshots" / OTHER_COMMIT / "config.json").is_file()
+    assert not (tmp_path / "hub").exists()
+
+
+def test_cached_model_survives_the_hub(hub: Hub, tmp_path: Path) -> None:
+    assert download_weights(hub, tmp_path, "org/model").returncode == 0
+    done = download_weights(hub, tmp_path, "org/model", HF_ENDPOINT=NOWHERE)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["download-weights", "org/absent"], 1, "error: Model 'org/absent' is not on the hub"),
+        (["download-weights", "org/model", "--extension", ".bin"], 1, "only .safetensors are fetched"),
+        (["download-weights", "org/model", "--revision", "v9"], 1, "Check --revision"),
+        (["download-weights", "embedded"], 0, "Files are already present on the host. Skipping download."),
+        (["download-weights", "org/model", "--auto-convert", "--no-merge-lora", "--trust-remote-code"], 0, "Files are"),
+        (["download-weights"], 2, "MODEL_ID"),
+        (["serve", "org/model", "--sharded"], 2, "run text-generation-launcher"),
+        (["quantize", "org/model", "out"], 2, "is not available"),
+        ([], 2, "COMMAND"),
+    ],
+)
+def test_server_command(hub: Hub, tmp_path: Path, arguments: list[str], status: int, text: str) -> None:
+    done = run("tgi.launch.server_command", *arguments, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path))
+    assert (done.returncode, done.stdout) == (status, "")
+    assert text in done.stderr and "Traceback" not in done.stderr

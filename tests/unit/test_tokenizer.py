@@ -205,6 +205,33 @@ def test_truncation_keeps_the_last_tokens(tmp_path: Path) -> None:
         plain.encode(text, truncate=0)
 
 
+@settings(max_examples=40, deadline=None)
+@given(text=any_text, add_special_tokens=st.booleans())
+def test_offsets_are_those_of_transformers_in_bytes(
+    pair: tuple[Tokenizer, Any], text: str, add_special_tokens: bool
+) -> None:
+    ours, theirs = pair
+    expected = theirs(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+    spans = [(len(text[:start].encode()), len(text[:end].encode())) for start, end in expected["offset_mapping"]]
+    assert ours.encode_with_offsets(text, add_special_tokens) == [
+        (token_id, *span) for token_id, span in zip(expected["input_ids"], spans, strict=True)
+    ]
+
+
+def test_offsets_count_bytes(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path, *FOLDERS["bos_and_eos"]))
+    (bos, eos), text = [tokenizer.id_of(token) for token in ("<s>", "</s>")], "😀 dog"
+    first, *tokens, last = tokenizer.encode_with_offsets(text)
+    assert first == (bos, 0, 0) and last == (eos, 0, 0)
+    parts = [span for span in tokens if span[1] == 0]
+    assert len(parts) > 1 and {span[2] for span in parts} == {4}, "each part of a character spans it"
+    assert tokens[-1][2] == len(text.encode())
+    assert [token_id for token_id, _, _ in tokens] == tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.encode_with_offsets("", add_special_tokens=False) == []
+    with pytest.raises(ValidationError, match="tokenizer error"):
+        tokenizer.encode_with_offsets("a\ud800b")
+
+
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [

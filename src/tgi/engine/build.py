@@ -89,6 +89,8 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         max_waiting_tokens=config.max_waiting_tokens,
     )
     pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching)
+    notes = [note for note in (source.note, device.ops.description) if note]
+    notes += [f"{name} {getattr(resolved, name, '')}: {reason}" for name, reason in resolved.reasons.items()]
     facts = ModelFacts(
         model_id=source.model_id,
         dtype=str(dtype).removeprefix("torch."),
@@ -98,9 +100,11 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         num_blocks=resolved.num_blocks,
         block_size=resolved.block_size,
         device=device.name,
+        folder=str(source.path),
+        sha=source.sha,
+        notes=notes,
     )
     loop = EngineLoop(Scheduler(policy, pool), runner, config.overlap)
-    notes = [note for note in (source.note, device.ops.description) if note]
     return Engine(loop, facts, source.path, device, resolved, seconds, notes)
 
 

@@ -1,17 +1,20 @@
-"""The engine as an api process sees it: submit, abort, stream.
+"""The engine as an api process sees it: submit, take tokens, abort.
 
-Level 7, asyncio, never torch. One reader task takes a message per step and hands each request its tokens. When the
-engine fails or is gone, every request in flight ends with `EngineError`.
+Level 7, asyncio, never torch. One reader task takes a message per step and hands each request its tokens; a request
+that is read slowly finds several waiting for it. When the engine fails or is gone, every request in flight ends with
+`EngineError`.
 """
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+import struct
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
 import zmq.asyncio
 
@@ -26,6 +29,7 @@ from tgi.types import (
     Hello,
     ModelFacts,
     Ready,
+    StepStats,
     Submit,
     ToEngine,
     TokenOut,
@@ -35,7 +39,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(FromEngine).decode
 
 
-class TokenEvent(msgspec.Struct):
+class TokenEvent(msgspec.Struct, gc=False):
     """What one step brought for one request: a token, or prompt log-probabilities, or its end, or several of these."""
 
     token_id: int | None = None
@@ -45,6 +49,53 @@ class TokenEvent(msgspec.Struct):
     finish: Finish | None = None
 
 
+class TokenStream:
+    """The events of one request, in order. Whoever submitted it must read to the end or call `abort`."""
+
+    __slots__ = ("_client", "_error", "_events", "_finished", "_waiter", "request_id")
+
+    def __init__(self, client: "EngineClient", request_id: int) -> None:
+        self._client = client
+        self.request_id = request_id
+        self._events: list[TokenEvent] = []
+        self._error: EngineError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._finished = False
+
+    async def take(self) -> list[TokenEvent]:
+        """All events since the last call, waiting for one if there are none; empty only after `wake`."""
+        if not self._events:
+            if self._error is not None:
+                raise self._error
+            self._waiter = self._client.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+            if self._error is not None and not self._events:
+                raise self._error
+        events, self._events = self._events, []
+        return events
+
+    def wake(self) -> None:
+        """Let `take` return, with nothing if there is nothing."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def abort(self) -> None:
+        """End the request wherever it is; nothing happens if it has ended."""
+        self._client.abort(self)
+
+    def push(self, event: TokenEvent) -> None:
+        self._events.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: EngineError) -> None:
+        self._error = error
+        self.wake()
+
+
 class EngineClient:
     def __init__(self, socket_path: Path) -> None:
         self._socket_path = socket_path
@@ -52,20 +103,24 @@ class EngineClient:
         self._socket: Any = None
         self._reader: asyncio.Task[None] | None = None
         self._ids = count(1)
-        self._streams: dict[int, asyncio.Queue[TokenEvent | EngineError]] = {}
+        self._streams: dict[int, TokenStream] = {}
         self._ready: asyncio.Future[ModelFacts] | None = None
         self.failure: EngineError | None = None  # set once the engine is lost; a new client is needed then
         self.load: EngineLoad | None = None
+        self.on_load: Callable[[EngineLoad], None] | None = None
+        self.on_step: Callable[[StepStats], None] | None = None
 
     async def connect(self, timeout_s: float = 10.0) -> ModelFacts:
         """Join the engine. Raises `EngineError` when it does not answer in time."""
+        self.loop = asyncio.get_running_loop()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(f"ipc://{self._socket_path}")
-        self._ready = asyncio.get_running_loop().create_future()
+        self._ready = self.loop.create_future()
         self._reader = asyncio.create_task(self._read())
-        await self._send(Hello(os.getpid()))
+        self._send(Hello(os.getpid()))
         try:
             return await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
         except TimeoutError:
@@ -78,45 +133,43 @@ class EngineClient:
     def num_in_flight(self) -> int:
         return len(self._streams)
 
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
-        """Submit a request (with an id from `next_id`) and yield its events. Leaving early aborts it."""
+    def submit(self, request: GenerationRequest) -> TokenStream:
+        """Send a request (with an id from `next_id`) on its way."""
         if self.failure is not None:
             raise self.failure
-        events: asyncio.Queue[TokenEvent | EngineError] = asyncio.Queue()
-        self._streams[request.id] = events
-        finished = False
-        try:
-            await self._send(Submit(request))
-            while not finished:
-                event = await events.get()
-                if isinstance(event, EngineError):
-                    finished = True
-                    raise event
-                finished = event.finish is not None
-                yield event
-        finally:
-            del self._streams[request.id]
-            if not finished and self.failure is None:
-                self._socket.send(_encode(Abort(request.id)), zmq.NOBLOCK)
+        stream = TokenStream(self, request.id)
+        self._streams[request.id] = stream
+        self._send(Submit(request))
+        return stream
+
+    def abort(self, stream: TokenStream) -> None:
+        if self._streams.pop(stream.request_id, None) is not None and self.failure is None:
+            self._send(Abort(stream.request_id))
 
     def fail(self, error: EngineError) -> None:
         """The engine is lost: end every request in flight with this error."""
+        if self.failure is not None:
+            return
         self.failure = error
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
-        for events in self._streams.values():
-            events.put_nowait(error)
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(error)
 
     async def close(self) -> None:
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
+        if self._ready is not None and self._ready.done() and not self._ready.cancelled():
+            self._ready.exception()  # seen, so that nothing is logged about it
         if self._socket is not None:
             self._socket.close(linger=0)
         self._context.term()
 
-    async def _send(self, message: ToEngine) -> None:
-        await self._socket.send(_encode(message))
+    def _send(self, message: ToEngine) -> None:
+        """Without a limit on what may wait to be sent this never blocks; admission bounds the requests."""
+        self._socket.send(_encode(message), zmq.NOBLOCK)
 
     async def _read(self) -> None:
         while True:
@@ -125,6 +178,8 @@ class EngineClient:
                     self._deliver(out)
                 case EngineLoad() as load:
                     self.load = load
+                    if self.on_load is not None:
+                        self.on_load(load)
                 case Ready(facts=facts):
                     assert self._ready is not None
                     self._ready.set_result(facts)
@@ -133,17 +188,70 @@ class EngineClient:
 
     def _deliver(self, out: TokenOut) -> None:
         """One event per request of the step."""
+        streams = self._streams
+        logprobs = shortest_floats(out.logprobs)
+        if not (out.top_tokens or out.prompt_logprobs or out.finished):  # the usual step
+            for request_id, token_id, logprob in zip(out.request_ids, out.token_ids, logprobs, strict=True):
+                stream = streams.get(request_id)
+                if stream is not None:
+                    stream.push(TokenEvent(token_id, logprob))
+        else:
+            self._deliver_more(out, logprobs)
+        if out.stats is not None and self.on_step is not None:
+            self.on_step(out.stats)
+
+    def _deliver_more(self, out: TokenOut, logprobs: list[float]) -> None:
         events: dict[int, TokenEvent] = {}
-        for request_id, token_id, logprob in zip(out.request_ids, out.token_ids, out.logprobs, strict=True):
+        for request_id, token_id, logprob in zip(out.request_ids, out.token_ids, logprobs, strict=True):
             events[request_id] = TokenEvent(token_id, logprob)
         for top in out.top_tokens:
-            events[out.request_ids[top.row]].top_tokens = list(zip(top.token_ids, top.logprobs, strict=True))
+            pairs = zip(top.token_ids, shortest_floats(top.logprobs), strict=True)
+            events[out.request_ids[top.row]].top_tokens = list(pairs)
         for prompt in out.prompt_logprobs:
             event = events.setdefault(prompt.row, TokenEvent())
-            event.prompt_logprobs = [*event.prompt_logprobs, (prompt.start, prompt.logprobs)]
+            event.prompt_logprobs = [*event.prompt_logprobs, (prompt.start, shortest_floats(prompt.logprobs))]
         for finish in out.finished:
             events.setdefault(finish.request_id, TokenEvent()).finish = finish
         for request_id, event in events.items():
             stream = self._streams.get(request_id)
             if stream is not None:
-                stream.put_nowait(event)
+                stream.push(event)
+                if event.finish is not None:
+                    del self._streams[request_id]
+
+
+_SINGLE = struct.Struct("f")
+_FEW_VALUES = 32  # below this many the vectorised way costs more
+
+
+def shortest_floats(values: list[float]) -> list[float]:
+    """Each float32 value as the number with the fewest digits that is still that float32, as clients of TGI see it."""
+    if len(values) < _FEW_VALUES:
+        return [_shortest(value) for value in values]
+    exact = np.array(values, dtype=np.float64)
+    singles = exact.astype(np.float32)
+    with np.errstate(all="ignore"):
+        exponents = np.floor(np.log10(np.abs(exact)))
+        result, left = exact.copy(), (exponents > -14) & (exponents < 6)  # powers of ten are exact there
+        for digits in (6, 7, 8, 9):
+            scale = 10.0 ** (digits - 1 - exponents)
+            rounded = np.rint(exact * scale) / scale
+            same = left & (rounded.astype(np.float32) == singles)
+            result[same] = rounded[same]
+            left &= ~same
+    shortened = result.tolist()
+    for row in np.flatnonzero((exponents <= -14) | (exponents >= 6)):
+        shortened[row] = _shortest(values[row])
+    return shortened
+
+
+def _shortest(value: float) -> float:
+    try:
+        single = _SINGLE.pack(value)
+    except OverflowError:
+        return value
+    for digits in (6, 7, 8):
+        rounded = float(f"{value:.{digits}g}")
+        if _SINGLE.pack(rounded) == single:
+            return rounded
+    return float(f"{value:.9g}")

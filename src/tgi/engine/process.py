@@ -6,9 +6,11 @@ when its parent does.
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,8 @@ import zmq
 from tgi.config import ServerConfig
 from tgi.engine.build import Engine, start_engine
 from tgi.engine.parent import end_with_parent
+from tgi.engine.status import EXIT_ENGINE_FAILED, EXIT_START_FAILED, EngineStarted, FromEngineProcess, Stage
+from tgi.engine.warm_up import warm_up
 from tgi.errors import EngineError, TgiError, ValidationError
 from tgi.types import (
     Abort,
@@ -24,18 +28,20 @@ from tgi.types import (
     EngineLoad,
     Finish,
     FromEngine,
+    GenerationRequest,
     Hello,
     PromptLogprobs,
     Ready,
+    StepStats,
     Submit,
     ToEngine,
     TokenOut,
     TopTokens,
 )
 
-EXIT_START_FAILED, EXIT_ENGINE_FAILED = 3, 4
 _CLIENT_SHIFT = 48  # an engine-wide id is the client's number and its own id
 _SECONDS_BETWEEN_CHECKS = 0.5
+_COMPILING_POLL_MS = 2
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ToEngine).decode
@@ -66,12 +72,19 @@ class EngineServer:
         self._by_number: dict[int, _Client] = {}
         self._next_check = 0.0
         self._last_load: EngineLoad | None = None
+        self._waiting_tokens = self._running_limit = 0  # as of the last check
+        self._routed_ns = self._filter_ns = 0
+        # Grammars are compiled beside the loop: nobody else waits for them.
+        self._compilers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-grammar")
+        self._compiling: dict[int, tuple[_Client, GenerationRequest, Future[object]]] = {}  # by engine-wide id
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Serve until told to stop. Raises `EngineError` when the device fails; clients are told first."""
         while not stopped():
             self._receive()
             self._check_clients()
+            if self._compiling:
+                self._add_compiled()
             if not self._loop.has_work:
                 continue
             try:
@@ -81,10 +94,13 @@ class EngineServer:
                 raise
             if out is not None:
                 self._route(out)
+                self._filter_ns = time.monotonic_ns() - self._routed_ns
 
     def _receive(self) -> None:
         """Take all messages that are there; without work wait for one, a while."""
-        wait_ms = 0 if self._loop.has_work else int(_SECONDS_BETWEEN_CHECKS * 1000)
+        wait_ms = _COMPILING_POLL_MS if self._compiling else int(_SECONDS_BETWEEN_CHECKS * 1000)
+        if self._loop.has_work:
+            wait_ms = 0
         while self._socket.poll(wait_ms):
             address, payload = self._socket.recv_multipart()
             self._handle(address, _decode(payload))
@@ -97,26 +113,56 @@ class EngineServer:
                 self._clients[address] = self._by_number[client.number] = client
                 self._send(client, Ready(self._engine.facts))
             case Submit(request=request):
-                client = self._clients[address]
-                engine_id = client.number << _CLIENT_SHIFT | request.id
-                try:
-                    self._loop.add(msgspec.structs.replace(request, id=engine_id))
-                except ValidationError as error:
-                    finish = Finish(request.id, "error", str(error), 0, 0, 0)
-                    self._send(client, TokenOut(finished=[finish]))
-                else:
-                    client.requests.add(engine_id)
+                self._submit(self._clients[address], request)
             case Abort(request_id=request_id):
                 client = self._clients[address]
-                engine_id = client.number << _CLIENT_SHIFT | request_id
-                self._loop.abort(engine_id)
-                client.requests.discard(engine_id)
+                self._forget(client, client.number << _CLIENT_SHIFT | request_id)
+
+    def _submit(self, client: _Client, request: GenerationRequest) -> None:
+        engine_id = client.number << _CLIENT_SHIFT | request.id
+        request = msgspec.structs.replace(request, id=engine_id)
+        client.requests.add(engine_id)
+        if request.grammar is not None:
+            compiled = self._compilers.submit(self._engine.grammars.compile, request.grammar)
+            self._compiling[engine_id] = (client, request, compiled)
+        else:
+            self._add(client, request)
+
+    def _add_compiled(self) -> None:
+        for engine_id, (client, request, compiled) in list(self._compiling.items()):
+            if compiled.done():
+                del self._compiling[engine_id]
+                error = compiled.exception()
+                if error is None:
+                    self._add(client, request)
+                else:
+                    self._refuse(client, engine_id, str(error))
+
+    def _add(self, client: _Client, request: GenerationRequest) -> None:
+        try:
+            self._loop.add(request)
+        except ValidationError as error:
+            self._refuse(client, request.id, str(error))
+
+    def _refuse(self, client: _Client, engine_id: int, reason: str) -> None:
+        client.requests.discard(engine_id)
+        own_id = engine_id - (client.number << _CLIENT_SHIFT)
+        self._send(client, TokenOut(finished=[Finish(own_id, "error", reason, 0, 0, 0)]))
+
+    def _forget(self, client: _Client, engine_id: int) -> None:
+        self._loop.abort(engine_id)
+        client.requests.discard(engine_id)
+        compiling = self._compiling.pop(engine_id, None)
+        if compiling is not None:
+            compiling[2].cancel()
 
     def _route(self, out: TokenOut) -> None:
         """Hand each client the tokens of its own requests, with its own ids."""
+        self._routed_ns = time.monotonic_ns()
+        stats = self._stats()
         for client in self._clients.values():
             if client.requests:
-                mine = _tokens_of(out, client.number)
+                mine = _tokens_of(out, client.number, stats)
                 for finish in mine.finished:
                     client.requests.discard(client.number << _CLIENT_SHIFT | finish.request_id)
                 self._send(client, mine)
@@ -128,13 +174,30 @@ class EngineServer:
             return
         self._next_check = now + _SECONDS_BETWEEN_CHECKS
         for client in [client for client in self._clients.values() if not client.alive]:
-            for engine_id in client.requests:
-                self._loop.abort(engine_id)
+            for engine_id in list(client.requests):
+                self._forget(client, engine_id)
             del self._clients[client.address]
+        self._waiting_tokens, self._running_limit = self._loop.scheduler.count_tokens()
         load = self._load()
         if load != self._last_load:
             self._last_load = load
             self._tell_all(load)
+
+    def _stats(self) -> StepStats:
+        scheduler, last = self._loop.scheduler, self._loop.last
+        return StepStats(
+            last.prefill,
+            last.num_admitted,
+            last.joined,
+            scheduler.num_running,
+            scheduler.num_waiting,
+            self._waiting_tokens,
+            self._running_limit,
+            last.inference_ns,
+            last.forward_ns,
+            last.decode_ns,
+            self._filter_ns,
+        )
 
     def _load(self) -> EngineLoad:
         scheduler = self._loop.scheduler
@@ -156,7 +219,7 @@ class EngineServer:
             self._send(client, message)
 
 
-def _tokens_of(out: TokenOut, number: int) -> TokenOut:
+def _tokens_of(out: TokenOut, number: int, stats: StepStats) -> TokenOut:
     """The part of a step that belongs to one client, its ids restored."""
     low, high = number << _CLIENT_SHIFT, (number + 1) << _CLIENT_SHIFT
     rows = [row for row, request_id in enumerate(out.request_ids) if low <= request_id < high]
@@ -172,12 +235,16 @@ def _tokens_of(out: TokenOut, number: int) -> TokenOut:
             for finish in out.finished
             if low <= finish.request_id < high
         ],
+        stats,
     )
 
 
 def main() -> int:
     """`python -m tgi.engine.process SOCKET`, with the `ServerConfig` as JSON on standard input."""
     end_with_parent()
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent ends this process in order
     socket_path = Path(sys.argv[1])
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
     context = zmq.Context()
@@ -185,8 +252,10 @@ def main() -> int:
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not stall the loop; its requests are bounded by admission
     try:
-        engine = start_engine(config, _print_progress)
+        engine = start_engine(config, lambda stage, done, total: _tell(Stage(stage, done, total)))
+        engine.seconds["warm-up"] = warm_up(engine)
         socket.bind(f"ipc://{socket_path}")
+        _tell(EngineStarted(engine.seconds, engine.facts.notes))
         EngineServer(engine, socket).run()
     except EngineError as error:
         print(f"engine failed: {error}", file=sys.stderr, flush=True)
@@ -194,17 +263,15 @@ def main() -> int:
     except TgiError as error:
         print(f"engine cannot start: {error}", file=sys.stderr, flush=True)
         return EXIT_START_FAILED
-    except KeyboardInterrupt:
-        pass
     finally:
         socket.close()
         context.term()
     return 0
 
 
-def _print_progress(stage: str, done: int, total: int) -> None:
-    """One JSON line per call on standard output, for whoever started this process."""
-    print(msgspec.json.encode({"stage": stage, "done": done, "total": total}).decode(), flush=True)
+def _tell(message: FromEngineProcess) -> None:
+    """One line for whoever started this process."""
+    print(msgspec.json.encode(message).decode(), flush=True)
 
 
 if __name__ == "__main__":

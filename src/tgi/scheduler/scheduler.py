@@ -120,6 +120,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests or self._in_flight)
 
+    def count_tokens(self) -> tuple[int, int]:
+        """(tokens of waiting requests, tokens the running ones may reach together). Looks at every request."""
+        running = sum(request.total_limit for request in self._requests.values() if request.running)
+        return sum(len(request.tokens) for request in self._requests.values() if not request.running), running
+
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to compute now."""
         grow = self._grow_decode_set()

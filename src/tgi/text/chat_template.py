@@ -2,24 +2,22 @@
 
 On the way in, before tokenising: the front end renders messages and tools, then encodes the text without adding special
 tokens. Equal byte for byte to `apply_chat_template(tokenize=False)` of transformers. Templates come with the model and
-run in a sandbox that can change nothing. Knows nothing of HTTP: messages are plain dicts here.
+run in the sandbox of `template_sandbox`, which bounds their time and their text. Knows nothing of HTTP: messages are
+plain dicts here.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Self, cast
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.utils
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tgi.errors import ModelFormatError, TemplateError
-from tgi.text.model_folder import read_json, read_special_tokens
+from tgi.text import template_budget
+from tgi.text.model_folder import read_json, read_special_tokens, read_tokenizer_config
+from tgi.text.template_budget import Budget, LimitError
+from tgi.text.template_sandbox import ChatEnvironment, TemplateRefusal, template_line, undeclared_names
 
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -40,22 +38,34 @@ class ChatTemplate:
         `TemplateError` for a template that does not compile.
         """
         named = {"default": source} if isinstance(source, str) else source or {}
-        environment = _build_environment()
+        environment = ChatEnvironment()
+        budget = template_budget.current.set(Budget(0))
         try:
             self._templates = {name: environment.from_string(text) for name, text in named.items()}
+            self._names = {name: undeclared_names(environment, text) for name, text in named.items()}
         except jinja2.TemplateError as error:
             raise TemplateError(str(error)) from error
+        finally:
+            template_budget.current.reset(budget)
         # A token the model lacks stays undefined, which renders as nothing; None would render as "None".
         tokens = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         self._tokens = {role: text for role, text in tokens.items() if text is not None}
         self._sources = dict(named)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Self:
-        """Read the template of a model folder. A folder without one is no error until a conversation is rendered."""
+    def load(cls, folder: str | Path, tokenizer_config_path: str | Path | None = None) -> Self:
+        """Read the template of a model folder. A folder without one is no error until a conversation is rendered.
+
+        `tokenizer_config_path` is a file that takes the place of the folder's `tokenizer_config.json`: its template
+        and its special tokens come before all others.
+        """
         folder = Path(folder)
-        tokens = read_special_tokens(folder).texts()
-        return cls(_read_source(folder), tokens.get("bos_token"), tokens.get("eos_token"), tokens)
+        config = None if tokenizer_config_path is None else read_tokenizer_config(Path(tokenizer_config_path))
+        tokens = read_special_tokens(folder, config).texts()
+        source = _read_source(folder)
+        if config is not None and config.get("chat_template") is not None:
+            source = _parse_source(config["chat_template"], Path(str(tokenizer_config_path)))
+        return cls(source, tokens.get("bos_token"), tokens.get("eos_token"), tokens)
 
     @property
     def found(self) -> bool:
@@ -67,34 +77,116 @@ class ChatTemplate:
         """The text of the template used when there are no tools."""
         return self._sources.get("default")
 
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """The text of every template, by name."""
+        return self._sources
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether a template shows the tools it is given; else the caller has to put them into a message."""
+        return any("tools" in self._names.get(name, ()) for name in ("default", "tool_use"))
+
+    @cached_property
+    def reads_content_parts(self) -> bool:
+        """Whether a message's content may be a list of parts; else the caller has to make it one text."""
+        probe = "a probe of parts"
+        try:
+            shown = self.render([{"role": "user", "content": [{"type": "text", "text": probe}]}])
+        except TemplateError:
+            return False
+        return probe in shown and "'type'" not in shown and '"type"' not in shown
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         /,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_name: str | None = None,
         **variables: Any,
     ) -> str:
         """The prompt for a conversation. `variables` are further names the template may read.
 
-        Raises `TemplateError` when there is no template, or when it fails or refuses the conversation.
+        With `continue_final_message` the prompt ends with the content of the last message, for the model to go on with
+        it, and there is no generation prompt. Without `template_name`, that of `tool_use` counts when there are tools.
+        Raises `TemplateError` when there is no template, or when it fails or refuses the conversation, or takes too
+        long.
         """
-        template = self._templates.get("tool_use") if tools is not None else None
-        template = template or self._templates.get("default")
-        if template is None:
-            raise TemplateError("template not found")
-        context = {
-            **self._tokens,
-            "documents": None,
-            **{name: _as_plain(value) for name, value in variables.items()},
-            "messages": [_as_message(message) for message in messages],
-            "tools": _as_plain(tools),
-            "add_generation_prompt": add_generation_prompt,
-        }
+        name = self._choose(template_name, tools is not None)
+        if not messages:
+            raise TemplateError("`messages` must hold at least one message")
         try:
-            return template.render(context)
-        except Exception as error:  # a template is a program: any exception it raises is the template's failure
-            raise TemplateError(str(error) or type(error).__name__) from error
+            plain_messages = [_as_message(message) for message in messages]
+            context: dict[str, Any] = {
+                **self._tokens,
+                "documents": None,
+                **{variable: _as_plain(value) for variable, value in variables.items()},
+                "messages": plain_messages,
+                "tools": _as_plain(tools),
+                "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            }
+        except RecursionError:
+            raise TemplateError("the messages, tools or template variables are nested too deeply") from None
+        if not continue_final_message:
+            return _render(self._templates[name], context)
+        final_text = _mark_end(plain_messages[-1], self._sources[name])
+        return _cut_at_mark(_render(self._templates[name], context), final_text)
+
+    def _choose(self, template_name: str | None, has_tools: bool) -> str:
+        usual = ["tool_use", "default"] if has_tools else ["default"]
+        for name in usual if template_name is None else [template_name]:
+            if name in self._templates:
+                return name
+        raise TemplateError("template not found")
+
+
+def _render(template: jinja2.Template, context: dict[str, Any]) -> str:
+    budget = Budget(template_budget.weigh(context))
+    token = template_budget.current.set(budget)
+    pieces: list[str] = []
+    num_chars = 0
+    try:
+        for piece in template.generate(context):
+            pieces.append(piece)
+            num_chars += len(piece)
+            if num_chars > budget.max_output_chars:
+                raise LimitError(f"the template makes more than {budget.max_output_chars} characters of text")
+    except Exception as error:  # a template is a program: any exception it raises is the template's failure
+        text = str(error) or type(error).__name__
+        if isinstance(error, TemplateRefusal):
+            text = f"syntax error: {error} (in <string>:{template_line(error)})"
+        raise TemplateError(text) from error
+    finally:
+        template_budget.current.reset(token)
+    return "".join(pieces)
+
+
+# Ends with a space, to see whether the template keeps the spaces at the end of a message.
+_MARK = "HERE-THE-MESSAGE-GOES-ON "
+
+
+def _mark_end(message: dict[str, Any], source: str) -> str:
+    """Put a mark behind the text of a message, and return that text as it was."""
+    content: object = message.get("content")
+    if "content" not in source:
+        raise TemplateError("the template shows no `content` of the final message, so it cannot be continued")
+    if isinstance(content, str):
+        message["content"] = content + _MARK
+        return content
+    for part in reversed(cast(Sequence[object], content) if isinstance(content, list | tuple) else ()):
+        if isinstance(part, dict) and isinstance((text := cast(dict[str, Any], part).get("text")), str):
+            cast(dict[str, Any], part)["text"] = text + _MARK
+            return text
+    raise TemplateError("the final message has no text in `content` to continue")
+
+
+def _cut_at_mark(rendered: str, final_text: str) -> str:
+    end = rendered.rfind(_MARK.strip())
+    if end < 0 or final_text.strip() not in rendered:
+        raise TemplateError("the final message cannot be continued: the template does not show the whole of it")
+    return rendered[:end] if rendered.startswith(_MARK, end) else rendered[:end].rstrip()
 
 
 def _read_source(folder: Path) -> str | dict[str, str] | None:
@@ -163,73 +255,3 @@ def _as_plain(value: object) -> Any:
     if isinstance(value, tuple):
         return tuple(_as_plain(item) for item in cast(tuple[object, ...], value))
     return f"<{type(value).__name__}>"
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`, which marks the assistant's words for training: only its body."""
-
-    def __init__(self, environment: jinja2.Environment) -> None:
-        super().__init__(environment)
-        self.tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A scope of its own: what is set inside is not seen behind the block.
-        return jinja2.nodes.Scope(body).set_lineno(line)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without underscored names, through which templates could reach Python's internals."""
-
-    def __init__(*args: Any, **attributes: Any) -> None:  # pyright: ignore[reportSelfClsParameterName]
-        self, *pairs = args
-        values: dict[str, Any] = dict(*pairs, **attributes)
-        for name in values:
-            _check_name(name)
-        jinja2.utils.Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: str) -> None:
-    if name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
-
-
-def _build_environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json  # pyright: ignore[reportUnknownMemberType]
-    names = cast(dict[str, Any], environment.globals)  # pyright: ignore[reportUnknownMemberType]
-    names["raise_exception"] = _raise_exception
-    names["strftime_now"] = _strftime_now
-    names["dict"] = _make_dict
-    names["namespace"] = _Namespace
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes for HTML and sorts; models saw neither."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(date_format: str) -> str:
-    return datetime.now().strftime(date_format)
-
-
-def _make_dict(*args: Any, **items: Any) -> dict[Any, Any]:
-    return dict(*args, **items)

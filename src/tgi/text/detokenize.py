@@ -4,11 +4,14 @@ On the way out: ids come from the engine one by one, text goes on to stop string
 the few ids that are needed to tell what a new token adds. It knows nothing of stop strings or of how a request ends.
 
 A token has no text of its own: it may hold part of a character, and its leading space depends on what stands before it.
-So the new text is the difference between two decodings that start a little before it.
+So the new text is the difference between two decodings that start a little before it. Most tokens are whole characters
+behind whole characters, though: their text comes from a table, and only the last few ids are kept for a later decoding.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
+from tgi.text.token_texts import TokenTexts
 from tgi.text.tokenizer import Tokenizer
 
 _CONTEXT_TOKENS = 5
@@ -29,11 +32,43 @@ class TextStream:
         self._ids = self._find_context(prompt_ids)
         self._read = len(self._ids)
         self._read_text = self._decode(self._ids)
+        # The last ids whose text came from the table. While there are any, they are the context and `_ids` is stale.
+        self._recent: deque[int] = deque(maxlen=_CONTEXT_TOKENS)
+        self._texts = tokenizer.token_texts(skip_special_tokens)
+        self._usable_texts = self._find_usable_texts()
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes: empty while a character is unfinished."""
+        texts = self._usable_texts
+        if texts is not None:
+            text = texts[token_id]
+            if text is not None:
+                if text:
+                    self._recent.append(token_id)
+                return text
+        return self._push_and_decode(token_id)
+
+    def flush(self) -> str:
+        """What is still pending, unfinished characters included."""
+        if self._recent or len(self._ids) == self._read:
+            return ""
+        text = self._advance(len(self._ids), self._decode(self._ids))
+        self._usable_texts = self._find_usable_texts()
+        return text
+
+    def _push_and_decode(self, token_id: int) -> str:
         if not self._has_text(token_id):
             return ""
+        if self._recent:
+            self._ids = list(self._recent)
+            self._recent.clear()
+            self._read = len(self._ids)
+            self._read_text = self._decode(self._ids)
+        text = self._take(token_id)
+        self._usable_texts = self._find_usable_texts()
+        return text
+
+    def _take(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._decode(self._ids)
         if len(text) > len(self._read_text) and not text.endswith(_UNFINISHED):
@@ -42,9 +77,12 @@ class TextStream:
             return self._advance(*self._cut(text))
         return ""
 
-    def flush(self) -> str:
-        """What is still pending, unfinished characters included."""
-        return self._advance(len(self._ids), self._decode(self._ids))
+    def _find_usable_texts(self) -> TokenTexts | None:
+        """The table, if its texts hold for the next token: behind some text, and not inside a character."""
+        pending = len(self._ids) > self._read
+        if pending or self._read_text == "" or self._read_text.endswith(_UNFINISHED):
+            return None
+        return self._texts
 
     def _advance(self, end: int, text: str) -> str:
         """Move `read` to `end`, where `text` is the text of ids[:end], and return what that adds."""

@@ -30,7 +30,17 @@ class SpecialTokens:
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """The object in the file `name`; empty when there is no such file."""
-    path = folder / name
+    return _read_object(folder / name)
+
+
+def read_tokenizer_config(path: Path) -> dict[str, Any]:
+    """The object in a file that takes the place of a folder's `tokenizer_config.json`, and so must be there."""
+    if not path.is_file():
+        raise ModelFormatError(f"{path} is missing. Give the path of a file like a model's `tokenizer_config.json`.")
+    return _read_object(path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         value: object = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -44,17 +54,18 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return cast(dict[str, Any], value)
 
 
-def read_special_tokens(folder: Path) -> SpecialTokens:
+def read_special_tokens(folder: Path, config: dict[str, Any] | None = None) -> SpecialTokens:
     """The special tokens of a folder, with the precedence of transformers.
 
     `special_tokens_map.json` and `added_tokens.json` are the older form: they count only when `tokenizer_config.json`
-    does not list the added tokens itself.
+    does not list the added tokens itself. A `config` given here takes the place of that file and comes before them.
     """
-    config = read_json(folder, "tokenizer_config.json")
+    given = config or {}
+    config = read_json(folder, "tokenizer_config.json") if config is None else config
     extra = _extra_tokens(config)
     if "added_tokens_decoder" not in config:
         older = read_json(folder, "special_tokens_map.json")
-        config = {**config, **older}
+        config = {**config, **older, **given}
         extra = extra or _extra_tokens(older)
 
     roles = {key: value for key, value in config.items() if key.endswith("_token")}

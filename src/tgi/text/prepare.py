@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tgi.errors import ValidationError
 from tgi.text.tokenizer import Tokenizer
-from tgi.types import GenerationRequest, ModelFacts, SamplingParams
+from tgi.types import GenerationRequest, Grammar, ModelFacts, SamplingParams
 
 
 def prepare_request(
@@ -21,8 +21,13 @@ def prepare_request(
     add_special_tokens: bool = True,
     truncate: int | None = None,
     cache_salt: str = "",
+    chunk: int | None = None,
+    grammar: Grammar | None = None,
 ) -> GenerationRequest:
-    """Check and tokenise. A prompt is text or token ids."""
+    """Check and tokenise. A prompt is text or token ids.
+
+    `chunk` is TGI's rule for servers: only the first so many of `max_new_tokens` must fit.
+    """
     params.check(facts.vocab_size)
     if truncate is not None and not 0 < truncate <= facts.max_input_tokens:
         raise ValidationError(
@@ -44,10 +49,11 @@ def prepare_request(
         id=request_id,
         token_ids=token_ids,
         sampling=params,
-        max_new_tokens=_max_new_tokens(len(token_ids), params, facts),
+        max_new_tokens=_max_new_tokens(len(token_ids), params, facts, chunk),
         stop_token_ids=sorted(stop_ids),
         seed=secrets.randbits(64) if params.seed is None else params.seed,
         cache_salt=cache_salt,
+        grammar=grammar,
     )
 
 
@@ -60,13 +66,18 @@ def _check_ids(token_ids: list[int], vocab_size: int) -> None:
             )
 
 
-def _max_new_tokens(input_length: int, params: SamplingParams, facts: ModelFacts) -> int:
+def _max_new_tokens(input_length: int, params: SamplingParams, facts: ModelFacts, chunk: int | None) -> int:
+    """How many tokens may come. With `chunk` only so many must fit, and what does not fit beyond is cut off."""
     asked = params.max_new_tokens
-    if asked is not None and input_length + asked > facts.max_total_tokens:
+    room = max(0, facts.max_total_tokens - input_length)
+    required = room if asked is None else asked
+    if chunk is not None:
+        required = min(required, chunk)
+    if input_length + required > facts.max_total_tokens:
         raise ValidationError(
             f"`inputs` tokens + `max_new_tokens` must be <= {facts.max_total_tokens}."
-            f" Given: {input_length} `inputs` tokens and {asked} `max_new_tokens`"
+            f" Given: {input_length} `inputs` tokens and {required} `max_new_tokens`"
         )
     if input_length > facts.max_input_tokens:
         raise ValidationError(f"`inputs` must have less than {facts.max_input_tokens} tokens. Given: {input_length}")
-    return facts.max_total_tokens - input_length if asked is None else asked
+    return room if asked is None else min(asked, room)

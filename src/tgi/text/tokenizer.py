@@ -5,6 +5,7 @@ Used by the front end before a request enters the engine (`encode`) and, through
 tokens declared beside it are added. It holds no state per request, so threads may share it.
 """
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, cast
@@ -13,6 +14,7 @@ import tokenizers
 
 from tgi.errors import ModelFormatError, ValidationError
 from tgi.text.model_folder import SpecialTokens, read_json, read_special_tokens
+from tgi.text.token_texts import TokenTexts, decodes_tokens_apart
 
 # Folders write "no limit" as a huge number; no model reads this many tokens.
 _NO_LIMIT = 10**15
@@ -51,6 +53,10 @@ class Tokenizer:
             eos_id = None if self.eos_token is None else backend.token_to_id(self.eos_token)
             eos_ids = frozenset() if eos_id is None else frozenset({eos_id})
         self.eos_ids = eos_ids
+        self._token_texts: dict[bool, TokenTexts] | None = None
+        if decodes_tokens_apart(backend):
+            skipped = {False: frozenset[int](), True: self.skipped_ids}
+            self._token_texts = {skip: TokenTexts(backend, ids) for skip, ids in skipped.items()}
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
@@ -70,10 +76,7 @@ class Tokenizer:
         Special tokens that the model puts around every text count, and are kept in their place: truncation takes
         tokens from the start of the text behind them.
         """
-        try:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        except (TypeError, UnicodeError) as error:  # a lone surrogate, which no UTF-8 text holds
-            raise ValidationError(f"tokenizer error {error}") from error
+        encoding = self._encode(text, add_special_tokens)
         ids = encoding.ids
         if truncate is None or len(ids) <= truncate:
             return ids
@@ -88,9 +91,31 @@ class Tokenizer:
         end = len(ids) - tail
         return ids[:head] + ids[end - kept : end] + ids[end:]
 
+    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+        """Each token of `text` as (id, start, end), counted in bytes of its UTF-8 form.
+
+        A token that the model puts around every text has (0, 0); one that is part of a character has the whole of it.
+        """
+        encoding = self._encode(text, add_special_tokens)
+        spans = encoding.offsets  # in characters
+        if not text.isascii():
+            borders = [0, *itertools.accumulate(len(char.encode()) for char in text)]
+            spans = [(borders[start], borders[end]) for start, end in spans]
+        return [(token_id, start, end) for token_id, (start, end) in zip(encoding.ids, spans, strict=True)]
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeError) as error:  # a lone surrogate, which no UTF-8 text holds
+            raise ValidationError(f"tokenizer error {error}") from error
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Ids outside the vocabulary have none."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
+        """The text of each token behind other text, or None when this vocabulary has no such texts."""
+        return None if self._token_texts is None else self._token_texts[skip_special_tokens]
 
     def token_of(self, token_id: int) -> str | None:
         """The vocabulary entry of an id, as stored (not decoded), or None for an id outside the vocabulary."""

@@ -10,13 +10,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+import msgspec
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     DisabledRepoError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -27,45 +29,118 @@ from tgi.errors import ModelFormatError, ModelNotFoundError, ResourceError, Star
 from tgi.weights.model_files import CONFIG, explain_pickles
 from tgi.weights.progress import Progress, silent
 
-_ALLOWED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
+_WEIGHTS = ["*.safetensors"]
+_OTHERS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
+_DESCRIPTION = ["config.json", "tokenizer_config.json", "chat_template.jinja"]  # small, and enough to judge a model
 _IGNORED = ["original/*", "onnx/*", "openvino/*", "consolidated*.safetensors"]
 _LOG_IN = "To use your own access rights, set HF_TOKEN or run `hf auth login`"
+
+
+class HubAccess(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach the hub; what is None is left to the hub's library."""
+
+    offline: bool = False
+    cache_dir: Path | None = None
+    endpoint: str | None = None
+    token: str | None = None
+
+
+class HubFile(msgspec.Struct, frozen=True):
+    """A file that serving the model needs."""
+
+    name: str
+    num_bytes: int
+    is_cached: bool
 
 
 def download_model(
     model_id: str,
     revision: str | None = None,
+    access: HubAccess = HubAccess(),  # noqa: B008 (frozen)
     *,
-    offline: bool = False,
+    weights: bool = True,
     progress: Progress = silent,
-    cache_dir: Path | None = None,
-    endpoint: str | None = None,
 ) -> Path:
     """The folder of the model's files, fetching those that are not in the cache; its name is the commit."""
-    wanted = repr(model_id) if revision is None else f"{model_id!r} at revision {revision!r}"
+    wanted = _name(model_id, revision)
     progress("downloading", 0, 0)
+    path = _snapshot(model_id, revision, access, (_WEIGHTS if weights else []) + _OTHERS, progress)
+    _require_config(path, wanted)
+    if weights and not any(path.glob("*.safetensors")):
+        raise ModelFormatError(f"Model {wanted} on the hub has no safetensors weights. {explain_pickles(model_id)}")
+    return path
+
+
+def download_description(model_id: str, revision: str | None, access: HubAccess) -> Path:
+    """The folder with the few small files that describe the model."""
+    path = _snapshot(model_id, revision, access, _DESCRIPTION, silent)
+    _require_config(path, _name(model_id, revision))
+    return path
+
+
+def list_files(model_id: str, revision: str | None, access: HubAccess) -> list[HubFile]:
+    """The files `download_model` would leave in the cache. Asks the hub, so offline mode must be off."""
     try:
-        folder = snapshot_download(
+        found = snapshot_download(
             model_id,
             revision=revision,
-            cache_dir=cache_dir,
-            endpoint=endpoint,
-            local_files_only=offline,
-            allow_patterns=_ALLOWED,
+            cache_dir=access.cache_dir,
+            endpoint=access.endpoint,
+            token=access.token,
+            allow_patterns=_WEIGHTS + _OTHERS,
             ignore_patterns=_IGNORED,
-            tqdm_class=_reporting_bar(progress),
+            tqdm_class=_reporting_bar(silent),
+            dry_run=True,
+        )
+    except Exception as error:
+        raise _explain(_name(model_id, revision), model_id, access.offline, error) from error
+    return [HubFile(file.filename, file.file_size or 0, file.is_cached) for file in found]
+
+
+def read_shapes(model_id: str, revision: str | None, access: HubAccess) -> dict[str, tuple[int, ...]]:
+    """The shapes of the model's tensors by name, from the first bytes of each weight file."""
+    try:
+        found = HfApi(endpoint=access.endpoint, token=access.token).get_safetensors_metadata(
+            model_id, revision=revision
+        )
+    except NotASafetensorsRepoError as error:
+        raise ModelFormatError(
+            f"Model {_name(model_id, revision)} on the hub has no safetensors weights. {explain_pickles(model_id)}"
+        ) from error
+    except Exception as error:
+        raise _explain(_name(model_id, revision), model_id, access.offline, error) from error
+    return {name: tuple(info.shape) for file in found.files_metadata.values() for name, info in file.tensors.items()}
+
+
+def _snapshot(model_id: str, revision: str | None, access: HubAccess, patterns: list[str], progress: Progress) -> Path:
+    try:
+        return Path(
+            snapshot_download(
+                model_id,
+                revision=revision,
+                cache_dir=access.cache_dir,
+                endpoint=access.endpoint,
+                token=access.token,
+                local_files_only=access.offline,
+                allow_patterns=patterns,
+                ignore_patterns=_IGNORED,
+                tqdm_class=_reporting_bar(progress),
+            )
         )
     except Exception as error:  # the library passes on whatever its transport raises
-        raise _explain(wanted, model_id, offline, error) from error
-    path = Path(folder)
+        raise _explain(_name(model_id, revision), model_id, access.offline, error) from error
+
+
+def _require_config(path: Path, wanted: str) -> None:
     if not (path / CONFIG).is_file():
         raise ModelFormatError(
             f"Model {wanted} on the hub has no {CONFIG}, so it cannot be served as it is. If it is a repository of "
             "GGUF files, download one of them and give its path."
         )
-    if not any(path.glob("*.safetensors")):
-        raise ModelFormatError(f"Model {wanted} on the hub has no safetensors weights. {explain_pickles(model_id)}")
-    return path
+
+
+def _name(model_id: str, revision: str | None) -> str:
+    return repr(model_id) if revision is None else f"{model_id!r} at revision {revision!r}"
 
 
 def _explain(wanted: str, model_id: str, offline: bool, error: Exception) -> StartError:

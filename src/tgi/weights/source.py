@@ -9,11 +9,13 @@ from pathlib import Path
 
 import msgspec
 
+from tgi.config import ServerConfig, cache_folder, hub_token
 from tgi.errors import ModelFormatError, ModelNotFoundError
 from tgi.weights import embedded
 from tgi.weights.cache import is_complete
-from tgi.weights.convert import cache_folder, convert_gguf, probe_digest
-from tgi.weights.download import download_model
+from tgi.weights.convert import cache_folder as converted_folder
+from tgi.weights.convert import convert_gguf, probe_digest
+from tgi.weights.download import HubAccess, download_model
 from tgi.weights.model_files import CONFIG
 from tgi.weights.progress import Progress, silent
 
@@ -30,6 +32,31 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     note: str  # how the files came to be there, for the log
     sha: str | None = None  # commit on the hub, or SHA-256 of the embedded file
+    weights: Path | None = None  # folder of the weights where that is not `path`
+
+    @property
+    def weights_path(self) -> Path:
+        return self.weights or self.path
+
+
+def find_model(config: ServerConfig, progress: Progress = silent) -> ModelFolder:
+    """`resolve_model` with everything that the configuration says about files."""
+    access = hub_access(config)
+    return resolve_model(
+        config.model_id,
+        cache_folder(config),
+        config.revision,
+        config.offline,
+        progress,
+        hub_cache=access.cache_dir,
+        token=access.token,
+        weights_override=config.weights_cache_override,
+    )
+
+
+def hub_access(config: ServerConfig) -> HubAccess:
+    cache = config.huggingface_hub_cache
+    return HubAccess(offline=config.offline, cache_dir=Path(cache).expanduser() if cache else None, token=hub_token())
 
 
 def resolve_model(
@@ -41,28 +68,49 @@ def resolve_model(
     *,
     hub_cache: Path | None = None,
     endpoint: str | None = None,
+    token: str | None = None,
+    weights_override: str | None = None,
 ) -> ModelFolder:
     """Find `model`; converted weights go to `cache_dir`, downloads to `hub_cache` or the hub library's own cache."""
+    weights = None if weights_override is None else _weights_folder(weights_override)
     if model == embedded.NAME:
-        return _resolve_embedded(cache_dir, progress)
-    path = Path(model).expanduser()
-    if model and path.is_dir():
-        return _resolve_folder(model, path, cache_dir, progress)
-    if model and path.is_file():
-        return _resolve_file(model, path, cache_dir, progress)
-    if not _may_be_hub_id(model):
-        raise ModelNotFoundError(f"Model {model!r} not found: there is no such file or folder. {_FORMS}")
-    try:
-        folder = download_model(
-            model, revision, offline=offline, progress=progress, cache_dir=hub_cache, endpoint=endpoint
+        found = _resolve_embedded(cache_dir, progress)
+    elif model and (path := Path(model).expanduser()).is_dir():
+        found = _resolve_folder(model, path, cache_dir, progress)
+    elif model and path.is_file():
+        found = _resolve_file(model, path, cache_dir, progress)
+    elif may_be_hub_id(model):
+        access = HubAccess(offline=offline, cache_dir=hub_cache, endpoint=endpoint, token=token)
+        found = _resolve_hub(model, revision, access, weights is None, progress)
+    else:
+        raise not_found(model)
+    return found if weights is None else msgspec.structs.replace(found, weights=weights)
+
+
+def not_found(model: str) -> ModelNotFoundError:
+    return ModelNotFoundError(f"Model {model!r} not found: there is no such file or folder. {_FORMS}")
+
+
+def _weights_folder(override: str) -> Path:
+    folder = Path(override).expanduser()
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        raise ModelNotFoundError(
+            f"`weights_cache_override` {override!r} is no folder with .safetensors files. Leave it out to use the"
+            " model's own weights."
         )
+    return folder
+
+
+def _resolve_hub(model: str, revision: str | None, access: HubAccess, weights: bool, progress: Progress) -> ModelFolder:
+    try:
+        folder = download_model(model, revision, access, weights=weights, progress=progress)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(f"{error} There is no file or folder of that name either. {_FORMS}") from error
     return ModelFolder(model_id=model, path=folder, note=f"hub files in {folder}", sha=folder.name)
 
 
 def _resolve_embedded(cache_dir: Path, progress: Progress) -> ModelFolder:
-    folder = cache_folder(cache_dir, Path(embedded.FILE_NAME).stem, embedded.SHA256)
+    folder = converted_folder(cache_dir, Path(embedded.FILE_NAME).stem, embedded.SHA256)
     note = _reused(folder)
     # What is in the cache was made from a verified file, so a start that reuses it need not hash again.
     if not is_complete(folder):
@@ -76,13 +124,18 @@ def _resolve_embedded(cache_dir: Path, progress: Progress) -> ModelFolder:
 def _resolve_folder(model: str, path: Path, cache_dir: Path, progress: Progress) -> ModelFolder:
     if (path / CONFIG).is_file():
         return ModelFolder(model_id=model, path=path, note=f"files in {path}")
-    found = sorted(path.glob("*.gguf"))
+    return _resolve_file(model, find_only_gguf(path), cache_dir, progress)
+
+
+def find_only_gguf(folder: Path) -> Path:
+    """The GGUF file of a folder that has no config.json."""
+    found = sorted(folder.glob("*.gguf"))
     if len(found) == 1:
-        return _resolve_file(model, found[0], cache_dir, progress)
+        return found[0]
     if found:
         names = ", ".join(file.name for file in found[:4]) + (", ..." if len(found) > 4 else "")
-        raise ModelFormatError(f"{path}: holds {len(found)} GGUF files ({names}). Give the path of one of them.")
-    raise ModelFormatError(f"{path}: is no model folder: it has neither a config.json nor a .gguf file. {_FORMS}")
+        raise ModelFormatError(f"{folder}: holds {len(found)} GGUF files ({names}). Give the path of one of them.")
+    raise ModelFormatError(f"{folder}: is no model folder: it has neither a config.json nor a .gguf file. {_FORMS}")
 
 
 def _resolve_file(model: str, path: Path, cache_dir: Path, progress: Progress) -> ModelFolder:
@@ -90,7 +143,7 @@ def _resolve_file(model: str, path: Path, cache_dir: Path, progress: Progress) -
         digest = probe_digest(path)
     except OSError as error:
         raise ModelFormatError(f"{path}: cannot be read: {error.strerror}. Check the path and its rights.") from error
-    folder = cache_folder(cache_dir, path.stem, digest)
+    folder = converted_folder(cache_dir, path.stem, digest)
     return ModelFolder(model_id=model, path=folder, note=_convert(path, folder, progress))
 
 
@@ -105,6 +158,6 @@ def _reused(folder: Path) -> str:
     return f"reused converted weights in {folder}"
 
 
-def _may_be_hub_id(model: str) -> bool:
-    """`name` or `organisation/name`; anything else can only have been meant as a path."""
+def may_be_hub_id(model: str) -> bool:
+    """Whether it is `name` or `organisation/name`; anything else can only have been meant as a path."""
     return model.count("/") <= 1 and model[:1] not in ("", ".", "/", "~") and not model.endswith((".gguf", "/"))

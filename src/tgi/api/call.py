@@ -1,0 +1,73 @@
+"""One call of a route: the request, the way back, and what the routes share.
+
+Level 8.
+"""
+
+import logging
+from dataclasses import dataclass, field
+
+from tgi.api.errors import describe, status_of
+from tgi.api.generation import Generation
+from tgi.api.http import Connection, Request
+from tgi.api.logs import fields, log_success, span_fields
+from tgi.api.metrics import Timings
+from tgi.api.service import Service
+from tgi.api.trace import Span
+from tgi.errors import TgiError
+
+log = logging.getLogger("tgi.api")
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    service: Service
+    request: Request
+    connection: Connection
+    span: Span
+    name: str  # of the span
+    streams: list[Generation] = field(default_factory=list)  # woken when the connection has been silent for long
+
+    def succeed(self, generation: Generation) -> None:
+        """A generation came to its end: count it, and say so in the log."""
+        timings = generation.timings
+        assert timings is not None
+        self.service.metrics.succeed(timings)
+        self.span.set(**span_fields(timings, generation.seed))
+        log_success(timings, generation.seed, self.request.id, self.name)
+
+    def fail(self, error: TgiError) -> None:
+        """Count and log a failure that the client is told of. Checks that failed were counted where they failed."""
+        kind = describe(error).error_type
+        err = {"overloaded": "overloaded", "generation": "generation", "template_error": "template"}.get(kind)
+        if err is not None:
+            self.service.metrics.fail_request(err)
+        log.log(
+            logging.ERROR if status_of(error) >= 424 and kind != "overloaded" else logging.INFO,
+            "%s",
+            describe(error).error,
+            extra=fields(request_id=self.request.id, error_type=kind),
+        )
+
+    def stream_headers(self, characters: int) -> dict[str, str]:
+        return {
+            "x-compute-type": self.service.compute_type,
+            "x-compute-characters": str(characters),
+            "x-accel-buffering": "no",
+        }
+
+    def timing_headers(self, characters: int, input_length: int, timings: Timings) -> dict[str, str]:
+        def milliseconds(seconds: float) -> str:
+            return str(int(seconds * 1000))
+
+        return {
+            "x-compute-type": self.service.compute_type,
+            "x-compute-time": f"{timings.total_s:.9f}".rstrip("0"),
+            "x-compute-characters": str(characters),
+            "x-total-time": milliseconds(timings.total_s),
+            "x-validation-time": milliseconds(timings.validation_s),
+            "x-queue-time": milliseconds(timings.queue_s),
+            "x-inference-time": milliseconds(timings.inference_s),
+            "x-time-per-token": milliseconds(timings.per_token_s),
+            "x-prompt-tokens": str(input_length),
+            "x-generated-tokens": str(timings.generated_tokens),
+        }

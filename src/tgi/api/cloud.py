@@ -1,0 +1,180 @@
+"""Routes that hosting services call: SageMaker, Vertex AI, KServe.
+
+Level 8. They dispatch to the other routes or run one prompt per instance.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+
+from tgi import __version__
+from tgi.api.bodies import (
+    CompatGenerateRequest,
+    ErrorResponse,
+    GenerateParameters,
+    KserveOutput,
+    KserveRequest,
+    KserveResponse,
+    VertexInstance,
+    VertexParameters,
+    VertexRequest,
+    VertexResponse,
+)
+from tgi.api.call import Call
+from tgi.api.chat import answer_chat, choose_tools, render_chat
+from tgi.api.completions import answer_completion
+from tgi.api.errors import decode_error
+from tgi.api.generation import NativeText
+from tgi.api.http import HttpError, Response, json_response
+from tgi.api.native import answer_compat
+from tgi.api.openai_bodies import ChatRequest, CompletionRequest
+from tgi.api.openai_sampling import sampling_params
+from tgi.api.service import Permit
+from tgi.api.validate import check_parameters
+from tgi.errors import OverloadedError, TgiError
+from tgi.types import SamplingParams
+
+_FORMS = (
+    (CompatGenerateRequest, "inputs", answer_compat),
+    (ChatRequest, "messages", answer_chat),
+    (CompletionRequest, "prompt", answer_completion),
+)
+
+
+async def invocations(call: Call) -> None:
+    """SageMaker: the body's fields say which route is meant."""
+    value = _parse(await call.request.read_json())
+    for kind, field, answer in _FORMS:
+        if isinstance(value, dict) and field in value:
+            try:
+                body = msgspec.convert(value, kind)
+            except (msgspec.ValidationError, RecursionError):
+                continue
+            await answer(call, body)
+            return
+    raise HttpError(
+        422,
+        "Failed to deserialize the JSON body into the target type: data did not match any variant of untagged enum"
+        " SagemakerRequest: it needs `inputs`, `messages` or `prompt`",
+    )
+
+
+def _parse(data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise decode_error(error) from None
+
+
+# -- Vertex AI -----------------------------------------------------------------------------------------------------
+
+
+async def vertex(call: Call) -> None:
+    service = call.service
+    service.metrics.count_request()
+    value = _parse(await call.request.read_json())
+    try:
+        instances = [_as_instance(item) for item in msgspec.convert(value, VertexRequest).instances]
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise decode_error(error) from None
+    if not instances:
+        error = ErrorResponse("Input validation error", "Input validation error")
+        await call.connection.respond(json_response(error, 422))
+        return
+    with service.admit(len(instances)) as permit:
+        try:
+            texts = await asyncio.gather(*(_predict(call, instance, permit) for instance in instances))
+        except OverloadedError:
+            raise
+        except TgiError as error:
+            call.fail(error)
+            await call.connection.respond(incomplete())
+            return
+    await call.connection.respond(json_response(VertexResponse(list(texts))))
+
+
+def incomplete() -> Response:
+    return json_response(ErrorResponse("Incomplete generation", "Incomplete generation"), 500)
+
+
+def _as_instance(item: Any) -> VertexInstance | ChatRequest:
+    return msgspec.convert(item, ChatRequest if isinstance(item, dict) and "messages" in item else VertexInstance)
+
+
+async def _predict(call: Call, instance: VertexInstance | ChatRequest, permit: Permit) -> str:
+    service = call.service
+    if isinstance(instance, ChatRequest):
+        prompt = await render_chat(service, instance, choose_tools(instance))
+        params = sampling_params(instance, service.config, 0)
+    else:
+        prompt, params = instance.inputs, _plain_params(call, instance.inputs, instance.parameters)
+    return await _generate(call, prompt, params, permit, not isinstance(instance, ChatRequest))
+
+
+def _plain_params(call: Call, prompt: str, given: VertexParameters | None) -> SamplingParams:
+    given = given or VertexParameters()
+    parameters = GenerateParameters(do_sample=True, max_new_tokens=given.max_new_tokens, seed=given.seed)
+    return check_parameters(parameters, prompt, call.service.config, call.service.facts)
+
+
+async def _generate(call: Call, prompt: str, params: SamplingParams, permit: Permit, add_special_tokens: bool) -> str:
+    service = call.service
+    request = await service.prepare(prompt, params, add_special_tokens=add_special_tokens)
+    generation = service.start(request, NativeText, time.perf_counter(), permit)
+    await generation.take_all()
+    call.succeed(generation)
+    assert isinstance(generation.text, NativeText)
+    return generation.text.generated
+
+
+# -- KServe v2 -----------------------------------------------------------------------------------------------------
+
+
+async def kserve_ready(call: Call) -> None:
+    if call.service.healthy:
+        await call.connection.respond(json_response({"live": True}))
+    else:
+        await call.connection.respond(json_response({"live": False}, 503))
+
+
+async def kserve_metadata(call: Call) -> None:
+    extensions = ["health", "models", "metrics"]
+    name = "text-generation-inference"
+    await call.connection.respond(json_response({"name": name, "version": __version__, "extensions": extensions}))
+
+
+async def kserve_model(call: Call) -> None:
+    name, version = call.request.variables
+    await call.connection.respond(json_response({"name": name, "version": version, "extensions": ["infer", "ready"]}))
+
+
+async def kserve_infer(call: Call) -> None:
+    try:
+        body = msgspec.convert(_parse(await call.request.read_json()), KserveRequest)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise decode_error(error) from None
+    if len(body.inputs) != len(body.outputs):
+        error = ErrorResponse("Inputs and outputs length mismatch", "length mismatch")
+        await call.connection.respond(json_response(error, 422))
+        return
+    try:
+        prompts = [bytes(item.data).decode() for item in body.inputs]
+    except UnicodeDecodeError as error:
+        await call.connection.respond(json_response(ErrorResponse(str(error), "utf8"), 422))
+        return
+    with call.service.admit(max(1, len(prompts))) as permit:
+        try:
+            texts = await asyncio.gather(
+                *(_generate(call, p, _plain_params(call, p, body.parameters), permit, True) for p in prompts)
+            )
+        except TgiError as error:
+            call.fail(error)
+            await call.connection.respond(incomplete())
+            return
+    outputs = [
+        KserveOutput(output.name, [1, len(data)], "BYTES", list(data))
+        for output, data in zip(body.outputs, (text.encode() for text in texts), strict=True)
+    ]
+    await call.connection.respond(json_response(KserveResponse(body.id, outputs)))

@@ -1,0 +1,112 @@
+"""Routes that tell: health, info, models, metrics, tokens, documentation.
+
+Level 8.
+"""
+
+from importlib.resources import files
+
+import msgspec
+
+from tgi import __version__
+from tgi.api.bodies import ChatTokenizeResponse, ErrorResponse, GenerateRequest, Info, SimpleToken
+from tgi.api.call import Call
+from tgi.api.chat import choose_tools, read_chat, render_chat
+from tgi.api.errors import decode_error
+from tgi.api.http import Response, json_response
+from tgi.api.metrics import CONTENT_TYPE
+from tgi.api.openai_bodies import ModelInfo, ModelsInfo
+from tgi.api.openapi import build_document
+from tgi.errors import ValidationError
+from tgi.text.tokenizer import Tokenizer
+
+_decode = msgspec.json.Decoder(GenerateRequest).decode
+
+
+async def health(call: Call) -> None:
+    await call.connection.respond(Response(200) if call.service.healthy else unhealthy())
+
+
+def unhealthy() -> Response:
+    return json_response(ErrorResponse("unhealthy", "healthcheck"), 503)
+
+
+async def info(call: Call) -> None:
+    config, facts = call.service.config, call.service.facts
+    await call.connection.respond(
+        json_response(
+            Info(
+                model_id=facts.model_id,
+                model_sha=facts.sha,
+                model_pipeline_tag=None,
+                max_concurrent_requests=config.max_concurrent_requests,
+                max_best_of=config.max_best_of,
+                max_stop_sequences=config.max_stop_sequences,
+                max_input_tokens=facts.max_input_tokens,
+                max_total_tokens=facts.max_total_tokens,
+                validation_workers=config.validation_workers,
+                max_client_batch_size=config.max_client_batch_size,
+                router="text-generation-router",
+                version=__version__,
+                sha=None,
+                docker_label=None,
+            )
+        )
+    )
+
+
+async def models(call: Call) -> None:
+    name = call.service.facts.model_id
+    await call.connection.respond(json_response(ModelsInfo("list", [ModelInfo(name, "model", 0, name)])))
+
+
+async def model(call: Call) -> None:
+    """One model by its name. There is one."""
+    name = call.service.facts.model_id
+    await call.connection.respond(json_response(ModelInfo(name, "model", 0, name)))
+
+
+async def metrics(call: Call) -> None:
+    await call.connection.respond(Response(200, call.service.metrics.render(), CONTENT_TYPE))
+
+
+async def tokenize(call: Call) -> None:
+    data = await call.request.read_json()
+    try:
+        body = _decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise decode_error(error) from None
+    if not body.inputs:
+        raise ValidationError("`inputs` cannot be empty")
+    tokens = await _tokenize(call, body.inputs, add_special_tokens=True)
+    await call.connection.respond(json_response(tokens))
+
+
+async def chat_tokenize(call: Call) -> None:
+    call.service.metrics.count_request()
+    body = await read_chat(call)
+    prompt = await render_chat(call.service, body, choose_tools(body))
+    tokens = await _tokenize(call, prompt, add_special_tokens=False)
+    await call.connection.respond(json_response(ChatTokenizeResponse(tokens, prompt)))
+
+
+async def _tokenize(call: Call, text: str, add_special_tokens: bool) -> list[SimpleToken]:
+    tokenizer = call.service.tokenizer
+    return await call.service.run_beside(lambda: simple_tokens(tokenizer, text, add_special_tokens), len(text) > 2_000)
+
+
+def simple_tokens(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[SimpleToken]:
+    """Tokens with their byte ranges; one that stands for no text of the input has none."""
+    data = text.encode()
+    return [
+        SimpleToken(token_id, data[start:stop].decode(errors="replace"), start, stop)
+        for token_id, start, stop in tokenizer.encode_with_offsets(text, add_special_tokens)
+    ]
+
+
+async def openapi(call: Call) -> None:
+    await call.connection.respond(json_response(build_document(__version__)))
+
+
+async def docs(call: Call) -> None:
+    page = files("tgi.api").joinpath("docs.html").read_bytes()
+    await call.connection.respond(Response(200, page, "text/html; charset=utf-8"))

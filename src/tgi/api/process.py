@@ -1,0 +1,185 @@
+"""The api process: HTTP on one side, the engine's socket on the other. Never torch.
+
+Level 8. Started by the launcher with a listening address as a file descriptor. On standard input come JSON lines: first
+`Start`, then what becomes of the engine. The port opens when the first engine is ready. SIGTERM drains: no new
+requests, the running ones get the time that `graceful_termination_timeout` allows, then end with an error.
+"""
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import msgspec
+import uvicorn
+import uvloop
+
+from tgi.api.app import App
+from tgi.api.control import EngineLost, EngineReady, FromLauncher, Start
+from tgi.api.http import KEEP_ALIVE_S
+from tgi.api.logs import configure_logging, fields
+from tgi.api.protocol import LimitedProtocol
+from tgi.api.service import Service
+from tgi.api.trace import Tracer
+from tgi.config import ServerConfig
+from tgi.engine.client import EngineClient
+from tgi.engine.parent import end_with_parent
+from tgi.errors import TgiError
+
+log = logging.getLogger("tgi.api")
+
+EXIT_FAILED = 1
+_LAST_WORDS_S = 3.0  # for errors to reach the clients once the time to drain is over
+_IDLE_CONNECTION_S = 75
+
+
+_decode = msgspec.json.Decoder(FromLauncher).decode
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handling."""
+
+    def capture_signals(self):  # noqa: ANN201
+        return nullcontext()
+
+
+class ApiProcess:
+    def __init__(self, start: Start, messages: asyncio.StreamReader) -> None:
+        self._config = start.config
+        self._socket = socket.socket(fileno=start.listen_fd)
+        self._messages = messages
+        self._service: Service | None = None
+        self._http: _HttpServer | None = None
+        self._tracer = Tracer.start(start.config.otlp_endpoint, start.config.otlp_service_name)
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stopping.set)
+        listener = asyncio.create_task(self._listen_to_launcher())
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([listener, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if listener.done():
+                listener.result()  # raises what went wrong
+        finally:
+            listener.cancel()
+            stopping.cancel()
+            if self._service is not None:
+                await self._close(self._service)
+            self._tracer.stop()
+
+    async def _listen_to_launcher(self) -> None:
+        while line := await self._messages.readline():
+            match _decode(line):
+                case EngineReady(socket=path):
+                    await self._attach(Path(path))
+                case EngineLost(reason=reason):
+                    await self._detach(reason)
+                case Start():
+                    pass
+
+    async def _attach(self, path: Path) -> None:
+        client = EngineClient(path)
+        facts = await client.connect(30)
+        if self._service is None:
+            self._service = Service(self._config, facts, self._tracer)
+            self._service.attach(client)
+            await self._open(self._service)
+        else:
+            self._service.attach(client)
+            self._service.metrics.engine_restarted()
+            log.info("The engine is back")
+
+    async def _detach(self, reason: str) -> None:
+        if self._service is not None:
+            client = self._service.detach(reason)
+            if client is not None:
+                await client.close()
+
+    async def _open(self, service: Service) -> None:
+        """Listen, and tell the launcher."""
+        app = App(service)
+        config = uvicorn.Config(
+            app,
+            http=LimitedProtocol,
+            ws="none",
+            lifespan="off",
+            loop="none",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            backlog=2048,
+            timeout_keep_alive=_IDLE_CONNECTION_S,
+        )
+        self._http = _HttpServer(config)
+        self._serving = asyncio.create_task(self._http.serve(sockets=[self._socket]))
+        self._ticking = asyncio.create_task(_tick(app))
+        while not self._http.started and not self._serving.done():
+            await asyncio.sleep(0.005)
+        gc.collect()
+        gc.freeze()  # what is there now stays, and need not be looked at again
+        print(msgspec.json.encode({"serving": True}).decode(), flush=True)
+
+    async def _close(self, service: Service) -> None:
+        """Drain, then end what is left with an error."""
+        service.draining = True
+        assert self._http is not None
+        self._http.should_exit = True
+        limit = self._config.graceful_termination_timeout
+        if service.generations:
+            log.info("Draining", extra=fields(running=len(service.generations), limit_s=limit))
+        await asyncio.wait([self._serving], timeout=limit)
+        if not self._serving.done():
+            log.warning("The time to drain is over", extra=fields(aborted=len(service.generations)))
+            service.detach("the server is shutting down")
+            await asyncio.wait([self._serving], timeout=_LAST_WORDS_S)
+            self._http.force_exit = True
+            await asyncio.wait([self._serving], timeout=1)
+        self._ticking.cancel()
+        client = service.detach("the server is shutting down")
+        if client is not None:
+            await client.close()
+        service.close()
+
+
+async def _tick(app: App) -> None:
+    while True:
+        await asyncio.sleep(1)
+        app.keep_alive(time.monotonic(), KEEP_ALIVE_S)
+
+
+async def _main() -> None:
+    messages = asyncio.StreamReader(limit=2**22)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(messages), sys.stdin)
+    start = _decode(await messages.readline())
+    assert isinstance(start, Start)
+    config = start.config
+    configure_logging(config.log_level, config.json_output, secrets=[config.api_key] if config.api_key else [])
+    await ApiProcess(start, messages).run()
+
+
+def main() -> int:
+    """`python -m tgi.api.process`."""
+    end_with_parent()
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent ends this process in order
+    gc.set_threshold(20_000, 20, 50)
+    try:
+        uvloop.run(_main())
+    except TgiError as error:
+        print(f"api cannot start: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""What all routes share: the model's text side, admission, and the way into the engine.
+
+Level 8. Owns the tokenizer, the chat template, the worker threads for long texts and grammars, the metrics, and the
+present connection to the engine, which the launcher may replace.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from tgi import __version__
+from tgi.api.errors import UnavailableError
+from tgi.api.generation import Generation, OutputText
+from tgi.api.metrics import Metrics
+from tgi.api.trace import Tracer
+from tgi.api.validate import CHUNK_TOKENS
+from tgi.config import ServerConfig
+from tgi.engine.client import EngineClient
+from tgi.errors import EngineError, OverloadedError
+from tgi.text.chat_template import ChatTemplate
+from tgi.text.grammar import GrammarCompiler
+from tgi.text.prepare import prepare_request
+from tgi.text.tokenizer import Tokenizer
+from tgi.text.tools import ToolFormat, detect_tool_format
+from tgi.types import Grammar, GenerationRequest, ModelFacts, SamplingParams
+
+log = logging.getLogger("tgi.api")
+
+Prompt = str | Sequence[int]
+T = TypeVar("T")
+_LONG_TEXT = 2_000  # characters; longer ones are worked on beside the event loop
+_QUEUE_FACTOR = 4  # prompt tokens that may wait, in multiples of the KV cache
+
+
+class Service:
+    def __init__(self, config: ServerConfig, facts: ModelFacts, tracer: Tracer | None = None) -> None:
+        self.config = config
+        self.facts = facts
+        folder = Path(facts.folder)
+        self.tokenizer = Tokenizer.load(folder)
+        template_path = Path(config.tokenizer_config_path) if config.tokenizer_config_path else None
+        self.template = ChatTemplate.load(folder, template_path)
+        self.tool_format: ToolFormat = detect_tool_format(self.template, self.tokenizer)
+        self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size)
+        self.metrics = Metrics(facts.max_input_tokens, facts.max_total_tokens)
+        self.tracer = tracer or Tracer.start(None, "")
+        self.engine: EngineClient | None = None
+        self.unavailable = "the engine is starting"  # why, while there is no engine
+        self.draining = False
+        self.num_running = 0  # generations admitted
+        self.num_queued_tokens = 0  # prompt tokens of those that have no token yet
+        pool_tokens = (facts.num_blocks - 1) * facts.block_size
+        self._max_queued_tokens = config.max_queued_tokens or _QUEUE_FACTOR * pool_tokens
+        self._workers = ThreadPoolExecutor(config.validation_workers, thread_name_prefix="tgi-validate")
+        self.generations: set[Generation] = set()
+        self.fingerprint = f"{__version__}-native"
+        self.compute_type = config.compute_type or f"1-{facts.device}"
+
+    @property
+    def healthy(self) -> bool:
+        return self.engine is not None and self.engine.failure is None and not self.draining
+
+    # -- the engine ------------------------------------------------------------------------------------------------
+
+    def attach(self, engine: EngineClient) -> None:
+        """Requests go to this engine from now on."""
+        engine.on_step = self.metrics.step
+        engine.on_load = self.metrics.load
+        self.engine = engine
+
+    def detach(self, reason: str) -> EngineClient | None:
+        """The engine is lost: requests in flight end with an error, new ones are refused, until the next `attach`."""
+        engine, self.engine = self.engine, None
+        self.unavailable = reason
+        if engine is not None:
+            engine.fail(EngineError(reason))
+        return engine
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def admit(self, count: int = 1) -> "Permit":
+        """Leave to run `count` generations. Raises `OverloadedError` or `UnavailableError` at once."""
+        if not self.healthy:
+            raise UnavailableError("the server is shutting down" if self.draining else self.unavailable)
+        if self.num_running + count > self.config.max_concurrent_requests:
+            raise OverloadedError("Model is overloaded")
+        if self.num_queued_tokens > self._max_queued_tokens:
+            raise OverloadedError("Model is overloaded")
+        return Permit(self, count)
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        truncate: int | None = None,
+        grammar: Grammar | None = None,
+    ) -> GenerationRequest:
+        """Tokenise, check lengths, compile the grammar. Raises `ValidationError`."""
+
+        def work() -> GenerationRequest:
+            request = prepare_request(
+                0,
+                prompt,
+                params,
+                self.tokenizer,
+                self.facts,
+                add_special_tokens=add_special_tokens,
+                truncate=truncate,
+                chunk=CHUNK_TOKENS,
+                grammar=grammar,
+            )
+            if grammar is not None:
+                self.grammars.compile(grammar)
+            return request
+
+        request = await self.run_beside(work, grammar is not None or len(prompt) > _LONG_TEXT)
+        self.metrics.validated(len(request.token_ids), min(request.max_new_tokens, CHUNK_TOKENS))
+        return request
+
+    async def run_beside(self, work: Callable[[], T], long: bool) -> T:
+        """Run something that may take a while in a worker thread, or at once if it will not."""
+        if not long:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+
+    def start(
+        self,
+        request: GenerationRequest,
+        make_text: Callable[[Tokenizer, GenerationRequest], OutputText],
+        arrived: float,
+        permit: "Permit",
+        new_seed: bool = False,
+    ) -> Generation:
+        """Hand a prepared request to the engine."""
+        engine = self.engine
+        if engine is None:
+            raise UnavailableError(self.unavailable)
+        changes = {"id": engine.next_id()} | ({"seed": secrets.randbits(64)} if new_seed else {})
+        request = msgspec.structs.replace(request, **changes)
+        self.metrics.count_request()
+        stream = engine.submit(request)
+        generation = Generation(
+            request, stream, make_text(self.tokenizer, request), self.tokenizer, self.metrics, arrived
+        )
+        permit.add(generation)
+        return generation
+
+    def close(self) -> None:
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+
+class Permit:
+    """Leave to run some generations; a context that gives everything back however it is left."""
+
+    def __init__(self, service: Service, count: int) -> None:
+        self._service = service
+        self._count = count
+        self._generations: list[Generation] = []
+        service.num_running += count
+
+    def add(self, generation: Generation) -> None:
+        self._generations.append(generation)
+        self._service.generations.add(generation)
+        self._service.num_queued_tokens += generation.input_length
+        generation.on_first_token = self._leave_queue
+
+    def _leave_queue(self, generation: Generation) -> None:
+        self._service.num_queued_tokens -= generation.input_length
+
+    def __enter__(self) -> "Permit":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._service.num_running -= self._count
+        for generation in self._generations:
+            generation.close()
+            self._service.generations.discard(generation)
+            if generation.num_tokens == 0:
+                self._leave_queue(generation)

@@ -1,0 +1,309 @@
+"""The command `tgi check`: will this model run here, and with which limits? Answers in seconds and loads no weights.
+
+Level 9. Reads the model's config and the headers of its weight files, locally or from the hub, and asks the same parts
+that start an engine: the registry, the model's declared tensors, the device and `resolve`. Those import torch, so they
+are imported when a model is looked at.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tgi.config import ModelSize, ServerConfig, cache_folder, resolve
+from tgi.errors import StartError, TgiError
+from tgi.launch.arguments import build_parser, read_arguments
+from tgi.launch.command import EXIT_ERROR, EXIT_USAGE, run_guarded
+
+if TYPE_CHECKING:
+    from tgi.models.decoder import CausalLM
+
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Facts(msgspec.Struct, kw_only=True):
+    """What is known of a model without loading it."""
+
+    config: Mapping[str, Any]
+    source: str  # where the config was read
+    shapes: dict[str, tuple[int, ...]]
+    blocks: dict[str, tuple[str, int]] = {}  # matrices in quantised blocks: kind and bytes
+    has_tokenizer: bool
+    has_chat_template: bool
+    download_bytes: int = 0  # not yet in the cache
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """The answer. What could not be found out is None or empty."""
+
+    model: str
+    fits: bool = False
+    problems: list[str] = []  # why it cannot be served
+    notes: list[str] = []
+    architecture: str | None = None
+    parameters: int | None = None
+    dtype: str | None = None
+    weight_bytes: int | None = None  # on the device, as it would be loaded
+    weight_bytes_by_dtype: dict[str, int] = {}
+    kv_bytes_per_token: int | None = None
+    free_bytes: int | None = None  # before loading
+    kv_cache_tokens: int | None = None
+    limits: dict[str, int] = {}
+    reasons: dict[str, str] = {}  # of the limits
+    tokenizer: bool | None = None
+    chat_template: bool | None = None
+    download_bytes: int | None = None
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "tgi check") -> int:
+    try:
+        parser = build_parser(prog, "Say whether a model runs on this machine, and with which limits.")
+        parser.usage = "%(prog)s [OPTIONS] [MODEL]"
+        parser.add_argument("model", nargs="?", metavar="MODEL", help="as --model-id")
+        parser.add_argument("--json", action="store_true", default=False, help="the report as JSON")
+        options = parser.parse_args(arguments)
+        launch = read_arguments(options, os.environ)
+    except TgiError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    config = launch.config
+    if getattr(options, "model", None) is not None:
+        config = msgspec.structs.replace(config, model_id=options.model)
+    return run_guarded(lambda: _run(config, launch.notes, options.json))
+
+
+def _run(config: ServerConfig, notes: list[str], as_json: bool) -> int:
+    report = check_model(config)
+    report.notes = [*notes, *report.notes]
+    print(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else render(report))
+    return 0 if report.fits else EXIT_ERROR
+
+
+def check_model(config: ServerConfig) -> Report:
+    """Everything that can be said; a failure on the way ends the report and is its last problem."""
+    report = Report(model=config.model_id)
+    try:
+        _fill(report, config, _look_at(config))
+    except TgiError as error:
+        report.problems = [*report.problems, str(error)]
+    report.fits = not report.problems
+    return report
+
+
+# -- what is known of the model ------------------------------------------------------------------------------------
+
+
+def _look_at(config: ServerConfig) -> Facts:
+    from tgi.weights import embedded
+    from tgi.weights.model_files import CONFIG
+    from tgi.weights.source import find_only_gguf, may_be_hub_id, not_found
+
+    model = config.model_id
+    path = Path(model).expanduser()
+    if model == embedded.NAME:
+        return _look_at_gguf(embedded.find_embedded())
+    if model and path.is_file():
+        return _look_at_gguf(path)
+    if model and path.is_dir():
+        return _look_at_folder(config, path) if (path / CONFIG).is_file() else _look_at_gguf(find_only_gguf(path))
+    if not may_be_hub_id(model):
+        raise not_found(model)
+    return _look_at_hub(config)
+
+
+def _look_at_gguf(path: Path) -> Facts:
+    from tgi.weights.convert import GGML_TYPES
+    from tgi.weights.gguf import GgufFile
+    from tgi.weights.gguf_model import plan_tensors, read_config
+    from tgi.weights.gguf_tokenizer import read_tokenizer
+
+    file = GgufFile.open(path)
+    config = read_config(file)
+    plans = plan_tensors(file, config)
+    read_tokenizer(file, config["vocab_size"])  # raises when there is none that can be used
+    return Facts(
+        config=config,
+        source=str(path),
+        shapes={plan.name: plan.shape for plan in plans},
+        blocks={
+            plan.name: (plan.source.type_name, plan.source.num_bytes)
+            for plan in plans
+            if plan.source is not None and plan.source.type_name in GGML_TYPES and len(plan.shape) == 2
+        },
+        has_tokenizer=True,
+        has_chat_template=bool(file.metadata.get("tokenizer.chat_template")),
+    )
+
+
+def _look_at_folder(config: ServerConfig, folder: Path) -> Facts:
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.load_format != "dummy":
+        shapes = _local_shapes(Path(config.weights_cache_override or folder).expanduser())
+    return _describe(folder, shapes, (folder / "tokenizer.json").is_file())
+
+
+def _look_at_hub(config: ServerConfig) -> Facts:
+    from tgi.weights.download import download_description, download_model, list_files, read_shapes
+    from tgi.weights.source import hub_access
+
+    model, revision, access = config.model_id, config.revision, hub_access(config)
+    elsewhere = config.load_format == "dummy" or config.weights_cache_override is not None
+    if access.offline:
+        return _look_at_folder(config, download_model(model, revision, access, weights=not elsewhere))
+    folder = download_description(model, revision, access)
+    files = list_files(model, revision, access)
+    weights = [file.is_cached for file in files if file.name.endswith(".safetensors")]
+    if elsewhere or (weights and all(weights)):
+        facts = _look_at_folder(config, folder)
+    else:
+        facts = _describe(folder, read_shapes(model, revision, access), False)
+    facts.has_tokenizer = any(file.name == "tokenizer.json" for file in files)
+    facts.download_bytes = sum(file.num_bytes for file in files if not file.is_cached)
+    return facts
+
+
+def _describe(folder: Path, shapes: dict[str, tuple[int, ...]], has_tokenizer: bool) -> Facts:
+    from tgi.models.registry import read_config
+    from tgi.text.chat_template import ChatTemplate
+
+    config = read_config(folder)
+    return Facts(
+        config=config.fields,
+        source=config.source,
+        shapes=shapes,
+        has_tokenizer=has_tokenizer,
+        has_chat_template=ChatTemplate.load(folder).found,
+    )
+
+
+def _local_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    from tgi.weights.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(folder)
+    return {name: checkpoint.shape(name) for name in checkpoint.names()}
+
+
+# -- what follows from it ------------------------------------------------------------------------------------------
+
+
+def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
+    from tgi.devices.device import choose_device
+    from tgi.engine.build import choose_dtype
+    from tgi.models.decoder import CausalLM
+    from tgi.models.registry import read_spec
+    from tgi.models.spec import Config
+    from tgi.parallel import SINGLE
+
+    report.tokenizer, report.chat_template = facts.has_tokenizer, facts.has_chat_template
+    report.download_bytes = facts.download_bytes
+    architectures = facts.config.get("architectures")
+    report.architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else None
+    if not facts.has_tokenizer:
+        report.problems = ["there is no tokenizer.json, so text cannot be turned into tokens"]
+    if not facts.has_chat_template:
+        report.notes = ["there is no chat template: chat requests will be refused"]
+    spec = read_spec(Config(facts.config, facts.source))
+    device = choose_device(config.device, cache_folder(config), False, config.num_threads)  # compiles no kernels
+    report.dtype = str(choose_dtype(config, device)).removeprefix("torch.")
+    model = CausalLM(device.ops, SINGLE, spec, device.torch_device)
+    report.parameters, report.weight_bytes_by_dtype, in_blocks = _weigh(model, facts, device.limits.dtypes)
+    computes_blocks = facts.blocks and config.custom_kernels and report.dtype == "float32"
+    report.weight_bytes = in_blocks if computes_blocks else report.weight_bytes_by_dtype[report.dtype]
+    if config.load_format != "dummy":
+        _check_tensors(model, facts)
+    report.kv_bytes_per_token = spec.kv_bytes_per_token(spec.num_kv_heads, _ELEMENT_BYTES[report.dtype])
+    report.free_bytes = device.free_bytes()
+    device.close()
+    left = report.free_bytes - report.weight_bytes
+    if left <= 0:
+        raise StartError(
+            f"the weights take {_gigabytes(report.weight_bytes)}, {_gigabytes(report.free_bytes)} of memory are free"
+        )
+    size = ModelSize(max_positions=spec.max_positions, kv_bytes_per_token=report.kv_bytes_per_token)
+    resolved = resolve(config, size, device.limits, left)
+    report.kv_cache_tokens = (resolved.num_blocks - 1) * resolved.block_size
+    names = ("max_input_tokens", "max_total_tokens", "max_batch_prefill_tokens", "max_batch_size")
+    report.limits = {name: getattr(resolved, name) for name in names}
+    report.reasons = resolved.reasons
+
+
+def _weigh(model: "CausalLM", facts: Facts, dtypes: list[str]) -> tuple[int, dict[str, int], int]:
+    """Parameters, bytes by type, and bytes as float32 with quantised blocks kept as they are."""
+    parameters, in_blocks = 0, 0
+    by_dtype = dict.fromkeys(dtypes, 0)
+    for prefix, module in model.walk():
+        for declared in module.declare():
+            count = math.prod(declared.shape)
+            parameters += count
+            for dtype in dtypes:
+                by_dtype[dtype] += count * (4 if declared.keep_float32 else _ELEMENT_BYTES[dtype])
+            parts = [facts.blocks.get(prefix + part.name) for part in declared.parts]
+            kinds = {None if part is None else part[0] for part in parts}
+            keeps = declared.packable and len(kinds) == 1 and None not in kinds
+            in_blocks += sum(part[1] for part in parts if part is not None) if keeps else 4 * count
+    return parameters, by_dtype, in_blocks
+
+
+def _check_tensors(model: "CausalLM", facts: Facts) -> None:
+    """As strict as loading: every declared tensor is there in its shape, and nothing is left over."""
+    declared = {
+        prefix + part.name: part.shape
+        for prefix, module in model.walk()
+        for tensor in module.declare()
+        for part in tensor.parts
+    }
+    for name, shape in declared.items():
+        found = facts.shapes.get(name)
+        if found is None:
+            raise StartError(f"the weights lack the tensor {name}")
+        if found != shape:
+            raise StartError(f"tensor {name} has shape {list(found)}, the config makes it {list(shape)}")
+    for name in sorted(facts.shapes.keys() - declared.keys()):
+        if not any(fnmatch(name, pattern) for pattern in model.ignored):
+            raise StartError(f"the weights hold the tensor {name}, which this architecture does not use")
+
+
+# -- how it is shown -----------------------------------------------------------------------------------------------
+
+
+def render(report: Report) -> str:
+    """The report for a reader."""
+    rows: list[tuple[str, str]] = []
+    if report.architecture is not None:
+        known = "supported" if report.parameters is not None else "not supported"
+        rows.append(("architecture", f"{report.architecture}, {known}"))
+    if report.parameters is not None:
+        rows.append(("parameters", f"{report.parameters / 1e6:,.1f} million"))
+    if report.weight_bytes is not None:
+        others = ", ".join(f"{name} {_gigabytes(size)}" for name, size in report.weight_bytes_by_dtype.items())
+        rows.append(("weights", f"{_gigabytes(report.weight_bytes)} as they would be loaded (all {others})"))
+    if report.free_bytes is not None:
+        rows.append(("memory", f"{_gigabytes(report.free_bytes)} free"))
+    if report.kv_bytes_per_token is not None:
+        rows.append(("KV cache", f"{report.kv_bytes_per_token:,} bytes per token"))
+    if report.kv_cache_tokens is not None:
+        reason = report.reasons.get("max_batch_total_tokens", "")
+        rows.append(("", f"{report.kv_cache_tokens:,} tokens ({reason})"))
+    rows += [(name, f"{value:,} ({report.reasons.get(name, '')})") for name, value in report.limits.items()]
+    if report.tokenizer is not None:
+        rows.append(("tokenizer", "found" if report.tokenizer else "missing"))
+        rows.append(("chat template", "found" if report.chat_template else "missing"))
+    if report.download_bytes:
+        rows.append(("to download", _gigabytes(report.download_bytes)))
+    lines = [f"  {name:<25} {text}" for name, text in rows]
+    lines += [f"  note: {note}" for note in report.notes]
+    verdict = "it fits" if report.fits else f"it cannot be served: {'; '.join(report.problems)}"
+    return "\n".join([report.model, *lines, f"  {'verdict':<25} {verdict}"])
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

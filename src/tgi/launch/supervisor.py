@@ -1,0 +1,287 @@
+"""Starts the engine and the api process, keeps them running, and ends them in order.
+
+Level 9. The launcher holds the listening address from the first moment, so a port that is taken is found at once; the api
+process opens it when the model is ready. A process that dies is started again, later each time; a model that cannot
+start at all ends the launcher. When the launcher dies, however that happens, the kernel ends both processes.
+"""
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tgi.api.control import EngineLost, EngineReady, Start
+from tgi.api.logs import fields
+from tgi.config import ServerConfig
+from tgi.engine.status import EXIT_START_FAILED, EngineStarted, FromEngineProcess, Stage
+from tgi.errors import StartError
+from tgi.progress import StageBars
+
+log = logging.getLogger("tgi.launch")
+
+EXIT_MODEL, EXIT_ENGINE, EXIT_API, EXIT_PORT = 3, 4, 5, 6
+_MAX_FAILURES = 6  # in a row
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_GOOD_RUN_S = 60.0  # a process that lived this long had no failure in a row
+_KILL_AFTER_S = 10.0  # beyond the time to drain
+_decode_engine = msgspec.json.Decoder(FromEngineProcess).decode
+
+
+def serve(config: ServerConfig) -> int:
+    """Serve until told to stop. The exit status: 0, or one of EXIT_*."""
+    try:
+        listener = open_port(config)
+    except StartError as error:
+        log.error("%s", error)
+        return EXIT_PORT
+    return asyncio.run(Supervisor(config, listener).run())
+
+
+def open_port(config: ServerConfig) -> socket.socket:
+    """Take the address without listening yet: connections are refused until the api process listens."""
+    port = config.aip_http_port or config.port
+    try:
+        host = ipaddress.ip_address(config.hostname)
+    except ValueError:
+        host = ipaddress.ip_address("0.0.0.0")
+    family = socket.AF_INET6 if host.version == 6 else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((str(host), port))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise StartError(
+                f"Port {port} is in use by another program. Choose another with `--port N` or PORT=N"
+            ) from None
+        raise StartError(f"Cannot listen on {config.hostname} port {port}: {error.strerror}") from None
+    listener.set_inheritable(True)
+    return listener
+
+
+class _Child:
+    """A process that is kept running: what it wrote last, and how often it failed in a row."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.process: asyncio.subprocess.Process | None = None
+        self.last_words: deque[str] = deque(maxlen=20)
+        self.failures = 0
+
+    async def start(self, module: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:
+        self.last_words.clear()
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            module,
+            *arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=2**22,
+            **options,
+        )
+        return self.process
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.process is not None and self.process.returncode is None:
+            try:
+                self.process.send_signal(number)
+            except ProcessLookupError:
+                pass
+
+    async def stop(self, patience_s: float) -> None:
+        """End it with SIGTERM, or SIGKILL if that takes too long."""
+        if self.process is None or self.process.returncode is not None:
+            return
+        self.signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.process.wait(), patience_s)
+        except TimeoutError:
+            log.error("The %s process did not end in time: killed", self.name)
+            self.signal(signal.SIGKILL)
+            await self.process.wait()
+
+    def describe_end(self, status: int) -> str:
+        if status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+        else:
+            how = f"ended with status {status}"
+        words = self.last_words[-1] if self.last_words else ""
+        return f"the {self.name} process {how}" + (f": {words}" if words else "")
+
+    def pause_s(self) -> float:
+        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self.failures - 1))
+
+
+class Supervisor:
+    def __init__(self, config: ServerConfig, listener: socket.socket) -> None:
+        self._config = config
+        self._listener = listener
+        self._engine = _Child("engine")
+        self._api = _Child("api")
+        self._engine_socket: str | None = None  # of the engine that is ready
+        self._stopping = asyncio.Event()
+        self._status = 0
+        self._started = time.monotonic()
+        self._serving = False
+        self._bars = StageBars(enabled=not config.json_output)
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        self._folder = Path(tempfile.mkdtemp(prefix="tgi-"))  # 0700
+        tasks = [asyncio.create_task(self._keep_engine()), asyncio.create_task(self._keep_api())]
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+            self._stopping.set()
+            # Requests that run need the engine until they are drained.
+            await self._api.stop(self._config.graceful_termination_timeout + _KILL_AFTER_S)
+            await self._engine.stop(_KILL_AFTER_S)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            for result in results:
+                if isinstance(result, Exception):
+                    log.error("The launcher failed", exc_info=result)
+                    self._status = self._status or 1
+        finally:
+            stopping.cancel()
+            self._bars.__exit__(None, None, None)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._listener.close()
+        if self._status == 0:
+            log.info("Stopped")
+        return self._status
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stopping.is_set():
+            log.warning("Second signal: ending at once")
+            for child in (self._api, self._engine):
+                child.signal(signal.SIGKILL)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os._exit(128 + number)
+        log.info("%s: stopping; a second one ends at once", signal.Signals(number).name)
+        self._stopping.set()
+
+    def _give_up(self, status: int) -> None:
+        self._status = status
+        self._stopping.set()
+
+    # -- the engine ------------------------------------------------------------------------------------------------
+
+    async def _keep_engine(self) -> None:
+        number = 0
+        ever_ready = False
+        while not self._stopping.is_set():
+            number += 1
+            path = str(self._folder / f"engine-{number}.sock")
+            started = time.monotonic()
+            process = await self._engine.start("tgi.engine.process", path, stderr=asyncio.subprocess.PIPE)
+            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+            process.stdin.write(msgspec.json.encode(self._config))
+            process.stdin.close()
+            errors = asyncio.create_task(self._forward_errors(process.stderr))
+            async for line in process.stdout:
+                match _decode_engine(line):
+                    case Stage(name=name, done=done, total=total):
+                        self._bars.update(name, done, total)
+                    case EngineStarted() as ready:
+                        ever_ready = True
+                        self._on_ready(ready, path)
+            status = await process.wait()
+            await errors
+            self._engine_socket = None
+            if self._stopping.is_set():
+                return
+            reason = self._engine.describe_end(status)
+            if not ever_ready:
+                words = self._engine.last_words[-1] if self._engine.last_words else reason
+                log.error("%s", words.removeprefix("engine cannot start: "))
+                self._give_up(EXIT_MODEL if status == EXIT_START_FAILED else EXIT_ENGINE)
+                return
+            self._tell_api(EngineLost(reason))
+            if not await self._pause_after(self._engine, reason, started, EXIT_ENGINE):
+                return
+
+    def _on_ready(self, ready: EngineStarted, path: str) -> None:
+        self._engine_socket = path
+        stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.seconds.items())
+        log.info("Engine ready: %s", stages)
+        for note in ready.notes:
+            log.info("%s", note)
+        self._tell_api(EngineReady(path))
+
+    async def _forward_errors(self, stream: asyncio.StreamReader) -> None:
+        async for line in stream:
+            text = line.decode(errors="replace").rstrip()
+            if text:
+                self._engine.last_words.append(text)
+                if not text.startswith("engine cannot start: "):
+                    log.warning("engine: %s", text)
+
+    async def _pause_after(self, child: _Child, reason: str, started: float, status: int) -> bool:
+        """Count a failure and wait a while. False if there were too many."""
+        child.failures = 1 if time.monotonic() - started > _GOOD_RUN_S else child.failures + 1
+        if child.failures >= _MAX_FAILURES:
+            log.error("%s, %d times in a row: giving up", reason, child.failures)
+            self._give_up(status)
+            return False
+        log.error("%s", reason, extra=fields(restart_in_s=child.pause_s()))
+        try:
+            await asyncio.wait_for(self._stopping.wait(), child.pause_s())
+        except TimeoutError:
+            return True
+        return False
+
+    # -- the api ---------------------------------------------------------------------------------------------------
+
+    async def _keep_api(self) -> None:
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            descriptor = self._listener.fileno()
+            process = await self._api.start("tgi.api.process", pass_fds=(descriptor,))
+            self._send(Start(self._config, descriptor))
+            if self._engine_socket is not None:
+                self._send(EngineReady(self._engine_socket))
+            assert process.stdout is not None
+            async for _ in process.stdout:  # it has one thing to say: that it serves
+                self._on_serving()
+            status = await process.wait()
+            if self._stopping.is_set():
+                if status:
+                    self._status = self._status or EXIT_API
+                return
+            if not await self._pause_after(self._api, self._api.describe_end(status), started, EXIT_API):
+                return
+
+    def _on_serving(self) -> None:
+        self._bars.__exit__(None, None, None)
+        host, port = self._listener.getsockname()[:2]
+        shown = "localhost" if host in ("0.0.0.0", "::") else host
+        seconds = time.monotonic() - self._started
+        again = " again" if self._serving else f" after {seconds:.1f} s"
+        self._serving = True
+        log.info(
+            "Serving %s on http://%s:%d%s; try http://%s:%d/docs", self._config.model_id, host, port, again, shown, port
+        )
+
+    def _tell_api(self, message: EngineReady | EngineLost) -> None:
+        self._send(message)
+
+    def _send(self, message: Start | EngineReady | EngineLost) -> None:
+        process = self._api.process
+        if process is not None and process.returncode is None and process.stdin is not None:
+            process.stdin.write(msgspec.json.encode(message) + b"\n")

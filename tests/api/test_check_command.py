@@ -1,0 +1,229 @@
+"""`tgi check` as a user has it: in a process of its own, on the embedded model, tiny models, a hub and garbage."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from fake_hub import running_hub
+from tgi.launch.arguments import build_parser, read_arguments
+from tgi.launch.check import check_model, main
+from unit import tiny_gguf
+
+TINY = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+KV_BYTES = 2 * 3 * 2 * 16  # elements of a token
+
+
+def check(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    return subprocess.run(
+        [sys.executable, "-c", "from tgi.cli import main; import sys; sys.exit(main())", "check", *arguments],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def report(*arguments: str) -> dict[str, Any]:
+    """In this process: torch is loaded once."""
+    options = build_parser("check", "").parse_args(["--model-id", *arguments])
+    found = check_model(read_arguments(options, {}).config)
+    return {name: getattr(found, name) for name in found.__struct_fields__}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def copy(folder: Path, to: Path, **config: Any) -> Path:
+    """The same model with other entries in its config."""
+    to.mkdir(exist_ok=True)
+    for path in folder.iterdir():
+        (to / path.name).write_bytes(path.read_bytes())
+    fields = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**fields, **config}))
+    return to
+
+
+def test_embedded(tmp_path: Path) -> None:
+    done = check("embedded", "--json", "--max-batch-total-tokens", "4096", TGI_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["fits"] and found["problems"] == [] and found["architecture"] == "LlamaForCausalLM"
+    assert found["parameters"] == 134_515_008  # of the published model
+    assert found["weight_bytes_by_dtype"]["bfloat16"] == 2 * 134_515_008
+    assert found["weight_bytes"] < 134_515_008  # its blocks have 5 bits a weight
+    assert found["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
+    assert found["kv_cache_tokens"] == 4096
+    assert found["limits"]["max_total_tokens"] == 4096
+    assert found["reasons"]["max_total_tokens"] == "tokens in the KV cache"
+    assert found["tokenizer"] and found["chat_template"]
+    assert list(tmp_path.iterdir()) == []  # nothing was converted or built
+
+
+def test_readable(tiny: Path) -> None:
+    done = check(str(tiny), "--max-best-of", "3", "--cuda-graphs", "0")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == str(tiny) and lines[-1].split() == ["verdict", "it", "fits"]
+    assert any(line.split()[:3] == ["architecture", "LlamaForCausalLM,", "supported"] for line in lines)
+    assert any(line.split() == ["max_total_tokens", "512", "(positions", "of", "the", "model)"] for line in lines)
+    assert "  note: --cuda-graphs has no effect: the CPU captures no graphs" in lines
+
+
+def test_folder(tiny: Path) -> None:
+    parameters = sum(tensor.numel() for tensor in load_file(tiny / "model.safetensors").values())
+    found = report(str(tiny), "--dtype", "bfloat16", "--max-total-tokens", "100")
+    assert found["parameters"] == parameters and found["weight_bytes"] == 2 * parameters
+    assert found["weight_bytes_by_dtype"] == {
+        "float32": 4 * parameters,
+        "bfloat16": 2 * parameters,
+        "float16": 2 * parameters,
+    }
+    assert found["kv_bytes_per_token"] == 2 * KV_BYTES
+    assert found["limits"]["max_input_tokens"] == 99 and found["reasons"]["max_total_tokens"] == "as given"
+
+
+def test_gguf(tmp_path: Path) -> None:
+    path = tiny_gguf.write(tmp_path / "tiny.gguf", quantise="Q4_0")
+    for name in (path, tmp_path):
+        found = report(str(name))
+        assert found["fits"], found["problems"]
+        assert found["weight_bytes"] < found["weight_bytes_by_dtype"]["bfloat16"]
+        assert found["chat_template"] and found["limits"]["max_total_tokens"] == 256
+    plain = report(str(path), "--disable-custom-kernels")
+    assert plain["weight_bytes"] == plain["weight_bytes_by_dtype"]["float32"]
+
+
+def test_dummy_weights_need_no_weights(tiny: Path, tmp_path: Path) -> None:
+    folder = copy(tiny, tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    assert "holds no .safetensors file" in report(str(folder))["problems"][0]
+    assert report(str(folder), "--load-format", "dummy")["fits"]
+    assert report(str(folder), "--weights-cache-override", str(tiny))["fits"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"architectures": ["FrobForCausalLM"]}, "architecture 'FrobForCausalLM' is not supported. Supported: Llama"),
+        ({"architectures": None}, "`architectures` is missing"),
+        ({"hidden_size": -1}, "`hidden_size` must be a positive integer"),
+        ({"vocab_size": 321}, "tensor model.embed_tokens.weight has shape [320, 64], the config makes it [321, 64]"),
+        ({"num_hidden_layers": 4}, "the weights lack the tensor model.layers.3."),
+        ({"num_hidden_layers": 2}, "hold the tensor model.layers.2."),
+        ({"hidden_size": 2**20, "head_dim": 2**18, "vocab_size": 2**30, "num_hidden_layers": 3}, "has shape"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints are not supported yet"),
+    ],
+)
+def test_why_not(tiny: Path, tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    found = report(str(copy(tiny, tmp_path / "m", **changes)))
+    assert not found["fits"] and len(found["problems"]) == 1 and problem in found["problems"][0]
+
+
+def test_too_large(tiny: Path, tmp_path: Path) -> None:
+    folder = copy(tiny, tmp_path / "m", num_hidden_layers=100, intermediate_size=2**32)
+    found = report(str(folder), "--load-format", "dummy")
+    assert not found["fits"] and found["problems"][0].startswith("the weights take ")
+    found = report(str(tiny), "--max-batch-total-tokens", str(10**12))
+    assert not found["fits"] and "Not enough memory for a KV cache" in found["problems"][0]
+
+
+def test_text_is_missing(tiny: Path, tmp_path: Path) -> None:
+    folder = copy(tiny, tmp_path / "m")
+    (folder / "chat_template.jinja").unlink()
+    found = report(str(folder))
+    assert found["fits"] and found["notes"] == ["there is no chat template: chat requests will be refused"]
+    (folder / "tokenizer.json").unlink()
+    found = report(str(folder))
+    assert not found["fits"] and "there is no tokenizer.json" in found["problems"][0]
+    assert found["limits"]  # the rest is told all the same
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("config.json", b"{not json", "cannot be read as JSON"),
+        ("config.json", b"[]", "must hold a JSON object"),
+        ("model.safetensors", b"\xff" * 100, "is not a sound safetensors file"),
+        ("model.safetensors", b"", "is not a sound safetensors file"),
+        ("chat_template.jinja", b"{% for %}", "xpected"),
+        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja"),
+    ],
+)
+def test_garbage(tiny: Path, tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    folder = copy(tiny, tmp_path / "m")
+    (folder / name).write_bytes(content)
+    found = report(str(folder))
+    assert not found["fits"] and problem in found["problems"][0]
+
+
+def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    garbage = tmp_path / "x.gguf"
+    garbage.write_bytes(b"GGUF" + bytes(100))
+    done = check(str(garbage))
+    assert done.returncode == 1 and "it cannot be served" in done.stdout and "Traceback" not in done.stderr
+    assert main([str(tmp_path / "absent")]) == 1
+    assert main(["embedded", "--port", "x"]) == 2
+    assert main(["embedded", "another"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_model_on_the_hub(tiny: Path, tmp_path: Path) -> None:
+    with running_hub() as hub:
+        hub.files = {path.name: path.read_bytes() for path in tiny.iterdir()}
+        variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path)}
+        done = check("org/model", "--json", **variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads(done.stdout)
+        large = {
+            name: len(hub.files[name]) for name in ("model.safetensors", "tokenizer.json", "generation_config.json")
+        }
+        assert found["fits"] and found["tokenizer"] and found["download_bytes"] == sum(large.values())
+        fetched = [line for line in hub.asked if line.startswith("GET") and "/resolve/" in line]
+        assert not any("tokenizer.json" in line for line in fetched)
+        assert hub.ranges and all(line.startswith("model.safetensors bytes=0-") for line in hub.ranges)
+        missing = check("org/absent", **variables)
+        assert missing.returncode == 1 and "is not on the hub" in missing.stdout
+        del hub.files["model.safetensors"]
+        hub.files["pytorch_model.bin"] = b"pickle"
+        pickled = check("org/model", **{**variables, "HF_HOME": str(tmp_path / "other")})
+        assert pickled.returncode == 1 and "Pickled weights" in pickled.stdout
+
+
+def test_sharded_weights(tiny: Path, tmp_path: Path) -> None:
+    folder = copy(tiny, tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, kept in parts.items():
+        save_file({name: tensors[name] for name in kept}, folder / file)
+    index = {"weight_map": {name: file for file, kept in parts.items() for name in kept}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert report(str(folder))["fits"]
+    (folder / "b.safetensors").unlink()
+    assert "is listed in model.safetensors.index.json but missing" in report(str(folder))["problems"][0]
