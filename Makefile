@@ -1,13 +1,18 @@
-# Two commands do everything: `make try` and `make test`. Both set up .venv on first use.
+# Two commands do everything: `make serve` and `make test`. Both set up .venv on first use.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PORT ?= 8080
+ARGS ?=
 
-.PHONY: try test lint format bench clean help
+.PHONY: serve try test lint format bench clean help
 
 help:  ## show this help
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+serve: $(READY)  ## serve the embedded model (PORT=8080, ARGS="--max-total-tokens 2048 ...")
+	@$(BIN)/text-generation-launcher --port $(PORT) $(ARGS)
 
 try: $(READY)  ## answer a prompt with the embedded model
 	$(BIN)/tgi generate --chat "Explain in three sentences why the sky is blue." -n 128
@@ -27,6 +32,8 @@ format: $(READY)  ## rewrite sources in the project's style
 
 bench: $(READY)  ## the figures of bench/RESULTS.md (takes minutes; wants a quiet machine)
 	$(BIN)/python bench/cpu_engine.py
+	$(BIN)/python bench/front_end.py
+	$(BIN)/python bench/server.py
 
 # The lock file is complete, so nothing is resolved and nothing beyond it is installed.
 $(READY): requirements.lock pyproject.toml

@@ -3,18 +3,13 @@
 `LLM` loads torch, so it is imported when it is first used; the front end imports this package without it.
 """
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from tgi.types import SamplingParams
+from tgi.version import __version__
 
 if TYPE_CHECKING:
     from tgi.llm import LLM
-
-try:
-    __version__ = version("text-generation-inference")
-except PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "0+unknown"
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 

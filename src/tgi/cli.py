@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tgi import __version__
 from tgi.config import ServerConfig, read_environment
 from tgi.errors import TgiError
 from tgi.launch import check, command, server_command
 from tgi.types import SamplingParams
+from tgi.version import __version__
 
 EXIT_ERROR, EXIT_INTERRUPTED = 1, 130
 _OTHER_COMMANDS = {

@@ -194,6 +194,9 @@ nothing
     "extra_variables": "{{ documents | default('none', true) }} {{ mood }} {{ depth.level }} {{ bos_token }}",
 }
 
+FILES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
+CORPUS = {**TEMPLATES, **FILES}
+
 WEATHER = {
     "type": "function",
     "function": {
@@ -238,9 +241,76 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "assistant", "content": None, "thinking": "hmm", "reasoning_content": "first"},
     ],
 }
+CONVERSATIONS["one_call"] = [
+    {"role": "system", "content": "You have /no_think tools."},
+    {"role": "user", "content": "Search"},
+    {
+        "role": "assistant",
+        "content": "<think>\nlook\n</think>\n\nI look.",
+        "tool_calls": [
+            {
+                "id": "abcdefghi",
+                "type": "function",
+                "function": {"name": "search", "arguments": {"q": 'a "b" {c}', "n": 2}},
+            }
+        ],
+    },
+    {"role": "tool", "content": '{"hits": ["天", 1]}', "tool_call_id": "abcdefghi", "name": "search"},
+    {"role": "assistant", "content": "Two hits.  "},
+    {"role": "user", "content": "Thanks"},
+]
+CONVERSATIONS["answered"] = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "  Hi  "},
+    {"role": "assistant", "content": "Hello, <|im_end|> my\n"},
+]
+CONVERSATIONS["two_systems"] = [
+    {"role": "system", "content": "a"},
+    {"role": "user", "content": "b"},
+    {"role": "system", "content": "c"},
+    {"role": "developer", "content": "d"},
+]
+CONVERSATIONS["part_lists"] = [
+    {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "What "}, {"type": "image"}, {"type": "text", "text": "is it?"}],
+    },
+    {"role": "assistant", "content": [{"type": "text", "text": "A  "}, {"type": "text", "text": "cat. "}]},
+]
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Find\nthings in many places, with a long text that is cut somewhere",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "q": {"type": "string", "description": "what\nto find"},
+                "n": {"type": "integer", "enum": [1, 2, 3]},
+                "where": {"type": "array", "items": {"type": ["string", "null"]}},
+                "options": {"type": "object", "properties": {"exact": {"type": "boolean"}}},
+                "any": {"oneOf": [{"type": "string"}, {"type": "number"}]},
+            },
+            "required": ["q"],
+        },
+        "return": {"type": "array", "items": {"type": "object"}},
+    },
+}
+DOCUMENTS = [{"title": "One", "text": "first <text>"}, {"title": "Zwei", "text": "ü", "doc_id": 7}]
 VARIABLES: list[dict[str, Any]] = [
     {},
     {"enable_thinking": False, "mood": "é", "depth": {"level": 2}, "bos_token": "<other>"},
+    {
+        "documents": DOCUMENTS,
+        "controls": {"citations": True},
+        "builtin_tools": ["search", "code_interpreter"],
+        "tools_in_user_message": False,
+        "citation_mode": "accurate",
+        "reasoning_effort": "high",
+        "thinking": True,
+        "date_string": "26 Jul 2024",
+    },
 ]
 
 
@@ -255,28 +325,122 @@ def reference(template: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", CORPUS)
 def test_same_as_transformers(name: str) -> None:
-    ours = ChatTemplate(TEMPLATES[name], BOS, EOS, {"pad_token": "<pad>"})
-    theirs = reference(TEMPLATES[name])
+    ours = ChatTemplate(CORPUS[name], BOS, EOS, {"pad_token": "<pad>"})
+    theirs = reference(CORPUS[name])
     rendered = 0
     for messages in CONVERSATIONS.values():
-        for tools in (None, [], [WEATHER, WEATHER]):
-            for add in (True, False):
+        for tools in (None, [], [WEATHER, SEARCH]):
+            for options in ({"add_generation_prompt": True}, {}, {"continue_final_message": True}):
                 for variables in VARIABLES:
-                    arguments: dict[str, Any] = {"tools": tools, "add_generation_prompt": add, **variables}
                     before = json.dumps(messages)
                     try:
-                        expected = theirs.apply_chat_template(messages, tokenize=False, **arguments)
-                    except Exception as error:
-                        with pytest.raises(TemplateError) as raised:
-                            ours.render(messages, **arguments)
-                        assert str(raised.value) == str(error)
-                    else:
-                        assert ours.render(messages, **arguments) == expected
+                        expected = theirs.apply_chat_template(
+                            messages, tools, tokenize=False, **{"add_generation_prompt": False, **options}, **variables
+                        )
+                    except Exception:
+                        expected = None
+                    try:
+                        text = ours.render(messages, tools, **{"add_generation_prompt": False, **options}, **variables)
                         rendered += 1
+                    except TemplateError:
+                        text = None
+                    assert text == expected
                     assert json.dumps(messages) == before, "the caller's messages are changed"
-    assert rendered >= 12
+    assert rendered >= 18
+
+
+def test_corpus_is_large() -> None:
+    assert len(CORPUS) >= 40
+
+
+def test_named_templates_like_transformers() -> None:
+    named = {
+        name: FILES["command_r" + suffix]
+        for name, suffix in [("default", ""), ("tool_use", "_tool_use"), ("rag", "_rag")]
+    }
+    ours, theirs = ChatTemplate(named, BOS, EOS), reference(FILES["command_r"])
+    messages = CONVERSATIONS["turns"]
+    theirs.chat_template = named
+    try:
+        for tools in (None, [], [SEARCH]):
+            expected = theirs.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True)
+            assert ours.render(messages, tools) == expected
+        expected = theirs.apply_chat_template(
+            messages, chat_template="rag", documents=DOCUMENTS, tokenize=False, add_generation_prompt=True
+        )
+        assert ours.render(messages, template_name="rag", documents=DOCUMENTS) == expected
+    finally:
+        theirs.chat_template = FILES["command_r"]
+    with pytest.raises(TemplateError, match=r"^template not found$"):
+        ours.render(messages, template_name="no such")
+
+
+@pytest.mark.parametrize(
+    ("name", "uses"),
+    [("llama31_tools", True), ("mistral_v3_tools", True), ("qwen3_thinking", True), ("deepseek_r1", False)],
+)
+def test_uses_tools(name: str, uses: bool) -> None:
+    assert ChatTemplate(CORPUS[name]).uses_tools == uses
+
+
+def test_uses_tools_looks_at_variables_only() -> None:
+    assert not ChatTemplate("{{ 'tools' }} tools {{ messages[0].tools }} {# tools #}").uses_tools
+    assert not ChatTemplate("{% set tools = 1 %}{{ tools }}").uses_tools
+    assert ChatTemplate("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}").uses_tools
+    assert ChatTemplate({"default": "x", "tool_use": "{{ tools }}"}).uses_tools
+    assert not ChatTemplate({"default": "x", "other": "{{ tools }}"}).uses_tools
+    assert not ChatTemplate(None).uses_tools
+
+
+@pytest.mark.parametrize(
+    ("name", "reads"), [("gemma3", True), ("mistral_args", True), ("chatml", False), ("to_json", False), ("yi", False)]
+)
+def test_reads_content_parts(name: str, reads: bool) -> None:
+    assert ChatTemplate(CORPUS[name], BOS, EOS).reads_content_parts == reads
+
+
+def test_continued_message_keeps_its_spaces_when_the_template_does() -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello \n"}]
+    assert ChatTemplate(FILES["yi"]).render(messages, continue_final_message=True).endswith("assistant\nHello \n")
+    assert ChatTemplate(TEMPLATES["llama3"]).render(messages, continue_final_message=True).endswith("\n\nHello")
+
+
+@pytest.mark.parametrize(
+    ("source", "content"),
+    [
+        ("{{ messages[-1].content }}", None),
+        ("{{ messages[-1].content }}", []),
+        ("{{ messages[-1].content }}", [{"type": "image"}]),
+        ("{{ messages[-1].role }}", "a"),
+        ("{{ messages[-1].content[:1] }}", "ab"),
+        ("{{ messages | length }} content", "ab"),
+    ],
+)
+def test_what_cannot_be_continued(source: str, content: Any) -> None:
+    messages = [{"role": "assistant", "content": content}]
+    with pytest.raises(TemplateError, match="continue"):
+        ChatTemplate(source).render(messages, continue_final_message=True)
+
+
+def test_no_messages() -> None:
+    with pytest.raises(TemplateError, match="at least one message"):
+        ChatTemplate("x").render([])
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("{{ raise_exception('no way') }}", 1),
+        ("a\nb\n{% if messages %}\n  {{- raise_exception('no way') }}{% endif %}", 4),
+        ("{% macro m() %}\n\n{{ raise_exception('no way') }}{% endmacro %}\n\n{{ m() }}", 3),
+    ],
+)
+def test_refusals_name_the_line(source: str, line: int) -> None:
+    with pytest.raises(TemplateError) as raised:
+        ChatTemplate(source).render(CONVERSATIONS["one"])
+    assert str(raised.value) == f"syntax error: no way (in <string>:{line})"
 
 
 def test_templates_do_what_they_are_for() -> None:
@@ -311,7 +475,8 @@ def test_date_is_local_time() -> None:
         "{{ raise_exception.__globals__.keys() }}",
         "{{ strftime_now.__globals__['json'].dumps }}",
         "{{ namespace.__init__.__globals__.keys() }}",
-        "{{ dict.__globals__.keys() }}",
+        "{{ dict.__class__.__mro__ }}",
+        "{{ dict.fromkeys.__globals__.keys() }}",
         "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
         "{{ namespace(_x=1) }}",
         "{{ messages.append(1) }}",
@@ -429,6 +594,33 @@ def test_folder_gives_the_special_tokens(tmp_path: Path, files: dict[str, Any]) 
     source = b"{{ bos_token }}{{ eos_token }}{{ image_token }}{{ pad_token }}"
     template = ChatTemplate.load(write(tmp_path, {**files, "chat_template.jinja": source}))
     assert template.render(CONVERSATIONS["one"]) == "<s></s><img>"
+
+
+CONFIG = {"chat_template": "given {{ bos_token }}{{ eos_token }}", "bos_token": "<given>"}
+
+
+@pytest.mark.parametrize(
+    ("given", "files", "expected"),
+    [
+        (CONFIG, {}, "given <given>"),
+        (CONFIG, {"tokenizer_config.json": {"chat_template": "config", "eos_token": "</s>"}}, "given <given>"),
+        (CONFIG, {"chat_template.jinja": b"jinja"}, "given <given>"),
+        (CONFIG, {"special_tokens_map.json": {"bos_token": "<s>", "eos_token": "</s>"}}, "given <given></s>"),
+        ({"bos_token": "<given>"}, {"chat_template.jinja": b"jinja {{ bos_token }}"}, "jinja <given>"),
+        ({"chat_template": NAMED}, {}, "plain"),
+    ],
+)
+def test_tokenizer_config_path(tmp_path: Path, given: Any, files: dict[str, Any], expected: str) -> None:
+    path = write(tmp_path / "elsewhere", {"any name.json": given}) / "any name.json"
+    template = ChatTemplate.load(write(tmp_path / "model", {"config.json": {}, **files}), path)
+    assert template.render(CONVERSATIONS["one"]) == expected
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"[]", {"chat_template": 3}])
+def test_bad_tokenizer_config_path(tmp_path: Path, content: Any) -> None:
+    files = {} if content is None else {"given.json": content}
+    with pytest.raises(ModelFormatError, match=r"given\.json"):
+        ChatTemplate.load(tmp_path, write(tmp_path, files) / "given.json")
 
 
 @pytest.mark.parametrize(

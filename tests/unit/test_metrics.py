@@ -1,6 +1,7 @@
 """The Prometheus text, read back with prometheus_client's parser."""
 
 import re
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -136,8 +137,8 @@ def test_every_metric_of_the_reference_with_its_type_and_help(metrics):
 def test_the_page_lists_every_metric(metrics):
     record_everything(metrics)
     names = re.findall(r"^# TYPE (\S+)", metrics.render().decode(), re.M)
-    with open("docs/observability.md", encoding="utf-8") as page:
-        rows = set(re.findall(r"^\| `(\w+)`", page.read(), re.M))
+    page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"^\| `(\w+)`", page, re.M))
     assert set(names) <= rows
 
 

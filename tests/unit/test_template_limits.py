@@ -10,7 +10,9 @@ from tgi.text import template_budget
 from tgi.text.chat_template import ChatTemplate
 from tgi.text.template_budget import LimitError
 
-GROW = "{% set ns = namespace(x='ab', y='ab') %}{% for i in range(60) %}{% set ns.x = EXPRESSION %}{% endfor %}{{ ns.x }}"
+GROW = (
+    "{% set ns = namespace(x='ab', y='ab') %}{% for i in range(60) %}{% set ns.x = EXPRESSION %}{% endfor %}{{ ns.x }}"
+)
 BOMBS = [
     "{% for i in range(10**9) %}{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",

@@ -5,11 +5,11 @@ Level 8. They dispatch to the other routes or run one prompt per instance.
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
-from tgi import __version__
 from tgi.api.bodies import (
     CompatGenerateRequest,
     ErrorResponse,
@@ -35,12 +35,13 @@ from tgi.api.service import Permit
 from tgi.api.validate import check_parameters
 from tgi.errors import OverloadedError, TgiError
 from tgi.types import SamplingParams
+from tgi.version import __version__
 
-_FORMS = (
+_FORMS: list[tuple[type, str, Callable[[Call, Any], Awaitable[None]]]] = [
     (CompatGenerateRequest, "inputs", answer_compat),
     (ChatRequest, "messages", answer_chat),
     (CompletionRequest, "prompt", answer_completion),
-)
+]
 
 
 async def invocations(call: Call) -> None:

@@ -7,7 +7,6 @@ from importlib.resources import files
 
 import msgspec
 
-from tgi import __version__
 from tgi.api.bodies import ChatTokenizeResponse, ErrorResponse, GenerateRequest, Info, SimpleToken
 from tgi.api.call import Call
 from tgi.api.chat import choose_tools, read_chat, render_chat
@@ -18,6 +17,7 @@ from tgi.api.openai_bodies import ModelInfo, ModelsInfo
 from tgi.api.openapi import build_document
 from tgi.errors import ValidationError
 from tgi.text.tokenizer import Tokenizer
+from tgi.version import __version__
 
 _decode = msgspec.json.Decoder(GenerateRequest).decode
 

@@ -3,7 +3,8 @@
 Level 8. Errors before a stream begins are part of the stream, with status 200, as TGI's clients expect.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 import msgspec
 from msgspec import UNSET
@@ -12,6 +13,7 @@ from tgi.api.bodies import (
     BestOfSequence,
     CompatGenerateRequest,
     Details,
+    FinishReason,
     GenerateParameters,
     GenerateRequest,
     GenerateResponse,
@@ -30,6 +32,7 @@ from tgi.text.output import pick_best
 from tgi.text.tokenizer import Tokenizer
 from tgi.types import GenerationRequest
 
+Body = TypeVar("Body")
 _decode_generate = msgspec.json.Decoder(GenerateRequest).decode
 _decode_compat = msgspec.json.Decoder(CompatGenerateRequest).decode
 
@@ -60,7 +63,7 @@ async def answer_compat(call: Call, body: CompatGenerateRequest) -> None:
     await call.connection.respond(json_response([response], headers=headers))
 
 
-async def _read(call: Call, decode):  # noqa: ANN001, ANN202
+async def _read(call: Call, decode: Callable[[bytes], Body]) -> Body:
     data = await call.request.read_json()
     try:
         return decode(data)
@@ -151,8 +154,8 @@ def _prefill(tokenizer: Tokenizer, generation: Generation) -> list[PrefillToken]
     ]
 
 
-def _reason(generation: Generation):  # noqa: ANN202
-    return generation.finish_reason
+def _reason(generation: Generation) -> FinishReason:
+    return cast(FinishReason, generation.finish_reason)
 
 
 def _token(piece: Piece) -> Token:

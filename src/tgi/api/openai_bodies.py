@@ -243,7 +243,7 @@ class DeltaToolCall(msgspec.Struct):
 
 class ChatCompletionDelta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
-    content: str | None | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     tool_calls: list[DeltaToolCall] | UnsetType = UNSET
 
 
@@ -260,7 +260,7 @@ class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completi
     model: str
     system_fingerprint: str
     choices: list[ChatCompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -294,7 +294,7 @@ class Chunk(msgspec.Struct, tag_field="object", tag="text_completion"):
     model: str
     system_fingerprint: str
     choices: list[CompletionComplete]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class ModelInfo(msgspec.Struct):

@@ -26,7 +26,6 @@ from tgi.api.logs import configure_logging, fields
 from tgi.api.protocol import LimitedProtocol
 from tgi.api.service import Service
 from tgi.api.trace import Tracer
-from tgi.config import ServerConfig
 from tgi.engine.client import EngineClient
 from tgi.engine.parent import end_with_parent
 from tgi.errors import TgiError
@@ -44,7 +43,7 @@ _decode = msgspec.json.Decoder(FromLauncher).decode
 class _HttpServer(uvicorn.Server):
     """uvicorn without its own signal handling."""
 
-    def capture_signals(self):  # noqa: ANN201
+    def capture_signals(self) -> nullcontext[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return nullcontext()
 
 

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import msgspec
 
-from tgi import __version__
 from tgi.api.errors import UnavailableError
 from tgi.api.generation import Generation, OutputText
 from tgi.api.metrics import Metrics
@@ -28,7 +27,8 @@ from tgi.text.grammar import GrammarCompiler
 from tgi.text.prepare import prepare_request
 from tgi.text.tokenizer import Tokenizer
 from tgi.text.tools import ToolFormat, detect_tool_format
-from tgi.types import Grammar, GenerationRequest, ModelFacts, SamplingParams
+from tgi.types import GenerationRequest, Grammar, ModelFacts, SamplingParams
+from tgi.version import __version__
 
 log = logging.getLogger("tgi.api")
 
@@ -73,12 +73,15 @@ class Service:
         engine.on_step = self.metrics.step
         engine.on_load = self.metrics.load
         self.engine = engine
+        self.metrics.engine_ready(self.facts)
 
     def detach(self, reason: str) -> EngineClient | None:
         """The engine is lost: requests in flight end with an error, new ones are refused, until the next `attach`."""
         engine, self.engine = self.engine, None
         self.unavailable = reason
         if engine is not None:
+            if engine.num_in_flight and not self.draining:
+                self.metrics.fail_step(prefill=False)
             engine.fail(EngineError(reason))
         return engine
 
@@ -165,6 +168,7 @@ class Permit:
         self._count = count
         self._generations: list[Generation] = []
         service.num_running += count
+        service.metrics.in_flight(service.num_running)
 
     def add(self, generation: Generation) -> None:
         self._generations.append(generation)
@@ -180,6 +184,7 @@ class Permit:
 
     def __exit__(self, *_: object) -> None:
         self._service.num_running -= self._count
+        self._service.metrics.in_flight(self._service.num_running)
         for generation in self._generations:
             generation.close()
             self._service.generations.discard(generation)

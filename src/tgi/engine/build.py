@@ -26,7 +26,7 @@ from tgi.types import ModelFacts
 from tgi.weights.checkpoint import Checkpoint
 from tgi.weights.load import load_checkpoint, load_dummy
 from tgi.weights.progress import Progress, silent
-from tgi.weights.source import ModelFolder, resolve_model
+from tgi.weights.source import ModelFolder, find_model
 
 
 @dataclass
@@ -50,7 +50,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     seconds: dict[str, float] = {}
     cache_dir = cache_folder(config)
     with _timed(seconds, "model"):
-        source = resolve_model(config.model_id, cache_dir, config.revision, config.offline, progress)
+        source = find_model(config, progress)
         spec = read_spec(read_config(source.path))
     with _timed(seconds, "device"):
         device = choose_device(config.device, cache_dir, config.custom_kernels, config.num_threads)
@@ -129,7 +129,7 @@ def load_model(
     if config.load_format == "dummy":
         load_dummy(model, dtype, device.torch_device, config.seed)
     else:
-        checkpoint = Checkpoint.open(source.path)
+        checkpoint = Checkpoint.open(source.weights_path)
         load_checkpoint(model, checkpoint, dtype, device.torch_device, model.ignored, progress)
     return model
 

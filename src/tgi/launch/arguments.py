@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tgi import __version__
 from tgi.config import CHOICES, SECRETS, ServerConfig, parse_value, read_environment, variable_of
 from tgi.errors import StartError
+from tgi.version import __version__
 
 
 class Flag(msgspec.Struct, frozen=True):

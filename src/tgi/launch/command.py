@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from tgi import __version__
 from tgi.config import ServerConfig, hub_token
 from tgi.errors import TgiError
 from tgi.launch.arguments import build_parser, read_arguments
+from tgi.version import __version__
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "llguidance", "uvicorn")

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tgi import __version__
 from tgi.config import ServerConfig, read_environment
 from tgi.errors import StartError
 from tgi.launch.command import EXIT_USAGE, run_guarded
+from tgi.version import __version__
 
 ALREADY_PRESENT = "Files are already present on the host. Skipping download."
 _SECONDS_BETWEEN_LINES = 5.0

@@ -1,7 +1,7 @@
 """Starts the engine and the api process, keeps them running, and ends them in order.
 
-Level 9. The launcher holds the listening address from the first moment, so a port that is taken is found at once; the api
-process opens it when the model is ready. A process that dies is started again, later each time; a model that cannot
+Level 9. The launcher holds the listening address from the first moment, so a port that is taken is found at once; the
+api process opens it when the model is ready. A process that dies is started again, later each time; a model that cannot
 start at all ends the launcher. When the launcher dies, however that happens, the kernel ends both processes.
 """
 
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import msgspec
 
 from tgi.api.control import EngineLost, EngineReady, Start
 from tgi.api.logs import fields
-from tgi.config import ServerConfig
+from tgi.config import ServerConfig, child_environment
 from tgi.engine.status import EXIT_START_FAILED, EngineStarted, FromEngineProcess, Stage
 from tgi.errors import StartError
 from tgi.progress import StageBars
@@ -75,8 +76,9 @@ def open_port(config: ServerConfig) -> socket.socket:
 class _Child:
     """A process that is kept running: what it wrote last, and how often it failed in a row."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, environment: dict[str, str]) -> None:
         self.name = name
+        self._environment = environment
         self.process: asyncio.subprocess.Process | None = None
         self.last_words: deque[str] = deque(maxlen=20)
         self.failures = 0
@@ -91,16 +93,15 @@ class _Child:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=2**22,
+            env=self._environment,
             **options,
         )
         return self.process
 
     def signal(self, number: signal.Signals) -> None:
         if self.process is not None and self.process.returncode is None:
-            try:
+            with suppress(ProcessLookupError):
                 self.process.send_signal(number)
-            except ProcessLookupError:
-                pass
 
     async def stop(self, patience_s: float) -> None:
         """End it with SIGTERM, or SIGKILL if that takes too long."""
@@ -130,8 +131,9 @@ class Supervisor:
     def __init__(self, config: ServerConfig, listener: socket.socket) -> None:
         self._config = config
         self._listener = listener
-        self._engine = _Child("engine")
-        self._api = _Child("api")
+        environment = child_environment(config)
+        self._engine = _Child("engine", environment)
+        self._api = _Child("api", environment)
         self._engine_socket: str | None = None  # of the engine that is ready
         self._stopping = asyncio.Event()
         self._status = 0

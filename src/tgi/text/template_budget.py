@@ -19,7 +19,7 @@ _MAX_INTEGER_BITS = 10_000
 _ITEM_CHARS = 64  # what one value in a list costs
 _CHARGES_PER_CLOCK_READ = 32
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[#0 +\-]*(\*|\d+)?(?:\.(\*|\d+))?")
-_VIEWS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+_VIEWS = (dict, list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
 
 class LimitError(Exception):
@@ -70,21 +70,30 @@ def weigh(value: object, limit: int | None = None, indent: int = 0) -> int:
     A value that is met twice counts twice, because its text appears twice.
     """
     total = 0
-    stack: list[tuple[object, int]] = [(value, 1)]
-    while stack and (limit is None or total <= limit):
-        item, depth = stack.pop()
-        total += _ITEM_CHARS + indent * depth
-        if isinstance(item, str | bytes):
-            total += len(item)
-        elif isinstance(item, int):
-            total += item.bit_length() // 3
-        elif isinstance(item, Mapping):
-            for pair in cast(Mapping[object, object], item).items():
-                stack += [(part, depth + 1) for part in pair]
-        elif isinstance(item, _VIEWS):
-            stack += [(part, depth + 1) for part in cast(Iterable[object], item)]
-        elif isinstance(item, Namespace):
-            stack.append((object.__getattribute__(item, "_Namespace__attrs"), depth + 1))
+    level: list[object] = [value]
+    depth = 0
+    while level and (limit is None or total <= limit):
+        depth += 1
+        total += len(level) * (_ITEM_CHARS + indent * depth)
+        below: list[object] = []
+        for item in level:
+            kind = type(item)
+            if kind is str:
+                total += len(cast(str, item))
+            elif kind is dict:
+                below += cast(dict[object, object], item)
+                below += cast(dict[object, object], item).values()
+            elif kind is list or kind is tuple:
+                below += cast(list[object], item)
+            elif isinstance(item, int):
+                total += item.bit_length() // 3
+            elif isinstance(item, str | bytes):
+                total += len(item)
+            elif isinstance(item, _VIEWS):
+                below += cast(Iterable[object], item)
+            elif isinstance(item, Namespace):
+                below.append(object.__getattribute__(item, "_Namespace__attrs"))
+        level = below
     return total
 
 

@@ -28,9 +28,9 @@ from tgi.text import template_budget as budget
 
 # Not names that a template can write, so only `_ChargeNodes` uses these filters.
 _STEP, _TEXT, _PART = "a step", "a joined text", "a part"
-# These only look at a value or pick from it; every other filter may turn the whole of it into text.
+# These only look at a value or pick from it, or pay themselves; others may turn the whole of it into text.
 _LIGHT_FILTERS = {"abs", "attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list"}.union(
-    {"map", "random", "reject", "rejectattr", "reverse", "round", "safe", "select", "selectattr", "slice"}
+    {"map", "random", "reject", "rejectattr", "reverse", "round", "safe", "select", "selectattr", "slice", "tojson"}
 )
 
 
