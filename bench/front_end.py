@@ -188,9 +188,7 @@ def main() -> None:
             )
             print(", ".join(f"{name} {value:.3g}" for name, value in rows[-1].items()), flush=True)
         middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-        print(
-            f"\n{options.route}, {streams} streams x {tokens} tokens of {len(event)} bytes; medians of {len(rows)} rounds"
-        )
+        print(f"\n{options.route}, {streams} streams x {tokens} tokens of {len(event)} bytes; medians of {len(rows)}")
         for name, value in middle.items():
             print(f"{name:>22} {value:12,.2f}")
         if options.json:

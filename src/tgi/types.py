@@ -118,8 +118,10 @@ def _require(condition: bool, message: str) -> None:
 class Grammar(msgspec.Struct, frozen=True):
     """What the output must match."""
 
-    kind: str  # "json" or "regex"
-    value: str  # a JSON schema as text, or the expression
+    # "json": a JSON schema as text; "{}" is any JSON. "regex": an expression that matches the whole output.
+    # "lark": llguidance's Lark, made only by our own code, for tool calls.
+    kind: str
+    value: str
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,6 +53,8 @@ BOMBS = [
     GROW.replace("EXPRESSION", "[ns.x, ns.x] | string"),
     GROW.replace("EXPRESSION", "[ns.x, ns.x] | tojson"),
     GROW.replace("'ab'", "12345").replace("EXPRESSION", "ns.x * ns.x"),
+    "{% set x = [1] * 50000 %}{% set y = [x] + [x] %}{% set ns = namespace(y=y) %}"
+    "{% for i in range(12) %}{% set ns.y = ns.y + ns.y %}{% endfor %}{{ ns.y }}",
     "{{ 'a' | center(10**10) }}",
     "{{ 'a'.center(10**10) }}",
     "{{ 'a'.ljust(10**10) }}{{ 'a'.rjust(10**10) }}",

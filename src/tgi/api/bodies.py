@@ -27,6 +27,12 @@ class GrammarType(msgspec.Struct):
     type: Literal["json", "json_object", "json_schema", "regex"]
     value: Any
 
+    def __post_init__(self) -> None:
+        if self.type == "regex" and not isinstance(self.value, str):
+            raise ValueError("a regex must be a string")
+        if self.type == "json_schema" and not (isinstance(self.value, dict) and "schema" in self.value):
+            raise ValueError("missing field `schema`")
+
 
 class GenerateParameters(msgspec.Struct, kw_only=True):
     best_of: U64 | None = None

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET
 
 from tgi.api.call import Call
-from tgi.api.errors import ToolError, decode_error
+from tgi.api.errors import ToolError, decode_body
 from tgi.api.generation import Generation, Piece, openai_text
 from tgi.api.http import json_response
 from tgi.api.openai_bodies import (
@@ -53,11 +53,7 @@ _LONG_CHAT = 2_000  # characters; longer conversations are rendered beside the e
 
 
 async def read_chat(call: Call) -> ChatRequest:
-    data = await call.request.read_json()
-    try:
-        return _decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise decode_error(error) from None
+    return decode_body(_decode, await call.request.read_json())
 
 
 async def chat_completions(call: Call) -> None:

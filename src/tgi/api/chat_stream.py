@@ -4,6 +4,7 @@ Level 8. The usual chunk, a piece of text and nothing else, is put together from
 """
 
 import asyncio
+import secrets
 
 import msgspec
 from msgspec import UNSET
@@ -25,7 +26,7 @@ from tgi.errors import TgiError
 from tgi.text.tools import CallArguments, CallStart, Content
 
 _encode = msgspec.json.Encoder().encode
-_MARK = "\x00content\x00"
+_MARK = secrets.token_hex(16)  # stands for the text while a chunk is taken apart; nobody can send it
 
 
 async def stream_chat(call: Call, chat: Chat) -> None:

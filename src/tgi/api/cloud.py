@@ -5,7 +5,7 @@ Level 8. They dispatch to the other routes or run one prompt per instance.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ from tgi.api.bodies import (
 from tgi.api.call import Call
 from tgi.api.chat import answer_chat, choose_tools, render_chat
 from tgi.api.completions import answer_completion
-from tgi.api.errors import decode_error
+from tgi.api.errors import decode_body, decode_error
 from tgi.api.generation import NativeText
 from tgi.api.http import HttpError, Response, json_response
 from tgi.api.native import answer_compat
@@ -47,26 +47,25 @@ _FORMS: list[tuple[type, str, Callable[[Call, Any], Awaitable[None]]]] = [
 async def invocations(call: Call) -> None:
     """SageMaker: the body's fields say which route is meant."""
     value = _parse(await call.request.read_json())
+    reason = "it needs `inputs`, `messages` or `prompt`"
     for kind, field, answer in _FORMS:
         if isinstance(value, dict) and field in value:
             try:
                 body = msgspec.convert(value, kind)
-            except (msgspec.ValidationError, RecursionError):
+            except (msgspec.ValidationError, RecursionError) as error:
+                reason = str(decode_error(error)).rpartition("target type: ")[2]
                 continue
             await answer(call, body)
             return
     raise HttpError(
         422,
         "Failed to deserialize the JSON body into the target type: data did not match any variant of untagged enum"
-        " SagemakerRequest: it needs `inputs`, `messages` or `prompt`",
+        f" SagemakerRequest: {reason}",
     )
 
 
 def _parse(data: bytes) -> Any:
-    try:
-        return msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise decode_error(error) from None
+    return decode_body(msgspec.json.decode, data)
 
 
 # -- Vertex AI -----------------------------------------------------------------------------------------------------
@@ -86,14 +85,24 @@ async def vertex(call: Call) -> None:
         return
     with service.admit(len(instances)) as permit:
         try:
-            texts = await asyncio.gather(*(_predict(call, instance, permit) for instance in instances))
+            texts = await _all(_predict(call, instance, permit) for instance in instances)
         except OverloadedError:
             raise
         except TgiError as error:
             call.fail(error)
             await call.connection.respond(incomplete())
             return
-    await call.connection.respond(json_response(VertexResponse(list(texts))))
+    await call.connection.respond(json_response(VertexResponse(texts)))
+
+
+async def _all(runs: Iterable[Coroutine[Any, Any, str]]) -> list[str]:
+    """The texts of all of them in order, or the first error, which ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run) for run in runs]
+    except* TgiError as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def incomplete() -> Response:
@@ -167,8 +176,9 @@ async def kserve_infer(call: Call) -> None:
         return
     with call.service.admit(max(1, len(prompts))) as permit:
         try:
-            texts = await asyncio.gather(
-                *(_generate(call, p, _plain_params(call, p, body.parameters), permit, True) for p in prompts)
+            params = [_plain_params(call, prompt, body.parameters) for prompt in prompts]
+            texts = await _all(
+                _generate(call, prompt, one, permit, True) for prompt, one in zip(prompts, params, strict=True)
             )
         except TgiError as error:
             call.fail(error)

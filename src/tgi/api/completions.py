@@ -13,7 +13,7 @@ import msgspec
 from tgi.api.call import Call
 from tgi.api.chat import FINISH_REASONS, body_model, start_choices, usage_of
 from tgi.api.chat_stream import run_together
-from tgi.api.errors import UnsupportedError, decode_error, openai_event
+from tgi.api.errors import UnsupportedError, decode_body, openai_event
 from tgi.api.generation import Generation, Piece
 from tgi.api.http import DONE, KEEP_ALIVE, HttpError, frame, json_response
 from tgi.api.metrics import Timings
@@ -30,12 +30,7 @@ Prompt = str | list[int]
 
 
 async def completions(call: Call) -> None:
-    data = await call.request.read_json()
-    try:
-        body = _decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise decode_error(error) from None
-    await answer_completion(call, body)
+    await answer_completion(call, decode_body(_decode, await call.request.read_json()))
 
 
 @dataclass(slots=True)

@@ -3,6 +3,9 @@
 Level 8.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import msgspec
 
 from tgi.api.bodies import ErrorResponse
@@ -10,6 +13,7 @@ from tgi.api.http import HttpError, Response, json_response, text_response
 from tgi.api.openai_bodies import OpenaiError, OpenaiErrorResponse
 from tgi.errors import EngineError, OverloadedError, RequestError, TemplateError, TgiError, ValidationError
 
+Body = TypeVar("Body")
 RETRY_AFTER = {"retry-after": "1"}
 
 
@@ -110,7 +114,15 @@ def openai_plain(status: int, message: str, kind: str = "invalid_request_error",
     return json_response(OpenaiErrorResponse(OpenaiError(message, kind, None, code)), status)
 
 
-def decode_error(error: Exception, body_name: str = "") -> HttpError:
+def decode_body(decode: Callable[[bytes], Body], data: bytes) -> Body:
+    """The body as a struct. Raises `HttpError` that says what is wrong with it."""
+    try:
+        return decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise decode_error(error) from None
+
+
+def decode_error(error: Exception) -> HttpError:
     """What was wrong with a body that does not fit its struct."""
     if isinstance(error, RecursionError):
         return HttpError(400, "Failed to parse the request body as JSON: recursion limit exceeded")

@@ -10,7 +10,7 @@ import msgspec
 from tgi.api.bodies import ChatTokenizeResponse, ErrorResponse, GenerateRequest, Info, SimpleToken
 from tgi.api.call import Call
 from tgi.api.chat import choose_tools, read_chat, render_chat
-from tgi.api.errors import decode_error
+from tgi.api.errors import decode_body
 from tgi.api.http import Response, json_response
 from tgi.api.metrics import CONTENT_TYPE
 from tgi.api.openai_bodies import ModelInfo, ModelsInfo
@@ -70,11 +70,7 @@ async def metrics(call: Call) -> None:
 
 
 async def tokenize(call: Call) -> None:
-    data = await call.request.read_json()
-    try:
-        body = _decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise decode_error(error) from None
+    body = decode_body(_decode, await call.request.read_json())
     if not body.inputs:
         raise ValidationError("`inputs` cannot be empty")
     tokens = await _tokenize(call, body.inputs, add_special_tokens=True)

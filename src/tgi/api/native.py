@@ -23,7 +23,7 @@ from tgi.api.bodies import (
     Token,
 )
 from tgi.api.call import Call
-from tgi.api.errors import decode_error, describe
+from tgi.api.errors import decode_body, describe
 from tgi.api.generation import Generation, NativeText, Piece
 from tgi.api.http import KEEP_ALIVE, frame, json_response
 from tgi.api.validate import check_best_of, check_parameters, check_streamable, native_grammar
@@ -64,17 +64,17 @@ async def answer_compat(call: Call, body: CompatGenerateRequest) -> None:
 
 
 async def _read(call: Call, decode: Callable[[bytes], Body]) -> Body:
-    data = await call.request.read_json()
-    try:
-        return decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise decode_error(error) from None
+    return decode_body(decode, await call.request.read_json())
 
 
 async def _prepare(call: Call, inputs: str, parameters: GenerateParameters) -> GenerationRequest:
     service = call.service
     params = check_parameters(parameters, inputs, service.config, service.facts)
-    grammar = native_grammar(parameters.grammar, service.config)
+    try:
+        grammar = native_grammar(parameters.grammar, service.config)
+    except ValidationError:  # lengths come first in TGI's order
+        await service.prepare(inputs, params, truncate=parameters.truncate)
+        raise
     return await service.prepare(inputs, params, truncate=parameters.truncate, grammar=grammar)
 
 

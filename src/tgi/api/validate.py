@@ -95,11 +95,7 @@ def native_grammar(grammar: GrammarType | None, config: ServerConfig) -> Grammar
         raise ValidationError("grammar is not supported")
     value = grammar.value
     if grammar.type == "regex":
-        if not isinstance(value, str):
-            raise ValidationError("grammar is not valid: a regex must be a string")
         return regex_grammar(value)
     if grammar.type == "json_schema":
-        if not isinstance(value, dict) or "schema" not in value:
-            raise ValidationError("grammar is not valid: `json_schema` needs a `schema`")
         value = value["schema"]
     return check_native_schema(value)

@@ -113,10 +113,13 @@ class EngineServer:
                 self._clients[address] = self._by_number[client.number] = client
                 self._send(client, Ready(self._engine.facts))
             case Submit(request=request):
-                self._submit(self._clients[address], request)
+                client = self._clients.get(address)
+                if client is not None:  # else these are the last words of a client that is dead
+                    self._submit(client, request)
             case Abort(request_id=request_id):
-                client = self._clients[address]
-                self._forget(client, client.number << _CLIENT_SHIFT | request_id)
+                client = self._clients.get(address)
+                if client is not None:
+                    self._forget(client, client.number << _CLIENT_SHIFT | request_id)
 
     def _submit(self, client: _Client, request: GenerationRequest) -> None:
         engine_id = client.number << _CLIENT_SHIFT | request.id
@@ -240,11 +243,13 @@ def _tokens_of(out: TokenOut, number: int, stats: StepStats) -> TokenOut:
 
 
 def main() -> int:
-    """`python -m tgi.engine.process SOCKET`, with the `ServerConfig` as JSON on standard input."""
+    """`python -m tgi.engine.process SOCKET [PARENT]`, with the `ServerConfig` as JSON on standard input."""
     end_with_parent()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent ends this process in order
+    if len(sys.argv) > 2 and os.getppid() != int(sys.argv[2]):
+        return EXIT_START_FAILED  # the parent died before the kernel knew that this process ends with it
+    # Who stops a whole group or service signals this process too; the parent ends it, once requests are drained.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     socket_path = Path(sys.argv[1])
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
     context = zmq.Context()

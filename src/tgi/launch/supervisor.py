@@ -37,6 +37,7 @@ _MAX_FAILURES = 6  # in a row
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _GOOD_RUN_S = 60.0  # a process that lived this long had no failure in a row
 _KILL_AFTER_S = 10.0  # beyond the time to drain
+_BACKLOG = 2048  # connections that nobody has taken yet
 _decode_engine = msgspec.json.Decoder(FromEngineProcess).decode
 
 
@@ -64,13 +65,15 @@ def open_port(config: ServerConfig) -> socket.socket:
         listener.bind((str(host), port))
     except OSError as error:
         listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise StartError(
-                f"Port {port} is in use by another program. Choose another with `--port N` or PORT=N"
-            ) from None
-        raise StartError(f"Cannot listen on {config.hostname} port {port}: {error.strerror}") from None
+        raise StartError(describe_port(port, error)) from None
     listener.set_inheritable(True)
     return listener
+
+
+def describe_port(port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"Port {port} is in use by another program. Choose another with `--port N` or PORT=N"
+    return f"Cannot listen on port {port}: {error.strerror}"
 
 
 class _Child:
@@ -94,6 +97,7 @@ class _Child:
             stdout=asyncio.subprocess.PIPE,
             limit=2**22,
             env=self._environment,
+            start_new_session=True,  # Ctrl-C, or a signal to the launcher's group, is the launcher's to act upon
             **options,
         )
         return self.process
@@ -103,11 +107,11 @@ class _Child:
             with suppress(ProcessLookupError):
                 self.process.send_signal(number)
 
-    async def stop(self, patience_s: float) -> None:
-        """End it with SIGTERM, or SIGKILL if that takes too long."""
+    async def stop(self, number: signal.Signals, patience_s: float) -> None:
+        """End it with a signal, or SIGKILL if that takes too long."""
         if self.process is None or self.process.returncode is not None:
             return
-        self.signal(signal.SIGTERM)
+        self.signal(number)
         try:
             await asyncio.wait_for(self.process.wait(), patience_s)
         except TimeoutError:
@@ -131,6 +135,7 @@ class Supervisor:
     def __init__(self, config: ServerConfig, listener: socket.socket) -> None:
         self._config = config
         self._listener = listener
+        self._address: tuple[str, int] = listener.getsockname()[:2]
         environment = child_environment(config)
         self._engine = _Child("engine", environment)
         self._api = _Child("api", environment)
@@ -151,9 +156,10 @@ class Supervisor:
         try:
             await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
             self._stopping.set()
+            self._listener.close()  # nobody listens any more once the api process has closed its own
             # Requests that run need the engine until they are drained.
-            await self._api.stop(self._config.graceful_termination_timeout + _KILL_AFTER_S)
-            await self._engine.stop(_KILL_AFTER_S)
+            await self._api.stop(signal.SIGTERM, self._config.graceful_termination_timeout + _KILL_AFTER_S)
+            await self._engine.stop(signal.SIGKILL, _KILL_AFTER_S)  # it has nothing to tidy up
             results = await asyncio.gather(*tasks, return_exceptions=True)
             for result in results:
                 if isinstance(result, Exception):
@@ -191,7 +197,10 @@ class Supervisor:
             number += 1
             path = str(self._folder / f"engine-{number}.sock")
             started = time.monotonic()
-            process = await self._engine.start("tgi.engine.process", path, stderr=asyncio.subprocess.PIPE)
+            parent = str(os.getpid())
+            process = await self._engine.start("tgi.engine.process", path, parent, stderr=asyncio.subprocess.PIPE)
+            if self._stopping.is_set():
+                self._engine.signal(signal.SIGKILL)
             assert process.stdin is not None and process.stdout is not None and process.stderr is not None
             process.stdin.write(msgspec.json.encode(self._config))
             process.stdin.close()
@@ -219,12 +228,26 @@ class Supervisor:
                 return
 
     def _on_ready(self, ready: EngineStarted, path: str) -> None:
+        if not self._listen():
+            return
         self._engine_socket = path
         stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.seconds.items())
         log.info("Engine ready: %s", stages)
         for note in ready.notes:
             log.info("%s", note)
         self._tell_api(EngineReady(path))
+
+    def _listen(self) -> bool:
+        """Connections wait from here on until the api process takes them. False if another program was faster."""
+        if self._stopping.is_set():
+            return False
+        try:
+            self._listener.listen(_BACKLOG)
+        except OSError as error:
+            log.error("%s", describe_port(self._address[1], error))
+            self._give_up(EXIT_PORT)
+            return False
+        return True
 
     async def _forward_errors(self, stream: asyncio.StreamReader) -> None:
         async for line in stream:
@@ -255,6 +278,8 @@ class Supervisor:
             started = time.monotonic()
             descriptor = self._listener.fileno()
             process = await self._api.start("tgi.api.process", pass_fds=(descriptor,))
+            if self._stopping.is_set():
+                self._api.signal(signal.SIGTERM)
             self._send(Start(self._config, descriptor))
             if self._engine_socket is not None:
                 self._send(EngineReady(self._engine_socket))
@@ -263,7 +288,7 @@ class Supervisor:
                 self._on_serving()
             status = await process.wait()
             if self._stopping.is_set():
-                if status:
+                if status not in (0, -signal.SIGTERM):  # by the signal: it had not got far enough to catch it
                     self._status = self._status or EXIT_API
                 return
             if not await self._pause_after(self._api, self._api.describe_end(status), started, EXIT_API):
@@ -271,7 +296,7 @@ class Supervisor:
 
     def _on_serving(self) -> None:
         self._bars.__exit__(None, None, None)
-        host, port = self._listener.getsockname()[:2]
+        host, port = self._address
         shown = "localhost" if host in ("0.0.0.0", "::") else host
         seconds = time.monotonic() - self._started
         again = " again" if self._serving else f" after {seconds:.1f} s"

@@ -5,6 +5,7 @@ runs long and their sum ends. Text is counted in characters; a value inside a li
 """
 
 import re
+import sys
 import time
 from collections.abc import ItemsView, Iterable, KeysView, Mapping, ValuesView
 from contextvars import ContextVar
@@ -47,10 +48,11 @@ class Budget:
 
     def charge_value(self, value: object, indent: int = 0) -> None:
         """Pay for turning `value` into text, each level `indent` further in."""
-        if isinstance(value, str):
-            self.charge(len(value))
-        else:
-            self.charge(weigh(value, self._chars_left, indent))
+        self.charge(len(value) if isinstance(value, str) else weigh(value, self._chars_left, indent))
+
+    def charge_times(self, value: object, count: int) -> None:
+        """Pay for the text of `value` that many times."""
+        self.charge(count * (len(value) if isinstance(value, str | bytes) else weigh(value, self._chars_left)))
 
 
 current: ContextVar[Budget] = ContextVar("current")
@@ -64,15 +66,15 @@ def charge_value(value: object) -> None:
     current.get().charge_value(value)
 
 
-def weigh(value: object, limit: int | None = None, indent: int = 0) -> int:
-    """About as many characters as `value` has as text; what is over `limit` is not looked at.
+def weigh(value: object, limit: int = sys.maxsize, indent: int = 0) -> int:
+    """About as many characters as `value` has as text; no more is looked at when that is over `limit`.
 
     A value that is met twice counts twice, because its text appears twice.
     """
     total = 0
     level: list[object] = [value]
     depth = 0
-    while level and (limit is None or total <= limit):
+    while level and total <= limit:
         depth += 1
         total += len(level) * (_ITEM_CHARS + indent * depth)
         below: list[object] = []
@@ -93,6 +95,8 @@ def weigh(value: object, limit: int | None = None, indent: int = 0) -> int:
                 below += cast(Iterable[object], item)
             elif isinstance(item, Namespace):
                 below.append(object.__getattribute__(item, "_Namespace__attrs"))
+            if len(below) * _ITEM_CHARS > limit:
+                break  # the same long list many times
         level = below
     return total
 
@@ -115,9 +119,7 @@ def charge_product(left: object, right: object) -> None:
         return
     sequence, count = (right, left) if isinstance(left, int) else (left, right)
     if isinstance(count, int) and count > 0 and isinstance(sequence, str | bytes | list | tuple):
-        text = cast(str | bytes | list[object] | tuple[object, ...], sequence)
-        budget = current.get()
-        budget.charge(len(text) * count if isinstance(text, str | bytes) else weigh(text) * count)
+        current.get().charge_times(cast(object, sequence), count)
 
 
 def charge_sum(left: object, right: object) -> None:
@@ -138,7 +140,7 @@ def charge_format(text: object, arguments: object) -> None:
     # With a mapping, each conversion may show the same long value.
     repeats = len(conversions) if isinstance(arguments, Mapping) else 1
     budget.charge(len(text) + sum(int(width) for width in widths if width != "*"))
-    budget.charge(weigh(cast(object, arguments)) * repeats)
+    budget.charge_times(cast(object, arguments), repeats)
     if "*" in widths:
         values = cast(tuple[object, ...], arguments) if isinstance(arguments, tuple) else (cast(object, arguments),)
         budget.charge(sum(abs(value) for value in values if isinstance(value, int)))

@@ -329,7 +329,8 @@ def _charge_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             args = (list(args[0]),)
             budget.charge_join(owner, args[0])
         case "translate", str() | bytes():
-            budget.charge(len(owner) * sum(budget.weigh(value) for value in args))
+            for value in args:
+                budget.current.get().charge_times(value, len(owner))
         case _:
             budget.charge(len(owner) if isinstance(owner, str | bytes) else 0)
     return args

@@ -125,6 +125,10 @@ class Tokenizer:
         """The id of a vocabulary entry, or None."""
         return self._backend.token_to_id(token)
 
+    def to_json(self) -> str:
+        """The whole tokenizer as the text of a tokenizer.json, with the special tokens declared beside it."""
+        return self._backend.to_str()
+
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():

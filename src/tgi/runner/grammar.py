@@ -1,0 +1,195 @@
+"""Which tokens the grammars of the running requests allow next.
+
+Level 6. Each constrained slot has a matcher, made on admission, advanced by the sampled tokens, dropped on release.
+Matchers work on a thread of their own: as soon as a step's tokens are known the masks for the next step are computed,
+while the model runs; `masks` waits for them. Whatever fails here is remembered as the error of one request.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from torch import Tensor
+
+from tgi.errors import ValidationError
+from tgi.text.grammar import GrammarCompiler, describe_error
+from tgi.types import Admission, Grammar
+
+
+@dataclass(slots=True)
+class RowMasks:
+    """The constrained rows of a step, and those that cannot go on."""
+
+    rows: Tensor  # [constrained] int64, on the device
+    allowed: Tensor  # [constrained, words] int32, on the device: bit i of word j is id 32 j + i
+    errors: dict[int, str]  # by row
+
+
+@dataclass(slots=True)
+class _Constraint:
+    slot: int
+    grammar: Grammar
+    ends: frozenset[int]  # ids that may follow a complete text; none when EOS is ignored
+    matcher: LLMatcher | None = None
+    own_ends: bool = False  # `ends` are not exactly the model's
+    ended: bool = False
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class _Vocabulary:
+    """What of the tokenizer the masks depend on."""
+
+    eos_ids: list[int]
+    masks: Tensor  # [slots, words] int32, on the host
+    words: np.ndarray = field(init=False)  # the same memory
+
+    def __post_init__(self) -> None:
+        self.words = self.masks.numpy().view(np.uint32)
+
+
+class SlotGrammars:
+    def __init__(self, compiler: GrammarCompiler | None, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._compiler = compiler
+        self._num_slots, self._vocab_size, self._device = num_slots, vocab_size, device
+        self._constraints: dict[int, _Constraint] = {}  # by slot
+        # Made when the first constrained request comes:
+        self._vocabulary: _Vocabulary | None = None
+        self._executor: LLExecutor | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None  # the newest work; the worker goes in order
+
+    def admit(self, admission: Admission) -> None:
+        """Begin to match, or go on behind the tokens generated before a preemption."""
+        request = admission.request
+        if request.grammar is None:
+            return
+        ends = frozenset(token_id for token_id in request.stop_token_ids if token_id < self._vocab_size)
+        constraint = _Constraint(admission.slot, request.grammar, ends)
+        self._constraints[admission.slot] = constraint
+        self._submit([constraint], lambda: self._begin(constraint, admission.output_ids))
+
+    def release(self, slots: Sequence[int]) -> None:
+        if self._constraints:
+            for slot in slots:
+                self._constraints.pop(slot, None)
+
+    def masks(self, rows: list[int]) -> RowMasks | None:
+        """What the constrained ones among the rows (slots) allow; None when all are free."""
+        if not self._constraints:
+            return None
+        found = [(row, self._constraints[slot]) for row, slot in enumerate(rows) if slot in self._constraints]
+        if not found:
+            return None
+        if self._pending is not None:
+            self._pending.result()
+        errors = {row: constraint.error for row, constraint in found if constraint.error is not None}
+        matched = [(row, constraint.slot) for row, constraint in found if constraint.error is None]
+        index = torch.tensor([row for row, _ in matched], dtype=torch.int64, device=self._device)
+        if self._vocabulary is None:
+            allowed = torch.empty((0, 0), dtype=torch.int32, device=self._device)
+        else:
+            allowed = self._vocabulary.masks[[slot for _, slot in matched]].to(self._device)
+        return RowMasks(index, allowed, errors)
+
+    def advance(self, rows: list[int], token_ids: list[int]) -> None:
+        """Take what was sampled for the rows (slots), and begin with the masks of the next step."""
+        if not self._constraints:
+            return
+        taken: list[tuple[_Constraint, int]] = []
+        for slot, token_id in zip(rows, token_ids, strict=True):
+            constraint = self._constraints.get(slot)
+            if constraint is None or constraint.error is not None or constraint.ended:
+                continue
+            if token_id in constraint.ends:
+                constraint.ended = True  # the scheduler ends the request; one more step may be on its way
+            else:
+                taken.append((constraint, token_id))
+        if taken:
+            self._submit([constraint for constraint, _ in taken], lambda: self._take(taken))
+
+    # -- on the worker ---------------------------------------------------------------------------------------------
+
+    def _submit(self, constraints: list[_Constraint], work: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:  # a panic of llguidance is no `Exception`
+                for constraint in constraints:
+                    constraint.error = constraint.error or f"grammar error: {error}"
+
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-masks")
+        self._pending = self._worker.submit(guarded)
+
+    def _begin(self, constraint: _Constraint, output_ids: list[int]) -> None:
+        if self._compiler is None:
+            constraint.error = "grammar is not supported"
+            return
+        try:
+            vocabulary = self._prepare(self._compiler.prepare())
+            matcher = self._compiler.compile(constraint.grammar).matcher()
+        except ValidationError as error:
+            constraint.error = str(error)
+            return
+        constraint.matcher = matcher
+        constraint.own_ends = constraint.ends != frozenset(vocabulary.eos_ids)
+        if output_ids:
+            matcher.consume_tokens(output_ids)
+        self._fill(vocabulary, [constraint])
+
+    def _prepare(self, tokenizer: LLTokenizer) -> _Vocabulary:
+        if self._vocabulary is None:
+            shape = (self._num_slots, -(-tokenizer.vocab_size // 32))
+            self._executor = LLExecutor(max(1, min(4, (os.cpu_count() or 1) // 2)))
+            self._vocabulary = _Vocabulary(list(tokenizer.eos_tokens), torch.zeros(shape, dtype=torch.int32))
+        return self._vocabulary
+
+    def _take(self, taken: list[tuple[_Constraint, int]]) -> None:
+        assert self._executor is not None and self._vocabulary is not None
+        pairs = [(constraint.matcher, token_id) for constraint, token_id in taken if constraint.matcher is not None]
+        self._executor.consume_token_par(pairs)
+        self._fill(self._vocabulary, [constraint for constraint, _ in taken])
+
+    def _fill(self, vocabulary: _Vocabulary, constraints: list[_Constraint]) -> None:
+        """Compute the masks of these constraints, each into the row of its slot."""
+        assert self._executor is not None
+        num_slots, num_words = vocabulary.masks.shape
+        pairs = [(c.matcher, c.slot) for c in constraints if c.matcher is not None and not c.matcher.is_error()]
+        self._executor.unsafe_compute_mask_ptr(pairs, vocabulary.masks.data_ptr(), num_words * 4, num_slots)
+        for constraint in constraints:
+            assert constraint.matcher is not None
+            words = vocabulary.words[constraint.slot]
+            if constraint.matcher.is_error():
+                constraint.error = f"grammar error: {describe_error(constraint.matcher)}"
+                continue
+            if constraint.own_ends:
+                _replace_ends(words, vocabulary.eos_ids, constraint.ends)
+            _clear_from(words, self._vocab_size)
+            if not words.any():
+                constraint.error = "grammar error: no token of the model can follow"
+
+
+def _replace_ends(words: np.ndarray, eos_ids: list[int], ends: frozenset[int]) -> None:
+    """Where EOS may follow, let the request's own ends follow instead.
+
+    A request that ignores EOS has none: it goes on as long as anything else may follow, and then repeats EOS.
+    """
+    if not any(words[i >> 5] >> (i & 31) & 1 for i in eos_ids):
+        return
+    for token_id in eos_ids:
+        words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+    for token_id in ends or (() if words.any() else eos_ids):
+        words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+
+def _clear_from(words: np.ndarray, vocab_size: int) -> None:
+    """Drop the ids that the tokenizer has beyond the model."""
+    first, shift = divmod(vocab_size, 32)
+    if first < len(words):
+        words[first] &= np.uint32((1 << shift) - 1)
+        words[first + 1 :] = 0

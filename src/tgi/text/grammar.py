@@ -1,0 +1,210 @@
+"""What the output must match: checked, compiled, remembered.
+
+Level 1. The HTTP layer makes a `Grammar` here and compiles it before a request is let in; the runner takes the compiled
+one and copies a matcher from it for each request. Owns the limits that keep a hostile grammar from costing more than
+about a second: `json_schema` bounds the schema, `_LIMITS` what llguidance may do, `_MAX_SECONDS` how long a caller
+waits. Knows nothing of slots, batches or torch.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from tgi.errors import ModelFormatError, ValidationError
+from tgi.text.json_schema import check_limits, prepare_schema
+from tgi.text.tokenizer import Tokenizer
+from tgi.types import Grammar
+
+MAX_JSON, MAX_REGEX = 200_000, 20_000  # characters
+_MAX_SECONDS = 10.0
+_NUM_REMEMBERED = 64
+_MAX_DETAIL = 300  # characters of llguidance's own words in an error
+
+# Steps are bounded more tightly than llguidance does by itself: the whole batch waits for the slowest mask.
+_LIMITS = LLParserLimits(step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False)
+
+# One optional space between the tokens of JSON. All are given, so that a schema cannot choose its own.
+_JSON_STYLE: dict[str, Any] = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_pattern": " ",
+    "whitespace_flexible": True,
+    "coerce_one_of": True,
+    "lenient": False,
+}
+
+
+def json_grammar(schema: object) -> Grammar:
+    """JSON that matches a schema. Raises `ValidationError` for one that is not valid or too large."""
+    check_limits(schema)
+    prepare_schema(schema)
+    return Grammar("json", _encode(schema))
+
+
+def check_native_schema(value: object) -> Grammar:
+    """The `value` of a native JSON grammar: an object, or the text of one, with `properties`."""
+    if not isinstance(value, str | dict):
+        raise ValidationError("grammar is not supported")
+    schema: object = _decode(value) if isinstance(value, str) else cast(object, value)
+    grammar = json_grammar(schema)
+    if not isinstance(schema, dict) or "properties" not in schema:
+        raise ValidationError("grammar is not valid: Grammar must have a 'properties' field")
+    return grammar
+
+
+def regex_grammar(expression: str) -> Grammar:
+    """Text that an expression matches from its start to its end."""
+    _check_size(expression, MAX_REGEX)
+    return Grammar("regex", expression)
+
+
+def any_json() -> Grammar:
+    """Any JSON object."""
+    return Grammar("json", '{"type":"object"}')
+
+
+def lark_json(schema: object) -> str:
+    """A schema as a term of a Lark grammar. What is wrong or cannot be enforced in it is an error of `compile`."""
+    check_limits(schema)
+    return f"%json {_encode({**prepare_schema(schema), 'x-guidance': _JSON_STYLE})}"
+
+
+class CompiledGrammar:
+    """A grammar for one vocabulary."""
+
+    def __init__(self, prototype: LLMatcher) -> None:
+        self._prototype = prototype
+        self._lock = threading.Lock()
+
+    def matcher(self) -> LLMatcher:
+        """A fresh state of it, for one request."""
+        with self._lock:
+            return self._prototype.deep_copy()
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, any thread at a time, and remembers the last ones, the failed too.
+
+    Everything waits for the first use: building the token tree takes a third of a second and holds the interpreter.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | Callable[[], Tokenizer], vocab_size: int) -> None:
+        self._load: Callable[[], Tokenizer] = (lambda: tokenizer) if isinstance(tokenizer, Tokenizer) else tokenizer
+        self._vocab_size = vocab_size
+        self._tokenizer: LLTokenizer | str | None = None  # a text says why there is none
+        self._building = threading.Lock()
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, str], Future[CompiledGrammar | str]] = OrderedDict()
+        self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tgi-grammar")
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Raises `ValidationError` with the reason. Waits for other threads that compile the same one."""
+        _check_size(grammar.value, MAX_JSON)
+        key = (grammar.kind, grammar.value)
+        with self._lock:
+            work = self._known.get(key)
+            if work is None:
+                work = self._known[key] = self._workers.submit(self._compile, grammar)
+                if len(self._known) > _NUM_REMEMBERED:
+                    self._known.popitem(last=False)
+            else:
+                self._known.move_to_end(key)
+        try:
+            result = work.result(_MAX_SECONDS)
+        except TimeoutError:
+            result = f"grammar is not valid: it takes longer than {_MAX_SECONDS:.0f} s to compile"
+        if isinstance(result, str):
+            raise ValidationError(result)
+        return result
+
+    def prepare(self) -> LLTokenizer:
+        """Build the token tree now, once. Raises `ValidationError` for a tokenizer that cannot be constrained."""
+        with self._building:
+            if self._tokenizer is None:
+                self._tokenizer = self._build_tokenizer()
+            if isinstance(self._tokenizer, str):
+                raise ValidationError(f"grammar is not supported: {self._tokenizer}")
+            return self._tokenizer
+
+    def close(self) -> None:
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _build_tokenizer(self) -> LLTokenizer | str:
+        try:
+            tokenizer = self._load()
+            eos_ids = sorted(token_id for token_id in tokenizer.eos_ids if token_id < self._vocab_size)
+            if not eos_ids:
+                return "this model has no token that ends a text"
+            num_tokens = max(self._vocab_size, tokenizer.vocab_size)
+            return LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=eos_ids)
+        except (ModelFormatError, ValueError) as error:
+            return str(error)
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar | str:
+        """The grammar, or why there is none."""
+        failure = "cannot compile regex from schema" if grammar.kind == "json" else "grammar is not valid"
+        try:
+            source = _to_llguidance(grammar)
+            prototype = LLMatcher(self.prepare(), source, log_level=0, limits=_LIMITS)
+            # The first mask tells whether anything matches at all, and what it builds is there for every copy.
+            if not prototype.is_error():
+                prototype.compute_bitmask()
+        except ValidationError as error:
+            return str(error)
+        except BaseException as error:  # a panic of llguidance is no `Exception`
+            return f"{failure}: {error}"
+        if prototype.is_error():
+            return f"{failure}: {describe_error(prototype)}"
+        return CompiledGrammar(prototype)
+
+
+def describe_error(matcher: LLMatcher) -> str:
+    """The reason in a failed matcher's own words, shortened."""
+    text = matcher.get_error().replace("<non-verbose/>", "").strip()
+    if text.startswith("NoExtension"):
+        return "no text matches it"
+    return text if len(text) <= _MAX_DETAIL else text[:_MAX_DETAIL] + "..."
+
+
+def _to_llguidance(grammar: Grammar) -> str:
+    """Raises `ValidationError` or `ValueError` for what can be told without a tokenizer."""
+    match grammar.kind:
+        case "json":
+            schema = _decode(grammar.value)
+            check_limits(schema)
+            text = _encode(prepare_schema(schema))
+            return LLMatcher.grammar_from_json_schema(text, overrides=cast(Any, _JSON_STYLE))
+        case "regex":
+            _check_size(grammar.value, MAX_REGEX)
+            return LLMatcher.grammar_from_regex(grammar.value)
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.value)
+        case _:
+            raise ValidationError("grammar is not supported")
+
+
+def _check_size(text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise ValidationError(f"grammar is not valid: it has {len(text)} characters, and {limit} are allowed")
+
+
+def _decode(text: str) -> object:
+    _check_size(text, MAX_JSON)
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
+        raise ValidationError(f"grammar is not valid: {error}") from None
+
+
+def _encode(schema: object) -> str:
+    try:
+        text = msgspec.json.encode(schema).decode()
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValidationError(f"grammar is not valid: {error}") from None
+    _check_size(text, MAX_JSON)
+    return text
