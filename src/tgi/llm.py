@@ -24,7 +24,7 @@ from tgi.text.output import RequestText, pick_best
 from tgi.text.prepare import prepare_request
 from tgi.text.stopping import StopStrings
 from tgi.text.tokenizer import Tokenizer
-from tgi.types import Finish, GenerationRequest, SamplingParams, TokenOut
+from tgi.types import Finish, GenerationRequest, Grammar, SamplingParams, TokenOut
 
 Prompt = str | Sequence[int]
 
@@ -150,6 +150,7 @@ class LLM(AbstractContextManager["LLM"]):
         *,
         add_special_tokens: bool = True,
         cache_salt: str = "",
+        grammar: Grammar | None = None,
     ) -> list[Completion]:
         """Complete every prompt, in order. A prompt that fails has `finish_reason` "error"; bad input raises."""
         batch = _as_batch(prompts)
@@ -157,7 +158,7 @@ class LLM(AbstractContextManager["LLM"]):
         if len(all_params) != len(batch):
             raise ValidationError(f"{len(batch)} prompts but {len(all_params)} sampling parameters")
         groups = [
-            [self._make_job(prompt, p, add_special_tokens, cache_salt) for _ in range(p.best_of)]
+            [self._make_job(prompt, p, add_special_tokens, cache_salt, grammar) for _ in range(p.best_of)]
             for prompt, p in zip(batch, all_params, strict=True)
         ]
         jobs = [job for group in groups for job in group]
@@ -172,19 +173,26 @@ class LLM(AbstractContextManager["LLM"]):
         *,
         add_special_tokens: bool = True,
         cache_salt: str = "",
+        grammar: Grammar | None = None,
     ) -> Iterator[StreamedToken]:
         """Yield tokens as they come. Leaving the loop early ends the request."""
         params = params or SamplingParams()
         if params.best_of != 1:
             raise ValidationError("`best_of` != 1 is not supported when streaming tokens")
-        job = self._make_job(prompt, params, add_special_tokens, cache_salt)
+        job = self._make_job(prompt, params, add_special_tokens, cache_salt, grammar)
         return self._stream(job)
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **template: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        grammar: Grammar | None = None,
+        **template: Any,
     ) -> Completion:
         """Answer a conversation: `[{"role": "user", "content": "..."}]`."""
-        return self.generate(self.render_chat(messages, **template), params, add_special_tokens=False)[0]
+        prompt = self.render_chat(messages, **template)
+        return self.generate(prompt, params, add_special_tokens=False, grammar=grammar)[0]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
         """The conversation as the text the model was trained on."""
@@ -208,7 +216,11 @@ class LLM(AbstractContextManager["LLM"]):
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
-    def _make_job(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool, cache_salt: str) -> _Job:
+    def _make_job(
+        self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool, cache_salt: str, grammar: Grammar | None
+    ) -> _Job:
+        if grammar is not None:
+            self._engine.grammars.compile(grammar)
         request = prepare_request(
             next(self._ids),
             prompt,
@@ -217,6 +229,7 @@ class LLM(AbstractContextManager["LLM"]):
             self.facts,
             add_special_tokens=add_special_tokens,
             cache_salt=cache_salt,
+            grammar=grammar,
         )
         if params.best_of > 1:
             request = msgspec.structs.replace(request, seed=secrets.randbits(64))

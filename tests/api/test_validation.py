@@ -164,20 +164,13 @@ def test_row_17_input_of_exactly_the_total(http: httpx.Client) -> None:
 
 
 def test_the_first_failure_wins(http: httpx.Client) -> None:
-    """Each row together with every later one: its own text comes."""
-    rows = [(parameters, inputs, text) for _, parameters, inputs, text in COMMON if parameters != {"best_of": 2}]
-    for place, (parameters, inputs, text) in enumerate(rows):
-        for later, later_inputs, _ in rows[place + 1 :]:
-            if parameters.keys() & later.keys() or inputs == "":
-                continue
-            both = {**later, **parameters}
-            if "best_of" in both and text != rows[place][2]:
-                continue
-            given = inputs if inputs != "a" else later_inputs
-            if "16" in text or (later_inputs == LONG and "inputs" in text):
-                continue
-            answer = http.post("/generate", json={"inputs": given, "parameters": both})
-            assert (answer.status_code, answer.json()) == (422, refusal(text)), both
+    """Each row together with every later one: its own text comes. Row 1 aside: many later ones turn sampling on."""
+    rows = [(parameters, text) for row, parameters, inputs, text in COMMON if inputs == "a" and row != "1"]
+    for place, (parameters, text) in enumerate(rows):
+        for later, _ in rows[place + 1 :]:
+            if not parameters.keys() & later.keys():
+                answer = http.post("/generate", json={"inputs": "a", "parameters": {**later, **parameters}})
+                assert (answer.status_code, answer.json()) == (422, refusal(text)), (parameters, later)
 
 
 def test_lengths_come_before_grammars(http: httpx.Client) -> None:
@@ -313,10 +306,21 @@ def test_null_members_that_are_refused(http: httpx.Client) -> None:
 
 
 def test_null_means_unset(http: httpx.Client) -> None:
-    names = (
-        "best_of temperature repetition_penalty frequency_penalty top_k top_p typical_p return_full_text truncate seed"
-        " top_n_tokens grammar adapter_id"
-    ).split()
+    names = [
+        "best_of",
+        "temperature",
+        "repetition_penalty",
+        "frequency_penalty",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "return_full_text",
+        "truncate",
+        "seed",
+        "top_n_tokens",
+        "grammar",
+        "adapter_id",
+    ]
     body = {"inputs": "Hello", "parameters": {"max_new_tokens": 3, **dict.fromkeys(names)}}
     plain = {"inputs": "Hello", "parameters": {"max_new_tokens": 3}}
     answer = http.post("/generate", json=body)

@@ -19,6 +19,12 @@ MODULES = [
     "tgi.scheduler.blocks",
     "tgi.scheduler.scheduler",
     "tgi.engine.client",
+    "tgi.api.process",
+    "tgi.launch.supervisor",
+    "tgi.launch.command",
+    "tgi.launch.arguments",
+    "tgi.launch.server_command",
+    "tgi.cli",
 ]
 
 # None in sys.modules makes every import of that name fail.

@@ -211,7 +211,7 @@ async def render_chat(service: Service, body: ChatRequest, tools: list[Tool]) ->
         raise ValidationError("`messages` cannot be empty")
     template = service.template
     described = [tool_as_json(tool) for tool in tools]
-    messages = normalise_messages([_as_plain(message) for message in body.messages])
+    messages = normalise_messages([_as_plain(message) for message in body.messages], template)
     if described:
         messages = append_tool_prompt(messages, described, body.tool_prompt, template.uses_tools)
     continues = body.continue_final_message

@@ -21,6 +21,7 @@ from tgi.api.bodies import (
     VertexParameters,
     VertexRequest,
     VertexResponse,
+    known_members,
 )
 from tgi.api.call import Call
 from tgi.api.chat import answer_chat, choose_tools, render_chat
@@ -37,7 +38,7 @@ from tgi.errors import OverloadedError, TgiError
 from tgi.types import SamplingParams
 from tgi.version import __version__
 
-_FORMS: list[tuple[type, str, Callable[[Call, Any], Awaitable[None]]]] = [
+_FORMS: list[tuple[type[msgspec.Struct], str, Callable[[Call, Any], Awaitable[None]]]] = [
     (CompatGenerateRequest, "inputs", answer_compat),
     (ChatRequest, "messages", answer_chat),
     (CompletionRequest, "prompt", answer_completion),
@@ -51,7 +52,7 @@ async def invocations(call: Call) -> None:
     for kind, field, answer in _FORMS:
         if isinstance(value, dict) and field in value:
             try:
-                body = msgspec.convert(value, kind)
+                body = msgspec.convert(known_members(value, kind), kind)
             except (msgspec.ValidationError, RecursionError) as error:
                 reason = str(decode_error(error)).rpartition("target type: ")[2]
                 continue
@@ -110,7 +111,8 @@ def incomplete() -> Response:
 
 
 def _as_instance(item: Any) -> VertexInstance | ChatRequest:
-    return msgspec.convert(item, ChatRequest if isinstance(item, dict) and "messages" in item else VertexInstance)
+    kind = ChatRequest if isinstance(item, dict) and "messages" in item else VertexInstance
+    return msgspec.convert(known_members(item, kind), kind)
 
 
 async def _predict(call: Call, instance: VertexInstance | ChatRequest, permit: Permit) -> str:

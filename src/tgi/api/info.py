@@ -7,13 +7,13 @@ from importlib.resources import files
 
 import msgspec
 
-from tgi.api.bodies import ChatTokenizeResponse, ErrorResponse, GenerateRequest, Info, SimpleToken
+from tgi.api.bodies import ChatTokenizeResponse, ErrorResponse, GenerateRequest, Info, SimpleToken, known_members
 from tgi.api.call import Call
-from tgi.api.chat import choose_tools, read_chat, render_chat
+from tgi.api.chat import choose_tools, render_chat
 from tgi.api.errors import decode_body
 from tgi.api.http import Response, json_response
 from tgi.api.metrics import CONTENT_TYPE
-from tgi.api.openai_bodies import ModelInfo, ModelsInfo
+from tgi.api.openai_bodies import ChatRequest, ModelInfo, ModelsInfo
 from tgi.api.openapi import build_document
 from tgi.errors import ValidationError
 from tgi.text.tokenizer import Tokenizer
@@ -77,9 +77,13 @@ async def tokenize(call: Call) -> None:
     await call.connection.respond(json_response(tokens))
 
 
+def _decode_chat(data: bytes) -> ChatRequest:
+    return msgspec.convert(known_members(msgspec.json.decode(data), ChatRequest), ChatRequest)
+
+
 async def chat_tokenize(call: Call) -> None:
     call.service.metrics.count_request()
-    body = await read_chat(call)
+    body = decode_body(_decode_chat, await call.request.read_json())
     prompt = await render_chat(call.service, body, choose_tools(body))
     tokens = await _tokenize(call, prompt, add_special_tokens=False)
     await call.connection.respond(json_response(ChatTokenizeResponse(tokens, prompt)))

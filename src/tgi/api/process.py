@@ -28,14 +28,15 @@ from tgi.api.service import Service
 from tgi.api.trace import Tracer
 from tgi.engine.client import EngineClient
 from tgi.engine.parent import end_with_parent
-from tgi.errors import TgiError
+from tgi.errors import EngineError, TgiError
 
 log = logging.getLogger("tgi.api")
 
 EXIT_FAILED = 1
 _LAST_WORDS_S = 3.0  # for errors to reach the clients once the time to drain is over
 _IDLE_CONNECTION_S = 75
-
+_ENGINE_ANSWERS_S = 60.0  # one that is in the middle of a long step answers after it
+_DRAIN_POLL_S = 0.05
 
 _decode = msgspec.json.Decoder(FromLauncher).decode
 
@@ -54,6 +55,8 @@ class ApiProcess:
         self._messages = messages
         self._service: Service | None = None
         self._http: _HttpServer | None = None
+        self._joining: EngineClient | None = None  # an engine that has not answered yet
+        self._failure: Exception | None = None
         self._tracer = Tracer.start(start.config.otlp_endpoint, start.config.otlp_service_name)
         self._stopping = asyncio.Event()
 
@@ -66,6 +69,8 @@ class ApiProcess:
             await asyncio.wait([listener, stopping], return_when=asyncio.FIRST_COMPLETED)
             if listener.done():
                 listener.result()  # raises what went wrong
+            if self._failure is not None:
+                raise self._failure
         finally:
             listener.cancel()
             stopping.cancel()
@@ -77,15 +82,32 @@ class ApiProcess:
         while line := await self._messages.readline():
             match _decode(line):
                 case EngineReady(socket=path):
-                    await self._attach(Path(path))
+                    self._attaching = asyncio.create_task(self._attach_or_stop(Path(path)))
                 case EngineLost(reason=reason):
+                    if self._joining is not None:
+                        self._joining.fail(EngineError(reason))  # it will not answer any more
                     await self._detach(reason)
                 case Start():
                     pass
 
+    async def _attach_or_stop(self, path: Path) -> None:
+        try:
+            await self._attach(path)
+        except Exception as error:
+            self._failure = error
+            self._stopping.set()
+
     async def _attach(self, path: Path) -> None:
-        client = EngineClient(path)
-        facts = await client.connect(30)
+        client = self._joining = EngineClient(path)
+        try:
+            facts = await client.connect(_ENGINE_ANSWERS_S)
+        except EngineError:
+            await client.close()
+            if client.failure is None:  # it lives, and does not answer
+                raise
+            return  # it is lost; the launcher tells when there is another
+        finally:
+            self._joining = None
         if self._service is None:
             self._service = Service(self._config, facts, self._tracer)
             self._service.attach(client)
@@ -120,29 +142,35 @@ class ApiProcess:
         self._http = _HttpServer(config)
         self._serving = asyncio.create_task(self._http.serve(sockets=[self._socket]))
         self._ticking = asyncio.create_task(_tick(app))
-        while not self._http.started and not self._serving.done():
+        while not self._http.started:
+            if self._serving.done():
+                self._serving.result()  # raises why it cannot listen
             await asyncio.sleep(0.005)
         gc.collect()
         gc.freeze()  # what is there now stays, and need not be looked at again
         print(msgspec.json.encode({"serving": True}).decode(), flush=True)
 
     async def _close(self, service: Service) -> None:
-        """Drain, then end what is left with an error."""
-        service.draining = True
+        """Drain, then end what is left with an error. Until then the port is open, and who comes is told to go away."""
         assert self._http is not None
+        service.draining = True
+        now = asyncio.get_running_loop().time
+        end = now() + self._config.graceful_termination_timeout
+        if service.num_running:
+            limit_s = self._config.graceful_termination_timeout
+            log.info("Draining", extra=fields(running=service.num_running, limit_s=limit_s))
+        while service.num_running and now() < end:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        if service.num_running:
+            log.warning("The time to drain is over", extra=fields(aborted=service.num_running))
+        client = service.detach("the server is shutting down")
         self._http.should_exit = True
-        limit = self._config.graceful_termination_timeout
-        if service.generations:
-            log.info("Draining", extra=fields(running=len(service.generations), limit_s=limit))
-        await asyncio.wait([self._serving], timeout=limit)
+        # Answers are complete, or end with an error now; whoever reads slowly may take them.
+        await asyncio.wait([self._serving], timeout=max(end - now(), _LAST_WORDS_S))
         if not self._serving.done():
-            log.warning("The time to drain is over", extra=fields(aborted=len(service.generations)))
-            service.detach("the server is shutting down")
-            await asyncio.wait([self._serving], timeout=_LAST_WORDS_S)
             self._http.force_exit = True
             await asyncio.wait([self._serving], timeout=1)
         self._ticking.cancel()
-        client = service.detach("the server is shutting down")
         if client is not None:
             await client.close()
         service.close()
@@ -168,14 +196,12 @@ async def _main() -> None:
 def main() -> int:
     """`python -m tgi.api.process`."""
     end_with_parent()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent ends this process in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process in order
     gc.set_threshold(20_000, 20, 50)
     try:
         uvloop.run(_main())
     except TgiError as error:
-        print(f"api cannot start: {error}", file=sys.stderr, flush=True)
+        log.error("The api process cannot run: %s", error)
         return EXIT_FAILED
     return 0
 

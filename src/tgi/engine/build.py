@@ -22,6 +22,8 @@ from tgi.runner.runner import Runner
 from tgi.scheduler.blocks import BlockPool
 from tgi.scheduler.policy import BatchPolicy
 from tgi.scheduler.scheduler import Scheduler
+from tgi.text.grammar import GrammarCompiler
+from tgi.text.tokenizer import Tokenizer
 from tgi.types import ModelFacts
 from tgi.weights.checkpoint import Checkpoint
 from tgi.weights.load import load_checkpoint, load_dummy
@@ -38,11 +40,13 @@ class Engine:
     folder: Path
     device: Device
     resolved: Resolved
+    grammars: GrammarCompiler  # shared with the runner: what is compiled here need not be there
     seconds: dict[str, float] = field(default_factory=dict)  # start-up stages
     notes: list[str] = field(default_factory=list)
 
     def close(self) -> None:
         self.device.close()
+        self.grammars.close()
 
 
 def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
@@ -73,8 +77,9 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
             dtype,
         )
     watermark = (config.watermark_gamma, config.watermark_delta)
+    grammars = GrammarCompiler(lambda: Tokenizer.load(source.path), spec.vocab_size)
     try:
-        runner = Runner(device, model, cache, resolved.max_batch_size, resolved.max_total_tokens, watermark)
+        runner = Runner(device, model, cache, resolved.max_batch_size, resolved.max_total_tokens, watermark, grammars)
     except RuntimeError as error:
         raise ResourceError(
             f"Not enough memory for {resolved.max_batch_size} requests of {resolved.max_total_tokens} tokens:"
@@ -105,7 +110,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         notes=notes,
     )
     loop = EngineLoop(Scheduler(policy, pool), runner, config.overlap)
-    return Engine(loop, facts, source.path, device, resolved, seconds, notes)
+    return Engine(loop, facts, source.path, device, resolved, grammars, seconds, notes)
 
 
 def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:

@@ -4,6 +4,7 @@ Level 1. All scores are float32 `[rows, vocab]`; per-row parameters are `[rows]`
 """
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,6 +38,23 @@ def watermark(scores: Tensor, last_token: int, gamma: float, delta: float) -> Te
     green = torch.randperm(vocab_size, generator=generator)[: int(vocab_size * gamma)]
     scores[green.to(scores.device)] += delta
     return scores
+
+
+def allow_only(scores: Tensor, rows: Tensor, allowed: Tensor) -> None:
+    """In place: drop what the masks of some rows do not allow; the other rows are not touched.
+
+    rows `[masked]` int64, allowed `[masked, words]` int32: bit i of word j is id 32 j + i.
+    """
+    bytes_ = allowed.view(torch.uint8).flatten().to(torch.int32)
+    drops = _drops_by_byte(scores.device).index_select(0, bytes_).view(rows.shape[0], -1)
+    scores.index_add_(0, rows, drops[:, : scores.shape[1]])
+
+
+@cache
+def _drops_by_byte(device: torch.device) -> Tensor:
+    """`[256, 8]`: for each byte of a mask what is added to the scores of its eight ids, 0 or -inf."""
+    is_set = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    return torch.zeros((256, 8)).masked_fill_(is_set == 0, -math.inf).to(device)
 
 
 def top_k(scores: Tensor, k: Tensor) -> Tensor:
@@ -103,6 +121,7 @@ def draw_from_best(
     probabilities = (best_k - totals[:, None]).exp()
     before = probabilities.cumsum(dim=-1) - probabilities  # mass of the better ones
     dropped |= (before >= p[:, None]) & (p < 1)[:, None]
+    dropped |= best == -math.inf  # what a mask dropped
     dropped[:, 0] = False
     enough = dropped[:, -1] & (k <= num_best)
     dropped |= best < best[:, :1] + share.log()[:, None]

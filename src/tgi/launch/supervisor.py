@@ -37,6 +37,7 @@ _MAX_FAILURES = 6  # in a row
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _GOOD_RUN_S = 60.0  # a process that lived this long had no failure in a row
 _KILL_AFTER_S = 10.0  # beyond the time to drain
+_LONGEST_FOLDER = 75  # characters; the path of a unix socket has at most 107
 _BACKLOG = 2048  # connections that nobody has taken yet
 _decode_engine = msgspec.json.Decoder(FromEngineProcess).decode
 
@@ -76,6 +77,12 @@ def describe_port(port: int, error: OSError) -> str:
     return f"Cannot listen on port {port}: {error.strerror}"
 
 
+def make_private_folder() -> Path:
+    """For sockets, open to this user only. Their paths must be short, which not every TMPDIR allows."""
+    usual = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="tgi-", dir=usual if len(usual) <= _LONGEST_FOLDER else "/tmp"))  # 0700
+
+
 class _Child:
     """A process that is kept running: what it wrote last, and how often it failed in a row."""
 
@@ -102,7 +109,7 @@ class _Child:
         )
         return self.process
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         if self.process is not None and self.process.returncode is None:
             with suppress(ProcessLookupError):
                 self.process.send_signal(number)
@@ -111,12 +118,12 @@ class _Child:
         """End it with a signal, or SIGKILL if that takes too long."""
         if self.process is None or self.process.returncode is not None:
             return
-        self.signal(number)
+        self.send_signal(number)
         try:
             await asyncio.wait_for(self.process.wait(), patience_s)
         except TimeoutError:
             log.error("The %s process did not end in time: killed", self.name)
-            self.signal(signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
             await self.process.wait()
 
     def describe_end(self, status: int) -> str:
@@ -150,7 +157,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        self._folder = Path(tempfile.mkdtemp(prefix="tgi-"))  # 0700
+        self._folder = make_private_folder()
         tasks = [asyncio.create_task(self._keep_engine()), asyncio.create_task(self._keep_api())]
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -178,7 +185,7 @@ class Supervisor:
         if self._stopping.is_set():
             log.warning("Second signal: ending at once")
             for child in (self._api, self._engine):
-                child.signal(signal.SIGKILL)
+                child.send_signal(signal.SIGKILL)
             shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(128 + number)
         log.info("%s: stopping; a second one ends at once", signal.Signals(number).name)
@@ -200,7 +207,7 @@ class Supervisor:
             parent = str(os.getpid())
             process = await self._engine.start("tgi.engine.process", path, parent, stderr=asyncio.subprocess.PIPE)
             if self._stopping.is_set():
-                self._engine.signal(signal.SIGKILL)
+                self._engine.send_signal(signal.SIGKILL)
             assert process.stdin is not None and process.stdout is not None and process.stderr is not None
             process.stdin.write(msgspec.json.encode(self._config))
             process.stdin.close()
@@ -279,7 +286,7 @@ class Supervisor:
             descriptor = self._listener.fileno()
             process = await self._api.start("tgi.api.process", pass_fds=(descriptor,))
             if self._stopping.is_set():
-                self._api.signal(signal.SIGTERM)
+                self._api.send_signal(signal.SIGTERM)
             self._send(Start(self._config, descriptor))
             if self._engine_socket is not None:
                 self._send(EngineReady(self._engine_socket))
@@ -291,7 +298,12 @@ class Supervisor:
                 if status not in (0, -signal.SIGTERM):  # by the signal: it had not got far enough to catch it
                     self._status = self._status or EXIT_API
                 return
-            if not await self._pause_after(self._api, self._api.describe_end(status), started, EXIT_API):
+            reason = self._api.describe_end(status)
+            if not self._serving and status > 0:  # it has said why, and would say it again
+                log.error("%s", reason)
+                self._give_up(EXIT_API)
+                return
+            if not await self._pause_after(self._api, reason, started, EXIT_API):
                 return
 
     def _on_serving(self) -> None:

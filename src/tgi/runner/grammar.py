@@ -160,7 +160,8 @@ class SlotGrammars:
         assert self._executor is not None
         num_slots, num_words = vocabulary.masks.shape
         pairs = [(c.matcher, c.slot) for c in constraints if c.matcher is not None and not c.matcher.is_error()]
-        self._executor.unsafe_compute_mask_ptr(pairs, vocabulary.masks.data_ptr(), num_words * 4, num_slots)
+        if pairs:
+            self._executor.unsafe_compute_mask_ptr(pairs, vocabulary.masks.data_ptr(), num_words * 4, num_slots)
         for constraint in constraints:
             assert constraint.matcher is not None
             words = vocabulary.words[constraint.slot]

@@ -1,7 +1,7 @@
 """One rank: executes plans, in order, and returns results.
 
-Level 6. Holds the model, the cache and the slots. `launch` returns at once; the result is waited for later, so that the
-next plan is made while this one runs.
+Level 6. Holds the model, the cache, the slots and their grammars. `launch` returns at once; the result is waited for
+later, so that the next plan is made while this one runs.
 """
 
 from concurrent.futures import Future
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from tgi.devices.device import Device
 from tgi.models.decoder import CausalLM
+from tgi.runner.grammar import SlotGrammars
 from tgi.runner.inputs import build_batch
 from tgi.runner.sampler import Sampler
 from tgi.runner.slots import Slots
+from tgi.text.grammar import GrammarCompiler
 from tgi.types import Chunk, PromptLogprobs, StepPlan, StepResult
 
 _LOGIT_ROWS = 128  # prompt positions whose logits are held at a time
@@ -28,6 +30,7 @@ class Runner:
         num_slots: int,
         max_total_tokens: int,
         watermark: tuple[float, float] = (0.5, 2.0),
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.device = device
         self.model = model
@@ -35,6 +38,7 @@ class Runner:
         model.bind(kv_cache, max_total_tokens)
         self.slots = Slots(num_slots, max_total_tokens, kv_cache[0][0].shape[1], device.torch_device)
         self.sampler = Sampler(device.ops, self.slots, num_slots, *watermark)
+        self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size, device.torch_device)
         self._prompt_logprobs: dict[int, int] = {}  # slot -> prompt tokens, while their log-probabilities are owed
 
     def launch(self, plan: StepPlan) -> "Future[StepResult]":
@@ -56,22 +60,28 @@ class Runner:
         if not (plan.decode and len(rows) == index.shape[0]):
             index = torch.tensor(rows, dtype=torch.int64, device=self.slots.device)
         logits = self.model.logits(hidden[: len(rows)]).float()
-        chosen = self.sampler.choose(logits, rows, index)
+        masks = self.grammars.masks(rows)
+        chosen = self.sampler.choose(logits, rows, index, masks)
         self.slots.append(rows, index, chosen.token_ids)
-        logprobs = chosen.logprobs.tolist()
-        errors = [
-            (row, "the model produced scores that are not finite")
+        token_ids, logprobs = chosen.token_ids.tolist(), chosen.logprobs.tolist()
+        errors = {
+            row: "the model produced scores that are not finite"
             for row, logprob in enumerate(logprobs)
             if logprob != logprob
-        ]
-        return StepResult(plan.step, chosen.token_ids.tolist(), logprobs, chosen.top_tokens, prompts, errors)
+        }
+        if masks is not None:
+            errors.update(masks.errors)
+            self.grammars.advance(rows, token_ids)
+        return StepResult(plan.step, token_ids, logprobs, chosen.top_tokens, prompts, list(errors.items()))
 
     def _update(self, plan: StepPlan) -> None:
         for slot in plan.release:
             self._prompt_logprobs.pop(slot, None)
+        self.grammars.release(plan.release)
         self.slots.update(plan)
         for admission in plan.admit:
             self.sampler.admit(admission)
+            self.grammars.admit(admission)
             if admission.request.sampling.decoder_input_details and not admission.output_ids:
                 self._prompt_logprobs[admission.slot] = len(admission.request.token_ids)
 

@@ -1,11 +1,12 @@
 """Chooses the next token of each row.
 
-Level 6. The order of processors is TGI's: watermark, repetition, frequency and presence penalty, logit bias,
-temperature, top-k, top-p, typical-p, min-p, choice. Log-probabilities are of the distribution before the filters (top-k
-to min-p). A processor touches only the rows that ask for it: a batch of plain greedy requests is one pass over the
-logits.
+Level 6. The order of processors is TGI's: watermark, repetition, frequency and presence penalty, logit bias, grammar
+mask, temperature, top-k, top-p, typical-p, min-p, choice. Log-probabilities are of the distribution before the filters
+(top-k to min-p). A processor touches only the rows that ask for it: a batch of plain greedy requests is one pass over
+the logits.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tgi.devices.device import Ops
 from tgi.kernels import sampling
+from tgi.runner.grammar import RowMasks
 from tgi.runner.slots import Slots
 from tgi.types import Admission, SamplingParams, TopTokens
 
@@ -90,13 +92,15 @@ class Sampler:
             self.biases[slot] = (ids, values)
         self._rows = None
 
-    def choose(self, logits: Tensor, rows: list[int], index: Tensor) -> Chosen:
+    def choose(self, logits: Tensor, rows: list[int], index: Tensor, masks: RowMasks | None = None) -> Chosen:
         """logits `[rows, vocab]` float32, which is overwritten; `rows` are slots and `index` the same on the device."""
         groups = self._group(rows)
         if groups.plain:
+            # A mask does not make the batch less plain: the free rows take the same way with and without it.
+            _mask(logits, masks)
             token_ids, logprobs = self.ops.greedy(logits)
             return Chosen(token_ids, logprobs, [])
-        self._process(logits, rows, index, groups)
+        self._process(logits, rows, index, groups, masks)
         totals = logits.logsumexp(dim=-1)
         token_ids = logits.argmax(dim=-1)
         if groups.draw is not None:
@@ -135,7 +139,7 @@ class Sampler:
             top_n=[(row, p.top_n_tokens) for row, p in enumerate(params) if p.top_n_tokens],
         )
 
-    def _process(self, logits: Tensor, rows: list[int], index: Tensor, groups: _Groups) -> None:
+    def _process(self, logits: Tensor, rows: list[int], index: Tensor, groups: _Groups, masks: RowMasks | None) -> None:
         """Everything before the filters, in place."""
         for row in groups.watermark:
             slot = rows[row]
@@ -146,6 +150,7 @@ class Sampler:
         for row in groups.bias:
             ids, values = self.biases[rows[row]]
             logits[row].index_add_(0, ids, values)
+        _mask(logits, masks)
         if groups.temperature is not None:
             logits[groups.temperature] /= self.numbers["temperature"][index[groups.temperature], None]
 
@@ -198,6 +203,11 @@ class Sampler:
         return sampling.draw(scores, self.seeds[index], self.slots.lengths[index])
 
 
+def _mask(logits: Tensor, masks: RowMasks | None) -> None:
+    if masks is not None and masks.rows.shape[0]:
+        sampling.allow_only(logits, masks.rows, masks.allowed)
+
+
 def _keeps_few(params: SamplingParams) -> bool:
     """Whether top-k or top-p are likely to keep at most `_NUM_BEST` ids. Depends on the request alone."""
     return params.typical_p == 1 and (0 < params.top_k <= _NUM_BEST or params.top_p < 1)
@@ -207,6 +217,6 @@ def _top_tokens(row: int, count: int, logprobs: Tensor) -> TopTokens:
     """All ids at least as likely as the count-th best, best first (ties may make it more than `count`)."""
     count = min(count, logprobs.shape[0])
     threshold = logprobs.topk(count).values[-1]
-    ids = (logprobs >= threshold).nonzero()[:, 0]
+    ids = ((logprobs >= threshold) & (logprobs > -math.inf)).nonzero()[:, 0]  # a mask may leave fewer than `count`
     values, order = logprobs[ids].sort(descending=True, stable=True)
     return TopTokens(row, ids[order].tolist(), values.tolist())

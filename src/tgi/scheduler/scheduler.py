@@ -83,7 +83,7 @@ class Scheduler:
         """Queue a request. Raises `ValidationError` if it can never run."""
         if source.id in self._requests:
             raise ValidationError(f"request id {source.id} is already in use")
-        for name in ("grammar", "adapter", "images"):
+        for name in ("adapter", "images"):
             if getattr(source, name):
                 raise ValidationError(f"{name} is not supported")
         total = len(source.token_ids) + source.max_new_tokens

@@ -87,6 +87,25 @@ class ChatTemplate:
         """Whether a template shows the tools it is given; else the caller has to put them into a message."""
         return any("tools" in self._names.get(name, ()) for name in ("default", "tool_use"))
 
+    @property
+    def shows_tool_calls(self) -> bool:
+        """Whether a template shows the calls in a message; else the caller has to make them its content."""
+        return any("tool_calls" in text for text in self._sources.values())
+
+    @cached_property
+    def needs_null_content(self) -> bool:
+        """Whether calls are shown only in messages whose content is None, not in those where it is empty."""
+        return not self._shows_call("") and self._shows_call(None)
+
+    def _shows_call(self, content: str | None) -> bool:
+        name = "a_probe_of_calls"
+        call: dict[str, Any] = {"id": "123456789", "type": "function", "function": {"name": name, "arguments": {}}}
+        message: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [call]}
+        try:
+            return name in self.render([{"role": "user", "content": "x"}, message])
+        except TemplateError:
+            return False
+
     @cached_property
     def reads_content_parts(self) -> bool:
         """Whether a message's content may be a list of parts; else the caller has to make it one text."""

@@ -167,7 +167,7 @@ def describe_error(matcher: LLMatcher) -> str:
     """The reason in a failed matcher's own words, shortened."""
     text = matcher.get_error().replace("<non-verbose/>", "").strip()
     if text.startswith("NoExtension"):
-        return "no text matches it"
+        return "there is no token that it allows"
     return text if len(text) <= _MAX_DETAIL else text[:_MAX_DETAIL] + "..."
 
 

