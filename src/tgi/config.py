@@ -311,6 +311,36 @@ def variable_of(field: str) -> str | None:
     return _VARIABLES.get(field, field.upper())
 
 
+# What an engine without a server reads from the environment.
+ENGINE_SETTINGS = frozenset(
+    {
+        "revision",
+        "device",
+        "dtype",
+        "quantize",
+        "kv_cache_dtype",
+        "load_format",
+        "max_input_tokens",
+        "max_total_tokens",
+        "max_batch_prefill_tokens",
+        "max_batch_total_tokens",
+        "max_batch_size",
+        "waiting_served_ratio",
+        "max_waiting_tokens",
+        "prefix_caching",
+        "custom_kernels",
+        "watermark_gamma",
+        "watermark_delta",
+        "cache_dir",
+        "offline",
+        "huggingface_hub_cache",
+        "weights_cache_override",
+        "cuda_graphs",
+        "cuda_memory_fraction",
+    }
+)
+
+
 def read_environment(
     environment: Mapping[str, str] | None = None, only: Collection[str] | None = None
 ) -> dict[str, Any]:

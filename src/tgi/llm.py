@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
-from tgi.config import ServerConfig, read_environment
+from tgi.config import ENGINE_SETTINGS, ServerConfig, read_environment
 from tgi.engine.build import Engine, start_engine
 from tgi.errors import EngineError, RequestError, ValidationError
 from tgi.interrupt import uninterrupted
@@ -129,7 +129,7 @@ class LLM(AbstractContextManager["LLM"]):
         unknown = settings.keys() - {field.name for field in msgspec.structs.fields(ServerConfig)}
         if unknown:
             raise TypeError(f"LLM has no setting {', '.join(sorted(unknown))}")
-        given: dict[str, Any] = {**read_environment(), **settings, "model_id": model}
+        given: dict[str, Any] = {**read_environment(only=ENGINE_SETTINGS), **settings, "model_id": model}
         self.config = ServerConfig(**given)
         self._show_progress = progress
         with StageBars(enabled=progress) as bars:

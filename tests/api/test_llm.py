@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from tgi import LLM, SamplingParams
 from tgi.errors import EngineError, ModelFormatError, ModelNotFoundError, ResourceError, StartError, ValidationError
+from tgi.types import Grammar
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +203,43 @@ def test_length_comes_before_a_stop_string(llm: LLM) -> None:
     free = llm.generate("The capital of France is", SamplingParams(max_new_tokens=3))[0]
     one = llm.generate("The capital of France is", SamplingParams(max_new_tokens=1, stop=[free.text[1:3]]))[0]
     assert one.finish_reason == "length"
+
+
+def test_grammars_in_every_call(llm: LLM) -> None:
+    schema = {
+        "properties": {"city": {"enum": ["Paris", "Rome"]}, "big": {"type": "boolean"}},
+        "required": ["city", "big"],
+    }
+    grammar = Grammar("json", json.dumps(schema))
+    params = SamplingParams(max_new_tokens=60)
+    prompt = "The capital of Italy as JSON: "
+    whole = llm.generate([prompt, "The capital of France as JSON: "], params, grammar=grammar)
+    for answer in whole:
+        assert list(json.loads(answer.text)) == ["city", "big"]
+        assert answer.finish_reason == "eos_token"
+    streamed = list(llm.stream(prompt, params, grammar=grammar))
+    assert "".join(token.text for token in streamed) == whole[0].text
+    chatted = llm.chat(
+        [{"role": "user", "content": "Name a city."}], params, grammar=Grammar("regex", "[A-Z][a-z]{2,9}")
+    )
+    assert re.fullmatch("[A-Z][a-z]{2,9}", chatted.text)
+    drawn = SamplingParams(max_new_tokens=60, temperature=1.5, best_of=3)
+    for answer in (best := llm.generate(prompt, drawn, grammar=grammar)[0], *best.others):
+        assert set(json.loads(answer.text)) == {"city", "big"}
+    assert idle(llm)
+
+
+def test_bad_grammars_raise(llm: LLM) -> None:
+    for grammar, text in (
+        (Grammar("regex", "("), "grammar is not valid: "),
+        (Grammar("json", '{"type": "text"}'), "grammar is not valid: /type must be among"),
+        (Grammar("json", '{"$ref": "#/x"}'), "cannot compile regex from schema: "),
+        (Grammar("prose", "x"), "grammar is not supported"),
+    ):
+        with pytest.raises(ValidationError) as caught:
+            llm.generate("x", grammar=grammar)
+        assert text in str(caught.value)
+    assert idle(llm)
 
 
 def test_arrays_of_ids(llm: LLM) -> None:

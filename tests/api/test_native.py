@@ -219,10 +219,13 @@ def test_watermark_changes_the_answer_and_nothing_else(http: httpx.Client) -> No
 def test_penalties_and_filters_do_something(http: httpx.Client) -> None:
     plain = generate(http, COUNT, max_new_tokens=24)["generated_text"]
     assert generate(http, COUNT, max_new_tokens=24, repetition_penalty=1.8)["generated_text"] != plain
-    likely = generate(http, "a a a a a a", max_new_tokens=4, details=True)["details"]["tokens"]
-    unlikely = generate(http, "a a a a a a", max_new_tokens=4, details=True, frequency_penalty=2.0)["details"]["tokens"]
-    assert likely[0]["id"] == unlikely[0]["id"]
-    assert likely[0]["logprob"] > unlikely[0]["logprob"] + 0.01
+    commas = "one, two, three, four, five"
+    likely, unlikely, encouraged = (
+        generate(http, commas, max_new_tokens=1, details=True, frequency_penalty=penalty)["details"]["tokens"][0]
+        for penalty in (0.0, 0.5, -0.5)
+    )
+    assert likely["text"] == unlikely["text"] == encouraged["text"] == ","
+    assert unlikely["logprob"] + 0.01 < likely["logprob"] < encouraged["logprob"] - 0.01
     for parameters in ({"top_k": 1}, {"temperature": 0.001}, {"top_p": 0.001}):
         assert generate(http, COUNT, max_new_tokens=24, **parameters)["generated_text"] == plain
 

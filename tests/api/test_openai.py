@@ -277,18 +277,17 @@ def test_greedy_and_sampling(http: httpx.Client) -> None:
 )
 def test_ranges(http: httpx.Client, name: str, value: float) -> None:
     for path in (CHAT, COMPLETIONS):
-        error = refused(http, path, **{name: value})
+        error = refused(http, path, 400, **{name: value})
         assert (error["type"], error["param"]) == ("invalid_request_error", name)
         assert name in error["message"]
 
 
 def test_penalties_of_openai(http: httpx.Client) -> None:
-    body = {"prompt": "a a a a a a", "max_tokens": 16}
-    plain = complete(http, **body)["choices"][0]["text"]
-    assert plain.count(" a") > 5
+    plain = complete(http, max_tokens=16)["choices"][0]["text"]
+    assert plain.count(",") > 5
     for name in ("frequency_penalty", "presence_penalty"):
-        assert complete(http, **body, **{name: 2.0})["choices"][0]["text"] != plain
-        assert complete(http, **body, **{name: 0})["choices"][0]["text"] == plain
+        assert complete(http, max_tokens=16, **{name: 2.0})["choices"][0]["text"] != plain
+        assert complete(http, max_tokens=16, **{name: 0})["choices"][0]["text"] == plain
 
 
 def test_model_is_told_back(http: httpx.Client) -> None:
@@ -367,7 +366,7 @@ def test_unknown_fields_are_refused_by_name(http: httpx.Client, path: str) -> No
     assert "`best_offf`" in refused(http, path, best_offf=1)["message"]
     if path == CHAT:
         for name in ("functions", "function_call", "audio", "web_search_options"):
-            error = refused(http, path, **{name: {}})
+            error = refused(http, path, 400, **{name: {}})
             assert (error["param"], name in error["message"]) == (name, True)
         assert refused(http, path, modalities=["text", "audio"])["param"] == "modalities"
         assert chat(http, modalities=["text"], max_tokens=1)
@@ -419,7 +418,6 @@ def test_malformed_bodies(http: httpx.Client, path: str) -> None:
         ("DELETE", "/v1/models", 405),
         ("POST", "/v1/models/embedded", 405),
         ("GET", "/v1/", 404),
-        ("GET", "/v1", 404),
     ],
 )
 def test_other_routes_answer_as_openai(http: httpx.Client, method: str, path: str, status: int) -> None:

@@ -234,7 +234,9 @@ def test_failures_end_one_request_alone(engine: Engine, tiny_llama: Tiny, tmp_pa
         assert [output.reason for output in outputs[::2]] == ["error"] * 4
         assert [len(output.token_ids) for output in outputs[::2]] == [0, 2, 0, 0]
         for output, text in zip(
-            outputs[::2], ("there is no token", "there is no token", "grammar is not valid", "cannot compile"), strict=True
+            outputs[::2],
+            ("there is no token", "there is no token", "grammar is not valid", "cannot compile"),
+            strict=True,
         ):
             assert text in (output.error or "")
         assert ids(outputs[1:7:2]) == ids(run(engine, good[:3]))

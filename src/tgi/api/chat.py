@@ -43,6 +43,7 @@ from tgi.api.openai_sampling import (
 from tgi.api.service import Permit, Service
 from tgi.errors import ValidationError
 from tgi.text.messages import append_tool_prompt, normalise_messages
+from tgi.text.token_bytes import token_bytes, token_text
 from tgi.text.tokenizer import Tokenizer
 from tgi.text.tools import CallArguments, CallStart, Content, ToolFormat, ToolParser, forced_grammar
 from tgi.types import GenerationRequest
@@ -200,8 +201,8 @@ def tool_as_json(tool: Tool) -> dict[str, Any]:
     described: dict[str, Any] = {"name": function.name}
     if function.description is not None:
         described["description"] = function.description
-    if parameters is not UNSET:
-        described["parameters"] = parameters
+    # Without parameters the function has none, and templates need not look for them.
+    described["parameters"] = {"type": "object", "properties": {}} if parameters in (UNSET, None) else parameters
     return {"type": tool.type, "function": described}
 
 
@@ -287,15 +288,14 @@ def finish_of(generation: Generation, calls: bool) -> str:
 def logprob_of(chat: Chat, piece: Piece) -> ChatCompletionLogprob:
     count = chat.body.top_logprobs or 0
     tops = [
-        ChatCompletionTopLogprob(text := _token_text(chat.tokenizer, token_id), _finite(logprob), list(text.encode()))
+        ChatCompletionTopLogprob(*_token(chat.tokenizer, token_id, logprob))
         for token_id, logprob in piece.top_tokens[:count]
     ]
-    text = _token_text(chat.tokenizer, piece.token_id)
-    return ChatCompletionLogprob(text, _finite(piece.logprob), list(text.encode()), tops)
+    return ChatCompletionLogprob(*_token(chat.tokenizer, piece.token_id, piece.logprob), tops)
 
 
-def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    return tokenizer.decode([token_id], skip_special_tokens=False)
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+    return token_text(tokenizer, token_id), _finite(logprob), list(token_bytes(tokenizer, token_id))
 
 
 def _finite(value: float) -> float:

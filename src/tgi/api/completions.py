@@ -22,6 +22,7 @@ from tgi.api.openai_sampling import num_choices, sampling_params
 from tgi.api.service import Permit, Service
 from tgi.errors import TgiError, ValidationError
 from tgi.text.output import pick_best
+from tgi.text.token_bytes import token_text
 from tgi.text.tokenizer import Tokenizer
 
 _MAX_LOGPROBS = 5
@@ -215,7 +216,7 @@ class _Logprobs:
         self._offset += len(token)
 
     def _decode(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return token_text(self._tokenizer, token_id)
 
 
 def _finite(value: float) -> float:

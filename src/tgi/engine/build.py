@@ -46,7 +46,6 @@ class Engine:
 
     def close(self) -> None:
         self.device.close()
-        self.grammars.close()
 
 
 def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:

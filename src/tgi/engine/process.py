@@ -22,6 +22,7 @@ from tgi.engine.parent import end_with_parent
 from tgi.engine.status import EXIT_ENGINE_FAILED, EXIT_START_FAILED, EngineStarted, FromEngineProcess, Stage
 from tgi.engine.warm_up import warm_up
 from tgi.errors import EngineError, TgiError, ValidationError
+from tgi.text.grammar import CompiledGrammar
 from tgi.types import (
     Abort,
     EngineFailed,
@@ -76,7 +77,7 @@ class EngineServer:
         self._routed_ns = self._filter_ns = 0
         # Grammars are compiled beside the loop: nobody else waits for them.
         self._compilers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-grammar")
-        self._compiling: dict[int, tuple[_Client, GenerationRequest, Future[object]]] = {}  # by engine-wide id
+        self._compiling: dict[int, tuple[_Client, GenerationRequest, Future[CompiledGrammar]]] = {}  # by engine-wide id
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Serve until told to stop. Raises `EngineError` when the device fails; clients are told first."""

@@ -22,7 +22,7 @@ from tgi.types import Grammar
 
 MAX_JSON, MAX_REGEX = 200_000, 20_000  # characters
 _MAX_SECONDS = 10.0
-_NUM_REMEMBERED = 64
+_NUM_REMEMBERED = 128  # about 0.15 MB each, a few MB for the largest
 _MAX_DETAIL = 300  # characters of llguidance's own words in an error
 
 # Steps are bounded more tightly than llguidance does by itself: the whole batch waits for the slowest mask.
@@ -130,9 +130,6 @@ class GrammarCompiler:
             if isinstance(self._tokenizer, str):
                 raise ValidationError(f"grammar is not supported: {self._tokenizer}")
             return self._tokenizer
-
-    def close(self) -> None:
-        self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _build_tokenizer(self) -> LLTokenizer | str:
         try:

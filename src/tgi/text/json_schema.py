@@ -111,6 +111,8 @@ def _check(schema: object, where: str) -> dict[str, Any] | bool:
         else:
             _check_value(name, value, path)
         result[name] = value
+    if "properties" in result:
+        result.setdefault("type", "object")  # as TGI reads it
     return result
 
 
@@ -144,9 +146,8 @@ def _composes(schema: dict[str, Any]) -> bool:
 
 
 def _narrow(schema: dict[str, Any]) -> bool:
-    """As TGI did: only the listed properties, in an object; a pattern without anchors is the whole string."""
+    """As TGI did: only the listed properties; a pattern without anchors is the whole string."""
     if "properties" in schema:
-        schema.setdefault("type", "object")
         schema.setdefault("additionalProperties", False)
     pattern: str = schema.get("pattern", "^")
     alone = not any(name in schema for name in ("minLength", "maxLength", "format"))

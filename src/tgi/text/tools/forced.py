@@ -79,7 +79,7 @@ def _arguments(function: Mapping[str, Any]) -> str:
 
 
 class _Terms:
-    """Texts as terms of the grammar; a marker that is a special token as that token."""
+    """Texts as terms of the grammar; a marker that is one token as that token, which no text matches."""
 
     def __init__(self, tool_format: ToolFormat) -> None:
         self._ids = dict(tool_format.marker_ids)

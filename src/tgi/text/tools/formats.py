@@ -40,14 +40,14 @@ class ToolFormat:
     """How a model writes calls."""
 
     family: Family
-    # Special tokens by text, for those markers that are one: decoding would hide them.
-    marker_ids: tuple[tuple[str, int], ...] = ()
+    marker_ids: tuple[tuple[str, int], ...] = ()  # of those markers that are one token
+    special_markers: frozenset[str] = frozenset()  # those that decoding hides
     hidden_texts: frozenset[str] = frozenset()  # the other special tokens, which the parser drops
 
     @property
     def keeps_special_tokens(self) -> bool:
         """Whether the parser must be given the text of special tokens too."""
-        return bool(self.marker_ids)
+        return bool(self.special_markers)
 
     @property
     def short_ids(self) -> bool:
@@ -58,12 +58,14 @@ class ToolFormat:
 def detect_tool_format(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat:
     """The form the template shows to the model; the tokens decide where it shows none."""
     family = _detect_family(template, tokenizer)
-    ids = {marker: tokenizer.id_of(marker) for marker in MARKERS[family]}
-    marker_ids = tuple((text, id_) for text, id_ in ids.items() if id_ is not None and id_ in tokenizer.skipped_ids)
-    if not marker_ids:
-        return ToolFormat(family)
-    hidden = {tokenizer.token_of(token_id) or "" for token_id in tokenizer.skipped_ids}
-    return ToolFormat(family, marker_ids, frozenset(hidden - set(MARKERS[family]) - {""}))
+    found = [(marker, tokenizer.id_of(marker)) for marker in MARKERS[family]]
+    marker_ids = tuple((marker, token_id) for marker, token_id in found if token_id is not None)
+    special = frozenset(marker for marker, token_id in marker_ids if token_id in tokenizer.skipped_ids)
+    hidden: frozenset[str] = frozenset()
+    if special:
+        texts = (tokenizer.token_of(token_id) for token_id in tokenizer.skipped_ids)
+        hidden = frozenset(text for text in texts if text) - special
+    return ToolFormat(family, marker_ids, special, hidden)
 
 
 def _detect_family(template: ChatTemplate, tokenizer: Tokenizer) -> Family:

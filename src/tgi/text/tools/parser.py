@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, cast
 
 from tgi.text.tools.formats import MARKERS, Family, ToolFormat
@@ -57,7 +58,7 @@ class ToolParser:
 
     def __init__(self, tool_format: ToolFormat, tool_names: Collection[str]) -> None:
         self._family: Family = tool_format.family
-        self._special = {text for text, _ in tool_format.marker_ids}
+        self._special = tool_format.special_markers
         self._names = frozenset(tool_names)
         self._hidden = _HiddenTexts(tool_format.hidden_texts) if tool_format.hidden_texts else None
         self._bare = self._family in ("llama3", "json")
@@ -90,8 +91,19 @@ class ToolParser:
         return self._take_events()
 
     def _take_events(self) -> list[Event]:
+        """All since the last time, with neighbours of one kind made one."""
         events, self._events = self._events, []
-        return events
+        merged: list[Event] = []
+        texts: list[str] = []
+        for event, following in zip_longest(events, events[1:]):
+            if isinstance(event, CallStart):
+                merged.append(event)
+                continue
+            texts.append(event.text)
+            if type(event) is not type(following):
+                text, texts = "".join(texts), []
+                merged.append(Content(text) if isinstance(event, Content) else CallArguments(event.index, text))
+        return merged
 
     # -- what comes out ---------------------------------------------------------------------------------------------
 
@@ -106,11 +118,7 @@ class ToolParser:
             self._space, self._long_space = "", True
 
     def _add_content(self, text: str) -> None:
-        if not text:
-            return
-        if self._events and isinstance(last := self._events[-1], Content):
-            self._events[-1] = Content(last.text + text)
-        else:
+        if text:
             self._events.append(Content(text))
 
     def _start(self, name: str) -> None:
@@ -120,13 +128,8 @@ class ToolParser:
         self._reader.taken = None
 
     def _arguments(self, text: str) -> None:
-        if not text:
-            return
-        index = self._num_calls - 1
-        if isinstance(last := self._events[-1] if self._events else None, CallArguments) and last.index == index:
-            self._events[-1] = CallArguments(index, last.text + text)
-        else:
-            self._events.append(CallArguments(index, text))
+        if text:
+            self._events.append(CallArguments(self._num_calls - 1, text))
 
     # -- what is read -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,161 @@
+"""Clients that leave, at any moment, and clients that never read: nothing is kept for them, nobody else notices."""
+
+import asyncio
+import json
+import os
+import random
+import socket
+import struct
+from pathlib import Path
+
+from serving import Server
+from traffic import Event, chat, client_of, counting, follow, native
+
+NUM_DROPS, AT_A_TIME = 200, 16
+RST_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+def encode(path: str, body: Event) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+def requests() -> list[bytes]:
+    """One of each kind, none of which ends soon by itself."""
+    path, body = chat(counting(2), 900)
+    sampled = {"max_new_tokens": 900, "do_sample": True, "best_of": 2}
+    return [
+        encode(*native(counting(1), 900)),
+        encode("/generate", native(counting(1), 900)[1]),
+        encode("/generate", {"inputs": counting(1), "parameters": sampled}),
+        encode(path, body),
+        encode(path, {**body, "stream": False}),
+        encode(path, {**body, "n": 3, "temperature": 1.0}),
+        encode("/v1/completions", {"prompt": [counting(3), counting(4)], "max_tokens": 900, "stream": True}),
+        encode(*native(counting(5) * 10, 900, top_n_tokens=3)),
+    ]
+
+
+class Books:
+    """What the server holds for clients."""
+
+    def __init__(self, server: Server) -> None:
+        metrics = server.metrics()
+        names = (
+            "tgi_kv_blocks_used",
+            "tgi_batch_current_size",
+            "tgi_queue_size",
+            "tgi_queue_tokens",
+            "tgi_requests_in_flight",
+        )
+        self.held = {name: metrics[name] for name in names}
+        self.steps = metrics['tgi_batch_inference_count{method="decode"}']
+        self.dropped = metrics.get('tgi_request_failure{err="dropped"}', 0)
+        pid = server.children()["api"]
+        self.descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+        self.threads = len(os.listdir(f"/proc/{pid}/task"))
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        self.memory = pages * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def idle(self) -> bool:
+        return not any(self.held.values())
+
+
+def until_idle(server: Server, descriptors: int) -> Books:
+    server.wait_for(lambda: (books := Books(server)).idle and books.descriptors == descriptors, "what clients held")
+    return Books(server)
+
+
+async def drop(port: int, request: bytes, chance: random.Random) -> None:
+    """Send a request, or the beginning of one, and be gone after a while."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    complete = chance.random() < 0.9
+    writer.write(request if complete else request[: chance.randrange(len(request))])
+    for _ in range(chance.randrange(4) if complete else 0):
+        await asyncio.wait([asyncio.ensure_future(reader.read(4096))], timeout=0.2)
+    await asyncio.sleep(chance.random() * 0.2)
+    if chance.random() < 0.5:
+        sock: socket.socket = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RST_ON_CLOSE)
+    writer.transport.abort()
+
+
+def test_connections_dropped_at_random_moments(server: Server) -> None:
+    with server.client() as client:  # whatever is made on first use is made now
+        for path, body in (native(counting(9), 3), chat(counting(9), 3)):
+            assert client.post(path, json=body).status_code == 200
+    staying = native(counting(7), 60)
+    before = until_idle(server, Books(server).descriptors)
+    chance = random.Random(1)
+    kinds = requests()
+
+    async def run() -> tuple[list[Event], list[list[Event]]]:
+        gate = asyncio.Semaphore(AT_A_TIME)
+        stayed: list[list[Event]] = []
+
+        async def one(number: int) -> None:
+            async with gate:
+                await drop(server.port, kinds[number % len(kinds)], chance)
+
+        async def stay(client) -> None:
+            while not dropping.done():
+                stayed.append(await follow(client, *staying))
+
+        async with client_of(server.url) as client:
+            alone = await follow(client, *staying)
+            dropping = asyncio.gather(*(one(number) for number in range(NUM_DROPS)))
+            await asyncio.gather(stay(client), stay(client), dropping)
+            return alone, stayed
+
+    alone, stayed = asyncio.run(run())
+    ids = [event["token"]["id"] for event in alone]
+    assert len(ids) == 60
+    assert stayed and all([event["token"]["id"] for event in events] == ids for events in stayed)
+    after = until_idle(server, before.descriptors)
+    assert after.dropped - before.dropped > NUM_DROPS / 2
+    assert after.threads <= before.threads + 8  # workers that wait for long texts
+    assert after.memory < before.memory + 64 * 2**20
+    assert server.children()["engine"]
+
+
+def test_a_drop_stops_the_work_for_it(server: Server) -> None:
+    before = until_idle(server, Books(server).descriptors)
+    new_tokens = 900
+
+    async def run() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(encode(*native(counting(11), new_tokens)))
+        await reader.readuntil(b'"index":3,')
+        writer.transport.abort()
+
+    asyncio.run(run())
+    after = until_idle(server, before.descriptors)
+    assert after.dropped == before.dropped + 1
+    assert after.steps - before.steps < new_tokens / 4
+
+
+def test_clients_that_never_read(server: Server) -> None:
+    """Their answers end in the engine, and wait in the server; others are served; leaving frees the rest."""
+    before = until_idle(server, Books(server).descriptors)
+    deaf: list[socket.socket] = []
+    try:
+        for number in range(6):
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            sock.connect(("127.0.0.1", server.port))
+            sock.sendall(encode(*native(counting(number), 250, top_n_tokens=5)))
+            deaf.append(sock)
+        with server.client() as client:
+            answer = client.post("/generate", json=native(counting(7), 30)[1])
+            assert answer.status_code == 200 and answer.json()["generated_text"]
+        server.wait_for(lambda: Books(server).held["tgi_kv_blocks_used"] == 0, "the end of what they asked for")
+        assert Books(server).held["tgi_batch_current_size"] == 0
+        with server.client() as client:
+            assert client.get("/health").status_code == 200
+            assert client.post("/generate", json=native(counting(7), 5)[1]).status_code == 200
+    finally:
+        for sock in deaf:
+            sock.close()
+    until_idle(server, before.descriptors)

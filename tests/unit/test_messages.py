@@ -1,0 +1,129 @@
+"""Messages as templates read them."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tgi.text.chat_template import ChatTemplate
+from tgi.text.messages import TOOL_PROMPT, append_tool_prompt, normalise_messages
+
+FILES = Path(__file__).parent / "templates"
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "é", "parameters": {"type": "object"}}}]
+
+
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate((FILES / f"{name}.jinja").read_text(), "<s>", "</s>")
+
+
+def call(arguments: Any, **more: Any) -> dict[str, Any]:
+    return {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments, **more}}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ('{"a": [1, "é"]}', {"a": [1, "é"]}),
+        ({"a": 1}, {"a": 1}),
+        ("{}", {}),
+        ("{broken", "{broken"),
+        ("[1]", "[1]"),
+        ('"text"', '"text"'),
+        ("", ""),
+        ("[" * 100_000, "[" * 100_000),
+        (None, {}),
+    ],
+)
+def test_arguments_become_objects(given: Any, expected: Any) -> None:
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call(given)]}]
+    before = copy.deepcopy(messages)
+    assert normalise_messages(messages) == [{"role": "assistant", "content": "", "tool_calls": [call(expected)]}]
+    assert messages == before
+
+
+def test_parameters_are_arguments() -> None:
+    message = {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "parameters": {"a": 1}}}],
+    }
+    (normal,) = normalise_messages([message])
+    assert normal["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+
+
+def test_other_fields_are_kept() -> None:
+    message = {"role": "tool", "content": "3", "tool_call_id": "abc", "name": "f"}
+    assert normalise_messages([message]) == [message]
+    assert normalise_messages([{"role": "user", "content": "x", "tool_calls": []}]) == [
+        {"role": "user", "content": "x"}
+    ]
+    assert normalise_messages([{"role": "assistant", "content": None}]) == [{"role": "assistant", "content": ""}]
+
+
+PARTS = [
+    {"type": "text", "text": "Look: "},
+    {"type": "image_url", "image_url": {"url": "http://x/y.png", "detail": "low"}},
+    {"type": "text", "text": "\nwell?"},
+]
+
+
+def test_parts_become_text() -> None:
+    expected = [{"role": "user", "content": "Look: ![](http://x/y.png)\nwell?"}]
+    assert normalise_messages([{"role": "user", "content": PARTS}]) == expected
+    assert normalise_messages([{"role": "user", "content": PARTS}], template("yi")) == expected
+    assert normalise_messages([{"role": "user", "content": []}]) == [{"role": "user", "content": ""}]
+
+
+def test_parts_stay_where_the_template_reads_them() -> None:
+    messages = [{"role": "user", "content": PARTS}]
+    assert normalise_messages(messages, template("gemma3")) == messages
+
+
+def test_calls_become_text_where_the_template_shows_none() -> None:
+    messages = [{"role": "assistant", "content": "So:", "tool_calls": [call('{"a": "é"}'), call({})]}]
+    (normal,) = normalise_messages(messages, template("yi"))
+    assert normal["content"] == 'So:\n{"name": "f", "parameters": {"a": "é"}}\n{"name": "f", "parameters": {}}'
+    (normal,) = normalise_messages(messages, template("qwen3_thinking"))
+    assert normal["content"] == "So:"
+
+
+NULL_ONLY = """{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}
+{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+
+
+def test_empty_content_is_what_the_template_asks_for() -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call({})]}]
+    for name in ("qwen3_thinking", "hermes_tool_use", "mistral_v3_tools", "deepseek_r1"):
+        assert normalise_messages(messages, template(name))[1]["content"] == ""
+        assert '"f"' in template(name).render(normalise_messages(messages, template(name))) or name == "deepseek_r1"
+    null_only = ChatTemplate(NULL_ONLY)
+    assert null_only.needs_null_content
+    assert normalise_messages(messages, null_only)[1]["content"] is None
+    assert '"name": "f"' in null_only.render(normalise_messages(messages, null_only))
+
+
+def test_tool_prompt_as_tgi() -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi"}]
+    shown = json.dumps(TOOLS, ensure_ascii=False, separators=(",", ":"))
+    before = copy.deepcopy(messages)
+    expected = f"Hi\n---\n{shown}\n{TOOL_PROMPT}"
+    assert append_tool_prompt(messages, TOOLS, None, False) == [messages[0], {"role": "user", "content": expected}]
+    assert append_tool_prompt(messages, TOOLS, "", False)[1]["content"] == expected
+    assert append_tool_prompt(messages, TOOLS, "Use it.", False)[1]["content"] == f"Hi\n---\n{shown}\nUse it."
+    assert append_tool_prompt(messages, TOOLS, None, True) == messages
+    assert append_tool_prompt(messages, TOOLS, "Use it.", True)[1]["content"] == "Hi\n---\nUse it."
+    assert messages == before
+    assert TOOL_PROMPT.startswith("\nGiven the functions") and TOOL_PROMPT.endswith("Do not use variables.\n")
+
+
+@pytest.mark.parametrize("content", [None, []])
+def test_tool_prompt_needs_content(content: Any) -> None:
+    messages = [{"role": "user", "content": content}]
+    assert append_tool_prompt(messages, TOOLS, None, False) == messages
+    assert append_tool_prompt([], TOOLS, None, False) == []
+
+
+def test_tool_prompt_joins_parts() -> None:
+    (message,) = append_tool_prompt([{"role": "user", "content": PARTS}], TOOLS, "Use it.", True)
+    assert message["content"] == [*PARTS, {"type": "text", "text": "\n---\nUse it."}]
