@@ -283,11 +283,17 @@ def test_ranges(http: httpx.Client, name: str, value: float) -> None:
 
 
 def test_penalties_of_openai(http: httpx.Client) -> None:
-    plain = complete(http, max_tokens=16)["choices"][0]["text"]
-    assert plain.count(",") > 5
+    def last_comma(**penalties: float) -> float:
+        choice = complete(http, max_tokens=4, logprobs=0, **penalties)["choices"][0]
+        assert choice["text"] == " three, four,"
+        return choice["logprobs"]["token_logprobs"][-1]
+
     for name in ("frequency_penalty", "presence_penalty"):
-        assert complete(http, max_tokens=16, **{name: 2.0})["choices"][0]["text"] != plain
-        assert complete(http, max_tokens=16, **{name: 0})["choices"][0]["text"] == plain
+        assert last_comma(**{name: 1.0}) + 0.1 < last_comma() < last_comma(**{name: -1.0}) - 0.1
+    # Once for each token against once for each time.
+    plain = complete(http, max_tokens=16)["choices"][0]["text"]
+    assert complete(http, max_tokens=16, presence_penalty=2.0)["choices"][0]["text"] == plain
+    assert complete(http, max_tokens=16, frequency_penalty=2.0)["choices"][0]["text"] != plain
 
 
 def test_model_is_told_back(http: httpx.Client) -> None:
@@ -770,7 +776,7 @@ def test_tools_with_odd_schemas(http: httpx.Client) -> None:
         assert check_calls(found["choices"][0]["message"], {"now"})
     broken = {"type": "function", "function": {"name": "now", "parameters": {"type": "nothing"}}}
     error = refused(http, CHAT, messages=WEATHER, tools=[broken], tool_choice="required")
-    assert "grammar" in error["message"]
+    assert "`parameters` of the tool 'now'" in error["message"]
 
 
 def test_numbers_are_finite(http: httpx.Client) -> None:

@@ -6,14 +6,20 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2 as httpx
+import msgspec
 import pytest
 from serving import Server
 from traffic import DONE, Event, Started, chat, client_of, counting, follow, is_gone, native, socket_path
+
+from tgi.api.control import EngineLost, EngineReady, Start
+from tgi.config import ServerConfig
 
 PROMPT = "The capital of France is"
 
@@ -158,6 +164,37 @@ def test_death_of_the_api_process(victim: Server) -> None:
     victim.wait_for(is_idle, "blocks of the dead", timeout_s=5)
 
 
+def test_an_engine_that_is_lost_before_it_answers(model_cache: Path, server: Server) -> None:
+    """The api process gives it up when the launcher says so, and takes the next one."""
+    messages = [
+        EngineReady("/no/such/engine.sock"),
+        EngineLost("it died"),
+        EngineReady(str(socket_path(server.children()["engine"]))),
+    ]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        config = ServerConfig(cache_dir=str(model_cache))
+        api = subprocess.Popen(
+            [sys.executable, "-m", "tgi.api.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+        )
+        assert api.stdin is not None and api.stdout is not None
+        for message in (Start(config, listener.fileno()), *messages):
+            api.stdin.write(msgspec.json.encode(message) + b"\n")
+        api.stdin.flush()
+        try:
+            assert b"serving" in api.stdout.readline()
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            assert httpx.get(url + "/health", timeout=60).status_code == 200
+            api.terminate()
+            assert api.wait(60) == 0
+        finally:
+            api.kill()
+            api.communicate()
+
+
 # -- the launcher --------------------------------------------------------------------------------------------------
 
 
@@ -268,6 +305,15 @@ def test_a_signal_while_it_starts(model_cache: Path, tmp_path: Path, moment: str
     assert "Serving" not in server.log
     wait_until_gone(children)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_long_temporary_folder_is_no_obstacle(model_cache: Path, tmp_path: Path) -> None:
+    """The path of a unix socket is short."""
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    server = Server(cache=model_cache, TMPDIR=str(folder))
+    assert httpx.get(server.url + "/health", timeout=60).status_code == 200
+    assert server.stop() == 0
 
 
 def test_ctrl_c_while_it_starts_reaches_the_launcher_alone(model_cache: Path) -> None:

@@ -221,7 +221,7 @@ async def render_chat(service: Service, body: ChatRequest, tools: list[Tool]) ->
     if continues and body.add_generation_prompt:
         raise ValidationError("`continue_final_message` and `add_generation_prompt` exclude each other")
     variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
-    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", "template_name"):
         if name in variables:
             raise ValidationError(f"`chat_template_kwargs` cannot hold {name!r}: it has a field of its own")
     if body.documents is not None:

@@ -20,7 +20,7 @@ from tgi.text.json_schema import check_limits, prepare_schema
 from tgi.text.tokenizer import Tokenizer
 from tgi.types import Grammar
 
-MAX_JSON, MAX_REGEX = 200_000, 20_000  # characters
+MAX_JSON, MAX_REGEX = 200_000, 10_000  # characters
 _MAX_SECONDS = 10.0
 _NUM_REMEMBERED = 128  # about 0.15 MB each, a few MB for the largest
 _MAX_DETAIL = 300  # characters of llguidance's own words in an error

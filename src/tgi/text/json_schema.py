@@ -15,6 +15,7 @@ from tgi.errors import ValidationError
 MAX_DEPTH = 100  # llguidance reads at most 128 levels, some of which it adds itself
 MAX_VALUES = 20_000  # objects, lists and scalars together
 MAX_MEMBERS = 1000  # of one object: the cost of optional properties is quadratic
+MAX_PATTERNS = 50  # of one `patternProperties`: each is compared with each
 MAX_STRING = 10_000  # characters; a long constant is forced byte by byte in every step
 # A number is recognised as a multiple by its remainder, which makes as many states as the least common multiple of all.
 MAX_MULTIPLE = 20_000
@@ -64,6 +65,9 @@ def check_limits(document: object) -> None:
             elif isinstance(value, dict):
                 members = cast(dict[str, object], value)
                 _require(len(members) <= MAX_MEMBERS, f"it holds an object of more than {MAX_MEMBERS} members")
+                patterns = members.get("patternProperties")
+                few = not isinstance(patterns, dict) or len(cast(dict[str, object], patterns)) <= MAX_PATTERNS
+                _require(few, f"it holds `patternProperties` of more than {MAX_PATTERNS} members")
                 multiple = math.lcm(multiple, _coefficient(members.get("multipleOf")))
                 _require(
                     multiple <= MAX_MULTIPLE, f"the least common multiple of all `multipleOf` exceeds {MAX_MULTIPLE}"
