@@ -46,7 +46,7 @@ def odd(model_cache: Path) -> Iterator[Server]:
         *("--max-top-n-tokens", "2"),
         *("--max-client-batch-size", "2"),
         *("--max-concurrent-requests", "4"),
-        *("--max-input-tokens", "100"),
+        *("--max-input-tokens", "400"),
         *("--max-total-tokens", "2000"),
         *("--max-batch-total-tokens", "16384"),
         *("--payload-limit", str(PAYLOAD_LIMIT)),
@@ -176,8 +176,8 @@ def validation(text: str) -> dict:
         ("0a", "a", {"best_of": 2}, "`best_of` != 1 is not allowed for this endpoint"),
         ("9", "a", {"stop": ["a", "b"]}, "`stop` supports up to 1 stop sequences. Given: 2"),
         ("11", "a", {"top_n_tokens": 3}, "`top_n_tokens` must be >= 0 and <= 2. Given: 3"),
-        ("13", "a", {"truncate": 101}, "`truncate` must be strictly positive and less than 100. Given: 101"),
-        ("17", "a" + " a" * 100, {}, "`inputs` must have less than 100 tokens. Given: 101"),
+        ("13", "a", {"truncate": 401}, "`truncate` must be strictly positive and less than 400. Given: 401"),
+        ("17", "a" + " a" * 400, {}, "`inputs` must have less than 400 tokens. Given: 401"),
         (
             "16 before 17",
             "a" + " a" * 1000,
@@ -251,7 +251,8 @@ def test_overload(odd: Server, http: httpx.Client) -> None:
             odd.client(headers={"authorization": f"Bearer {KEY}"}) as client,
             client.stream("POST", "/generate_stream", json=body) as answer,
         ):
-            next(answer.iter_raw())
+            pieces = answer.iter_raw()  # kept: the connection closes with it
+            next(pieces)
             started.set()
             release.wait(60)
 
@@ -321,7 +322,7 @@ def test_routes_of_the_environment(http: httpx.Client, stranger: httpx.Client) -
 def test_info_tells_the_settings(http: httpx.Client) -> None:
     info = http.get("/info").json()
     names = ("max_concurrent_requests", "max_best_of", "max_stop_sequences", "max_input_tokens", "max_total_tokens")
-    assert [info[name] for name in names] == [4, 1, 1, 100, 2000]
+    assert [info[name] for name in names] == [4, 1, 1, 400, 2000]
     assert info["max_client_batch_size"] == 2
 
 

@@ -36,6 +36,7 @@ EXIT_MODEL, EXIT_ENGINE, EXIT_API, EXIT_PORT = 3, 4, 5, 6
 _MAX_FAILURES = 6  # in a row
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _GOOD_RUN_S = 60.0  # a process that lived this long had no failure in a row
+_TELL_EVERY_S = 10.0
 _KILL_AFTER_S = 10.0  # beyond the time to drain
 _LONGEST_FOLDER = 75  # characters; the path of a unix socket has at most 107
 _BACKLOG = 2048  # connections that nobody has taken yet
@@ -138,6 +139,28 @@ class _Child:
         return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self.failures - 1))
 
 
+class _Stages:
+    """Shows how far the start is: bars on a terminal, else a line when a stage begins and now and then after that."""
+
+    def __init__(self, bars: bool) -> None:
+        self._bars = StageBars() if bars else None
+        self._told: dict[str, float] = {}
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        if self._bars is not None:
+            self._bars.update(stage, done, total)
+            return
+        now = time.monotonic()
+        if now - self._told.get(stage, -_TELL_EVERY_S) >= _TELL_EVERY_S:
+            self._told[stage] = now
+            log.info("%s%s", stage, f": {100 * done // total}%" if total and done else " ...")
+
+    def close(self) -> None:
+        if self._bars is not None:
+            self._bars.__exit__(None, None, None)
+            self._bars = StageBars()  # for the next engine
+
+
 class Supervisor:
     def __init__(self, config: ServerConfig, listener: socket.socket) -> None:
         self._config = config
@@ -151,7 +174,7 @@ class Supervisor:
         self._status = 0
         self._started = time.monotonic()
         self._serving = False
-        self._bars = StageBars(enabled=not config.json_output)
+        self._stages = _Stages(bars=sys.stderr.isatty() and not config.json_output)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -174,7 +197,7 @@ class Supervisor:
                     self._status = self._status or 1
         finally:
             stopping.cancel()
-            self._bars.__exit__(None, None, None)
+            self._stages.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             self._listener.close()
         if self._status == 0:
@@ -215,7 +238,7 @@ class Supervisor:
             async for line in process.stdout:
                 match _decode_engine(line):
                     case Stage(name=name, done=done, total=total):
-                        self._bars.update(name, done, total)
+                        self._stages.update(name, done, total)
                     case EngineStarted() as ready:
                         ever_ready = True
                         self._on_ready(ready, path)
@@ -237,6 +260,7 @@ class Supervisor:
     def _on_ready(self, ready: EngineStarted, path: str) -> None:
         if not self._listen():
             return
+        self._stages.close()
         self._engine_socket = path
         stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.seconds.items())
         log.info("Engine ready: %s", stages)
@@ -307,7 +331,6 @@ class Supervisor:
                 return
 
     def _on_serving(self) -> None:
-        self._bars.__exit__(None, None, None)
         host, port = self._address
         shown = "localhost" if host in ("0.0.0.0", "::") else host
         seconds = time.monotonic() - self._started

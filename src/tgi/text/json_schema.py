@@ -28,6 +28,7 @@ _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _TEXTS = ("$ref", "pattern", "format", "$schema", "$id", "$anchor", "title", "description")
+_ANNOTATIONS = ("title", "description", "default", "examples")  # no part of the meaning
 # TGI ignored these, and they cannot be enforced while a value is being written.
 IGNORED = (
     "uniqueItems",
@@ -94,7 +95,7 @@ def prepare_schema(schema: object) -> dict[str, Any]:
 
 
 def _check(schema: object, where: str) -> dict[str, Any] | bool:
-    """A deep enough copy of a valid schema, without what is ignored."""
+    """A deep enough copy of a valid schema, without what is ignored or says nothing."""
     if isinstance(schema, bool):
         return schema
     _require(isinstance(schema, dict), f"{where or 'the schema'} must be an object or a boolean")
@@ -114,7 +115,8 @@ def _check(schema: object, where: str) -> dict[str, Any] | bool:
             value = {key: _check(item, f"{path}/{key}") for key, item in value.items()}
         else:
             _check_value(name, value, path)
-        result[name] = value
+        if name not in _ANNOTATIONS:
+            result[name] = value
     if "properties" in result:
         result.setdefault("type", "object")  # as TGI reads it
     return result
