@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +22,7 @@ from tgi.api.trace import Tracer
 from tgi.api.validate import CHUNK_TOKENS
 from tgi.config import ServerConfig
 from tgi.engine.client import EngineClient
-from tgi.errors import EngineError, OverloadedError
+from tgi.errors import EngineError, OverloadedError, ValidationError
 from tgi.text.chat_template import ChatTemplate
 from tgi.text.grammar import GrammarCompiler
 from tgi.text.prepare import prepare_request
@@ -48,6 +49,9 @@ class Service:
         self.template = ChatTemplate.load(folder, template_path)
         self.tool_format: ToolFormat = detect_tool_format(self.template, self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size)
+        if not config.disable_grammar_support:
+            with suppress(ValidationError):  # a tokenizer that cannot be constrained: each request is told so
+                self.grammars.prepare()
         self.metrics = Metrics(facts.max_input_tokens, facts.max_total_tokens)
         self.tracer = tracer or Tracer.start(None, "")
         self.engine: EngineClient | None = None

@@ -259,7 +259,7 @@ def main() -> int:
     socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not stall the loop; its requests are bounded by admission
     try:
         engine = start_engine(config, lambda stage, done, total: _tell(Stage(stage, done, total)))
-        engine.seconds["warm-up"] = warm_up(engine)
+        engine.seconds["warm-up"] = warm_up(engine, not config.disable_grammar_support)
         socket.bind(f"ipc://{socket_path}")
         _tell(EngineStarted(engine.seconds, engine.facts.notes))
         EngineServer(engine, socket).run()
