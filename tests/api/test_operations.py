@@ -8,8 +8,8 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import httpx2 as httpx
@@ -275,6 +275,30 @@ def test_the_search_for_unpickling_finds_it() -> None:
 # -- comments on idle streams --------------------------------------------------------------------------------------
 
 
+@asynccontextmanager
+async def served_here(engine_pid: int) -> AsyncIterator[tuple[App, httpx.AsyncClient]]:
+    """The application in this process, so that the clock is ours, on the engine of a server."""
+    engine = EngineClient(socket_path(engine_pid))
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        try:
+            service = Service(ServerConfig(), await engine.connect(30))
+            service.attach(engine)
+            app = App(service)
+            http_server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error"))
+            http_server.capture_signals = nullcontext  # type: ignore[method-assign]
+            serving = asyncio.create_task(http_server.serve([sock]))
+            while not http_server.started:
+                await asyncio.sleep(0.01)
+            async with client_of(f"http://127.0.0.1:{sock.getsockname()[1]}") as client:
+                yield app, client
+            http_server.should_exit = True
+            await serving
+            service.close()
+        finally:
+            await engine.close()
+
+
 FIRST_ENDS_EARLY: Event = {"prompt": [counting(1), counting(2000)], "stop": [" 9,"], "max_tokens": 40, "stream": True}
 
 
@@ -289,45 +313,29 @@ FIRST_ENDS_EARLY: Event = {"prompt": [counting(1), counting(2000)], "stop": [" 9
     ids=["native", "chat", "choices", "first-of-two-has-ended"],
 )
 def test_a_silent_stream_gets_a_comment_and_goes_on(server: Server, asked: tuple[str, Event], until: str) -> None:
-    """The application in this process, so that the clock is ours, on the server's engine, which is made to pause."""
     engine_pid = server.children()["engine"]
     path, body = asked
 
-    async def run() -> tuple[list[str], list[str], list[str]]:
-        engine = EngineClient(socket_path(engine_pid))
-        facts = await engine.connect(30)
-        service = Service(ServerConfig(), facts)
-        service.attach(engine)
-        app = App(service)
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            http_server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error"))
-            http_server.capture_signals = nullcontext  # type: ignore[method-assign]
-            serving = asyncio.create_task(http_server.serve([sock]))
-            while not http_server.started:
-                await asyncio.sleep(0.01)
-            async with client_of(f"http://127.0.0.1:{sock.getsockname()[1]}") as client:
-                undisturbed = (await client.post(path, json=body)).text.splitlines()
-                async with client.stream("POST", path, json=body) as response:
-                    lines = response.aiter_lines()
-                    before = [await anext(lines)]
-                    while until not in before[-1]:
-                        before.append(await asyncio.wait_for(anext(lines), 30))
-                    with stopped(engine_pid):
-                        silence: list[str] = []
-                        while ":" not in silence:
-                            app.keep_alive(time.monotonic() + KEEP_ALIVE_S, KEEP_ALIVE_S)
-                            silence.append(await asyncio.wait_for(anext(lines), 30))
-                    rest = [line async for line in lines]
-            http_server.should_exit = True
-            await serving
-        await engine.close()
-        service.close()
-        return undisturbed, before + silence, rest
+    async def run() -> tuple[list[str], list[str]]:
+        async with served_here(engine_pid) as (app, client):
+            undisturbed = (await client.post(path, json=body)).text.splitlines()
+            async with client.stream("POST", path, json=body) as response:
+                lines = response.aiter_lines()
+                seen = [await anext(lines)]
+                while until not in seen[-1]:
+                    seen.append(await anext(lines))
+                with stopped(engine_pid):
+                    while ":" not in seen:
+                        app.keep_alive(time.monotonic() + KEEP_ALIVE_S, KEEP_ALIVE_S)
+                        seen.append(await asyncio.wait_for(anext(lines), 10))
+                return undisturbed, seen + [line async for line in lines]
 
-    undisturbed, first, rest = asyncio.run(run())
-    events = [line for line in first + rest if line.startswith("data:")]
-    assert len(events) == len([line for line in undisturbed if line.startswith("data:")])
+    undisturbed, lines = asyncio.run(run())
+    assert num_events(lines) == num_events(undisturbed)
+
+
+def num_events(lines: list[str]) -> int:
+    return sum(line.startswith("data:") for line in lines)
 
 
 def test_a_stream_that_is_not_silent_gets_none(server: Server) -> None:

@@ -6,8 +6,10 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from traffic import DONE, Event, Started, chat, client_of, counting, follow, is_
 
 from tgi.api.control import EngineLost, EngineReady, Start
 from tgi.config import ServerConfig
+from tgi.launch.supervisor import make_private_folder
 
 PROMPT = "The capital of France is"
 
@@ -164,35 +167,52 @@ def test_death_of_the_api_process(victim: Server) -> None:
     victim.wait_for(is_idle, "blocks of the dead", timeout_s=5)
 
 
-def test_an_engine_that_is_lost_before_it_answers(model_cache: Path, server: Server) -> None:
+class Api:
+    """An api process without a launcher."""
+
+    def __init__(self, *messages: EngineReady | EngineLost) -> None:
+        self._listener = socket.socket()
+        self._listener.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        descriptor = self._listener.fileno()
+        command = [sys.executable, "-m", "tgi.api.process"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[descriptor])
+        assert self.process.stdin is not None
+        for message in (Start(ServerConfig(), descriptor), *messages):
+            self.process.stdin.write(msgspec.json.encode(message) + b"\n")
+        self.process.stdin.flush()
+
+    def catches_sigterm(self) -> bool:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        caught = int(status.split("SigCgt:")[1].split()[0], 16)
+        return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+    def __enter__(self) -> "Api":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self._listener.close()
+
+
+def test_an_engine_that_is_lost_before_it_answers(server: Server) -> None:
     """The api process gives it up when the launcher says so, and takes the next one."""
-    messages = [
-        EngineReady("/no/such/engine.sock"),
-        EngineLost("it died"),
-        EngineReady(str(socket_path(server.children()["engine"]))),
-    ]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        config = ServerConfig(cache_dir=str(model_cache))
-        api = subprocess.Popen(
-            [sys.executable, "-m", "tgi.api.process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[listener.fileno()],
-        )
-        assert api.stdin is not None and api.stdout is not None
-        for message in (Start(config, listener.fileno()), *messages):
-            api.stdin.write(msgspec.json.encode(message) + b"\n")
-        api.stdin.flush()
-        try:
-            assert b"serving" in api.stdout.readline()
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            assert httpx.get(url + "/health", timeout=60).status_code == 200
-            api.terminate()
-            assert api.wait(60) == 0
-        finally:
-            api.kill()
-            api.communicate()
+    next_one = EngineReady(str(socket_path(server.children()["engine"])))
+    with Api(EngineReady("/no/such/engine.sock"), EngineLost("it died"), next_one) as api:
+        assert api.process.stdout is not None
+        assert b"serving" in api.process.stdout.readline()
+        assert httpx.get(api.url + "/health", timeout=60).status_code == 200
+        api.process.terminate()
+        assert api.process.wait(60) == 0
+
+
+def test_an_api_process_that_waits_for_an_engine_can_be_stopped(server: Server) -> None:
+    with Api(EngineReady("/no/such/engine.sock")) as api:
+        server.wait_for(api.catches_sigterm, "its signal handler")
+        api.process.terminate()
+        assert api.process.wait(60) == 0
 
 
 # -- the launcher --------------------------------------------------------------------------------------------------
@@ -300,6 +320,8 @@ def test_a_signal_while_it_starts(model_cache: Path, tmp_path: Path, moment: str
     server = Server(cache=model_cache, wait=False, TMPDIR=str(tmp_path))
     server.wait_for(reached, moment)
     children = list(server.children().values())
+    # A terminal signals every process of its group: that must be the launcher alone.
+    assert os.getpgid(server.process.pid) not in {os.getpgid(pid) for pid in children}
     assert server.stop(number) == 0, server.log
     assert "Traceback" not in server.log
     assert "Serving" not in server.log
@@ -307,19 +329,13 @@ def test_a_signal_while_it_starts(model_cache: Path, tmp_path: Path, moment: str
     assert not list(tmp_path.iterdir())
 
 
-def test_a_long_temporary_folder_is_no_obstacle(model_cache: Path, tmp_path: Path) -> None:
+def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of a unix socket is short."""
-    folder = tmp_path / ("long" * 20)
-    folder.mkdir()
-    server = Server(cache=model_cache, TMPDIR=str(folder))
-    assert httpx.get(server.url + "/health", timeout=60).status_code == 200
-    assert server.stop() == 0
-
-
-def test_ctrl_c_while_it_starts_reaches_the_launcher_alone(model_cache: Path) -> None:
-    """A terminal signals every process of the group."""
-    server = Server(cache=model_cache, wait=False)
-    server.wait_for(lambda: len(server.children()) == 2, "its processes")
-    groups = {os.getpgid(pid) for pid in server.children().values()}
-    assert os.getpgid(server.process.pid) not in groups
-    assert server.stop(signal.SIGINT) == 0
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = make_private_folder()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(folder / "engine-100.sock"))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    shutil.rmtree(folder)

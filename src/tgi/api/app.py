@@ -223,5 +223,5 @@ def _unauthorized(openai: bool) -> Response:
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    parts = re.escape(path).replace(r"\{\}", "([^/]+)").replace(r"\{\*\}", "(.+)")
+    parts = re.escape(path).replace(r"\{\}", "([^/]+)").replace(r"\{\*\}", "(.*)")
     return re.compile(parts)

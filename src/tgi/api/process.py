@@ -101,11 +101,11 @@ class ApiProcess:
         client = self._joining = EngineClient(path)
         try:
             facts = await client.connect(_ENGINE_ANSWERS_S)
-        except EngineError:
-            await client.close()
-            if client.failure is None:  # it lives, and does not answer
-                raise
-            return  # it is lost; the launcher tells when there is another
+        except BaseException as error:
+            await client.close()  # or this process could not end
+            if isinstance(error, EngineError) and client.failure is not None:
+                return  # it is lost; the launcher tells when there is another
+            raise
         finally:
             self._joining = None
         if self._service is None:
