@@ -30,7 +30,7 @@ def others_are_unaffected(server: Server) -> Iterator[None]:
                 answer = client.post("/generate", json=body)
                 if answer.text != '{"generated_text":" three, four,"}':
                     failures.append(answer.text)
-                if done.wait(0.02):
+                if done.wait(0.2):
                     return
 
     thread = threading.Thread(target=ask)
@@ -468,7 +468,6 @@ def test_expect_continue(server: Server) -> None:
         (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000 + b"\r\n\r\n", 431),
         (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * 200 + b"\r\n", 431),
         (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * 20_000 + b"\r\n", 431),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"a" * 100_000 + b": b\r\n\r\n", 431),
         (b"nonsense\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), 400),  # TLS
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),

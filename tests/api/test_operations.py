@@ -16,7 +16,20 @@ import httpx2 as httpx
 import pytest
 import uvicorn
 from serving import Server
-from traffic import DONE, Event, Started, chat, client_of, counting, follow, is_gone, native, socket_path, stopped
+from traffic import (
+    DONE,
+    Event,
+    Started,
+    chat,
+    client_of,
+    counting,
+    follow,
+    is_gone,
+    native,
+    running,
+    socket_path,
+    stopped,
+)
 
 from tgi.api.app import App
 from tgi.api.http import KEEP_ALIVE_S
@@ -32,79 +45,79 @@ SOURCES = Path(__file__).parents[2] / "src" / "tgi"
 
 
 def test_stopping_under_load_loses_nothing(model_cache: Path) -> None:
-    server = Server(*SIZES, cache=model_cache)
-    children, folder = server.children(), socket_path(server.children()["engine"]).parent
-    new_tokens = 60
+    with running(*SIZES, cache=model_cache) as server:
+        children, folder = server.children(), socket_path(server.children()["engine"]).parent
+        new_tokens = 60
 
-    async def run() -> tuple[list[list[Event]], list[httpx.Response], list[httpx.Response]]:
-        started = Started(8)
-        async with client_of(server.url) as client:
-            streams = [
-                asyncio.create_task(
-                    follow(client, *(native if n % 2 else chat)(counting(n), new_tokens), started.stream())
-                )
-                for n in range(8)
-            ]
-            path, body = chat(counting(9), new_tokens, stream=False)
-            whole = [
-                asyncio.create_task(client.post("/generate", json=native(counting(8), new_tokens)[1])),
-                asyncio.create_task(client.post(path, json=body)),
-            ]
-            await started.wait(streams)
-            # Every process gets it, as when a service is stopped by its control group.
-            for pid in (server.process.pid, *children.values()):
-                os.kill(pid, signal.SIGTERM)
-            while (health := await client.get("/health")).status_code == 200:
-                await asyncio.sleep(0.01)
-            late = [
-                health,
-                await client.post("/generate", json={"inputs": "Hi"}),
-                await client.post(path, json=body),
-                await client.get("/v2/health/ready"),
-            ]
-            assert not all(task.done() for task in streams), "the answers were over before the server was stopped"
-            return await asyncio.gather(*streams), await asyncio.gather(*whole), late
+        async def run() -> tuple[list[list[Event]], list[httpx.Response], list[httpx.Response]]:
+            started = Started(8)
+            async with client_of(server.url) as client:
+                streams = [
+                    asyncio.create_task(
+                        follow(client, *(native if n % 2 else chat)(counting(n), new_tokens), started.stream())
+                    )
+                    for n in range(8)
+                ]
+                path, body = chat(counting(9), new_tokens, stream=False)
+                whole = [
+                    asyncio.create_task(client.post("/generate", json=native(counting(8), new_tokens)[1])),
+                    asyncio.create_task(client.post(path, json=body)),
+                ]
+                await started.wait(streams)
+                # Every process gets it, as when a service is stopped by its control group.
+                for pid in (server.process.pid, *children.values()):
+                    os.kill(pid, signal.SIGTERM)
+                while (health := await client.get("/health")).status_code == 200:
+                    await asyncio.sleep(0.01)
+                late = [
+                    health,
+                    await client.post("/generate", json={"inputs": "Hi"}),
+                    await client.post(path, json=body),
+                    await client.get("/v2/health/ready"),
+                ]
+                assert not all(task.done() for task in streams), "the answers were over before the server was stopped"
+                return await asyncio.gather(*streams), await asyncio.gather(*whole), late
 
-    streams, whole, late = asyncio.run(run())
-    assert server.process.wait(60) == 0, server.log
-    for number, events in enumerate(streams):
-        if number % 2:
-            assert len(events) == new_tokens and events[-1]["generated_text"]
-        else:
-            assert events[-1] is DONE and events[-2]["choices"][0]["finish_reason"] == "length"
-    assert [answer.status_code for answer in whole] == [200, 200]
-    assert [answer.status_code for answer in late] == [503] * 4
-    assert late[1].json() == {"error": "the server is shutting down", "error_type": "unavailable"}
-    assert late[2].json()["error"]["message"] == "the server is shutting down"
-    assert all(is_gone(pid) for pid in children.values())
-    assert not folder.exists()
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(server.url + "/health")
-    server.stop()
-    assert "Traceback" not in server.log
+        streams, whole, late = asyncio.run(run())
+        assert server.process.wait(60) == 0, server.log
+        for number, events in enumerate(streams):
+            if number % 2:
+                assert len(events) == new_tokens and events[-1]["generated_text"]
+            else:
+                assert events[-1] is DONE and events[-2]["choices"][0]["finish_reason"] == "length"
+        assert [answer.status_code for answer in whole] == [200, 200]
+        assert [answer.status_code for answer in late] == [503] * 4
+        assert late[1].json() == {"error": "the server is shutting down", "error_type": "unavailable"}
+        assert late[2].json()["error"]["message"] == "the server is shutting down"
+        assert all(is_gone(pid) for pid in children.values())
+        assert not folder.exists()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.url + "/health")
+        server.stop()
+        assert "Traceback" not in server.log
 
 
 def test_a_second_signal_ends_at_once(model_cache: Path) -> None:
-    server = Server(*SIZES, cache=model_cache)
-    children, folder = server.children(), socket_path(server.children()["engine"]).parent
+    with running(*SIZES, cache=model_cache) as server:
+        children, folder = server.children(), socket_path(server.children()["engine"]).parent
 
-    async def run() -> None:
-        started = Started(1)
-        async with client_of(server.url) as client:
-            stream = asyncio.create_task(follow(client, *native(counting(1), 900), started.stream()))
-            await started.wait([stream])
-            server.process.send_signal(signal.SIGTERM)
-            while (await client.get("/health")).status_code == 200:
-                await asyncio.sleep(0.01)
-            server.process.send_signal(signal.SIGINT)
-            with pytest.raises(httpx.TransportError):
-                await stream
+        async def run() -> None:
+            started = Started(1)
+            async with client_of(server.url) as client:
+                stream = asyncio.create_task(follow(client, *native(counting(1), 900), started.stream()))
+                await started.wait([stream])
+                server.process.send_signal(signal.SIGTERM)
+                while (await client.get("/health")).status_code == 200:
+                    await asyncio.sleep(0.01)
+                server.process.send_signal(signal.SIGINT)
+                with pytest.raises(httpx.TransportError):
+                    await stream
 
-    asyncio.run(run())
-    assert server.process.wait(60) == 128 + signal.SIGINT
-    server.wait_for(lambda: all(is_gone(pid) for pid in children.values()), "their end")
-    assert not folder.exists()
-    assert "Traceback" not in server.log
+        asyncio.run(run())
+        assert server.process.wait(60) == 128 + signal.SIGINT
+        server.wait_for(lambda: all(is_gone(pid) for pid in children.values()), "their end")
+        assert not folder.exists()
+        assert "Traceback" not in server.log
 
 
 # -- one server with every log line it can write -------------------------------------------------------------------
@@ -299,7 +312,13 @@ async def served_here(engine_pid: int) -> AsyncIterator[tuple[App, httpx.AsyncCl
             await engine.close()
 
 
-FIRST_ENDS_EARLY: Event = {"prompt": [counting(1), counting(2000)], "stop": [" 9,"], "max_tokens": 40, "stream": True}
+FIRST_ENDS_EARLY: Event = {
+    "prompt": [counting(1), counting(2000)],
+    "stop": [" 9,"],
+    "max_tokens": 40,
+    "temperature": 0,
+    "stream": True,
+}
 
 
 @pytest.mark.parametrize(

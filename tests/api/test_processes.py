@@ -18,7 +18,7 @@ import httpx2 as httpx
 import msgspec
 import pytest
 from serving import Server
-from traffic import DONE, Event, Started, chat, client_of, counting, follow, is_gone, native, socket_path
+from traffic import DONE, Event, Started, chat, client_of, counting, follow, is_gone, native, running, socket_path
 
 from tgi.api.control import EngineLost, EngineReady, Start
 from tgi.config import ServerConfig
@@ -238,32 +238,38 @@ def test_death_of_the_launcher_leaves_nobody(victim: Server) -> None:
     shutil.rmtree(folder)  # nobody was left to do it
 
 
+def is_loading(server: Server) -> bool:
+    """The engine knows what to do, and is importing what it needs for that."""
+    engine = server.children().get("engine")
+    return engine is not None and b"libtorch" in Path(f"/proc/{engine}/maps").read_bytes()
+
+
 def test_death_of_the_launcher_while_its_processes_are_starting(model_cache: Path) -> None:
-    """They cannot have asked the kernel yet to end with it."""
-    server = Server(cache=model_cache, wait=False)
-    server.wait_for(lambda: len(server.children()) == 2, "its processes")
-    children = server.children()
-    folder = socket_path(children["engine"]).parent
-    server.process.kill()
-    server.process.wait()
-    wait_until_gone(list(children.values()))
-    shutil.rmtree(folder)
+    """They cannot have asked the kernel yet to end with it, and end when they have nobody to talk to."""
+    with running(cache=model_cache, wait=False) as server:
+        server.wait_for(lambda: is_loading(server), "the engine")
+        children = server.children()
+        folder = socket_path(children["engine"]).parent
+        server.process.kill()
+        server.process.wait()
+        wait_until_gone(list(children.values()))
+        shutil.rmtree(folder)
 
 
 # -- starts that fail ----------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_cannot_be_served(model_cache: Path, tmp_path: Path) -> None:
-    server = Server("--model-id", "/no/such/model", cache=model_cache, wait=False, TMPDIR=str(tmp_path))
-    server.wait_for(lambda: "api" in server.children() or server.process.poll() is not None, "a process")
-    children = list(server.children().values())
-    assert server.process.wait(60) == 3
-    server.stop()
-    errors = [line for line in server.lines if " ERROR " in line]
-    assert len(errors) == 1 and "/no/such/model" in errors[0], server.log
-    assert "Traceback" not in server.log
-    wait_until_gone(children)
-    assert not list(tmp_path.iterdir())
+    with running("--model-id", "/no/such/model", cache=model_cache, wait=False, TMPDIR=str(tmp_path)) as server:
+        server.wait_for(lambda: "api" in server.children() or server.process.poll() is not None, "a process")
+        children = list(server.children().values())
+        assert server.process.wait(60) == 3
+        server.stop()
+        errors = [line for line in server.lines if " ERROR " in line]
+        assert len(errors) == 1 and "/no/such/model" in errors[0], server.log
+        assert "Traceback" not in server.log
+        wait_until_gone(children)
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_port_that_is_taken() -> None:
@@ -281,26 +287,21 @@ def test_a_port_that_is_taken() -> None:
 
 def test_a_port_that_another_server_takes_while_ours_is_loading(model_cache: Path) -> None:
     """Two sockets may be bound to a port as long as neither listens."""
-    server = Server(cache=model_cache, wait=False)
-    server.wait_for(lambda: "engine" in server.children(), "the engine")
-    children = list(server.children().values())
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("0.0.0.0", server.port))
-        other.listen()
-        assert server.process.wait(60) == 6
-    server.stop()
-    assert f"Port {server.port} is in use by another program" in server.log
-    assert "Serving" not in server.log and "Traceback" not in server.log
-    wait_until_gone(children)
+    with running(cache=model_cache, wait=False) as server:
+        server.wait_for(lambda: "engine" in server.children(), "the engine")
+        children = list(server.children().values())
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(("0.0.0.0", server.port))
+            other.listen()
+            assert server.process.wait(60) == 6
+        server.stop()
+        assert f"Port {server.port} is in use by another program" in server.log
+        assert "Serving" not in server.log and "Traceback" not in server.log
+        wait_until_gone(children)
 
 
 # -- signals while it starts ---------------------------------------------------------------------------------------
-
-
-def is_loading(server: Server) -> bool:
-    engine = server.children().get("engine")
-    return engine is not None and b"libtorch" in Path(f"/proc/{engine}/maps").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -317,16 +318,16 @@ def test_a_signal_while_it_starts(model_cache: Path, tmp_path: Path, moment: str
         "its processes": lambda: len(server.children()) == 2,
         "torch": lambda: is_loading(server),
     }[moment]
-    server = Server(cache=model_cache, wait=False, TMPDIR=str(tmp_path))
-    server.wait_for(reached, moment)
-    children = list(server.children().values())
-    # A terminal signals every process of its group: that must be the launcher alone.
-    assert os.getpgid(server.process.pid) not in {os.getpgid(pid) for pid in children}
-    assert server.stop(number) == 0, server.log
-    assert "Traceback" not in server.log
-    assert "Serving" not in server.log
-    wait_until_gone(children)
-    assert not list(tmp_path.iterdir())
+    with running(cache=model_cache, wait=False, TMPDIR=str(tmp_path)) as server:
+        server.wait_for(reached, moment)
+        children = list(server.children().values())
+        # A terminal signals every process of its group: that must be the launcher alone.
+        assert os.getpgid(server.process.pid) not in {os.getpgid(pid) for pid in children}
+        assert server.stop(number) == 0, server.log
+        assert "Traceback" not in server.log
+        assert "Serving" not in server.log
+        wait_until_gone(children)
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,8 +202,10 @@ class App:
     def keep_alive(self, now: float, silence_s: float) -> None:
         """Wake the streams that have sent nothing for that long; they send a comment."""
         for call in self._calls:
-            if call.streams and not call.connection.complete and now - call.connection.last_write >= silence_s:
-                call.streams[0].wake()
+            if not call.connection.complete and now - call.connection.last_write >= silence_s:
+                unfinished = [generation for generation in call.streams if not generation.finished]
+                if unfinished:  # one is enough: they share the connection
+                    unfinished[0].wake()
 
 
 _PREFLIGHT = {

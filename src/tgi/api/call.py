@@ -6,16 +6,17 @@ Level 8.
 import logging
 from dataclasses import dataclass, field
 
-from tgi.api.errors import describe, status_of
+from tgi.api.errors import UnavailableError, describe, status_of
 from tgi.api.generation import Generation
 from tgi.api.http import Connection, Request
 from tgi.api.logs import fields, log_success, span_fields
 from tgi.api.metrics import Timings
 from tgi.api.service import Service
 from tgi.api.trace import Span
-from tgi.errors import TgiError
+from tgi.errors import EngineError, OverloadedError, TgiError
 
 log = logging.getLogger("tgi.api")
+_WITHOUT_USER_TEXT = (EngineError, OverloadedError, UnavailableError)  # other texts may repeat what the client sent
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +45,8 @@ class Call:
         log.log(
             logging.ERROR if status_of(error) >= 424 and kind != "overloaded" else logging.INFO,
             "%s",
-            describe(error).error,
-            extra=fields(request_id=self.request.id, error_type=kind),
+            describe(error).error if isinstance(error, _WITHOUT_USER_TEXT) else "Request refused",
+            extra=fields(request_id=self.request.id, error_type=kind, status=status_of(error)),
         )
 
     def stream_headers(self, characters: int) -> dict[str, str]:

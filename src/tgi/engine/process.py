@@ -244,10 +244,8 @@ def _tokens_of(out: TokenOut, number: int, stats: StepStats) -> TokenOut:
 
 
 def main() -> int:
-    """`python -m tgi.engine.process SOCKET [PARENT]`, with the `ServerConfig` as JSON on standard input."""
+    """`python -m tgi.engine.process SOCKET`, with the `ServerConfig` as JSON on standard input."""
     end_with_parent()
-    if len(sys.argv) > 2 and os.getppid() != int(sys.argv[2]):
-        return EXIT_START_FAILED  # the parent died before the kernel knew that this process ends with it
     # Who stops a whole group or service signals this process too; the parent ends it, once requests are drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -227,8 +227,7 @@ class Supervisor:
             number += 1
             path = str(self._folder / f"engine-{number}.sock")
             started = time.monotonic()
-            parent = str(os.getpid())
-            process = await self._engine.start("tgi.engine.process", path, parent, stderr=asyncio.subprocess.PIPE)
+            process = await self._engine.start("tgi.engine.process", path, stderr=asyncio.subprocess.PIPE)
             if self._stopping.is_set():
                 self._engine.send_signal(signal.SIGKILL)
             assert process.stdin is not None and process.stdout is not None and process.stderr is not None
