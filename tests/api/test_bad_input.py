@@ -1,5 +1,6 @@
 """Input nobody should send: a clear answer at once, the server healthy, and others unaffected."""
 
+import itertools
 import json
 import socket
 import threading
@@ -168,27 +169,28 @@ def test_largest_allowed_body(http: httpx.Client) -> None:
 
 
 def test_tokenising_keeps_nobody_waiting(server: Server, http: httpx.Client) -> None:
-    """While two megabytes are tokenised, others are answered: more than one such answer before it is done."""
-    results: list[float] = []
+    """While two megabytes are tokenised others are answered all the time: no pause as long as half of the work."""
     text = "a " * 990_000
+    over = threading.Event()
 
     def ask() -> None:
         with server.client() as client:
             client.post("/generate", json={"inputs": text})
-        results.append(time.monotonic())
+        over.set()
 
     thread = threading.Thread(target=ask)
+    moments = [time.monotonic()]
     thread.start()
-    answered: list[float] = []
-    while not results:
+    while not over.is_set():
         assert http.get("/health").status_code == 200
-        answered.append(time.monotonic())
+        moments.append(time.monotonic())
     thread.join()
-    assert sum(moment < results[0] for moment in answered[5:]) >= 20
+    longest = max(later - earlier for earlier, later in itertools.pairwise(moments))
+    assert longest < (moments[-1] - moments[0]) / 2
 
 
 def test_texts_of_all_kinds(http: httpx.Client) -> None:
-    for text in ("\x00", "\x00" * 100, "\u202e\u2066", "\ufffd", "\U0010ffff", "e\u0301" * 50, "\r\n\t\v", "😀" * 100):
+    for text in ("\x00", "\x00" * 20, "\u202e\u2066", "\ufffd", "\U0010ffff", "e\u0301" * 9, "\r\n\t\v", "😀" * 9):
         body = {"inputs": text, "parameters": {"max_new_tokens": 2, "return_full_text": True}}
         answer = http.post("/generate", json=body)
         assert answer.status_code == 200, answer.text
@@ -468,6 +470,7 @@ def test_expect_continue(server: Server) -> None:
         (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000 + b"\r\n\r\n", 431),
         (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * 200 + b"\r\n", 431),
         (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * 20_000 + b"\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"a" * 100_000 + b": b\r\n\r\n", 431),
         (b"nonsense\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), 400),  # TLS
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
@@ -482,6 +485,7 @@ def test_expect_continue(server: Server) -> None:
 )
 def test_heads(server: Server, request_head: bytes, status: int) -> None:
     with connect(server) as sock:
+        sock.settimeout(10)
         sock.sendall(request_head)
         data = read_all(sock)
     assert data.split(b"\r\n")[0].startswith(b"HTTP/1.1 %d " % status), data[:200]

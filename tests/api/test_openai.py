@@ -587,7 +587,7 @@ def test_other_formats(http: httpx.Client) -> None:
     regex = {"type": "regex", "value": "(yes|no)!"}
     answer = chat(http, messages=ASK, response_format=regex, max_tokens=10)["choices"][0]
     assert answer["message"]["content"] in ("yes!", "no!")
-    anything = chat(http, messages=ASK, response_format={"type": "json_object"}, temperature=0, max_tokens=200)
+    anything = chat(http, messages=ASK, response_format={"type": "json_object"}, temperature=0, max_tokens=60)
     choice = anything["choices"][0]
     if choice["finish_reason"] == "stop":
         assert isinstance(json.loads(choice["message"]["content"]), dict)
@@ -662,16 +662,16 @@ def check_calls(message: dict, names: set[str]) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("choice", "names"),
+    ("choice", "parallel", "names"),
     [
-        ("required", {"get_weather", "add"}),
-        ({"type": "function", "function": {"name": "add"}}, {"add"}),
-        ("get_weather", {"get_weather"}),  # TGI's form
-        ({"function": {"name": "get_weather"}}, {"get_weather"}),
+        ("required", None, {"get_weather", "add"}),
+        ("required", False, {"get_weather", "add"}),
+        ({"type": "function", "function": {"name": "add"}}, None, {"add"}),
+        ("get_weather", None, {"get_weather"}),  # TGI's form
+        ({"function": {"name": "get_weather"}}, False, {"get_weather"}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("parallel", [False, None])
 def test_forced_calls(http: httpx.Client, choice: object, names: set[str], parallel: bool | None) -> None:
     body = {
         "messages": WEATHER,
@@ -715,7 +715,7 @@ def test_call_that_is_cut_off(http: httpx.Client) -> None:
 
 
 def test_tools_that_may_be_left_alone(http: httpx.Client) -> None:
-    body = {"messages": HELLO, "temperature": 0, "max_tokens": 24}
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 12}
     plain = chat(http, **body)["choices"][0]
     none = chat(http, **body, tools=TOOLS, tool_choice="none")["choices"][0]
     assert none == plain  # the model never hears of them

@@ -43,7 +43,7 @@ class Call:
         if err is not None:
             self.service.metrics.fail_request(err)
         log.log(
-            logging.ERROR if status_of(error) >= 424 and kind != "overloaded" else logging.INFO,
+            logging.ERROR if kind in ("generation", "internal") else logging.INFO,
             "%s",
             describe(error).error if isinstance(error, _WITHOUT_USER_TEXT) else "Request refused",
             extra=fields(request_id=self.request.id, error_type=kind, status=status_of(error)),

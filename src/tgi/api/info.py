@@ -3,6 +3,7 @@
 Level 8.
 """
 
+from collections.abc import Callable
 from importlib.resources import files
 
 import msgspec
@@ -19,6 +20,7 @@ from tgi.errors import ValidationError
 from tgi.text.tokenizer import Tokenizer
 from tgi.version import __version__
 
+_LONG_TEXT = 2_000  # characters
 _decode = msgspec.json.Decoder(GenerateRequest).decode
 
 
@@ -73,8 +75,8 @@ async def tokenize(call: Call) -> None:
     body = decode_body(_decode, await call.request.read_json())
     if not body.inputs:
         raise ValidationError("`inputs` cannot be empty")
-    tokens = await _tokenize(call, body.inputs, add_special_tokens=True)
-    await call.connection.respond(json_response(tokens))
+    tokenizer, text = call.service.tokenizer, body.inputs
+    await _respond_beside(call, lambda: json_response(simple_tokens(tokenizer, text, True)), text)
 
 
 def _decode_chat(data: bytes) -> ChatRequest:
@@ -85,13 +87,17 @@ async def chat_tokenize(call: Call) -> None:
     call.service.metrics.count_request()
     body = decode_body(_decode_chat, await call.request.read_json())
     prompt = await render_chat(call.service, body, choose_tools(body))
-    tokens = await _tokenize(call, prompt, add_special_tokens=False)
-    await call.connection.respond(json_response(ChatTokenizeResponse(tokens, prompt)))
-
-
-async def _tokenize(call: Call, text: str, add_special_tokens: bool) -> list[SimpleToken]:
     tokenizer = call.service.tokenizer
-    return await call.service.run_beside(lambda: simple_tokens(tokenizer, text, add_special_tokens), len(text) > 2_000)
+
+    def work() -> Response:
+        return json_response(ChatTokenizeResponse(simple_tokens(tokenizer, prompt, False), prompt))
+
+    await _respond_beside(call, work, prompt)
+
+
+async def _respond_beside(call: Call, make: Callable[[], Response], text: str) -> None:
+    """The answer is made whole in a worker thread, so that few token lists of long texts exist at a time."""
+    await call.connection.respond(await call.service.run_beside(make, len(text) > _LONG_TEXT))
 
 
 def simple_tokens(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[SimpleToken]:

@@ -110,10 +110,10 @@ class ApiProcess:
             self._joining = None
         if self._service is None:
             self._service = Service(self._config, facts, self._tracer)
-            self._service.attach(client)
+            self._service.attach(client, facts)
             await self._open(self._service)
         else:
-            self._service.attach(client)
+            self._service.attach(client, facts)
             self._service.metrics.engine_restarted()
             log.info("The engine is back")
 

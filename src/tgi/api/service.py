@@ -72,8 +72,9 @@ class Service:
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
-    def attach(self, engine: EngineClient) -> None:
+    def attach(self, engine: EngineClient, facts: ModelFacts) -> None:
         """Requests go to this engine from now on."""
+        self.facts = facts  # the limits of another start may be others
         engine.on_step = self.metrics.step
         engine.on_load = self.metrics.load
         self.engine = engine
@@ -171,17 +172,21 @@ class Permit:
         self._service = service
         self._count = count
         self._generations: list[Generation] = []
+        self._queued: set[Generation] = set()  # those without a token yet
         service.num_running += count
         service.metrics.in_flight(service.num_running)
 
     def add(self, generation: Generation) -> None:
         self._generations.append(generation)
+        self._queued.add(generation)
         self._service.generations.add(generation)
         self._service.num_queued_tokens += generation.input_length
         generation.on_first_token = self._leave_queue
 
     def _leave_queue(self, generation: Generation) -> None:
-        self._service.num_queued_tokens -= generation.input_length
+        if generation in self._queued:
+            self._queued.discard(generation)
+            self._service.num_queued_tokens -= generation.input_length
 
     def __enter__(self) -> "Permit":
         return self
@@ -192,5 +197,4 @@ class Permit:
         for generation in self._generations:
             generation.close()
             self._service.generations.discard(generation)
-            if generation.num_tokens == 0:
-                self._leave_queue(generation)
+            self._leave_queue(generation)
