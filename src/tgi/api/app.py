@@ -108,7 +108,7 @@ class App:
     # -- finding the route -----------------------------------------------------------------------------------------
 
     async def _dispatch(self, request: Request, connection: Connection) -> None:
-        openai = request.path.startswith("/v1/")
+        openai = request.path.startswith("/v1/") or request.path == "/v1"
         route = self._find(request)
         if route is None:
             await connection.respond(self._not_found(request, openai))
@@ -139,7 +139,7 @@ class App:
         allowed = [method for method, path in self._exact if path == request.path]
         allowed += [route.method for pattern, route in self._patterns if pattern.fullmatch(request.path)]
         if allowed:
-            headers = {"allow": ",".join(sorted(set(allowed)))}
+            headers = {"allow": ",".join(sorted({*allowed, *(["HEAD"] if "GET" in allowed else [])}))}
             if not openai:
                 return Response(405, headers=headers)
             response = openai_plain(405, f"{request.method} is not allowed on {request.path}")

@@ -14,7 +14,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-BODY_TIMEOUT_S = 30.0  # between two pieces of a body
+BODY_TIMEOUT_S, BODY_TOTAL_TIMEOUT_S = 30.0, 120.0  # between two pieces of a body, and for all of it
 _MAX_DISCARDED = 64_000_000  # bytes beyond the limit that are read before the connection is closed
 KEEP_ALIVE_S = 15.0  # a stream that has been silent this long gets a comment
 
@@ -61,10 +61,11 @@ class Request:
         """All of it. What comes beyond the limit is read and thrown away, so that the client gets to see the answer."""
         pieces: list[bytes] = []
         size = 0
+        deadline = time.monotonic() + BODY_TOTAL_TIMEOUT_S
         length = self.headers.get("content-length", "")
         too_large = length.isdecimal() and int(length) > self._limit
         while not self._complete:
-            message = await self._next_message()
+            message = await self._next_message(min(BODY_TIMEOUT_S, deadline - time.monotonic()))
             piece = message.get("body", b"")
             size += len(piece)
             too_large = too_large or size > self._limit
@@ -81,11 +82,11 @@ class Request:
             self._watcher = asyncio.create_task(self._watch())
         return b"".join(pieces)
 
-    async def _next_message(self) -> Message:
+    async def _next_message(self, timeout_s: float) -> Message:
         try:
-            message = await asyncio.wait_for(self._receive(), BODY_TIMEOUT_S)
+            message = await asyncio.wait_for(self._receive(), timeout_s)
         except TimeoutError:
-            text = f"Failed to buffer the request body: nothing came for {BODY_TIMEOUT_S:g} seconds"
+            text = "Failed to buffer the request body: it did not come in time"
             raise HttpError(408, text, {"connection": "close"}) from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError

@@ -11,7 +11,7 @@ import msgspec
 from tgi.api.bodies import ChatTokenizeResponse, ErrorResponse, GenerateRequest, Info, SimpleToken, known_members
 from tgi.api.call import Call
 from tgi.api.chat import choose_tools, render_chat
-from tgi.api.errors import decode_body
+from tgi.api.errors import decode_body, openai_plain
 from tgi.api.http import Response, json_response
 from tgi.api.metrics import CONTENT_TYPE
 from tgi.api.openai_bodies import ChatRequest, ModelInfo, ModelsInfo
@@ -64,6 +64,10 @@ async def models(call: Call) -> None:
 async def model(call: Call) -> None:
     """One model by its name. There is one."""
     name = call.service.facts.model_id
+    if call.request.variables[0] not in (name, "tgi"):
+        text = f"The model '{call.request.variables[0]}' does not exist"
+        await call.connection.respond(openai_plain(404, text, code="model_not_found"))
+        return
     await call.connection.respond(json_response(ModelInfo(name, "model", 0, name)))
 
 

@@ -13,6 +13,7 @@ MAX_URL_BYTES = 16 * 1024
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 100
 HEAD_TIMEOUT_S = 20.0
+LINGER_S = 2.0  # what still comes after a refusal is thrown away so long; else the client sees a reset, not the answer
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -20,6 +21,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_bytes = 0  # received of the present head
         self._in_head = True
+        self._refused = False
         self._head_timer: TimerHandle | None = None
 
     def connection_made(self, transport: Transport) -> None:
@@ -31,6 +33,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_timer is None:
@@ -51,22 +55,22 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
-        if len(self.headers) > MAX_HEADERS or len(value) > MAX_HEAD_BYTES:
+        if len(self.headers) > MAX_HEADERS or len(name) + len(value) > MAX_HEAD_BYTES:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request has too many or too long headers")
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
         self._stop_timer()
-        if not self.transport.is_closing():
+        if not self._refused and not self.transport.is_closing():
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        if self.cycle is not None:
+        if self.cycle is not None and not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_head, self._head_bytes = True, 0
-        if self.cycle is not None:
+        if self.cycle is not None and not self._refused:
             super().on_message_complete()
 
     def _start_timer(self) -> None:
@@ -86,8 +90,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
         """Answer and close. Requests already running on this connection end with it."""
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
+        self._refused = True
+        self._stop_timer()
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: text/plain; charset=utf-8\r\n"
         self.transport.write(f"{head}content-length: {len(text)}\r\nconnection: close\r\n\r\n{text}".encode())
-        self.transport.close()
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
