@@ -296,7 +296,7 @@ async def served_here(engine_pid: int) -> AsyncIterator[tuple[App, httpx.AsyncCl
         sock.bind(("127.0.0.1", 0))
         try:
             service = Service(ServerConfig(), await engine.connect(30))
-            service.attach(engine)
+            service.attach(engine, service.facts)
             app = App(service)
             http_server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error"))
             http_server.capture_signals = nullcontext  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ from tgi.api import chat, cloud, completions, info, native
 from tgi.api.call import Call
 from tgi.api.errors import (
     InternalError,
+    decode_error,
     describe,
     native_error,
     openai_error,
@@ -178,15 +179,18 @@ class App:
             await self._answer(connection, (openai_error if openai else native_error)(error))
         except HttpError as error:
             await self._answer(connection, plain_error(error, openai))
+        except RecursionError as error:  # nested so deeply that decoding just managed
+            await self._answer(connection, plain_error(decode_error(error), openai))
         except ClientGoneError:
-            self.service.metrics.fail_request("dropped")
+            call.drop()
         except asyncio.CancelledError:
             if not request.gone:
                 raise
             task.uncancel()
-            self.service.metrics.fail_request("dropped")
+            call.drop()
         except Exception:
             log.exception("a route failed", extra=fields(request_id=request.id, route=route.path))
+            call.span.fail("internal")
             if connection.started and not connection.complete:
                 await connection.write(frame(openai_event(InternalError()) if openai else describe(InternalError())))
             await self._answer(connection, (openai_error if openai else native_error)(InternalError()))

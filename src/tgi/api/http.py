@@ -15,6 +15,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 BODY_TIMEOUT_S, BODY_TOTAL_TIMEOUT_S = 30.0, 120.0  # between two pieces of a body, and for all of it
+_LONG_BODY = 4_000  # bytes
 _MAX_DISCARDED = 64_000_000  # bytes beyond the limit that are read before the connection is closed
 KEEP_ALIVE_S = 15.0  # a stream that has been silent this long gets a comment
 
@@ -46,9 +47,15 @@ class Request:
         self._receive = receive
         self._limit = payload_limit
         self._complete = False
+        self.num_body_bytes = 0
         self.gone = False  # the client left before it had its answer
         self._watched: tuple[asyncio.Task[None], Callable[[], bool]] | None = None
         self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def is_long(self) -> bool:
+        """Whether working on the body may take so long that others would notice."""
+        return self.num_body_bytes > _LONG_BODY
 
     async def read_json(self) -> bytes:
         """The body of a request that must be JSON by its content type."""
@@ -78,6 +85,7 @@ class Request:
             self._complete = not message.get("more_body", False)
         if too_large:
             raise _too_large()
+        self.num_body_bytes = size
         if self._watched is not None:
             self._watcher = asyncio.create_task(self._watch())
         return b"".join(pieces)

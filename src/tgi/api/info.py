@@ -10,17 +10,17 @@ import msgspec
 
 from tgi.api.bodies import ChatTokenizeResponse, ErrorResponse, GenerateRequest, Info, SimpleToken, known_members
 from tgi.api.call import Call
-from tgi.api.chat import choose_tools, render_chat
+from tgi.api.chat_prompt import choose_tools, render_chat
 from tgi.api.errors import decode_body, openai_plain
 from tgi.api.http import Response, json_response
 from tgi.api.metrics import CONTENT_TYPE
 from tgi.api.openai_bodies import ChatRequest, ModelInfo, ModelsInfo
 from tgi.api.openapi import build_document
+from tgi.api.service import LONG_TEXT
 from tgi.errors import ValidationError
 from tgi.text.tokenizer import Tokenizer
 from tgi.version import __version__
 
-_LONG_TEXT = 2_000  # characters
 _decode = msgspec.json.Decoder(GenerateRequest).decode
 
 
@@ -90,7 +90,10 @@ def _decode_chat(data: bytes) -> ChatRequest:
 async def chat_tokenize(call: Call) -> None:
     call.service.metrics.count_request()
     body = decode_body(_decode_chat, await call.request.read_json())
-    prompt = await render_chat(call.service, body, choose_tools(body))
+    template = call.service.template
+    prompt = await call.service.run_beside(
+        lambda: render_chat(body, template, choose_tools(body)), call.request.is_long
+    )
     tokenizer = call.service.tokenizer
 
     def work() -> Response:
@@ -101,7 +104,7 @@ async def chat_tokenize(call: Call) -> None:
 
 async def _respond_beside(call: Call, make: Callable[[], Response], text: str) -> None:
     """The answer is made whole in a worker thread, so that few token lists of long texts exist at a time."""
-    await call.connection.respond(await call.service.run_beside(make, len(text) > _LONG_TEXT))
+    await call.connection.respond(await call.service.run_beside(make, len(text) > LONG_TEXT))
 
 
 def simple_tokens(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[SimpleToken]:

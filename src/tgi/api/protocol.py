@@ -13,6 +13,7 @@ MAX_URL_BYTES = 16 * 1024
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 100
 HEAD_TIMEOUT_S = 20.0
+WRITE_TIMEOUT_S = 60.0  # a client that reads nothing for so long, with full buffers, is gone
 LINGER_S = 2.0  # what still comes after a refusal is thrown away so long; else the client sees a reset, not the answer
 
 
@@ -23,6 +24,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._refused = False
         self._head_timer: TimerHandle | None = None
+        self._write_timer: TimerHandle | None = None
 
     def connection_made(self, transport: Transport) -> None:
         super().connection_made(transport)
@@ -30,11 +32,24 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_write_timer()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        if self._in_head and not self._head_bytes:
+            data = data.lstrip(b"\r\n")  # some clients send an empty line behind a body
+            if not data:
+                return
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_timer is None:
@@ -81,9 +96,21 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
+    @property
+    def _answering(self) -> bool:
+        """Whether an earlier request on this connection still gets its answer."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
     def _out_of_time(self) -> None:
         self._head_timer = None
-        if self._head_bytes:
+        if self._answering:
+            self._start_timer()
+        elif self._head_bytes:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, "the request's headers did not come in time")
         else:
             self.transport.close()
@@ -94,6 +121,9 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._refused = True
         self._stop_timer()
+        if self._answering:  # nothing can be said in the middle of an answer
+            self.transport.abort()
+            return
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: text/plain; charset=utf-8\r\n"
         self.transport.write(f"{head}content-length: {len(text)}\r\nconnection: close\r\n\r\n{text}".encode())
         self.transport.write_eof()

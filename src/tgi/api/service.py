@@ -35,7 +35,8 @@ log = logging.getLogger("tgi.api")
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
-_LONG_TEXT = 2_000  # characters; longer ones are worked on beside the event loop
+LONG_TEXT = 2_000  # characters; longer ones are worked on beside the event loop
+_GRAMMAR_WAITERS = 16  # requests that wait for the compiler at a time
 _QUEUE_FACTOR = 4  # prompt tokens that may wait, in multiples of the KV cache
 
 
@@ -62,6 +63,7 @@ class Service:
         pool_tokens = (facts.num_blocks - 1) * facts.block_size
         self._max_queued_tokens = config.max_queued_tokens or _QUEUE_FACTOR * pool_tokens
         self._workers = ThreadPoolExecutor(config.validation_workers, thread_name_prefix="tgi-validate")
+        self._grammar_workers = ThreadPoolExecutor(_GRAMMAR_WAITERS, thread_name_prefix="tgi-grammar-wait")
         self.generations: set[Generation] = set()
         self.fingerprint = f"{__version__}-native"
         self.compute_type = config.compute_type or f"1-{facts.device}"
@@ -77,6 +79,7 @@ class Service:
         self.facts = facts  # the limits of another start may be others
         engine.on_step = self.metrics.step
         engine.on_load = self.metrics.load
+        engine.on_step_failure = lambda: self.metrics.fail_step(prefill=False)
         self.engine = engine
         self.metrics.engine_ready(self.facts)
 
@@ -85,7 +88,7 @@ class Service:
         engine, self.engine = self.engine, None
         self.unavailable = reason
         if engine is not None:
-            if engine.num_in_flight and not self.draining:
+            if engine.num_in_flight and not self.draining:  # it was killed in the middle of a step
                 self.metrics.fail_step(prefill=False)
             engine.fail(EngineError(reason))
         return engine
@@ -114,7 +117,7 @@ class Service:
         """Tokenise, check lengths, compile the grammar. Raises `ValidationError`."""
 
         def work() -> GenerationRequest:
-            request = prepare_request(
+            return prepare_request(
                 0,
                 prompt,
                 params,
@@ -125,11 +128,10 @@ class Service:
                 chunk=CHUNK_TOKENS,
                 grammar=grammar,
             )
-            if grammar is not None:
-                self.grammars.compile(grammar)
-            return request
 
-        request = await self.run_beside(work, grammar is not None or len(prompt) > _LONG_TEXT)
+        request = await self.run_beside(work, len(prompt) > LONG_TEXT)
+        if grammar is not None:  # on threads of its own: texts do not wait behind grammars
+            await asyncio.get_running_loop().run_in_executor(self._grammar_workers, self.grammars.compile, grammar)
         self.metrics.validated(len(request.token_ids), min(request.max_new_tokens, CHUNK_TOKENS))
         return request
 
@@ -153,7 +155,6 @@ class Service:
             raise UnavailableError(self.unavailable)
         changes = {"id": engine.next_id()} | ({"seed": secrets.randbits(64)} if new_seed else {})
         request = msgspec.structs.replace(request, **changes)
-        self.metrics.count_request()
         stream = engine.submit(request)
         generation = Generation(
             request, stream, make_text(self.tokenizer, request), self.tokenizer, self.metrics, arrived
@@ -163,6 +164,7 @@ class Service:
 
     def close(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
+        self._grammar_workers.shutdown(wait=False, cancel_futures=True)
 
 
 class Permit:

@@ -21,6 +21,7 @@ import zmq.asyncio
 from tgi.errors import EngineError
 from tgi.types import (
     Abort,
+    Admitted,
     EngineFailed,
     EngineLoad,
     Finish,
@@ -40,12 +41,13 @@ _decode = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 class TokenEvent(msgspec.Struct, gc=False):
-    """What one step brought for one request: a token, or prompt log-probabilities, or its end, or several of these."""
+    """What one step brought for one request: its admission, a token, prompt log-probabilities, its end."""
 
     token_id: int | None = None
     logprob: float = 0.0
     top_tokens: list[tuple[int, float]] = []
     prompt_logprobs: list[tuple[int, list[float]]] = []  # (first token, values)
+    admitted: Admitted | None = None
     finish: Finish | None = None
 
 
@@ -109,6 +111,8 @@ class EngineClient:
         self.load: EngineLoad | None = None
         self.on_load: Callable[[EngineLoad], None] | None = None
         self.on_step: Callable[[StepStats], None] | None = None
+        self.on_step_failure: Callable[[], None] | None = None
+        self.on_failure: Callable[[Exception], None] | None = None  # of this client, not of the engine
 
     async def connect(self, timeout_s: float = 10.0) -> ModelFacts:
         """Join the engine. Raises `EngineError` when it does not answer in time."""
@@ -172,6 +176,14 @@ class EngineClient:
         self._socket.send(_encode(message), zmq.NOBLOCK)
 
     async def _read(self) -> None:
+        try:
+            await self._read_messages()
+        except Exception as error:
+            self.fail(EngineError(f"the engine's messages cannot be read: {error}"))
+            if self.on_failure is not None:
+                self.on_failure(error)
+
+    async def _read_messages(self) -> None:
         while True:
             match _decode(await self._socket.recv()):
                 case TokenOut() as out:
@@ -184,13 +196,15 @@ class EngineClient:
                     assert self._ready is not None
                     self._ready.set_result(facts)
                 case EngineFailed(error=error):
+                    if self.on_step_failure is not None:
+                        self.on_step_failure()
                     self.fail(EngineError(error))
 
     def _deliver(self, out: TokenOut) -> None:
         """One event per request of the step."""
         streams = self._streams
         logprobs = shortest_floats(out.logprobs)
-        if not (out.top_tokens or out.prompt_logprobs or out.finished):  # the usual step
+        if not (out.top_tokens or out.prompt_logprobs or out.finished or out.admitted):  # the usual step
             for request_id, token_id, logprob in zip(out.request_ids, out.token_ids, logprobs, strict=True):
                 stream = streams.get(request_id)
                 if stream is not None:
@@ -210,6 +224,8 @@ class EngineClient:
         for prompt in out.prompt_logprobs:
             event = events.setdefault(prompt.row, TokenEvent())
             event.prompt_logprobs = [*event.prompt_logprobs, (prompt.start, shortest_floats(prompt.logprobs))]
+        for admitted in out.admitted:
+            events.setdefault(admitted.request_id, TokenEvent()).admitted = admitted
         for finish in out.finished:
             events.setdefault(finish.request_id, TokenEvent()).finish = finish
         for request_id, event in events.items():

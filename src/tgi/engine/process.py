@@ -25,6 +25,7 @@ from tgi.errors import EngineError, TgiError, ValidationError
 from tgi.text.grammar import CompiledGrammar
 from tgi.types import (
     Abort,
+    Admitted,
     EngineFailed,
     EngineLoad,
     Finish,
@@ -238,6 +239,11 @@ def _tokens_of(out: TokenOut, number: int, stats: StepStats) -> TokenOut:
             msgspec.structs.replace(finish, request_id=finish.request_id - low)
             for finish in out.finished
             if low <= finish.request_id < high
+        ],
+        [
+            Admitted(admitted.request_id - low, admitted.num_cached_tokens, admitted.queue_ns)
+            for admitted in out.admitted
+            if low <= admitted.request_id < high
         ],
         stats,
     )

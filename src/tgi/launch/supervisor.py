@@ -170,6 +170,7 @@ class Supervisor:
         self._engine = _Child("engine", environment)
         self._api = _Child("api", environment)
         self._engine_socket: str | None = None  # of the engine that is ready
+        self._ready_at: float | None = None  # when that was
         self._stopping = asyncio.Event()
         self._status = 0
         self._started = time.monotonic()
@@ -226,7 +227,7 @@ class Supervisor:
         while not self._stopping.is_set():
             number += 1
             path = str(self._folder / f"engine-{number}.sock")
-            started = time.monotonic()
+            self._ready_at = None
             process = await self._engine.start("tgi.engine.process", path, stderr=asyncio.subprocess.PIPE)
             if self._stopping.is_set():
                 self._engine.send_signal(signal.SIGKILL)
@@ -244,16 +245,16 @@ class Supervisor:
             status = await process.wait()
             await errors
             self._engine_socket = None
+            reason = self._engine.describe_end(status)
+            self._send(EngineLost(reason))  # also while stopping: what is drained must not wait for it
             if self._stopping.is_set():
                 return
-            reason = self._engine.describe_end(status)
             if not ever_ready:
                 words = self._engine.last_words[-1] if self._engine.last_words else reason
                 log.error("%s", words.removeprefix("engine cannot start: "))
                 self._give_up(EXIT_MODEL if status == EXIT_START_FAILED else EXIT_ENGINE)
                 return
-            self._tell_api(EngineLost(reason))
-            if not await self._pause_after(self._engine, reason, started, EXIT_ENGINE):
+            if not await self._pause_after(self._engine, reason, self._ready_at or time.monotonic(), EXIT_ENGINE):
                 return
 
     def _on_ready(self, ready: EngineStarted, path: str) -> None:
@@ -261,11 +262,12 @@ class Supervisor:
             return
         self._stages.close()
         self._engine_socket = path
+        self._ready_at = time.monotonic()
         stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.seconds.items())
         log.info("Engine ready: %s", stages)
         for note in ready.notes:
             log.info("%s", note)
-        self._tell_api(EngineReady(path))
+        self._send(EngineReady(path))
 
     def _listen(self) -> bool:
         """Connections wait from here on until the api process takes them. False if another program was faster."""
@@ -338,9 +340,6 @@ class Supervisor:
         log.info(
             "Serving %s on http://%s:%d%s; try http://%s:%d/docs", self._config.model_id, host, port, again, shown, port
         )
-
-    def _tell_api(self, message: EngineReady | EngineLost) -> None:
-        self._send(message)
 
     def _send(self, message: Start | EngineReady | EngineLost) -> None:
         process = self._api.process
