@@ -238,7 +238,11 @@ def test_thousands_of_stop_strings(http: httpx.Client) -> None:
     answer = http.post("/generate", json={"inputs": "a", "parameters": {"stop": stops}})
     assert answer.json()["error"] == ("Input validation error: `stop` supports up to 4 stop sequences. Given: 50000")
     assert http.post("/v1/completions", json={"prompt": "a", "stop": stops}).status_code == 400
-    long = ["x" * 400_000, "y" * 400_000, "z" * 400_000, " three"]
+    text = "Input validation error: `stop` must not contain a string of more than 1000 characters"
+    answer = http.post("/generate", json={"inputs": "a", "parameters": {"stop": ["x" * 1001]}})
+    assert (answer.status_code, answer.json()["error"]) == (422, text)
+    assert http.post("/v1/completions", json={"prompt": "a", "stop": "x" * 400_000}).json()["error"]["message"] == text
+    long = ["x" * 1000, "y" * 1000, "z" * 1000, " three"]
     body = {"inputs": "Count: one, two,", "parameters": {"stop": long, "max_new_tokens": 4}}
     assert http.post("/generate", json=body).json() == {"generated_text": " three"}
     chat = {"prompt": "Count: one, two,", "temperature": 0, "stop": long[:3], "max_tokens": 4}

@@ -130,8 +130,16 @@ class Generation:
     async def take(self) -> list[Piece]:
         """The pieces since the last call; at least one, unless `wake` was called."""
         pieces: list[Piece] = []
-        events = await self._stream.take()
-        now = time.perf_counter()
+        while not pieces:
+            events = await self._stream.take()
+            if not events:
+                break
+            self._read(events, pieces)
+        if pieces:
+            self._observe(len(pieces), time.perf_counter())
+        return pieces
+
+    def _read(self, events: list[TokenEvent], pieces: list[Piece]) -> None:
         for event in events:
             if event.admitted is not None:
                 self.num_cached_tokens = event.admitted.num_cached_tokens
@@ -148,9 +156,6 @@ class Generation:
                     raise IncompleteError("Incomplete generation")
                 self._finish(pieces[-1])
                 break
-        if pieces:
-            self._observe(len(pieces), now)
-        return pieces
 
     async def take_all(self) -> list[Piece]:
         """Every piece to the end."""
