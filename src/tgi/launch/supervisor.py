@@ -1,8 +1,9 @@
 """Starts the engine and the api process, keeps them running, and ends them in order.
 
-Level 9. The launcher holds the address from the first moment, so a port that is taken is found at once, and listens when
-the model is ready; the api process takes the connections. A process that dies is started again, later each time; a model that cannot
-start at all ends the launcher. When the launcher dies, however that happens, the kernel ends both processes.
+Level 9. The launcher holds the address from the first moment, so a port that is taken is found at once, and listens
+when the model is ready; the api process takes the connections. A process that dies is started again, later each time; a
+model that cannot start at all ends the launcher. When the launcher dies, however that happens, the kernel ends both
+processes.
 """
 
 import asyncio
