@@ -14,8 +14,8 @@ import torch
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
 
-from driving import Output, Tiny, make_request, make_tiny, random_prompts, run, start  # noqa: E402
-from queue_on_cpu import QueueOnCpu  # noqa: E402
+from driving import Output, Tiny, make_request, make_tiny, random_prompts, run, start
+from queue_on_cpu import QueueOnCpu
 
 from tgi.devices.device import Ops
 from tgi.engine.build import Engine

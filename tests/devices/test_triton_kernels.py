@@ -18,7 +18,7 @@ if importlib.util.find_spec("triton") is None:
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, below
 
-from tgi.kernels.triton import attention, choice, small, state  # noqa: E402
+from tgi.kernels.triton import attention, choice, small, state
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 DTYPES = list(TOLERANCES)

@@ -35,7 +35,7 @@ def steps_up_to(step: int, maximum: int) -> list[int]:
 
 
 def decode_sizes(maximum: int) -> list[int]:
-    """Numbers of rows to capture decode steps for, up to `maximum`: steps of about an eighth, so padding costs little."""
+    """Numbers of rows to capture decode steps for, up to `maximum`: in steps so small that padding costs little."""
     if maximum < 1:
         raise ValueError(f"maximum {maximum} must be at least 1")
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32)]

@@ -31,7 +31,7 @@ class CudaDevice:
     def __init__(self, custom_kernels: bool = True, memory_fraction: float = 1.0) -> None:
         _check_available()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        properties = torch.cuda.get_device_properties(self.torch_device)
+        properties = _read_properties(self.torch_device)
         capability = (properties.major, properties.minor)
         bf16 = capability >= _MIN_CAPABILITY
         self.limits = Limits(
@@ -104,6 +104,10 @@ class CudaDevice:
         return decode_sizes(maximum)
 
 
+def _read_properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)  # pyright: ignore
+
+
 class _EventMark:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
@@ -120,6 +124,6 @@ def _check_available() -> None:
         )
     if not torch.cuda.is_available():
         raise StartError(
-            f"`device` cuda: PyTorch (built for CUDA {torch.version.cuda}) finds no usable GPU. Is one there, and is its"
-            " driver new enough (`nvidia-smi` says)? `device` cpu runs without one."
+            f"`device` cuda: PyTorch (built for CUDA {torch.version.cuda}) finds no usable GPU. Is one there, and is"
+            " its driver new enough (`nvidia-smi` says)? `device` cpu runs without one."
         )

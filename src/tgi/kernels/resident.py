@@ -1,8 +1,8 @@
 """The slots of all requests as one tensor, and the ops that read and change them without the host, in plain torch.
 
-Level 1. For devices that run ahead of the host: the host sends a step's changes in one copy (`apply_writes`), inputs are
-read from the slots (`gather_inputs`), and chosen tokens go back into them (`greedy_into`, `choose_into`). A row whose
-slot is -1 is padding: it reads token 0 at position 0 and writes to block 0, which no request owns.
+Level 1. For devices that run ahead of the host: the host sends a step's changes in one copy (`apply_writes`), inputs
+are read from the slots (`gather_inputs`), and chosen tokens go back into them (`greedy_into`, `choose_into`). A row
+whose slot is -1 is padding: it reads token 0 at position 0 and writes to block 0, which no request owns.
 """
 
 import torch
@@ -42,7 +42,8 @@ class SlotState:
 
 def apply_writes(words: Tensor, staged: Tensor, num_writes: int) -> None:
     """staged begins with a header per write, (place low, place high, source, count); sources are places in staged."""
-    for low, high, source, count in staged[: 4 * num_writes].view(-1, 4).tolist():
+    headers: list[list[int]] = staged[: 4 * num_writes].view(-1, 4).tolist()  # pyright: ignore
+    for low, high, source, count in headers:
         place = (high << 32) | (low & 0xFFFFFFFF)
         words[place : place + count] = staged[source : source + count]
 
@@ -65,7 +66,10 @@ def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[T
 
 
 def greedy_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) -> None:
-    """logits `[rows, vocab]`: the best token of each row into its slot; out `[2, >= rows]` int32: ids, bits of logprobs."""
+    """logits `[rows, vocab]`: the best token of each row goes into its slot, and with its log-probability into out.
+
+    out `[2, >= rows]` int32: ids, then the bits of the log-probabilities.
+    """
     tokens, logprobs = reference.greedy(logits.float())
     _append(slots, state, out, tokens, logprobs)
 

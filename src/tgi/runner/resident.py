@@ -4,6 +4,7 @@ Level 6. The host keeps lengths (to size what is not captured) and which slots a
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ class Staging:
         self._next = (self._next + 1) % _NUM_BUFFERS
         self._device.ops.apply_writes(state.words, self._words, len(writes))
         bounds = starts[len(writes) :].tolist()
-        return [self._words[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [self._words[a:b] for a, b in pairwise(bounds)]
 
     def _take_host(self, count: int) -> Tensor:
         mark = self._marks[self._next]

@@ -41,7 +41,7 @@ def _decode_kernel(
 ):  # fmt: skip
     """One row, one key/value head with all its query heads, one of SPLITS parts of the row's tokens.
 
-    Where a row has several parts the last one to finish joins them: `counters` says how many have, and is 0 again after.
+    Where a row has several parts the last one to finish joins them: `counters` says how many have, and ends at 0.
     """
     kv, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + row)
@@ -178,20 +178,24 @@ class Workspace:
     """Where the parts of split rows meet. Shared by all layers: kernels run one after the other."""
 
     def __init__(self) -> None:
-        self._partial: Tensor | None = None
-        self._stats: Tensor | None = None
-        self._counters: Tensor | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._outgrown: list[Tensor] = []  # captured steps still use them
 
     def take(self, device: torch.device, num_parts: int, m: int, d: int, num_places: int) -> tuple[Tensor, ...]:
-        """(partial results, their statistics, counters that are 0). Grows outside of captures only."""
-        if self._partial is None or self._partial.numel() < num_parts * m * d:
-            self._partial = torch.empty(num_parts * m * d, dtype=torch.float32, device=device)
-        if self._stats is None or self._stats.numel() < num_parts * m * 2:
-            self._stats = torch.empty(num_parts * m * 2, dtype=torch.float32, device=device)
-        if self._counters is None or self._counters.numel() < num_places:
-            self._counters = torch.zeros(num_places, dtype=torch.int32, device=device)
-        assert self._partial is not None and self._stats is not None and self._counters is not None
-        return self._partial, self._stats, self._counters
+        """(partial results, their statistics, counters that are 0). A capture must find them large enough already."""
+        return (
+            self._take("partial", num_parts * m * d, torch.float32, device),
+            self._take("stats", num_parts * m * 2, torch.float32, device),
+            self._take("counters", num_places, torch.int32, device),
+        )
+
+    def _take(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        found = self._buffers.get(name)
+        if found is None or found.numel() < count:
+            if found is not None:
+                self._outgrown.append(found)
+            found = self._buffers[name] = torch.zeros(max(count, 1), dtype=dtype, device=device)
+        return found
 
 
 def num_splits(rows: int, kv_heads: int, num_processors: int) -> int:
@@ -241,8 +245,8 @@ class PagedAttention:
         wide = q.dtype is torch.float32
         _decode_kernel[(kv_heads, rows, splits)](
             q, k_cache, v_cache, out, partial, stats, counters, batch.block_tables, batch.table_rows, batch.seq_lens,
-            scale, softcap or 1.0, q.stride(0), q.stride(1), out.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
-            batch.block_tables.stride(0), KV_HEADS=kv_heads, GROUP=group, M=m, D=d, D_PAD=d_pad,
+            scale, softcap or 1.0, q.stride(0), q.stride(1), out.stride(0), *k_cache.stride()[:3],
+            *v_cache.stride()[:3], batch.block_tables.stride(0), KV_HEADS=kv_heads, GROUP=group, M=m, D=d, D_PAD=d_pad,
             BLOCK_SIZE=block_size, BLOCK_N=32 if wide or d_pad > 128 else self.decode_block, SPLITS=splits,
             WINDOW=window or 0, SOFTCAP=softcap is not None, PRECISION="ieee",
             num_warps=self.decode_warps, num_stages=2 if wide or d_pad > 128 else self.decode_stages,
@@ -263,6 +267,6 @@ class PagedAttention:
             q, k_cache, v_cache, out, batch.block_tables, tiles, scale, softcap or 1.0,
             q.stride(0), q.stride(1), out.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
             batch.block_tables.stride(0), GROUP=heads // k_cache.shape[2], SUB=sub, M=m, D=d, D_PAD=d_pad,
-            BLOCK_SIZE=k_cache.shape[1], BLOCK_N=n, WINDOW=window or 0, SOFTCAP=softcap is not None, PRECISION="ieee",
-            num_warps=warps, num_stages=stages,
+            BLOCK_SIZE=k_cache.shape[1], BLOCK_N=n, WINDOW=window or 0, SOFTCAP=softcap is not None,
+            PRECISION="ieee", num_warps=warps, num_stages=stages,
         )  # fmt: skip

@@ -99,7 +99,7 @@ def _rotary_kernel(
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, HB: tl.constexpr,
 ):  # fmt: skip
-    """HB heads of one token: queries are rotated where they are, keys on their way to the cache, values only go there."""
+    """HB heads of one token: queries are rotated where they are, keys on their way to the cache; values only move."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Q_PARTS: tl.constexpr = (HEADS + HB - 1) // HB
     K_PARTS: tl.constexpr = (KV_HEADS + HB - 1) // HB
