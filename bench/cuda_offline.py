@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Output tokens per second on a GPU with random weights, beside the floor of the same work on the same card.
 
     python bench/cuda_offline.py [--shape llama-3.1-8b | --config DIR] [--dtype bfloat16] [--profile ROWS] IN/OUT/N ...

@@ -121,24 +121,25 @@ def _rotary_kernel(
         else:
             head = (part - Q_PARTS) * HB + tl.arange(0, HB)
             mask = (head < KV_HEADS)[:, None] & (half < HALF)[None, :]
-            at = k + token * k_token + head[:, None] * k_head
+            source = k + token * k_token + head[:, None] * k_head
             to = k_cache + block * ck_block + inside * ck_token + head[:, None] * ck_head
-            first = tl.load(at + half[None, :], mask=mask, other=0.0).to(tl.float32)
-            second = tl.load(at + HALF + half[None, :], mask=mask, other=0.0).to(tl.float32)
+            first = tl.load(source + half[None, :], mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(source + HALF + half[None, :], mask=mask, other=0.0).to(tl.float32)
             tl.store(to + half[None, :], (first * cos - second * sin).to(k_cache.dtype.element_ty), mask=mask)
             tl.store(to + HALF + half[None, :], (second * cos + first * sin).to(k_cache.dtype.element_ty), mask=mask)
             if D > 2 * HALF:
                 d = tl.arange(0, D_PAD)
                 rest = (head < KV_HEADS)[:, None] & ((d >= 2 * HALF) & (d < D))[None, :]
-                value = tl.load(at + d[None, :], mask=rest, other=0.0)
+                value = tl.load(source + d[None, :], mask=rest, other=0.0)
                 tl.store(to + d[None, :], value.to(k_cache.dtype.element_ty), mask=rest)
     else:
-        head = (part - Q_PARTS - K_PARTS) * HB + tl.arange(0, HB)
-        d = tl.arange(0, D_PAD)
-        mask = (head < KV_HEADS)[:, None] & (d < D)[None, :]
-        value = tl.load(v + token * v_token + head[:, None] * v_head + d[None, :], mask=mask, other=0.0)
-        to = v_cache + block * cv_block + inside * cv_token + head[:, None] * cv_head + d[None, :]
-        tl.store(to, value.to(v_cache.dtype.element_ty), mask=mask)
+        # Names of their own: a name has one shape in both branches.
+        v_head_index = (part - Q_PARTS - K_PARTS) * HB + tl.arange(0, HB)
+        v_d = tl.arange(0, D_PAD)
+        v_mask = (v_head_index < KV_HEADS)[:, None] & (v_d < D)[None, :]
+        v_value = tl.load(v + token * v_token + v_head_index[:, None] * v_head + v_d[None, :], mask=v_mask, other=0.0)
+        v_to = v_cache + block * cv_block + inside * cv_token + v_head_index[:, None] * cv_head + v_d[None, :]
+        tl.store(v_to, v_value.to(v_cache.dtype.element_ty), mask=v_mask)
 
 
 def rotary_and_cache(
