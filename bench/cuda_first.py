@@ -49,7 +49,7 @@ def run_tests(out: Path) -> bool:
         "--device", "cuda", "-n", "12", "-k", "not grammars", "-p", "no:cacheprovider", "--maxfail", "12", "--tb=short",
     ]  # fmt: skip
     started = time.perf_counter()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     text = done.stdout + done.stderr
     (out / "tests.log").write_text(text)
     shown = text if done.returncode == 0 else text[-6000:]
