@@ -41,11 +41,11 @@ class QueueOnCpu(CpuDevice):
         return self.submit(finish)
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        result = work().clone()
+        result = work()
 
         def replay() -> None:
             self.num_replays += 1
-            result.copy_(work())
+            work()
 
         return replay, result
 

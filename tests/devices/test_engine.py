@@ -2,18 +2,12 @@
 
 import importlib.util
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-import torch
-
-if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
-
 from driving import Output, Tiny, make_request, make_tiny, random_prompts, run, start
 from queue_on_cpu import QueueOnCpu
 

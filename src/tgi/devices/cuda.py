@@ -96,8 +96,12 @@ class CudaDevice:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
+            # Not `torch.cuda.graph`, which collects garbage and empties caches each time.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
                 result = work()
+            finally:
+                graph.capture_end()
         return graph.replay, result
 
     def decode_sizes(self, maximum: int) -> list[int]:

@@ -102,7 +102,11 @@ class QueueDevice(Device, Protocol):
         ...
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Record what `work` queues: (how to queue all of it again, where its result will be)."""
+        """Record what `work` queues: (how to queue all of it again, its result).
+
+        Captures share memory: what one leaves is good until another is replayed. A result that stays allocated costs
+        memory of its own, so `work` had better return a long-lived buffer.
+        """
         ...
 
     def decode_sizes(self, maximum: int) -> list[int]:

@@ -63,6 +63,8 @@ class QueuedRunner:
         self.sampler.numbers, self.sampler.seeds = self.slots.state.numbers, self.slots.state.seeds
         self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size, device.torch_device)
         self._staging = Staging(device)
+        shape = (num_slots, model.spec.vocab_size)
+        self._logits = torch.zeros(shape, dtype=kv_cache[0][0].dtype, device=device.torch_device)  # of decode steps
         self._out = torch.zeros(2 * num_slots, dtype=torch.int32, device=device.torch_device)
         self._results = [device.host_words(2 * num_slots) for _ in range(_NUM_RESULTS)]
         self._readers: list[Future[StepResult] | None] = [None] * _NUM_RESULTS
@@ -158,7 +160,7 @@ class QueuedRunner:
             logit_tokens=None,
             table_rows=rows,
         )
-        return self.model.logits(self.model.forward(batch, self.kv_cache))
+        return self.model.logits(self.model.forward(batch, self.kv_cache), self._logits[:size])
 
     def _mixed_pass(self, plan: StepPlan, rows: list[int], prompt_chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
         """Hidden states of the sampling rows, then of every token of `prompt_chunks`; and the slots of the former."""
