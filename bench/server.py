@@ -1,10 +1,11 @@
 """The whole server over HTTP streaming, beside the offline engine and llama.cpp's server, from one run.
 
-    python bench/server.py [--rounds 3] [--peer-python PYTHON] [--json FILE]
+    python bench/server.py [--rounds 9] [--peer-python PYTHON] [--json FILE]
 
 Work as in cpu_engine.py: the embedded model, 64 random tokens in, 128 out, greedy, EOS ignored, at concurrency 1, 4 and
-16. The server is the launcher as a user starts it; one client process reads all streams of `/v1/completions`. Then the
-time `/health` takes while 16 streams run, and while 1,500-token prompts are computed.
+16. Served and offline take turns, batch by batch, both processes alive, so that a slow moment of the machine hits both.
+The server is the launcher as a user starts it; one client process reads all streams of `/v1/completions`. Then the time
+`/health` takes while 16 streams run, and while 1,500-token prompts are computed.
 """
 
 import argparse
@@ -105,13 +106,59 @@ def health_under(port: int, work) -> dict[str, float]:
     }
 
 
-def run_served(seed: int) -> tuple[dict[int, float], dict[int, float], dict[str, dict[str, float]]]:
-    server = Server()
-    stream(server.port, prompts(1, seed))
-    rates, firsts = {}, {}
-    for level in LEVELS:
-        seconds, first = stream(server.port, prompts(level, seed + level))
-        rates[level], firsts[level] = level * NUM_OUT / seconds, 1e3 * first
+class Offline:
+    """The offline engine in a process of its own, which answers one line per batch."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--offline-worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.rate(1, 0)
+
+    def rate(self, level: int, seed: int) -> float:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{level} {seed}\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def offline_worker() -> None:
+    from tgi import LLM, SamplingParams
+
+    llm = LLM(progress=False, max_total_tokens=2048, prefix_caching=False)
+    params = SamplingParams(max_new_tokens=NUM_OUT, ignore_eos=True)
+    for line in sys.stdin:
+        level, seed = map(int, line.split())
+        batch = prompts(level, seed)
+        started = time.perf_counter()
+        llm.generate(batch, params)
+        print(level * NUM_OUT / (time.perf_counter() - started), flush=True)
+
+
+def alternate(rounds: int) -> tuple[list[dict[str, dict[int, float]]], dict[str, dict[str, float]]]:
+    """Offline and served in turn, batch by batch, both processes alive: a slow moment of the machine hits both."""
+    server, offline = Server(), Offline()
+    stream(server.port, prompts(1, 0))
+    rows = []
+    for number in range(rounds):
+        row: dict[str, dict[int, float]] = {"offline": {}, "served": {}, "first_ms": {}}
+        for level in LEVELS:
+            seed = 1000 * number + level
+            turns = ("offline", "served") if number % 2 else ("served", "offline")
+            for turn in turns:
+                if turn == "offline":
+                    row["offline"][level] = offline.rate(level, seed)
+                else:
+                    seconds, first = stream(server.port, prompts(level, seed))
+                    row["served"][level], row["first_ms"][level] = level * NUM_OUT / seconds, 1e3 * first
+        rows.append(row)
+        print(f"round {number + 1}: {json.dumps(row)}", file=sys.stderr, flush=True)
+    offline.stop()
+    seed = 7
     long = [[(7 * n + place) % 40000 + 100 for place in range(1500)] for n in range(4)]
     health = {
         "idle": health_under(server.port, lambda: time.sleep(2)),
@@ -119,27 +166,26 @@ def run_served(seed: int) -> tuple[dict[int, float], dict[int, float], dict[str,
         "1,500-token prompts": health_under(server.port, lambda: [stream(server.port, [p], 1) for p in long]),
     }
     server.stop()
-    return rates, firsts, health
+    return rows, health
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--offline-worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--peer-python", help="a Python with xllamacpp and aiohttp")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
+    if options.offline_worker:
+        offline_worker()
+        return
     from tgi.weights.embedded import find_embedded
 
-    rounds = []
-    for number in range(options.rounds):
-        seed = 1000 * number
-        row = {"offline": child(sys.executable, "--run", "ours", "--seed", str(seed))}
-        row["served"], row["first_ms"], row["health"] = run_served(seed)
-        if options.peer_python:
-            arguments = ("--run", "llamacpp", "--seed", str(seed), "--gguf", str(find_embedded()))
+    rounds, health = alternate(options.rounds)
+    if options.peer_python:
+        for number, row in enumerate(rounds[:3]):
+            arguments = ("--run", "llamacpp", "--seed", str(1000 * number), "--gguf", str(find_embedded()))
             row["llamacpp"] = child(options.peer_python, *arguments)
-        rounds.append(row)
-        print(f"round {number + 1}: {json.dumps(row)}", file=sys.stderr, flush=True)
     peers = ["offline"] + (["llamacpp"] if options.peer_python else [])
     print("| concurrency | served, tok/s | first token, ms |" + "".join(f" {p}, tok/s | served / {p} |" for p in peers))
     print("|---|---|---|" + "---|---|" * len(peers))
@@ -147,16 +193,16 @@ def main() -> None:
         cells = [str(level), f"{statistics.median(r['served'][level] for r in rounds):.0f}"]
         cells.append(f"{statistics.median(r['first_ms'][level] for r in rounds):.0f}")
         for peer in peers:
-            ratios = [r["served"][level] / r[peer][level] for r in rounds]
-            cells.append(f"{statistics.median(r[peer][level] for r in rounds):.0f}")
+            rows = [r for r in rounds if peer in r]
+            ratios = [r["served"][level] / r[peer][level] for r in rows]
+            cells.append(f"{statistics.median(r[peer][level] for r in rows):.0f}")
             cells.append(f"{statistics.median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f})")
         print("| " + " | ".join(cells) + " |")
     print("\n| `/health` while | p50, ms | p99, ms |\n|---|---|---|")
-    for name in rounds[0]["health"]:
-        middle = {k: statistics.median(r["health"][name][k] for r in rounds) for k in ("p50_ms", "p99_ms")}
-        print(f"| {name} | {middle['p50_ms']:.2f} | {middle['p99_ms']:.2f} |")
+    for name, times in health.items():
+        print(f"| {name} | {times['p50_ms']:.2f} | {times['p99_ms']:.2f} |")
     if options.json:
-        Path(options.json).write_text(json.dumps(rounds, indent=1))
+        Path(options.json).write_text(json.dumps({"rounds": rounds, "health": health}, indent=1))
 
 
 if __name__ == "__main__":

@@ -479,6 +479,11 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_size: int
     reasons: dict[str, str]
 
+    def explain(self) -> list[tuple[str, str]]:
+        """Each derived number (or what has no effect) with its reason, for people."""
+        values = {**msgspec.structs.asdict(self), "max_batch_total_tokens": (self.num_blocks - 1) * self.block_size}
+        return [(f"{name} {values[name]}" if name in values else name, why) for name, why in self.reasons.items()]
+
 
 def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: int) -> Resolved:
     """Derive the engine's numbers. `free_bytes` is the memory free on the device once the weights are loaded."""

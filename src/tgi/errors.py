@@ -41,6 +41,12 @@ class RequestError(TgiError):
     error_type = "generation"
 
 
+class IncompleteError(TgiError):
+    """A generation ended without a word why."""
+
+    error_type = "incomplete_generation"
+
+
 class EngineError(TgiError):
     """The engine cannot go on; every request in flight ends with this."""
 

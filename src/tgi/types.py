@@ -13,6 +13,7 @@ import msgspec
 from tgi.errors import ValidationError
 
 MAX_SEED = 2**64 - 1
+MAX_STOP_CHARACTERS = 1_000
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,18 +79,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require(0 <= self.top_k < 2**31, "`top_k` must be >= 0 and < 2^31")
         _require(self.max_new_tokens is None or self.max_new_tokens > 0, "`max_new_tokens` must be strictly positive")
         _require(not any(text == "" for text in self.stop), "`stop` must not contain an empty string")
+        _require(
+            all(len(text) <= MAX_STOP_CHARACTERS for text in self.stop),
+            f"`stop` must not contain a string of more than {MAX_STOP_CHARACTERS} characters",
+        )
         _require(self.seed is None or 0 <= self.seed <= MAX_SEED, "`seed` must be >= 0 and < 2^64")
         _require(self.seed is None or self.best_of == 1, "`seed` must not be set when `best_of` > 1")
         _require(self.top_n_tokens >= 0, "`top_n_tokens` must be >= 0")
         for token_id, bias in self.logit_bias.items():
-            _require(_is_float32(bias), f"`logit_bias` for token {token_id} must be a finite number. Given: {bias}")
+            if not _is_float32(bias):
+                raise ValidationError(f"`logit_bias` for token {token_id} must be a finite number. Given: {bias}")
         if vocab_size is not None:
             for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
                 for token_id in ids:
-                    _require(
-                        0 <= token_id < vocab_size,
-                        f"`{name}` holds token id {token_id}, which is outside the vocabulary of {vocab_size}",
-                    )
+                    if not 0 <= token_id < vocab_size:
+                        raise ValidationError(
+                            f"`{name}` holds token id {token_id}, which is outside the vocabulary of {vocab_size}"
+                        )
 
 
 _FLOAT_FIELDS = (
@@ -213,6 +219,14 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     inference_ns: int  # from first admission to the end
 
 
+class Admitted(msgspec.Struct, frozen=True, array_like=True):
+    """A request that runs for the first time."""
+
+    request_id: int
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    queue_ns: int  # since its arrival
+
+
 class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """What one step was like, for the metrics."""
 
@@ -238,6 +252,7 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     top_tokens: list[TopTokens] = []  # `row` indexes the arrays above
     prompt_logprobs: list[PromptLogprobs] = []  # `row` is a request id
     finished: list[Finish] = []
+    admitted: list[Admitted] = []  # not later than their first token
     stats: StepStats | None = None
 
 

@@ -29,7 +29,8 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.lines: list[str] = []
-        self._serving = threading.Event()
+        self._serving = threading.Event()  # or ended
+        self._ready = False
         self._folder = tempfile.TemporaryDirectory()
         command = [sys.executable, "-m", "tgi.launch.command", "--port", str(self.port), *arguments]
         kept = {key: value for key, value in os.environ.items() if key not in ("API_KEY", "PORT", "MODEL_ID")}
@@ -53,12 +54,13 @@ class Server:
         for line in self.process.stderr:
             self.lines.append(line.rstrip("\n"))
             if READY.search(line):
+                self._ready = True
                 self._serving.set()
         self._serving.set()
 
     def wait_until_serving(self, timeout_s: float = 120) -> None:
         assert self._serving.wait(timeout_s), "\n".join(self.lines)
-        assert self.process.poll() is None, "\n".join(self.lines)
+        assert self._ready, "\n".join(self.lines)
 
     @property
     def log(self) -> str:

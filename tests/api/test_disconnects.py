@@ -1,85 +1,20 @@
 """Clients that leave, at any moment, and clients that never read: nothing is kept for them, nobody else notices."""
 
 import asyncio
-import json
-import os
 import random
 import socket
-import struct
-from pathlib import Path
 
+import httpx2 as httpx
+from dropping import Books, drop, encode, long_requests
 from serving import Server
 from traffic import Event, chat, client_of, counting, follow, native
 
 NUM_DROPS, AT_A_TIME = 200, 16
-RST_ON_CLOSE = struct.pack("ii", 1, 0)
-
-
-def encode(path: str, body: Event) -> bytes:
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    return head.encode() + data
-
-
-def requests() -> list[bytes]:
-    """One of each kind, none of which ends soon by itself."""
-    path, body = chat(counting(2), 900)
-    sampled = {"max_new_tokens": 900, "do_sample": True, "best_of": 2}
-    return [
-        encode(*native(counting(1), 900)),
-        encode("/generate", native(counting(1), 900)[1]),
-        encode("/generate", {"inputs": counting(1), "parameters": sampled}),
-        encode(path, body),
-        encode(path, {**body, "stream": False}),
-        encode(path, {**body, "n": 3, "temperature": 1.0}),
-        encode("/v1/completions", {"prompt": [counting(3), counting(4)], "max_tokens": 900, "stream": True}),
-        encode(*native(counting(5) * 10, 900, top_n_tokens=3)),
-    ]
-
-
-class Books:
-    """What the server holds for clients."""
-
-    def __init__(self, server: Server) -> None:
-        metrics = server.metrics()
-        names = (
-            "tgi_kv_blocks_used",
-            "tgi_batch_current_size",
-            "tgi_queue_size",
-            "tgi_queue_tokens",
-            "tgi_requests_in_flight",
-        )
-        self.held = {name: metrics[name] for name in names}
-        self.steps = metrics['tgi_batch_inference_count{method="decode"}']
-        self.dropped = metrics.get('tgi_request_failure{err="dropped"}', 0)
-        pid = server.children()["api"]
-        self.descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-        self.threads = len(os.listdir(f"/proc/{pid}/task"))
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        self.memory = pages * os.sysconf("SC_PAGE_SIZE")
-
-    @property
-    def idle(self) -> bool:
-        return not any(self.held.values())
 
 
 def until_idle(server: Server, descriptors: int) -> Books:
     server.wait_for(lambda: (books := Books(server)).idle and books.descriptors == descriptors, "what clients held")
     return Books(server)
-
-
-async def drop(port: int, request: bytes, chance: random.Random) -> None:
-    """Send a request, or the beginning of one, and be gone after a while."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    complete = chance.random() < 0.9
-    writer.write(request if complete else request[: chance.randrange(len(request))])
-    for _ in range(chance.randrange(4) if complete else 0):
-        await asyncio.wait([asyncio.ensure_future(reader.read(4096))], timeout=0.2)
-    await asyncio.sleep(chance.random() * 0.2)
-    if chance.random() < 0.5:
-        sock: socket.socket = writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RST_ON_CLOSE)
-    writer.transport.abort()
 
 
 def test_connections_dropped_at_random_moments(server: Server) -> None:
@@ -89,7 +24,7 @@ def test_connections_dropped_at_random_moments(server: Server) -> None:
     staying = native(counting(7), 60)
     before = until_idle(server, Books(server).descriptors)
     chance = random.Random(1)
-    kinds = requests()
+    kinds = long_requests()
 
     async def run() -> tuple[list[Event], list[list[Event]]]:
         gate = asyncio.Semaphore(AT_A_TIME)
@@ -99,7 +34,7 @@ def test_connections_dropped_at_random_moments(server: Server) -> None:
             async with gate:
                 await drop(server.port, kinds[number % len(kinds)], chance)
 
-        async def stay(client) -> None:
+        async def stay(client: httpx.AsyncClient) -> None:
             while not dropping.done():
                 stayed.append(await follow(client, *staying))
 
@@ -141,11 +76,14 @@ def test_clients_that_never_read(server: Server) -> None:
     before = until_idle(server, Books(server).descriptors)
     deaf: list[socket.socket] = []
     try:
-        for number in range(6):
+        # Streams, and answers that are larger than what the kernel keeps for a connection.
+        asked = [native(counting(number), 60, top_n_tokens=5) for number in range(6)]
+        asked += [("/tokenize", {"inputs": "a b " * 40_000})] * 2
+        for path, body in asked:
             sock = socket.socket()
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             sock.connect(("127.0.0.1", server.port))
-            sock.sendall(encode(*native(counting(number), 250, top_n_tokens=5)))
+            sock.sendall(encode(path, body))
             deaf.append(sock)
         with server.client() as client:
             answer = client.post("/generate", json=native(counting(7), 30)[1])

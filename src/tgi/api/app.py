@@ -16,6 +16,7 @@ from tgi.api import chat, cloud, completions, info, native
 from tgi.api.call import Call
 from tgi.api.errors import (
     InternalError,
+    decode_error,
     describe,
     native_error,
     openai_error,
@@ -108,7 +109,7 @@ class App:
     # -- finding the route -----------------------------------------------------------------------------------------
 
     async def _dispatch(self, request: Request, connection: Connection) -> None:
-        openai = request.path.startswith("/v1/")
+        openai = request.path.startswith("/v1/") or request.path == "/v1"
         route = self._find(request)
         if route is None:
             await connection.respond(self._not_found(request, openai))
@@ -139,7 +140,7 @@ class App:
         allowed = [method for method, path in self._exact if path == request.path]
         allowed += [route.method for pattern, route in self._patterns if pattern.fullmatch(request.path)]
         if allowed:
-            headers = {"allow": ",".join(sorted(set(allowed)))}
+            headers = {"allow": ",".join(sorted({*allowed, *(["HEAD"] if "GET" in allowed else [])}))}
             if not openai:
                 return Response(405, headers=headers)
             response = openai_plain(405, f"{request.method} is not allowed on {request.path}")
@@ -178,15 +179,18 @@ class App:
             await self._answer(connection, (openai_error if openai else native_error)(error))
         except HttpError as error:
             await self._answer(connection, plain_error(error, openai))
+        except RecursionError as error:  # nested so deeply that decoding just managed
+            await self._answer(connection, plain_error(decode_error(error), openai))
         except ClientGoneError:
-            self.service.metrics.fail_request("dropped")
+            call.drop()
         except asyncio.CancelledError:
             if not request.gone:
                 raise
             task.uncancel()
-            self.service.metrics.fail_request("dropped")
+            call.drop()
         except Exception:
             log.exception("a route failed", extra=fields(request_id=request.id, route=route.path))
+            call.span.fail("internal")
             if connection.started and not connection.complete:
                 await connection.write(frame(openai_event(InternalError()) if openai else describe(InternalError())))
             await self._answer(connection, (openai_error if openai else native_error)(InternalError()))
@@ -202,8 +206,10 @@ class App:
     def keep_alive(self, now: float, silence_s: float) -> None:
         """Wake the streams that have sent nothing for that long; they send a comment."""
         for call in self._calls:
-            if call.streams and not call.connection.complete and now - call.connection.last_write >= silence_s:
-                call.streams[0].wake()
+            if not call.connection.complete and now - call.connection.last_write >= silence_s:
+                unfinished = [generation for generation in call.streams if not generation.finished]
+                if unfinished:  # one is enough: they share the connection
+                    unfinished[0].wake()
 
 
 _PREFLIGHT = {
@@ -223,5 +229,5 @@ def _unauthorized(openai: bool) -> Response:
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    parts = re.escape(path).replace(r"\{\}", "([^/]+)").replace(r"\{\*\}", "(.+)")
+    parts = re.escape(path).replace(r"\{\}", "([^/]+)").replace(r"\{\*\}", "(.*)")
     return re.compile(parts)

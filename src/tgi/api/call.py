@@ -6,16 +6,25 @@ Level 8.
 import logging
 from dataclasses import dataclass, field
 
-from tgi.api.errors import describe, status_of
+from tgi.api.errors import UnavailableError, describe, status_of
 from tgi.api.generation import Generation
 from tgi.api.http import Connection, Request
 from tgi.api.logs import fields, log_success, span_fields
 from tgi.api.metrics import Timings
 from tgi.api.service import Service
 from tgi.api.trace import Span
-from tgi.errors import TgiError
+from tgi.errors import EngineError, OverloadedError, TgiError
 
 log = logging.getLogger("tgi.api")
+# Kinds of errors that TGI counts, by the label it gives them.
+_COUNTED = {
+    "validation": "validation",
+    "overloaded": "overloaded",
+    "generation": "generation",
+    "template_error": "template",
+    "incomplete_generation": "incomplete",
+}
+_WITHOUT_USER_TEXT = (EngineError, OverloadedError, UnavailableError)  # other texts may repeat what the client sent
 
 
 @dataclass(slots=True, eq=False)
@@ -36,17 +45,22 @@ class Call:
         log_success(timings, generation.seed, self.request.id, self.name)
 
     def fail(self, error: TgiError) -> None:
-        """Count and log a failure that the client is told of. Checks that failed were counted where they failed."""
+        """Count and log a failure that the client is told of."""
         kind = describe(error).error_type
-        err = {"overloaded": "overloaded", "generation": "generation", "template_error": "template"}.get(kind)
-        if err is not None:
-            self.service.metrics.fail_request(err)
+        self.span.fail(kind)
+        if kind in _COUNTED:
+            self.service.metrics.fail_request(_COUNTED[kind])
         log.log(
-            logging.ERROR if status_of(error) >= 424 and kind != "overloaded" else logging.INFO,
+            logging.ERROR if kind in ("generation", "internal") else logging.INFO,
             "%s",
-            describe(error).error,
-            extra=fields(request_id=self.request.id, error_type=kind),
+            describe(error).error if isinstance(error, _WITHOUT_USER_TEXT) else "Request refused",
+            extra=fields(request_id=self.request.id, error_type=kind, status=status_of(error)),
         )
+
+    def drop(self) -> None:
+        """The client left before it had its answer."""
+        self.span.fail("dropped")
+        self.service.metrics.fail_request("dropped")
 
     def stream_headers(self, characters: int) -> dict[str, str]:
         return {

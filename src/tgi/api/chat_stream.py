@@ -3,14 +3,14 @@
 Level 8. The usual chunk, a piece of text and nothing else, is put together from bytes made once per choice.
 """
 
-import asyncio
 import secrets
 
 import msgspec
 from msgspec import UNSET
 
 from tgi.api.call import Call
-from tgi.api.chat import Chat, finish_of, logprob_of, usage_of
+from tgi.api.chat_answer import Chat, finish_of, logprob_of
+from tgi.api.choices import run_together, usage_of
 from tgi.api.errors import openai_event
 from tgi.api.generation import Generation, Piece
 from tgi.api.http import DONE, KEEP_ALIVE, frame
@@ -21,6 +21,7 @@ from tgi.api.openai_bodies import (
     ChatCompletionLogprobs,
     DeltaToolCall,
     Function,
+    Usage,
 )
 from tgi.errors import TgiError
 from tgi.text.tools import CallArguments, CallStart, Content
@@ -31,7 +32,7 @@ _MARK = secrets.token_hex(16)  # stands for the text while a chunk is taken apar
 
 async def stream_chat(call: Call, chat: Chat) -> None:
     connection = call.connection
-    await connection.start_events(call.stream_headers(len(chat.prompt)))
+    await connection.start_events(call.stream_headers(len(chat.plan.prompt)))
     call.streams += chat.generations
     try:
         choices = [_ChoiceStream(call, chat, index, generation) for index, generation in enumerate(chat.generations)]
@@ -48,23 +49,15 @@ async def stream_chat(call: Call, chat: Chat) -> None:
     await connection.end_events(DONE)
 
 
-async def run_together(runs: list) -> None:
-    """All of them, or the first error, which ends the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for run in runs:
-                group.create_task(run)
-    except* TgiError as errors:
-        raise errors.exceptions[0] from None
-
-
 def _wants_usage(chat: Chat) -> bool:
     return chat.body.stream_options is not None and chat.body.stream_options.include_usage
 
 
-def _chunk(call: Call, chat: Chat, choices: list[ChatCompletionChoice], usage=None) -> ChatCompletionChunk:  # noqa: ANN001
-    usage = usage if _wants_usage(chat) else UNSET
-    return ChatCompletionChunk(chat.id, chat.created, chat.model, call.service.fingerprint, choices, usage)
+def _chunk(
+    call: Call, chat: Chat, choices: list[ChatCompletionChoice], usage: Usage | None = None
+) -> ChatCompletionChunk:
+    shown = usage if _wants_usage(chat) else UNSET
+    return ChatCompletionChunk(chat.id, chat.created, chat.model, call.service.fingerprint, choices, shown)
 
 
 class _ChoiceStream:
@@ -108,7 +101,7 @@ class _ChoiceStream:
         if not parts and logprobs is not None:
             parts = [Content("")]
         frames: list[bytes] = []
-        for part in parts:
+        for part in filter(self._chat.keeps, parts):
             match part:
                 case Content(text=text):
                     delta = ChatCompletionDelta(content=text)

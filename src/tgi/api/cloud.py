@@ -3,9 +3,7 @@
 Level 8. They dispatch to the other routes or run one prompt per instance.
 """
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -24,18 +22,19 @@ from tgi.api.bodies import (
     known_members,
 )
 from tgi.api.call import Call
-from tgi.api.chat import answer_chat, choose_tools, render_chat
+from tgi.api.chat import answer_chat
+from tgi.api.chat_prompt import plan_chat
+from tgi.api.choices import run_together
 from tgi.api.completions import answer_completion
 from tgi.api.errors import decode_body, decode_error
 from tgi.api.generation import NativeText
 from tgi.api.http import HttpError, Response, json_response
 from tgi.api.native import answer_compat
 from tgi.api.openai_bodies import ChatRequest, CompletionRequest
-from tgi.api.openai_sampling import sampling_params
 from tgi.api.service import Permit
 from tgi.api.validate import check_parameters
-from tgi.errors import OverloadedError, TgiError
-from tgi.types import SamplingParams
+from tgi.errors import TgiError
+from tgi.types import Grammar, SamplingParams
 from tgi.version import __version__
 
 _FORMS: list[tuple[type[msgspec.Struct], str, Callable[[Call, Any], Awaitable[None]]]] = [
@@ -86,24 +85,12 @@ async def vertex(call: Call) -> None:
         return
     with service.admit(len(instances)) as permit:
         try:
-            texts = await _all(_predict(call, instance, permit) for instance in instances)
-        except OverloadedError:
-            raise
+            texts = await run_together(_predict(call, instance, permit) for instance in instances)
         except TgiError as error:
             call.fail(error)
             await call.connection.respond(incomplete())
             return
     await call.connection.respond(json_response(VertexResponse(texts)))
-
-
-async def _all(runs: Iterable[Coroutine[Any, Any, str]]) -> list[str]:
-    """The texts of all of them in order, or the first error, which ends the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run) for run in runs]
-    except* TgiError as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def incomplete() -> Response:
@@ -117,12 +104,13 @@ def _as_instance(item: Any) -> VertexInstance | ChatRequest:
 
 async def _predict(call: Call, instance: VertexInstance | ChatRequest, permit: Permit) -> str:
     service = call.service
-    if isinstance(instance, ChatRequest):
-        prompt = await render_chat(service, instance, choose_tools(instance))
-        params = sampling_params(instance, service.config, 0)
-    else:
-        prompt, params = instance.inputs, _plain_params(call, instance.inputs, instance.parameters)
-    return await _generate(call, prompt, params, permit, not isinstance(instance, ChatRequest))
+    if not isinstance(instance, ChatRequest):
+        params = _plain_params(call, instance.inputs, instance.parameters)
+        return await _generate(call, instance.inputs, params, permit)
+    plan = await service.run_beside(
+        lambda: plan_chat(instance, service.config, service.template, service.tool_format), call.request.is_long
+    )
+    return await _generate(call, plan.prompt, plan.params, permit, False, plan.grammar)
 
 
 def _plain_params(call: Call, prompt: str, given: VertexParameters | None) -> SamplingParams:
@@ -131,10 +119,18 @@ def _plain_params(call: Call, prompt: str, given: VertexParameters | None) -> Sa
     return check_parameters(parameters, prompt, call.service.config, call.service.facts)
 
 
-async def _generate(call: Call, prompt: str, params: SamplingParams, permit: Permit, add_special_tokens: bool) -> str:
+async def _generate(
+    call: Call,
+    prompt: str,
+    params: SamplingParams,
+    permit: Permit,
+    add_special_tokens: bool = True,
+    grammar: Grammar | None = None,
+) -> str:
     service = call.service
-    request = await service.prepare(prompt, params, add_special_tokens=add_special_tokens)
-    generation = service.start(request, NativeText, time.perf_counter(), permit)
+    service.metrics.count_request()
+    request = await service.prepare(prompt, params, add_special_tokens=add_special_tokens, grammar=grammar)
+    generation = service.start(request, NativeText, call.request.arrived, permit)
     await generation.take_all()
     call.succeed(generation)
     assert isinstance(generation.text, NativeText)
@@ -179,7 +175,7 @@ async def kserve_infer(call: Call) -> None:
     with call.service.admit(max(1, len(prompts))) as permit:
         try:
             params = [_plain_params(call, prompt, body.parameters) for prompt in prompts]
-            texts = await _all(
+            texts = await run_together(
                 _generate(call, prompt, one, permit, True) for prompt, one in zip(prompts, params, strict=True)
             )
         except TgiError as error:

@@ -11,13 +11,19 @@ from typing import cast
 import msgspec
 
 from tgi.api.call import Call
-from tgi.api.chat import FINISH_REASONS, body_model, start_choices, usage_of
-from tgi.api.chat_stream import run_together
+from tgi.api.choices import FINISH_REASONS, body_model, finite, run_together, start_choices, usage_of
 from tgi.api.errors import UnsupportedError, decode_body, openai_event
 from tgi.api.generation import Generation, Piece
 from tgi.api.http import DONE, KEEP_ALIVE, HttpError, frame, json_response
 from tgi.api.metrics import Timings
-from tgi.api.openai_bodies import Chunk, CompletionComplete, CompletionFinal, CompletionLogprobs, CompletionRequest
+from tgi.api.openai_bodies import (
+    Chunk,
+    CompletionComplete,
+    CompletionFinal,
+    CompletionLogprobs,
+    CompletionRequest,
+    Usage,
+)
 from tgi.api.openai_sampling import num_choices, sampling_params
 from tgi.api.service import Permit, Service
 from tgi.errors import TgiError, ValidationError
@@ -59,15 +65,10 @@ class _Completion:
 async def answer_completion(call: Call, body: CompletionRequest) -> None:
     service = call.service
     service.metrics.count_request()
-    try:
-        prompts = _read_prompts(body, service)
-        count = num_choices(body, service.config)
-        candidates = _num_candidates(body, count)
-        permit = service.admit(len(prompts) * candidates)
-    except (ValidationError, UnsupportedError):
-        service.metrics.fail_request("validation")
-        raise
-    with permit:
+    prompts = _read_prompts(body, service)
+    count = num_choices(body, service.config)
+    candidates = _num_candidates(body, count)
+    with service.admit(len(prompts) * candidates) as permit:
         completion = _Completion(
             body, "cmpl-" + secrets.token_hex(12), int(time.time()), body_model(service, body.model), count, []
         )
@@ -104,7 +105,7 @@ def _num_candidates(body: CompletionRequest, count: int) -> int:
     best_of = body.best_of or count
     if best_of < count:
         raise ValidationError(f"`best_of` must be >= `n`. Given: {best_of} and {count}")
-    if best_of > 20:
+    if (body.best_of or 0) > 20:
         raise ValidationError(f"`best_of` must be <= 20. Given: {best_of}")
     if body.stream and best_of > count:
         raise ValidationError("`best_of` > `n` is not supported when streaming tokens")
@@ -117,14 +118,10 @@ async def _start(call: Call, completion: _Completion, prompts: list[Prompt], can
     """Check every prompt before the first one runs: a request that is refused has cost nothing."""
     service, body = call.service, completion.body
     wants_prompt = bool(body.echo) and body.logprobs is not None
-    try:
-        params = sampling_params(body, service.config, body.logprobs or 0, wants_prompt)
-        requests = [
-            await service.prepare(prompt, params, add_special_tokens=True, truncate=body.truncate) for prompt in prompts
-        ]
-    except ValidationError:
-        service.metrics.fail_request("validation")
-        raise
+    params = sampling_params(body, service.config, body.logprobs or 0, wants_prompt)
+    requests = [
+        await service.prepare(prompt, params, add_special_tokens=True, truncate=body.truncate) for prompt in prompts
+    ]
     for prompt, request in zip(prompts, requests, strict=True):
         text = prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt, skip_special_tokens=False)
         one = _Prompt(text)
@@ -203,8 +200,8 @@ class _Logprobs:
             for place, token_id in enumerate(self._generation.request.token_ids):
                 self._add(result, self._decode(token_id), self._generation.prompt_logprobs.get(place), None)
         for piece in pieces:
-            tops = {self._decode(token_id): _finite(logprob) for token_id, logprob in piece.top_tokens[: self._count]}
-            self._add(result, self._decode(piece.token_id), _finite(piece.logprob), tops)
+            tops = {self._decode(token_id): finite(logprob) for token_id, logprob in piece.top_tokens[: self._count]}
+            self._add(result, self._decode(piece.token_id), finite(piece.logprob), tops)
         return result
 
     def _add(self, result: CompletionLogprobs, token: str, logprob: float | None, tops: dict | None) -> None:
@@ -217,10 +214,6 @@ class _Logprobs:
 
     def _decode(self, token_id: int) -> str:
         return token_text(self._tokenizer, token_id)
-
-
-def _finite(value: float) -> float:
-    return value if value - value == 0 else -9999.0
 
 
 # -- streams -------------------------------------------------------------------------------------------------------
@@ -275,7 +268,7 @@ async def _stream_choice(
     call.succeed(generation)
 
 
-def _chunk(call: Call, completion: _Completion, choices: list[CompletionComplete], usage=None) -> Chunk:  # noqa: ANN001
+def _chunk(call: Call, completion: _Completion, choices: list[CompletionComplete], usage: Usage | None = None) -> Chunk:
     options = completion.body.stream_options
     wants_usage = options is not None and options.include_usage
     return Chunk(

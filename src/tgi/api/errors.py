@@ -107,7 +107,9 @@ def _param_of(error: TgiError) -> str | None:
     if isinstance(error, UnsupportedError):
         return error.param
     parts = str(error).split("`")
-    return parts[1] if isinstance(error, ValidationError) and len(parts) > 2 and parts[0].strip() == "" else None
+    if not isinstance(error, ValidationError) or len(parts) < 3 or parts[0].strip():
+        return None
+    return None if parts[1] in ("inputs", "max_new_tokens") else parts[1]  # names of the native routes
 
 
 def openai_plain(status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> Response:

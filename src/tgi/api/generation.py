@@ -13,7 +13,7 @@ import msgspec
 
 from tgi.api.metrics import Metrics, Timings
 from tgi.engine.client import TokenEvent, TokenStream
-from tgi.errors import RequestError
+from tgi.errors import IncompleteError, RequestError
 from tgi.text.detokenize import TextStream
 from tgi.text.output import RequestText
 from tgi.text.stopping import StopStrings
@@ -130,9 +130,20 @@ class Generation:
     async def take(self) -> list[Piece]:
         """The pieces since the last call; at least one, unless `wake` was called."""
         pieces: list[Piece] = []
-        events = await self._stream.take()
-        now = time.perf_counter()
+        while not pieces:
+            events = await self._stream.take()
+            if not events:
+                break
+            self._read(events, pieces)
+        if pieces:
+            self._observe(len(pieces), time.perf_counter())
+        return pieces
+
+    def _read(self, events: list[TokenEvent], pieces: list[Piece]) -> None:
         for event in events:
+            if event.admitted is not None:
+                self.num_cached_tokens = event.admitted.num_cached_tokens
+                self._queue_s = event.admitted.queue_ns / 1e9
             if event.prompt_logprobs:
                 for start, values in event.prompt_logprobs:
                     self.prompt_logprobs.update(enumerate(values, start))
@@ -142,12 +153,9 @@ class Generation:
                 self._end(event.finish)
             if self.finish_reason:
                 if not pieces:  # refused before the first token
-                    raise RequestError("Incomplete generation")
+                    raise IncompleteError("Incomplete generation")
                 self._finish(pieces[-1])
                 break
-        if pieces:
-            self._observe(len(pieces), now)
-        return pieces
 
     async def take_all(self) -> list[Piece]:
         """Every piece to the end."""
@@ -167,7 +175,8 @@ class Generation:
         text, stopped = self.text.push(token_id)
         self.num_tokens += 1
         self.sum_logprobs += event.logprob
-        if stopped and event.finish is None:
+        # TGI looks at the length first; where the stop string is cut, it is what ended the text.
+        if stopped and (event.finish is None or not isinstance(self.text, NativeText)):
             self.finish_reason = "stop_sequence"
             self._stream.abort()
         return Piece(token_id, text, event.logprob, token_id in self._special_ids, event.top_tokens)
@@ -178,8 +187,6 @@ class Generation:
         if finish.reason == "aborted":
             raise RequestError("the request was aborted")
         self.finish_reason = finish.reason
-        self.num_cached_tokens = finish.num_cached_tokens
-        self._queue_s = finish.queue_ns / 1e9
 
     def _finish(self, last: Piece) -> None:
         last.text += self.text.finish()
@@ -197,7 +204,7 @@ class Generation:
         metrics = self._metrics
         waited, self._last_time = now - self._last_time, now
         if self.num_tokens == count:
-            metrics.first_token(waited)
+            metrics.first_token(now - self._arrived)
             if self.on_first_token is not None:
                 self.on_first_token(self)
             count -= 1

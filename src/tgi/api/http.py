@@ -14,7 +14,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-BODY_TIMEOUT_S = 30.0  # between two pieces of a body
+BODY_TIMEOUT_S, BODY_TOTAL_TIMEOUT_S = 30.0, 120.0  # between two pieces of a body, and for all of it
+_LONG_BODY = 4_000  # bytes
 _MAX_DISCARDED = 64_000_000  # bytes beyond the limit that are read before the connection is closed
 KEEP_ALIVE_S = 15.0  # a stream that has been silent this long gets a comment
 
@@ -46,9 +47,15 @@ class Request:
         self._receive = receive
         self._limit = payload_limit
         self._complete = False
+        self.num_body_bytes = 0
         self.gone = False  # the client left before it had its answer
         self._watched: tuple[asyncio.Task[None], Callable[[], bool]] | None = None
         self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def is_long(self) -> bool:
+        """Whether working on the body may take so long that others would notice."""
+        return self.num_body_bytes > _LONG_BODY
 
     async def read_json(self) -> bytes:
         """The body of a request that must be JSON by its content type."""
@@ -61,10 +68,11 @@ class Request:
         """All of it. What comes beyond the limit is read and thrown away, so that the client gets to see the answer."""
         pieces: list[bytes] = []
         size = 0
+        deadline = time.monotonic() + BODY_TOTAL_TIMEOUT_S
         length = self.headers.get("content-length", "")
         too_large = length.isdecimal() and int(length) > self._limit
         while not self._complete:
-            message = await self._next_message()
+            message = await self._next_message(min(BODY_TIMEOUT_S, deadline - time.monotonic()))
             piece = message.get("body", b"")
             size += len(piece)
             too_large = too_large or size > self._limit
@@ -77,15 +85,16 @@ class Request:
             self._complete = not message.get("more_body", False)
         if too_large:
             raise _too_large()
+        self.num_body_bytes = size
         if self._watched is not None:
             self._watcher = asyncio.create_task(self._watch())
         return b"".join(pieces)
 
-    async def _next_message(self) -> Message:
+    async def _next_message(self, timeout_s: float) -> Message:
         try:
-            message = await asyncio.wait_for(self._receive(), BODY_TIMEOUT_S)
+            message = await asyncio.wait_for(self._receive(), timeout_s)
         except TimeoutError:
-            text = f"Failed to buffer the request body: nothing came for {BODY_TIMEOUT_S:g} seconds"
+            text = "Failed to buffer the request body: it did not come in time"
             raise HttpError(408, text, {"connection": "close"}) from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError

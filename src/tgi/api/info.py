@@ -3,18 +3,20 @@
 Level 8.
 """
 
+from collections.abc import Callable
 from importlib.resources import files
 
 import msgspec
 
 from tgi.api.bodies import ChatTokenizeResponse, ErrorResponse, GenerateRequest, Info, SimpleToken, known_members
 from tgi.api.call import Call
-from tgi.api.chat import choose_tools, render_chat
-from tgi.api.errors import decode_body
+from tgi.api.chat_prompt import choose_tools, render_chat
+from tgi.api.errors import decode_body, openai_plain
 from tgi.api.http import Response, json_response
 from tgi.api.metrics import CONTENT_TYPE
 from tgi.api.openai_bodies import ChatRequest, ModelInfo, ModelsInfo
 from tgi.api.openapi import build_document
+from tgi.api.service import LONG_TEXT
 from tgi.errors import ValidationError
 from tgi.text.tokenizer import Tokenizer
 from tgi.version import __version__
@@ -62,6 +64,10 @@ async def models(call: Call) -> None:
 async def model(call: Call) -> None:
     """One model by its name. There is one."""
     name = call.service.facts.model_id
+    if call.request.variables[0] not in (name, "tgi"):
+        text = f"The model '{call.request.variables[0]}' does not exist"
+        await call.connection.respond(openai_plain(404, text, code="model_not_found"))
+        return
     await call.connection.respond(json_response(ModelInfo(name, "model", 0, name)))
 
 
@@ -73,8 +79,8 @@ async def tokenize(call: Call) -> None:
     body = decode_body(_decode, await call.request.read_json())
     if not body.inputs:
         raise ValidationError("`inputs` cannot be empty")
-    tokens = await _tokenize(call, body.inputs, add_special_tokens=True)
-    await call.connection.respond(json_response(tokens))
+    tokenizer, text = call.service.tokenizer, body.inputs
+    await _respond_beside(call, lambda: json_response(simple_tokens(tokenizer, text, True)), text)
 
 
 def _decode_chat(data: bytes) -> ChatRequest:
@@ -84,14 +90,21 @@ def _decode_chat(data: bytes) -> ChatRequest:
 async def chat_tokenize(call: Call) -> None:
     call.service.metrics.count_request()
     body = decode_body(_decode_chat, await call.request.read_json())
-    prompt = await render_chat(call.service, body, choose_tools(body))
-    tokens = await _tokenize(call, prompt, add_special_tokens=False)
-    await call.connection.respond(json_response(ChatTokenizeResponse(tokens, prompt)))
-
-
-async def _tokenize(call: Call, text: str, add_special_tokens: bool) -> list[SimpleToken]:
+    template = call.service.template
+    prompt = await call.service.run_beside(
+        lambda: render_chat(body, template, choose_tools(body)), call.request.is_long
+    )
     tokenizer = call.service.tokenizer
-    return await call.service.run_beside(lambda: simple_tokens(tokenizer, text, add_special_tokens), len(text) > 2_000)
+
+    def work() -> Response:
+        return json_response(ChatTokenizeResponse(simple_tokens(tokenizer, prompt, False), prompt))
+
+    await _respond_beside(call, work, prompt)
+
+
+async def _respond_beside(call: Call, make: Callable[[], Response], text: str) -> None:
+    """The answer is made whole in a worker thread, so that few token lists of long texts exist at a time."""
+    await call.connection.respond(await call.service.run_beside(make, len(text) > LONG_TEXT))
 
 
 def simple_tokens(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[SimpleToken]:

@@ -71,7 +71,9 @@ async def _prepare(call: Call, inputs: str, parameters: GenerateParameters) -> G
     service = call.service
     params = check_parameters(parameters, inputs, service.config, service.facts)
     try:
-        grammar = native_grammar(parameters.grammar, service.config)
+        grammar = await service.run_beside(
+            lambda: native_grammar(parameters.grammar, service.config), call.request.is_long
+        )
     except ValidationError:  # lengths come first in TGI's order
         await service.prepare(inputs, params, truncate=parameters.truncate)
         raise
@@ -83,19 +85,15 @@ async def _prepare(call: Call, inputs: str, parameters: GenerateParameters) -> G
 
 async def _run(call: Call, inputs: str, parameters: GenerateParameters) -> tuple[GenerateResponse, dict[str, str]]:
     service = call.service
+    service.metrics.count_request()
     best_of = check_best_of(parameters, service.config)
     with service.admit(best_of) as permit:
-        try:
-            request = await _prepare(call, inputs, parameters)
-        except ValidationError:
-            service.metrics.fail_request("validation")
-            raise
+        request = await _prepare(call, inputs, parameters)
         arrived = call.request.arrived
         generations = [service.start(request, NativeText, arrived, permit, best_of > 1) for _ in range(best_of)]
         outcomes: list[list[Piece]] = [await generation.take_all() for generation in generations]
         best = pick_best([generation.sum_logprobs / generation.num_tokens for generation in generations])
-        for generation in generations:
-            call.succeed(generation)
+        call.succeed(generations[best])
     chosen = generations[best]
     prefix = inputs if parameters.return_full_text else ""
     response = GenerateResponse(prefix + _text(chosen))
@@ -179,14 +177,11 @@ def _finite(value: float) -> float | None:
 async def _stream(call: Call, inputs: str, parameters: GenerateParameters) -> None:
     service, connection = call.service, call.connection
     await connection.start_events(call.stream_headers(len(inputs)))
+    service.metrics.count_request()
     try:
         with service.admit() as permit:
-            try:
-                check_streamable(parameters)
-                request = await _prepare(call, inputs, parameters)
-            except ValidationError:
-                service.metrics.fail_request("validation")
-                raise
+            check_streamable(parameters)
+            request = await _prepare(call, inputs, parameters)
             generation = service.start(request, NativeText, call.request.arrived, permit)
             call.streams.append(generation)
             prefix = inputs if parameters.return_full_text else ""

@@ -103,7 +103,7 @@ class _Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     n: U32 | None = None
     seed: Annotated[int, Meta(ge=-(2**63))] | None = None
     stop: str | list[str] | None = None
-    stream: bool = False
+    stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -17,6 +17,7 @@ from tgi.types import Grammar, SamplingParams
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
 _NOT_SERVED = ("functions", "function_call", "audio", "web_search_options")
 
 
@@ -70,7 +71,8 @@ def _logit_bias(given: dict[str, float] | list[float] | None) -> dict[int, float
     """By token id; a list holds the bias of each id in turn."""
     if not given:
         return {}
-    pairs = enumerate(given) if isinstance(given, list) else given.items()
+    pairs = [(key, value) for key, value in (enumerate(given) if isinstance(given, list) else given.items()) if value]
+    _require(len(pairs) <= MAX_BIASES, f"`logit_bias` may hold at most {MAX_BIASES} biases. Given: {len(pairs)}")
     biases: dict[int, float] = {}
     for key, value in pairs:
         try:
@@ -78,8 +80,7 @@ def _logit_bias(given: dict[str, float] | list[float] | None) -> dict[int, float
         except ValueError:
             raise ValidationError(f"`logit_bias` must be keyed by token id. Given: {key!r}") from None
         _require(-100 <= value <= 100, f"`logit_bias` must be >= -100 and <= 100. Given: {value} for {key}")
-        if value:
-            biases[token_id] = value
+        biases[token_id] = value
     return biases
 
 

@@ -72,10 +72,10 @@ class ApiProcess:
             if self._failure is not None:
                 raise self._failure
         finally:
-            listener.cancel()
             stopping.cancel()
             if self._service is not None:
                 await self._close(self._service)
+            listener.cancel()  # only now: an engine that is lost while requests are drained must end them
             self._tracer.stop()
 
     async def _listen_to_launcher(self) -> None:
@@ -100,22 +100,28 @@ class ApiProcess:
     async def _attach(self, path: Path) -> None:
         client = self._joining = EngineClient(path)
         try:
+            client.on_failure = self._on_client_failure
             facts = await client.connect(_ENGINE_ANSWERS_S)
-        except EngineError:
-            await client.close()
-            if client.failure is None:  # it lives, and does not answer
-                raise
-            return  # it is lost; the launcher tells when there is another
+        except BaseException as error:
+            await client.close()  # or this process could not end
+            if isinstance(error, EngineError) and client.failure is not None:
+                return  # it is lost; the launcher tells when there is another
+            raise
         finally:
             self._joining = None
         if self._service is None:
             self._service = Service(self._config, facts, self._tracer)
-            self._service.attach(client)
+            self._service.attach(client, facts)
             await self._open(self._service)
         else:
-            self._service.attach(client)
+            self._service.attach(client, facts)
             self._service.metrics.engine_restarted()
             log.info("The engine is back")
+
+    def _on_client_failure(self, error: Exception) -> None:
+        """The engine's messages cannot be read although it lives: only a new process helps."""
+        self._failure = error
+        self._stopping.set()
 
     async def _detach(self, reason: str) -> None:
         if self._service is not None:
@@ -135,6 +141,7 @@ class ApiProcess:
             log_config=None,
             log_level="error",
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             backlog=2048,
             timeout_keep_alive=_IDLE_CONNECTION_S,

@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +22,7 @@ from tgi.api.trace import Tracer
 from tgi.api.validate import CHUNK_TOKENS
 from tgi.config import ServerConfig
 from tgi.engine.client import EngineClient
-from tgi.errors import EngineError, OverloadedError
+from tgi.errors import EngineError, OverloadedError, ValidationError
 from tgi.text.chat_template import ChatTemplate
 from tgi.text.grammar import GrammarCompiler
 from tgi.text.prepare import prepare_request
@@ -34,7 +35,8 @@ log = logging.getLogger("tgi.api")
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
-_LONG_TEXT = 2_000  # characters; longer ones are worked on beside the event loop
+LONG_TEXT = 2_000  # characters; longer ones are worked on beside the event loop
+_GRAMMAR_WAITERS = 16  # requests that wait for the compiler at a time
 _QUEUE_FACTOR = 4  # prompt tokens that may wait, in multiples of the KV cache
 
 
@@ -48,6 +50,9 @@ class Service:
         self.template = ChatTemplate.load(folder, template_path)
         self.tool_format: ToolFormat = detect_tool_format(self.template, self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size)
+        if not config.disable_grammar_support:
+            with suppress(ValidationError):  # a tokenizer that cannot be constrained: each request is told so
+                self.grammars.prepare()
         self.metrics = Metrics(facts.max_input_tokens, facts.max_total_tokens)
         self.tracer = tracer or Tracer.start(None, "")
         self.engine: EngineClient | None = None
@@ -58,6 +63,7 @@ class Service:
         pool_tokens = (facts.num_blocks - 1) * facts.block_size
         self._max_queued_tokens = config.max_queued_tokens or _QUEUE_FACTOR * pool_tokens
         self._workers = ThreadPoolExecutor(config.validation_workers, thread_name_prefix="tgi-validate")
+        self._grammar_workers = ThreadPoolExecutor(_GRAMMAR_WAITERS, thread_name_prefix="tgi-grammar-wait")
         self.generations: set[Generation] = set()
         self.fingerprint = f"{__version__}-native"
         self.compute_type = config.compute_type or f"1-{facts.device}"
@@ -68,10 +74,12 @@ class Service:
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
-    def attach(self, engine: EngineClient) -> None:
+    def attach(self, engine: EngineClient, facts: ModelFacts) -> None:
         """Requests go to this engine from now on."""
+        self.facts = facts  # the limits of another start may be others
         engine.on_step = self.metrics.step
         engine.on_load = self.metrics.load
+        engine.on_step_failure = lambda: self.metrics.fail_step(prefill=False)
         self.engine = engine
         self.metrics.engine_ready(self.facts)
 
@@ -80,7 +88,7 @@ class Service:
         engine, self.engine = self.engine, None
         self.unavailable = reason
         if engine is not None:
-            if engine.num_in_flight and not self.draining:
+            if engine.num_in_flight and not self.draining:  # it was killed in the middle of a step
                 self.metrics.fail_step(prefill=False)
             engine.fail(EngineError(reason))
         return engine
@@ -109,7 +117,7 @@ class Service:
         """Tokenise, check lengths, compile the grammar. Raises `ValidationError`."""
 
         def work() -> GenerationRequest:
-            request = prepare_request(
+            return prepare_request(
                 0,
                 prompt,
                 params,
@@ -120,11 +128,10 @@ class Service:
                 chunk=CHUNK_TOKENS,
                 grammar=grammar,
             )
-            if grammar is not None:
-                self.grammars.compile(grammar)
-            return request
 
-        request = await self.run_beside(work, grammar is not None or len(prompt) > _LONG_TEXT)
+        request = await self.run_beside(work, len(prompt) > LONG_TEXT)
+        if grammar is not None:  # on threads of its own: texts do not wait behind grammars
+            await asyncio.get_running_loop().run_in_executor(self._grammar_workers, self.grammars.compile, grammar)
         self.metrics.validated(len(request.token_ids), min(request.max_new_tokens, CHUNK_TOKENS))
         return request
 
@@ -148,7 +155,6 @@ class Service:
             raise UnavailableError(self.unavailable)
         changes = {"id": engine.next_id()} | ({"seed": secrets.randbits(64)} if new_seed else {})
         request = msgspec.structs.replace(request, **changes)
-        self.metrics.count_request()
         stream = engine.submit(request)
         generation = Generation(
             request, stream, make_text(self.tokenizer, request), self.tokenizer, self.metrics, arrived
@@ -158,6 +164,7 @@ class Service:
 
     def close(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
+        self._grammar_workers.shutdown(wait=False, cancel_futures=True)
 
 
 class Permit:
@@ -167,17 +174,21 @@ class Permit:
         self._service = service
         self._count = count
         self._generations: list[Generation] = []
+        self._queued: set[Generation] = set()  # those without a token yet
         service.num_running += count
         service.metrics.in_flight(service.num_running)
 
     def add(self, generation: Generation) -> None:
         self._generations.append(generation)
+        self._queued.add(generation)
         self._service.generations.add(generation)
         self._service.num_queued_tokens += generation.input_length
         generation.on_first_token = self._leave_queue
 
     def _leave_queue(self, generation: Generation) -> None:
-        self._service.num_queued_tokens -= generation.input_length
+        if generation in self._queued:
+            self._queued.discard(generation)
+            self._service.num_queued_tokens -= generation.input_length
 
     def __enter__(self) -> "Permit":
         return self
@@ -188,5 +199,4 @@ class Permit:
         for generation in self._generations:
             generation.close()
             self._service.generations.discard(generation)
-            if generation.num_tokens == 0:
-                self._leave_queue(generation)
+            self._leave_queue(generation)

@@ -26,6 +26,9 @@ class Span:
     def set(self, **fields: str | int | float | bool) -> None:
         """Add fields to the span."""
 
+    def fail(self, kind: str) -> None:
+        """The operation failed: `kind` is the kind of error, never its text."""
+
     def __enter__(self) -> "Span":
         return self
 
@@ -112,6 +115,11 @@ class _OtlpSpan(Span):
 
     def set(self, **fields: str | int | float | bool) -> None:
         self._span.set_attributes(fields)
+
+    def fail(self, kind: str) -> None:
+        from opentelemetry.trace import StatusCode
+
+        self._span.set_status(StatusCode.ERROR, kind)
 
     def __enter__(self) -> "Span":
         from opentelemetry.trace import SpanKind

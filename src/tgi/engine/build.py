@@ -53,7 +53,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     config.check()
     seconds: dict[str, float] = {}
     cache_dir = cache_folder(config)
-    with _timed(seconds, "model"):
+    with _timed(seconds, "resolve"):
         source = find_model(config, progress)
         spec = read_spec(read_config(source.path))
     with _timed(seconds, "device"):
@@ -100,7 +100,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     )
     pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching)
     notes = [note for note in (source.note, device.ops.description) if note]
-    notes += [f"{name} {getattr(resolved, name, '')}: {reason}" for name, reason in resolved.reasons.items()]
+    notes += [f"{name}: {reason}" for name, reason in resolved.explain()]
     facts = ModelFacts(
         model_id=source.model_id,
         dtype=str(dtype).removeprefix("torch."),

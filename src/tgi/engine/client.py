@@ -1,7 +1,7 @@
 """The engine as an api process sees it: submit, take tokens, abort.
 
-Level 7, asyncio, never torch. One reader task takes a message per step and hands each request its tokens; a request
-that is read slowly finds several waiting for it. When the engine fails or is gone, every request in flight ends with
+Level 7, asyncio, never torch. A reader takes a message per step and hands each request its tokens; a request that is
+read slowly finds several waiting for it. When the engine fails or is gone, every request in flight ends with
 `EngineError`.
 """
 
@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
-import zmq.asyncio
 
 from tgi.errors import EngineError
 from tgi.types import (
     Abort,
+    Admitted,
     EngineFailed,
     EngineLoad,
     Finish,
@@ -40,12 +40,13 @@ _decode = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 class TokenEvent(msgspec.Struct, gc=False):
-    """What one step brought for one request: a token, or prompt log-probabilities, or its end, or several of these."""
+    """What one step brought for one request: its admission, a token, prompt log-probabilities, its end."""
 
     token_id: int | None = None
     logprob: float = 0.0
     top_tokens: list[tuple[int, float]] = []
     prompt_logprobs: list[tuple[int, list[float]]] = []  # (first token, values)
+    admitted: Admitted | None = None
     finish: Finish | None = None
 
 
@@ -99,9 +100,9 @@ class TokenStream:
 class EngineClient:
     def __init__(self, socket_path: Path) -> None:
         self._socket_path = socket_path
-        self._context: Any = zmq.asyncio.Context()
+        self._context: zmq.Context[Any] = zmq.Context()
         self._socket: Any = None
-        self._reader: asyncio.Task[None] | None = None
+        self._descriptor = -1  # readable when the socket's state may have changed
         self._ids = count(1)
         self._streams: dict[int, TokenStream] = {}
         self._ready: asyncio.Future[ModelFacts] | None = None
@@ -109,6 +110,8 @@ class EngineClient:
         self.load: EngineLoad | None = None
         self.on_load: Callable[[EngineLoad], None] | None = None
         self.on_step: Callable[[StepStats], None] | None = None
+        self.on_step_failure: Callable[[], None] | None = None
+        self.on_failure: Callable[[Exception], None] | None = None  # of this client, not of the engine
 
     async def connect(self, timeout_s: float = 10.0) -> ModelFacts:
         """Join the engine. Raises `EngineError` when it does not answer in time."""
@@ -119,7 +122,8 @@ class EngineClient:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(f"ipc://{self._socket_path}")
         self._ready = self.loop.create_future()
-        self._reader = asyncio.create_task(self._read())
+        self._descriptor = self._socket.getsockopt(zmq.FD)
+        self.loop.add_reader(self._descriptor, self._read)
         self._send(Hello(os.getpid()))
         try:
             return await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
@@ -158,9 +162,9 @@ class EngineClient:
             stream.fail(error)
 
     async def close(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+        if self._descriptor >= 0:
+            self.loop.remove_reader(self._descriptor)
+            self._descriptor = -1
         if self._ready is not None and self._ready.done() and not self._ready.cancelled():
             self._ready.exception()  # seen, so that nothing is logged about it
         if self._socket is not None:
@@ -170,27 +174,40 @@ class EngineClient:
     def _send(self, message: ToEngine) -> None:
         """Without a limit on what may wait to be sent this never blocks; admission bounds the requests."""
         self._socket.send(_encode(message), zmq.NOBLOCK)
+        # The descriptor tells of changes only, and sending may have taken note of one.
+        self.loop.call_soon(self._read)
 
-    async def _read(self) -> None:
-        while True:
-            match _decode(await self._socket.recv()):
-                case TokenOut() as out:
-                    self._deliver(out)
-                case EngineLoad() as load:
-                    self.load = load
-                    if self.on_load is not None:
-                        self.on_load(load)
-                case Ready(facts=facts):
-                    assert self._ready is not None
-                    self._ready.set_result(facts)
-                case EngineFailed(error=error):
-                    self.fail(EngineError(error))
+    def _read(self) -> None:
+        """Take every message that is there."""
+        try:
+            while self._descriptor >= 0 and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                self._take(_decode(self._socket.recv(zmq.NOBLOCK)))
+        except Exception as error:
+            self.fail(EngineError(f"the engine's messages cannot be read: {error}"))
+            if self.on_failure is not None:
+                self.on_failure(error)
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case TokenOut() as out:
+                self._deliver(out)
+            case EngineLoad() as load:
+                self.load = load
+                if self.on_load is not None:
+                    self.on_load(load)
+            case Ready(facts=facts):
+                assert self._ready is not None
+                self._ready.set_result(facts)
+            case EngineFailed(error=error):
+                if self.on_step_failure is not None:
+                    self.on_step_failure()
+                self.fail(EngineError(error))
 
     def _deliver(self, out: TokenOut) -> None:
         """One event per request of the step."""
         streams = self._streams
         logprobs = shortest_floats(out.logprobs)
-        if not (out.top_tokens or out.prompt_logprobs or out.finished):  # the usual step
+        if not (out.top_tokens or out.prompt_logprobs or out.finished or out.admitted):  # the usual step
             for request_id, token_id, logprob in zip(out.request_ids, out.token_ids, logprobs, strict=True):
                 stream = streams.get(request_id)
                 if stream is not None:
@@ -210,6 +227,8 @@ class EngineClient:
         for prompt in out.prompt_logprobs:
             event = events.setdefault(prompt.row, TokenEvent())
             event.prompt_logprobs = [*event.prompt_logprobs, (prompt.start, shortest_floats(prompt.logprobs))]
+        for admitted in out.admitted:
+            events.setdefault(admitted.request_id, TokenEvent()).admitted = admitted
         for finish in out.finished:
             events.setdefault(finish.request_id, TokenEvent()).finish = finish
         for request_id, event in events.items():

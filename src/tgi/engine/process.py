@@ -25,6 +25,7 @@ from tgi.errors import EngineError, TgiError, ValidationError
 from tgi.text.grammar import CompiledGrammar
 from tgi.types import (
     Abort,
+    Admitted,
     EngineFailed,
     EngineLoad,
     Finish,
@@ -239,15 +240,18 @@ def _tokens_of(out: TokenOut, number: int, stats: StepStats) -> TokenOut:
             for finish in out.finished
             if low <= finish.request_id < high
         ],
+        [
+            Admitted(admitted.request_id - low, admitted.num_cached_tokens, admitted.queue_ns)
+            for admitted in out.admitted
+            if low <= admitted.request_id < high
+        ],
         stats,
     )
 
 
 def main() -> int:
-    """`python -m tgi.engine.process SOCKET [PARENT]`, with the `ServerConfig` as JSON on standard input."""
+    """`python -m tgi.engine.process SOCKET`, with the `ServerConfig` as JSON on standard input."""
     end_with_parent()
-    if len(sys.argv) > 2 and os.getppid() != int(sys.argv[2]):
-        return EXIT_START_FAILED  # the parent died before the kernel knew that this process ends with it
     # Who stops a whole group or service signals this process too; the parent ends it, once requests are drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -259,7 +263,7 @@ def main() -> int:
     socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not stall the loop; its requests are bounded by admission
     try:
         engine = start_engine(config, lambda stage, done, total: _tell(Stage(stage, done, total)))
-        engine.seconds["warm-up"] = warm_up(engine)
+        engine.seconds["warm-up"] = warm_up(engine, not config.disable_grammar_support)
         socket.bind(f"ipc://{socket_path}")
         _tell(EngineStarted(engine.seconds, engine.facts.notes))
         EngineServer(engine, socket).run()

@@ -4,14 +4,16 @@ Level 7.
 """
 
 import time
+from contextlib import suppress
 
 from tgi.engine.build import Engine
+from tgi.errors import ValidationError
 from tgi.types import GenerationRequest, SamplingParams
 
 _PROMPT_TOKENS, _NEW_TOKENS = 8, 3
 
 
-def warm_up(engine: Engine) -> float:
+def warm_up(engine: Engine, grammars: bool = True) -> float:
     """Seconds it took. Raises `EngineError` if the device cannot compute. Leaves nothing in the prefix cache's way."""
     started = time.perf_counter()
     room = engine.facts.max_total_tokens
@@ -28,4 +30,7 @@ def warm_up(engine: Engine) -> float:
     engine.loop.add(request)
     while engine.loop.has_work:
         engine.loop.step()
+    if grammars:
+        with suppress(ValidationError):  # a tokenizer that cannot be constrained: each request is told so
+            engine.grammars.prepare()
     return time.perf_counter() - started

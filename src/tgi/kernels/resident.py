@@ -68,7 +68,8 @@ def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[T
 def greedy_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) -> None:
     """logits `[rows, vocab]`: the best token of each row goes into its slot, and with its log-probability into out.
 
-    out `[2, >= rows]` int32: ids, then the bits of the log-probabilities.
+    out `[2, >= rows]` int32: ids, then the bits of the log-probabilities. A row with a NaN, or whose best score is
+    infinite, gives id 0 and NaN: its slot goes on with a token that exists until the host has seen the NaN.
     """
     tokens, logprobs = reference.greedy(logits.float())
     _append(slots, state, out, tokens, logprobs)
@@ -91,6 +92,7 @@ def choose_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) ->
 
 def _append(slots: Tensor, state: SlotState, out: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
     count = slots.shape[0]
+    tokens = torch.where(logprobs.isnan(), 0, tokens)
     out[0, :count] = tokens.to(torch.int32)
     out[1, :count] = logprobs.to(torch.float32).view(torch.int32)
     real = slots >= 0

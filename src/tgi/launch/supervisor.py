@@ -36,6 +36,7 @@ EXIT_MODEL, EXIT_ENGINE, EXIT_API, EXIT_PORT = 3, 4, 5, 6
 _MAX_FAILURES = 6  # in a row
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _GOOD_RUN_S = 60.0  # a process that lived this long had no failure in a row
+_TELL_EVERY_S = 10.0
 _KILL_AFTER_S = 10.0  # beyond the time to drain
 _LONGEST_FOLDER = 75  # characters; the path of a unix socket has at most 107
 _BACKLOG = 2048  # connections that nobody has taken yet
@@ -138,6 +139,28 @@ class _Child:
         return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self.failures - 1))
 
 
+class _Stages:
+    """Shows how far the start is: bars on a terminal, else a line when a stage begins and now and then after that."""
+
+    def __init__(self, bars: bool) -> None:
+        self._bars = StageBars() if bars else None
+        self._told: dict[str, float] = {}
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        if self._bars is not None:
+            self._bars.update(stage, done, total)
+            return
+        now = time.monotonic()
+        if now - self._told.get(stage, -_TELL_EVERY_S) >= _TELL_EVERY_S:
+            self._told[stage] = now
+            log.info("%s%s", stage, f": {100 * done // total}%" if total and done else " ...")
+
+    def close(self) -> None:
+        if self._bars is not None:
+            self._bars.__exit__(None, None, None)
+            self._bars = StageBars()  # for the next engine
+
+
 class Supervisor:
     def __init__(self, config: ServerConfig, listener: socket.socket) -> None:
         self._config = config
@@ -147,11 +170,12 @@ class Supervisor:
         self._engine = _Child("engine", environment)
         self._api = _Child("api", environment)
         self._engine_socket: str | None = None  # of the engine that is ready
+        self._ready_at: float | None = None  # when that was
         self._stopping = asyncio.Event()
         self._status = 0
         self._started = time.monotonic()
         self._serving = False
-        self._bars = StageBars(enabled=not config.json_output)
+        self._stages = _Stages(bars=sys.stderr.isatty() and not config.json_output)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -174,7 +198,7 @@ class Supervisor:
                     self._status = self._status or 1
         finally:
             stopping.cancel()
-            self._bars.__exit__(None, None, None)
+            self._stages.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             self._listener.close()
         if self._status == 0:
@@ -203,9 +227,8 @@ class Supervisor:
         while not self._stopping.is_set():
             number += 1
             path = str(self._folder / f"engine-{number}.sock")
-            started = time.monotonic()
-            parent = str(os.getpid())
-            process = await self._engine.start("tgi.engine.process", path, parent, stderr=asyncio.subprocess.PIPE)
+            self._ready_at = None
+            process = await self._engine.start("tgi.engine.process", path, stderr=asyncio.subprocess.PIPE)
             if self._stopping.is_set():
                 self._engine.send_signal(signal.SIGKILL)
             assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -215,34 +238,36 @@ class Supervisor:
             async for line in process.stdout:
                 match _decode_engine(line):
                     case Stage(name=name, done=done, total=total):
-                        self._bars.update(name, done, total)
+                        self._stages.update(name, done, total)
                     case EngineStarted() as ready:
                         ever_ready = True
                         self._on_ready(ready, path)
             status = await process.wait()
             await errors
             self._engine_socket = None
+            reason = self._engine.describe_end(status)
+            self._send(EngineLost(reason))  # also while stopping: what is drained must not wait for it
             if self._stopping.is_set():
                 return
-            reason = self._engine.describe_end(status)
             if not ever_ready:
                 words = self._engine.last_words[-1] if self._engine.last_words else reason
                 log.error("%s", words.removeprefix("engine cannot start: "))
                 self._give_up(EXIT_MODEL if status == EXIT_START_FAILED else EXIT_ENGINE)
                 return
-            self._tell_api(EngineLost(reason))
-            if not await self._pause_after(self._engine, reason, started, EXIT_ENGINE):
+            if not await self._pause_after(self._engine, reason, self._ready_at or time.monotonic(), EXIT_ENGINE):
                 return
 
     def _on_ready(self, ready: EngineStarted, path: str) -> None:
         if not self._listen():
             return
+        self._stages.close()
         self._engine_socket = path
+        self._ready_at = time.monotonic()
         stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.seconds.items())
         log.info("Engine ready: %s", stages)
         for note in ready.notes:
             log.info("%s", note)
-        self._tell_api(EngineReady(path))
+        self._send(EngineReady(path))
 
     def _listen(self) -> bool:
         """Connections wait from here on until the api process takes them. False if another program was faster."""
@@ -307,7 +332,6 @@ class Supervisor:
                 return
 
     def _on_serving(self) -> None:
-        self._bars.__exit__(None, None, None)
         host, port = self._address
         shown = "localhost" if host in ("0.0.0.0", "::") else host
         seconds = time.monotonic() - self._started
@@ -316,9 +340,6 @@ class Supervisor:
         log.info(
             "Serving %s on http://%s:%d%s; try http://%s:%d/docs", self._config.model_id, host, port, again, shown, port
         )
-
-    def _tell_api(self, message: EngineReady | EngineLost) -> None:
-        self._send(message)
 
     def _send(self, message: Start | EngineReady | EngineLost) -> None:
         process = self._api.process

@@ -22,6 +22,7 @@ from tgi.scheduler.policy import BatchPolicy
 from tgi.scheduler.request import Request
 from tgi.types import (
     Admission,
+    Admitted,
     Chunk,
     Finish,
     GenerationRequest,
@@ -70,6 +71,7 @@ class Scheduler:
         self._steps_since_join = 1  # decode steps since newcomers joined
         self._calendar: dict[int, list[Request]] = {}  # decode clock -> members to look at before that step
         self._in_flight: deque[_InFlight] = deque()
+        self._admitted: list[Admitted] = []  # since the last result
         # Head of the queue that did not fit, and what it found: until that changes it need not be looked up again.
         self._blocked: tuple[Request, int, int] | None = None
         # Changes that the next plan will carry:
@@ -173,7 +175,8 @@ class Scheduler:
                 finished.append(self._end(request, "length"))
             elif token in request.stop_ids:
                 finished.append(self._end(request, "eos_token"))
-        return TokenOut(ids, tokens, logprobs, tops, prompts, finished)
+        admitted, self._admitted = self._admitted, []
+        return TokenOut(ids, tokens, logprobs, tops, prompts, finished, admitted)
 
     def check(self) -> None:
         """Raise AssertionError unless slots and blocks balance."""
@@ -353,6 +356,8 @@ class Scheduler:
         if request.admitted_ns is None:
             request.admitted_ns = self._now()
             request.num_cached_tokens = request.computed
+            queue_ns = request.admitted_ns - request.arrived_ns
+            self._admitted.append(Admitted(request.source.id, request.computed, queue_ns))
             self.stats.num_prompt_tokens += request.num_prompt
             self.stats.num_cached_prompt_tokens += request.computed
         return Admission(request.slot, request.source, request.tokens[request.num_prompt :], list(request.blocks))

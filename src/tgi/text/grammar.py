@@ -1,9 +1,9 @@
 """What the output must match: checked, compiled, remembered.
 
 Level 1. The HTTP layer makes a `Grammar` here and compiles it before a request is let in; the runner takes the compiled
-one and copies a matcher from it for each request. Owns the limits that keep a hostile grammar from costing more than
-about a second: `json_schema` bounds the schema, `_LIMITS` what llguidance may do, `_MAX_SECONDS` how long a caller
-waits. Knows nothing of slots, batches or torch.
+one and copies a matcher from it for each request. Owns the limits that keep a hostile grammar from doing harm:
+`json_schema` bounds the schema, `_LIMITS` what llguidance may do in a step, `grammar_trial` what it may do to compile,
+`_MAX_SECONDS` how long a caller waits. Knows nothing of slots, batches or torch.
 """
 
 import threading
@@ -16,17 +16,23 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from tgi.errors import ModelFormatError, ValidationError
+from tgi.text import grammar_trial
 from tgi.text.json_schema import check_limits, prepare_schema
 from tgi.text.tokenizer import Tokenizer
 from tgi.types import Grammar
 
-MAX_JSON, MAX_REGEX = 200_000, 20_000  # characters
+MAX_JSON, MAX_REGEX = 200_000, 10_000  # characters
 _MAX_SECONDS = 10.0
 _NUM_REMEMBERED = 128  # about 0.15 MB each, a few MB for the largest
 _MAX_DETAIL = 300  # characters of llguidance's own words in an error
 
+# A schema within these compiles in a few milliseconds; any other is tried out elsewhere first. Expressions never
+# take long, because they are expanded only as far as the text goes.
+_PLAIN_SIZE, _PLAIN_PATTERNS = 4000, 6
+
 # Steps are bounded more tightly than llguidance does by itself: the whole batch waits for the slowest mask.
-_LIMITS = LLParserLimits(step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False)
+_STEP_LIMITS: dict[str, Any] = {"step_lexer_fuel": 50_000, "max_lexer_states": 50_000}
+_LIMITS = LLParserLimits(**_STEP_LIMITS, verbose_errors=False)
 
 # One optional space between the tokens of JSON. All are given, so that a schema cannot choose its own.
 _JSON_STYLE: dict[str, Any] = {
@@ -69,9 +75,10 @@ def any_json() -> Grammar:
 
 
 def lark_json(schema: object) -> str:
-    """A schema as a term of a Lark grammar. What is wrong or cannot be enforced in it is an error of `compile`."""
+    """The schema of a tool's arguments as a term of a Lark grammar. Formats nobody knows are left out of it."""
     check_limits(schema)
-    return f"%json {_encode({**prepare_schema(schema), 'x-guidance': _JSON_STYLE})}"
+    style = {**_JSON_STYLE, "lenient": True}
+    return f"%json {_encode({**prepare_schema(schema), 'x-guidance': style})}"
 
 
 class CompiledGrammar:
@@ -147,6 +154,9 @@ class GrammarCompiler:
         failure = "cannot compile regex from schema" if grammar.kind == "json" else "grammar is not valid"
         try:
             source = _to_llguidance(grammar)
+            if not (grammar.kind == "regex" or _is_plain(source) or grammar_trial.survives(source, _STEP_LIMITS)):
+                bounds = f"{grammar_trial.MAX_CPU_SECONDS} s or {grammar_trial.MAX_BYTES >> 20} MiB"
+                return f"{failure}: it takes more than {bounds} to compile"
             prototype = LLMatcher(self.prepare(), source, log_level=0, limits=_LIMITS)
             # The first mask tells whether anything matches at all, and what it builds is there for every copy.
             if not prototype.is_error():
@@ -166,6 +176,11 @@ def describe_error(matcher: LLMatcher) -> str:
     if text.startswith("NoExtension"):
         return "there is no token that it allows"
     return text if len(text) <= _MAX_DETAIL else text[:_MAX_DETAIL] + "..."
+
+
+def _is_plain(source: str) -> bool:
+    """Whether it cannot be costly: short, and without an intersection of many patterns."""
+    return len(source) <= _PLAIN_SIZE and '"allOf' not in source and source.count('"pattern') <= _PLAIN_PATTERNS
 
 
 def _to_llguidance(grammar: Grammar) -> str:

@@ -15,6 +15,7 @@ from tgi.errors import ValidationError
 MAX_DEPTH = 100  # llguidance reads at most 128 levels, some of which it adds itself
 MAX_VALUES = 20_000  # objects, lists and scalars together
 MAX_MEMBERS = 1000  # of one object: the cost of optional properties is quadratic
+MAX_PATTERNS = 50  # of one `patternProperties`: each is compared with each
 MAX_STRING = 10_000  # characters; a long constant is forced byte by byte in every step
 # A number is recognised as a multiple by its remainder, which makes as many states as the least common multiple of all.
 MAX_MULTIPLE = 20_000
@@ -27,6 +28,7 @@ _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _TEXTS = ("$ref", "pattern", "format", "$schema", "$id", "$anchor", "title", "description")
+_ANNOTATIONS = ("title", "description", "default", "examples")  # no part of the meaning
 # TGI ignored these, and they cannot be enforced while a value is being written.
 IGNORED = (
     "uniqueItems",
@@ -64,6 +66,9 @@ def check_limits(document: object) -> None:
             elif isinstance(value, dict):
                 members = cast(dict[str, object], value)
                 _require(len(members) <= MAX_MEMBERS, f"it holds an object of more than {MAX_MEMBERS} members")
+                patterns = members.get("patternProperties")
+                few = not isinstance(patterns, dict) or len(cast(dict[str, object], patterns)) <= MAX_PATTERNS
+                _require(few, f"it holds `patternProperties` of more than {MAX_PATTERNS} members")
                 multiple = math.lcm(multiple, _coefficient(members.get("multipleOf")))
                 _require(
                     multiple <= MAX_MULTIPLE, f"the least common multiple of all `multipleOf` exceeds {MAX_MULTIPLE}"
@@ -90,7 +95,7 @@ def prepare_schema(schema: object) -> dict[str, Any]:
 
 
 def _check(schema: object, where: str) -> dict[str, Any] | bool:
-    """A deep enough copy of a valid schema, without what is ignored."""
+    """A deep enough copy of a valid schema, without what is ignored or says nothing."""
     if isinstance(schema, bool):
         return schema
     _require(isinstance(schema, dict), f"{where or 'the schema'} must be an object or a boolean")
@@ -110,7 +115,8 @@ def _check(schema: object, where: str) -> dict[str, Any] | bool:
             value = {key: _check(item, f"{path}/{key}") for key, item in value.items()}
         else:
             _check_value(name, value, path)
-        result[name] = value
+        if name not in _ANNOTATIONS:
+            result[name] = value
     if "properties" in result:
         result.setdefault("type", "object")  # as TGI reads it
     return result

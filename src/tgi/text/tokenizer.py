@@ -105,7 +105,8 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+            # A batch of one: unlike `encode` it lets other threads run meanwhile.
+            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         except (TypeError, UnicodeError) as error:  # a lone surrogate, which no UTF-8 text holds
             raise ValidationError(f"tokenizer error {error}") from error
 

@@ -18,7 +18,8 @@ _PART = 4096  # ids that one program of the plain way looks at
 
 @triton.jit
 def _finish_row(row, slot, token, logprob, out, out_row, tokens, tokens_row, lengths, record):
-    """Report a token, append it to its slot."""
+    """Report a token, append it to its slot. What could not be chosen from gives id 0: the next step reads it."""
+    token = tl.where(logprob == logprob, token, 0)
     tl.store(out + row, token)
     tl.store(out + out_row + row, logprob.to(tl.float32).to(tl.int32, bitcast=True))
     if slot >= 0:
@@ -33,8 +34,9 @@ def _best_of_part_kernel(logits, parts, logits_row, vocab, num_parts, PART: tl.c
     part, row = tl.program_id(0), tl.program_id(1)
     i = part * PART + tl.arange(0, PART)
     x = tl.load(logits + row.to(tl.int64) * logits_row + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
-    best = tl.max(x, 0)
-    place = tl.argmax(x, 0)
+    numbers = tl.where(x == x, x, float("-inf"))  # next to NaN, argmax may name a place past the vocabulary
+    best = tl.max(numbers, 0)
+    place = tl.argmax(numbers, 0)
     total = tl.sum(tl.where(i < vocab, tl.exp(x - best), 0.0), 0)
     total = tl.where(best == float("-inf"), tl.sum(tl.where(x == x, 0.0, x), 0), total)  # all dropped: nothing, or NaN
     at = parts + (row * num_parts + part) * 3
@@ -237,7 +239,7 @@ def _choose_kernel(
         chosen_score = best
         for start in range(0, vocab, BLOCK):
             x = _read(logits, start, vocab, temperature, BLOCK)
-            value = x
+            value = tl.where(x == x, x, float("-inf"))  # argmax needs numbers
             if samples:
                 i = start + tl.arange(0, BLOCK)
                 kept = (x >= floor) & (x > float("-inf"))

@@ -1,0 +1,98 @@
+"""A chat answer in OpenAI's shape, from the pieces of its text.
+
+Level 8. What whole and streamed answers share, and the whole one.
+"""
+
+import secrets
+import string
+from dataclasses import dataclass
+
+from tgi.api.chat_prompt import ChatPlan
+from tgi.api.choices import FINISH_REASONS, finite
+from tgi.api.generation import Generation, Piece
+from tgi.api.openai_bodies import (
+    ChatCompletionComplete,
+    ChatCompletionLogprob,
+    ChatCompletionLogprobs,
+    ChatCompletionTopLogprob,
+    ChatRequest,
+    OutputFunction,
+    OutputMessage,
+    OutputToolCall,
+)
+from tgi.text.token_bytes import token_bytes, token_text
+from tgi.text.tokenizer import Tokenizer
+from tgi.text.tools import CallArguments, CallStart, Content, ToolParser
+
+
+@dataclass(slots=True)
+class Chat:
+    """One chat request that is running: its choices share the prompt."""
+
+    body: ChatRequest
+    plan: ChatPlan
+    model: str
+    tokenizer: Tokenizer
+    generations: list[Generation]
+    id: str
+    created: int
+
+    def parser(self) -> ToolParser | None:
+        return None if self.plan.tool_format is None else ToolParser(self.plan.tool_format, self.plan.tool_names)
+
+    def keeps(self, part: Content | CallStart | CallArguments) -> bool:
+        """Whether a part of the text is told. Without leave for parallel calls only the first call is."""
+        return self.body.parallel_tool_calls is not False or isinstance(part, Content) or part.index == 0
+
+    def new_call_id(self) -> str:
+        """Unlike any other. Mistral's templates take nine letters and digits, everybody else takes OpenAI's form."""
+        if self.plan.tool_format is not None and self.plan.tool_format.short_ids:
+            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        return "call_" + secrets.token_hex(12)
+
+
+def whole_choice(index: int, chat: Chat, generation: Generation, pieces: list[Piece]) -> ChatCompletionComplete:
+    message = OutputMessage()
+    parser = chat.parser()
+    texts: list[str] = []
+    calls: list[tuple[str, list[str]]] = []
+    parts = [Content(piece.text) for piece in pieces]
+    if parser is not None:
+        parts = [part for piece in pieces for part in parser.push(piece.text)] + parser.finish()
+    for part in filter(chat.keeps, parts):
+        match part:
+            case Content(text=text):
+                texts.append(text)
+            case CallStart(name=name):
+                calls.append((name, []))
+            case CallArguments(index=number, text=text):
+                calls[number][1].append(text)
+    text = "".join(texts)
+    message.content = text if text or not calls else None
+    if calls:
+        message.tool_calls = [
+            OutputToolCall(chat.new_call_id(), "function", OutputFunction(name=name, arguments="".join(arguments)))
+            for name, arguments in calls
+        ]
+    logprobs = None
+    if chat.body.logprobs:
+        logprobs = ChatCompletionLogprobs([logprob_of(chat, piece) for piece in pieces])
+    return ChatCompletionComplete(index, message, logprobs, finish_of(generation, bool(calls)))
+
+
+def finish_of(generation: Generation, calls: bool) -> str:
+    reason = FINISH_REASONS[generation.finish_reason]
+    return "tool_calls" if calls and reason == "stop" else reason
+
+
+def logprob_of(chat: Chat, piece: Piece) -> ChatCompletionLogprob:
+    count = chat.body.top_logprobs or 0
+    tops = [
+        ChatCompletionTopLogprob(*_token(chat.tokenizer, token_id, logprob))
+        for token_id, logprob in piece.top_tokens[:count]
+    ]
+    return ChatCompletionLogprob(*_token(chat.tokenizer, piece.token_id, piece.logprob), tops)
+
+
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+    return token_text(tokenizer, token_id), finite(logprob), list(token_bytes(tokenizer, token_id))

@@ -1,0 +1,73 @@
+"""What both `/v1` routes do with their choices: start them, run them together, sum them up.
+
+Level 8.
+"""
+
+from asyncio import TaskGroup
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from tgi.api.call import Call
+from tgi.api.generation import Generation, openai_text
+from tgi.api.openai_bodies import PromptTokensDetails, Usage
+from tgi.api.service import Permit, Service
+from tgi.errors import TgiError
+from tgi.types import GenerationRequest
+
+FINISH_REASONS = {"eos_token": "stop", "stop_sequence": "stop", "length": "length"}
+T = TypeVar("T")
+
+
+def body_model(service: Service, given: str | None) -> str:
+    """As TGI: `tgi` and nothing are the served model, any other name is taken for it and told back."""
+    return service.facts.model_id if given in (None, "", "tgi") else given
+
+
+def start_choices(
+    call: Call,
+    request: GenerationRequest,
+    permit: Permit,
+    count: int,
+    generations: list[Generation],
+    keeps_special: bool = False,
+) -> None:
+    """`count` generations of one prompt; with a seed, each its own one from there."""
+    seed = request.seed
+    for number in range(count):
+        call.service.metrics.count_request()
+        one = msgspec.structs.replace(request, seed=(seed + number) % 2**64)
+        generations.append(
+            call.service.start(
+                one,
+                lambda tokenizer, request: openai_text(tokenizer, request, keeps_special),
+                call.request.arrived,
+                permit,
+            )
+        )
+
+
+async def run_together(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all in order, or the first error, which ends the others."""
+    try:
+        async with TaskGroup() as group:
+            tasks = [group.create_task(run) for run in runs]
+    except* TgiError as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def usage_of(generations: list[Generation], num_prompts: int = 1) -> Usage:
+    """Prompts count once, however many choices they have."""
+    per_prompt = len(generations) // num_prompts
+    prompts = generations[::per_prompt]
+    prompt_tokens = sum(generation.input_length for generation in prompts)
+    completion = sum(generation.num_tokens for generation in generations)
+    cached = sum(generation.num_cached_tokens or 0 for generation in prompts)
+    return Usage(prompt_tokens, completion, prompt_tokens + completion, PromptTokensDetails(cached))
+
+
+def finite(value: float) -> float:
+    """OpenAI's log-probabilities are numbers, always."""
+    return value if value - value == 0 else -9999.0
