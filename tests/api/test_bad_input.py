@@ -510,3 +510,43 @@ def test_query_strings_and_odd_paths(http: httpx.Client) -> None:
     for path in ("/../info", "/%2e%2e/info", "/info%00", "/info%0d%0ax: y", "/\u00fc", "/generate;x", "/INFO", "/*"):
         assert http.get(path).status_code in (200, 404), path
     assert "x" not in http.get("/info%0d%0ax: y").headers
+
+
+@pytest.mark.parametrize("depth", [200, 900, *range(965, 995, 3), 5_000])
+def test_values_nested_deeply(http: httpx.Client, depth: int) -> None:
+    """Deep enough for some later step, though the body itself could just be read: never a failure of the server."""
+    text = "{" + '"a":{' * depth + "}" * depth + "}"
+    messages = '"messages":[{"role":"user","content":"Hi"}],"max_tokens":1'
+    call = f'{{"id":"1","type":"function","function":{{"name":"f","arguments":{text}}}}}'
+    bodies = [
+        f'{{{messages},"tools":[{{"type":"function","function":{{"name":"f","parameters":{text}}}}}]}}',
+        f'{{"messages":[{{"role":"assistant","tool_calls":[{call}]}},{{"role":"user","content":"Hi"}}],"max_tokens":1}}',
+        f'{{{messages},"chat_template_kwargs":{{"x":{text}}}}}',
+        f'{{{messages},"response_format":{{"type":"json_schema","json_schema":{{"name":"x","schema":{text}}}}}}}',
+    ]
+    for body in bodies:
+        answer = http.post("/v1/chat/completions", content=body, headers=JSON)
+        assert answer.status_code in (200, 400), answer.text
+
+
+@pytest.mark.parametrize("extra", [b"\r\n", b"\r\n\r\n\r\n"])
+def test_an_empty_line_behind_a_body_disturbs_nothing(server: Server, extra: bytes) -> None:
+    body = b'{"inputs":"Count: one, two,","parameters":{"max_new_tokens":30}}'
+    head = f"POST /generate_stream HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
+        sock.sendall(head.encode() + b"\r\n\r\n" + body)
+        data = sock.recv(65536)
+        sock.sendall(extra)
+        while not data.endswith(b"0\r\n\r\n"):
+            data += sock.recv(65536)
+        assert data.count(b"data: ") == 30
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_settings_of_endless_length(http: httpx.Client) -> None:
+    for bias in ([0] * 500_000, [1.0] * 5_000, {str(number): 1 for number in range(5_000)}):
+        answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "logit_bias": bias})
+        assert answer.status_code == (200 if bias == [0] * 500_000 else 400)
+        if answer.status_code == 400:
+            assert answer.json()["error"]["param"] == "logit_bias"

@@ -784,3 +784,19 @@ def test_numbers_are_finite(http: httpx.Client) -> None:
     found = complete(http, max_tokens=2, logprobs=5, logit_bias={"28": -100})
     values = [value for tops in found["choices"][0]["logprobs"]["top_logprobs"] for value in tops.values()]
     assert all(math.isfinite(value) for value in values)
+
+
+def test_a_stop_string_in_the_last_permitted_token(http: httpx.Client) -> None:
+    body = {"prompt": "Count: one, two,", "temperature": 0, "max_tokens": 1, "stop": " three"}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+
+
+def test_cached_tokens_are_told_however_it_ends(http: httpx.Client) -> None:
+    prompt = "The numbers in their order: " + ", ".join(str(number) for number in range(60)) + ","
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 4}
+    http.post("/v1/completions", json=body)
+    by_length = http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    stopped = http.post("/v1/completions", json={**body, "stop": ","}).json()
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert stopped["usage"]["prompt_tokens_details"]["cached_tokens"] == by_length > 0

@@ -18,7 +18,20 @@ import httpx2 as httpx
 import msgspec
 import pytest
 from serving import Server
-from traffic import DONE, Event, Started, chat, client_of, counting, follow, is_gone, native, running, socket_path
+from traffic import (
+    DONE,
+    Event,
+    Started,
+    chat,
+    client_of,
+    counting,
+    events_of,
+    follow,
+    is_gone,
+    native,
+    running,
+    socket_path,
+)
 
 from tgi.api.control import EngineLost, EngineReady, Start
 from tgi.config import ServerConfig
@@ -349,3 +362,19 @@ def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pyt
         sock.bind(str(folder / "engine-100.sock"))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     shutil.rmtree(folder)
+
+
+def test_death_of_the_engine_while_requests_are_drained(model_cache: Path) -> None:
+    """Nothing is left to wait for: the streams end with an error long before the time to drain is over."""
+    with running(cache=model_cache) as server:
+        path, body = native(counting(3), 900)
+        with server.client() as client, client.stream("POST", path, json=body) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            engine = server.children()["engine"]
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for(lambda: "stopping" in server.log, "the signal")
+            os.kill(engine, signal.SIGKILL)
+            events = events_of(list(lines))
+        assert (events[-1]["error_type"], "was killed by SIGKILL" in events[-1]["error"]) == ("generation", True)
+        assert server.process.wait(30) == 0, server.log

@@ -330,3 +330,26 @@ def test_compute_type(http: httpx.Client) -> None:
     answer = http.post("/generate", json={"inputs": "a", "parameters": {"max_new_tokens": 1}})
     assert answer.headers["x-compute-type"] == "my-accelerator"
     assert json.loads(answer.content)["generated_text"]
+
+
+def test_requests_are_counted_as_tgi_counts(http: httpx.Client, server: Server) -> None:
+    def counts() -> tuple[float, float, float]:
+        metrics = server.metrics()
+        failed = metrics.get('tgi_request_failure{err="validation"}', 0)
+        return metrics.get("tgi_request_count", 0), metrics.get("tgi_request_success", 0), failed
+
+    def added(path: str, body: dict[str, object]) -> tuple[float, ...]:
+        before = counts()
+        with server.client() as client:
+            client.post(path, json=body)
+        return tuple(after - earlier for after, earlier in zip(counts(), before, strict=True))
+
+    short: dict[str, object] = {"max_new_tokens": 1}
+    messages = [{"role": "user", "content": "Hi"}]
+    assert added("/generate", {"inputs": "a", "parameters": short}) == (1, 1, 0)
+    assert added("/generate", {"inputs": "a", "parameters": {"temperature": 0}}) == (1, 0, 1)
+    assert added("/generate", {"inputs": "a", "parameters": {**short, "best_of": 2, "do_sample": True}}) == (1, 1, 0)
+    assert added("/generate_stream", {"inputs": "a", "parameters": short}) == (1, 1, 0)
+    assert added("/v1/chat/completions", {"messages": messages, "max_tokens": 1}) == (2, 1, 0)
+    assert added("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1}) == (3, 2, 0)
+    assert added("/tokenize", {"inputs": "a"}) == (0, 0, 0)

@@ -55,7 +55,7 @@ _PREFIXES = {
     ToolError: "Tool error: ",
     RequestError: "Request failed during generation: ",
 }
-_OPENAI_TYPES = {401: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
+_OPENAI_TYPES = {429: "rate_limit_error"}
 
 
 def describe(error: TgiError) -> ErrorResponse:

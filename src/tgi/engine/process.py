@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -71,7 +72,7 @@ class EngineServer:
         self._loop = engine.loop
         self._socket = socket
         self._clients: dict[bytes, _Client] = {}
-        self._by_number: dict[int, _Client] = {}
+        self._numbers = count(1)  # of clients
         self._next_check = 0.0
         self._last_load: EngineLoad | None = None
         self._waiting_tokens = self._running_limit = 0  # as of the last check
@@ -111,8 +112,7 @@ class EngineServer:
     def _handle(self, address: bytes, message: ToEngine) -> None:
         match message:
             case Hello(pid=pid):
-                client = _Client(address, len(self._by_number) + 1, pid)
-                self._clients[address] = self._by_number[client.number] = client
+                client = self._clients[address] = _Client(address, next(self._numbers), pid)
                 self._send(client, Ready(self._engine.facts))
             case Submit(request=request):
                 client = self._clients.get(address)
