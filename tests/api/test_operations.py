@@ -298,7 +298,7 @@ async def served_here(engine_pid: int) -> AsyncIterator[tuple[App, httpx.AsyncCl
             service = Service(ServerConfig(), await engine.connect(30))
             service.attach(engine, service.facts)
             app = App(service)
-            http_server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error"))
+            http_server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error", log_config=None))
             http_server.capture_signals = nullcontext  # type: ignore[method-assign]
             serving = asyncio.create_task(http_server.serve([sock]))
             while not http_server.started:
