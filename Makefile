@@ -6,10 +6,10 @@ READY := $(VENV)/.ready
 PORT ?= 8080
 ARGS ?=
 
-.PHONY: serve try test lint format bench clean help
+.PHONY: serve try test test-cuda lint format bench clean help
 
 help:  ## show this help
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 serve: $(READY)  ## serve the embedded model (PORT=8080, ARGS="--max-total-tokens 2048 ...")
 	@$(BIN)/text-generation-launcher --port $(PORT) $(ARGS)
@@ -19,6 +19,9 @@ try: $(READY)  ## answer a prompt with the embedded model
 
 test: $(READY)  ## run all tests
 	$(BIN)/python -m pytest
+
+test-cuda:  ## run the device suite on a GPU (PYTHON: one with torch for CUDA, Triton and the test packages)
+	PYTHONPATH=src $(PYTHON) -m pytest tests/devices --device cuda
 
 lint: $(READY)  ## style, types and import levels
 	$(BIN)/ruff check .

@@ -1,10 +1,12 @@
 """The bucket plan: every batch within the limits finds a shape that holds it."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgi.devices.buckets import Bucket, BucketSteps, find_bucket, plan_buckets, round_up, steps_up_to
+from tgi.devices.buckets import Bucket, BucketSteps, decode_sizes, find_bucket, plan_buckets, round_up, steps_up_to
 
 
 def test_steps_include_the_maximum() -> None:
@@ -60,3 +62,13 @@ def test_beyond_the_plan_there_is_none() -> None:
     assert find_bucket(plan, "decode", 5, 1) is None
     with pytest.raises(ValueError, match="exceeds the largest bucket"):
         round_up([1, 2], 3)
+
+
+@given(st.integers(1, 3000))
+def test_decode_sizes_reach_the_maximum_with_little_padding(maximum: int) -> None:
+    sizes = decode_sizes(maximum)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == maximum
+    assert sizes[0] == 1
+    for small, large in pairwise(sizes):
+        assert large - small <= max(1, small if small <= 8 else 8 if small < 64 else 16 if small < 256 else 64)

@@ -34,6 +34,15 @@ def steps_up_to(step: int, maximum: int) -> list[int]:
     return [*range(step, maximum, step), maximum]
 
 
+def decode_sizes(maximum: int) -> list[int]:
+    """Numbers of rows to capture decode steps for, up to `maximum`: in steps so small that padding costs little."""
+    if maximum < 1:
+        raise ValueError(f"maximum {maximum} must be at least 1")
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32)]
+    sizes += range(512, max(513, maximum), 64)
+    return [*(size for size in sizes if size < maximum), maximum]
+
+
 def plan_buckets(
     max_input_tokens: int,
     max_total_tokens: int,

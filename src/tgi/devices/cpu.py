@@ -21,6 +21,8 @@ from tgi.types import Limits
 class CpuDevice:
     name = "cpu"
     comm_backend = "gloo"
+    runs_ahead = False
+    cache_by_head = False
 
     def __init__(self, cache_dir: Path, custom_kernels: bool = True, num_threads: int | None = None) -> None:
         if num_threads is not None:

@@ -6,13 +6,15 @@ name.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
+from torch import Tensor
 
 from tgi.errors import StartError
-from tgi.kernels import reference
+from tgi.kernels import reference, resident
 from tgi.types import Limits
 
 
@@ -33,6 +35,10 @@ class Ops:
         self.rotary_and_cache: Callable[..., Any] = reference.rotary_and_cache
         self.attention: Callable[..., Any] = reference.attention
         self.greedy: Callable[..., Any] = reference.greedy
+        self.apply_writes: Callable[..., Any] = resident.apply_writes
+        self.gather_inputs: Callable[..., Any] = resident.gather_inputs
+        self.greedy_into: Callable[..., Any] = resident.greedy_into
+        self.choose_into: Callable[..., Any] = resident.choose_into
         self.make_stack: Callable[..., Any] | None = None  # see `kernels.stack`
         self.run_stack: Callable[..., Any] | None = None
         for name, op in faster.items():
@@ -49,6 +55,8 @@ class Device(Protocol):
     torch_device: torch.device
     limits: Limits
     comm_backend: str
+    runs_ahead: bool  # work is queued and done later: see `QueueDevice`
+    cache_by_head: bool  # the tokens of a block lie together for each head, rather than the heads for each token
 
     @property
     def ops(self) -> Ops: ...
@@ -68,11 +76,59 @@ class Device(Protocol):
     def close(self) -> None: ...
 
 
-def choose_device(name: str, cache_dir: Path, custom_kernels: bool, num_threads: int | None) -> Device:
+class Mark(Protocol):
+    """A place in the queue of a device."""
+
+    def wait(self) -> None:
+        """Until everything before it is done."""
+        ...
+
+
+class QueueDevice(Device, Protocol):
+    """A device that takes work faster than it does it. Nothing here waits for it except `Mark.wait`."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Inside, torch ops go to this device's queue."""
+        ...
+
+    def host_words(self, count: int) -> Tensor:
+        """int32 on the host that the queue copies from and to by itself."""
+        ...
+
+    def mark(self) -> Mark: ...
+
+    def later(self, mark: Mark, finish: Callable[[], Any]) -> "Future[Any]":
+        """Call `finish` on another thread once the queue is past the mark; in order."""
+        ...
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Record what `work` queues: (how to queue all of it again, its result).
+
+        Captures share memory: what one leaves is good until another is replayed. A result that stays allocated costs
+        memory of its own, so `work` had better return a long-lived buffer.
+        """
+        ...
+
+    def decode_sizes(self, maximum: int) -> list[int]:
+        """Numbers of rows to capture, up to `maximum`, which is the last."""
+        ...
+
+
+def is_queue(device: Device) -> TypeGuard[QueueDevice]:
+    return device.runs_ahead
+
+
+def choose_device(
+    name: str, cache_dir: Path, custom_kernels: bool, num_threads: int | None, memory_fraction: float = 1.0
+) -> Device:
     """The device asked for; "auto" takes the fastest one present."""
     from tgi.devices.cpu import CpuDevice  # a device's libraries load only when it is chosen
 
-    known: Sequence[str] = ("auto", "cpu")
+    known: Sequence[str] = ("auto", "cpu", "cuda")
     if name not in known:
         raise StartError(f"`device` must be one of {', '.join(known)}. Given: {name}")
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        from tgi.devices.cuda import CudaDevice
+
+        return CudaDevice(custom_kernels, memory_fraction)
     return CpuDevice(cache_dir, custom_kernels, num_threads)

@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 
 from tgi.config import ModelSize, Resolved, ServerConfig, cache_folder, resolve
-from tgi.devices.device import Device, choose_device
-from tgi.engine.loop import EngineLoop
+from tgi.devices.device import Device, choose_device, is_queue
+from tgi.engine.loop import EngineLoop, StepRunner
 from tgi.errors import ResourceError, StartError
 from tgi.models.decoder import CausalLM
 from tgi.models.registry import read_config, read_spec
 from tgi.models.spec import DecoderSpec
 from tgi.parallel import SINGLE, Parallel
 from tgi.runner import kv_cache
+from tgi.runner.queued import QueuedRunner
 from tgi.runner.runner import Runner
 from tgi.scheduler.blocks import BlockPool
 from tgi.scheduler.policy import BatchPolicy
@@ -56,7 +57,9 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         source = find_model(config, progress)
         spec = read_spec(read_config(source.path))
     with _timed(seconds, "device"):
-        device = choose_device(config.device, cache_dir, config.custom_kernels, config.num_threads)
+        device = choose_device(
+            config.device, cache_dir, config.custom_kernels, config.num_threads, config.cuda_memory_fraction
+        )
         dtype = choose_dtype(config, device)
     with _timed(seconds, "load"):
         model = load_model(config, source, spec, device, dtype, SINGLE, progress)
@@ -65,7 +68,10 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
             max_positions=spec.max_positions,
             kv_bytes_per_token=spec.kv_bytes_per_token(spec.num_kv_heads, dtype.itemsize),
         )
-        resolved = resolve(config, size, device.limits, device.free_bytes())
+        free_bytes = device.free_bytes()
+        if device.runs_ahead:
+            free_bytes = max(0, free_bytes - step_bytes(config, spec, device, dtype))
+        resolved = resolve(config, size, device.limits, free_bytes)
         cache = kv_cache.allocate(
             device,
             spec.num_layers,
@@ -75,10 +81,10 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
             spec.head_dim,
             dtype,
         )
-    watermark = (config.watermark_gamma, config.watermark_delta)
     grammars = GrammarCompiler(lambda: Tokenizer.load(source.path), spec.vocab_size)
     try:
-        runner = Runner(device, model, cache, resolved.max_batch_size, resolved.max_total_tokens, watermark, grammars)
+        with _timed(seconds, "prepare"):
+            runner = make_runner(config, device, model, cache, resolved, grammars, progress)
     except RuntimeError as error:
         raise ResourceError(
             f"Not enough memory for {resolved.max_batch_size} requests of {resolved.max_total_tokens} tokens:"
@@ -110,6 +116,35 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     )
     loop = EngineLoop(Scheduler(policy, pool), runner, config.overlap)
     return Engine(loop, facts, source.path, device, resolved, grammars, seconds, notes)
+
+
+def make_runner(
+    config: ServerConfig,
+    device: Device,
+    model: CausalLM,
+    cache: list[tuple[torch.Tensor, torch.Tensor]],
+    resolved: Resolved,
+    grammars: GrammarCompiler,
+    progress: Progress,
+) -> StepRunner:
+    size, length = resolved.max_batch_size, resolved.max_total_tokens
+    watermark = (config.watermark_gamma, config.watermark_delta)
+    if not is_queue(device):
+        return Runner(device, model, cache, size, length, watermark, grammars)
+    runner = QueuedRunner(device, model, cache, size, length, watermark, grammars, config.cuda_graphs)
+    runner.prepare(progress)
+    return runner
+
+
+def step_bytes(config: ServerConfig, spec: DecoderSpec, device: Device, dtype: torch.dtype) -> int:
+    """What the slots and the largest permitted step take on a device beside weights and cache, at most."""
+    rows = config.max_batch_size or device.limits.max_batch_size
+    tokens = (config.max_batch_prefill_tokens or device.limits.max_batch_prefill_tokens) + rows
+    length = config.max_total_tokens or spec.max_positions
+    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    layer = (5 * spec.hidden_size + 2 * qkv + 3 * spec.intermediate_size) * dtype.itemsize
+    logits = spec.vocab_size * (2 * dtype.itemsize + 12)  # as they come, captured, and three times in float32
+    return tokens * layer + rows * (logits + 5 * length)
 
 
 def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:

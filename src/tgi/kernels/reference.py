@@ -5,6 +5,7 @@ KV caches are `[blocks, block_size, kv_heads, head_dim]`.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +87,10 @@ def attention(
     softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
 ) -> Tensor:
     """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
+    if batch.table_rows is not None:
+        tables = batch.block_tables[batch.table_rows.clamp(min=0).long()]
+        seq_lens = batch.seq_lens.clamp(min=1)  # padding looks at one token of block 0
+        batch = replace(batch, block_tables=tables, seq_lens=seq_lens, table_rows=None)
     out = torch.empty_like(q)
     n = batch.num_decode
     if n:

@@ -47,6 +47,9 @@ class VocabWeight(Module):
         rows = self.ops.embedding(torch.where(mine, local, 0), self.weight)
         return self.parallel.all_reduce(rows * mine[:, None])
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden `[tokens, hidden]` -> `[tokens, vocab]`."""
-        return self.parallel.all_gather_last(self.ops.linear(hidden, self.weight, None))
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden `[tokens, hidden]` -> `[tokens, vocab]`, into `out` if there is one."""
+        if out is not None and self.parallel.world == 1 and isinstance(self.weight, Tensor):
+            return torch.mm(hidden, self.weight.t(), out=out)
+        result = self.parallel.all_gather_last(self.ops.linear(hidden, self.weight, None))
+        return result if out is None else out.copy_(result)

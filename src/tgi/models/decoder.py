@@ -150,6 +150,6 @@ class CausalLM(Module):
             x, residual = x[batch.logit_tokens], residual[batch.logit_tokens]
         return self.model.norm.add(x, residual)[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[tokens, hidden]` -> `[tokens, vocab]`."""
-        return (self.head or self.model.embedding).logits(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[tokens, hidden]` -> `[tokens, vocab]`, into `out` if there is one."""
+        return (self.head or self.model.embedding).logits(hidden, out)

@@ -73,6 +73,10 @@ class SlotGrammars:
         self._constraints[admission.slot] = constraint
         self._submit([constraint], lambda: self._begin(constraint, admission.output_ids))
 
+    @property
+    def active(self) -> bool:
+        return bool(self._constraints)
+
     def release(self, slots: Sequence[int]) -> None:
         if self._constraints:
             for slot in slots:

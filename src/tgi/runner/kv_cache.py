@@ -21,8 +21,14 @@ def allocate(
 ) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of each layer: `[blocks, block_size, kv_heads, head_dim]`."""
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
+
+    def zeros() -> Tensor:
+        if device.cache_by_head:
+            return device.zeros((num_blocks, num_kv_heads, block_size, head_dim), dtype).transpose(1, 2)
+        return device.zeros(shape, dtype)
+
     try:
-        return [(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(num_layers)]
+        return [(zeros(), zeros()) for _ in range(num_layers)]
     except (RuntimeError, MemoryError) as error:
         num_bytes = 2 * num_layers * num_blocks * block_size * num_kv_heads * head_dim * dtype.itemsize
         raise ResourceError(

@@ -8,17 +8,28 @@ the logits.
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tgi.devices.device import Ops
 from tgi.kernels import sampling
 from tgi.runner.grammar import RowMasks
-from tgi.runner.slots import Slots
 from tgi.types import Admission, SamplingParams, TopTokens
 
 _NUM_BEST = 256  # scores that the short way of drawing looks at
+
+
+class KnownTokens(Protocol):
+    """What the sampler reads of the slots."""
+
+    device: torch.device
+    tokens: Tensor
+    lengths: Tensor
+    num_prompt: Tensor
+    lengths_cpu: np.ndarray
 
 
 @dataclass(slots=True)
@@ -29,11 +40,13 @@ class Chosen:
 
 
 @dataclass(slots=True)
-class _Groups:
+class Groups:
     """Which rows ask for what; None where nobody does."""
 
     watermark: list[int]
     penalty: Tensor | None
+    penalised: list[int]  # the same on the host
+    presence: bool
     bias: list[int]
     temperature: Tensor | None
     draw: Tensor | None  # by the long way
@@ -46,12 +59,20 @@ class _Groups:
 
     @property
     def plain(self) -> bool:
-        drawing = self.draw is not None or self.draw_from_best is not None
-        return not drawing and self.penalty is None and not (self.watermark or self.bias or self.top_n)
+        return not self.draws and not self.adjusts and not self.top_n
+
+    @property
+    def draws(self) -> bool:
+        return self.draw is not None or self.draw_from_best is not None
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether anything changes the scores before the temperature."""
+        return self.penalty is not None or bool(self.watermark or self.bias)
 
 
 class Sampler:
-    def __init__(self, ops: Ops, slots: Slots, num_slots: int, gamma: float, delta: float) -> None:
+    def __init__(self, ops: Ops, slots: KnownTokens, num_slots: int, gamma: float, delta: float) -> None:
         self.ops = ops
         self.slots = slots
         self.gamma, self.delta = gamma, delta
@@ -74,16 +95,20 @@ class Sampler:
         self.seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.biases: dict[int, tuple[Tensor, Tensor]] = {}  # slot -> ids, values
         self._rows: list[int] | None = None
-        self._groups: _Groups | None = None
+        self._groups: Groups | None = None
 
     def admit(self, admission: Admission) -> None:
         """Take over a slot's parameters."""
         slot, params = admission.slot, admission.request.sampling
-        self.params[slot] = params
         for name, values in self.numbers.items():
             values[slot] = float(getattr(params, name))
         seed = admission.request.seed
         self.seeds[slot] = seed - 2**64 if seed >= 2**63 else seed
+        self.remember(slot, params)
+
+    def remember(self, slot: int, params: SamplingParams) -> None:
+        """The part of `admit` that is on the host."""
+        self.params[slot] = params
         self.biases.pop(slot, None)
         if params.logit_bias:
             device = self.slots.device
@@ -94,7 +119,7 @@ class Sampler:
 
     def choose(self, logits: Tensor, rows: list[int], index: Tensor, masks: RowMasks | None = None) -> Chosen:
         """logits `[rows, vocab]` float32, which is overwritten; `rows` are slots and `index` the same on the device."""
-        groups = self._group(rows)
+        groups = self.group(rows)
         if groups.plain:
             # A mask does not make the batch less plain: the free rows take the same way with and without it.
             _mask(logits, masks)
@@ -109,25 +134,26 @@ class Sampler:
             rows_best = groups.draw_from_best
             token_ids[rows_best] = self._draw_from_best(logits[rows_best], index[rows_best], groups)
         logprobs = logits.gather(1, token_ids[:, None])[:, 0] - totals
-        tops = [_top_tokens(row, count, logits[row] - totals[row]) for row, count in groups.top_n]
+        tops = [top_tokens(row, count, logits[row] - totals[row]) for row, count in groups.top_n]
         return Chosen(token_ids, logprobs, tops)
 
-    def _group(self, rows: list[int]) -> _Groups:
+    def group(self, rows: list[int]) -> Groups:
         if self._groups is None or rows != self._rows:
             self._rows, self._groups = list(rows), self._make_groups([self.params[slot] for slot in rows])
         return self._groups
 
-    def _make_groups(self, params: list[SamplingParams]) -> _Groups:
+    def _make_groups(self, params: list[SamplingParams]) -> Groups:
         def rows_where(condition: list[bool]) -> Tensor | None:
             found = [row for row, holds in enumerate(condition) if holds]
             return torch.tensor(found, dtype=torch.int64, device=self.slots.device) if found else None
 
         drawing = [p for p in params if p.samples]
-        return _Groups(
+        penalised = [p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0 for p in params]
+        return Groups(
             watermark=[row for row, p in enumerate(params) if p.watermark],
-            penalty=rows_where(
-                [p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0 for p in params]
-            ),
+            penalty=rows_where(penalised),
+            penalised=[row for row, holds in enumerate(penalised) if holds],
+            presence=any(p.presence_penalty != 0 for p in params),
             bias=[row for row, p in enumerate(params) if p.logit_bias],
             temperature=rows_where([p.temperature != 1 for p in params]),
             draw=rows_where([p.samples and not _keeps_few(p) for p in params]),
@@ -139,25 +165,31 @@ class Sampler:
             top_n=[(row, p.top_n_tokens) for row, p in enumerate(params) if p.top_n_tokens],
         )
 
-    def _process(self, logits: Tensor, rows: list[int], index: Tensor, groups: _Groups, masks: RowMasks | None) -> None:
+    def _process(self, logits: Tensor, rows: list[int], index: Tensor, groups: Groups, masks: RowMasks | None) -> None:
         """Everything before the filters, in place."""
+        self.adjust(logits, rows, index, groups, masks)
+        if groups.temperature is not None:
+            logits[groups.temperature] /= self.numbers["temperature"][index[groups.temperature], None]
+
+    def adjust(self, logits: Tensor, rows: list[int], index: Tensor, groups: Groups, masks: RowMasks | None) -> None:
+        """Everything before the temperature, in place."""
         for row in groups.watermark:
             slot = rows[row]
             last = int(self.slots.tokens[slot, self.slots.lengths[slot] - 1])
             sampling.watermark(logits[row], last, self.gamma, self.delta)
         if groups.penalty is not None:
-            logits[groups.penalty] = self._penalise(logits[groups.penalty], index[groups.penalty])
+            longest = int(self.slots.lengths_cpu[[rows[row] for row in groups.penalised]].max())
+            penalised = self._penalise(logits[groups.penalty], index[groups.penalty], longest, groups.presence)
+            logits[groups.penalty] = penalised
         for row in groups.bias:
             ids, values = self.biases[rows[row]]
             logits[row].index_add_(0, ids, values)
         _mask(logits, masks)
-        if groups.temperature is not None:
-            logits[groups.temperature] /= self.numbers["temperature"][index[groups.temperature], None]
 
-    def _penalise(self, scores: Tensor, index: Tensor) -> Tensor:
+    def _penalise(self, scores: Tensor, index: Tensor, longest: int, has_presence: bool) -> Tensor:
         slots, numbers = self.slots, self.numbers
         lengths, prompts = slots.lengths[index, None], slots.num_prompt[index, None]
-        history = slots.tokens[index, : int(lengths.max())].long()
+        history = slots.tokens[index, :longest].long()
         positions = torch.arange(history.shape[1], device=history.device)
         known = positions < lengths
         # Past a row's end stands its first token, which is known anyway.
@@ -167,12 +199,11 @@ class Sampler:
         by_length = numbers["frequency_by_length"][index, None] > 0
         shares = torch.where(by_length, known / lengths, in_output.float())
         sampling.frequency_penalty(scores, seen_ids, numbers["frequency_penalty"][index, None] * shares)
-        presence = numbers["presence_penalty"][index]
-        if bool(presence.any()):
-            sampling.presence_penalty(scores, seen_ids, in_output, presence)
+        if has_presence:
+            sampling.presence_penalty(scores, seen_ids, in_output, numbers["presence_penalty"][index])
         return scores
 
-    def _draw_from_best(self, scores: Tensor, index: Tensor, groups: _Groups) -> Tensor:
+    def _draw_from_best(self, scores: Tensor, index: Tensor, groups: Groups) -> Tensor:
         """The short way for rows whose filters keep few ids; the long way for those where they do not."""
         num_best = min(_NUM_BEST, scores.shape[1])
         numbers = self.numbers
@@ -190,7 +221,7 @@ class Sampler:
             ids[rest] = self._draw(scores[rest], index[rest], groups)
         return ids
 
-    def _draw(self, scores: Tensor, index: Tensor, groups: _Groups) -> Tensor:
+    def _draw(self, scores: Tensor, index: Tensor, groups: Groups) -> Tensor:
         numbers = self.numbers
         if groups.top_k:
             scores = sampling.top_k(scores, numbers["top_k"][index])
@@ -213,7 +244,7 @@ def _keeps_few(params: SamplingParams) -> bool:
     return params.typical_p == 1 and (0 < params.top_k <= _NUM_BEST or params.top_p < 1)
 
 
-def _top_tokens(row: int, count: int, logprobs: Tensor) -> TopTokens:
+def top_tokens(row: int, count: int, logprobs: Tensor) -> TopTokens:
     """All ids at least as likely as the count-th best, best first (ties may make it more than `count`)."""
     count = min(count, logprobs.shape[0])
     threshold = logprobs.topk(count).values[-1]

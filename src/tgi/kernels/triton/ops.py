@@ -1,0 +1,27 @@
+"""The table of Triton ops.
+
+Level 1. Importing this needs no Triton; `load_ops` does.
+"""
+
+import importlib.util
+from typing import Any
+
+
+def load_ops(num_processors: int) -> dict[str, Any] | str:
+    """Ops by name for a device with so many processors, or the reason why the reference ops have to do."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    from tgi.kernels.triton import attention, choice, small, state
+
+    return {
+        "rms_norm": small.rms_norm,
+        "add_rms_norm": small.add_rms_norm,
+        "silu_mul": small.silu_mul,
+        "gelu_tanh_mul": small.gelu_tanh_mul,
+        "rotary_and_cache": small.rotary_and_cache,
+        "attention": attention.PagedAttention(num_processors),
+        "apply_writes": state.apply_writes,
+        "gather_inputs": state.gather_inputs,
+        "greedy_into": choice.greedy_into,
+        "choose_into": choice.choose_into,
+    }

@@ -1,0 +1,312 @@
+"""One rank on a device that runs ahead: queues steps without waiting for any.
+
+Level 6. The same contract as `runner.Runner`. Decode steps replay a captured pass over a padded number of rows; steps
+with prompt tokens are queued op by op. What a step needs from the host goes in one copy, tokens come back in another.
+A step waits for the tokens of the one before only where a grammar must see them.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tgi.devices.buckets import round_up
+from tgi.devices.device import QueueDevice
+from tgi.kernels.batch import PREFILL_TILE, ForwardBatch
+from tgi.models.decoder import CausalLM
+from tgi.runner.grammar import RowMasks, SlotGrammars
+from tgi.runner.resident import ResidentSlots, Staging
+from tgi.runner.sampler import Sampler, top_tokens
+from tgi.text.grammar import GrammarCompiler
+from tgi.types import Chunk, PromptLogprobs, StepPlan, StepResult
+
+_LOGIT_ROWS = 128  # prompt positions whose logits are held at a time
+_NUM_RESULTS = 4  # steps whose tokens may be on their way
+
+
+@dataclass(slots=True)
+class _Captured:
+    replay: Callable[[], None]
+    logits: Tensor  # [rows, vocab], where a replay leaves them
+
+
+@dataclass(slots=True)
+class _Chosen:
+    """What the host reads once the step is done."""
+
+    words: Tensor  # [2 * rows] int32 on the host: ids, bits of logprobs
+    tops: list[tuple[int, int, Tensor]]  # (row, how many, log-probabilities)
+
+
+class QueuedRunner:
+    def __init__(
+        self,
+        device: QueueDevice,
+        model: CausalLM,
+        kv_cache: list[tuple[Tensor, Tensor]],
+        num_slots: int,
+        max_total_tokens: int,
+        watermark: tuple[float, float] = (0.5, 2.0),
+        grammars: GrammarCompiler | None = None,
+        capture_sizes: list[int] | None = None,  # None: the device's choice; empty: nothing is captured
+    ) -> None:
+        self.device = device
+        self.model = model
+        self.kv_cache = kv_cache
+        self._max_total_tokens = max_total_tokens
+        model.bind(kv_cache, max_total_tokens)
+        self.slots = ResidentSlots(num_slots, max_total_tokens, kv_cache[0][0].shape[1], device.torch_device)
+        self.sampler = Sampler(device.ops, self.slots, num_slots, *watermark)
+        self.sampler.numbers, self.sampler.seeds = self.slots.state.numbers, self.slots.state.seeds
+        self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size, device.torch_device)
+        self._staging = Staging(device)
+        shape = (num_slots, model.spec.vocab_size)
+        self._logits = torch.zeros(shape, dtype=kv_cache[0][0].dtype, device=device.torch_device)  # of decode steps
+        self._out = torch.zeros(2 * num_slots, dtype=torch.int32, device=device.torch_device)
+        self._results = [device.host_words(2 * num_slots) for _ in range(_NUM_RESULTS)]
+        self._readers: list[Future[StepResult] | None] = [None] * _NUM_RESULTS
+        self._next_result = 0
+        self._last: Future[StepResult] | None = None
+        self._prompt_logprobs: dict[int, int] = {}  # slot -> prompt tokens, while their log-probabilities are owed
+        self.sizes = device.decode_sizes(num_slots)
+        wanted = self.sizes if capture_sizes is None else capture_sizes
+        self._to_capture = {size for size in wanted if 0 < size <= num_slots}
+        self.sizes = sorted({*self.sizes, *self._to_capture})
+        self._captured: dict[int, _Captured] = {}
+
+    def prepare(self, progress: Callable[[str, int, int], None] = lambda *_: None) -> None:
+        """Capture decode steps, the largest first: smaller ones fit into its memory."""
+        sizes = sorted(self._to_capture, reverse=True)
+        for done, size in enumerate(sizes, 1):
+            with torch.inference_mode():
+                self._captured[size] = _Captured(*self.device.capture(lambda size=size: self._decode_pass(size)))
+            progress("capture steps", done, len(sizes))
+
+    def launch(self, plan: StepPlan) -> "Future[StepResult]":
+        """Queue a step; steps run in the order of launching."""
+        try:
+            with torch.inference_mode(), self.device.scope():
+                self._last = self._queue(plan)
+        except Exception as error:  # a failed step is told like one that fails on the device
+            self._last = Future()
+            self._last.set_exception(error)
+        return self._last
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def _queue(self, plan: StepPlan) -> "Future[StepResult]":
+        if self.grammars.active and (plan.admit or plan.release):
+            self._wait_for_tokens()  # they belong to the constraints that change now
+        self._update(plan)
+        rows = list(self.slots.decode_slots) if plan.decode else []
+        prompt_chunks = [chunk for chunk in plan.chunks if chunk.slot in self._prompt_logprobs]
+        prompts: list[tuple[int, int, list[Tensor]]] = []
+        if plan.chunks:
+            rows += [chunk.slot for chunk in plan.chunks if chunk.samples]
+            hidden, row_slots = self._mixed_pass(plan, rows, prompt_chunks)
+            prompts = self._score_prompts(plan, prompt_chunks, hidden[len(rows) :])
+            logits = self.model.logits(hidden[: len(rows)]) if rows else None
+        else:
+            self._staging.send(self.slots.state)
+            size = round_up(self.sizes, len(rows))
+            captured = self._captured.get(size)
+            if captured is not None:
+                captured.replay()
+                logits = captured.logits
+            else:
+                logits = self._decode_pass(size)
+            row_slots = self.slots.state.rows[:size]
+        masks, chosen = None, None
+        if logits is not None and rows:
+            masks = self._masks(rows)
+            chosen = self._choose(logits, rows, row_slots, masks)
+            self.slots.lengths_cpu[rows] += 1
+        mark = self.device.mark()
+        future = self.device.later(mark, lambda: self._finish(plan, rows, chosen, masks, prompts))
+        if chosen is not None:
+            self._readers[self._next_result] = future
+            self._next_result = (self._next_result + 1) % _NUM_RESULTS
+        return future
+
+    def _update(self, plan: StepPlan) -> None:
+        for slot in plan.release:
+            self._prompt_logprobs.pop(slot, None)
+        self.grammars.release(plan.release)
+        self.slots.update(plan, self._staging)
+        for admission in plan.admit:
+            self.sampler.remember(admission.slot, admission.request.sampling)
+            self.grammars.admit(admission)
+            if admission.request.sampling.decoder_input_details and not admission.output_ids:
+                self._prompt_logprobs[admission.slot] = len(admission.request.token_ids)
+
+    def _decode_pass(self, size: int) -> Tensor:
+        """Logits `[size, vocab]` of the decode set's next tokens, from what is on the device alone."""
+        state = self.slots.state
+        rows = state.rows[:size]
+        ids, positions, kv_index, seq_lens = self.device.ops.gather_inputs(state, rows, None)
+        batch = ForwardBatch(
+            input_ids=ids,
+            positions=positions,
+            kv_index=kv_index,
+            block_tables=state.block_tables,
+            seq_lens=seq_lens,
+            num_decode=size,
+            chunk_starts_cpu=[],
+            chunk_ends_cpu=[],
+            max_seq_len=self._max_total_tokens,
+            logit_tokens=None,
+            table_rows=rows,
+        )
+        return self.model.logits(self.model.forward(batch, self.kv_cache), self._logits[:size])
+
+    def _mixed_pass(self, plan: StepPlan, rows: list[int], prompt_chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
+        """Hidden states of the sampling rows, then of every token of `prompt_chunks`; and the slots of the former."""
+        decode = self.slots.decode_slots if plan.decode else []
+        inputs = _describe(decode, plan.chunks, prompt_chunks)
+        for words in (inputs.token_slots, inputs.positions, inputs.rows, rows, inputs.logit_tokens, inputs.tiles):
+            self._staging.put(words)
+        token_slots, at, row_slots, sampling_slots, logit_tokens, tiles = self._staging.send(self.slots.state)
+        state = self.slots.state
+        ids, positions, kv_index, seq_lens = self.device.ops.gather_inputs(state, token_slots, at)
+        longest = int(self.slots.lengths_cpu[decode].max()) if decode else 0
+        batch = ForwardBatch(
+            input_ids=ids,
+            positions=positions,
+            kv_index=kv_index,
+            block_tables=state.block_tables,
+            seq_lens=seq_lens,  # of decode rows, which come first; chunks have theirs in the tiles
+            num_decode=len(decode),
+            chunk_starts_cpu=[chunk.start for chunk in plan.chunks],
+            chunk_ends_cpu=[chunk.end for chunk in plan.chunks],
+            max_seq_len=max(longest, *(chunk.end for chunk in plan.chunks)),
+            logit_tokens=logit_tokens.long(),
+            table_rows=row_slots,
+            prefill_tiles=tiles.view(-1, 4),
+        )
+        return self.model.forward(batch, self.kv_cache), sampling_slots
+
+    def _masks(self, rows: list[int]) -> RowMasks | None:
+        if not self.grammars.active:
+            return None
+        self._wait_for_tokens()
+        return self.grammars.masks(rows)
+
+    def _wait_for_tokens(self) -> None:
+        if self._last is not None:
+            wait([self._last])
+
+    def _choose(self, logits: Tensor, rows: list[int], row_slots: Tensor, masks: RowMasks | None) -> _Chosen:
+        """Queue the choice of tokens and their way to the slots and to the host."""
+        ops, state, count = self.device.ops, self.slots.state, len(rows)
+        groups = self.sampler.group(rows)
+        tops: list[tuple[int, int, Tensor]] = []
+        if groups.adjusts or groups.top_n or masks is not None:
+            logits, row_slots = logits[:count].float(), row_slots[:count]
+            index = row_slots.long()
+            self.sampler.adjust(logits, rows, index, groups, masks)
+            for row, wanted in groups.top_n:
+                scores = logits[row] / state.numbers["temperature"][index[row]]
+                tops.append((row, wanted, scores - scores.logsumexp(dim=-1)))
+        size = row_slots.shape[0]
+        out = self._out[: 2 * size].view(2, size)
+        op = ops.choose_into if groups.draws else ops.greedy_into
+        op(logits[:size], row_slots, state, out)
+        reader = self._readers[self._next_result]
+        if reader is not None:
+            wait([reader])
+        words = self._results[self._next_result][: 2 * size]
+        words.copy_(self._out[: 2 * size], non_blocking=True)
+        return _Chosen(words.view(2, size)[:, :count], tops)
+
+    def _score_prompts(
+        self, plan: StepPlan, chunks: list[Chunk], hidden: Tensor
+    ) -> list[tuple[int, int, list[Tensor]]]:
+        """Log-probabilities of the prompt tokens that follow each chunk token: (row, first position, values)."""
+        num_decode = len(self.slots.decode_slots) if plan.decode else 0
+        row_of = {chunk.slot: num_decode + number for number, chunk in enumerate(plan.chunks)}
+        scored: list[tuple[int, int, list[Tensor]]] = []
+        first = 0
+        for chunk in chunks:
+            last = min(chunk.end, self._prompt_logprobs[chunk.slot] - 1)
+            values: list[Tensor] = []
+            for start in range(chunk.start, last, _LOGIT_ROWS):
+                end = min(start + _LOGIT_ROWS, last)
+                rows = hidden[first + start - chunk.start : first + end - chunk.start]
+                scores = self.model.logits(rows).float()
+                targets = self.slots.tokens[chunk.slot, start + 1 : end + 1].long()[:, None]
+                values.append(scores.gather(1, targets)[:, 0] - scores.logsumexp(dim=-1))
+            if values:
+                scored.append((row_of[chunk.slot], chunk.start + 1, values))
+            if chunk.samples:
+                del self._prompt_logprobs[chunk.slot]
+            first += chunk.end - chunk.start
+        return scored
+
+    # -- on the thread that waits for the device -------------------------------------------------------------------
+
+    def _finish(
+        self,
+        plan: StepPlan,
+        rows: list[int],
+        chosen: _Chosen | None,
+        masks: RowMasks | None,
+        prompts: list[tuple[int, int, list[Tensor]]],
+    ) -> StepResult:
+        scored = [
+            PromptLogprobs(row, start, [value for part in values for value in part.tolist()])
+            for row, start, values in prompts
+        ]
+        if chosen is None:
+            return StepResult(plan.step, [], [], prompt_logprobs=scored)
+        words = chosen.words.numpy()
+        token_ids: list[int] = words[0].tolist()
+        logprobs: list[float] = words[1].view(np.float32).tolist()
+        errors = {
+            row: "the model produced scores that are not finite"
+            for row, logprob in enumerate(logprobs)
+            if logprob != logprob
+        }
+        if masks is not None:
+            errors.update(masks.errors)
+            self.grammars.advance(rows, token_ids)
+        tops = [top_tokens(row, wanted, scores) for row, wanted, scores in chosen.tops]
+        return StepResult(plan.step, token_ids, logprobs, tops, scored, list(errors.items()))
+
+
+@dataclass(slots=True)
+class _Inputs:
+    token_slots: np.ndarray  # [tokens]
+    positions: np.ndarray  # [tokens]; -1: the last known one
+    rows: list[int]  # slots, decode rows first
+    logit_tokens: list[int]
+    tiles: np.ndarray  # [tiles * 4], see `ForwardBatch.prefill_tiles`
+
+
+def _describe(decode: list[int], chunks: list[Chunk], prompt_chunks: list[Chunk]) -> _Inputs:
+    """Tokens: those of the decode rows, then the chunks. Logits: one per sampling row, then all of `prompt_chunks`."""
+    count = len(decode)
+    counts = np.array([chunk.end - chunk.start for chunk in chunks], dtype=np.int64)
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+    slots = [chunk.slot for chunk in chunks]
+    firsts = count + np.cumsum(counts) - counts
+    total = count + int(counts.sum())
+    token_slots = np.concatenate((np.array(decode, dtype=np.int64), np.repeat(slots, counts)))
+    positions = np.full(total, -1, dtype=np.int64)
+    positions[count:] = np.arange(count, total) - np.repeat(firsts - starts, counts)
+    logit_tokens = list(range(count))
+    prompt_tokens: list[int] = []
+    tiles: list[np.ndarray] = []
+    for chunk, first, length in zip(chunks, firsts.tolist(), counts.tolist(), strict=True):
+        if chunk.samples:
+            logit_tokens.append(first + length - 1)
+        if chunk in prompt_chunks:
+            prompt_tokens += range(first, first + length)
+        offsets = np.arange(0, length, PREFILL_TILE)
+        tile = np.empty((len(offsets), 4), dtype=np.int64)
+        tile[:, 0], tile[:, 1], tile[:, 2] = chunk.slot, first + offsets, chunk.start + offsets
+        tile[:, 3] = np.minimum(PREFILL_TILE, length - offsets)
+        tiles.append(tile.ravel())
+    return _Inputs(token_slots, positions, decode + slots, logit_tokens + prompt_tokens, np.concatenate(tiles))

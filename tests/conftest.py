@@ -1,0 +1,20 @@
+"""Options of the suite."""
+
+import os
+import sys
+
+import pytest
+
+# Triton decides when it is first imported, which other conftest files do before options are parsed. Worker processes of
+# pytest-xdist inherit the decision.
+if "PYTEST_XDIST_WORKER" not in os.environ and not any("cuda" in argument for argument in sys.argv):
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="the device that tests/devices runs on: cpu or cuda")
+
+
+@pytest.fixture(scope="session")
+def device_name(request: pytest.FixtureRequest) -> str:
+    return request.config.getoption("--device")

@@ -1,0 +1,53 @@
+"""The CPU in the role of a device that runs ahead, so that its runner can be tested anywhere."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tgi.devices.buckets import decode_sizes
+from tgi.devices.cpu import CpuDevice
+from tgi.devices.device import Mark, Ops
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class QueueOnCpu(CpuDevice):
+    runs_ahead = True
+    cache_by_head = False
+
+    def __init__(self, cache_dir: Path, ops: Ops | None = None) -> None:
+        super().__init__(cache_dir, custom_kernels=False)
+        self.ops = ops or Ops()
+        self.num_replays = 0
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def host_words(self, count: int) -> Tensor:
+        return torch.full((count,), -7, dtype=torch.int32)
+
+    def mark(self) -> Mark:
+        return _Done()
+
+    def later(self, mark: Mark, finish: Callable[[], Any]) -> "Future[Any]":
+        return self.submit(finish)
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        result = work()
+
+        def replay() -> None:
+            self.num_replays += 1
+            work()
+
+        return replay, result
+
+    def decode_sizes(self, maximum: int) -> list[int]:
+        return decode_sizes(maximum)

@@ -1,0 +1,211 @@
+"""The engine on a device that runs ahead gives the tokens of the CPU: on the GPU, or on the CPU in that role."""
+
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from driving import Output, Tiny, make_request, make_tiny, random_prompts, run, start
+from queue_on_cpu import QueueOnCpu
+
+from tgi.devices.device import Ops
+from tgi.engine.build import Engine
+from tgi.text.tokenizer import Tokenizer
+from tgi.types import GenerationRequest, Grammar
+
+NEW = 18
+LENGTHS = [1, 2, 5, 17, 40, 90, 33, 16]
+VARIANTS: dict[str, tuple[str, dict]] = {
+    "grouped-heads": ("Llama", {}),
+    "biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "wide-heads": ("Llama", {"head_dim": 24}),
+    "windows": ("Mistral", {}),
+}
+PARAMS = [
+    {"do_sample": True},
+    {"temperature": 0.9, "top_k": 40, "top_p": 0.95},
+    {"typical_p": 0.6},
+    {"min_p": 0.05, "repetition_penalty": 1.3},
+    {"temperature": 1.5, "frequency_penalty": 1.1, "presence_penalty": 0.7},
+    {"watermark": True, "temperature": 0.7},
+    {"logit_bias": {7: 4.0, 9: -100.0}, "do_sample": True},
+    {"repetition_penalty": 1.8, "top_n_tokens": 3},
+    {"decoder_input_details": True},
+    {},
+]
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start_here(device_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts engines on the device of the suite."""
+    engines: list[Engine] = []
+
+    def start_engine(folder: Path, ops: Ops | None = None, **settings: object) -> Engine:
+        if device_name == "cpu":
+            monkeypatch.setattr("tgi.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path, ops))
+            engine = start(folder, **{"max_batch_size": 11, "max_total_tokens": 160, **settings})
+            monkeypatch.undo()
+        else:
+            engine = start(folder, device=device_name, **{"max_batch_size": 11, "max_total_tokens": 160, **settings})
+        engines.append(engine)
+        return engine
+
+    yield start_engine
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    family, overrides = VARIANTS[request.param]
+    return make_tiny(family, overrides, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny("Llama", {}, tmp_path_factory.mktemp("llama"))
+
+
+def requests(params: list[dict], lengths: list[int] = LENGTHS) -> list[GenerationRequest]:
+    prompts = random_prompts(320, lengths, seed=3)
+    return [
+        make_request(n, prompt, NEW, **{"seed": 1000 + n, **params[n % len(params)]})
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+def on_cpu(folder: Path, asked: list[GenerationRequest]) -> list[Output]:
+    engine = start(folder, device="cpu", custom_kernels=False)
+    outputs = run(engine, asked)
+    engine.close()
+    return outputs
+
+
+def same(ours: list[Output], expected: list[Output], tolerance: float = 2e-4) -> None:
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.reason == theirs.reason
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=tolerance)
+        assert mine.prompt_logprobs == pytest.approx(theirs.prompt_logprobs, abs=tolerance)
+        assert [list(top) for top in mine.top_tokens] == [list(top) for top in theirs.top_tokens]
+
+
+def test_greedy(tiny: Tiny, start_here: Start) -> None:
+    asked = requests([{}])
+    expected = on_cpu(tiny.folder, asked)
+    engine = start_here(tiny.folder, max_batch_prefill_tokens=33)
+    same(run(engine, asked), expected)
+    same(run(engine, asked, arrivals=[0, 1, 3, 3, 10, 12, 12, 30]), expected)
+    if isinstance(engine.device, QueueOnCpu):
+        assert engine.device.num_replays > 0
+
+
+def test_every_way_to_choose(tiny_llama: Tiny, start_here: Start) -> None:
+    asked = requests(PARAMS, [3 + n % 29 for n in range(30)])
+    expected = on_cpu(tiny_llama.folder, asked)
+    engine = start_here(tiny_llama.folder)
+    same(run(engine, asked), expected)
+    same(run(engine, asked, arrivals=[n // 2 for n in range(30)]), expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cuda_graphs": [0]},
+        {"cuda_graphs": [2, 3]},
+        {"max_batch_total_tokens": 176},
+        {"prefix_caching": False},
+        {"overlap": False},
+        {"max_batch_prefill_tokens": 7},
+        {"max_batch_size": 1},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_change_nothing(tiny_llama: Tiny, start_here: Start, settings: dict) -> None:
+    shared = random_prompts(320, [40], seed=1)[0]
+    tails = random_prompts(320, [3, 9, 1, 20, 5, 30], seed=2)
+    asked = [make_request(n, shared + tail, NEW, seed=n, do_sample=n % 2 == 1) for n, tail in enumerate(tails)]
+    expected = on_cpu(tiny_llama.folder, asked)
+    engine = start_here(tiny_llama.folder, **settings)
+    same(run(engine, asked), expected)
+    same(run(engine, asked), expected)
+    stats = engine.loop.scheduler.stats
+    assert (stats.num_preemptions > 0) == ("max_batch_total_tokens" in settings)
+    assert (stats.num_cached_prompt_tokens > 0) == settings.get("prefix_caching", True)
+
+
+def test_aborts_leave_nothing(tiny_llama: Tiny, start_here: Start) -> None:
+    engine = start_here(tiny_llama.folder)
+    asked = requests([{}, {"do_sample": True}])
+    expected = on_cpu(tiny_llama.folder, asked)
+    for round_number in range(6):
+        for request in asked:
+            engine.loop.add(request)
+        for _ in range(round_number):
+            engine.loop.step()
+        for request in asked:
+            engine.loop.abort(request.id)
+    while engine.loop.has_work:
+        engine.loop.step()
+    same(run(engine, asked), expected)
+
+
+def wait_for_device(device_name: str) -> None:
+    """The engine's queue does not wait for what a test does to its weights."""
+    if device_name == "cuda":
+        torch.cuda.synchronize()
+
+
+def test_a_broken_model_fails_its_requests(tiny_llama: Tiny, start_here: Start, device_name: str) -> None:
+    engine = start_here(tiny_llama.folder)
+    runner = engine.loop._runner
+    norm = runner.model.model.norm.weight
+    before = norm.clone()
+    norm.fill_(math.nan)
+    wait_for_device(device_name)
+    output = run(engine, requests([{}], [5]))[0]
+    assert output.reason == "error"
+    assert "not finite" in (output.error or "")
+    norm.copy_(before)
+    wait_for_device(device_name)
+    same(run(engine, requests([{}])), on_cpu(tiny_llama.folder, requests([{}])))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_ops_under_the_runner(tiny_llama: Tiny, start_here: Start, device_name: str) -> None:
+    """On the GPU every other test does this; here the interpreter runs a short one."""
+    if device_name != "cpu":
+        pytest.skip("done by the other tests")
+    from tgi.kernels.triton.ops import load_ops
+
+    loaded = load_ops(4)
+    assert not isinstance(loaded, str)
+    asked = [
+        make_request(n, prompt, 3, seed=n, do_sample=n > 0) for n, prompt in enumerate(random_prompts(320, [3, 19], 5))
+    ]
+    engine = start_here(tiny_llama.folder, Ops("Triton through its interpreter", **loaded), max_batch_size=2)
+    same(run(engine, asked), on_cpu(tiny_llama.folder, asked))
+
+
+def test_grammars(start_here: Start) -> None:
+    """Masks of one step depend on the tokens of the one before, which the host must have seen."""
+    engine = start_here(Path("embedded"), max_total_tokens=160, max_batch_total_tokens=2048)
+    grammar = Grammar("regex", "[0-9]{3}-[a-c]+x")
+    asked = [make_request(n, [10 + n, 20, 30], 12, seed=n, do_sample=n % 2 == 1) for n in range(5)]
+    ends = [0, 2]
+    asked = [
+        msgspec.structs.replace(request, grammar=grammar if request.id != 2 else None, stop_token_ids=ends)
+        for request in asked
+    ]
+    tokenizer = Tokenizer.load(engine.folder)
+    for n, output in enumerate(run(engine, asked, arrivals=[0, 0, 1, 4, 4])):
+        assert output.error is None
+        if n != 2:
+            text = tokenizer.decode([token for token in output.token_ids if token not in ends], False)
+            assert re.match(r"[0-9]{3}-[a-c]*", text), text
