@@ -1,6 +1,7 @@
 """The `tgi` command.
 
-Level 9. `tgi generate` answers prompts without a server; `serve`, `check` and `download` are the commands of `launch`.
+Level 9. `tgi generate` answers prompts without a server; `serve`, `check` and `download` are the commands of `launch`,
+`bench` is that of `bench`.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from tgi.bench import command as bench_command
 from tgi.config import ServerConfig, read_environment
 from tgi.errors import TgiError
 from tgi.launch import check, command, server_command
@@ -22,6 +24,7 @@ _OTHER_COMMANDS = {
     "serve": "serve a model over HTTP (the same as text-generation-launcher)",
     "check": "say whether a model runs here, and with which limits",
     "download": "fetch a model from the hub",
+    "bench": "measure how fast a model runs here",
 }
 
 
@@ -34,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return check.main(rest)
         case ["download", *rest]:
             return server_command.download_main(rest)
+        case ["bench", *rest]:
+            return bench_command.main(rest)
     parser = _build_parser()
     options = parser.parse_args(arguments)
     if options.system is not None and not options.chat:

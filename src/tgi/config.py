@@ -150,6 +150,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value is not False and value != 0:
                 raise StartError(f"`{name}` is set to {value!r}, which is not supported: {reason}")
+        for name, (served, reason) in _SERVED.items():
+            value = getattr(self, name)
+            if value is not None and value not in served:
+                raise StartError(f"`{name}` is set to {value!r}, which is not supported: {reason}")
         if self.num_shard is not None and self.num_shard > 1:
             raise StartError(
                 f"`num_shard` is {self.num_shard}, but one process serves the whole model on this device: leave it out"
@@ -158,13 +162,21 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 # What would change the answers if it were ignored. A feature that comes to work takes its line away.
 _REFUSED = {
-    "quantize": "weights are used as the checkpoint has them; a GGUF file runs from its quantised blocks",
-    "kv_cache_dtype": "the KV cache has the type of the model",
     "speculate": "tokens are generated one at a time",
     "rope_scaling": "positions are scaled as the model's config.json says",
     "rope_factor": "positions are scaled as the model's config.json says",
     "lora_adapters": "merge the adapter into the model first",
     "ngrok": "no tunnel is opened; run one beside the server",
+}
+
+# Of these some values work.
+_SERVED = {
+    "quantize": (
+        ("fp8", "compressed-tensors"),
+        "use fp8, which quantises any model when it is loaded, or a model that is already in FP8 or a GGUF file, which"
+        " need no setting",
+    ),
+    "kv_cache_dtype": (("fp8_e4m3fn",), "use fp8_e4m3fn, which is as small and more exact"),
 }
 
 _POSITIVE = (

@@ -1,21 +1,28 @@
 """Each Triton kernel against its definition in plain torch: on the GPU, or through Triton's interpreter on the CPU."""
 
+import importlib
 import importlib.util
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tgi.kernels import reference, resident, sampling
+from tgi.kernels import fp8, reference, resident
 from tgi.kernels.batch import PREFILL_TILE, ForwardBatch
+from tgi.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
 from tgi.kernels.resident import SlotState
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tgi.kernels.triton import attention, choice, small, state
+import triton.language as tl
+
+from tgi.kernels.triton import attention, quantize, small, state
+from tgi.kernels.triton.attention import DecodeChoice, PrefillChoice
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 DTYPES = list(TOLERANCES)
@@ -31,7 +38,36 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def close(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter_as_hardware(device_name: str) -> Iterator[None]:
+    """Triton's interpreter cuts bits off and loses carries; GPUs round to the nearest and saturate."""
+    if device_name != "cpu":
+        yield
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    original, original_call = interpreter._convert_float, interpreter.InterpretedFunction.__call__
+    prepared: set[Any] = set()
+
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        if self.fn not in prepared:  # once is enough, and takes longer than most calls
+            prepared.add(self.fn)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **named)
+
+    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source != tl.float32 or target not in (tl.float8e4nv, tl.bfloat16):
+            return original(data, source, target, rounding)
+        wide = torch.from_numpy(data)
+        if target == tl.float8e4nv:
+            return fp8.to_fp8(wide).view(torch.uint8).numpy()
+        return wide.bfloat16().view(torch.uint16).numpy()
+
+    interpreter._convert_float, interpreter.InterpretedFunction.__call__ = convert, call
+    yield
+    interpreter._convert_float, interpreter.InterpretedFunction.__call__ = original, original_call
+
+
+def close(actual: Any, expected: Any, tolerance: float | None = None) -> None:
     tolerance = tolerance or TOLERANCES[actual.dtype]
     torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=tolerance, atol=tolerance)
 
@@ -57,6 +93,62 @@ def test_gates(device: torch.device, dtype: torch.dtype, rows: int, width: int) 
     x = torch.randn(rows, 2 * width, device=device).to(dtype) * 4
     close(small.silu_mul(x), reference.silu_mul(x))
     close(small.gelu_tanh_mul(x), reference.gelu_tanh_mul(x))
+
+
+def weights(width: int, device: torch.device) -> dict[str, Fp8Weight]:
+    """What rows of this width are multiplied with; only the form of the rows matters."""
+    data = torch.zeros(5, width, device=device, dtype=FP8)
+    by_row, squares = torch.ones(5, device=device), torch.ones(1, -(-width // 128), device=device)
+    return {
+        "by row": Fp8Weight(data, by_row),
+        "static": Fp8Weight(data, by_row, torch.tensor(0.013, device=device)),
+        "by square": Fp8Weight(data, squares),
+    }
+
+
+def same_rows(actual: Tensor | Fp8Rows, plain: Any, into: Fp8Weight) -> None:
+    """Equal to the definition, but for values that were on the edge between two: those are neighbours."""
+    assert isinstance(actual, Fp8Rows)
+    expected = fp8.quantize_rows(plain, into)
+    assert actual.data.shape == expected.data.shape and actual.data.is_contiguous()
+    torch.testing.assert_close(
+        actual.scale, expected.scale, rtol=2e-2 if plain.dtype is torch.bfloat16 else 2e-3, atol=0
+    )
+    torch.testing.assert_close(fp8.dequantize_rows(actual), fp8.dequantize_rows(expected), rtol=0.14, atol=2e-3)
+    assert bool((actual.data.float() == expected.data.float()).float().mean() > 0.9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 100), (2, 576), (4, 1), (3, 2200)])
+def test_quantize_rows(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:
+    x = (torch.randn(rows, width + 3, device=device) * 3).to(dtype)[:, :width]
+    x[0] = 0
+    for into in weights(width, device).values():
+        actual, expected = quantize.quantize_rows(x, into), fp8.quantize_rows(x, into)
+        torch.testing.assert_close(actual.scale, expected.scale, rtol=1e-6, atol=0)
+        assert bool((actual.data.float() == expected.data.float()).float().mean() >= 0.97)
+        torch.testing.assert_close(actual.data.float(), expected.data.float(), rtol=0.14, atol=2e-3)
+    none = quantize.quantize_rows(x[:0], weights(width, device)["by square"])
+    assert none.data.shape == (0, width) and none.scale.shape == (0, -(-width // 128))
+
+
+@pytest.mark.parametrize("form", ["by row", "static", "by square"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 100), (2, 576), (2, 2500)])
+def test_norms_and_gates_into_eight_bits(
+    device: torch.device, dtype: torch.dtype, rows: int, width: int, form: str
+) -> None:
+    into = weights(width, device)[form]
+    x, residual = (torch.randn(rows, width + 3, device=device).to(dtype)[:, :width] for _ in range(2))
+    weight = torch.rand(width, device=device).to(dtype)
+    same_rows(small.rms_norm(x, weight, 1e-5, into), reference.rms_norm(x, weight, 1e-5), into)
+    out, total = small.add_rms_norm(x, residual, weight, 1e-5, into)
+    expected, expected_total = reference.add_rms_norm(x, residual, weight, 1e-5)
+    same_rows(out, expected, into)
+    close(total, expected_total)
+    gate_up = torch.randn(rows, 2 * width, device=device).to(dtype) * 4
+    same_rows(small.silu_mul(gate_up, into), reference.silu_mul(gate_up), into)
+    same_rows(small.gelu_tanh_mul(gate_up, into), reference.gelu_tanh_mul(gate_up), into)
 
 
 def caches(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, by_head: bool) -> list[Tensor]:
@@ -91,6 +183,45 @@ def test_rotary_and_cache(
     assert torch.equal(v_cache, v_expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("small_cache", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "d", "rotary"), [(4, 2, 64, 64), (3, 3, 24, 16)])
+def test_prompts_are_left_as_the_cache_holds_them(
+    device: torch.device, dtype: torch.dtype, small_cache: bool, heads: int, kv_heads: int, d: int, rotary: int
+) -> None:
+    tokens, block_size, scales = 7, 16, (0.02, 0.03) if small_cache else (1.0, 1.0)
+    fused = torch.randn(tokens, heads + 2 * kv_heads, d, device=device).to(dtype)
+    q, k, v = fused.split((heads, kv_heads, kv_heads), dim=1)
+    v[0, 0, 0] = 99.0  # beyond the largest
+    before = fused.clone()
+    k_cache, v_cache = (
+        torch.zeros(4, block_size, kv_heads, d, device=device, dtype=FP8 if small_cache else dtype) for _ in range(2)
+    )
+    angles = torch.rand(50, rotary // 2, device=device) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    batch = make_batch(device, [], [(3, 3 + tokens)])
+    batch.positions = torch.arange(3, 3 + tokens, device=device)
+    batch.kv_index = torch.randperm(4 * block_size, device=device)[:tokens]
+    small.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, scales)
+    held_k, held_v = (
+        (cache.view(-1, kv_heads, d).view(torch.uint8 if small_cache else dtype)[batch.kv_index]).view(cache.dtype)
+        for cache in (k_cache, v_cache)
+    )
+    assert torch.equal((held_k.float() * scales[0]).to(dtype), k)
+    assert torch.equal((held_v.float() * scales[1]).to(dtype), v)
+    cos, sin = cos_sin[batch.positions][:, None, :].chunk(2, dim=-1)
+    _, old_k, old_v = before.split((heads, kv_heads, kv_heads), dim=1)
+    turned = reference.rotate(old_k.float(), cos, sin).to(dtype)
+    if small_cache:
+        expected_k, expected_v = fp8.to_fp8(turned.float() / scales[0]), fp8.to_fp8(old_v.float() / scales[1])
+        assert v_cache.float().max() == fp8.FP8_MAX
+        torch.testing.assert_close(held_k.float(), expected_k.float(), rtol=0.14, atol=2e-3)
+        assert torch.equal(held_v.float(), expected_v.float())
+    else:
+        close(k, turned)
+        assert torch.equal(v, old_v)
+
+
 # Attention --------------------------------------------------------------------------------------------------------
 
 
@@ -110,7 +241,7 @@ def make_batch(device: torch.device, decode: list[int], chunks: list[tuple[int, 
     for row, (start, end) in enumerate(chunks, len(decode)):
         for first in range(start, end, PREFILL_TILE):
             count = min(PREFILL_TILE, end - first)
-            tiles.append([int(slots[row]), token, first, count])
+            tiles.append([int(slots[row]), token, first, count, start])
             token += count
     rows = slots.clone()
     for row, length in enumerate(decode):
@@ -142,6 +273,68 @@ BATCHES: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
 }
 
 
+def from_cache(cache: Tensor, batch: ForwardBatch, tokens: int) -> Tensor:
+    """This step's own keys or values, as the cache holds them; what is not of a chunk is NaN."""
+    assert batch.table_rows is not None
+    flat = cache.double().flatten(0, 1)
+    own = torch.full((tokens, *cache.shape[2:]), math.nan, dtype=torch.float64, device=cache.device)
+    token = batch.num_decode
+    for row, (start, end) in enumerate(
+        zip(batch.chunk_starts_cpu, batch.chunk_ends_cpu, strict=True), batch.num_decode
+    ):
+        position = torch.arange(start, end, device=cache.device)
+        table = batch.block_tables[int(batch.table_rows[row])].long()
+        own[token : token + end - start] = flat[table[position // 16] * 16 + position % 16]
+        token += end - start
+    return own
+
+
+def check_attention(
+    device: torch.device,
+    name: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    op: Callable[..., Tensor],
+    window: int | None = None,
+    softcap: float | None = None,
+    by_head: bool = True,
+    kv_scales: tuple[float, float] | None = None,  # of a cache in eight bits
+    own: bool = False,
+    tolerance: float | None = None,
+) -> None:
+    """Against the definition in float64, on what the cache holds."""
+    decode, chunks = BATCHES[name]
+    heads, kv_heads, d = shape
+    batch = make_batch(device, decode, chunks)
+    tokens = len(decode) + sum(end - start for start, end in chunks)
+    blocks = int(sum(-(-int(end) // 16) or 1 for end in batch.seq_lens.tolist())) + 2
+    made = caches((blocks, 16, kv_heads, d), torch.float32 if kv_scales else dtype, device, by_head)
+    made[0][0], made[1][0] = math.nan, math.nan  # nobody's block
+    exact = [cache.double() for cache in made]
+    if kv_scales:
+        made = [(cache / scale).to(FP8) for cache, scale in zip(made, kv_scales, strict=True)]
+        exact = [cache.double() * scale for cache, scale in zip(made, kv_scales, strict=True)]
+    q = torch.randn(tokens, heads, d, device=device).to(dtype)
+    known = replace(batch, block_tables=batch.block_tables.clamp(max=blocks - 1))
+    expected = reference.attention(q.double(), exact[0], exact[1], known, d**-0.5, window, softcap)
+    more: dict[str, Any] = {"kv_scales": kv_scales} if kv_scales else {}
+    if own:  # as parts of one buffer, like the product they come from
+        fused = torch.cat([q, *(from_cache(cache, known, tokens).to(dtype) for cache in exact)], 1)
+        q, more["k"], more["v"] = fused.split((heads, kv_heads, kv_heads), 1)
+        if kv_scales is None and chunks:  # the cache is not read where the tokens are at hand
+            for row, (start, end) in enumerate(chunks, len(decode)):
+                table = batch.block_tables[int(batch.table_rows[row])].long()  # pyright: ignore
+                position = torch.arange(start, end, device=device)
+                for cache in made:
+                    cache[table[position // 16], position % 16] = math.nan
+    real = [row for row in range(tokens) if row >= len(decode) or decode[row]]
+    tolerance = tolerance or (3e-2 if dtype is torch.bfloat16 else 5e-3 if dtype is torch.float16 else 3e-5)
+    for _ in range(2):  # the counters are 0 again
+        out = op(q, *made, batch, d**-0.5, window, softcap, **more)
+        close(out[real], expected[real], tolerance)
+        assert bool(out.isfinite().all())
+
+
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "d", "window", "softcap", "by_head"),
@@ -166,25 +359,56 @@ def test_attention(
 ) -> None:
     decode, chunks = BATCHES[name]
     for dtype in (torch.float32, torch.float16) if device.type == "cpu" else DTYPES:  # the interpreter has no bf16 dot
-        batch = make_batch(device, decode, chunks)
-        tokens = len(decode) + sum(end - start for start, end in chunks)
-        shape = (int(sum(-(-int(end) // 16) or 1 for end in batch.seq_lens.tolist())) + 2, 16, kv_heads, d)
-        k_cache, v_cache = caches(shape, dtype, device, by_head)
-        k_cache[0], v_cache[0] = math.nan, math.nan  # nobody's block
-        q = torch.randn(tokens, heads, d, device=device).to(dtype)
-        exact = replace(batch, block_tables=batch.block_tables.clamp(max=shape[0] - 1))
-        expected = reference.attention(q.double(), k_cache.double(), v_cache.double(), exact, d**-0.5, window, softcap)
-        real = [row for row in range(tokens) if row >= len(decode) or decode[row]]
-        for processors in (1, 132) if decode else (1,):  # one part per row, and several
+        for processors in (1, 8) if decode else (1,):  # one part per row, and several
+            for own in (False, True) if chunks else (False,):
+                op = attention.PagedAttention(processors)
+                check_attention(device, name, (heads, kv_heads, d), dtype, op, window, softcap, by_head, own=own)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "window", "softcap"),
+    [
+        (4, 4, 64, None, None),
+        (4, 2, 128, None, None),
+        (3, 3, 24, 40, None),
+        (2, 2, 80, None, 7.0),
+        (2, 1, 256, 33, None),
+    ],
+)
+def test_attention_over_eight_bits(
+    device: torch.device, name: str, heads: int, kv_heads: int, d: int, window: int | None, softcap: float | None
+) -> None:
+    for dtype in (torch.float32, torch.float16) if device.type == "cpu" else DTYPES:
+        for processors in (1, 8) if BATCHES[name][0] else (1,):
             op = attention.PagedAttention(processors)
-            for _ in range(2):  # the counters are 0 again
-                out = op(q, k_cache, v_cache, batch, d**-0.5, window, softcap)
-                close(
-                    out[real],
-                    expected[real],
-                    3e-2 if dtype is torch.bfloat16 else 5e-3 if dtype is torch.float16 else 3e-5,
-                )
-                assert bool(out.isfinite().all())
+            check_attention(
+                device, name, (heads, kv_heads, d), dtype, op, window, softcap, kv_scales=(0.02, 0.5), own=True,
+                tolerance=1e-2 if dtype is torch.float32 and d > 128 else None,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("lanes", [16, 64])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (50, 6.0)])
+def test_heads_with_keys_of_their_own(
+    device: torch.device, lanes: int, splits: int, window: int | None, softcap: float | None
+) -> None:
+    for dtype in DTYPES:
+        op = attention.PagedAttention(1)
+        op.decode_choice = DecodeChoice(64, 4, 2, splits, lanes)
+        check_attention(device, "decode", (3, 3, 40), dtype, op, window, softcap)
+        check_attention(device, "decode", (2, 2, 64), dtype, op, window, softcap, kv_scales=(0.01, 0.7))
+
+
+@pytest.mark.parametrize("queries", [32, 64, 128])
+@pytest.mark.parametrize("block", [16, 64])
+def test_any_tile_of_a_prompt(device: torch.device, queries: int, block: int) -> None:
+    op = attention.PagedAttention(1)
+    op.prefill_choice = PrefillChoice(queries, block, 4, 2)
+    for own in (False, True):
+        for window in (None, 50):
+            check_attention(device, "over prefixes", (2, 1, 16), torch.float16, op, window, own=own)
 
 
 def test_splits_grow_as_rows_get_fewer() -> None:
@@ -230,120 +454,3 @@ def test_inputs(device: torch.device, last: bool) -> None:
         state.gather_inputs(slots, rows, at), resident.gather_inputs(slots, rows, at), strict=True
     ):
         assert torch.equal(ours, expected)
-
-
-# Choice -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [7, 320, 4097, 9000])
-def test_greedy(device: torch.device, dtype: torch.dtype, vocab: int) -> None:
-    one, two = make_state(device), make_state(device)
-    two.words.copy_(one.words)
-    logits = (torch.randn(6, vocab, device=device) * 5).to(dtype)
-    logits[1, vocab // 2] = math.nan
-    logits[2, :] = -math.inf
-    logits[3, : vocab - 1] = -math.inf
-    rows = torch.tensor([3, 0, 1, 4, 2, -1], dtype=torch.int32, device=device)
-    ours, expected = (torch.zeros((2, 8), dtype=torch.int32, device=device) for _ in range(2))
-    choice.greedy_into(logits, rows, one, ours)
-    resident.greedy_into(logits, rows, two, expected)
-    good = [0, 3, 4]
-    assert torch.equal(ours[0], expected[0])
-    close(ours[1].view(torch.float32)[good], expected[1].view(torch.float32)[good], 1e-4)
-    assert bool(ours[1].view(torch.float32)[[1, 2]].isnan().all())
-    assert torch.equal(one.words, two.words)
-
-
-def test_greedy_takes_the_first_of_equals(device: torch.device) -> None:
-    slots, out = make_state(device), torch.zeros((2, 1), dtype=torch.int32, device=device)
-    logits = torch.zeros((1, 9000), device=device)
-    logits[0, [17, 18, 8999]] = 3.0
-    for op in (choice.greedy_into, choice.choose_into):
-        op(logits, torch.tensor([1], dtype=torch.int32, device=device), slots, out)
-        assert out[0, 0] == 17
-
-
-FILTERS = [
-    {},
-    {"samples": 1.0},
-    {"samples": 1.0, "temperature": 0.4},
-    {"samples": 1.0, "top_k": 1},
-    {"samples": 1.0, "top_k": 7},
-    {"samples": 1.0, "top_k": 5000},
-    {"samples": 1.0, "top_p": 0.3},
-    {"samples": 1.0, "top_p": 0.97, "temperature": 2.0},
-    {"samples": 1.0, "top_p": 1e-6},
-    {"samples": 1.0, "typical_p": 0.4},
-    {"samples": 1.0, "typical_p": 0.9, "min_p": 0.2},
-    {"samples": 1.0, "min_p": 0.3},
-    {"samples": 1.0, "top_k": 40, "top_p": 0.8, "typical_p": 0.7, "min_p": 0.01, "temperature": 0.8},
-]
-
-
-@pytest.mark.parametrize("vocab", [50, 2500])
-def test_choice(device: torch.device, vocab: int) -> None:
-    """Every filter alone and together; each row's draw is the same, so any difference in what is kept soon shows."""
-    one, two = make_state(device, len(FILTERS)), make_state(device, len(FILTERS))
-    for slot, wanted in enumerate(FILTERS):
-        for name, value in wanted.items():
-            one.numbers[name][slot] = float(value)
-    rows = torch.tensor([*range(len(FILTERS)), -1], dtype=torch.int32, device=device)
-    for _ in range(3):
-        one.seeds.copy_(torch.randint(-(2**63), 2**63 - 1, one.seeds.shape))
-        one.lengths.fill_(7)
-        two.words.copy_(one.words)
-        logits = torch.randn(len(rows), vocab, device=device) * 2
-        logits[:, 3] = -math.inf  # what a mask dropped
-        ours, expected = (torch.zeros((2, len(rows)), dtype=torch.int32, device=device) for _ in range(2))
-        choice.choose_into(logits, rows, one, ours)
-        resident.choose_into(logits, rows, two, expected)
-        assert ours[0, :-1].tolist() == expected[0, :-1].tolist()
-        close(ours[1, :-1].view(torch.float32), expected[1, :-1].view(torch.float32), 1e-4)
-        assert torch.equal(one.words, two.words)
-
-
-def test_choice_keeps_what_the_filter_keeps(device: torch.device) -> None:
-    """Draws of many seeds are exactly the ids that the definition keeps."""
-    count, vocab = 60, 12
-    logits = torch.randn(1, vocab, device=device).expand(count, vocab).contiguous()
-    for name, value in (("top_k", 3.0), ("top_p", 0.6), ("typical_p", 0.5)):
-        slots = make_state(device, count)
-        slots.numbers["samples"].fill_(1)
-        slots.numbers[name].fill_(value)
-        out = torch.zeros((2, count), dtype=torch.int32, device=device)
-        choice.choose_into(logits, torch.arange(count, dtype=torch.int32, device=device), slots, out)
-        kept = getattr(sampling, name)(logits[:1], torch.tensor([value], device=device))
-        likely = (kept.softmax(-1) > 0.15).nonzero()[:, 1].tolist()
-        allowed = kept.isfinite().nonzero()[:, 1].tolist()
-        assert set(likely) <= set(out[0].tolist()) <= set(allowed)
-
-
-@pytest.mark.parametrize("vocab", [5, 320, 4097, 9000])
-@pytest.mark.parametrize("way", ["greedy", "choose", "sample"])
-def test_what_cannot_be_chosen_from_is_not_a_number(device: torch.device, vocab: int, way: str) -> None:
-    """The step after reads the id before the host sees the NaN, so it must exist whatever the scores are."""
-    one = make_state(device, 8)
-    if way == "sample":
-        one.filters.copy_(torch.tensor([0.8, 4, 0.9, 0.7, 0.1, 1]))
-    two = make_state(device, 8)
-    two.words.copy_(one.words)
-    logits = torch.randn(8, vocab, device=device)
-    logits[0] = math.nan
-    logits[1] = -math.nan
-    logits[2, vocab - 1] = math.nan
-    logits[3], logits[3, 0] = -math.inf, math.nan
-    logits[4] = -math.inf
-    logits[5] = math.inf
-    logits[6, vocab - 1], logits[6, 1] = math.inf, math.nan
-    rows = torch.tensor([3, 1, 0, 5, 2, 7, 6, 4], dtype=torch.int32, device=device)
-    ours, expected = (torch.zeros((2, 8), dtype=torch.int32, device=device) for _ in range(2))
-    name = "greedy_into" if way == "greedy" else "choose_into"
-    getattr(choice, name)(logits, rows, one, ours)
-    getattr(resident, name)(logits, rows, two, expected)
-    logprobs = ours[1].view(torch.float32)
-    assert logprobs.isnan().tolist() == [True] * 7 + [False]
-    assert expected[1].view(torch.float32).isnan().tolist() == [True] * 7 + [False]
-    assert ours[0, :7].tolist() == [0] * 7
-    assert torch.equal(ours[0], expected[0])
-    assert torch.equal(one.words, two.words)

@@ -36,7 +36,7 @@ def change(tiny: Tiny, folder: Path, config: dict | None = None, tensors: dict |
         ({"tie_word_embeddings": "false"}, "`tie_word_embeddings` must be true or false"),
         ({"architectures": [["a"]]}, "is not supported"),
         ({"architectures": []}, "`architectures` is missing"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints are not supported yet"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "`quant_method` 'gptq' is not supported"),
         ({"rope_parameters": None, "rope_scaling": "linear"}, "the rotary settings must be an object"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral' is not supported"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "`factor` must be > 0"),

@@ -77,7 +77,7 @@ TABLE: list[tuple[str, str, str, str, Any]] = [
 REFUSED = [
     ("--quantize", "QUANTIZE", "gptq", "`quantize` is set to 'gptq', which is not supported"),
     ("--speculate", "SPECULATE", "3", "`speculate` is set to 3, which is not supported"),
-    ("--kv-cache-dtype", "KV_CACHE_DTYPE", "fp8_e4m3fn", "`kv_cache_dtype` is set to 'fp8_e4m3fn', which is not supp"),
+    ("--kv-cache-dtype", "KV_CACHE_DTYPE", "fp8_e5m2", "`kv_cache_dtype` is set to 'fp8_e5m2', which is not supp"),
     ("--rope-scaling", "ROPE_SCALING", "dynamic", "`rope_scaling` is set to 'dynamic', which is not supported"),
     ("--rope-factor", "ROPE_FACTOR", "2.0", "`rope_factor` is set to 2.0, which is not supported"),
     ("--lora-adapters", "LORA_ADAPTERS", "org/a", "`lora_adapters` is set to 'org/a', which is not supported"),

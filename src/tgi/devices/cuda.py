@@ -4,9 +4,12 @@ Level 1. Work goes to one stream; the planning thread queues it and never waits.
 with an event, which a thread of its own waits for.
 """
 
+import importlib.util
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +17,14 @@ from torch import Tensor
 
 from tgi.devices.buckets import decode_sizes
 from tgi.devices.device import Mark, Ops
+from tgi.devices.driver import Driver, read_driver
 from tgi.errors import StartError
 from tgi.kernels.triton.ops import load_ops
 from tgi.types import Limits
 
-_MIN_CAPABILITY = (8, 0)  # bfloat16 in hardware
-_MARGIN_BYTES = 1 << 30  # what the context, the libraries and captured steps take beside what torch counts
+_MIN_CAPABILITY, _BFLOAT16, _FP8 = (7, 5), (8, 0), (8, 9)
+_MARGIN_BYTES = 1 << 30  # what captured steps take beside what torch counts, and what holes between tensors waste
+_COMPILE_THREADS = 16
 
 
 class CudaDevice:
@@ -28,15 +33,24 @@ class CudaDevice:
     runs_ahead = True
     cache_by_head = True
 
-    def __init__(self, custom_kernels: bool = True, memory_fraction: float = 1.0) -> None:
-        _check_available()
+    def __init__(
+        self, custom_kernels: bool = True, memory_fraction: float = 1.0, cache_dir: Path | None = None
+    ) -> None:
+        explain_missing(torch.__version__, torch.version.cuda, read_driver(), custom_kernels)
+        if cache_dir is not None:  # before Triton is imported
+            os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir / "triton"))
+        if not torch.cuda.is_available():
+            raise StartError(
+                f"`device` cuda: PyTorch {torch.__version__} cannot use the GPU that the driver shows. `nvidia-smi` may"
+                " say why; `device` cpu runs without one."
+            )
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         properties = _read_properties(self.torch_device)
-        capability = (properties.major, properties.minor)
-        bf16 = capability >= _MIN_CAPABILITY
+        self.capability = (properties.major, properties.minor)
+        self.description = f"{properties.name} (capability {properties.major}.{properties.minor})"
         self.limits = Limits(
             block_size=16,
-            dtypes=["bfloat16", "float16", "float32"] if bf16 else ["float16", "float32"],
+            dtypes=["bfloat16", "float16", "float32"] if self.capability >= _BFLOAT16 else ["float16", "float32"],
             mixes_phases=True,
             pads=True,
             max_batch_size=1024,
@@ -44,7 +58,10 @@ class CudaDevice:
             memory_share=1.0,
         )
         self._memory_fraction = memory_fraction
+        if memory_fraction < 1:
+            torch.cuda.set_per_process_memory_fraction(memory_fraction, self.torch_device)  # pyright: ignore
         faster = load_ops(properties.multi_processor_count) if custom_kernels else "custom kernels are off"
+        self._has_kernels = not isinstance(faster, str)
         if isinstance(faster, str):
             self.ops = Ops(f"torch ops, much slower than Triton kernels: {faster}")
         else:
@@ -52,6 +69,10 @@ class CudaDevice:
         self.stream = torch.cuda.Stream(self.torch_device)
         self._pool: Any = None  # memory that all captured steps share
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cuda")
+
+    @property
+    def supports_fp8(self) -> bool:
+        return self.capability >= _FP8
 
     def free_bytes(self) -> int:
         torch.cuda.synchronize(self.torch_device)
@@ -68,6 +89,24 @@ class CudaDevice:
     def close(self) -> None:
         self._finisher.shutdown(wait=True)
         torch.cuda.synchronize(self.torch_device)
+
+    # -- before the first request ----------------------------------------------------------------------------------
+
+    def compiling(self) -> AbstractContextManager[Any]:
+        if not self._has_kernels:
+            return nullcontext()
+        from tgi.kernels.triton.compile_ahead import compile_only
+
+        return compile_only(min(_COMPILE_THREADS, os.cpu_count() or 1))
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_reserved(self.torch_device)
+        work()
+        torch.cuda.synchronize(self.torch_device)
+        return max(0, torch.cuda.max_memory_reserved(self.torch_device) - before)
 
     # -- the queue -------------------------------------------------------------------------------------------------
 
@@ -90,6 +129,12 @@ class CudaDevice:
         return self._finisher.submit(wait_and_finish)
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        if not self._has_kernels:  # torch's own ops look at values on the host, which a capture may not
+
+            def again() -> None:
+                work()
+
+            return again, work()
         with self.scope():
             work()  # compiles kernels and makes workspaces, which a capture may not
             self.stream.synchronize()
@@ -120,14 +165,35 @@ class _EventMark:
         self._event.synchronize()
 
 
-def _check_available() -> None:
-    if torch.version.cuda is None:
+def explain_missing(torch_version: str, torch_cuda: str | None, driver: Driver, custom_kernels: bool) -> None:
+    """Raise `StartError` with the way out if no GPU can be used here."""
+    instead = "`device` cpu runs without a GPU."
+    if torch_cuda is None:
         raise StartError(
-            f"`device` cuda needs a PyTorch built for CUDA; {torch.__version__} is not. Install one, or use"
-            " `device` cpu."
+            f"`device` cuda needs a PyTorch built for CUDA; {torch_version} is not. Install one, or: {instead}"
         )
-    if not torch.cuda.is_available():
+    if driver.problem:
+        raise StartError(f"`device` cuda: no GPU can be used, {driver.problem}. {instead}")
+    built_for = tuple(int(part) for part in torch_cuda.split(".")[:2])
+    if driver.cuda is not None and driver.cuda[0] < built_for[0]:
+        can = f"{driver.cuda[0]}.{driver.cuda[1]}"
         raise StartError(
-            f"`device` cuda: PyTorch (built for CUDA {torch.version.cuda}) finds no usable GPU. Is one there, and is"
-            " its driver new enough (`nvidia-smi` says)? `device` cpu runs without one."
+            f"`device` cuda: the NVIDIA driver is too old. It runs CUDA up to {can}, PyTorch {torch_version} is built"
+            f" for CUDA {torch_cuda}. Update the driver, or install a PyTorch built for CUDA {can} or older. {instead}"
         )
+    gpu = driver.gpus[0]
+    if gpu.capability < _MIN_CAPABILITY:
+        raise StartError(
+            f"`device` cuda: {gpu.name} has compute capability {_dotted(gpu.capability)}, at least"
+            f" {_dotted(_MIN_CAPABILITY)} is needed. CUDA_VISIBLE_DEVICES chooses another GPU. {instead}"
+        )
+    if custom_kernels and importlib.util.find_spec("triton") is None:
+        raise StartError(
+            "`device` cuda needs Triton, which is not installed: install the package triton that belongs to PyTorch"
+            f" {torch_version}. Without it `--disable-custom-kernels` computes with torch's own ops, many times"
+            f" slower. {instead}"
+        )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

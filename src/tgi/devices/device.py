@@ -13,8 +13,9 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from tgi.devices.driver import read_driver
 from tgi.errors import StartError
-from tgi.kernels import reference, resident
+from tgi.kernels import fp8, reference, resident
 from tgi.types import Limits
 
 
@@ -27,6 +28,8 @@ class Ops:
         self.pack_blocks: Callable[..., Any] = _no_blocks
         self.block_kinds: frozenset[str] = frozenset()  # quantised blocks that `pack_blocks` takes
         self.linear: Callable[..., Any] = reference.linear
+        self.quantize_rows: Callable[..., Any] = fp8.quantize_rows
+        self.product: Callable[..., Any] | None = None  # `linear` of eight bits that may leave scales: `ScaledRows`
         self.embedding: Callable[..., Any] = reference.embedding
         self.rms_norm: Callable[..., Any] = reference.rms_norm
         self.add_rms_norm: Callable[..., Any] = reference.add_rms_norm
@@ -114,8 +117,24 @@ class QueueDevice(Device, Protocol):
         ...
 
 
+class MeasuredDevice(QueueDevice, Protocol):
+    """A device whose free memory all goes to the cache, so that what the largest step takes is measured before."""
+
+    def compiling(self) -> AbstractContextManager[Any]:
+        """Inside, steps only compile their kernels and compute nothing; afterwards all those are ready."""
+        ...
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """The most memory that work held at a time, beside what was held before."""
+        ...
+
+
 def is_queue(device: Device) -> TypeGuard[QueueDevice]:
     return device.runs_ahead
+
+
+def is_measured(device: Device) -> TypeGuard[MeasuredDevice]:
+    return hasattr(device, "peak_bytes")
 
 
 def choose_device(
@@ -130,5 +149,8 @@ def choose_device(
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
         from tgi.devices.cuda import CudaDevice
 
-        return CudaDevice(custom_kernels, memory_fraction)
-    return CpuDevice(cache_dir, custom_kernels, num_threads)
+        return CudaDevice(custom_kernels, memory_fraction, cache_dir)
+    device = CpuDevice(cache_dir, custom_kernels, num_threads)
+    if name == "auto" and (gpus := read_driver().gpus):
+        device.ops.description += f". {gpus[0].name} is not used: `device` cuda says why"
+    return device

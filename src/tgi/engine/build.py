@@ -4,20 +4,23 @@ Level 7.
 """
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from tgi.config import ModelSize, Resolved, ServerConfig, cache_folder, resolve
-from tgi.devices.device import Device, choose_device, is_queue
-from tgi.engine.loop import EngineLoop, StepRunner
-from tgi.errors import ResourceError, StartError
+from tgi.devices.device import Device, choose_device, is_measured, is_queue
+from tgi.engine.loop import EngineLoop, StepRunner, is_out_of_memory
+from tgi.engine.memory import check_precision, check_weights_fit, measure_steps
+from tgi.errors import EngineError, ResourceError, StartError
 from tgi.models.decoder import CausalLM
 from tgi.models.registry import read_config, read_spec
 from tgi.models.spec import DecoderSpec
 from tgi.parallel import SINGLE, Parallel
-from tgi.runner import kv_cache
+from tgi.runner import kv_cache, retract
 from tgi.runner.queued import QueuedRunner
 from tgi.runner.runner import Runner
 from tgi.scheduler.blocks import BlockPool
@@ -29,7 +32,9 @@ from tgi.types import ModelFacts
 from tgi.weights.checkpoint import Checkpoint
 from tgi.weights.load import load_checkpoint, load_dummy
 from tgi.weights.progress import Progress, silent
+from tgi.weights.quantization import choose_quantization
 from tgi.weights.source import ModelFolder, find_model
+from tgi.weights.upload import Upload
 
 
 @dataclass
@@ -61,33 +66,43 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
             config.device, cache_dir, config.custom_kernels, config.num_threads, config.cuda_memory_fraction
         )
         dtype = choose_dtype(config, device)
+        check_precision(config, spec, device)
     with _timed(seconds, "load"):
         model = load_model(config, source, spec, device, dtype, SINGLE, progress)
+    grammars = GrammarCompiler(lambda: Tokenizer.load(source.path), spec.vocab_size)
+    cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, dtype)
+
+    def allocate(num_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        heads, dim, block_size = spec.num_kv_heads, spec.head_dim, device.limits.block_size
+        return kv_cache.allocate(device, spec.num_layers, num_blocks, block_size, heads, dim, cache_dtype)
+
+    step_bytes = 0
+    if is_measured(device):
+        progress("compile kernels", 0, 0)
+        with _timed(seconds, "rehearse"):
+            small = allocate(1)
+            step_bytes = measure_steps(
+                config, spec, device, lambda rows, length: make_runner(config, device, model, small, rows, length, None)
+            )
+            del small
     with _timed(seconds, "cache"):
         size = ModelSize(
             max_positions=spec.max_positions,
-            kv_bytes_per_token=spec.kv_bytes_per_token(spec.num_kv_heads, dtype.itemsize),
+            kv_bytes_per_token=spec.kv_bytes_per_token(spec.num_kv_heads, cache_dtype.itemsize),
         )
-        free_bytes = device.free_bytes()
-        if device.runs_ahead:
-            free_bytes = max(0, free_bytes - step_bytes(config, spec, device, dtype))
-        resolved = resolve(config, size, device.limits, free_bytes)
-        cache = kv_cache.allocate(
-            device,
-            spec.num_layers,
-            resolved.num_blocks,
-            resolved.block_size,
-            spec.num_kv_heads,
-            spec.head_dim,
-            dtype,
-        )
-    grammars = GrammarCompiler(lambda: Tokenizer.load(source.path), spec.vocab_size)
+        resolved = resolve(config, size, device.limits, max(0, device.free_bytes() - step_bytes))
+        cache = allocate(resolved.num_blocks)
+    rows, length = resolved.max_batch_size, resolved.max_total_tokens
     try:
         with _timed(seconds, "prepare"):
-            runner = make_runner(config, device, model, cache, resolved, grammars, progress)
+            runner = make_runner(config, device, model, cache, rows, length, grammars)
+            if isinstance(runner, QueuedRunner):
+                runner.prepare(progress)
     except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise EngineError(f"the device cannot compute: {error}") from error
         raise ResourceError(
-            f"Not enough memory for {resolved.max_batch_size} requests of {resolved.max_total_tokens} tokens:"
+            f"Not enough memory for {rows} requests of {length} tokens:"
             f" lower `max_batch_size` or `max_total_tokens` ({error})"
         ) from None
     policy = BatchPolicy(
@@ -100,6 +115,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     )
     pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching)
     notes = [note for note in (source.note, device.ops.description) if note]
+    notes += describe_precision(config, spec)
     notes += [f"{name}: {reason}" for name, reason in resolved.explain()]
     facts = ModelFacts(
         model_id=source.model_id,
@@ -114,7 +130,8 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         sha=source.sha,
         notes=notes,
     )
-    loop = EngineLoop(Scheduler(policy, pool), runner, config.overlap)
+    forget_slots = partial(retract.forget_slots, runner) if isinstance(runner, QueuedRunner) else None
+    loop = EngineLoop(Scheduler(policy, pool), runner, config.overlap, forget_slots)
     return Engine(loop, facts, source.path, device, resolved, grammars, seconds, notes)
 
 
@@ -123,28 +140,14 @@ def make_runner(
     device: Device,
     model: CausalLM,
     cache: list[tuple[torch.Tensor, torch.Tensor]],
-    resolved: Resolved,
-    grammars: GrammarCompiler,
-    progress: Progress,
+    num_slots: int,
+    max_total_tokens: int,
+    grammars: GrammarCompiler | None,
 ) -> StepRunner:
-    size, length = resolved.max_batch_size, resolved.max_total_tokens
     watermark = (config.watermark_gamma, config.watermark_delta)
     if not is_queue(device):
-        return Runner(device, model, cache, size, length, watermark, grammars)
-    runner = QueuedRunner(device, model, cache, size, length, watermark, grammars, config.cuda_graphs)
-    runner.prepare(progress)
-    return runner
-
-
-def step_bytes(config: ServerConfig, spec: DecoderSpec, device: Device, dtype: torch.dtype) -> int:
-    """What the slots and the largest permitted step take on a device beside weights and cache, at most."""
-    rows = config.max_batch_size or device.limits.max_batch_size
-    tokens = (config.max_batch_prefill_tokens or device.limits.max_batch_prefill_tokens) + rows
-    length = config.max_total_tokens or spec.max_positions
-    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    layer = (5 * spec.hidden_size + 2 * qkv + 3 * spec.intermediate_size) * dtype.itemsize
-    logits = spec.vocab_size * (2 * dtype.itemsize + 12)  # as they come, captured, and three times in float32
-    return tokens * layer + rows * (logits + 5 * length)
+        return Runner(device, model, cache, num_slots, max_total_tokens, watermark, grammars)
+    return QueuedRunner(device, model, cache, num_slots, max_total_tokens, watermark, grammars, config.cuda_graphs)
 
 
 def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:
@@ -153,6 +156,20 @@ def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:
     if name not in device.limits.dtypes:
         raise StartError(f"`dtype` {name} does not run on {device.name}: choose {', '.join(device.limits.dtypes)}")
     return getattr(torch, name)
+
+
+def describe_precision(config: ServerConfig, spec: DecoderSpec) -> list[str]:
+    """What is computed or kept in eight bits."""
+    notes: list[str] = []
+    quantization = choose_quantization(config.quantize, spec.quantization)
+    if quantization is not None:
+        origin = (
+            "quantised on loading" if quantization.on_loading else f"as the checkpoint has them ({quantization.method})"
+        )
+        notes.append(f"matrices in FP8, {origin}")
+    if config.kv_cache_dtype is not None:
+        notes.append(f"KV cache in {config.kv_cache_dtype}")
+    return notes
 
 
 def load_model(
@@ -165,11 +182,14 @@ def load_model(
     progress: Progress,
 ) -> CausalLM:
     model = CausalLM(device.ops, parallel, spec, device.torch_device)
+    check_weights_fit(config, spec, model, dtype, device)
+    quantization = choose_quantization(config.quantize, spec.quantization)
     if config.load_format == "dummy":
-        load_dummy(model, dtype, device.torch_device, config.seed)
+        load_dummy(model, dtype, device.torch_device, config.seed, quantization)
     else:
         checkpoint = Checkpoint.open(source.weights_path)
-        load_checkpoint(model, checkpoint, dtype, device.torch_device, model.ignored, progress)
+        with Upload(device.torch_device) if device.torch_device.type != "cpu" else nullcontext() as checkpoint.upload:
+            load_checkpoint(model, checkpoint, dtype, device.torch_device, model.ignored, progress, quantization)
     return model
 
 

@@ -1,17 +1,25 @@
 """The loop: plan step n+1 while the device runs step n, then take the result of step n.
 
-Level 7. The loop without overlap is the same code that waits at once.
+Level 7. The loop without overlap is the same code that waits at once. A step for which the device has no memory is
+taken back together with what was planned after it, and its requests are planned again in smaller steps.
 """
 
 import time
+import traceback
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from tgi.errors import EngineError
 from tgi.scheduler.scheduler import Scheduler
 from tgi.types import GenerationRequest, StepPlan, StepResult, TokenOut
+
+# How it is said by what does not use torch's own allocator.
+_NO_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 
 
 class StepRunner(Protocol):
@@ -43,10 +51,28 @@ class _Step:
     def _stamp(self, _: object) -> None:
         self.done_ns = time.monotonic_ns()
 
+    @property
+    def failed(self) -> bool:
+        return self.future.done() and self.future.exception() is not None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device lacked memory, after which it still works."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
 
 class EngineLoop:
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, overlap: bool = True) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        overlap: bool = True,
+        forget_slots: Callable[[], None] | None = None,  # makes the runner forget every request, for `retract`
+    ) -> None:
         self.scheduler = scheduler
+        self._forget_slots = forget_slots
         self.last = StepTimes()
         self._runner = runner
         self._depth = 1 if overlap else 0  # steps in flight while the next one is planned
@@ -72,6 +98,8 @@ class EngineLoop:
 
     def launch(self) -> bool:
         """Plan and start the next step, if any. True if a result is due now."""
+        if self._pending and self._pending[-1].failed:
+            return True  # nothing can follow it
         plan = self.scheduler.plan()
         if plan is not None:
             self._pending.append(_Step(plan, self._runner.launch(plan)))
@@ -87,7 +115,9 @@ class EngineLoop:
         try:
             out = self.scheduler.apply(step.future.result())
         except Exception as error:
-            raise EngineError(f"a step failed on the device: {error}") from error
+            if self._forget_slots is not None and is_out_of_memory(error):
+                return self._retract(self._forget_slots, error)
+            raise EngineError(f"a step failed on the device: {_summary(error)}") from error
         done_ns = step.done_ns
         self.last = StepTimes(
             bool(step.plan.chunks),
@@ -99,3 +129,23 @@ class EngineLoop:
         )
         self._last_done_ns = done_ns
         return out
+
+    def _retract(self, forget_slots: Callable[[], None], error: BaseException) -> TokenOut:
+        """Take the oldest step back, and those behind it, whose results mean nothing without it."""
+        wait([step.future for step in self._pending])
+        broken = [other for step in self._pending if (other := step.future.exception()) and not is_out_of_memory(other)]
+        if broken:
+            raise EngineError(f"a step failed on the device: {_summary(broken[0])}") from broken[0]
+        self._pending.clear()
+        traceback.clear_frames(error.__traceback__)  # its variables hold tensors
+        try:
+            forget_slots()
+        except Exception as failure:
+            raise EngineError(f"the device did not recover from a lack of memory: {_summary(failure)}") from failure
+        words = _summary(error).split(". ")[0]
+        return self.scheduler.retract(f"not enough memory on the device for this request alone: {words}")
+
+
+def _summary(error: BaseException) -> str:
+    """What happened, without the lines of advice that torch adds."""
+    return str(error).split("\n")[0] or type(error).__name__

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -77,6 +78,7 @@ class EngineServer:
         self._last_load: EngineLoad | None = None
         self._waiting_tokens = self._running_limit = 0  # as of the last check
         self._routed_ns = self._filter_ns = 0
+        self._retractions = 0
         # Grammars are compiled beside the loop: nobody else waits for them.
         self._compilers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-grammar")
         self._compiling: dict[int, tuple[_Client, GenerationRequest, Future[CompiledGrammar]]] = {}  # by engine-wide id
@@ -95,9 +97,17 @@ class EngineServer:
             except EngineError as error:
                 self._tell_all(EngineFailed(str(error)))
                 raise
+            self._tell_retractions()
             if out is not None:
                 self._route(out)
                 self._filter_ns = time.monotonic_ns() - self._routed_ns
+
+    def _tell_retractions(self) -> None:
+        count = self._loop.scheduler.stats.num_retractions
+        if count > self._retractions:
+            self._retractions = count
+            text = "a step did not fit the device's memory; its requests are computed again in smaller steps"
+            print(f"{text} ({count} since the start)", file=sys.stderr, flush=True)
 
     def _receive(self) -> None:
         """Take all messages that are there; without work wait for one, a while."""
@@ -284,5 +294,13 @@ def _tell(message: FromEngineProcess) -> None:
     print(msgspec.json.encode(message).decode(), flush=True)
 
 
+def run() -> NoReturn:
+    status = main()
+    if status == EXIT_ENGINE_FAILED:
+        # The device may be in a state in which freeing what is on it crashes or hangs.
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -1,7 +1,9 @@
 """Every op of a model pass in plain torch: the definition that faster kernels are tested against.
 
 Level 1. An op reads and writes tensors only. A device's `ops` starts as this module and overrides what is faster.
-KV caches are `[blocks, block_size, kv_heads, head_dim]`.
+KV caches are `[blocks, block_size, kv_heads, head_dim]`, in the model's type or in eight bits (`kernels.fp8`) with a
+scale for all keys and one for all values of a layer. An op that is told the matrix its result goes `into` returns it
+quantised for that matrix.
 """
 
 import math
@@ -11,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgi.kernels import fp8
 from tgi.kernels.batch import ForwardBatch
+from tgi.kernels.fp8 import Fp8Rows, Fp8Weight
 
 
 def pack_linear(weight: Tensor) -> Tensor:
@@ -19,9 +23,20 @@ def pack_linear(weight: Tensor) -> Tensor:
     return weight
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x `[tokens, in]` times weight transposed -> `[tokens, out]`."""
-    return F.linear(x, weight, bias)
+def linear(
+    x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x `[tokens, in]` times weight transposed -> `[tokens, out]` of x's type, or of `dtype` where x is quantised."""
+    if isinstance(weight, Tensor):
+        assert isinstance(x, Tensor)
+        return F.linear(x, weight, bias)
+    if isinstance(x, Tensor):
+        return fp8.linear(fp8.quantize_rows(x, weight), weight, bias, dtype or x.dtype)
+    return fp8.linear(x, weight, bias, dtype or weight.dtype)
+
+
+def _pass_on(x: Tensor, into: Fp8Weight | None) -> Tensor | Fp8Rows:
+    return x if into is None else fp8.quantize_rows(x, into)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
@@ -29,29 +44,31 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(ids, weight)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
     """x `[tokens, hidden]`, normalised in float32."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return _pass_on(weight * wide.to(x.dtype), into)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None
+) -> tuple[Tensor | Fp8Rows, Tensor]:
     """Add x to the residual, then normalise: (normalised, new residual)."""
     residual = residual + x
-    return rms_norm(residual, weight, eps), residual
+    return rms_norm(residual, weight, eps, into), residual
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
     """gate_up `[tokens, 2 * width]` -> silu(gate) * up `[tokens, width]`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return _pass_on(F.silu(gate) * up, into)
 
 
-def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+def gelu_tanh_mul(gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
     """gate_up `[tokens, 2 * width]` -> gelu(gate, tanh form) * up `[tokens, width]`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    return _pass_on(F.gelu(gate, approximate="tanh") * up, into)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -69,12 +86,31 @@ def rotary_and_cache(
     batch: ForwardBatch,
     k_cache: Tensor,
     v_cache: Tensor,
+    kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in eight bits
 ) -> Tensor:
-    """Rotate q and k by position, write k and v into the cache; return the rotated q."""
+    """Rotate q and k by position, write k and v into the cache; return the rotated q.
+
+    With a cache in eight bits k and v become what can be read from it.
+    """
     cos, sin = cos_sin[batch.positions].to(q.dtype)[:, None, :].chunk(2, dim=-1)
-    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, batch.kv_index, rotate(k, cos, sin).to(k_cache.dtype))
-    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, batch.kv_index, v.to(v_cache.dtype))
+    _write(rotate(k, cos, sin), k, k_cache, batch.kv_index, kv_scales[0])
+    _write(v, v, v_cache, batch.kv_index, kv_scales[1])
     return rotate(q, cos, sin)
+
+
+def _write(values: Tensor, rounded: Tensor, cache: Tensor, index: Tensor, scale: float) -> None:
+    """Values into the cache; what can be read from a cache in eight bits is left in `rounded`."""
+    if cache.dtype is fp8.FP8:
+        stored = fp8.to_fp8(values.float() / scale)
+        rounded.copy_(_read(stored, scale, values.dtype))
+        values, cache = stored.view(torch.uint8), cache.view(torch.uint8)
+    block_size = cache.shape[1]
+    cache[index // block_size, index % block_size] = values.to(cache.dtype)
+
+
+def _read(stored: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """What a cache holds, in the type that attention computes in."""
+    return (stored.float() * scale).to(dtype) if stored.dtype is fp8.FP8 else stored.to(dtype)
 
 
 def attention(
@@ -85,6 +121,9 @@ def attention(
     scale: float,
     window: int | None = None,  # a token sees itself and the `window - 1` tokens before it
     softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
+    kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in eight bits
+    k: Tensor | None = None,  # [tokens, kv_heads, head_dim] that this step has put into the cache, as it holds them:
+    v: Tensor | None = None,  # for kernels that would rather read them here
 ) -> Tensor:
     """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
     if batch.table_rows is not None:
@@ -94,12 +133,13 @@ def attention(
     out = torch.empty_like(q)
     n = batch.num_decode
     if n:
-        out[:n] = _decode_attention(q[:n], k_cache, v_cache, batch, scale, window, softcap)
+        out[:n] = _decode_attention(q[:n], k_cache, v_cache, batch, scale, window, softcap, kv_scales)
     token = n
     for row, (start, end) in enumerate(zip(batch.chunk_starts_cpu, batch.chunk_ends_cpu, strict=True), n):
         count = end - start
-        keys = _gather(k_cache, batch.block_tables[row : row + 1], end)
-        values = _gather(v_cache, batch.block_tables[row : row + 1], end)
+        table = batch.block_tables[row : row + 1]
+        keys = _read(_gather(k_cache, table, end), kv_scales[0], q.dtype)
+        values = _read(_gather(v_cache, table, end), kv_scales[1], q.dtype)
         query_positions = torch.arange(start, end, device=q.device)
         mask = _mask(query_positions[None, :], end, window)
         out[token : token + count] = _attend(q[None, token : token + count], keys, values, mask, scale, softcap)[0]
@@ -115,13 +155,14 @@ def _decode_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    kv_scales: tuple[float, float],
 ) -> Tensor:
-    n = batch.num_decode
+    n, length, tables = batch.num_decode, batch.max_seq_len, batch.block_tables[: batch.num_decode]
     # Past a row's end a block may hold anything, even NaN, and a weight of zero does not undo that.
-    beyond = torch.arange(batch.max_seq_len, device=q.device) >= batch.seq_lens[:n, None]
-    keys = _gather(k_cache, batch.block_tables[:n], batch.max_seq_len).masked_fill(beyond[..., None, None], 0)
-    values = _gather(v_cache, batch.block_tables[:n], batch.max_seq_len).masked_fill(beyond[..., None, None], 0)
-    mask = _mask(batch.seq_lens[:n, None] - 1, batch.max_seq_len, window)
+    beyond = (torch.arange(length, device=q.device) >= batch.seq_lens[:n, None])[..., None, None]
+    keys = _read(_gather(k_cache, tables, length), kv_scales[0], q.dtype).masked_fill(beyond, 0)
+    values = _read(_gather(v_cache, tables, length), kv_scales[1], q.dtype).masked_fill(beyond, 0)
+    mask = _mask(batch.seq_lens[:n, None] - 1, length, window)
     return _attend(q[:, None], keys, values, mask, scale, softcap)[:, 0]
 
 
@@ -144,7 +185,7 @@ def _mask(query_positions: Tensor, length: int, window: int | None) -> Tensor:
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
     """q `[rows, queries, heads, head_dim]`, keys and values `[rows, length, kv_heads, head_dim]` -> like q."""
-    q, keys, values = q.transpose(1, 2), keys.transpose(1, 2).to(q.dtype), values.transpose(1, 2).to(q.dtype)
+    q, keys, values = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
     if softcap is None:
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)

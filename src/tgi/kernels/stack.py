@@ -1,6 +1,7 @@
 """All layers of a plain decoder as one op, for devices where the calls between small ops cost as much as the ops.
 
-Level 1. A device that can do this offers `Ops.make_stack` and `Ops.run_stack`; elsewhere layers run one by one.
+Level 1. A device that can do this offers `Ops.make_stack` and `Ops.run_stack`; either may return None for a model or a
+batch it is not made for. Elsewhere layers run one by one.
 """
 
 from dataclasses import dataclass
@@ -28,3 +29,4 @@ class StackLayer:
     q_norm: Tensor | None = None  # [head_dim]: each head is normalised before it is rotated
     k_norm: Tensor | None = None
     window: int | None = None
+    kv_scales: tuple[float, float] = (1.0, 1.0)  # of a cache in eight bits

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tgi.config import CHOICES, SECRETS, ServerConfig, parse_value, read_environment, variable_of
+from tgi.config import SECRETS, ServerConfig, parse_value, read_environment, variable_of
+from tgi.devices.driver import read_driver
 from tgi.errors import StartError
 from tgi.version import __version__
 
@@ -39,6 +40,8 @@ FLAGS: dict[str, list[Flag]] = {
         Flag("--model-id", "embedded, a model folder, a .gguf file, or a model on the Hugging Face hub", "MODEL"),
         Flag("--revision", "commit, branch, tag or refs/pr/N on the hub", "NAME", default="main"),
         Flag("--dtype", "type of the weights on the device", "TYPE", default="the device's best"),
+        Flag("--quantize", "fp8: matrices in eight bits; others are refused", "METHOD", default="as the checkpoint is"),
+        Flag("--kv-cache-dtype", "fp8_e4m3fn: keys and values in eight bits", "TYPE", default="the model's"),
         Flag("--load-format", "dummy: random weights from config.json alone", "FORMAT"),
         Flag("--tokenizer-config-path", "a file that replaces the model's tokenizer_config.json", "FILE"),
         Flag("--weights-cache-override", "take the .safetensors files of this folder instead of the model's", "DIR"),
@@ -80,8 +83,10 @@ FLAGS: dict[str, list[Flag]] = {
         Flag("--cache-dir", "folder of converted models and compiled kernels", "DIR", default="~/.cache/tgi"),
     ],
     "device": [
-        Flag("--device", "auto or cpu", "NAME"),
+        Flag("--device", "auto (a GPU if there is one), cpu or cuda", "NAME"),
         Flag("--num-threads", "CPU threads", "N", default="all cores"),
+        Flag("--cuda-memory-fraction", "share of the GPU's memory to use", "X"),
+        Flag("--cuda-graphs", "batch sizes to capture, separated by commas; 0: none", "LIST", default="the device's"),
         Flag("--disable-custom-kernels", "torch's own ops only", field="custom_kernels", sets=False),
         Flag("--sharded", "split the model over devices", "true|false"),
         Flag("--num-shard", "number of devices to split it over", "N", default="1"),
@@ -93,15 +98,11 @@ FLAGS: dict[str, list[Flag]] = {
         Flag("--otlp-service-name", "name of the service in traces", "NAME"),
     ],
     "accepted for compatibility (each is refused or has no effect, and says so at start)": [
-        Flag("--quantize", f"one of {', '.join(CHOICES['quantize'])}", "METHOD"),
-        Flag("--kv-cache-dtype", f"one of {', '.join(CHOICES['kv_cache_dtype'])}", "TYPE"),
         Flag("--speculate", "speculative tokens per step", "N"),
         Flag("--rope-scaling", "linear or dynamic", "KIND"),
         Flag("--rope-factor", "factor of --rope-scaling", "X"),
         Flag("--lora-adapters", "repo/id, repo/id@revision or name=/path, separated by commas", "LIST"),
         Flag("--trust-remote-code", "run code that comes with a model"),
-        Flag("--cuda-graphs", "batch sizes to capture, separated by commas", "LIST"),
-        Flag("--cuda-memory-fraction", "share of the GPU's memory to use", "X"),
         Flag("--shard-uds-path", "prefix of unix sockets", "PATH"),
         Flag("--master-addr", "address for ranks to meet at", "HOST"),
         Flag("--master-port", "port for ranks to meet at", "PORT"),
@@ -116,8 +117,6 @@ FLAGS: dict[str, list[Flag]] = {
 # Settings, and variables that are no setting, that are accepted and change nothing, with the reason.
 NO_EFFECT = {
     "trust_remote_code": "no code of a model is ever run",
-    "cuda_graphs": "the CPU captures no graphs",
-    "cuda_memory_fraction": "the model runs on the CPU; --max-batch-total-tokens limits the KV cache",
     "shard_uds_path": "processes talk over sockets in a private folder",
     "master_addr": "one process serves the model",
     "master_port": "one process serves the model",
@@ -138,6 +137,12 @@ NO_EFFECT = {
     "USE_CUTLASS_W8A8": "no such kernels are used",
 }
 
+
+# Likewise, where the model runs on the CPU.
+NO_EFFECT_ON_CPU = {
+    "cuda_graphs": "the CPU captures no graphs",
+    "cuda_memory_fraction": "the model runs on the CPU; --max-batch-total-tokens limits the KV cache",
+}
 
 # Values that ask for what is done anyway.
 _AS_IT_IS = {"trust_remote_code": False, "usage_stats": "off", "prefill_chunking": True}
@@ -241,11 +246,18 @@ def _read_flags(options: argparse.Namespace) -> dict[str, Any]:
 def explain(config: ServerConfig, given: Collection[str]) -> list[str]:
     """One line for each setting in `given` that has no effect, and why."""
     flags = {flag.target: flag.name for flags in FLAGS.values() for flag in flags}
+    reasons = NO_EFFECT
+    if any(name in given for name in NO_EFFECT_ON_CPU) and not _runs_on_gpu(config):
+        reasons = {**NO_EFFECT_ON_CPU, **NO_EFFECT}
     return [
         f"{flags.get(name, variable_of(name))} has no effect: {reason}"
-        for name, reason in NO_EFFECT.items()
+        for name, reason in reasons.items()
         if name in given and getattr(config, name, None) != _AS_IT_IS.get(name, "")
     ]
+
+
+def _runs_on_gpu(config: ServerConfig) -> bool:
+    return config.device == "cuda" or (config.device == "auto" and bool(read_driver().gpus))
 
 
 def _choose_hostname(hostname: str, notes: list[str]) -> str:

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tgi.config import ModelSize, ServerConfig, cache_folder, resolve
+from tgi.devices.driver import read_driver
 from tgi.errors import StartError, TgiError
 from tgi.launch.arguments import build_parser, read_arguments
 from tgi.launch.command import EXIT_ERROR, EXIT_USAGE, run_guarded
 
 if TYPE_CHECKING:
     from tgi.models.decoder import CausalLM
+    from tgi.weights.quantization import Quantization
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -45,6 +47,7 @@ class Report(msgspec.Struct, kw_only=True):
     fits: bool = False
     problems: list[str] = []  # why it cannot be served
     notes: list[str] = []
+    gpu: dict[str, str] = {}  # what is known of the GPU, where there is one
     architecture: str | None = None
     parameters: int | None = None
     dtype: str | None = None
@@ -86,13 +89,32 @@ def _run(config: ServerConfig, notes: list[str], as_json: bool) -> int:
 
 def check_model(config: ServerConfig) -> Report:
     """Everything that can be said; a failure on the way ends the report and is its last problem."""
-    report = Report(model=config.model_id)
+    report = Report(model=config.model_id, gpu=_look_at_gpu() if config.device != "cpu" else {})
     try:
         _fill(report, config, _look_at(config))
     except TgiError as error:
         report.problems = [*report.problems, str(error)]
     report.fits = not report.problems
     return report
+
+
+def _look_at_gpu() -> dict[str, str]:
+    driver = read_driver()
+    if not driver.gpus:
+        return {}
+    gpu = driver.gpus[0]
+    features = ["bfloat16" if gpu.capability >= (8, 0) else "no bfloat16"]
+    features.append("FP8" if gpu.capability >= (8, 9) else "no FP8")
+    facts = {
+        "name": gpu.name,
+        "memory": _gigabytes(gpu.memory_bytes),
+        "capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
+        "features": ", ".join(features),
+        "driver": f"CUDA {driver.cuda[0]}.{driver.cuda[1]}" if driver.cuda else "unknown",
+    }
+    if len(driver.gpus) > 1:
+        facts["others"] = f"{len(driver.gpus) - 1}, not used"
+    return facts
 
 
 # -- what is known of the model ------------------------------------------------------------------------------------
@@ -192,12 +214,17 @@ def _local_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
+    import torch
+
     from tgi.devices.device import choose_device
     from tgi.engine.build import choose_dtype
+    from tgi.engine.memory import check_precision, check_weights_fit, weight_bytes
     from tgi.models.decoder import CausalLM
     from tgi.models.registry import read_spec
     from tgi.models.spec import Config
     from tgi.parallel import SINGLE
+    from tgi.runner import kv_cache
+    from tgi.weights.quantization import choose_quantization
 
     report.tokenizer, report.chat_template = facts.has_tokenizer, facts.has_chat_template
     report.download_bytes = facts.download_bytes
@@ -208,17 +235,33 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     if not facts.has_chat_template:
         report.notes = ["there is no chat template: chat requests will be refused"]
     spec = read_spec(Config(facts.config, facts.source))
-    device = choose_device(config.device, cache_folder(config), False, config.num_threads)  # compiles no kernels
-    report.dtype = str(choose_dtype(config, device)).removeprefix("torch.")
+    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    custom_kernels = config.custom_kernels and on_gpu  # those of the CPU would be compiled now
+    device = choose_device(
+        config.device, cache_folder(config), custom_kernels, config.num_threads, config.cuda_memory_fraction
+    )
+    dtype = choose_dtype(config, device)
+    report.dtype = str(dtype).removeprefix("torch.")
+    check_precision(config, spec, device)
     model = CausalLM(device.ops, SINGLE, spec, device.torch_device)
     report.parameters, report.weight_bytes_by_dtype, in_blocks = _weigh(model, facts, device.limits.dtypes)
     computes_blocks = facts.blocks and config.custom_kernels and report.dtype == "float32"
     report.weight_bytes = in_blocks if computes_blocks else report.weight_bytes_by_dtype[report.dtype]
+    quantization = choose_quantization(config.quantize, spec.quantization)
+    if quantization is not None:
+        report.weight_bytes = weight_bytes(model, dtype, quantization)
     if config.load_format != "dummy":
-        _check_tensors(model, facts)
-    report.kv_bytes_per_token = spec.kv_bytes_per_token(spec.num_kv_heads, _ELEMENT_BYTES[report.dtype])
+        _check_tensors(model, facts, quantization)
+    cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, dtype)
+    report.kv_bytes_per_token = spec.kv_bytes_per_token(spec.num_kv_heads, cache_dtype.itemsize)
+    if on_gpu:
+        report.notes = [
+            *report.notes,
+            "what the largest step takes is measured at start, and is taken off the KV cache",
+        ]
     report.free_bytes = device.free_bytes()
     device.close()
+    check_weights_fit(config, spec, model, dtype, device)
     left = report.free_bytes - report.weight_bytes
     if left <= 0:
         raise StartError(
@@ -249,22 +292,24 @@ def _weigh(model: "CausalLM", facts: Facts, dtypes: list[str]) -> tuple[int, dic
     return parameters, by_dtype, in_blocks
 
 
-def _check_tensors(model: "CausalLM", facts: Facts) -> None:
+def _check_tensors(model: "CausalLM", facts: Facts, quantization: "Quantization | None") -> None:
     """As strict as loading: every declared tensor is there in its shape, and nothing is left over."""
-    declared = {
-        prefix + part.name: part.shape
-        for prefix, module in model.walk()
-        for tensor in module.declare()
-        for part in tensor.parts
-    }
-    for name, shape in declared.items():
-        found = facts.shapes.get(name)
-        if found is None:
+    from tgi.weights.load import expected_tensors
+
+    if quantization is not None:
+        quantization = quantization.named_as_in(list(facts.shapes))
+    needed, optional = expected_tensors(model, quantization)
+    for name in needed:
+        if name not in facts.shapes:
             raise StartError(f"the weights lack the tensor {name}")
-        if found != shape:
-            raise StartError(f"tensor {name} has shape {list(found)}, the config makes it {list(shape)}")
-    for name in sorted(facts.shapes.keys() - declared.keys()):
-        if not any(fnmatch(name, pattern) for pattern in model.ignored):
+    for name, shapes in {**needed, **optional}.items():
+        found = facts.shapes.get(name)
+        if found is not None and found not in shapes:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise StartError(f"tensor {name} has shape {list(found)}, the config makes it {expected}")
+    patterns = [*model.ignored, *(quantization.may_leave if quantization else ())]
+    for name in sorted(facts.shapes.keys() - needed.keys() - optional.keys()):
+        if not any(fnmatch(name, pattern) for pattern in patterns):
             raise StartError(f"the weights hold the tensor {name}, which this architecture does not use")
 
 
@@ -274,6 +319,9 @@ def _check_tensors(model: "CausalLM", facts: Facts) -> None:
 def render(report: Report) -> str:
     """The report for a reader."""
     rows: list[tuple[str, str]] = []
+    if report.gpu:
+        rows.append(("GPU", f"{report.gpu['name']}, {report.gpu['memory']}, capability {report.gpu['capability']}"))
+        rows.append(("", f"{report.gpu['features']}; the driver runs {report.gpu['driver']}"))
     if report.architecture is not None:
         known = "supported" if report.parameters is not None else "not supported"
         rows.append(("architecture", f"{report.architecture}, {known}"))

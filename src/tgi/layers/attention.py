@@ -9,8 +9,9 @@ from torch import Tensor
 
 from tgi.devices.device import Ops
 from tgi.kernels.batch import ForwardBatch
+from tgi.kernels.fp8 import FP8, Fp8Rows, ScaledRows
 from tgi.layers.linear import Linear
-from tgi.weights.declare import Module
+from tgi.weights.declare import Module, Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,34 @@ class Attention(Module):
         self.qkv = qkv
         self.out = out
         self.heads = heads
+        self.k_scale = 1.0  # of a cache in eight bits
+        self.v_scale = 1.0
 
-    def forward(self, x: Tensor, batch: ForwardBatch, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def declare_numbers(self) -> list[Number]:
+        name = self.name
+        return [
+            Number(f"{side}_scale", tuple(f"{name}.{place}" for place in places))
+            for side, places in {
+                "k": ("k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
+                "v": ("v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
+            }.items()
+        ]
+
+    def kv_scales(self, k_cache: Tensor) -> tuple[float, float]:
+        return (self.k_scale, self.v_scale) if k_cache.dtype is FP8 else (1.0, 1.0)
+
+    def forward(
+        self, x: Tensor | Fp8Rows, batch: ForwardBatch, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor | ScaledRows:
         """x `[tokens, hidden]` -> `[tokens, hidden]`; writes this step's keys and values."""
         heads = self.heads
-        fused = self.qkv.forward(x).view(x.shape[0], -1, heads.head_dim)
+        product = self.qkv.product(x)
+        scaled = {} if isinstance(product, Tensor) else {"scales": (product.rows, product.columns)}
+        fused = (product if isinstance(product, Tensor) else product.data).view(x.shape[0], -1, heads.head_dim)
         q, k, v = fused.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
-        q = self.ops.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache)
-        mixed = self.ops.attention(q, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap)
-        return self.out.forward(mixed)
+        kv_scales = self.kv_scales(k_cache)
+        q = self.ops.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales=kv_scales, **scaled)
+        mixed = self.ops.attention(
+            q, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap, kv_scales=kv_scales, k=k, v=v
+        )
+        return self.out.product(mixed)

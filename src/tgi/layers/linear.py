@@ -6,6 +6,7 @@ Level 4.
 from torch import Tensor
 
 from tgi.devices.device import Ops
+from tgi.kernels.fp8 import Fp8Rows, Fp8Weight, ScaledRows
 from tgi.parallel import Parallel
 from tgi.weights.declare import Blocks, Declared, Module, Part
 
@@ -20,11 +21,11 @@ class Linear(Module):
         self.parts = parts
         self.bias_parts = biases
         self.reduce = reduce  # sum partial products over these ranks
-        self.weight: Tensor | Blocks
+        self.weight: Tensor | Blocks | Fp8Weight
         self.bias: Tensor | None = None
 
     def declare(self) -> list[Declared]:
-        declared = [Declared("weight", self.parts, packable=True)]
+        declared = [Declared("weight", self.parts, packable=True, quantizable=True)]
         if self.bias_parts:
             declared.append(Declared("bias", self.bias_parts))
         return declared
@@ -36,13 +37,33 @@ class Linear(Module):
         weight = self.weight
         if isinstance(weight, Blocks):
             self.weight = self.ops.pack_blocks(weight.kind, weight.data, weight.shape[1])
-        else:
+        elif isinstance(weight, Tensor):
             self.weight = self.ops.pack_linear(weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def fp8_weight(self) -> Fp8Weight | None:
+        """The weight that the op before should quantise its result for; None: it should not."""
+        weight = self.weight
+        return weight if isinstance(weight, Fp8Weight) and weight.input_bound is None else None
+
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         """x `[tokens, in]` -> `[tokens, out]`."""
-        out = self.ops.linear(x, self.weight, self.bias)
+        weight = self.weight
+        if isinstance(weight, Fp8Weight):
+            if weight.input_bound is not None and isinstance(x, Tensor):
+                x = x.clamp(-weight.input_bound, weight.input_bound)
+            out = self.ops.linear(x, weight, self.bias, weight.dtype)
+        else:
+            out = self.ops.linear(x, weight, self.bias)
         return out if self.reduce is None else self.reduce.all_reduce(out)
+
+    def product(self, x: Tensor | Fp8Rows) -> Tensor | ScaledRows:
+        """Like `forward`; scales may be left to the op that comes next."""
+        weight, product = self.weight, self.ops.product
+        if product is None or self.reduce is not None or self.bias is not None or self.fp8_weight is None:
+            return self.forward(x)
+        assert isinstance(weight, Fp8Weight)
+        return product(x, weight, weight.dtype)
 
 
 def column_parts(names: list[str], sizes: list[int], in_features: int, ranges: list[tuple[int, int]]) -> list[Part]:

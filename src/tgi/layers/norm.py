@@ -6,6 +6,7 @@ Level 4.
 from torch import Tensor
 
 from tgi.devices.device import Ops
+from tgi.kernels.fp8 import Fp8Rows, Fp8Weight, ScaledRows
 from tgi.weights.declare import Declared, Module, Part
 
 
@@ -19,9 +20,12 @@ class RMSNorm(Module):
     def declare(self) -> list[Declared]:
         return [Declared("weight", [self.part])]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+        """Quantised where the result goes into a matrix in eight bits."""
+        return self.ops.rms_norm(x, self.weight, self.eps, into=into)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(
+        self, x: Tensor | ScaledRows, residual: Tensor, into: Fp8Weight | None = None
+    ) -> tuple[Tensor | Fp8Rows, Tensor]:
         """Add x to the residual stream and normalise: (normalised, new residual)."""
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, into=into)

@@ -9,6 +9,7 @@ from torch import Tensor
 from tgi.devices.device import Ops
 from tgi.errors import ModelFormatError
 from tgi.kernels.batch import ForwardBatch
+from tgi.kernels.fp8 import Fp8Rows, ScaledRows, apply_scales
 from tgi.kernels.stack import StackLayer
 from tgi.layers.attention import Attention, HeadLayout
 from tgi.layers.embedding import VocabWeight
@@ -35,8 +36,8 @@ class GatedMlp(Module):
             raise ModelFormatError(f"activation {spec.activation!r} is not supported; known: {', '.join(activations)}")
         self.activate = activations[spec.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down.forward(self.activate(self.gate_up.forward(x)))
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor | ScaledRows:
+        return self.down.product(self.activate(self.gate_up.product(x), into=self.down.fp8_weight))
 
 
 def build_attention(ops: Ops, parallel: Parallel, spec: DecoderSpec, layer: int) -> Attention:
@@ -63,15 +64,22 @@ class DecoderLayer(Module):
         self.mlp = GatedMlp(ops, parallel, spec)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor | ScaledRows,
+        residual: Tensor | None,
+        batch: ForwardBatch,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> tuple[Tensor | ScaledRows, Tensor]:
         """x is what the layer before adds to the residual stream; the first layer gets the stream itself as x."""
         if residual is None:
-            normed, residual = self.attention_norm.forward(x), x
+            assert isinstance(x, Tensor)
+            normed, residual = self.attention_norm.forward(x, self.attention.qkv.fp8_weight), x
         else:
-            normed, residual = self.attention_norm.add(x, residual)
+            normed, residual = self.attention_norm.add(x, residual, self.attention.qkv.fp8_weight)
         x = self.attention.forward(normed, batch, cos_sin, k_cache, v_cache)
-        normed, residual = self.mlp_norm.add(x, residual)
+        normed, residual = self.mlp_norm.add(x, residual, self.mlp.gate_up.fp8_weight)
         return self.mlp.forward(normed), residual
 
     def as_stack_layer(self, k_cache: Tensor, v_cache: Tensor) -> StackLayer:
@@ -90,6 +98,7 @@ class DecoderLayer(Module):
             gate_up_bias=mlp.gate_up.bias,
             down_bias=mlp.down.bias,
             window=attention.heads.window,
+            kv_scales=attention.kv_scales(k_cache),
         )
 
 
@@ -115,11 +124,16 @@ class CausalLM(Module):
         self.model = Decoder(ops, parallel, spec)
         self.head = None
         if spec.tied:
-            self.ignored = (*self.ignored, "lm_head.weight")
+            self.ignored = (*self.ignored, "lm_head.weight*")
         else:
             self.head = VocabWeight(ops, parallel, "lm_head", spec.vocab_size, spec.hidden_size, True)
         self.device = device
         self.cos_sin: Tensor  # positions that are served, set by `bind`
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states and logits, whatever the matrices and the cache are stored in."""
+        return self.model.norm.weight.dtype
 
     def bind(self, kv_cache: list[tuple[Tensor, Tensor]], num_positions: int) -> None:
         """Called once with the cache that every pass will use, when the weights are loaded."""
@@ -140,15 +154,18 @@ class CausalLM(Module):
         """Hidden states `[logit tokens, hidden]` of the tokens whose logits are needed."""
         x = self.model.embedding.look_up(batch.input_ids)
         if self.stack is not None and self.ops.run_stack is not None:
-            x = self.ops.run_stack(x, self.stack, batch)
-            return x if batch.logit_tokens is None else x[batch.logit_tokens]
+            done = self.ops.run_stack(x, self.stack, batch)
+            if done is not None:
+                return done if batch.logit_tokens is None else done[batch.logit_tokens]
         residual = None
         for layer, (k_cache, v_cache) in zip(self.model.layers, kv_cache, strict=True):
             x, residual = layer.forward(x, residual, batch, self.cos_sin, k_cache, v_cache)
         assert residual is not None
         if batch.logit_tokens is not None:
-            x, residual = x[batch.logit_tokens], residual[batch.logit_tokens]
-        return self.model.norm.add(x, residual)[0]
+            x, residual = apply_scales(x)[batch.logit_tokens], residual[batch.logit_tokens]
+        normed = self.model.norm.add(x, residual)[0]
+        assert isinstance(normed, Tensor)
+        return normed
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """`[tokens, hidden]` -> `[tokens, vocab]`, into `out` if there is one."""

@@ -4,12 +4,14 @@ Level 5. One line per architecture; modules are imported when they are needed.
 """
 
 import json
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tgi.errors import ModelFormatError, ModelNotFoundError
 from tgi.models.spec import Config, DecoderSpec
+from tgi.weights.quantization import read_quantization
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -36,13 +38,11 @@ def read_spec(config: Config) -> DecoderSpec:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ModelFormatError(f"{config.source}: `architectures` is missing, so the model cannot be recognised")
-    if config.get("quantization_config") or config.get("compression_config"):
-        raise ModelFormatError(
-            f"{config.source}: quantised checkpoints are not supported yet; use the unquantised model"
-        )
+    quantization = read_quantization(config.fields, config.source)
     for name in architectures:
         if isinstance(name, str) and name in ARCHITECTURES:
-            return import_module(f"tgi.models.{ARCHITECTURES[name]}").read_spec(config)
+            spec = import_module(f"tgi.models.{ARCHITECTURES[name]}").read_spec(config)
+            return replace(spec, quantization=quantization)
     raise ModelFormatError(
         f"{config.source}: architecture {architectures[0]!r} is not supported. Supported: {', '.join(ARCHITECTURES)}"
     )

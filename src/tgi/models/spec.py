@@ -10,6 +10,7 @@ from typing import Any
 
 from tgi.errors import ModelFormatError
 from tgi.layers.rotary import RopeSpec
+from tgi.weights.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class DecoderSpec:
     mlp_bias: bool = False
     tied: bool = False
     windows: tuple[int | None, ...] = ()  # by layer
+    quantization: Quantization | None = None  # how the checkpoint stores its matrices, if not plainly
 
     @property
     def scale(self) -> float:

@@ -8,6 +8,12 @@ from torch import Tensor
 
 from tgi.devices.device import Device
 from tgi.errors import ResourceError
+from tgi.kernels.fp8 import FP8
+
+
+def choose_dtype(asked: str | None, model_dtype: torch.dtype) -> torch.dtype:
+    """The type of keys and values; `asked` is the setting `kv_cache_dtype`."""
+    return FP8 if asked == "fp8_e4m3fn" else model_dtype
 
 
 def allocate(
@@ -22,10 +28,12 @@ def allocate(
     """Keys and values of each layer: `[blocks, block_size, kv_heads, head_dim]`."""
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
 
+    stored = torch.uint8 if dtype is FP8 else dtype  # zero bits are 0.0
+
     def zeros() -> Tensor:
         if device.cache_by_head:
-            return device.zeros((num_blocks, num_kv_heads, block_size, head_dim), dtype).transpose(1, 2)
-        return device.zeros(shape, dtype)
+            return device.zeros((num_blocks, num_kv_heads, block_size, head_dim), stored).view(dtype).transpose(1, 2)
+        return device.zeros(shape, stored).view(dtype)
 
     try:
         return [(zeros(), zeros()) for _ in range(num_layers)]

@@ -16,12 +16,13 @@ from torch import Tensor
 from tgi.devices.buckets import round_up
 from tgi.devices.device import QueueDevice
 from tgi.kernels.batch import PREFILL_TILE, ForwardBatch
+from tgi.kernels.resident import Tops
 from tgi.models.decoder import CausalLM
+from tgi.runner.demands import Demands
 from tgi.runner.grammar import RowMasks, SlotGrammars
 from tgi.runner.resident import ResidentSlots, Staging
-from tgi.runner.sampler import Sampler, top_tokens
 from tgi.text.grammar import GrammarCompiler
-from tgi.types import Chunk, PromptLogprobs, StepPlan, StepResult
+from tgi.types import Chunk, PromptLogprobs, StepPlan, StepResult, TopTokens
 
 _LOGIT_ROWS = 128  # prompt positions whose logits are held at a time
 _NUM_RESULTS = 4  # steps whose tokens may be on their way
@@ -37,8 +38,9 @@ class _Captured:
 class _Chosen:
     """What the host reads once the step is done."""
 
-    words: Tensor  # [2 * rows] int32 on the host: ids, bits of logprobs
-    tops: list[tuple[int, int, Tensor]]  # (row, how many, log-probabilities)
+    words: Tensor  # [2, rows] int32 on the host: ids, bits of logprobs
+    top_rows: list[int]
+    tops: Tensor | None  # [top_rows, 1 + 2 * room] int32 on the host, see `resident.Tops.out`
 
 
 class QueuedRunner:
@@ -59,12 +61,11 @@ class QueuedRunner:
         self._max_total_tokens = max_total_tokens
         model.bind(kv_cache, max_total_tokens)
         self.slots = ResidentSlots(num_slots, max_total_tokens, kv_cache[0][0].shape[1], device.torch_device)
-        self.sampler = Sampler(device.ops, self.slots, num_slots, *watermark)
-        self.sampler.numbers, self.sampler.seeds = self.slots.state.numbers, self.slots.state.seeds
-        self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size, device.torch_device)
+        self.demands = Demands(device, self.slots, num_slots, model.spec.vocab_size, watermark)
+        self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size, torch.device("cpu"))
         self._staging = Staging(device)
         shape = (num_slots, model.spec.vocab_size)
-        self._logits = torch.zeros(shape, dtype=kv_cache[0][0].dtype, device=device.torch_device)  # of decode steps
+        self._logits = torch.zeros(shape, dtype=model.dtype, device=device.torch_device)  # of decode steps
         self._out = torch.zeros(2 * num_slots, dtype=torch.int32, device=device.torch_device)
         self._results = [device.host_words(2 * num_slots) for _ in range(_NUM_RESULTS)]
         self._readers: list[Future[StepResult] | None] = [None] * _NUM_RESULTS
@@ -98,7 +99,7 @@ class QueuedRunner:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _queue(self, plan: StepPlan) -> "Future[StepResult]":
-        if self.grammars.active and (plan.admit or plan.release):
+        if (self.grammars.active or self.demands.follows_tokens) and (plan.admit or plan.release):
             self._wait_for_tokens()  # they belong to the constraints that change now
         self._update(plan)
         rows = list(self.slots.decode_slots) if plan.decode else []
@@ -135,9 +136,10 @@ class QueuedRunner:
         for slot in plan.release:
             self._prompt_logprobs.pop(slot, None)
         self.grammars.release(plan.release)
+        self.demands.release(plan.release)
         self.slots.update(plan, self._staging)
         for admission in plan.admit:
-            self.sampler.remember(admission.slot, admission.request.sampling)
+            self.demands.admit(admission)
             self.grammars.admit(admission)
             if admission.request.sampling.decoder_input_details and not admission.output_ids:
                 self._prompt_logprobs[admission.slot] = len(admission.request.token_ids)
@@ -189,9 +191,8 @@ class QueuedRunner:
         return self.model.forward(batch, self.kv_cache), sampling_slots
 
     def _masks(self, rows: list[int]) -> RowMasks | None:
-        if not self.grammars.active:
-            return None
-        self._wait_for_tokens()
+        if self.grammars.active or self.demands.follows_tokens:
+            self._wait_for_tokens()
         return self.grammars.masks(rows)
 
     def _wait_for_tokens(self) -> None:
@@ -200,26 +201,30 @@ class QueuedRunner:
 
     def _choose(self, logits: Tensor, rows: list[int], row_slots: Tensor, masks: RowMasks | None) -> _Chosen:
         """Queue the choice of tokens and their way to the slots and to the host."""
-        ops, state, count = self.device.ops, self.slots.state, len(rows)
-        groups = self.sampler.group(rows)
-        tops: list[tuple[int, int, Tensor]] = []
-        if groups.adjusts or groups.top_n or masks is not None:
-            logits, row_slots = logits[:count].float(), row_slots[:count]
-            index = row_slots.long()
-            self.sampler.adjust(logits, rows, index, groups, masks)
-            for row, wanted in groups.top_n:
-                scores = logits[row] / state.numbers["temperature"][index[row]]
-                tops.append((row, wanted, scores - scores.logsumexp(dim=-1)))
-        size = row_slots.shape[0]
-        out = self._out[: 2 * size].view(2, size)
-        op = ops.choose_into if groups.draws else ops.greedy_into
-        op(logits[:size], row_slots, state, out)
+        ops, state, size = self.device.ops, self.slots.state, row_slots.shape[0]
+        demand = self.demands.find(rows, size, masks)
+        top_rows = demand.top_rows if demand is not None else []
+        num_words = 2 * size
+        if demand is not None:
+            num_words += len(top_rows) * (1 + 2 * demand.top_room)
+        if self._out.shape[0] < num_words:
+            self._out = torch.zeros(2 * num_words, dtype=torch.int32, device=self._out.device)
+        out, top_out = self._out[: 2 * size].view(2, size), self._out[2 * size : num_words]
+        if demand is None:
+            ops.greedy_into(logits[:size], row_slots, state, out)
+        else:
+            if demand.top_table is not None:
+                demand.asked.tops = Tops(demand.top_table, top_out.view(len(top_rows), -1))
+            ops.choose_into(logits[:size], row_slots, state, out, demand.asked)
         reader = self._readers[self._next_result]
         if reader is not None:
             wait([reader])
-        words = self._results[self._next_result][: 2 * size]
-        words.copy_(self._out[: 2 * size], non_blocking=True)
-        return _Chosen(words.view(2, size)[:, :count], tops)
+        if self._results[self._next_result].shape[0] < num_words:
+            self._results[self._next_result] = self.device.host_words(2 * num_words)
+        words = self._results[self._next_result][:num_words]
+        words.copy_(self._out[:num_words], non_blocking=True)
+        tops = words[2 * size :].view(len(top_rows), -1) if top_rows else None
+        return _Chosen(words[: 2 * size].view(2, size)[:, : len(rows)], top_rows, tops)
 
     def _score_prompts(
         self, plan: StepPlan, chunks: list[Chunk], hidden: Tensor
@@ -272,8 +277,19 @@ class QueuedRunner:
         if masks is not None:
             errors.update(masks.errors)
             self.grammars.advance(rows, token_ids)
-        tops = [top_tokens(row, wanted, scores) for row, wanted, scores in chosen.tops]
-        return StepResult(plan.step, token_ids, logprobs, tops, scored, list(errors.items()))
+        self.demands.advance(rows, token_ids)
+        return StepResult(plan.step, token_ids, logprobs, _read_tops(chosen), scored, list(errors.items()))
+
+
+def _read_tops(chosen: _Chosen) -> list[TopTokens]:
+    if chosen.tops is None:
+        return []
+    words = chosen.tops.numpy()
+    room = words.shape[1] // 2
+    return [
+        TopTokens(row, found[1 : 1 + found[0]].tolist(), found[1 + room :].view(np.float32)[: found[0]].tolist())
+        for row, found in zip(chosen.top_rows, words, strict=True)
+    ]
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tgi.devices.device import Ops
 from tgi.kernels import sampling
+from tgi.kernels.resident import PENALTIES, penalise
 from tgi.runner.grammar import RowMasks
 from tgi.types import Admission, SamplingParams, TopTokens
 
@@ -46,7 +47,6 @@ class Groups:
     watermark: list[int]
     penalty: Tensor | None
     penalised: list[int]  # the same on the host
-    presence: bool
     bias: list[int]
     temperature: Tensor | None
     draw: Tensor | None  # by the long way
@@ -104,10 +104,6 @@ class Sampler:
             values[slot] = float(getattr(params, name))
         seed = admission.request.seed
         self.seeds[slot] = seed - 2**64 if seed >= 2**63 else seed
-        self.remember(slot, params)
-
-    def remember(self, slot: int, params: SamplingParams) -> None:
-        """The part of `admit` that is on the host."""
         self.params[slot] = params
         self.biases.pop(slot, None)
         if params.logit_bias:
@@ -153,7 +149,6 @@ class Sampler:
             watermark=[row for row, p in enumerate(params) if p.watermark],
             penalty=rows_where(penalised),
             penalised=[row for row, holds in enumerate(penalised) if holds],
-            presence=any(p.presence_penalty != 0 for p in params),
             bias=[row for row, p in enumerate(params) if p.logit_bias],
             temperature=rows_where([p.temperature != 1 for p in params]),
             draw=rows_where([p.samples and not _keeps_few(p) for p in params]),
@@ -179,29 +174,18 @@ class Sampler:
             sampling.watermark(logits[row], last, self.gamma, self.delta)
         if groups.penalty is not None:
             longest = int(self.slots.lengths_cpu[[rows[row] for row in groups.penalised]].max())
-            penalised = self._penalise(logits[groups.penalty], index[groups.penalty], longest, groups.presence)
+            penalised = self._penalise(logits[groups.penalty], index[groups.penalty], longest)
             logits[groups.penalty] = penalised
         for row in groups.bias:
             ids, values = self.biases[rows[row]]
             logits[row].index_add_(0, ids, values)
         _mask(logits, masks)
 
-    def _penalise(self, scores: Tensor, index: Tensor, longest: int, has_presence: bool) -> Tensor:
-        slots, numbers = self.slots, self.numbers
-        lengths, prompts = slots.lengths[index, None], slots.num_prompt[index, None]
-        history = slots.tokens[index, :longest].long()
-        positions = torch.arange(history.shape[1], device=history.device)
-        known = positions < lengths
-        # Past a row's end stands its first token, which is known anyway.
-        seen_ids = torch.where(known, history, history[:, :1])
-        sampling.repetition_penalty(scores, seen_ids, numbers["repetition_penalty"][index])
-        in_output = known & (positions >= prompts)
-        by_length = numbers["frequency_by_length"][index, None] > 0
-        shares = torch.where(by_length, known / lengths, in_output.float())
-        sampling.frequency_penalty(scores, seen_ids, numbers["frequency_penalty"][index, None] * shares)
-        if has_presence:
-            sampling.presence_penalty(scores, seen_ids, in_output, numbers["presence_penalty"][index])
-        return scores
+    def _penalise(self, scores: Tensor, index: Tensor, longest: int) -> Tensor:
+        slots = self.slots
+        numbers = {name: self.numbers[name][index] for name in PENALTIES}
+        known = (slots.tokens[index, :longest], slots.lengths[index], slots.num_prompt[index])
+        return penalise(scores, *known, numbers)
 
     def _draw_from_best(self, scores: Tensor, index: Tensor, groups: Groups) -> Tensor:
         """The short way for rows whose filters keep few ids; the long way for those where they do not."""

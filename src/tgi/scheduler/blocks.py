@@ -1,8 +1,8 @@
 """The books of the KV cache: who holds which block, which blocks are free, which can be found again.
 
-Level 1. Five calls: `match` reads, `take` and `free` change, `publish` makes a request's full blocks findable, `check`
-proves that the books balance. Block 0 belongs to nobody: padding writes go there. The tensors live on the device; this
-module knows numbers only.
+Level 1. Five calls: `match` reads, `take` and `free` change, `publish` makes a request's full blocks findable (`forget`
+undoes that for all), `check` proves that the books balance. Block 0 belongs to nobody: padding writes go there. The
+tensors live on the device; this module knows numbers only.
 """
 
 from collections import Counter, OrderedDict
@@ -112,6 +112,12 @@ class BlockPool:
                     self._cached[block] = None
                 else:
                     self._empty.append(block)
+
+    def forget(self) -> None:
+        """No block can be found again: what they hold is not trusted."""
+        self._index = PrefixIndex()
+        self._empty += reversed(self._cached)
+        self._cached.clear()
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless every block is exactly one of padding, empty, cached or held as `held` says."""

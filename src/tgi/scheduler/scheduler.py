@@ -18,7 +18,7 @@ import msgspec
 
 from tgi.errors import ValidationError
 from tgi.scheduler.blocks import BlockPool
-from tgi.scheduler.policy import BatchPolicy
+from tgi.scheduler.policy import BatchPolicy, StepLimit
 from tgi.scheduler.request import Request
 from tgi.types import (
     Admission,
@@ -42,6 +42,7 @@ class SchedulerStats(msgspec.Struct):
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
+    num_retractions: int = 0  # steps taken back for lack of memory
 
 
 class _InFlight(msgspec.Struct, frozen=True):
@@ -51,6 +52,7 @@ class _InFlight(msgspec.Struct, frozen=True):
     decode_rows: list[Request]
     chunk_rows: list[Request]  # every chunk, in plan order
     sampling_rows: list[Request]  # the chunks that yield a token
+    num_tokens: int
 
 
 class Scheduler:
@@ -58,6 +60,7 @@ class Scheduler:
         self.policy = policy
         self.pool = pool
         self.stats = SchedulerStats()
+        self._limit = StepLimit(policy)
         self._now = clock
         self._requests: dict[int, Request] = {}  # every unfinished request
         self._waiting: deque[Request] = deque()  # oldest first; may hold finished ones, dropped when reached
@@ -131,7 +134,7 @@ class Scheduler:
         """The next step; None if there is nothing to compute now."""
         grow = self._grow_decode_set()
         num_decode = len(self._decode_rows) + len(self._join)
-        budget = self.policy.prefill_budget(num_decode)
+        budget = min(self.policy.prefill_budget(num_decode), max(0, self._limit.tokens - num_decode))
         chunks, chunk_rows, budget = self._continue_prefills(budget)
         admit, new_chunks, new_rows = self._admit(budget, num_decode)
         chunks += new_chunks
@@ -146,6 +149,7 @@ class Scheduler:
         flight = self._in_flight.popleft()
         assert flight.step == result.step, f"result of step {result.step} came, {flight.step} is due"
         self._applied_step = flight.step
+        self._limit.on_step()
         rows = flight.decode_rows + flight.sampling_rows if flight.sampling_rows else flight.decode_rows
         assert len(rows) == len(result.token_ids)
         scored = [(flight.chunk_rows[p.row - len(flight.decode_rows)], p) for p in result.prompt_logprobs]
@@ -177,6 +181,29 @@ class Scheduler:
                 finished.append(self._end(request, "eos_token"))
         admitted, self._admitted = self._admitted, []
         return TokenOut(ids, tokens, logprobs, tops, prompts, finished, admitted)
+
+    def retract(self, error: str) -> TokenOut:
+        """The oldest planned step was too large for the device, which has forgotten every request.
+
+        All results that have not come back are given up. Running requests wait again, in their order, to be computed
+        anew in smaller steps; nothing in the cache is trusted. A request that did not fit alone ends with `error`.
+        """
+        flight = self._in_flight[0]
+        self._in_flight.clear()
+        self._applied_step = self._step
+        self.stats.num_retractions += 1
+        self.pool.forget()
+        running = sorted((*self._decode_rows, *self._prefilling, *self._join), key=lambda request: request.order)
+        for request in reversed(running):
+            self._preempt(request, forget=True)
+        self._release, self._leave = [], []
+        self._blocked = None
+        rows = flight.decode_rows + flight.chunk_rows
+        finished: list[Finish] = []
+        if not self._limit.shrink(len(rows), flight.num_tokens):
+            finished = [self._end(request, "error", error) for request in rows if not request.finished]
+        admitted, self._admitted = self._admitted, []
+        return TokenOut(finished=finished, admitted=admitted)
 
     def check(self) -> None:
         """Raise AssertionError unless slots and blocks balance."""
@@ -305,7 +332,7 @@ class Scheduler:
         minimum = self.policy.min_newcomers(num_decode, self._steps_since_join)
         if minimum > 1 and not self._could_join(minimum, budget):
             return admit, chunks, rows
-        while budget > 0 and self._waiting and self._free_slots:
+        while budget > 0 and self._waiting and self._free_slots and self.num_running < self._limit.rows:
             request = self._waiting[0]
             if request.finished:
                 self._waiting.popleft()
@@ -390,7 +417,8 @@ class Scheduler:
             self._steps_since_join = 1
         plan = StepPlan(self._step, self._release, admit, self._leave, join, grow, decode, chunks)
         self._release, self._leave = [], []
-        self._in_flight.append(_InFlight(self._step, decode_rows, chunk_rows, sampling))
+        num_tokens = len(decode_rows) + sum(chunk.end - chunk.start for chunk in chunks)
+        self._in_flight.append(_InFlight(self._step, decode_rows, chunk_rows, sampling, num_tokens))
         return plan
 
     # -- ways out --------------------------------------------------------------------------------------------------
@@ -432,10 +460,10 @@ class Scheduler:
         request.num_published = 0
         request.chain = request.source.cache_salt
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, forget: bool = False) -> None:
         """Back to the head of the queue; its tokens will be computed again."""
         self.stats.num_preemptions += 1
-        self._stop_running(request)
+        self._stop_running(request, forget)
         self._waiting.appendleft(request)
 
     def _end(self, request: Request, reason: str = "aborted", error: str | None = None) -> Finish:

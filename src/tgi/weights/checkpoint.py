@@ -5,6 +5,7 @@ means. Only safetensors are read: other weight formats are Python pickles, which
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,6 +44,7 @@ class Checkpoint:
         self._files = files  # tensor name -> open safetensors file
         self._blocks = blocks
         self._block_types: dict[str, str] = (blocks.metadata() or {}) if blocks is not None else {}
+        self.upload: Callable[[Tensor], Tensor] | None = None  # where large tensors go as soon as they are read
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -91,6 +93,10 @@ class Checkpoint:
 
     def read(self, name: str, dim: int | None = None, start: int | None = None, end: int | None = None) -> Tensor:
         """One tensor, or its half-open range `start` to `end` along `dim`; no other bytes are read."""
+        tensor = self._map(name, dim, start, end)
+        return tensor if self.upload is None else self.upload(tensor)
+
+    def _map(self, name: str, dim: int | None, start: int | None, end: int | None) -> Tensor:
         file = self._file(name)
         if dim is None:
             return file.get_tensor(name)

@@ -36,12 +36,21 @@ class Declared:
     attribute: str
     parts: list[Part]
     keep_float32: bool = False
-    packable: bool = False  # may arrive as quantised blocks instead, see `Module.accept_blocks`
+    packable: bool = False  # may arrive as quantised blocks instead, see `Module.accepts_blocks`
+    quantizable: bool = False  # may arrive as an `Fp8Weight` instead
 
     @property
     def shape(self) -> tuple[int, ...]:
         shapes = [part.local_shape for part in self.parts]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A single number above 0 that a checkpoint may have; the attribute has its value where it does not."""
+
+    attribute: str
+    names: tuple[str, ...]  # relative to the module's parent; the first that is there counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,10 @@ class Module:
 
     def declare(self) -> list[Declared]:
         """The tensors this module itself holds."""
+        return []
+
+    def declare_numbers(self) -> list[Number]:
+        """Numbers that a checkpoint may have for this module."""
         return []
 
     def accepts_blocks(self, kind: str) -> bool:

@@ -14,7 +14,11 @@ from torch import Tensor
 from tgi.errors import ModelFormatError
 from tgi.weights.checkpoint import Checkpoint
 from tgi.weights.declare import Blocks, Declared, Module, Part
+from tgi.weights.fp8_matrix import find_schemes, quantize_parts, read_fp8, read_number, read_part, scale_shapes
 from tgi.weights.progress import Progress, silent
+from tgi.weights.quantization import Quantization
+
+Shapes = tuple[tuple[int, ...], ...]  # that a tensor may have
 
 
 def load_checkpoint(
@@ -24,27 +28,76 @@ def load_checkpoint(
     device: torch.device,
     ignored: Iterable[str] = (),
     progress: Progress = silent,
+    quantization: Quantization | None = None,
 ) -> None:
     """Read every declared tensor. `ignored` are patterns of checkpoint names that may be left over."""
-    used: set[str] = set()
-    names = set(checkpoint.names())
+    if quantization is not None:
+        quantization = quantization.named_as_in(checkpoint.names())
+    _check_names(model, checkpoint, ignored, quantization)
+    on_loading = quantization is not None and quantization.on_loading
     total = sum(len(declared.parts) for _, module in model.walk() for declared in module.declare())
+    done = 0
+
+    def read_plain(name: str, part: Part) -> Tensor:
+        return read_part(name, part, checkpoint).to(device)
+
     for prefix, module in model.walk():
         for declared in module.declare():
             parts = [(prefix + part.name, part) for part in declared.parts]
-            for name, part in parts:
-                _check_part(name, part, names, checkpoint)
-            used.update(name for name, _ in parts)
+            schemes = find_schemes(declared, parts, checkpoint, quantization)
             value = None
-            if declared.packable and dtype is torch.float32:  # blocks stand for float32 values
+            if any(schemes):
+                value = read_fp8(parts, schemes, checkpoint, dtype, device, declared.quantizable)
+            elif on_loading and declared.quantizable:
+                value = quantize_parts(parts, read_plain, dtype)
+            elif declared.packable and dtype is torch.float32:  # blocks stand for float32 values
                 value = _read_blocks(module, declared, parts, checkpoint)
             if value is None:
                 target = torch.float32 if declared.keep_float32 else dtype
-                value = _read(parts, checkpoint, target, device)
+                value = _read(declared, parts, checkpoint, target, device)
             setattr(module, declared.attribute, value)
-            progress("load weights", len(used), total)
+            done += len(parts)
+            progress("load weights", done, total)
+        _read_numbers(prefix, module, checkpoint, quantization)
         module.finish()
-    left_over = sorted(n for n in names - used if not any(fnmatch(n, pattern) for pattern in ignored))
+
+
+def expected_tensors(model: Module, quantization: Quantization | None) -> tuple[dict[str, Shapes], dict[str, Shapes]]:
+    """The tensors that a checkpoint must have, and those that it may have, with the shapes they may have."""
+    needed: dict[str, Shapes] = {}
+    optional: dict[str, Shapes] = {}
+    for prefix, module in model.walk():
+        for declared in module.declare():
+            for part in declared.parts:
+                name = prefix + part.name
+                needed[name] = (part.shape,)
+                matrix = name.removesuffix(".weight")
+                scheme = quantization.scheme_of(matrix) if quantization and len(part.shape) == 2 else None
+                if scheme is not None:
+                    scales = {f"{matrix}.{scale}": shapes for scale, shapes in scale_shapes(scheme, part).items()}
+                    (needed if declared.quantizable else optional).update(scales)
+        for number in module.declare_numbers():
+            optional.update({prefix + name: ((), (1,)) for name in number.names})
+    return needed, optional
+
+
+def _check_names(
+    model: Module, checkpoint: Checkpoint, ignored: Iterable[str], quantization: Quantization | None
+) -> None:
+    names = set(checkpoint.names())
+    needed, optional = expected_tensors(model, quantization)
+    for name in needed:
+        if name not in names:
+            raise ModelFormatError(f"{checkpoint.folder} lacks the tensor {name}. Is the download complete?")
+    for name, shapes in {**needed, **optional}.items():
+        if name in names and (found := tuple(checkpoint.shape(name))) not in shapes:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise ModelFormatError(
+                f"tensor {name} in {checkpoint.folder} has shape {list(found)}, config.json makes it {expected}"
+            )
+    patterns = [*ignored, *(quantization.may_leave if quantization else ())]
+    left_over = sorted(names - needed.keys() - optional.keys())
+    left_over = [name for name in left_over if not any(fnmatch(name, pattern) for pattern in patterns)]
     if left_over:
         shown = ", ".join(left_over[:3]) + (f" and {len(left_over) - 3} more" if len(left_over) > 3 else "")
         raise ModelFormatError(
@@ -53,23 +106,32 @@ def load_checkpoint(
         )
 
 
-def _check_part(name: str, part: Part, names: set[str], checkpoint: Checkpoint) -> None:
-    if name not in names:
-        raise ModelFormatError(f"{checkpoint.folder} lacks the tensor {name}. Is the download complete?")
-    shape = tuple(checkpoint.shape(name))
-    if shape != part.shape:
-        raise ModelFormatError(
-            f"tensor {name} in {checkpoint.folder} has shape {list(shape)}, config.json makes it {list(part.shape)}"
-        )
+def _read_numbers(prefix: str, module: Module, checkpoint: Checkpoint, quantization: Quantization | None) -> None:
+    numbers = module.declare_numbers()
+    names = set(checkpoint.names()) if numbers else set[str]()
+    found = [next((prefix + name for name in number.names if prefix + name in names), None) for number in numbers]
+    must_be_there = any(found) or (quantization is not None and quantization.has_kv_scales)
+    for number, name in zip(numbers, found, strict=True):
+        if name is not None:
+            setattr(module, number.attribute, read_number(name, checkpoint).item())
+        elif must_be_there:
+            raise ModelFormatError(
+                f"{checkpoint.folder} lacks the tensor {prefix}{number.names[0]}. Is the download complete?"
+            )
 
 
-def _read(parts: list[tuple[str, Part]], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tensor:
-    tensors = [
-        checkpoint.read(name, part.dim, part.start, part.end) if part.dim is not None else checkpoint.read(name)
-        for name, part in parts
-    ]
-    tensors = [tensor.to(device=device, dtype=dtype) for tensor in tensors]
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+def _read(
+    declared: Declared, parts: list[tuple[str, Part]], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    if len(parts) == 1:
+        return read_part(*parts[0], checkpoint).to(device=device, dtype=dtype)
+    value = torch.empty(declared.shape, dtype=dtype, device=device)  # once: never all parts and their sum
+    first = 0
+    for name, part in parts:
+        tensor = read_part(name, part, checkpoint).to(device)
+        value[first : first + tensor.shape[0]] = tensor
+        first += tensor.shape[0]
+    return value
 
 
 def _read_blocks(
@@ -91,13 +153,25 @@ def _read_blocks(
     return Blocks(kinds.pop(), torch.cat(found).contiguous(), (rows, columns))
 
 
-def load_dummy(model: Module, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+def load_dummy(
+    model: Module, dtype: torch.dtype, device: torch.device, seed: int, quantization: Quantization | None = None
+) -> None:
     """Random weights that depend on the seed and on each tensor's name alone, small enough to keep outputs finite."""
     for prefix, module in model.walk():
         for declared in module.declare():
             target = torch.float32 if declared.keep_float32 else dtype
-            pieces = [_random(prefix + part.name, part, target, device, seed) for part in declared.parts]
-            setattr(module, declared.attribute, pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+            parts = [(prefix + part.name, part) for part in declared.parts]
+
+            def make(name: str, part: Part, target: torch.dtype = target) -> Tensor:
+                return _random(name, part, target, device, seed)
+
+            scheme = quantization.scheme_of(parts[0][0].removesuffix(".weight")) if quantization else None
+            if quantization and declared.quantizable and (scheme or quantization.on_loading):
+                value = quantize_parts(parts, make, dtype, scheme)
+            else:
+                pieces = [make(name, part) for name, part in parts]
+                value = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            setattr(module, declared.attribute, value)
         module.finish()
 
 

@@ -1,7 +1,7 @@
 """The ops of `kernels.reference` over the native CPU kernels.
 
 Level 1. Owns the packed weight form and the checks that let a tensor's memory be read directly. What a kernel does
-not take (another dtype, an odd layout or head size) goes to the reference op.
+not take (another dtype, eight bits, an odd layout or head size) goes to the reference op.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ from torch import Tensor
 from tgi.kernels import reference
 from tgi.kernels.batch import ForwardBatch
 from tgi.kernels.cpu import build
+from tgi.kernels.fp8 import Fp8Rows, Fp8Weight
 from tgi.kernels.stack import StackLayer
 
 KINDS = {"float32": 0, "q4_0": 1, "q4_1": 2, "q8_0": 3}
@@ -164,10 +165,17 @@ class NativeOps:
         """The weight as float32 `[out, in]`."""
         return self.embedding(torch.arange(weight.out_features), weight)
 
-    def linear(self, x: Tensor, weight: Packed | Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(
+        self,
+        x: Tensor | Fp8Rows,
+        weight: Packed | Tensor | Fp8Weight,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """x `[tokens, in]` times weight transposed -> `[tokens, out]`."""
-        if not isinstance(weight, Packed):
-            return reference.linear(x, weight, bias)
+        if not isinstance(weight, Packed) or not isinstance(x, Tensor):
+            assert not isinstance(weight, Packed)
+            return reference.linear(x, weight, bias, dtype)
         if x.dtype is not _float32 or x.dim() != 2 or x.stride(1) != 1:
             wide = x.float().reshape(-1, x.shape[-1]).contiguous()
             return self.linear(wide, weight, bias).to(x.dtype).view(*x.shape[:-1], weight.out_features)
@@ -200,10 +208,10 @@ class NativeOps:
             raise IndexError(f"a token id is not below {weight.out_features}")
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
         """x `[tokens, hidden]`."""
-        if not _rows(x) or not _vector(weight):
-            return reference.rms_norm(x, weight, eps)
+        if into is not None or not _rows(x) or not _vector(weight):
+            return reference.rms_norm(x, weight, eps, into)
         rows, width = x.shape
         out = _empty((rows, width))
         self._norm(
@@ -221,10 +229,12 @@ class NativeOps:
         )
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None
+    ) -> tuple[Tensor | Fp8Rows, Tensor]:
         """Add x to the residual, then normalise: (normalised, new residual)."""
-        if not _rows(x) or not _rows(residual) or not _vector(weight):
-            return reference.add_rms_norm(x, residual, weight, eps)
+        if into is not None or not _rows(x) or not _rows(residual) or not _vector(weight):
+            return reference.add_rms_norm(x, residual, weight, eps, into)
         rows, width = x.shape
         out = _empty((rows, width))
         total = _empty((rows, width))
@@ -234,16 +244,16 @@ class NativeOps:
         )  # fmt: skip
         return out, total
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_mul(self, gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
         """gate_up `[tokens, 2 * width]` -> silu(gate) * up `[tokens, width]`."""
-        if not _rows(gate_up):
-            return reference.silu_mul(gate_up)
+        if into is not None or not _rows(gate_up):
+            return reference.silu_mul(gate_up, into)
         return self._gated(0, gate_up)
 
-    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+    def gelu_tanh_mul(self, gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
         """gate_up `[tokens, 2 * width]` -> gelu(gate, tanh form) * up `[tokens, width]`."""
-        if not _rows(gate_up):
-            return reference.gelu_tanh_mul(gate_up)
+        if into is not None or not _rows(gate_up):
+            return reference.gelu_tanh_mul(gate_up, into)
         return self._gated(1, gate_up)
 
     def _gated(self, kind: int, gate_up: Tensor) -> Tensor:
@@ -262,6 +272,7 @@ class NativeOps:
         batch: ForwardBatch,
         k_cache: Tensor,
         v_cache: Tensor,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
         """Rotate q and k by position, write k and v into the cache; return the rotated q."""
         if not (
@@ -273,7 +284,7 @@ class NativeOps:
             and batch.positions.is_contiguous()
             and batch.kv_index.is_contiguous()
         ):
-            return reference.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache)
+            return reference.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales)
         tokens, heads, head_dim = q.shape
         blocks, block_size, kv_heads, _ = k_cache.shape
         positions, rotary_dim = cos_sin.shape
@@ -299,6 +310,9 @@ class NativeOps:
         scale: float,
         window: int | None = None,  # a token sees itself and the `window - 1` tokens before it
         softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+        k: Tensor | None = None,
+        v: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
         tokens, heads, head_dim = q.shape
@@ -315,7 +329,7 @@ class NativeOps:
             and tables.stride(1) == 1
             and seq_lens.is_contiguous()
         ):
-            return reference.attention(q, k_cache, v_cache, batch, scale, window, softcap)
+            return reference.attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
         blocks, block_size, kv_heads, _ = k_cache.shape
         starts = ends = None
         num_chunks = len(batch.chunk_starts_cpu)

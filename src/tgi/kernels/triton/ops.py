@@ -11,17 +11,28 @@ def load_ops(num_processors: int) -> dict[str, Any] | str:
     """Ops by name for a device with so many processors, or the reason why the reference ops have to do."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    from tgi.kernels.triton import attention, choice, small, state
+    import torch
 
+    from tgi.kernels.triton import attention, choice, quantize, small, stack, state
+    from tgi.kernels.triton.linear import Linear
+
+    paged_attention = attention.PagedAttention(num_processors)
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    linear = Linear(num_processors, capability)
     return {
+        "linear": linear,
+        "product": linear.product,
+        "make_stack": stack.make_stack,
+        "run_stack": stack.RunStack(paged_attention),
         "rms_norm": small.rms_norm,
         "add_rms_norm": small.add_rms_norm,
         "silu_mul": small.silu_mul,
         "gelu_tanh_mul": small.gelu_tanh_mul,
+        "quantize_rows": quantize.quantize_rows,
         "rotary_and_cache": small.rotary_and_cache,
-        "attention": attention.PagedAttention(num_processors),
+        "attention": paged_attention,
         "apply_writes": state.apply_writes,
         "gather_inputs": state.gather_inputs,
         "greedy_into": choice.greedy_into,
-        "choose_into": choice.choose_into,
+        "choose_into": choice.Choice(),
     }

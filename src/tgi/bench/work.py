@@ -1,0 +1,132 @@
+"""Rows of work: so many prompts of one length, so many tokens each. Drives an engine through them and measures.
+
+Level 9. Prompts are random tokens, all there at the start; greedy; nothing ends early. Knows the engine's loop and no
+device.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from tgi.bench.results import Row, RowResult
+from tgi.engine.build import Engine
+from tgi.engine.loop import EngineLoop
+from tgi.errors import EngineError
+from tgi.interrupt import uninterrupted
+from tgi.types import GenerationRequest, SamplingParams
+
+_FIRST_TOKEN = 5  # smaller ids are often special
+_SECONDS_BETWEEN_WORDS = 0.25
+
+Tell = Callable[[int], None]  # gets the number of tokens so far
+
+
+def make_requests(row: Row, vocab_size: int, seed: int) -> list[GenerationRequest]:
+    """The same seed gives the same prompts; different seeds share none."""
+    rng = random.Random(seed)
+    first = min(_FIRST_TOKEN, vocab_size - 1)
+    return [
+        GenerationRequest(
+            id=(seed << 32) + number,
+            token_ids=rng.choices(range(first, vocab_size), k=row.inputs),
+            sampling=SamplingParams(),
+            max_new_tokens=row.outputs,
+            stop_token_ids=[],
+            seed=0,
+        )
+        for number in range(row.requests)
+    ]
+
+
+def warm_up(engine: Engine, row: Row, seed: int) -> None:
+    """A short piece of the row: what happens once, such as compiling a kernel for its sizes, is not measured."""
+    small = Row(row.inputs, min(8, row.outputs), min(32, row.requests))
+    run_row(engine, small, seed)
+
+
+def run_row(engine: Engine, row: Row, seed: int, tell: Tell = lambda _: None) -> RowResult:
+    """Raises `EngineError` if a request fails. After Ctrl-C nothing of the row stays in the engine."""
+    requests = make_requests(row, engine.facts.vocab_size, seed)
+    loop = engine.loop
+    preemptions = loop.scheduler.stats.num_preemptions
+    try:
+        return _measure(loop, row, requests, preemptions, tell)
+    finally:
+        for request in requests:
+            loop.abort(request.id)
+
+
+class _Step(msgspec.Struct):
+    """One step as the host sees it."""
+
+    seconds: float  # since the result before
+    host_seconds: float
+    rows: int
+
+
+def _measure(loop: EngineLoop, row: Row, requests: list[GenerationRequest], preempted: int, tell: Tell) -> RowResult:
+    waiting = {request.id for request in requests}
+    firsts: list[float] = []
+    decode: list[_Step] = []
+    num_tokens = num_prefill = num_steps = 0
+    start = last = time.perf_counter()
+    next_word = start + _SECONDS_BETWEEN_WORDS
+    for request in requests:
+        loop.add(request)
+    while loop.has_work:
+        before = time.perf_counter()
+        with uninterrupted():
+            due = loop.launch()
+        launched = time.perf_counter()
+        if not due:
+            continue
+        loop.wait()
+        waited = time.perf_counter()
+        with uninterrupted():
+            out = loop.take()
+        now = time.perf_counter()
+        num_steps += 1
+        num_tokens += len(out.token_ids)
+        if waiting:
+            came = waiting.intersection(out.request_ids)
+            firsts += [now - start] * len(came)
+            waiting -= came
+        if loop.last.prefill:
+            num_prefill += 1
+        else:
+            decode.append(_Step(now - last, launched - before + now - waited, len(out.token_ids)))
+        for finish in out.finished:
+            if finish.error is not None:
+                raise EngineError(f"a request of row {row} failed: {finish.error}")
+        last = now
+        if now > next_word:
+            tell(num_tokens)
+            next_word = now + _SECONDS_BETWEEN_WORDS
+    seconds = time.perf_counter() - start
+    if num_tokens != row.outputs * row.requests:
+        raise EngineError(f"row {row} gave {num_tokens} tokens instead of {row.outputs * row.requests}")
+    most = max((step.rows for step in decode), default=0)
+    full = [step for step in decode if step.rows == most]
+    return RowResult(
+        inputs=row.inputs,
+        outputs=row.outputs,
+        requests=row.requests,
+        seconds=round(seconds, 4),
+        output_tokens_per_s=round(num_tokens / seconds, 2),
+        total_tokens_per_s=round((num_tokens + row.inputs * row.requests) / seconds, 2),
+        step_ms=_median_ms([step.seconds for step in full]),
+        step_rows=most,
+        host_ms=_median_ms([step.host_seconds for step in full]),
+        first_token_ms=_median_ms(firsts),
+        first_token_max_ms=round(1e3 * max(firsts), 4) if firsts else None,
+        num_steps=num_steps,
+        num_prefill_steps=num_prefill,
+        num_preemptions=loop.scheduler.stats.num_preemptions - preempted,
+    )
+
+
+def _median_ms(seconds: list[float]) -> float | None:
+    return round(1e3 * statistics.median(seconds), 4) if seconds else None

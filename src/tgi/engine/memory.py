@@ -1,0 +1,103 @@
+"""Whether a model fits its device, said before it is loaded; what its steps take, measured before there is a KV cache.
+
+Level 7.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from tgi.config import ServerConfig
+from tgi.devices.device import Device, MeasuredDevice, is_measured
+from tgi.engine.loop import StepRunner, is_out_of_memory
+from tgi.engine.rehearse import SHORTEST, rehearse
+from tgi.errors import EngineError, ResourceError, StartError
+from tgi.models.decoder import CausalLM
+from tgi.models.spec import DecoderSpec
+from tgi.weights.quantization import Quantization, choose_quantization
+
+
+def weight_bytes(model: CausalLM, dtype: torch.dtype, quantization: Quantization | None) -> int:
+    """What the declared tensors take on the device."""
+    total = 0
+    for prefix, module in model.walk():
+        for declared in module.declare():
+            name = (prefix + declared.parts[0].name).removesuffix(".weight")
+            small = (
+                quantization is not None
+                and declared.quantizable
+                and (quantization.on_loading or quantization.scheme_of(name) is not None)
+            )
+            each = 1 if small else 4 if declared.keep_float32 else dtype.itemsize
+            total += math.prod(declared.shape) * each
+    return total
+
+
+def check_precision(config: ServerConfig, spec: DecoderSpec, device: Device) -> None:
+    """Raise `StartError` if something is asked for in FP8 that the device cannot compute in it."""
+    if getattr(device, "supports_fp8", True):
+        return
+    asked = {
+        "`quantize` fp8": config.quantize is not None,
+        "this checkpoint, whose matrices are in FP8,": spec.quantization is not None,
+        "`kv_cache_dtype` fp8_e4m3fn": config.kv_cache_dtype is not None,
+    }
+    what = next((name for name, given in asked.items() if given), None)
+    if what is not None:
+        where = getattr(device, "description", device.name)
+        raise StartError(
+            f"{what} needs a GPU of compute capability 8.9 or later (Ada, Hopper or newer), not {where}. Use the model"
+            " in float16 or bfloat16 without FP8 settings."
+        )
+
+
+def check_weights_fit(
+    config: ServerConfig, spec: DecoderSpec, model: CausalLM, dtype: torch.dtype, device: Device
+) -> None:
+    """Raise `ResourceError` if the weights alone are larger than the device's memory."""
+    if not is_measured(device):
+        return
+    quantization = choose_quantization(config.quantize, spec.quantization)
+    needed, free = weight_bytes(model, dtype, quantization), device.free_bytes()
+    if needed < free:
+        return
+    ways = ["a GPU with more memory", "a smaller model"]
+    if config.cuda_memory_fraction < 1:
+        ways.insert(0, f"a `cuda_memory_fraction` above {config.cuda_memory_fraction}")
+    if quantization is None and getattr(device, "supports_fp8", False):
+        in_fp8 = weight_bytes(model, dtype, choose_quantization("fp8", None))
+        if in_fp8 < free:
+            ways.insert(0, f"`quantize` fp8 ({_gigabytes(in_fp8)})")
+    raise ResourceError(
+        f"The model is too large: its weights take {_gigabytes(needed)} in {str(dtype).removeprefix('torch.')},"
+        f" {_gigabytes(free)} of memory are free on {getattr(device, 'description', device.name)}. What would help:"
+        f" {', '.join(ways)}."
+    )
+
+
+def measure_steps(
+    config: ServerConfig,
+    spec: DecoderSpec,
+    device: MeasuredDevice,
+    make_runner: Callable[[int, int], StepRunner],  # for so many requests of so many tokens, over a cache of one block
+) -> int:
+    """Bytes that slots, captured steps and the largest permitted step take beside weights and cache."""
+    rows = config.max_batch_size or device.limits.max_batch_size
+    tokens = max(rows, config.max_batch_prefill_tokens or device.limits.max_batch_prefill_tokens)
+    length = max(SHORTEST, config.max_total_tokens or spec.max_positions)
+    wanted = device.decode_sizes(rows) if config.cuda_graphs is None else config.cuda_graphs
+    capture = [size for size in wanted if 0 < size <= rows]
+    try:
+        return rehearse(device, lambda: make_runner(rows, length), rows, tokens, length, capture)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise EngineError(f"the device cannot compute: {error}") from error
+        raise ResourceError(
+            f"Not enough memory for a step of {tokens} tokens and {rows} requests once the weights are loaded: lower"
+            f" `max_batch_prefill_tokens` or `max_batch_size` ({str(error).split('. ')[0]})"
+        ) from None
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

@@ -1,0 +1,74 @@
+# pyright: basic, reportMissingImports=false
+"""All layers of a decoder for a single row: five kernels per layer, most of which only read a weight.
+
+Level 1. Used where one request decodes alone; with more rows, layers run one by one with the libraries' products.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tgi.kernels.batch import ForwardBatch
+from tgi.kernels.stack import StackLayer
+from tgi.kernels.triton import small
+from tgi.kernels.triton.vector import can_multiply, vector_product
+
+
+@dataclass(frozen=True, slots=True)
+class VectorStack:
+    layers: list[StackLayer]
+    norm: Tensor
+    cos_sin: Tensor
+    heads: int
+    eps: float
+    scale: float
+    activation: str
+
+
+def make_stack(
+    layers: list[StackLayer],
+    norm: Tensor,
+    cos_sin: Tensor,
+    heads: int,
+    eps: float,
+    scale: float,
+    activation: str,
+) -> VectorStack | None:
+    """None where a weight is of a kind that `vector_product` does not take."""
+    matrices = [m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    if activation not in ("silu", "gelu_tanh") or not all(can_multiply(m) for m in matrices):
+        return None
+    return VectorStack(layers, norm, cos_sin, heads, eps, scale, activation)
+
+
+class RunStack:
+    """The op `run_stack`; `attention` is the op of that name."""
+
+    def __init__(self, attention: Callable[..., Any]) -> None:
+        self._attention = attention
+
+    def __call__(self, x: Tensor, stack: VectorStack, batch: ForwardBatch) -> Tensor | None:
+        """x `[1, hidden]`, the embedding of the row's token -> its normalised hidden state; None for other batches."""
+        if x.shape[0] != 1 or batch.num_decode != 1 or batch.table_rows is None:
+            return None
+        hidden = x.clone()
+        for layer in stack.layers:
+            head_dim, kv_heads = layer.k_cache.shape[3], layer.k_cache.shape[2]
+            fused = torch.empty((1, layer.qkv.shape[0]), dtype=x.dtype, device=x.device)
+            vector_product(hidden, layer.qkv, fused, layer.qkv_bias, norm=(layer.input_norm, stack.eps))
+            q, k, v = fused.view(1, -1, head_dim).split((stack.heads, kv_heads, kv_heads), dim=1)
+            q = small.rotary_and_cache(q, k, v, stack.cos_sin, batch, layer.k_cache, layer.v_cache, layer.kv_scales)
+            mixed = self._attention(
+                q, layer.k_cache, layer.v_cache, batch, stack.scale, layer.window, kv_scales=layer.kv_scales
+            )
+            vector_product(mixed, layer.o, hidden, layer.o_bias, add=True)
+            gated = torch.empty((1, layer.down.shape[1]), dtype=x.dtype, device=x.device)
+            vector_product(
+                hidden, layer.gate_up, gated, layer.gate_up_bias,
+                norm=(layer.post_norm, stack.eps), gate=stack.activation,
+            )  # fmt: skip
+            vector_product(gated, layer.down, hidden, layer.down_bias, add=True)
+        return small.rms_norm(hidden, stack.norm, stack.eps)

@@ -1,0 +1,193 @@
+"""What happens before the first request on a device whose memory is measured."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start
+from queue_on_cpu import QueueOnCpu
+
+from tgi.config import ServerConfig
+from tgi.engine.build import start_engine
+from tgi.errors import ResourceError, StartError
+
+
+class Measured(QueueOnCpu):
+    """Counts what is looked up at a time in place of bytes."""
+
+    description = "a test (capability 8.0)"
+    supports_fp8 = False
+
+    def __init__(self, cache_dir: Path) -> None:
+        super().__init__(cache_dir)
+        self.tokens_per_step: list[int] = []
+        self.free, self.peak, self.compiled = 10**9, 1000, 0
+        self.room = 10**9  # tokens
+        embedding = self.ops.embedding
+
+        def look_up(ids: torch.Tensor, weight: Any) -> Any:
+            self.tokens_per_step.append(ids.shape[0])
+            if ids.shape[0] > self.room:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+            return embedding(ids, weight)
+
+        self.ops.embedding = look_up
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def compiling(self) -> AbstractContextManager[Any]:
+        self.compiled += 1
+        return nullcontext()
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        work()
+        return self.peak
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny("Llama", {}, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def device(device_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
+    if device_name != "cpu":
+        pytest.skip("with a device double")
+    device = Measured(tmp_path)
+    monkeypatch.setattr("tgi.engine.build.choose_device", lambda *_: device)
+    return device
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(11, 33), (1, 16), (40, 300), (2, 1)])
+def test_it_plays_the_largest_step_and_leaves_nothing(tiny: Tiny, device: Measured, rows: int, tokens: int) -> None:
+    stages: list[str] = []
+    config = ServerConfig(
+        model_id=str(tiny.folder),
+        dtype="float32",
+        max_batch_size=rows,
+        max_batch_prefill_tokens=tokens,
+        max_total_tokens=120,
+        max_batch_total_tokens=2048,
+    )
+    engine = start_engine(config, lambda stage, *_: stages.append(stage))
+    assert max(device.tokens_per_step) == max(rows, tokens)
+    assert device.compiled == 1
+    assert stages[0] == "load weights" and "compile kernels" in stages and stages[-1] == "capture steps"
+    asked = [make_request(n, prompt, 9) for n, prompt in enumerate(random_prompts(320, [3, 20, 50], seed=4))]
+    ours = run(engine, asked)
+    engine.close()
+    assert max(device.tokens_per_step) == max(rows, tokens)
+    assert [output.token_ids for output in ours] == [reference(tiny.model, r.token_ids, 9)[0] for r in asked]
+
+
+def test_the_cache_gets_what_steps_do_not_need(tiny: Tiny, device: Measured) -> None:
+    settings: dict[str, Any] = {"max_batch_size": 4, "max_total_tokens": 512, "max_batch_total_tokens": None}
+    per_token = start(tiny.folder, **{**settings, "max_total_tokens": 64}).facts.num_blocks
+    assert per_token == 4 * 64 // 16 + 1  # memory abounds
+    device.free, device.peak = 2_000_000, 200_000
+    engine = start(tiny.folder, **settings)
+    spec = engine.loop._runner.model.spec
+    kv = spec.kv_bytes_per_token(spec.num_kv_heads, 4)
+    share = device.limits.memory_share
+    assert engine.facts.num_blocks - 1 == int((2_000_000 - 3 * 200_000) * share) // kv // 16
+
+
+def test_a_step_that_cannot_fit_is_told_at_the_start(tiny: Tiny, device: Measured) -> None:
+    device.room = 20
+    with pytest.raises(ResourceError, match=r"step of 64 tokens and 4 requests.*lower `max_batch_prefill_tokens`"):
+        start(tiny.folder, max_batch_size=4, max_batch_prefill_tokens=64)
+
+
+def test_a_model_that_is_too_large_is_told_before_loading(tiny: Tiny, device: Measured) -> None:
+    device.free = 100_000
+    with pytest.raises(ResourceError) as error:
+        start(tiny.folder, max_batch_size=4, cuda_memory_fraction=0.5)
+    assert "The model is too large: its weights take" in str(error.value)
+    assert "a `cuda_memory_fraction` above 0.5, a GPU with more memory" in str(error.value)
+    assert "fp8" not in str(error.value)  # it cannot
+    assert device.tokens_per_step == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"quantize": "fp8", "dtype": None}, "`quantize` fp8"),
+        ({"kv_cache_dtype": "fp8_e4m3fn"}, "`kv_cache_dtype` fp8"),
+    ],
+)
+def test_fp8_on_a_gpu_without_it(tiny: Tiny, device: Measured, settings: dict, named: str) -> None:
+    with pytest.raises(StartError, match=f"{named}.* needs a GPU of compute capability 8.9.*not a test"):
+        start(tiny.folder, max_batch_size=4, **settings)
+
+
+PROGRAM = """
+import json, sys, time
+from pathlib import Path
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+
+class NoCard:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_active_torch_device(self): return torch.device("cpu")
+
+
+driver.set_active(NoCard())
+from queue_on_cpu import QueueOnCpu
+from tgi.devices.device import Ops
+from tgi.kernels.triton.compile_ahead import compile_only
+from tgi.kernels.triton.ops import load_ops
+from driving import start
+import tgi.engine.build
+
+
+class OnlyCompiles(QueueOnCpu):
+    cache_by_head = True
+    def compiling(self): return compile_only(2)
+    def peak_bytes(self, work):
+        names = {}
+        for function in functions:
+            for ready, *_ in function.device_caches.values():
+                assert all(type(kernel).__name__ == "CompiledKernel" for kernel in ready.values()), ready
+                names[function.__name__] = len(ready)
+        print(json.dumps(names))
+        sys.exit(0)
+
+
+functions = []
+init = jit.JITFunction.__init__
+def remember(self, *arguments, **options):
+    init(self, *arguments, **options)
+    functions.append(self)
+jit.JITFunction.__init__ = remember
+device = OnlyCompiles(Path(sys.argv[2]), Ops("Triton", **load_ops(132)))
+tgi.engine.build.choose_device = lambda *_: device
+start(Path(sys.argv[1]), max_batch_size=40, max_batch_prefill_tokens=64, max_total_tokens=120)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_rehearsal_compiles_every_kernel_of_a_step(tiny: Tiny, tmp_path: Path, device_name: str) -> None:
+    """For Hopper, without a card."""
+    if device_name != "cpu":
+        pytest.skip("every other test does that")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", PROGRAM, str(tiny.folder), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    compiled = json.loads(done.stdout.splitlines()[-1])
+    for part_of_a_name in ("norm", "gate", "rotary", "decode", "prefill", "inputs", "write"):
+        assert any(part_of_a_name in name for name in compiled), compiled

@@ -1,0 +1,497 @@
+"""The choice of tokens in Triton against its definition in plain torch: on the GPU, or through Triton's interpreter."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from driving import make_request, make_tiny, random_prompts, run, start
+from queue_on_cpu import QueueOnCpu
+from test_triton_compiles import PROGRAM
+from torch import Tensor
+
+from tgi.devices.device import Ops
+from tgi.kernels import resident, sampling
+from tgi.kernels.resident import FILTERS, PENALTIES, Adjustments, Asked, SlotState, Tops
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from tgi.kernels.triton import adjust as adjust_module
+from tgi.kernels.triton import filters
+from tgi.kernels.triton.adjust import Adjust
+from tgi.kernels.triton.choice import Choice, greedy_into
+
+NEUTRAL = [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.fixture(scope="module")
+def device(device_name: str) -> torch.device:
+    return torch.device(device_name)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def make_state(device: torch.device, num_slots: int = 5, max_tokens: int = 40, vocab: int = 90) -> SlotState:
+    made = SlotState(num_slots, max_tokens, 16, device)
+    made.tokens.copy_(torch.randint(0, vocab, made.tokens.shape))
+    made.lengths.copy_(torch.randint(1, max_tokens - 1, (num_slots,)))
+    made.num_prompt.copy_((torch.rand(num_slots, device=device) * made.lengths).long())
+    made.seeds.copy_(torch.randint(-(2**63), 2**63 - 1, (num_slots,)))
+    made.filters.copy_(torch.tensor(NEUTRAL))
+    return made
+
+
+def set_filters(state: SlotState, wanted: list[dict[str, float]]) -> None:
+    for slot, numbers in enumerate(wanted):
+        for name, value in {**dict(zip(FILTERS, NEUTRAL, strict=True)), "samples": 1.0, **numbers}.items():
+            state.numbers[name][slot] = float(value)
+
+
+def twin(state: SlotState, device: torch.device) -> SlotState:
+    other = SlotState(state.records.shape[0], state.tokens.shape[1], 16, device)
+    other.words.copy_(state.words)
+    return other
+
+
+def out_for(rows: int, device: torch.device) -> Tensor:
+    return torch.zeros((2, rows), dtype=torch.int32, device=device)
+
+
+def small_choice(room: int = 8192, part: int = 4096) -> Choice:
+    op = Choice()
+    op.room, op.part = room, part
+    return op
+
+
+def words(values: list, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+# The best token ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [7, 320, 4097, 9000])
+def test_greedy(device: torch.device, dtype: torch.dtype, vocab: int) -> None:
+    one = make_state(device)
+    two = twin(one, device)
+    logits = (torch.randn(6, vocab, device=device) * 5).to(dtype)
+    logits[1, vocab // 2] = math.nan
+    logits[2, :] = -math.inf
+    logits[3, : vocab - 1] = -math.inf
+    rows = words([3, 0, 1, 4, 2, -1], device)
+    ours, expected = out_for(8, device), out_for(8, device)
+    greedy_into(logits, rows, one, ours)
+    resident.greedy_into(logits, rows, two, expected)
+    good = [0, 3, 4]
+    assert torch.equal(ours[0], expected[0])
+    ours_, expected_ = (out[1].view(torch.float32)[good] for out in (ours, expected))
+    torch.testing.assert_close(ours_, expected_, rtol=1e-4, atol=1e-4)
+    assert bool(ours[1].view(torch.float32)[[1, 2]].isnan().all())
+    assert torch.equal(one.words, two.words)
+
+
+def test_greedy_takes_the_first_of_equals(device: torch.device) -> None:
+    slots, out = make_state(device), out_for(1, device)
+    logits = torch.zeros((1, 9000), device=device)
+    logits[0, [17, 18, 8999]] = 3.0
+    for op in (greedy_into, small_choice()):
+        op(logits, words([1], device), slots, out)
+        assert out[0, 0] == 17
+
+
+@pytest.mark.parametrize("vocab", [5, 4097])
+@pytest.mark.parametrize("way", ["greedy", "choose", "sample"])
+def test_what_cannot_be_chosen_from_is_not_a_number(device: torch.device, vocab: int, way: str) -> None:
+    """The step after reads the id before the host sees the NaN, so it must exist whatever the scores are."""
+    one = make_state(device, 8)
+    if way == "sample":
+        one.filters.copy_(torch.tensor([0.8, 4, 0.9, 0.7, 0.1, 1]))
+        one.filters[3, 1:3] = torch.tensor([0.0, 1.0])  # typical-p alone takes another way
+        one.filters[1, 1:4] = torch.tensor([0.0, 1.0, 1.0])  # and so does min-p
+    two = twin(one, device)
+    logits = torch.randn(8, vocab, device=device)
+    logits[0] = math.nan
+    logits[1] = -math.nan
+    logits[2, vocab - 1] = math.nan
+    logits[3], logits[3, 0] = -math.inf, math.nan
+    logits[4] = -math.inf
+    logits[5] = math.inf
+    logits[6, vocab - 1], logits[6, 1] = math.inf, math.nan
+    rows = words([3, 1, 0, 5, 2, 7, 6, 4], device)
+    ours, expected = out_for(8, device), out_for(8, device)
+    if way == "greedy":
+        greedy_into(logits, rows, one, ours)
+        resident.greedy_into(logits, rows, two, expected)
+    else:
+        small_choice()(logits, rows, one, ours)
+        resident.choose_into(logits, rows, two, expected)
+    assert ours[1].view(torch.float32).isnan().tolist() == [True] * 7 + [False]
+    assert expected[1].view(torch.float32).isnan().tolist() == [True] * 7 + [False]
+    assert ours[0, :7].tolist() == [0] * 7
+    assert torch.equal(ours[0], expected[0])
+    assert torch.equal(one.words, two.words)
+
+
+# Filters and draws ------------------------------------------------------------------------------------------------
+
+WAYS = [
+    {"samples": 0.0},
+    {},
+    {"temperature": 0.4},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 5000},
+    {"top_p": 0.3},
+    {"top_p": 0.97, "temperature": 2.0},
+    {"top_p": 1e-6},
+    {"typical_p": 0.4},
+    {"typical_p": 0.9, "min_p": 0.2},
+    {"min_p": 0.3},
+    {"min_p": 1.0, "temperature": 0.1},
+    {"top_k": 40, "top_p": 0.8, "typical_p": 0.7, "min_p": 0.01, "temperature": 0.8},
+    {"top_p": 0.9, "typical_p": 0.5, "min_p": 0.1},
+]
+
+
+def kept_by_definition(logits: Tensor, state: SlotState, rows: Tensor) -> Tensor:
+    temperature, top_k, top_p, typical_p, min_p, _ = state.filters[rows.long()].unbind(1)
+    kept = sampling.top_k(logits.float() / temperature[:, None], top_k)
+    kept = sampling.typical_p(resident._with_ties(kept, sampling.top_p(kept, top_p)), typical_p)
+    return sampling.min_p(kept, min_p) > -math.inf
+
+
+def kept_by_kernels(op: Choice, logits: Tensor, state: SlotState, rows: Tensor) -> Tensor:
+    """From the thresholds that the kernels leave."""
+    x = logits.float() / state.filters[rows.long(), :1]
+    floor, mean, _, reach = op._spaces[2][: len(rows), :4].unbind(1)
+    assert (filters.FLOOR.value, filters.MEAN.value, filters.REACH.value) == (0, 1, 3)
+    near = (x.amax(dim=-1, keepdim=True) - x - mean[:, None]).abs() <= reach[:, None]
+    return (x >= floor[:, None]) & (x > -math.inf) & near
+
+
+def check_choice(
+    op: Choice, logits: Tensor, one: SlotState, rows: Tensor, asked: Asked = resident.EVERY_FILTER
+) -> None:
+    """Tokens, log-probabilities, slots, and exactly the ids that filters keep."""
+    two = twin(one, logits.device)
+    ours, expected = out_for(len(rows), logits.device), out_for(len(rows), logits.device)
+    op(logits, rows, one, ours, asked)
+    resident.choose_into(logits, rows, two, expected, asked)
+    real = rows >= 0
+    wrong = [(row, one.filters[rows[row]].tolist()) for row in (ours[0] != expected[0]).nonzero()[:, 0] if real[row]]
+    assert not wrong
+    ours_, expected_ = (out[1].view(torch.float32)[real] for out in (ours, expected))
+    torch.testing.assert_close(ours_, expected_, rtol=1e-4, atol=1e-4)
+    assert torch.equal(one.words, two.words)
+    if asked.adjustments is None:
+        numbers = one.filters[rows.clamp(min=0).long()]
+        limited = (numbers[:, 1] > 0) & (numbers[:, 1] < logits.shape[1])
+        filtered = limited | (numbers[:, 2] < 1) | (numbers[:, 3] < 1) | (numbers[:, 4] > 0)
+        filtered &= real & (numbers[:, 5] > 0)
+        found = kept_by_kernels(op, logits, one, rows.clamp(min=0))[filtered]
+        assert torch.equal(found, kept_by_definition(logits, one, rows.clamp(min=0))[filtered])
+
+
+@pytest.mark.parametrize(("vocab", "room", "part"), [(50, 8, 64), (2500, 8192, 1024), (2500, 64, 4096)])
+def test_every_filter(device: torch.device, vocab: int, room: int, part: int) -> None:
+    """With room for everything near a threshold, for little, and for next to nothing."""
+    one = make_state(device, len(WAYS))
+    set_filters(one, WAYS)
+    op = small_choice(room, part)
+    logits = torch.randn(len(WAYS) + 1, vocab, device=device) * 2
+    logits[:, 3] = -math.inf  # what a mask dropped
+    check_choice(op, logits, one, words([*range(len(WAYS)), -1], device))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_filters(device: torch.device, seed: int) -> None:
+    """Random mixtures, distributions from flat to steep, ties of bfloat16, few ids left."""
+    torch.manual_seed(seed)
+    count = 6 if device.type == "cpu" else 60
+    vocab = (320, 50257, 1200)[seed] if device.type != "cpu" else (320, 6000, 1200)[seed]
+    one = make_state(device, count)
+    one.filters[:, 0] = torch.rand(count) * 2 + 0.05
+    one.filters[:, 1] = torch.where(torch.rand(count) < 0.5, torch.randint(1, vocab + 9, (count,)), 0)
+    for place in (2, 3):
+        one.filters[:, place] = torch.where(torch.rand(count) < 0.5, torch.rand(count) * 0.99 + 1e-3, 1.0)
+    one.filters[:, 4] = torch.where(torch.rand(count) < 0.3, torch.rand(count), 0.0)
+    one.filters[:, 5] = 1.0
+    logits = torch.randn(count, vocab, device=device) * (torch.rand(count, 1, device=device) * 8 + 0.1)
+    logits[0, torch.rand(vocab, device=device) < 0.9] = -math.inf
+    if seed == 2:
+        logits = logits.bfloat16()
+    check_choice(small_choice((8192, 300, 20)[seed], 2048), logits, one, words(list(range(count)), device))
+
+
+def test_ties_stay_with_the_last_kept(device: torch.device) -> None:
+    """Few distinct scores, as of equal rows of the embedding; more of one than the list holds."""
+    vocab = 700
+    ways = [{"top_k": 5}, {"top_k": 300}, {"top_p": 0.6}, {"top_p": 0.99}, {"typical_p": 0.5}, {"typical_p": 0.3}]
+    one = make_state(device, len(ways))
+    set_filters(one, ways)
+    logits = torch.randint(-3, 3, (len(ways), vocab), device=device).float() * 0.75
+    logits[:, 9] = 3.0
+    rows = words(list(range(len(ways))), device)
+    for room in (8192, 40):
+        check_choice(small_choice(room, 512), logits, one, rows)
+    check_choice(small_choice(40, 512), torch.zeros(2, 100, device=device), one, rows[:2])
+
+
+def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
+    """To the last bit, and whatever came before."""
+    ways = [WAYS[n] for n in (4, 7, 13, 14)]
+    one = make_state(device, len(ways))
+    set_filters(one, ways)
+    logits = torch.randn(len(ways), 3000, device=device)
+    op = small_choice(200, 1024)
+    before = one.words.clone()
+    together = out_for(len(ways), device)
+    op(logits, words([0, 1, 2, 3], device), one, together)
+    facts = op._spaces[2][:4].clone()
+    for row in range(1 if device.type == "cpu" else 0, len(ways), 2 if device.type == "cpu" else 1):
+        one.words.copy_(before)
+        alone = out_for(2, device)
+        op(logits[[row, 0]], words([row, -1], device), one, alone)
+        assert torch.equal(alone[:, 0], together[:, row])
+        assert torch.equal(op._spaces[2][0], facts[row])
+
+
+def test_draws_are_from_the_filtered_distribution(device: torch.device) -> None:
+    """Of many seeds: exactly the ids that the definition keeps, as often as they are likely."""
+    count, vocab = (12, 12) if device.type == "cpu" else (4000, 12)
+    logits = torch.randn(1, vocab, device=device).expand(count, vocab).contiguous()
+    for name, value in (("top_k", 3.0), ("top_p", 0.6), ("typical_p", 0.5)):
+        slots = make_state(device, count)
+        set_filters(slots, [{name: value}] * count)
+        out = out_for(count, device)
+        small_choice(64, 16)(logits, torch.arange(count, dtype=torch.int32, device=device), slots, out)
+        chances = getattr(sampling, name)(logits[:1], torch.tensor([value], device=device)).softmax(-1)[0]
+        shares = torch.bincount(out[0], minlength=vocab) / count
+        assert not bool((shares > 0)[chances == 0].any())
+        assert float((shares - chances).abs().max()) < 4 * math.sqrt(0.25 / count)
+
+
+# The best ids -----------------------------------------------------------------------------------------------------
+
+
+def check_tops(op: Choice, logits: Tensor, state: SlotState, rows: Tensor, wanted: list[int], room: int) -> None:
+    wanting = [row for row, count in enumerate(wanted) if count]
+    table = torch.zeros((len(wanted), 2), dtype=torch.int32, device=logits.device)
+    for place, row in enumerate(wanting):
+        table[row] = words([wanted[row], place], logits.device)
+    found = [torch.full((len(wanting), 1 + 2 * room), -5, dtype=torch.int32, device=logits.device) for _ in range(2)]
+    other = twin(state, logits.device)
+    asked = [Asked(True, True, True, tops=Tops(table, out)) for out in found]
+    op(logits, rows, state, out_for(len(rows), logits.device), asked[0])
+    resident.choose_into(logits, rows, other, out_for(len(rows), logits.device), asked[1])
+    assert torch.equal(state.words, other.words)
+    for ours, expected in zip(*found, strict=True):
+        count = int(expected[0])
+        assert int(ours[0]) == count
+        assert ours[1 : 1 + count].tolist() == expected[1 : 1 + count].tolist()
+        ours_, expected_ = (out[1 + room : 1 + room + count].view(torch.float32) for out in (ours, expected))
+        torch.testing.assert_close(ours_, expected_, rtol=1e-4, atol=1e-4)
+
+
+def test_best_ids(device: torch.device) -> None:
+    """Alone and next to filters, with ties at the last place and at all places, with few ids left, with none."""
+    state = make_state(device, 8)
+    set_filters(state, [{"samples": 0.0}, {"top_k": 4}, {"top_p": 0.9, "temperature": 3.0}, {"typical_p": 0.5}, {}])
+    vocab = 600
+    logits = torch.randn(8, vocab, device=device)
+    logits[0, [5, 77, 78, 590]] = 6.0
+    logits[5, 7:] = -math.inf
+    logits[6] = 1.5
+    logits[7, 3] = math.nan
+    wanted = [3, 5, 2, 0, 1, 5, 4, 2]
+    check_tops(small_choice(8192, 256), logits, state, words(list(range(8)), device), wanted, 9)
+    check_tops(small_choice(60, 256), logits, state, words(list(range(8)), device), wanted, 6)
+
+
+# Before the temperature -------------------------------------------------------------------------------------------
+
+
+def make_adjustments(state: SlotState, rows: Tensor, vocab: int, every: bool = False) -> Adjustments:
+    """A random part of the rows with some of everything."""
+    device, count = rows.device, len(rows)
+    real = [row for row in range(count) if int(rows[row]) >= 0]
+    kinds = {row: torch.rand(4) < (1.1 if every else 0.5) for row in real}
+    adjusted = [row for row in real if bool(kinds[row].any())]
+    places = {row: place for place, row in enumerate(adjusted)}
+    penalised, marked, biased, masked = ([row for row in adjusted if kinds[row][k]] for k in range(4))
+    biases = [
+        (places[row], int(token), float(torch.randn(()))) for row in biased for token in torch.randperm(vocab)[:5]
+    ]
+    bits = [torch.randint(-(2**31), 2**31, (len(some), -(-vocab // 32))).int().to(device) for some in (marked, masked)]
+    if biases:
+        columns = [words([bias[k] for bias in biases], device) for k in range(2)]
+        values = torch.tensor([bias[2] for bias in biases], device=device).view(torch.int32)
+        bias_table = torch.stack([*columns, values])
+    for name in PENALTIES:
+        state.numbers[name].copy_(torch.rand(state.records.shape[0]) + 0.5)
+    state.numbers["frequency_by_length"].copy_(torch.arange(state.records.shape[0]) % 2)
+    return Adjustments(
+        rows=words(
+            [[r, marked.index(r) if r in marked else -1, masked.index(r) if r in masked else -1] for r in adjusted],
+            device,
+        ),
+        places=words([places.get(row, -1) for row in range(count)], device),
+        green=bits[0] if marked else None,
+        delta=2.0,
+        penalised=words([places[row] for row in penalised], device) if penalised else None,
+        longest=int(state.lengths[rows[penalised].long()].max()) if penalised else 0,
+        biases=bias_table if biases else None,
+        allowed=bits[1] if masked else None,
+    )
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(320, torch.float32), (5001, torch.bfloat16)])
+def test_adjustments(device: torch.device, vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Histories of several stretches, more rows than tables, tokens that repeat; the tables are clean again."""
+    monkeypatch.setattr(adjust_module, "_TABLES", 2)
+    monkeypatch.setattr(adjust_module, "_HISTORY", 256)
+    state = make_state(device, 7, 900, vocab)
+    state.tokens[2:4] %= 3
+    state.lengths[1] = 1
+    rows = words([3, -1, 0, 2, 6, 5, 1], device)
+    op = Adjust()
+    for every in (True, False):
+        wanted = make_adjustments(state, rows, vocab, every)
+        logits = (torch.randn(len(rows), vocab, device=device) * 3).to(dtype)
+        before = logits.clone()
+        ours, expected = op(logits, rows, state, wanted), resident.adjust(logits, rows, state, wanted)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-4)
+        assert torch.equal(before, logits)
+        assert op._tables is not None and not bool(op._tables.any())
+
+
+def test_everything_together(device: torch.device) -> None:
+    vocab = 400
+    state = make_state(device, 6, 60, vocab)
+    set_filters(state, [WAYS[n] for n in (0, 4, 7, 10, 13, 2)])
+    rows = words([5, 3, -1, 0, 1, 2, 4], device)
+    logits = torch.randn(len(rows), vocab, device=device) * 3
+    asked = Asked(True, True, True, adjustments=make_adjustments(state, rows, vocab))
+    check_choice(small_choice(100, 256), logits, state, rows, asked)
+    asked.adjustments = make_adjustments(state, rows, vocab)
+    two = twin(state, device)
+    table = words([[2, 0], [0, 0], [0, 0], [3, 1], [0, 0], [5, 2], [0, 0]], device)
+    found = [torch.zeros((3, 21), dtype=torch.int32, device=device) for _ in range(2)]
+    for op, slots, out in ((small_choice(100, 256), state, found[0]), (resident.choose_into, two, found[1])):
+        asked.tops = Tops(table, out)
+        op(logits, rows, slots, out_for(len(rows), device), asked)
+    assert torch.equal(found[0][:, :11], found[1][:, :11])
+    assert torch.equal(state.words, two.words)
+
+
+def test_a_batch_without_filters_needs_two_kernels(device: torch.device) -> None:
+    """What nobody asks for is not queued: the flags must be enough for what is asked."""
+    state = make_state(device, 3)
+    set_filters(state, [{"samples": 0.0}, {}, {"temperature": 0.5}])
+    logits = torch.randn(3, 5000, device=device)
+    check_choice(small_choice(), logits, state, words([2, 0, 1], device), Asked())
+    set_filters(state, [{"samples": 0.0}, {"min_p": 0.2}, {"temperature": 0.5}])
+    check_choice(small_choice(), logits, state, words([2, 0, 1], device), Asked(filters=True))
+    set_filters(state, [{"samples": 0.0}, {"typical_p": 0.2}, {"min_p": 0.5}])
+    check_choice(small_choice(64), logits, state, words([2, 0, 1], device), Asked(filters=True, typical=True))
+
+
+# For real GPUs ----------------------------------------------------------------------------------------------------
+
+POINTERS = {
+    "*bf16": "logits",
+    "*fp32": "scores filters parts facts listed penalties",
+    "*i64": "lengths seeds prompts",
+    "*i32": "slots places tops top_out out tokens plan bins ids rows green allowed penalised tables biases",
+}
+NUMBERS = (
+    "logits_row filters_row out_row tokens_row top_row penalties_row record vocab num_parts room top_room count adjusted "
+    "wants_tops green_words allowed_words"
+)
+KERNELS = [
+    ("filters", "look", 8, "PART"),
+    ("filters", "draw", 8, "PART PAD"),
+    ("filters", "join", 1, "PAD"),
+    *(("filters", name, 8, f"PART PAD KIND{kind}") for name in ("count", "collect") for kind in (0, 1)),
+    *(("filters", "bound", 4, f"PAD KIND{kind}") for kind in (0, 1)),
+    *(("settle", "settle", 8, f"BLOCK PAD KIND{kind}") for kind in (0, 1)),
+    ("adjust", "copy", 8, "PART"),
+    ("adjust", "tally", 4, "HISTORY"),
+    ("adjust", "penalise", 4, "HISTORY"),
+    ("adjust", "bias", 4, "BLOCK"),
+]
+VALUES = {"PART": 4096, "PAD": 32, "BLOCK": 512, "HISTORY": 1024, "KIND0": 0, "KIND1": 1}
+
+
+def test_kernels_compile(tmp_path: Path) -> None:
+    types = {name: kind for kind, names in POINTERS.items() for name in names.split()}
+    types |= {**dict.fromkeys(NUMBERS.split(), "i32"), "delta": "fp32"}
+    asked = [
+        (
+            90,
+            (
+                module,
+                f"{name}_kernel",
+                types,
+                {v.rstrip("01"): VALUES[v] for v in values.split()},
+                {"num_warps": warps},
+            ),
+        )
+        for module, name, warps, values in KERNELS
+    ]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(asked),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    print(done.stdout)
+    assert len(done.stdout.splitlines()) == len(asked)
+
+
+# Under the runner -------------------------------------------------------------------------------------------------
+
+PARAMS = [
+    {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.2},
+    {"typical_p": 0.6, "watermark": True},
+    {"min_p": 0.05, "frequency_penalty": 1.1, "presence_penalty": 0.7},
+    {"logit_bias": {7: 4.0, 9: -100.0}, "top_n_tokens": 2},
+    {},
+]
+
+
+def test_under_the_runner(device_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the GPU the engine's own tests do this."""
+    if device_name != "cpu":
+        pytest.skip("done by the tests of the engine")
+    tiny = make_tiny("Llama", {}, tmp_path / "model")
+    asked = [
+        make_request(n, prompt, 3, seed=n, **PARAMS[n])
+        for n, prompt in enumerate(random_prompts(320, [3, 9, 5, 4, 7], 5))
+    ]
+    plain = start(tiny.folder, device="cpu", custom_kernels=False)
+    expected = run(plain, asked)
+    plain.close()
+    ops = Ops("choice in Triton", greedy_into=greedy_into, choose_into=small_choice(8192, 512))
+    monkeypatch.setattr("tgi.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path, ops))
+    engine = start(tiny.folder, max_batch_size=5, max_total_tokens=64)
+    for ours, theirs in zip(run(engine, asked), expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=2e-4)
+        assert [list(top) for top in ours.top_tokens] == [list(top) for top in theirs.top_tokens]
+    engine.close()

@@ -1,0 +1,141 @@
+"""Products for one row and for few rows in eight bits against their definitions: on the GPU, or in the interpreter."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+
+from tgi.kernels import fp8, reference
+from tgi.kernels.batch import ForwardBatch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from tgi.kernels.triton import small
+from tgi.kernels.triton.linear import Linear
+from tgi.kernels.triton.skinny import SkinnyProduct, choose_tiling
+from tgi.kernels.triton.vector import vector_product
+
+
+@pytest.fixture(scope="module")
+def device(device_name: str) -> torch.device:
+    return torch.device(device_name)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    difference = (actual.float() - expected.float()).norm() / expected.float().norm()
+    assert float(difference) < 3e-3  # float16 has eleven bits
+
+
+@pytest.mark.parametrize(("n", "k"), [(40, 64), (33, 200), (7, 4500), (24, 1024)])
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_one_row(device: torch.device, n: int, k: int, gate: str | None, norm: bool) -> None:
+    x, gain = torch.randn(1, k, device=device).half(), torch.rand(k, device=device).half()
+    weight = (torch.randn(n * (2 if gate else 1), k, device=device) * 0.05).half()
+    bias = torch.randn(weight.shape[0], device=device).half()
+    residual = torch.randn(1, n, device=device).half()
+    activate = {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
+    normed = reference.rms_norm(x, gain, 1e-5) if norm else x
+    for with_bias, add in ((True, True), (False, False)):
+        product = normed.float() @ weight.float().t() + (bias.float() if with_bias else 0)
+        expected = activate[gate](product.half()) if gate else product.half()
+        out = residual.clone()
+        vector_product(
+            x, weight, out, bias if with_bias else None, norm=(gain, 1e-5) if norm else None, gate=gate, add=add
+        )
+        close(out, expected + residual if add else expected)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 33, 64])
+@pytest.mark.parametrize(("n", "k"), [(130, 256), (64, 208), (48, 1040)])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_few_rows_in_eight_bits(device: torch.device, rows: int, n: int, k: int, splits: int) -> None:
+    op = SkinnyProduct(1)
+    weight = fp8.quantize_weight(torch.randn(n, k, device=device) * 0.05)
+    x = fp8.quantize_rows(torch.randn(rows, k, device=device), weight)
+    bias = torch.randn(n, device=device).half()
+    for with_bias in (None, bias, bias):  # twice: the counters of the first time are clean
+        out = torch.full((rows, n), 7.0, device=device, dtype=torch.float16)
+        op(x, weight, out, with_bias, (64, 64, splits, 2))
+        close(out, fp8.linear(x, weight, with_bias, torch.float32))
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 64, 64), (64, 64, 128), (65, 48, 128), (300, 256, 128), (70, 40, 72)])
+@pytest.mark.parametrize("by_square", [False, True])
+def test_linear_in_eight_bits(device: torch.device, rows: int, n: int, k: int, by_square: bool) -> None:
+    capability = (
+        torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
+    )  # 0: products without a library
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    op = Linear(4, capability)
+    weight = fp8.quantize_weight(torch.randn(n, k, device=device) * 0.05)
+    if by_square:
+        scale = torch.rand(-(-n // 128), -(-k // 128), device=device) + 0.5
+        weight = fp8.Fp8Weight(weight.data, scale)
+    x = fp8.quantize_rows(torch.randn(rows, k, device=device), weight)
+    bias = torch.randn(n, device=device).to(dtype)
+    for with_bias in (None, bias):
+        out = op(x, weight, with_bias, dtype)
+        expected = fp8.linear(x, weight, with_bias, torch.float32)
+        assert out.dtype is dtype
+        assert float((out.float() - expected).norm() / expected.norm()) < 1e-2
+    assert op(fp8.Fp8Rows(x.data[:0], x.scale[:0]), weight, None, dtype).shape == (0, n)
+
+
+def test_tilings_fill_the_processors() -> None:
+    assert choose_tiling(1, 4096, 132)[2] == 4
+    assert choose_tiling(64, 12288, 132)[2] == 1
+
+
+def test_scales_applied_later(device: torch.device) -> None:
+    """The ops after an unscaled product give what they give after a scaled one."""
+    tokens, width = 5, 96
+    dtype = torch.float16
+    x = fp8.ScaledRows(
+        torch.randn(tokens, 2 * width, device=device).to(dtype), torch.rand(tokens, device=device) + 0.5,
+        torch.rand(2 * width, device=device) + 0.5,
+    )  # fmt: skip
+    plain = fp8.apply_scales(x)
+    close(small.silu_mul(x), small.silu_mul(plain))
+    close(small.gelu_tanh_mul(x), small.gelu_tanh_mul(plain))
+    residual, gain = (
+        torch.randn(tokens, 2 * width, device=device).to(dtype),
+        torch.rand(2 * width, device=device).to(dtype),
+    )
+    for got, expected in zip(
+        small.add_rms_norm(x, residual, gain, 1e-5), small.add_rms_norm(plain, residual, gain, 1e-5), strict=True
+    ):
+        close(got, expected)
+
+
+@pytest.mark.parametrize("rotary_dim", [16, 8])
+@pytest.mark.parametrize("prompts", [False, True])
+def test_rotation_of_an_unscaled_product(device: torch.device, rotary_dim: int, prompts: bool) -> None:
+    tokens, heads, kv_heads, d = 5, 4, 2, 16
+    width = (heads + 2 * kv_heads) * d
+    product = fp8.ScaledRows(
+        torch.randn(tokens, width, device=device).half(), torch.rand(tokens, device=device) + 0.5,
+        torch.rand(width, device=device) + 0.5,
+    )  # fmt: skip
+    cos_sin = torch.randn(32, rotary_dim, device=device)
+    batch = ForwardBatch(
+        input_ids=torch.zeros(tokens, device=device), positions=torch.arange(tokens, device=device) * 3,
+        kv_index=torch.arange(tokens, device=device) + 2, block_tables=torch.zeros(1, device=device),
+        seq_lens=torch.zeros(1, device=device), num_decode=0, chunk_starts_cpu=[], chunk_ends_cpu=[], max_seq_len=0,
+        logit_tokens=None, prefill_tiles=torch.zeros(1, device=device) if prompts else None,
+    )  # fmt: skip
+    results = []
+    for fused, scales in ((fp8.apply_scales(product), None), (product.data.clone(), (product.rows, product.columns))):
+        caches = [torch.zeros(2, 8, kv_heads, d, device=device).half() for _ in range(2)]
+        q, k, v = fused.view(tokens, -1, d).split((heads, kv_heads, kv_heads), dim=1)
+        q = small.rotary_and_cache(q, k, v, cos_sin, batch, caches[0], caches[1], scales=scales)
+        results.append([q, *caches, *([k, v] if prompts else [])])
+    for got, expected in zip(*results, strict=True):
+        close(got, expected)

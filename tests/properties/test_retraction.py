@@ -1,0 +1,142 @@
+"""Steps that are taken back for lack of memory, with a token oracle in place of the model.
+
+A failed step leaves arbitrary entries in every block that it was to write, as a pass that stops half way does.
+"""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from test_scheduler import Harness, OracleRunner, check_outputs, relaxed, scenarios
+
+from tgi.scheduler.policy import BatchPolicy, StepLimit
+from tgi.types import StepPlan, StepResult
+
+
+class FaultyRunner(OracleRunner):
+    """May fail a step, and is made to forget everything then."""
+
+    def spoil(self, plan: StepPlan, seed: int) -> None:
+        """As far as a step comes that fails: admissions are known, some of the cache is written."""
+        rng = random.Random(seed)
+        touched = [block for admission in plan.admit for block in admission.block_ids]
+        touched += [block for slot in self.decode_set for block in self.tables[slot][-1:]]
+        touched += [block for chunk in plan.chunks for block in self.tables.get(chunk.slot, [])]
+        for block in touched:
+            if rng.random() < 0.7:
+                self.cache[block] = [rng.getrandbits(60) for _ in range(self.block_size)]
+
+    def forget(self) -> None:
+        self.tokens, self.tables, self.computed, self.decode_set = {}, {}, {}, []
+
+
+class FaultyHarness(Harness):
+    """Fails chosen steps: when they are planned, or when their result is due and another one runs."""
+
+    def __init__(self, *arguments: object, fail_plans: set[int], fail_results: set[int]) -> None:
+        super().__init__(*arguments)
+        old = self.runner
+        self.runner = FaultyRunner(len(old.cache), old.block_size, old.num_slots)
+        self.fail_plans, self.fail_results = fail_plans, fail_results
+        self.num_results = 0
+        self.failed_plan = False
+
+    def step(self) -> None:
+        plan = None if self.failed_plan else self.scheduler.plan()
+        self.scheduler.check()
+        if plan is not None:
+            self.steps += 1
+            self.count_admissions(plan)
+            if self.steps in self.fail_plans:
+                self.failed_plan = True
+                self.runner.spoil(plan, self.steps)
+            else:
+                self.pending.append(self.runner.execute(plan))
+                self.compare_books()
+        while self.pending and (len(self.pending) > self.overlap or plan is None or self.failed_plan):
+            self.num_results += 1
+            result = self.pending.popleft()
+            if self.num_results in self.fail_results:
+                self.retract()
+                return
+            self.take(result)
+        if self.failed_plan:
+            self.retract()
+
+    def take(self, result: StepResult) -> None:
+        out = self.scheduler.apply(result)
+        self.scheduler.check()
+        for request_id, token in zip(out.request_ids, out.token_ids, strict=True):
+            assert request_id not in self.reasons, "a token after the end"
+            self.outputs.setdefault(request_id, []).append(token)
+        for prompt in out.prompt_logprobs:
+            self.prompts.setdefault(prompt.row, {}).update(enumerate(prompt.logprobs, prompt.start))
+        for finish in out.finished:
+            self.reasons[finish.request_id] = finish.reason
+
+    def retract(self) -> None:
+        self.pending.clear()
+        self.failed_plan = False
+        self.runner.forget()
+        out = self.scheduler.retract("no memory")
+        assert not out.token_ids
+        for finish in out.finished:
+            assert (finish.reason, finish.error) == ("error", "no memory")
+            self.reasons[finish.request_id] = finish.reason
+        self.scheduler.check()
+        assert self.scheduler.num_running == 0
+        assert self.scheduler.pool.num_empty == self.scheduler.pool.num_usable
+
+
+def apart(numbers: list[int]) -> set[int]:
+    """No two in a row: a request that fails so when it is alone ends."""
+    kept: set[int] = set()
+    for number in sorted(numbers):
+        if number - 1 not in kept:
+            kept.add(number)
+    return kept
+
+
+@relaxed
+@given(scenarios(), st.lists(st.integers(1, 60), max_size=6), st.booleans())
+def test_no_retraction_changes_a_token(scenario: dict, numbers: list[int], at_results: bool) -> None:
+    failures = apart(numbers)
+    harness = FaultyHarness(
+        scenario["least_blocks"] + scenario["spare_blocks"],
+        scenario["block_size"],
+        True,
+        scenario["overlap"],
+        scenario["policy"],
+        fail_plans=set() if at_results else failures,
+        fail_results=failures if at_results else set(),
+    )
+    for tick in range(45):
+        for request, arrival, abort in zip(scenario["requests"], scenario["arrivals"], scenario["aborts"], strict=True):
+            if arrival == tick:
+                harness.scheduler.add(request)
+            if abort is not None and abort == tick:
+                harness.scheduler.abort(request.id)
+                harness.scheduler.check()
+        harness.step()
+    harness.drain()
+    check_outputs(scenario, harness)
+
+
+@given(st.integers(1, 64), st.integers(1, 4096), st.data())
+def test_limits_shrink_to_one_request_and_grow_back(rows: int, tokens: int, data: st.DataObject) -> None:
+    policy = BatchPolicy(max_batch_prefill_tokens=tokens, max_batch_size=rows, max_total_tokens=100)
+    limit = StepLimit(policy)
+    most = (limit.rows, limit.tokens)
+    failures = 0
+    while True:
+        step_rows = data.draw(st.integers(1, limit.rows))
+        step_tokens = data.draw(st.integers(step_rows, max(step_rows, limit.tokens)))
+        failures += 1
+        before = (limit.rows, limit.tokens)
+        if not limit.shrink(step_rows, step_tokens):
+            break
+        assert limit.rows <= before[0] and limit.tokens <= max(32, before[1])
+        assert failures < 40
+    for _ in range(256 * 20):
+        limit.on_step()
+    assert (limit.rows, limit.tokens) == most
