@@ -90,8 +90,8 @@ def decode_variants(rows: int, kv_heads: int, group: int, dtype: torch.dtype, qu
     return found
 
 
-def prefill_variants(dtype: torch.dtype, quick: bool) -> dict[str, PrefillChoice]:
-    found = {"chosen": choose_prefill(D, torch.bfloat16, dtype)}
+def prefill_variants(before: int, quick: bool) -> dict[str, PrefillChoice]:
+    found = {"chosen": choose_prefill(D, torch.bfloat16, before > 0, True)}
     ways = [
         (128, 64, 8, 2),
         (128, 64, 8, 3),
@@ -276,7 +276,7 @@ def check_rotary() -> None:
         )
         actual_q = small.rotary_and_cache(q, k, v, cos_sin, batch, caches[2], caches[3], scales)
         near("q", actual_q, expected_q, 2e-2)
-        near("k cache", caches[2].float(), caches[0].float(), 0.07)
+        near("k cache", caches[2].float(), caches[0].float(), 0.13)
         assert torch.equal(caches[3].float(), caches[1].float()), "v cache"
         held = caches[2].float()[batch.kv_index // BLOCK_SIZE, batch.kv_index % BLOCK_SIZE] * scales[0]
         assert torch.equal(held.bfloat16(), k), "k is left as the cache holds it"
@@ -499,21 +499,23 @@ def time_prefill(quick: bool) -> None:
     with compiling():
         for work in PREFILL:
             made = prepare(1, *work[1:])
-            for name, choice in prefill_variants(work[5], quick).items():
+            for name, choice in prefill_variants(work[2], quick).items():
                 op = PagedAttention(PROCESSORS)
                 op.prefill_choice = choice
                 attempt(f"compiling {name}", lambda: call(op, made, True))
                 if name == "chosen":
+                    op.prefill_choice = None
                     attempt(f"compiling {name}", lambda: call(op, made, False))
     for work in PREFILL:
         prompts, own, before, heads, kv_heads, dtype = work
         made = prepare(*work)
         flops = 4 * D * heads * prompts * (own * before + own * (own + 1) / 2)
         found = []
-        for name, choice in prefill_variants(dtype, quick).items():
+        for name, choice in prefill_variants(before, quick).items():
             op = PagedAttention(PROCESSORS)
             op.prefill_choice = choice
             for way in (True, False) if name == "chosen" else (True,):
+                op.prefill_choice = choice if way else None
                 label = name if way else "all from the cache"
                 ms = attempt(label, lambda: median_ms(lambda: call(op, made, way), 6))
                 if ms:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from cuda_offline import SHAPES, write_config
+from tgi.bench.shapes import SHAPES, write_shape
 
 # The engine process, which after its start runs requests of odd sizes and reports what was compiled for them.
 PROGRAM = """
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting, as JSON")
     parser.add_argument("--json", help="also write everything measured to this file")
     options = parser.parse_args()
-    folder = Path(options.config) if options.config else write_config(options.shape)
+    folder = Path(options.config) if options.config else write_shape(options.shape, Path(tempfile.mkdtemp()))
     config = {"model_id": str(folder), "load_format": "dummy", "device": "cuda"}
     for setting in options.set:
         name, _, value = setting.partition("=")

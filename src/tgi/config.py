@@ -514,7 +514,8 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
             )
     if longest < 2:
         raise StartError(f"`max_total_tokens` must be >= 2. Given: {longest}")
-    num_tokens = _pool_tokens(config, size, limits, free_bytes, batch_size * longest, reasons)
+    useful = batch_size * (-(-longest // limits.block_size) + 1) * limits.block_size  # each request has one to spare
+    num_tokens = _pool_tokens(config, size, limits, free_bytes, useful, reasons)
     num_blocks = max(1, num_tokens // limits.block_size)
     pool_tokens = num_blocks * limits.block_size
     if pool_tokens < longest:
@@ -572,7 +573,7 @@ def _pool_tokens(
             f" token takes {size.kv_bytes_per_token:,} bytes. Free memory or use a smaller model."
         )
     if useful <= affordable:
-        reasons["max_batch_total_tokens"] = "max_batch_size x max_total_tokens"
+        reasons["max_batch_total_tokens"] = "max_batch_size x max_total_tokens, in blocks"
         return -(-useful // limits.block_size) * limits.block_size
     reasons["max_batch_total_tokens"] = f"{limits.memory_share:.0%} of the {_gigabytes(free_bytes)} of memory free"
     return affordable

@@ -39,7 +39,7 @@ def decode(
     }
     values = {
         "KV_HEADS": 8, "GROUP": group, "GROUP_PAD": group, "D": d, "D_PAD": 1 << (d - 1).bit_length(), "BLOCK_SIZE": 16,
-        "BLOCK_N": block, "LANES": lanes, "SPLITS": splits, "JOIN": min(splits, 64 // group), "WINDOW": window,
+        "BLOCK_N": block, "LANES": lanes, "SPLITS": splits, "JOIN": min(splits, 32 // group), "WINDOW": window,
         "SOFTCAP": softcap, "SAME_STRIDES": True, "SMALL": cache == FP8, "STAGES": 3, "DEPENDENT": dependent,
     }  # fmt: skip
     kernel = "decode_by_lane" if lanes else "decode_by_group"
@@ -48,7 +48,7 @@ def decode(
 
 def prefill(
     dtype: str, m: int, block: int, warps: int, stages: int, d: int = 128, cache: str | None = None, own: bool = True,
-    fast: bool = True,
+    prefix: bool = True, fast: bool = True,
 ) -> tuple:  # fmt: skip
     types = {
         **dict.fromkeys(("q", "k", "v", "out"), dtype),
@@ -59,7 +59,7 @@ def prefill(
     }
     values = {
         "GROUP": 4, "TILE_WORDS": 5, "SUB": 128 // m, "M": m, "D": d, "D_PAD": d, "BLOCK_SIZE": 16, "BLOCK_N": block,
-        "WINDOW": 0, "SOFTCAP": False, "OWN": own, "SMALL": cache == FP8, "DEPENDENT": False,
+        "WINDOW": 0, "SOFTCAP": False, "OWN": own, "PREFIX": prefix, "SMALL": cache == FP8, "DEPENDENT": False,
     }  # fmt: skip
     return "prefill_attention", "prefill", types, values, {"num_warps": warps, "num_stages": stages, "fast": fast}
 
@@ -109,6 +109,7 @@ CASES = [
     decode("*fp16", d=80, splits=4, window=70, softcap=True),
     decode(FP32, block=32, fast=False),
     prefill(BF16, 128, 64, 8, 2),
+    prefill(BF16, 128, 128, 8, 2, prefix=False),
     prefill(BF16, 128, 64, 8, 2, own=False),
     prefill(BF16, 128, 64, 8, 2, cache=FP8, fast=False),
     prefill(FP32, 32, 32, 4, 1, fast=False),
@@ -181,8 +182,9 @@ def build(asked):
     registers, stack = re.search(r"REG:(\\d+) STACK:(\\d+)", usage.stdout + usage.stderr).groups()
     shown = f"{capability} {name}: {registers} registers, {stack} bytes spilled, {compiled.metadata.shared} shared"
     shown += " " + " ".join(f"{k}={v}" for k, v in values.items())
-    assert compiled.metadata.shared <= 99 * 1024, "no room in the shared memory of smaller GPUs: " + shown
-    assert not fast or stack == "0", shown
+    room = 99 if values.get("BLOCK_N", 0) < 128 else 227  # `choose_prefill` keeps the larger tiles for larger GPUs
+    assert compiled.metadata.shared <= room * 1024, "no room in the shared memory of smaller GPUs: " + shown
+    assert not fast or capability < 90 or stack == "0", shown
     return shown
 
 with ThreadPoolExecutor(2) as threads:
@@ -195,7 +197,9 @@ with ThreadPoolExecutor(2) as threads:
 def test_kernels_compile(capability: int, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    asked = [(capability, case) for case in CASES if capability >= 89 or FP8 not in case[2].values()]
+    # Eight bits and dependent launches came later than the oldest GPUs that the rest runs on.
+    later = [FP8 in types.values() or values.get("DEPENDENT", False) for _, _, types, values, _ in CASES]
+    asked = [(capability, case) for case, new in zip(CASES, later, strict=True) if capability >= 90 or not new]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps(asked),

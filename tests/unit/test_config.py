@@ -36,9 +36,9 @@ def derive(free: int = 10**9, limits: Limits = LIMITS, **given: object):
 def test_defaults_follow_model_and_device() -> None:
     resolved = derive()
     assert (resolved.max_total_tokens, resolved.max_input_tokens) == (2048, 2047)
-    assert resolved.num_blocks == 8 * 2048 // 16 + 1
+    assert resolved.num_blocks == 8 * (2048 // 16 + 1) + 1
     assert (resolved.max_batch_prefill_tokens, resolved.max_batch_size) == (512, 8)
-    assert resolved.reasons["max_batch_total_tokens"] == "max_batch_size x max_total_tokens"
+    assert resolved.reasons["max_batch_total_tokens"] == "max_batch_size x max_total_tokens, in blocks"
 
 
 def test_memory_limits_the_pool_and_then_the_request() -> None:

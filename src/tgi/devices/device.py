@@ -30,6 +30,7 @@ class Ops:
         self.linear: Callable[..., Any] = reference.linear
         self.quantize_rows: Callable[..., Any] = fp8.quantize_rows
         self.product: Callable[..., Any] | None = None  # `linear` of eight bits that may leave scales: `ScaledRows`
+        self.logits: Callable[..., Any] = reference.logits
         self.embedding: Callable[..., Any] = reference.embedding
         self.rms_norm: Callable[..., Any] = reference.rms_norm
         self.add_rms_norm: Callable[..., Any] = reference.add_rms_norm

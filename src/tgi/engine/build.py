@@ -80,9 +80,13 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     if is_measured(device):
         progress("compile kernels", 0, 0)
         with _timed(seconds, "rehearse"):
-            small = allocate(1)
+            shallow = model.shallow()
+            small = allocate(1)[: len(shallow.model.layers)]
             step_bytes = measure_steps(
-                config, spec, device, lambda rows, length: make_runner(config, device, model, small, rows, length, None)
+                config,
+                spec,
+                device,
+                lambda rows, length: make_runner(config, device, shallow, small, rows, length, None),
             )
             del small
     with _timed(seconds, "cache"):

@@ -1,4 +1,4 @@
-"""Runs a short request before the first real one, so that nobody pays for what happens once.
+"""Runs requests before the first real one, so that nobody pays for what happens once.
 
 Level 7.
 """
@@ -16,21 +16,30 @@ _PROMPT_TOKENS, _NEW_TOKENS = 8, 3
 def warm_up(engine: Engine, grammars: bool = True) -> float:
     """Seconds it took. Raises `EngineError` if the device cannot compute. Leaves nothing in the prefix cache's way."""
     started = time.perf_counter()
-    room = engine.facts.max_total_tokens
-    new_tokens = min(_NEW_TOKENS, room - 1)
-    request = GenerationRequest(
-        id=0,
-        token_ids=[0] * min(_PROMPT_TOKENS, room - new_tokens),
-        sampling=SamplingParams(),
-        max_new_tokens=new_tokens,
-        stop_token_ids=[],
-        seed=0,
-        cache_salt="warm-up",
-    )
-    engine.loop.add(request)
-    while engine.loop.has_work:
-        engine.loop.step()
+    resolved = engine.resolved
+    new_tokens = min(_NEW_TOKENS, resolved.max_total_tokens - 1)
+    _run(engine, [min(_PROMPT_TOKENS, resolved.max_total_tokens - new_tokens)], new_tokens)
+    if engine.device.runs_ahead:  # the largest step takes its memory now, and not while somebody waits
+        longest = min(resolved.max_input_tokens, resolved.max_batch_prefill_tokens)
+        count = min(resolved.max_batch_size, resolved.max_batch_prefill_tokens // longest)
+        _run(engine, [longest] * count, 1)
     if grammars:
         with suppress(ValidationError):  # a tokenizer that cannot be constrained: each request is told so
             engine.grammars.prepare()
     return time.perf_counter() - started
+
+
+def _run(engine: Engine, lengths: list[int], new_tokens: int) -> None:
+    for number, length in enumerate(lengths):
+        request = GenerationRequest(
+            id=number,
+            token_ids=[0] * length,
+            sampling=SamplingParams(),
+            max_new_tokens=new_tokens,
+            stop_token_ids=[],
+            seed=0,
+            cache_salt=f"warm-up {number}",
+        )
+        engine.loop.add(request)
+    while engine.loop.has_work:
+        engine.loop.step()

@@ -39,6 +39,12 @@ def _pass_on(x: Tensor, into: Fp8Weight | None) -> Tensor | Fp8Rows:
     return x if into is None else fp8.quantize_rows(x, into)
 
 
+def logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """hidden `[tokens, hidden]` times weight `[vocab, hidden]` transposed, into `out` if there is one (float32)."""
+    result = F.linear(hidden, weight)
+    return result if out is None else out.copy_(result)
+
+
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """ids `[tokens]`, weight `[vocab, hidden]` -> `[tokens, hidden]`."""
     return F.embedding(ids, weight)

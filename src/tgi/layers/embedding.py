@@ -48,8 +48,8 @@ class VocabWeight(Module):
         return self.parallel.all_reduce(rows * mine[:, None])
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden `[tokens, hidden]` -> `[tokens, vocab]`, into `out` if there is one."""
-        if out is not None and self.parallel.world == 1 and isinstance(self.weight, Tensor):
-            return torch.mm(hidden, self.weight.t(), out=out)
+        """hidden `[tokens, hidden]` -> `[tokens, vocab]`, into `out` if there is one (float32)."""
+        if self.parallel.world == 1 and isinstance(self.weight, Tensor):
+            return self.ops.logits(hidden, self.weight, out)
         result = self.parallel.all_gather_last(self.ops.linear(hidden, self.weight, None))
         return result if out is None else out.copy_(result)

@@ -3,6 +3,8 @@
 Level 5. A family describes itself with a `DecoderSpec`; what no spec can say it passes by composition.
 """
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -134,6 +136,14 @@ class CausalLM(Module):
     def dtype(self) -> torch.dtype:
         """Of hidden states and logits, whatever the matrices and the cache are stored in."""
         return self.model.norm.weight.dtype
+
+    def shallow(self) -> "CausalLM":
+        """The same model with one layer of each kind: enough to meet every kernel, and the most memory of a step."""
+        kinds = {layer.attention.heads: layer for layer in reversed(self.model.layers)}
+        found = copy(self)
+        found.model = copy(self.model)
+        found.model.layers = list(reversed(kinds.values()))
+        return found
 
     def bind(self, kv_cache: list[tuple[Tensor, Tensor]], num_positions: int) -> None:
         """Called once with the cache that every pass will use, when the weights are loaded."""

@@ -65,7 +65,7 @@ class QueuedRunner:
         self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size, torch.device("cpu"))
         self._staging = Staging(device)
         shape = (num_slots, model.spec.vocab_size)
-        self._logits = torch.zeros(shape, dtype=model.dtype, device=device.torch_device)  # of decode steps
+        self._logits = torch.zeros(shape, dtype=torch.float32, device=device.torch_device)  # of decode steps
         self._out = torch.zeros(2 * num_slots, dtype=torch.int32, device=device.torch_device)
         self._results = [device.host_words(2 * num_slots) for _ in range(_NUM_RESULTS)]
         self._readers: list[Future[StepResult] | None] = [None] * _NUM_RESULTS

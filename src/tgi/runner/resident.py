@@ -4,7 +4,6 @@ Level 6. The host keeps lengths (to size what is not captured) and which slots a
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -51,7 +50,8 @@ class Staging:
         if not writes and not inputs:
             return []
         parts = writes + inputs
-        starts = np.cumsum([4 * len(writes), *(len(part) for part in parts)])
+        # Each part begins at 16 bytes: kernels are compiled for aligned inputs, once.
+        starts = np.cumsum([4 * len(writes), *(-(-len(part) // 4) * 4 for part in parts)])
         host = self._take_host(int(starts[-1]))
         words = host.numpy()
         headers = words[: 4 * len(writes)].reshape(-1, 4)
@@ -69,8 +69,8 @@ class Staging:
         self._marks[self._next] = self._device.mark()
         self._next = (self._next + 1) % _NUM_BUFFERS
         self._device.ops.apply_writes(state.words, self._words, len(writes))
-        bounds = starts[len(writes) :].tolist()
-        return [self._words[a:b] for a, b in pairwise(bounds)]
+        firsts = starts[len(writes) : len(parts)].tolist()
+        return [self._words[first : first + len(part)] for first, part in zip(firsts, inputs, strict=True)]
 
     def _take_host(self, count: int) -> Tensor:
         mark = self._marks[self._next]

@@ -2,9 +2,9 @@
 # ruff: noqa: ANN201
 """Watermark, penalties, biases and grammars, on a float32 copy of the rows that ask. Definition: `kernels.resident`.
 
-Level 1. Penalties count each id of a history once more than once: one kernel tallies the histories in a table with a
-word per id, the next takes the words out again, so that the first occurrence to come changes the score and the table is
-clean when it ends.
+Level 1. An id is penalised once however often a history has it: one kernel tallies the histories in tables with a word
+per id, the next takes each word out: whichever occurrence comes first changes the score, and the tables are clean
+again.
 """
 
 import torch

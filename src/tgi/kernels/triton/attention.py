@@ -51,11 +51,14 @@ def choose_decode(
     return DecodeChoice(64, 4, 3, splits)
 
 
-def choose_prefill(d_pad: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> PrefillChoice:
+def choose_prefill(d_pad: int, dtype: torch.dtype, prefix: bool, roomy: bool) -> PrefillChoice:
+    """`prefix`: some of the tokens are read from the cache; `roomy`: a program may have 160 kB of shared memory."""
     if dtype is torch.float32:
         return PrefillChoice(32, 32, 4, 1)
     if d_pad > 128:
         return PrefillChoice(64, 32, 4, 2)
+    if roomy and not prefix:
+        return PrefillChoice(PREFILL_TILE, 128, 8, 2)
     return PrefillChoice(PREFILL_TILE, 64, 8, 2)
 
 
@@ -95,6 +98,7 @@ class PagedAttention:
     def __init__(self, num_processors: int, workspace: Workspace | None = None) -> None:
         self.num_processors = num_processors
         self.workspace = workspace or Workspace()
+        self._roomy = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
         # Set, they are used whatever the work: to measure others.
         self.decode_choice: DecodeChoice | None = None
         self.prefill_choice: PrefillChoice | None = None
@@ -120,7 +124,7 @@ class PagedAttention:
         same = {
             "GROUP": q.shape[1] // k_cache.shape[2], "D": q.shape[2], "D_PAD": d_pad, "BLOCK_SIZE": k_cache.shape[1],
             "WINDOW": window or 0, "SOFTCAP": softcap is not None, "SMALL": k_cache.dtype is FP8,
-            "DEPENDENT": dependent_launch(), "launch_pdl": dependent_launch(),
+            "DEPENDENT": dependent_launch(q.shape[0]), "launch_pdl": dependent_launch(q.shape[0]),
         }  # fmt: skip
         if batch.num_decode:
             self._decode(q, k_cache, v_cache, batch, out, numbers, same)
@@ -146,7 +150,7 @@ class PagedAttention:
             *numbers, q.stride(0), q.stride(1), out.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
             batch.block_tables.stride(0), KV_HEADS=kv_heads, GROUP_PAD=group_pad, BLOCK_N=choice.block,
             LANES=min(choice.lanes, choice.block), SPLITS=splits,
-            JOIN=max(1, min(splits, 8192 // (group_pad * d_pad))), SAME_STRIDES=k_cache.stride() == v_cache.stride(),
+            JOIN=max(1, min(splits, 4096 // (group_pad * d_pad))), SAME_STRIDES=k_cache.stride() == v_cache.stride(),
             STAGES=choice.stages, num_warps=choice.warps, num_stages=choice.stages, **same,
         )  # fmt: skip
 
@@ -156,14 +160,15 @@ class PagedAttention:
     ) -> None:  # fmt: skip
         tiles = batch.prefill_tiles
         assert tiles is not None
-        choice = self.prefill_choice or choose_prefill(same["D_PAD"], q.dtype, k_cache.dtype)
-        sub = PREFILL_TILE // choice.queries
         own = k is not None and v is not None and tiles.shape[1] > 4 and k.stride(0) == v.stride(0)
+        prefix = not own or any(batch.chunk_starts_cpu)
+        choice = self.prefill_choice or choose_prefill(same["D_PAD"], q.dtype, prefix, self._roomy)
+        sub = PREFILL_TILE // choice.queries
         own_k, own_v = (k, v) if own else (q, q)
         prefill[(q.shape[1], tiles.shape[0] * sub)](
             q, own_k, own_v, k_cache, v_cache, out, batch.block_tables, tiles, *numbers,
             q.stride(0), q.stride(1), out.stride(0), own_k.stride(0), own_k.stride(1), own_v.stride(1),
             *k_cache.stride()[:3], *v_cache.stride()[:3], batch.block_tables.stride(0), TILE_WORDS=tiles.shape[1],
-            SUB=sub, M=choice.queries, BLOCK_N=choice.block, OWN=own, num_warps=choice.warps, num_stages=choice.stages,
-            **same,
+            SUB=sub, M=choice.queries, BLOCK_N=choice.block, OWN=own, PREFIX=prefix, num_warps=choice.warps,
+            num_stages=choice.stages, **same,
         )  # fmt: skip

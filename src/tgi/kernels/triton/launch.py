@@ -6,22 +6,30 @@ Level 1. The one switch on the host, and the lines that each kernel starts with.
 program of a kernel that is launched this way waits, so "the kernel before has ended" means all before it have.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-_dependent = False
+_MAX_ROWS = 16  # with more, kernels that wait take room from those that compute: measured slower
+_always: bool | None = None
 
 
-def set_dependent_launch(on: bool) -> bool:
-    """Returns what holds from now on: never on where the GPU cannot. Captured graphs keep what they were made with."""
-    global _dependent
-    _dependent = on and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-    return _dependent
+@cache
+def _supported() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def dependent_launch() -> bool:
-    return _dependent
+def set_dependent_launch(on: bool | None) -> bool:
+    """For measuring: always or never instead of by the number of rows (None). Returns whether `on` holds here."""
+    global _always
+    _always = None if on is None else on and _supported()
+    return bool(_always)
+
+
+def dependent_launch(rows: int) -> bool:
+    return rows <= _MAX_ROWS and _supported() if _always is None else _always
 
 
 @triton.jit

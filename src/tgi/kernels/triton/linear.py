@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgi.kernels import reference
 from tgi.kernels.fp8 import SQUARE, Fp8Rows, Fp8Weight, ScaledRows, dequantize_rows, dequantize_weight
 from tgi.kernels.triton.quantize import quantize_rows
 from tgi.kernels.triton.skinny import MAX_ROWS, SkinnyProduct
-
 
 # With so many rows the library's products are faster without scales per row, and applying those later costs little.
 _MAX_SCALED_LATER = 512
@@ -80,6 +80,15 @@ class Linear:
         scale = rows.scale.t().contiguous().t()  # the library wants the scales of a group of columns together
         out = torch._scaled_mm(rows.data, weight.data.t(), scale, weight.scale.t(), out_dtype=torch.bfloat16)
         return _finish(out, bias, dtype)
+
+
+def logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """See `reference.logits`; the result is float32, as it was summed: rounded, near scores would become equal."""
+    if hidden.dtype is torch.float32 or not hidden.is_cuda:
+        return reference.logits(hidden, weight, out)
+    if out is None:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
 
 
 def _plainly(rows: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

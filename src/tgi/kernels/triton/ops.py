@@ -14,7 +14,7 @@ def load_ops(num_processors: int) -> dict[str, Any] | str:
     import torch
 
     from tgi.kernels.triton import attention, choice, quantize, small, stack, state
-    from tgi.kernels.triton.linear import Linear
+    from tgi.kernels.triton.linear import Linear, logits
 
     paged_attention = attention.PagedAttention(num_processors)
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -22,6 +22,7 @@ def load_ops(num_processors: int) -> dict[str, Any] | str:
     return {
         "linear": linear,
         "product": linear.product,
+        "logits": logits,
         "make_stack": stack.make_stack,
         "run_stack": stack.RunStack(paged_attention),
         "rms_norm": small.rms_norm,

@@ -4,6 +4,7 @@
 
 Level 1. Tokens before the chunk are read from the paged cache, those of the chunk itself from this step's `k` and `v`,
 where they lie one after the other. Only tiles that need a mask get one. Without `k` and `v` all is read from the cache.
+A kernel for prompts without tokens before them (not PREFIX) has registers for larger tiles.
 """
 
 import triton
@@ -92,7 +93,7 @@ def prefill(
     k_block, k_token, k_head, v_block, v_token, v_head, table_stride,
     GROUP: tl.constexpr, TILE_WORDS: tl.constexpr, SUB: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, OWN: tl.constexpr, SMALL: tl.constexpr, DEPENDENT: tl.constexpr,
+    SOFTCAP: tl.constexpr, OWN: tl.constexpr, PREFIX: tl.constexpr, SMALL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """M queries of one prompt, one head. A tile: slot, token in the batch, its position, count, start of the chunk."""
     if DEPENDENT:
@@ -124,17 +125,18 @@ def prefill(
         k_base, v_base, cache_scale = k_cache + kv * k_head, v_cache + kv * v_head, scale
         if SMALL:
             cache_scale = scale * k_scale
-        if WINDOW == 0:
+        if PREFIX:
+            if WINDOW == 0:
+                acc, best, total = _look_at_cache(
+                    queries, k_base, v_base, table, start, masked_from, position + m, acc, best, total, cache_scale,
+                    softcap, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, False,
+                )  # fmt: skip
             acc, best, total = _look_at_cache(
-                queries, k_base, v_base, table, start, masked_from, position + m, acc, best, total, cache_scale,
-                softcap, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, False,
+                queries, k_base, v_base, table, masked_from, cached, position + m, acc, best, total, cache_scale,
+                softcap, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, True,
             )  # fmt: skip
-        acc, best, total = _look_at_cache(
-            queries, k_base, v_base, table, masked_from, cached, position + m, acc, best, total, cache_scale, softcap,
-            k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, True,
-        )  # fmt: skip
-        if SMALL:
-            acc = acc * v_scale
+            if SMALL:
+                acc = acc * v_scale
         if OWN:
             own_token = token - (position - cached)
             own_k = k + own_token * own_token_stride + kv * own_k_head

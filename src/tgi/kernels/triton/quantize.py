@@ -87,7 +87,7 @@ def quantize_rows(x: Tensor, into: Fp8Weight) -> Fp8Rows:
     store = RowStore(rows, width, x.dtype, x.device, into)
     if rows:
         block = store.block(width, 4096)
-        dependent = dependent_launch()
+        dependent = dependent_launch(rows)
         _quantize_kernel[(rows, triton.cdiv(width, block))](
             x, store.data, store.scales, store.input_scale, x.stride(0), store.scales_row,
             WIDTH=width, BLOCK=block, FORM=store.form, DEPENDENT=dependent,

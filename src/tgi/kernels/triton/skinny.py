@@ -17,7 +17,7 @@ from tgi.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 MAX_ROWS = 64  # beyond, the libraries are faster
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _skinny_kernel(
     x, weight, x_scale, weight_scale, bias, out, partial, counters, x_row, out_row, rows,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
@@ -110,8 +110,8 @@ class SkinnyProduct:
         _skinny_kernel[(tiles, splits)](
             x.data, weight.data, x.scale, weight.scale, x.scale if bias is None else bias, out, partial, counters,
             x.data.stride(0), out.stride(0), rows, N=n, K=k, BM=bm, BN=bn, BK=bk, SPLITS=splits, STAGES=stages,
-            WHOLE=k % bk == 0, BIAS=bias is not None, DEPENDENT=dependent_launch(), num_warps=4,
-            launch_pdl=dependent_launch(),
+            WHOLE=k % bk == 0, BIAS=bias is not None, DEPENDENT=dependent_launch(rows), num_warps=4,
+            launch_pdl=dependent_launch(rows),
         )  # fmt: skip
 
     def _take(self, device: torch.device, num_partial: int, num_tiles: int) -> tuple[Tensor, Tensor]:

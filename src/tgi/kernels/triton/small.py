@@ -60,7 +60,7 @@ def _norm(
     total = x if residual is None else torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
         pad = max(128, triton.next_power_of_2(width))
-        dependent = dependent_launch()
+        dependent = dependent_launch(rows)
         _norm_kernel[(rows,)](
             x, x if residual is None else residual, weight, store.data, total, store.scales, store.input_scale,
             x_scales, x_columns, eps, x.stride(0), 0 if residual is None else residual.stride(0), store.scales_row,
@@ -113,7 +113,7 @@ def _gate(given: Tensor | ScaledRows, gelu: bool, into: Fp8Weight | None) -> Ten
     store = RowStore(rows, width, x.dtype, x.device, into)
     if rows:
         block = store.block(width, 2048)
-        dependent = dependent_launch()
+        dependent = dependent_launch(rows)
         _gate_kernel[(rows, triton.cdiv(width, block))](
             x, store.data, store.scales, store.input_scale, x_scales, x_columns, x.stride(0), store.scales_row,
             WIDTH=width, BLOCK=block, GELU=gelu, SCALED=isinstance(given, ScaledRows), FORM=store.form,
@@ -138,7 +138,7 @@ def _keep(value, source, to, mask, scale, SMALL: tl.constexpr, BACK: tl.constexp
     """Write a float32 value into the cache and, where asked, what the cache then holds back to where it came from."""
     kept = value.to(source.dtype.element_ty)
     if SMALL:
-        stored = (kept.to(tl.float32) / scale).to(to.dtype.element_ty)
+        stored = tl.div_rn(kept.to(tl.float32), scale + tl.zeros_like(value)).to(to.dtype.element_ty)
         tl.store(to, stored, mask=mask)
         if BACK:
             tl.store(source, (stored.to(tl.float32) * scale).to(source.dtype.element_ty), mask=mask)
@@ -249,7 +249,7 @@ def rotary_and_cache(
     if tokens:
         hb = min(16, triton.next_power_of_2(max(heads, kv_heads)))
         parts = triton.cdiv(heads, hb) + 2 * triton.cdiv(kv_heads, hb)
-        dependent = dependent_launch()
+        dependent = dependent_launch(tokens)
         _rotary_kernel[(tokens, parts)](
             q, k, v, cos_sin, batch.positions, batch.kv_index, k_cache, v_cache, *kv_scales,
             *(scales or (q, q)), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),

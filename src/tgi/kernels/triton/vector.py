@@ -93,7 +93,7 @@ def vector_product(
         x, weight, norm[0] if norm else x, x if bias is None else bias, out, norm[1] if norm else 0.0, N=n, K=k,
         K_PAD=triton.next_power_of_2(k), BN=bn, BK=bk, NORM=norm is not None,
         GATE=0 if gate is None else ("silu", "gelu_tanh").index(gate) + 1, ADD=add, BIAS=bias is not None,
-        DEPENDENT=dependent_launch(), num_warps=warps, launch_pdl=dependent_launch(),
+        DEPENDENT=dependent_launch(1), num_warps=warps, launch_pdl=dependent_launch(1),
     )  # fmt: skip
 
 
