@@ -91,7 +91,7 @@ def decode_variants(rows: int, kv_heads: int, group: int, dtype: torch.dtype, qu
 
 
 def prefill_variants(before: int, quick: bool) -> dict[str, PrefillChoice]:
-    found = {"chosen": choose_prefill(D, torch.bfloat16, before > 0, True)}
+    found = {"chosen": choose_prefill(D, torch.bfloat16, before > 0)}
     ways = [
         (128, 64, 8, 2),
         (128, 64, 8, 3),

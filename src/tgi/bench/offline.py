@@ -33,7 +33,6 @@ from tgi.weights.source import find_model
 
 _MOST_AT_A_TIME = 2048
 _SLACK_TOKENS = 32  # two blocks for each request: a cache that is just large enough lets fewer in
-_PROFILED_TOKENS = 64  # that `step_profile` adds to each context
 _WARM_UP_SEED = 1 << 16
 
 
@@ -69,7 +68,10 @@ def make_config(task: Task, model_id: str, max_positions: int) -> ServerConfig:
     """As asked; what was not is as large as the rows need, so that the requests of a row run all at a time."""
     rows = task.rows
     if task.profile is not None:
-        rows = [*rows, Row(task.profile.context, _PROFILED_TOKENS, task.profile.rows)]
+        from tgi.bench.step_profile import new_tokens
+
+        shown = task.profile
+        rows = [*rows, Row(shown.context, new_tokens(shown.rows, shown.context), shown.rows)]
     longest = max(rows, key=lambda row: row.length)
     if longest.length > max_positions:
         raise StartError(

@@ -29,10 +29,15 @@ _KINDS = (
 )
 
 
+def new_tokens(rows: int, context: int) -> int:
+    """How many tokens each request gets: the first ones go on while the last prompts are computed."""
+    return _SETTLING + _UNTRACED + _TRACED + 12 + rows * context // 2048
+
+
 def profile_step(engine: Engine, rows: int, context: int) -> StepProfile:
     """`rows` requests of `context` tokens, all decoding."""
     loop = engine.loop
-    new = _SETTLING + _UNTRACED + _TRACED + 12
+    new = new_tokens(rows, context)
     requests = make_requests(Row(context, new, rows), engine.facts.vocab_size, _SEED)
     for request in requests:
         loop.add(request)

@@ -29,6 +29,7 @@ _EVERYTHING = SamplingParams(
 _PROMPT = SamplingParams(decoder_input_details=True)
 _PROMPT_LENGTHS = (1, 5, 16, 33, 128, 1000)
 _SHORT = 128
+_PREFIX = 16  # tokens that a prompt already has in the cache
 _FEW = 32
 _FEW_SIZES = (1, 2, 8, 16)  # kernels differ where a number is 1 or divisible by 16
 _SIZES_AT_A_TIME = SHORTEST // 2  # requests get longer by a token with each
@@ -44,14 +45,16 @@ class Rehearsal:
         self._decoding: list[int] = []
         self._futures: list[Future[StepResult]] = []
 
-    def prompts(self, lengths: Sequence[int], params: SamplingParams = _PLAIN, num_decode: int = 0) -> None:
-        """Requests of these lengths in one step, beside some that decode; all other requests go."""
+    def prompts(
+        self, lengths: Sequence[int], params: SamplingParams = _PLAIN, num_decode: int = 0, start: int = 0
+    ) -> None:
+        """Requests of these lengths in one step from `start` on, beside some that decode; all other requests go."""
         kept = self._decoding[:num_decode]
         staying = set(kept)
         going = [slot for slot in self._slots if slot not in staying]
         free = [slot for slot in range(self._num_slots) if slot not in staying][: len(lengths)]
         admit = [self._admit(slot, length, params) for slot, length in zip(free, lengths, strict=True)]
-        chunks = [Chunk(slot, 0, length, True) for slot, length in zip(free, lengths, strict=True)]
+        chunks = [Chunk(slot, start, length, True) for slot, length in zip(free, lengths, strict=True)]
         leave = self._decoding[num_decode:]
         self._slots, self._decoding = kept + free, kept
         self._launch(release=going, admit=admit, leave=leave, decode=bool(kept), chunks=chunks)
@@ -116,6 +119,10 @@ def play_prompts(rehearsal: Rehearsal, rows: int, tokens: int, length: int) -> N
                 rehearsal.prompts([1] * num_decode)
                 rehearsal.decode(num_decode)
                 rehearsal.prompts([prompt], num_decode=num_decode)
+        rehearsal.wait()
+    if longest > _PREFIX:
+        rehearsal.prompts([longest], start=_PREFIX)
+        rehearsal.prompts([_PREFIX + 1], start=_PREFIX)
         rehearsal.wait()
 
 

@@ -24,4 +24,5 @@ class ForwardBatch:
     max_seq_len: int
     logit_tokens: Tensor | None  # [logit rows] int64: tokens whose logits are needed; None: all, in order
     table_rows: Tensor | None = None  # [rows] int32: where in `block_tables` each row is; -1: a row of padding
-    prefill_tiles: Tensor | None = None  # [tiles, 4] int32: slot, token of the batch, its position, number of tokens
+    # [tiles, 5] int32: slot, token of the batch, its position, number of tokens, position of the chunk's first one
+    prefill_tiles: Tensor | None = None

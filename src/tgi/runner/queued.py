@@ -186,7 +186,7 @@ class QueuedRunner:
             max_seq_len=max(longest, *(chunk.end for chunk in plan.chunks)),
             logit_tokens=logit_tokens.long(),
             table_rows=row_slots,
-            prefill_tiles=tiles.view(-1, 4),
+            prefill_tiles=tiles.view(-1, 5),
         )
         return self.model.forward(batch, self.kv_cache), sampling_slots
 
@@ -298,7 +298,7 @@ class _Inputs:
     positions: np.ndarray  # [tokens]; -1: the last known one
     rows: list[int]  # slots, decode rows first
     logit_tokens: list[int]
-    tiles: np.ndarray  # [tiles * 4], see `ForwardBatch.prefill_tiles`
+    tiles: np.ndarray  # [tiles * 5], see `ForwardBatch.prefill_tiles`
 
 
 def _describe(decode: list[int], chunks: list[Chunk], prompt_chunks: list[Chunk]) -> _Inputs:
@@ -321,8 +321,9 @@ def _describe(decode: list[int], chunks: list[Chunk], prompt_chunks: list[Chunk]
         if chunk in prompt_chunks:
             prompt_tokens += range(first, first + length)
         offsets = np.arange(0, length, PREFILL_TILE)
-        tile = np.empty((len(offsets), 4), dtype=np.int64)
+        tile = np.empty((len(offsets), 5), dtype=np.int64)
         tile[:, 0], tile[:, 1], tile[:, 2] = chunk.slot, first + offsets, chunk.start + offsets
         tile[:, 3] = np.minimum(PREFILL_TILE, length - offsets)
+        tile[:, 4] = chunk.start
         tiles.append(tile.ravel())
     return _Inputs(token_slots, positions, decode + slots, logit_tokens + prompt_tokens, np.concatenate(tiles))

@@ -20,6 +20,7 @@ from tgi.kernels.triton.launch import dependent_launch
 from tgi.kernels.triton.prefill_attention import prefill
 
 _MAX_SPLITS = 32
+_MANY_ROWS = 512  # whose contexts are short, as memory goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +47,26 @@ def choose_decode(
     if dtype is torch.float32 or d_pad > 128:
         return DecodeChoice(32, 4, 2, splits)
     if group == 1 and cache_dtype is FP8:
-        # One load of 16 bytes in each thread of 4 warps brings this many tokens.
+        # Lanes: tokens that one load of 16 bytes in each thread brings.
+        if rows >= _MANY_ROWS or splits > 1:
+            return DecodeChoice(64, 2, 2, splits, lanes=min(32, 1024 // d_pad))
         return DecodeChoice(64, 4, 3, splits, lanes=min(64, 2048 // d_pad))
-    return DecodeChoice(64, 4, 3, splits)
+    # Few rows have little to load per program, and values in eight bits much to convert: smaller programs, more of them.
+    return DecodeChoice(64, 2 if splits > 1 or cache_dtype is FP8 else 4, 3, splits)
 
 
-def choose_prefill(d_pad: int, dtype: torch.dtype, prefix: bool, roomy: bool) -> PrefillChoice:
-    """`prefix`: some of the tokens are read from the cache; `roomy`: a program may have 160 kB of shared memory."""
+def choose_prefill(d_pad: int, dtype: torch.dtype, prefix: bool) -> PrefillChoice:
+    """`prefix`: some of the tokens are read from the cache."""
     if dtype is torch.float32:
         return PrefillChoice(32, 32, 4, 1)
     if d_pad > 128:
         return PrefillChoice(64, 32, 4, 2)
-    if roomy and not prefix:
-        return PrefillChoice(PREFILL_TILE, 128, 8, 2)
-    return PrefillChoice(PREFILL_TILE, 64, 8, 2)
+    return PrefillChoice(PREFILL_TILE if prefix else 64, 32, 4, 3)
 
 
 def num_splits(rows: int, kv_heads: int, num_processors: int) -> int:
-    """Parts per row so that a few programs run on each processor, however few rows there are."""
-    wanted = -(-4 * num_processors // (rows * kv_heads))
+    """Parts per row so that there is work for each processor, however few rows there are."""
+    wanted = -(-2 * num_processors // (rows * kv_heads))
     return 1 if wanted <= 1 else min(_MAX_SPLITS, triton.next_power_of_2(wanted))
 
 
@@ -98,7 +100,6 @@ class PagedAttention:
     def __init__(self, num_processors: int, workspace: Workspace | None = None) -> None:
         self.num_processors = num_processors
         self.workspace = workspace or Workspace()
-        self._roomy = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
         # Set, they are used whatever the work: to measure others.
         self.decode_choice: DecodeChoice | None = None
         self.prefill_choice: PrefillChoice | None = None
@@ -162,7 +163,7 @@ class PagedAttention:
         assert tiles is not None
         own = k is not None and v is not None and tiles.shape[1] > 4 and k.stride(0) == v.stride(0)
         prefix = not own or any(batch.chunk_starts_cpu)
-        choice = self.prefill_choice or choose_prefill(same["D_PAD"], q.dtype, prefix, self._roomy)
+        choice = self.prefill_choice or choose_prefill(same["D_PAD"], q.dtype, prefix)
         sub = PREFILL_TILE // choice.queries
         own_k, own_v = (k, v) if own else (q, q)
         prefill[(q.shape[1], tiles.shape[0] * sub)](
