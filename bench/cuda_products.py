@@ -1,30 +1,33 @@
-# ruff: noqa: B023, E501
+# ruff: noqa: B023
 """Matrix products on a GPU: the libraries' and ours, for the shapes of one model and numbers of rows.
 
-    python bench/cuda_products.py [--only vector,library,fp8,skinny] [--json FILE]
+    python bench/cuda_products.py [--only library,fp8,vector,skinny] [--json FILE]
 
 Times are medians over replays of captured calls that go through the weights of several layers, so that no weight is
-still in the cache of the chip.
+still in the cache of the chip. Ours are compared with their definition first.
 """
 
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-TILES = [
-    (1, 4096, 4), (2, 4096, 4), (4, 4096, 4), (4, 4096, 8), (8, 4096, 8), (4, 2048, 4), (8, 2048, 4), (8, 1024, 4),
-    (16, 1024, 8), (4, 1024, 2), (2, 2048, 2), (16, 512, 4),
-]  # fmt: skip
-FEW_TILES = [(2, 4096, 4), (4, 1024, 4), (2, 2048, 4)]
-MODELS = {"llama-3.1-8b": (4096, 14336, 6144, 128256), "llama-2-7b": (4096, 11008, 12288, 32000)}
+from tgi.kernels import fp8, reference
+from tgi.kernels.triton import launch
+from tgi.kernels.triton.skinny import SkinnyProduct
+from tgi.kernels.triton.vector import vector_product
+
+LLAMA_3_8B, LLAMA_2_7B = (4096, 14336, 6144, 128256), (4096, 11008, 12288, 32000)  # hidden, width, qkv, vocabulary
+NUM_LAYERS = 32
+VECTOR_SHAPES = [(1, 4096, 4), (2, 4096, 4), (4, 4096, 4), (4, 4096, 8), (4, 2048, 4), (8, 2048, 4), (8, 1024, 4)]
+SKINNY_TILINGS = [(64, 128, 4), (64, 256, 3), (64, 256, 4), (128, 128, 4)]  # outputs, columns, stages
 
 
-def graph_ms(work, repeats: int = 12) -> float:
+def graph_ms(work: Any, repeats: int = 10) -> float:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         work()
@@ -35,278 +38,136 @@ def graph_ms(work, repeats: int = 12) -> float:
     graph.replay()
     times = []
     for _ in range(repeats):
-        a, b = torch.cuda.Event(True), torch.cuda.Event(True)
-        a.record()
+        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        begin.record()
         graph.replay()
-        b.record()
+        end.record()
         torch.cuda.synchronize()
-        times.append(a.elapsed_time(b))
+        times.append(begin.elapsed_time(end))
     return statistics.median(times)
 
 
 def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
+    return float((got.float() - wanted.float()).norm() / wanted.float().norm())
 
 
-def weights(count: int, shape: tuple[int, int], fp8: bool) -> list:
-    from tgi.kernels.fp8 import quantize_weight
-
-    made = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(count)]
-    return [quantize_weight(w) for w in made] if fp8 else made
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def skinny(results: list[dict], share: tuple[int, int] | None = None) -> None:
-    """Products of some rows with each tiling; with `share`, only compiles its part of them."""
-    from tgi.kernels import fp8
-    from tgi.kernels.triton.skinny import SkinnyProduct, Tiling
-
-    op = SkinnyProduct()
-    number = 0
-    for eight in (False, True):
-        hidden, width, qkv, _ = MODELS["llama-2-7b" if eight else "llama-3.1-8b"]
-        for name, n, k in (
-            ("qkv", qkv, hidden),
-            ("o", hidden, hidden),
-            ("gate_up", 2 * width, hidden),
-            ("down", hidden, width),
-        ):
-            stored = weights(1 if share else 5, (n, k), eight)
-            for rows in (16, 64, 96) if eight else (16, 64, 128):
-                x = torch.randn(rows, k, device="cuda").bfloat16()
-                given = fp8.quantize_rows(x, stored[0]) if eight else x
-                out = torch.full((rows, n), 7.0, device="cuda", dtype=torch.bfloat16)
-                wanted = None if share else fp8.linear(given, stored[0], None, x.dtype) if eight else x @ stored[0].t()
-                tried = []
-                for bn, bk, stages, warps in (
-                    (64, 64, 4, 4), (64, 128, 3, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 4, 8), (128, 128, 3, 8),
-                    (128, 128, 3, 4), (64, 256, 3, 4), (128, 128, 4, 8),
-                ):  # fmt: skip
-                    if eight:
-                        bk *= 2
-                    row_bytes = max(16, 1 << (rows - 1).bit_length())
-                    if (bn + row_bytes) * bk * (1 if eight else 2) * stages > 220_000:
-                        continue
-                    tiles = -(-n // bn)
-                    choices = [s for s in (1, 2, 4, 8) if 100 <= tiles * s <= 700 and k // s >= 2 * bk][:3]
-                    for splits in choices or [1]:
-                        tiling = Tiling(bn, bk, splits, stages, warps)
-                        number += 1
-                        if share and number % share[1] != share[0]:
-                            continue
-                        try:
-                            op(given, stored[0], out, None, tiling)
-                            if share:
-                                continue
-                            wrong = error(out, wanted)
-                            ms = graph_ms(lambda: [op(given, w, out, None, tiling) for w in stored], 8) / len(stored)
-                        except Exception as failure:
-                            print(name, rows, tiling, type(failure).__name__, str(failure)[:80])
-                            continue
-                        tried.append((1e3 * ms, bn, bk, splits, stages, warps, wrong))
-                if share:
-                    continue
-                tried.sort()
-                num_bytes = n * k * (1 if eight else 2)
-                shown = "; ".join(f"{us:.1f} us {num_bytes / us / 1e6:.2f} TB/s {t}" for us, *t, _ in tried[:4])
-                print(
-                    f"skinny {'fp8' if eight else 'bf16'} {name} rows {rows}: {shown}; worst err {max(t[-1] for t in tried):.4f}",
-                    flush=True,
-                )
-                results.append({"skinny": name, "fp8": eight, "rows": rows, "tried": tried})
+def matrices(model: tuple[int, ...]) -> list[tuple[str, int, int]]:
+    hidden, width, qkv, _ = model
+    return [("qkv", qkv, hidden), ("o", hidden, hidden), ("gate_up", 2 * width, hidden), ("down", hidden, width)]
 
 
-def vector(results: list[dict]) -> None:
-    """Products of few rows: each shape of launch, then whole chains of layers."""
-    from tgi.kernels import fp8, reference
-    from tgi.kernels.triton import overlap
-    from tgi.kernels.triton.vector import vector_product
-
-    for eight in (False, True):
-        hidden, width, qkv, _ = MODELS["llama-2-7b" if eight else "llama-3.1-8b"]
-        for name, n, k, norm, gate in (
-            ("qkv", qkv, hidden, True, None),
-            ("o", hidden, hidden, False, None),
-            ("gate_up", width, hidden, True, "silu"),
-            ("down", hidden, width, False, None),
-        ):
-            stored = weights(6, (n * (2 if gate else 1), k), eight)
-            gain = torch.rand(k, device="cuda").bfloat16() + 0.5
-            for rows in (1,):
-                x = torch.randn(rows, k, device="cuda").bfloat16()
-                y = reference.rms_norm(x, gain, 1e-5) if norm else x
-                w = stored[0]
-                y = fp8.linear(fp8.quantize_rows(y, w), w, None, x.dtype) if eight else y @ w.t()
-                wanted = reference.silu_mul(y) if gate else y
-                peaks = x.float().abs().amax(1) if name == "down" else None
-                num_bytes = n * (2 if gate else 1) * k * (1 if eight else 2)
-                tried = []
-                for bn, bk, warps in TILES if rows == 1 else FEW_TILES:
-                    out = torch.full((rows, n), 7.0, device="cuda", dtype=torch.bfloat16)
-
-                    def work():
-                        for w in stored:
-                            vector_product(
-                                x, w, out, None, (gain, 1e-5) if norm else None, gate, False, peaks, None,
-                                (bn, bk, warps),
-                            )  # fmt: skip
-
-                    try:
-                        vector_product(
-                            x, stored[0], out, None, (gain, 1e-5) if norm else None, gate, False, peaks, None,
-                            (bn, bk, warps),
-                        )  # fmt: skip
-                        wrong = error(out, wanted)
-                        ms = graph_ms(work, 8) / len(stored)
-                    except Exception as failure:
-                        print(name, rows, bn, bk, warps, type(failure).__name__, str(failure)[:80])
-                        continue
-                    tried.append((num_bytes / ms / 1e9, bn, bk, warps, wrong))
-                tried.sort(reverse=True)
-                shown = "; ".join(f"{t:.2f} TB/s {bn}x{bk} w{w} err {e:.4f}" for t, bn, bk, w, e in tried[:4])
-                print(
-                    f"vector {'fp8' if eight else 'bf16'} {name} rows {rows}: {shown}; worst err {max(t[4] for t in tried):.4f}",
-                    flush=True,
-                )
-                results.append({"vector": name, "fp8": eight, "rows": rows, "tried": tried})
-        stored = None
-        layers = [
-            [
-                weights(1, shape, eight)[0]
-                for shape in ((qkv, hidden), (hidden, hidden), (2 * width, hidden), (hidden, width))
-            ]
-            for _ in range(16)
-        ]
-        gain = torch.rand(hidden, device="cuda").bfloat16() + 0.5
-        h = torch.randn(1, hidden, device="cuda").bfloat16()
-        a, b = torch.empty(1, qkv, device="cuda").bfloat16(), torch.empty(1, width, device="cuda").bfloat16()
-        peaks = torch.ones(1, device="cuda")
-        total = sum((w.data if eight else w).numel() * (1 if eight else 2) for layer in layers for w in layer)
-        for on in (False, True):
-            overlap.enabled = on
-
-            def chain():
-                for w1, w2, w3, w4 in layers:
-                    vector_product(h, w1, a, None, (gain, 1e-5))
-                    vector_product(a[:, :hidden], w2, h, add=True)
-                    vector_product(h, w3, b, None, (gain, 1e-5), "silu", peaks_out=peaks if eight else None)
-                    vector_product(b, w4, h, add=True, peaks_in=peaks)
-
-            ms = graph_ms(chain)
-            print(
-                f"chain {'fp8' if eight else 'bf16'} overlap {on}: {ms / 16 * 32:.3f} ms for 32 layers, {total / ms / 1e9:.2f} TB/s",
-                flush=True,
-            )
-            results.append({"chain": eight, "overlap": on, "ms32": ms * 2, "tb_s": total / ms / 1e9})
-        layers = None
-        torch.cuda.empty_cache()
+def describe(name: str, rows: int, n: int, k: int, itemsize: int, ms: float) -> dict[str, Any]:
+    return {
+        "product": name, "rows": rows, "us": round(1e3 * ms, 1), "tb_s": round(n * k * itemsize / ms / 1e9, 2),
+        "tflop_s": round(2 * rows * n * k / ms / 1e9),
+    }  # fmt: skip
 
 
 def library(results: list[dict]) -> None:
-    hidden, width, qkv, vocab = MODELS["llama-3.1-8b"]
-    for name, n, k in (
-        ("qkv", qkv, hidden),
-        ("o", hidden, hidden),
-        ("gate_up", 2 * width, hidden),
-        ("down", hidden, width),
-        ("head", vocab, hidden),
-    ):
-        stored = weights(2 if name == "head" else 4, (n, k), False)
-        cells = []
-        for rows in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 8192):
-            if name == "head" and rows > 1024:
-                continue
-            x = torch.randn(rows, k, device="cuda").bfloat16()
-            ms = graph_ms(lambda: [torch.nn.functional.linear(x, w) for w in stored]) / len(stored)
-            cells.append(
-                f"{rows}: {1e3 * ms:.0f} us {2 * n * k / ms / 1e9:.2f} TB/s {2 * rows * n * k / ms / 1e9:.0f} TF"
-            )
-            results.append({"library": name, "rows": rows, "us": 1e3 * ms})
-        print("bf16", name, " | ".join(cells), flush=True)
+    head = ("head", LLAMA_3_8B[3], LLAMA_3_8B[0])
+    for name, n, k in [*matrices(LLAMA_3_8B), head]:
+        stored = [random(n, k) * 0.02 for _ in range(2 if name == "head" else 4)]
+        for rows in (1, 8, 64, 128, 256, 512, 1024, 8192):
+            if rows * n < 1 << 30:
+                x = random(rows, k)
+                ms = graph_ms(lambda: [F.linear(x, w) for w in stored]) / len(stored)
+                results.append(describe(f"bf16 {name}", rows, n, k, 2, ms))
 
 
 def eight_bit(results: list[dict]) -> None:
-    from tgi.kernels import fp8
-
-    hidden, width, qkv, _ = MODELS["llama-2-7b"]
     one = torch.ones((), device="cuda")
-    for name, n, k in (
-        ("qkv", qkv, hidden),
-        ("o", hidden, hidden),
-        ("gate_up", 2 * width, hidden),
-        ("down", hidden, width),
-    ):
-        stored = weights(4, (n, k), True)
-        cells = []
-        for rows in (1, 16, 64, 81, 96, 163, 176, 256, 1230, 1232, 8192, 16384):
-            x = torch.randn(rows, k, device="cuda").bfloat16()
-            q = fp8.quantize_rows(x, stored[0])
+    for name, n, k in matrices(LLAMA_2_7B):
+        stored = [fp8.quantize_weight(random(n, k) * 0.02) for _ in range(4)]
+        for rows in (1, 16, 64, 96, 176, 256, 1232, 8192):
+            x = fp8.quantize_rows(random(rows, k), stored[0])
+            options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
             kinds = {
-                "tensor": lambda: [
-                    torch._scaled_mm(q.data, w.data.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-                    for w in stored
-                ],
-                "row": lambda: [
-                    torch._scaled_mm(
-                        q.data,
-                        w.data.t(),
-                        q.scale[:, None],
-                        w.scale[None, :],
-                        out_dtype=torch.bfloat16,
-                        use_fast_accum=True,
-                    )
-                    for w in stored
-                ],
-                "row slow": lambda: [
-                    torch._scaled_mm(q.data, w.data.t(), q.scale[:, None], w.scale[None, :], out_dtype=torch.bfloat16)
-                    for w in stored
+                "without scales": lambda: [torch._scaled_mm(x.data, w.data.t(), one, one, **options) for w in stored],
+                "scales by row": lambda: [
+                    torch._scaled_mm(x.data, w.data.t(), x.scale[:, None], w.scale[None, :], **options) for w in stored
                 ],
             }
-            if rows in (64, 8192):
-                a = torch.rand(-(-k // 128), rows, device="cuda").t()
-                for label, b in (
-                    ("square nk", torch.rand(n // 128, -(-k // 128), device="cuda").t()),
-                    ("square kn", torch.rand(-(-k // 128), n // 128, device="cuda")),
-                ):
-                    kinds[label] = lambda b=b: [
-                        torch._scaled_mm(q.data, w.data.t(), a, b, out_dtype=torch.bfloat16) for w in stored
-                    ]
             for kind, work in kinds.items():
-                try:
-                    if kind == "row":
-                        wrong = error(work()[0], fp8.linear(q, stored[0], None, torch.bfloat16)) if rows < 2000 else 0
-                        if wrong > 0.01:
-                            print("row", name, rows, "error", wrong)
-                    ms = graph_ms(work, 8) / len(stored)
-                except Exception as failure:
-                    print(kind, name, rows, str(failure)[:300].replace("\n", " "))
-                    continue
-                cells.append(
-                    f"{rows} {kind}: {1e3 * ms:.0f} us {n * k / ms / 1e9:.2f} TB/s {2 * rows * n * k / ms / 1e9:.0f} TF"
-                )
-                results.append({"fp8": name, "kind": kind, "rows": rows, "us": 1e3 * ms})
-        print("fp8", name, "\n    ".join(cells), flush=True)
+                results.append(describe(f"fp8 {name} {kind}", rows, n, k, 1, graph_ms(work) / len(stored)))
+
+
+def vector(results: list[dict]) -> None:
+    for name, n, k in matrices(LLAMA_3_8B):
+        gate = "silu" if name == "gate_up" else None
+        stored = [random(n, k) * 0.02 for _ in range(6)]
+        x, gain = random(1, k), random(k)
+        norm = (gain, 1e-5) if k == LLAMA_3_8B[0] and name != "o" else None
+        y = (reference.rms_norm(x, gain, 1e-5) if norm else x) @ stored[0].t()
+        wanted = reference.silu_mul(y) if gate else y
+        for shape in VECTOR_SHAPES:
+            out = random(1, wanted.shape[1])
+            vector_product(x, stored[0], out, norm=norm, gate=gate, shape=shape)
+            wrong = error(out, wanted)
+            ms = graph_ms(lambda: [vector_product(x, w, out, norm=norm, gate=gate, shape=shape) for w in stored])
+            found = describe(f"one row {name}", 1, n, k, 2, ms / len(stored))
+            results.append({**found, "shape": shape, "error": round(wrong, 5)})
+    chain(results)
+
+
+def chain(results: list[dict]) -> None:
+    """Everything of a decode step of one row but attention and the head."""
+    hidden, width, qkv, _ = LLAMA_3_8B
+    layers = [[random(n, k) * 0.02 for _, n, k in matrices(LLAMA_3_8B)] for _ in range(NUM_LAYERS)]
+    gain, h, fused, gated = random(hidden), random(1, hidden), random(1, qkv), random(1, width)
+
+    def work() -> None:
+        for w_qkv, w_o, w_gate_up, w_down in layers:
+            vector_product(h, w_qkv, fused, norm=(gain, 1e-5))
+            vector_product(fused[:, :hidden], w_o, h, add=True)
+            vector_product(h, w_gate_up, gated, norm=(gain, 1e-5), gate="silu")
+            vector_product(gated, w_down, h, add=True)
+
+    num_bytes = 2 * sum(w.numel() for layer in layers for w in layer)
+    for on in (False, True):
+        launch.set_dependent_launch(on)
+        ms = graph_ms(work)
+        name = f"{NUM_LAYERS} layers of one row, dependent launch {'on' if on else 'off'}"
+        results.append({"product": name, "rows": 1, "us": round(1e3 * ms), "tb_s": round(num_bytes / ms / 1e9, 2)})
+    launch.set_dependent_launch(None)
+
+
+def skinny(results: list[dict]) -> None:
+    op = SkinnyProduct(torch.cuda.get_device_properties(0).multi_processor_count)
+    for name, n, k in matrices(LLAMA_2_7B):
+        stored = [fp8.quantize_weight(random(n, k) * 0.02) for _ in range(5)]
+        for rows in (1, 16, 64):
+            x = fp8.quantize_rows(random(rows, k), stored[0])
+            out = random(rows, n)
+            wanted = fp8.linear(x, stored[0], None, torch.bfloat16)
+            tilings = [
+                (bn, bk, s, stages) for bn, bk, stages in SKINNY_TILINGS for s in (1, 2, 4) if -(-n // bn) * s > 100
+            ]
+            for tiling in [None, *tilings]:
+                op(x, stored[0], out, None, tiling)
+                wrong = error(out, wanted)
+                ms = graph_ms(lambda: [op(x, w, out, None, tiling) for w in stored]) / len(stored)
+                found = describe(f"fp8 few rows {name}", rows, n, k, 1, ms)
+                results.append({**found, "tiling": tiling or "chosen", "error": round(wrong, 5)})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="vector,library,fp8,skinny")
+    parts = {"library": library, "fp8": eight_bit, "vector": vector, "skinny": skinny}
+    parser.add_argument("--only", default=",".join(parts))
     parser.add_argument("--json")
-    parser.add_argument("--share", help="N/M: only compile this share of the variants")
     options = parser.parse_args()
-    if options.share:
-        one, of = options.share.split("/")
-        return skinny([], (int(one), int(of)))
-    if "skinny" in options.only:
-        others = [subprocess.Popen([sys.executable, __file__, "--share", f"{n}/12"]) for n in range(12)]
-        for other in others:
-            other.wait(150)
     results: list[dict] = []
-    for name, part in (("library", library), ("fp8", eight_bit), ("vector", vector), ("skinny", skinny)):
-        if name in options.only.split(","):
-            part(results)
+    for name in options.only.split(","):
+        before = len(results)
+        parts[name](results)
+        for result in results[before:]:
+            print("  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def test_dummy_weights_need_no_weights(tiny: Path, tmp_path: Path) -> None:
         ({"num_hidden_layers": 4}, "the weights lack the tensor model.layers.3."),
         ({"num_hidden_layers": 2}, "hold the tensor model.layers.2."),
         ({"hidden_size": 2**20, "head_dim": 2**18, "vocab_size": 2**30, "num_hidden_layers": 3}, "has shape"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints are not supported yet"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "`quant_method` 'gptq' is not supported"),
     ],
 )
 def test_why_not(tiny: Path, tmp_path: Path, changes: dict[str, Any], problem: str) -> None:

@@ -136,7 +136,7 @@ ARRIVALS = [0, 0, 0, 1, 1, 2, 5, 9, 9]
 
 
 @pytest.mark.parametrize("settings", [{}, {"overlap": False}, {"max_batch_prefill_tokens": 16}, {"cuda_graphs": [0]}])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_no_memory_in_some_steps_changes_no_answer(tiny: Tiny, engines: Any, settings: dict, seed: int) -> None:
     calm, _ = engines(tiny.folder, **settings)
     expected = run(calm, ask(), ARRIVALS)

@@ -41,15 +41,6 @@ def scale(device_name: str) -> Scale:
     return SCALES[device_name]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is so small that more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny("Llama", {}, tmp_path_factory.mktemp("llama"))

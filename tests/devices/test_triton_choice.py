@@ -217,8 +217,8 @@ def test_every_filter(device: torch.device, vocab: int, room: int, part: int) ->
 def test_any_filters(device: torch.device, seed: int) -> None:
     """Random mixtures, distributions from flat to steep, ties of bfloat16, few ids left."""
     torch.manual_seed(seed)
-    count = 6 if device.type == "cpu" else 60
-    vocab = (320, 50257, 1200)[seed] if device.type != "cpu" else (320, 6000, 1200)[seed]
+    count = 5 if device.type == "cpu" else 60
+    vocab = (320, 50257, 1200)[seed] if device.type != "cpu" else (320, 3000, 1200)[seed]
     one = make_state(device, count)
     one.filters[:, 0] = torch.rand(count) * 2 + 0.05
     one.filters[:, 1] = torch.where(torch.rand(count) < 0.5, torch.randint(1, vocab + 9, (count,)), 0)
@@ -231,6 +231,20 @@ def test_any_filters(device: torch.device, seed: int) -> None:
     if seed == 2:
         logits = logits.bfloat16()
     check_choice(small_choice((8192, 300, 20)[seed], 2048), logits, one, words(list(range(count)), device))
+
+
+def test_fewer_ids_left_than_kept(device: torch.device) -> None:
+    """As a grammar leaves them: each filter alone, after a step that left other choices in the workspace."""
+    ways = [{"top_k": 40}, {"top_p": 0.9999}, {"min_p": 1e-6}, {"typical_p": 0.9999}]
+    one = make_state(device, len(ways))
+    set_filters(one, ways)
+    rows = words(list(range(len(ways))), device)
+    choice = small_choice(8192, 512)
+    check_choice(choice, torch.randn(len(ways), 1000, device=device), one, rows)
+    logits = torch.full((len(ways), 1000), -math.inf, device=device)
+    for row in range(len(ways)):
+        logits[row, [row, 50 + row, 700 + row]] = torch.tensor([1.0, 2.0, 3.0], device=device)
+    check_choice(choice, logits, one, rows)
 
 
 def test_ties_stay_with_the_last_kept(device: torch.device) -> None:
@@ -268,7 +282,7 @@ def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
 
 def test_draws_are_from_the_filtered_distribution(device: torch.device) -> None:
     """Of many seeds: exactly the ids that the definition keeps, as often as they are likely."""
-    count, vocab = (12, 12) if device.type == "cpu" else (4000, 12)
+    count, vocab = (8, 12) if device.type == "cpu" else (4000, 12)
     logits = torch.randn(1, vocab, device=device).expand(count, vocab).contiguous()
     for name, value in (("top_k", 3.0), ("top_p", 0.6), ("typical_p", 0.5)):
         slots = make_state(device, count)
@@ -433,7 +447,9 @@ KERNELS = [
 VALUES = {"PART": 4096, "PAD": 32, "BLOCK": 512, "HISTORY": 1024, "KIND0": 0, "KIND1": 1}
 
 
-def test_kernels_compile(tmp_path: Path) -> None:
+def test_kernels_compile(tmp_path: Path, device_name: str) -> None:
+    if device_name == "cpu":
+        pytest.skip("compiled by the test of the rehearsal")
     types = {name: kind for kind, names in POINTERS.items() for name in names.split()}
     types |= {**dict.fromkeys(NUMBERS.split(), "i32"), "delta": "fp32"}
     asked = [

@@ -67,7 +67,10 @@ def test_few_rows_in_eight_bits(device: torch.device, rows: int, n: int, k: int,
         close(out, fp8.linear(x, weight, with_bias, torch.float32))
 
 
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 64, 64), (64, 64, 128), (65, 48, 128), (300, 256, 128), (70, 40, 72)])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"),
+    [(1, 64, 64), (64, 64, 128), (65, 48, 128), (301, 256, 512), (5, 128, 640), (2, 256, 512), (70, 40, 72)],
+)
 @pytest.mark.parametrize("by_square", [False, True])
 def test_linear_in_eight_bits(device: torch.device, rows: int, n: int, k: int, by_square: bool) -> None:
     capability = (

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_scheduler import Harness, OracleRunner, check_outputs, relaxed, scenarios
 
+from tgi.scheduler.blocks import BlockPool
 from tgi.scheduler.policy import BatchPolicy, StepLimit
-from tgi.types import StepPlan, StepResult
+from tgi.scheduler.scheduler import Scheduler
+from tgi.types import GenerationRequest, SamplingParams, StepPlan, StepResult
 
 
 class FaultyRunner(OracleRunner):
@@ -138,5 +140,28 @@ def test_limits_shrink_to_one_request_and_grow_back(rows: int, tokens: int, data
         assert limit.rows <= before[0] and limit.tokens <= max(32, before[1])
         assert failures < 40
     for _ in range(256 * 20):
-        limit.on_step()
+        limit.on_step(True)
     assert (limit.rows, limit.tokens) == most
+
+
+def test_a_request_whose_tokens_never_fit_ends() -> None:
+    """Its prompt fits in parts, the step with logits does not: trying again for ever would help nobody."""
+    policy = BatchPolicy(max_batch_prefill_tokens=64, max_batch_size=4, max_total_tokens=512)
+    scheduler = Scheduler(policy, BlockPool(64, 16))
+    prompt = list(range(100))
+    scheduler.add(
+        GenerationRequest(
+            id=1, token_ids=prompt, sampling=SamplingParams(), max_new_tokens=5, stop_token_ids=[], seed=0
+        )
+    )
+    finished = []
+    for _ in range(100):
+        plan = scheduler.plan()
+        if plan is None:
+            break
+        if plan.decode or any(chunk.samples for chunk in plan.chunks):
+            finished += scheduler.retract("no memory").finished
+        else:
+            scheduler.apply(StepResult(plan.step, [], []))
+    assert [(finish.request_id, finish.error) for finish in finished] == [(1, "no memory")]
+    assert not scheduler.has_work

@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tgi.types import Limits
 _MIN_CAPABILITY, _BFLOAT16, _FP8 = (7, 5), (8, 0), (8, 9)
 _MARGIN_BYTES = 1 << 30  # what captured steps take beside what torch counts, and what holes between tensors waste
 _COMPILE_THREADS = 16
+_MANY_CORES = 4  # so many compile faster in processes than in threads
 
 
 class CudaDevice:
@@ -81,7 +82,8 @@ class CudaDevice:
         return max(0, free - int((1 - self._memory_fraction) * total) - _MARGIN_BYTES)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+        with self.scope():  # it is filled in the queue that reads it
+            return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
         return self._finisher.submit(work)
@@ -97,7 +99,8 @@ class CudaDevice:
             return nullcontext()
         from tgi.kernels.triton.compile_ahead import compile_only
 
-        return compile_only(min(_COMPILE_THREADS, os.cpu_count() or 1))
+        cores = len(os.sched_getaffinity(0))
+        return compile_only(min(_COMPILE_THREADS, cores), processes=cores >= _MANY_CORES)
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         torch.cuda.synchronize(self.torch_device)
@@ -112,6 +115,10 @@ class CudaDevice:
 
     def scope(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.stream)
+
+    def _after_loading(self) -> None:
+        """Weights and cache were filled outside the queue."""
+        self.stream.wait_stream(torch.cuda.default_stream(self.torch_device))
 
     def host_words(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, pin_memory=True)
@@ -129,14 +136,15 @@ class CudaDevice:
         return self._finisher.submit(wait_and_finish)
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Kernels and workspaces that work needs must be there already: such a step was queued before."""
         if not self._has_kernels:  # torch's own ops look at values on the host, which a capture may not
 
             def again() -> None:
                 work()
 
             return again, work()
+        self._after_loading()
         with self.scope():
-            work()  # compiles kernels and makes workspaces, which a capture may not
             self.stream.synchronize()
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
@@ -145,8 +153,11 @@ class CudaDevice:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the first error is the one to tell
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay, result
 
     def decode_sizes(self, maximum: int) -> list[int]:

@@ -19,7 +19,12 @@ from tgi.scheduler.scheduler import Scheduler
 from tgi.types import GenerationRequest, StepPlan, StepResult, TokenOut
 
 # How it is said by what does not use torch's own allocator.
-_NO_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+_NO_MEMORY = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "can't allocate memory",
+    "[CUDA]: out of memory",
+)
 
 
 class StepRunner(Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor
 from tgi.devices.device import Ops
 from tgi.errors import ModelFormatError
 from tgi.kernels.batch import ForwardBatch
-from tgi.kernels.fp8 import Fp8Rows, ScaledRows, apply_scales
+from tgi.kernels.fp8 import Fp8Rows, Fp8Weight, ScaledRows, apply_scales
 from tgi.kernels.stack import StackLayer
 from tgi.layers.attention import Attention, HeadLayout
 from tgi.layers.embedding import VocabWeight
@@ -84,6 +84,14 @@ class DecoderLayer(Module):
         normed, residual = self.mlp_norm.add(x, residual, self.mlp.gate_up.fp8_weight)
         return self.mlp.forward(normed), residual
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Layers of the same kind run the same kernels."""
+        matrices = (self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down)
+        weights = [matrix.weight for matrix in matrices]
+        forms = [isinstance(w, Fp8Weight) and (w.by_square, w.input_scale is None, w.input_bound) for w in weights]
+        return (self.attention.heads, *forms)
+
     def as_stack_layer(self, k_cache: Tensor, v_cache: Tensor) -> StackLayer:
         attention, mlp = self.attention, self.mlp
         return StackLayer(
@@ -139,7 +147,7 @@ class CausalLM(Module):
 
     def shallow(self) -> "CausalLM":
         """The same model with one layer of each kind: enough to meet every kernel, and the most memory of a step."""
-        kinds = {layer.attention.heads: layer for layer in reversed(self.model.layers)}
+        kinds = {layer.kind: layer for layer in reversed(self.model.layers)}
         found = copy(self)
         found.model = copy(self.model)
         found.model.layers = list(reversed(kinds.values()))

@@ -59,14 +59,15 @@ class QueuedRunner:
         self.model = model
         self.kv_cache = kv_cache
         self._max_total_tokens = max_total_tokens
-        model.bind(kv_cache, max_total_tokens)
-        self.slots = ResidentSlots(num_slots, max_total_tokens, kv_cache[0][0].shape[1], device.torch_device)
-        self.demands = Demands(device, self.slots, num_slots, model.spec.vocab_size, watermark)
-        self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size, torch.device("cpu"))
-        self._staging = Staging(device)
         shape = (num_slots, model.spec.vocab_size)
-        self._logits = torch.zeros(shape, dtype=torch.float32, device=device.torch_device)  # of decode steps
-        self._out = torch.zeros(2 * num_slots, dtype=torch.int32, device=device.torch_device)
+        with device.scope():  # what is filled here is read in this queue
+            model.bind(kv_cache, max_total_tokens)
+            self.slots = ResidentSlots(num_slots, max_total_tokens, kv_cache[0][0].shape[1], device.torch_device)
+            self.demands = Demands(device, self.slots, num_slots, model.spec.vocab_size, watermark)
+            self._staging = Staging(device)
+            self._logits = torch.zeros(shape, dtype=torch.float32, device=device.torch_device)  # of decode steps
+            self._out = torch.zeros(2 * num_slots, dtype=torch.int32, device=device.torch_device)
+        self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size, torch.device("cpu"))
         self._results = [device.host_words(2 * num_slots) for _ in range(_NUM_RESULTS)]
         self._readers: list[Future[StepResult] | None] = [None] * _NUM_RESULTS
         self._next_result = 0
@@ -81,8 +82,11 @@ class QueuedRunner:
     def prepare(self, progress: Callable[[str, int, int], None] = lambda *_: None) -> None:
         """Capture decode steps, the largest first: smaller ones fit into its memory."""
         sizes = sorted(self._to_capture, reverse=True)
+        shallow = self.model.shallow()
         for done, size in enumerate(sizes, 1):
             with torch.inference_mode():
+                with self.device.scope():  # loads kernels and makes workspaces, which a capture may not
+                    self._decode_pass(size, shallow)
                 self._captured[size] = _Captured(*self.device.capture(lambda size=size: self._decode_pass(size)))
             progress("capture steps", done, len(sizes))
 
@@ -99,8 +103,9 @@ class QueuedRunner:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _queue(self, plan: StepPlan) -> "Future[StepResult]":
-        if (self.grammars.active or self.demands.follows_tokens) and (plan.admit or plan.release):
-            self._wait_for_tokens()  # they belong to the constraints that change now
+        followed = self.grammars.active or self.demands.follows_tokens
+        if (followed and (plan.admit or plan.release)) or any(a.request.sampling.watermark for a in plan.admit):
+            self._wait_for_tokens()  # they belong to whoever had the slots until now
         self._update(plan)
         rows = list(self.slots.decode_slots) if plan.decode else []
         prompt_chunks = [chunk for chunk in plan.chunks if chunk.slot in self._prompt_logprobs]
@@ -144,7 +149,7 @@ class QueuedRunner:
             if admission.request.sampling.decoder_input_details and not admission.output_ids:
                 self._prompt_logprobs[admission.slot] = len(admission.request.token_ids)
 
-    def _decode_pass(self, size: int) -> Tensor:
+    def _decode_pass(self, size: int, model: CausalLM | None = None) -> Tensor:
         """Logits `[size, vocab]` of the decode set's next tokens, from what is on the device alone."""
         state = self.slots.state
         rows = state.rows[:size]
@@ -162,7 +167,8 @@ class QueuedRunner:
             logit_tokens=None,
             table_rows=rows,
         )
-        return self.model.logits(self.model.forward(batch, self.kv_cache), self._logits[:size])
+        model = model or self.model
+        return model.logits(model.forward(batch, self.kv_cache[: len(model.model.layers)]), self._logits[:size])
 
     def _mixed_pass(self, plan: StepPlan, rows: list[int], prompt_chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
         """Hidden states of the sampling rows, then of every token of `prompt_chunks`; and the slots of the former."""

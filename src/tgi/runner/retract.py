@@ -12,6 +12,7 @@ from tgi.runner.resident import Staging
 
 
 def forget_slots(runner: QueuedRunner) -> None:
+    runner._last = None  # a failed one holds tensors
     device, slots = runner.device, runner.slots
     num_slots = slots.state.rows.shape[0]
     runner.grammars.release(range(num_slots))

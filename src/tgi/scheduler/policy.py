@@ -14,6 +14,7 @@ Level 1. Pure arithmetic over the settings TGI's users know.
 import msgspec
 
 _SMALLEST_STEP = 32  # tokens; a prompt is not cut into smaller parts for lack of memory
+_MAX_FAILURES = 8
 _STEPS_UNTIL_LARGER = 256
 
 
@@ -47,12 +48,20 @@ class StepLimit:
         self.rows, self.tokens = self._most_rows, self._most_tokens
         self._steps_left = 0  # until it grows
         self._tried_smallest = False
+        self._failures = 0  # of the smallest step since there was a token
 
     def shrink(self, rows: int, tokens: int) -> bool:
-        """A step of so many requests and tokens did not fit. False if none is smaller, and it was tried twice."""
+        """A step of so many requests and tokens did not fit. False if none is smaller, and it was tried often enough.
+
+        That is twice in a row, or a number of times without a token: a prompt may fit in parts, and its logits not.
+        """
         if rows <= 1 and tokens <= _SMALLEST_STEP:
-            self._tried_smallest = not self._tried_smallest
-            return self._tried_smallest
+            self._failures += 1
+            give_up = self._tried_smallest or self._failures >= _MAX_FAILURES
+            self._tried_smallest = not give_up
+            if give_up:
+                self._failures = 0
+            return not give_up
         if rows > 1:
             self.rows = rows // 2
         if tokens > rows:  # it computed prompts
@@ -60,9 +69,11 @@ class StepLimit:
         self._steps_left = _STEPS_UNTIL_LARGER
         return True
 
-    def on_step(self) -> None:
+    def on_step(self, gave_tokens: bool) -> None:
         """A step was computed."""
         self._tried_smallest = False
+        if gave_tokens:
+            self._failures = 0
         if self._steps_left:
             self._steps_left -= 1
             if not self._steps_left:

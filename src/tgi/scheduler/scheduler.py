@@ -149,8 +149,8 @@ class Scheduler:
         flight = self._in_flight.popleft()
         assert flight.step == result.step, f"result of step {result.step} came, {flight.step} is due"
         self._applied_step = flight.step
-        self._limit.on_step()
         rows = flight.decode_rows + flight.sampling_rows if flight.sampling_rows else flight.decode_rows
+        self._limit.on_step(bool(rows))
         assert len(rows) == len(result.token_ids)
         scored = [(flight.chunk_rows[p.row - len(flight.decode_rows)], p) for p in result.prompt_logprobs]
         prompts = [PromptLogprobs(request.id, p.start, p.logprobs) for request, p in scored if not request.finished]

@@ -51,7 +51,7 @@ def choose_decode(
         if rows >= _MANY_ROWS or splits > 1:
             return DecodeChoice(64, 2, 2, splits, lanes=min(32, 1024 // d_pad))
         return DecodeChoice(64, 4, 3, splits, lanes=min(64, 2048 // d_pad))
-    # Few rows have little to load per program, and values in eight bits much to convert: smaller programs, more of them.
+    # Few rows have little to load, values in eight bits much to convert: smaller programs, more of them.
     return DecodeChoice(64, 2 if splits > 1 or cache_dtype is FP8 else 4, 3, splits)
 
 
@@ -125,8 +125,10 @@ class PagedAttention:
         same = {
             "GROUP": q.shape[1] // k_cache.shape[2], "D": q.shape[2], "D_PAD": d_pad, "BLOCK_SIZE": k_cache.shape[1],
             "WINDOW": window or 0, "SOFTCAP": softcap is not None, "SMALL": k_cache.dtype is FP8,
-            "DEPENDENT": dependent_launch(q.shape[0]), "launch_pdl": dependent_launch(q.shape[0]),
         }  # fmt: skip
+        # Steps with prompts are not captured: the launches themselves take longer than what this would gain.
+        dependent = dependent_launch(q.shape[0]) and batch.prefill_tiles is None
+        same |= {"DEPENDENT": dependent, "launch_pdl": dependent}
         if batch.num_decode:
             self._decode(q, k_cache, v_cache, batch, out, numbers, same)
         if batch.prefill_tiles is not None:
@@ -150,9 +152,10 @@ class PagedAttention:
             q, k_cache, v_cache, out, partial, stats, counters, batch.block_tables, batch.table_rows, batch.seq_lens,
             *numbers, q.stride(0), q.stride(1), out.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
             batch.block_tables.stride(0), KV_HEADS=kv_heads, GROUP_PAD=group_pad, BLOCK_N=choice.block,
-            LANES=min(choice.lanes, choice.block), SPLITS=splits,
-            JOIN=max(1, min(splits, 4096 // (group_pad * d_pad))), SAME_STRIDES=k_cache.stride() == v_cache.stride(),
-            STAGES=choice.stages, num_warps=choice.warps, num_stages=choice.stages, **same,
+            LANES=min(choice.lanes, choice.block), SPLIT=splits > 1,
+            JOIN=max(1, min(_MAX_SPLITS, 4096 // (group_pad * d_pad))) if splits > 1 else 1,
+            SAME_STRIDES=k_cache.stride() == v_cache.stride(), STAGES=choice.stages, num_warps=choice.warps,
+            num_stages=choice.stages, **same,
         )  # fmt: skip
 
     def _prefill(

@@ -13,7 +13,7 @@ from torch import Tensor
 from tgi.kernels.resident import EVERY_FILTER, Asked, SlotState
 from tgi.kernels.triton import filters, settle
 from tgi.kernels.triton.adjust import Adjust
-from tgi.kernels.triton.filters import finish_row
+from tgi.kernels.triton.filters import finish_row, step_kernel
 
 _PART = 4096  # ids that one program of the plain way looks at
 
@@ -34,7 +34,7 @@ def _best_of_part_kernel(logits, parts, logits_row, vocab, num_parts, PART: tl.c
     tl.store(at + 2, (part * PART + place).to(tl.int32).to(tl.float32, bitcast=True))
 
 
-@triton.jit
+@step_kernel
 def _join_parts_kernel(parts, slots, out, tokens, lengths, out_row, tokens_row, record, num_parts, PAD: tl.constexpr):
     row = tl.program_id(0)
     i = tl.arange(0, PAD)
@@ -83,7 +83,7 @@ class Choice:
         num_parts = triton.cdiv(vocab, self.part)
         self._make_room(rows, num_parts, logits.device)
         parts, plan, facts, bins, listed, ids = self._spaces
-        scores, places = state.filters, slots  # where there are none: not read
+        scores, places = parts, slots  # where there are none: not read
         if asked.adjustments is not None:
             scores, places = self._adjust(logits, slots, state, asked.adjustments), asked.adjustments.places
         tops = top_out = slots
@@ -127,10 +127,11 @@ class Choice:
     def _make_room(self, rows: int, num_parts: int, device: torch.device) -> None:
         if rows <= self._rows:
             return
-        self._rows = triton.next_power_of_2(rows)
+        room = triton.next_power_of_2(rows)
         shapes = (
             (num_parts * filters.COLUMNS.value, torch.float32), (filters.PLAN.value, torch.int32),
             (filters.FACTS.value, torch.float32), (filters.BINS.value, torch.int32), (self.room, torch.float32),
             (self.room, torch.int32),
         )  # fmt: skip
-        self._spaces = [torch.zeros((self._rows, width), dtype=dtype, device=device) for width, dtype in shapes]
+        self._spaces = [torch.zeros((room, width), dtype=dtype, device=device) for width, dtype in shapes]
+        self._rows = room

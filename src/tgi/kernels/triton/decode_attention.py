@@ -5,7 +5,7 @@
 Level 1. Two kernels with the same arguments and the same end: one lets the tensor cores multiply, for query heads that
 share keys; one multiplies by itself, for heads with keys of their own, where tensor cores would multiply padding.
 
-A program looks at one of SPLITS parts of one row's tokens, for one key/value head. Where a row has several parts the
+A program looks at one part of one row's tokens, for one key/value head. Where rows have several parts (SPLIT) the
 last one to finish joins them: `counters` says how many have, and ends at 0. Scores are in units of log2, so that the
 exponential is one instruction. With a cache in eight bits operands are float16, which those convert to in hardware.
 """
@@ -32,12 +32,12 @@ def _range(largest):
 
 
 @triton.jit
-def _part(seq_len, split, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+def _part(seq_len, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
     """(first token, token after the last, number of parts that have any) of this part."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(seq_len - WINDOW, 0) // BLOCK_N * BLOCK_N
-    size = tl.cdiv(tl.cdiv(seq_len - first, SPLITS), BLOCK_N) * BLOCK_N
+    size = tl.cdiv(tl.cdiv(seq_len - first, splits), BLOCK_N) * BLOCK_N
     active = tl.maximum(tl.cdiv(seq_len - first, tl.maximum(size, 1)), 1)
     start = first + split * size
     return start, tl.minimum(start + size, seq_len), active
@@ -59,9 +59,9 @@ def _offsets(
 
 @triton.jit
 def _finish(
-    acc, best, total, out, out_token, partial, stats, counters, row, kv, split, active, v_scale, g,
+    acc, best, total, out, out_token, partial, stats, counters, row, kv, split, splits, active, v_scale, g,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    SPLITS: tl.constexpr, JOIN: tl.constexpr,
+    JOIN: tl.constexpr,
 ):  # fmt: skip
     """Store what this part has found for query heads g, `acc [g, D_PAD]`; if it is the last to do so, join them all."""
     d = tl.arange(0, D_PAD)
@@ -71,7 +71,7 @@ def _finish(
         tl.store(at, result.to(out.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < D)[None, :])
     else:
         place = (row * KV_HEADS + kv).to(tl.int64)
-        mine = (place * SPLITS + split) * GROUP_PAD + g
+        mine = (place * splits + split) * GROUP_PAD + g
         tl.store(partial + mine[:, None] * D_PAD + d[None, :], acc, mask=(g < GROUP)[:, None])
         tl.store(stats + mine * 2, best, mask=g < GROUP)
         tl.store(stats + mine * 2 + 1, total, mask=g < GROUP)
@@ -85,7 +85,7 @@ def _finish(
             all_acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
             for first in range(0, active, JOIN):  # JOIN parts at a time, whose loads do not wait for each other
                 parts = first + tl.arange(0, JOIN)
-                theirs = (place * SPLITS + parts)[:, None] * GROUP_PAD + h[None, :]
+                theirs = (place * splits + parts)[:, None] * GROUP_PAD + h[None, :]
                 mask = (parts < active)[:, None] & (h < GROUP)[None, :]
                 part_best = tl.load(stats + theirs * 2, mask=mask, other=LEAST, cache_modifier=".cg")
                 part_total = tl.load(stats + theirs * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
@@ -109,17 +109,18 @@ def decode_by_group(
     q, k_cache, v_cache, out, partial, stats, counters, tables, table_rows, seq_lens, scale, softcap, k_scale, v_scale,
     q_token, q_head, out_token, k_block, k_token, k_head, v_block, v_token, v_head, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, JOIN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SAME_STRIDES: tl.constexpr, SMALL: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """All query heads of a key/value head at once, on tensor cores, which want at least 16 of them."""
+    kv, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(seq_lens + row)  # known since the step began
+    slot = tl.load(table_rows + row).to(tl.int64)
     if DEPENDENT:
         wait_for_kernel_before()
-    kv, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq_len = tl.load(seq_lens + row)
-    slot = tl.load(table_rows + row).to(tl.int64)
-    start, end, active = _part(seq_len, split, BLOCK_N, SPLITS, WINDOW)
+    splits = tl.num_programs(2) if SPLIT else 1
+    start, end, active = _part(seq_len, split, splits, BLOCK_N, WINDOW)
     if split < active:
         M: tl.constexpr = GROUP_PAD if GROUP_PAD > 16 else 16
         g, d = tl.arange(0, M), tl.arange(0, D_PAD)
@@ -161,8 +162,8 @@ def decode_by_group(
             acc = tl.dot(p.to(queries.dtype), values.to(queries.dtype), acc * shrink[:, None], input_precision="ieee")
             best = new_best
         _finish(
-            acc, best, total, out, out_token, partial, stats, counters, row, kv, split, active, v_scale, g,
-            KV_HEADS, GROUP, GROUP_PAD, D, D_PAD, SPLITS, JOIN,
+            acc, best, total, out, out_token, partial, stats, counters, row, kv, split, splits, active, v_scale, g,
+            KV_HEADS, GROUP, GROUP_PAD, D, D_PAD, JOIN,
         )  # fmt: skip
 
 
@@ -171,7 +172,7 @@ def decode_by_lane(
     q, k_cache, v_cache, out, partial, stats, counters, tables, table_rows, seq_lens, scale, softcap, k_scale, v_scale,
     q_token, q_head, out_token, k_block, k_token, k_head, v_block, v_token, v_head, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, JOIN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SAME_STRIDES: tl.constexpr, SMALL: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -181,12 +182,13 @@ def decode_by_lane(
     of tokens that one load of the program brings), nothing but the sum of a score passes between threads inside it.
     Over eight bits, products and the first few additions are in float16, two in one instruction, long sums in float32.
     """
+    kv, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(seq_lens + row)  # known since the step began
+    slot = tl.load(table_rows + row).to(tl.int64)
     if DEPENDENT:
         wait_for_kernel_before()
-    kv, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq_len = tl.load(seq_lens + row)
-    slot = tl.load(table_rows + row).to(tl.int64)
-    start, end, active = _part(seq_len, split, BLOCK_N, SPLITS, WINDOW)
+    splits = tl.num_programs(2) if SPLIT else 1
+    start, end, active = _part(seq_len, split, splits, BLOCK_N, WINDOW)
     if split < active:
         d = tl.arange(0, D_PAD)
         factor = scale
@@ -236,5 +238,5 @@ def decode_by_lane(
         _finish(
             tl.sum(acc * shrink[:, None], 0)[None, :], joint + tl.zeros((1,), tl.float32),
             tl.sum(total * shrink, 0) + tl.zeros((1,), tl.float32), out, out_token, partial, stats, counters, row, kv,
-            split, active, v_scale, g, KV_HEADS, GROUP, GROUP_PAD, D, D_PAD, SPLITS, JOIN,
+            split, splits, active, v_scale, g, KV_HEADS, GROUP, GROUP_PAD, D, D_PAD, JOIN,
         )  # fmt: skip

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.kernels import reference
-from tgi.kernels.fp8 import SQUARE, Fp8Rows, Fp8Weight, ScaledRows, dequantize_rows, dequantize_weight
+from tgi.kernels.fp8 import FP8, SQUARE, Fp8Rows, Fp8Weight, ScaledRows, dequantize_rows, dequantize_weight
 from tgi.kernels.triton.quantize import quantize_rows
 from tgi.kernels.triton.skinny import MAX_ROWS, SkinnyProduct
 
@@ -24,6 +24,7 @@ class Linear:
     def __init__(self, num_processors: int, capability: tuple[int, int]) -> None:
         self._skinny = SkinnyProduct(num_processors)
         self._by_row = capability >= (9, 0)
+        self._by_square = capability[0] == 9  # later ones want other scales
         self._eight_bit = capability >= (8, 9)
         self._one: Tensor | None = None
 
@@ -75,11 +76,16 @@ class Linear:
 
     def _by_squares(self, rows: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         n, k = weight.shape
-        if n % SQUARE or k % SQUARE or not self._by_row:
+        if n % SQUARE or k % (4 * SQUARE) or not self._by_square:
             return _plainly(rows, weight, bias, dtype)
-        scale = rows.scale.t().contiguous().t()  # the library wants the scales of a group of columns together
-        out = torch._scaled_mm(rows.data, weight.data.t(), scale, weight.scale.t(), out_dtype=torch.bfloat16)
-        return _finish(out, bias, dtype)
+        count, missing = rows.shape[0], -rows.shape[0] % 4
+        data, scale = rows.data, rows.scale
+        if missing:  # the library wants a multiple of 4
+            data = F.pad(data.view(torch.uint8), (0, 0, 0, missing)).view(FP8)
+            scale = F.pad(scale, (0, 0, 0, missing))
+        scale = scale.t().contiguous().t()  # the scales of a group of columns lie together
+        out = torch._scaled_mm(data, weight.data.t(), scale, weight.scale.t(), out_dtype=torch.bfloat16)
+        return _finish(out[:count], bias, dtype)
 
 
 def logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

@@ -285,7 +285,8 @@ def settle_kernel(
                 finish_row(row, slot, chosen, logprob, out, out_row, tokens, tokens_row, lengths, record)
                 tl.store(at, DONE)
             else:
-                filtered = (last >= 0) | typical | (min_p > 0)
+                # Also where fewer ids are left than top-k keeps: nobody has chosen for a row with a filter yet.
+                filtered = (last >= 0) | typical | (min_p > 0) | (top_k > 0) | (top_p < 1)
                 tl.store(at, tl.where(filtered & (mass == mass), DRAW, JOIN))
         tl.store(facts + row * FACTS + FLOOR, floor)
         tl.store(facts + row * FACTS + MEAN, mean)

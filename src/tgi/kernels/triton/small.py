@@ -148,7 +148,7 @@ def _keep(value, source, to, mask, scale, SMALL: tl.constexpr, BACK: tl.constexp
             tl.store(source, kept, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # a row of a small table
 def _rotary_kernel(
     q, k, v, cos_sin, positions, kv_index, k_cache, v_cache, k_scale, v_scale, row_scales, columns,
     q_token, q_head, k_token, k_head, v_token, v_head, ck_block, ck_token, ck_head, cv_block, cv_token, cv_head,
@@ -249,13 +249,14 @@ def rotary_and_cache(
     if tokens:
         hb = min(16, triton.next_power_of_2(max(heads, kv_heads)))
         parts = triton.cdiv(heads, hb) + 2 * triton.cdiv(kv_heads, hb)
-        dependent = dependent_launch(tokens)
+        prompts = batch.prefill_tiles is not None
+        dependent = dependent_launch(tokens) and not prompts
         _rotary_kernel[(tokens, parts)](
             q, k, v, cos_sin, batch.positions, batch.kv_index, k_cache, v_cache, *kv_scales,
             *(scales or (q, q)), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             *k_cache.stride()[:3], *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], HEADS=heads,
             KV_HEADS=kv_heads, D=d, D_PAD=triton.next_power_of_2(d), HALF=half, HALF_PAD=triton.next_power_of_2(half),
-            HB=hb, SMALL=k_cache.dtype is FP8, BACK=batch.prefill_tiles is not None,
+            HB=hb, SMALL=k_cache.dtype is FP8, BACK=prompts,
             SCALED=scales is not None, DEPENDENT=dependent,
             num_warps=4, launch_pdl=dependent,
         )  # fmt: skip

@@ -31,7 +31,7 @@ def apply_writes(words: Tensor, staged: Tensor, num_writes: int) -> None:
         _write_kernel[(num_writes,)](words, staged, BLOCK=512, num_warps=4)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots", "at", "positions"])
 def _inputs_kernel(
     slots, at, tokens, tables, lengths, input_ids, positions, kv_index, seq_lens, count, tokens_row, tables_row, record,
     BLOCK_SIZE: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
