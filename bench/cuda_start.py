@@ -28,6 +28,29 @@ from tgi.engine.warm_up import warm_up
 seconds["imports"] = time.time() - began - sum(seconds.values())
 import msgspec
 config = msgspec.json.decode(sys.argv[2], type=ServerConfig)
+from contextlib import contextmanager
+from tgi.devices.cuda import CudaDevice
+rehearsed, here = {}, []
+def timed(part, work):
+    start = time.time()
+    try:
+        return work()
+    finally:
+        rehearsed[part] = rehearsed.get(part, 0) + time.time() - start
+compiling, peak_bytes = CudaDevice.compiling, CudaDevice.peak_bytes
+@contextmanager
+def timed_compiling(self):
+    from triton import knobs
+    knobs.compilation.listener = lambda **facts: here.append(facts["src"].name) if not facts["cache_hit"] else None
+    context = compiling(self)
+    context.__enter__()
+    start = time.time()
+    yield
+    rehearsed["going through steps"] = time.time() - start
+    timed("waiting for compilers", lambda: context.__exit__(None, None, None))
+    knobs.compilation.listener = None
+CudaDevice.compiling = timed_compiling
+CudaDevice.peak_bytes = lambda self, work: timed("measuring", lambda: peak_bytes(self, work))
 engine = start_engine(config)
 seconds |= engine.seconds
 seconds["warm-up"] = warm_up(engine, grammars=False)
@@ -62,6 +85,7 @@ for count, longest in WORK:
         waits.append(time.perf_counter() - before)
 print(json.dumps({
     "ready_s": round(ready, 2), "seconds": {name: round(value, 2) for name, value in seconds.items()},
+    "rehearsed": {name: round(value, 2) for name, value in rehearsed.items()}, "compiled_here": here,
     "free_gb": round(free / 1e9, 2), "total_gb": round(total / 1e9, 2),
     "kv_blocks": engine.facts.num_blocks, "late_kernels": late, "longest_step_ms": round(1e3 * max(waits), 1),
     "reserved_later_mb": (torch.cuda.memory_reserved() - reserved) >> 20,
@@ -100,6 +124,10 @@ def main() -> None:
             results[name] = result = start(config, Path(cache))
             stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in result["seconds"].items())
             print(f"{name}: ready after {result['ready_s']:.2f} s ({stages})", flush=True)
+            parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in result["rehearsed"].items())
+            here = ", ".join(result["compiled_here"]) or "nothing"
+            kernels = len(list(Path(cache).glob("triton/*/*.cubin")))
+            print(f"  of rehearse: {parts}; {kernels} kernels on disk, compiled in the engine process: {here}")
             print(
                 f"  {result['kv_blocks']} cache blocks; {result['free_gb']} of {result['total_gb']} GB left;"
                 f" reserved later {result['reserved_later_mb']} MB; longest step afterwards"

@@ -134,6 +134,7 @@ import json, sys, time
 from pathlib import Path
 import torch
 from triton.backends.compiler import GPUTarget
+from triton import knobs
 from triton.runtime import driver, jit
 
 
@@ -155,8 +156,9 @@ import tgi.engine.build
 
 class OnlyCompiles(QueueOnCpu):
     cache_by_head = True
-    def compiling(self): return compile_only(2, load=False)
+    def compiling(self): return compile_only(2, processes=True, load=False)
     def peak_bytes(self, work):
+        assert not compiled_here, compiled_here
         names = {}
         for function in functions:
             for ready, *_ in function.device_caches.values():
@@ -167,6 +169,8 @@ class OnlyCompiles(QueueOnCpu):
         sys.exit(0)
 
 
+compiled_here = []
+knobs.compilation.listener = lambda *, src, cache_hit, **_: cache_hit or compiled_here.append(src.name)
 functions = []
 init = jit.JITFunction.__init__
 def remember(self, *arguments, **options):

@@ -208,6 +208,7 @@ def test_aborted_requests_leave_no_memory(start_here: Start, scale: Scale, devic
                 loop.step()
             for number in ids:
                 loop.abort(number)
+        loop.add(make_request(10**6 + first_id, [1, 2, 3], 2))  # what was kept for the last batch goes
         while loop.has_work:
             loop.step()
 

@@ -194,20 +194,18 @@ with ThreadPoolExecutor(2) as threads:
 
 
 def chosen_for(capability: int, every: bool) -> list[tuple]:
-    """For the older GPUs, unless every case is wanted, one of each kernel and type; what takes longest only there."""
+    """Unless every case is wanted, none of those that compile longest, and for older GPUs one of each kernel and type."""
     chosen, seen = [], set()
     for case in CASES:
         _, kernel, types, values, _ = case
         # Eight bits and dependent launches came later than the oldest GPUs that the rest runs on.
         later = FP8 in types.values() or values.get("DEPENDENT", False)
         kind = (kernel, types.get("q"))
-        if capability < 90:
-            wanted = not later and (every or kind not in seen)
-        else:
-            wanted = every or kind != ("prefill", FP32)
-        if wanted:
-            seen.add(kind)
-            chosen.append(case)
+        slow = kernel == "prefill" and (FP32 in types.values() or values["D"] > 128)
+        if (capability < 90 and later) or (not every and (slow or (capability < 90 and kind in seen))):
+            continue
+        seen.add(kind)
+        chosen.append(case)
     return chosen
 
 

@@ -312,7 +312,7 @@ def check_attention(
     made[0][0], made[1][0] = math.nan, math.nan  # nobody's block
     exact = [cache.double() for cache in made]
     if kv_scales:
-        made = [(cache / scale).to(FP8) for cache, scale in zip(made, kv_scales, strict=True)]
+        made = [fp8.to_fp8(cache / scale) for cache, scale in zip(made, kv_scales, strict=True)]
         exact = [cache.double() * scale for cache, scale in zip(made, kv_scales, strict=True)]
     q = torch.randn(tokens, heads, d, device=device).to(dtype)
     known = replace(batch, block_tables=batch.block_tables.clamp(max=blocks - 1))
@@ -359,6 +359,8 @@ def test_attention(
 ) -> None:
     decode, chunks = BATCHES[name]
     in_part = device.type == "cpu"  # the interpreter is slow, and has no product in bfloat16
+    if in_part and chunks and heads > 16:
+        pytest.skip("slow; so many heads with the same keys are a matter of decoding")
     for dtype in (torch.float32 if window else torch.float16,) if in_part else DTYPES:
         for processors in (8,) if in_part and chunks else (1, 8) if decode else (1,):  # one part per row, and several
             for own in (by_head,) if in_part else (False, True) if chunks else (False,):
@@ -415,7 +417,7 @@ def test_any_tile_of_a_prompt(device: torch.device, queries: int, block: int) ->
 
 def test_splits_grow_as_rows_get_fewer() -> None:
     assert attention.num_splits(1, 8, 132) == 32
-    assert attention.num_splits(16, 8, 132) == 8
+    assert attention.num_splits(16, 8, 132) == 4
     assert attention.num_splits(256, 8, 132) == 1
 
 

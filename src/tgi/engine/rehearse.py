@@ -120,6 +120,11 @@ def play_prompts(rehearsal: Rehearsal, rows: int, tokens: int, length: int) -> N
                 rehearsal.decode(num_decode)
                 rehearsal.prompts([prompt], num_decode=num_decode)
         rehearsal.wait()
+
+
+def play_prefix(rehearsal: Rehearsal, tokens: int, length: int) -> None:
+    """Prompts whose first tokens are in the cache already."""
+    longest = min(tokens, length - 1)
     if longest > _PREFIX:
         rehearsal.prompts([longest], start=_PREFIX)
         rehearsal.prompts([_PREFIX + 1], start=_PREFIX)
@@ -151,6 +156,7 @@ def rehearse(
 
     with device.compiling():
         rehearsal = Rehearsal(make_runner(), rows, block_size)
+        play_prefix(rehearsal, tokens, length)  # first: its kernel takes longest
         play(rehearsal, min(rows, _FEW))
         play_decode(rehearsal, capture)
     del rehearsal

@@ -60,7 +60,6 @@ class _Workers:
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._own = threading.local()
         self._started: list[subprocess.Popen[str]] = []
-        self.num_compiled = 0
 
     def compile(self, described: str) -> None:
         """Leaves the kernel on disk, if all goes well."""
@@ -74,7 +73,7 @@ class _Workers:
                 self._started.append(worker)
             worker.stdin.write(described + "\n")
             worker.stdin.flush()
-            self.num_compiled += worker.stdout.readline() == "\n"
+            worker.stdout.readline()
 
     def close(self) -> None:
         for worker in self._started:
