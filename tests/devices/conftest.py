@@ -1,19 +1,14 @@
 """After an assert on the GPU every later call in the process fails: no other test may run in it."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are so small that more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _small_models(one_thread: None) -> None:
+    """Of the whole folder."""
 
 
 @pytest.hookimpl(trylast=True)

@@ -12,6 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tgi.errors import ModelFormatError, ResourceError, StartError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NEW = 24
 FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3fn"}
 FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

@@ -30,6 +30,8 @@ from tgi.errors import ModelFormatError, StartError
 from tgi.kernels.fp8 import Fp8Weight
 from tgi.runner.runner import Runner
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 SQUARES = {**FP8, "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
 FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}

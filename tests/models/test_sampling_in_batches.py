@@ -10,6 +10,8 @@ from driving import Output, Tiny, make_request, random_prompts, run, start
 
 from tgi.types import GenerationRequest
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NEW = 20
 SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
 PARAMS = [

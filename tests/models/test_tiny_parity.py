@@ -8,6 +8,8 @@ import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start
 from ranks import PROMPT, logits_of_ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = [1, 2, 5, 17, 40, 90]
 NEW = 24
 
