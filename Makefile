@@ -17,8 +17,10 @@ serve: $(READY)  ## serve the embedded model (PORT=8080, ARGS="--max-total-token
 try: $(READY)  ## answer a prompt with the embedded model
 	$(BIN)/tgi generate --chat "Explain in three sentences why the sky is blue." -n 128
 
+# Tests of the server start processes and want the machine for themselves; the others share it, a file at a time.
 test: $(READY)  ## run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/api
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/models tests/devices tests/unit tests/properties
 
 test-cuda:  ## run the device suite on a GPU (PYTHON: one with torch for CUDA, Triton and the test packages)
 	PYTHONPATH=src $(PYTHON) -m pytest tests/devices --device cuda

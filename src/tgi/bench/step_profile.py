@@ -24,7 +24,23 @@ Event = tuple[float, float, str]  # start, end (microseconds), name
 # Parts of a kernel's name, the first that fits counts.
 _KINDS = (
     ("attention", ("attention", "attn", "flash", "fmha", "decode_by_", "prefill")),
-    ("products", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "xmma", "splitk", "linear", "matmul", "_mm", "_vector_kernel", "_skinny_kernel")),
+    (
+        "products",
+        (
+            "gemm",
+            "gemv",
+            "nvjet",
+            "cutlass",
+            "cublas",
+            "xmma",
+            "splitk",
+            "linear",
+            "matmul",
+            "_mm",
+            "_vector_kernel",
+            "_skinny_kernel",
+        ),
+    ),
     ("copies", ("memcpy", "memset")),
 )
 
