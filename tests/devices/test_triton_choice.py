@@ -199,9 +199,14 @@ def check_choice(
         filtered = limited | (numbers[:, 2] < 1) | (numbers[:, 3] < 1) | (numbers[:, 4] > 0)
         filtered &= real & (numbers[:, 5] > 0)
         found = kept_by_kernels(op, logits, one, rows.clamp(min=0))[filtered]
-        different = (found != kept_by_definition(logits, one, rows.clamp(min=0))[filtered]).sum(1)
-        # A GPU sums in another order than the definition, so ids next to a threshold may fall on the other side.
-        assert int(different.max().item() if len(different) else 0) <= (0 if logits.device.type == "cpu" else 25)
+        different = found != kept_by_definition(logits, one, rows.clamp(min=0))[filtered]
+        if logits.device.type == "cpu":
+            assert not bool(different.any())
+        elif len(different):
+            # A GPU sums in another order than the definition: what is next to a threshold by so little may be on
+            # either side of it.
+            shares = (logits.float() / numbers[:, :1]).softmax(dim=-1)[filtered]
+            assert float((shares * different).sum(dim=-1).max()) < 1e-4
 
 
 @pytest.mark.parametrize(("vocab", "room", "part"), [(50, 8, 64), (2500, 8192, 1024), (2500, 64, 4096)])
