@@ -27,6 +27,7 @@ from tgi.kernels.triton.attention import DecodeChoice, PagedAttention, PrefillCh
 
 CUDA = torch.device("cuda")
 PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
+BULK_COPIES = torch.cuda.get_device_capability() >= (9, 0)
 BLOCK_SIZE, D, SCALES = 16, 128, (0.02, 0.03)
 results: list[dict[str, Any]] = []
 
@@ -90,8 +91,11 @@ def decode_variants(rows: int, kv_heads: int, group: int, dtype: torch.dtype, qu
     return found
 
 
+BULK = [(128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3)]
+
+
 def prefill_variants(before: int, quick: bool) -> dict[str, PrefillChoice]:
-    found = {"chosen": choose_prefill(D, torch.bfloat16, before > 0)}
+    found = {"chosen": choose_prefill(D, torch.bfloat16, before > 0, BULK_COPIES)}
     ways = [
         (128, 64, 8, 2),
         (128, 64, 8, 3),
@@ -104,6 +108,9 @@ def prefill_variants(before: int, quick: bool) -> dict[str, PrefillChoice]:
     ]
     for m, n, w, stages in ways[: 3 if quick else None]:
         found[f"m{m} n{n} w{w} s{stages}"] = PrefillChoice(m, n, w, stages)
+    if before == 0:
+        for m, n, w, stages in BULK[: 3 if quick else None]:
+            found[f"bulk m{m} n{n} w{w} s{stages}"] = PrefillChoice(m, n, w, stages, bulk=True)
     return found
 
 
@@ -131,6 +138,7 @@ def batch_for(decode: list[int], chunks: list[tuple[int, int]], tables: Tensor) 
         for first in range(start, end, PREFILL_TILE):
             tiles.append([row, token, first, min(PREFILL_TILE, end - first), start])
             token += tiles[-1][3]
+    tiles.sort(key=lambda tile: tile[4] == 0)
     nothing = torch.zeros(0, dtype=torch.int64, device=CUDA)
     return ForwardBatch(
         input_ids=nothing, positions=nothing, kv_index=nothing, block_tables=tables,
@@ -139,6 +147,7 @@ def batch_for(decode: list[int], chunks: list[tuple[int, int]], tables: Tensor) 
         max_seq_len=max(ends), logit_tokens=None,
         table_rows=torch.arange(len(ends), dtype=torch.int32, device=CUDA),
         prefill_tiles=torch.tensor(tiles, dtype=torch.int32, device=CUDA) if tiles else None,
+        num_prefix_tiles=sum(tile[4] > 0 for tile in tiles),
     )  # fmt: skip
 
 
@@ -320,7 +329,7 @@ def check_dependent() -> None:
     batch = batch_for([600] * 64, [], tables)
     batch.positions = torch.full((64,), 599, device=CUDA)
     batch.kv_index = tables[:, 599 // 16].long() * 16 + 599 % 16
-    op = PagedAttention(PROCESSORS)
+    op = PagedAttention(PROCESSORS, bulk_copies=BULK_COPIES)
     kv = torch.randn(64, 2, 32, D, device=CUDA).bfloat16()
 
     def chain() -> list[Tensor]:
@@ -360,7 +369,7 @@ def check_dependent() -> None:
 
 
 def check(quick: bool) -> bool:
-    plain, parts = PagedAttention(1), PagedAttention(PROCESSORS)
+    plain, parts = PagedAttention(1), PagedAttention(PROCESSORS, bulk_copies=BULK_COPIES)
     lanes, groups = PagedAttention(1), PagedAttention(1)
     lanes.decode_choice, groups.decode_choice = DecodeChoice(64, 4, 2, 4, lanes=16), DecodeChoice(64, 4, 3, 2)
     decode, chunks = [1, 16, 700, 65, 300], [(0, 130), (48, 300), (256, 700)]
@@ -445,7 +454,7 @@ def time_decode(quick: bool, flashinfer: bool) -> None:
         for rows, context, heads, kv_heads, dtype in DECODE:
             q, caches, batch = prepare(1, context, heads, kv_heads, dtype)
             for name, choice in decode_variants(rows, kv_heads, heads // kv_heads, dtype, quick).items():
-                op = PagedAttention(PROCESSORS)
+                op = PagedAttention(PROCESSORS, bulk_copies=BULK_COPIES)
                 op.decode_choice = choice
                 attempt(f"compiling {name}", lambda: op(q, *caches, batch, D**-0.5, None, None, SCALES))
     for rows, context, heads, kv_heads, dtype in DECODE:
@@ -453,7 +462,7 @@ def time_decode(quick: bool, flashinfer: bool) -> None:
         num_bytes = rows * context * 2 * kv_heads * D * dtype.itemsize
         found = []
         for name, choice in decode_variants(rows, kv_heads, heads // kv_heads, dtype, quick).items():
-            op = PagedAttention(PROCESSORS)
+            op = PagedAttention(PROCESSORS, bulk_copies=BULK_COPIES)
             op.decode_choice = choice
             ms = attempt(name, lambda: median_ms(lambda: op(q, *caches, batch, D**-0.5, None, None, SCALES)))
             if ms:
@@ -500,7 +509,7 @@ def time_prefill(quick: bool) -> None:
         for work in PREFILL:
             made = prepare(1, *work[1:])
             for name, choice in prefill_variants(work[2], quick).items():
-                op = PagedAttention(PROCESSORS)
+                op = PagedAttention(PROCESSORS, bulk_copies=BULK_COPIES)
                 op.prefill_choice = choice
                 attempt(f"compiling {name}", lambda: call(op, made, True))
                 if name == "chosen":
@@ -512,7 +521,7 @@ def time_prefill(quick: bool) -> None:
         flops = 4 * D * heads * prompts * (own * before + own * (own + 1) / 2)
         found = []
         for name, choice in prefill_variants(before, quick).items():
-            op = PagedAttention(PROCESSORS)
+            op = PagedAttention(PROCESSORS, bulk_copies=BULK_COPIES)
             op.prefill_choice = choice
             for way in (True, False) if name == "chosen" else (True,):
                 op.prefill_choice = choice if way else None

@@ -64,6 +64,17 @@ def prefill(
     return "prefill_attention", "prefill", types, values, {"num_warps": warps, "num_stages": stages, "fast": fast}
 
 
+def bulk(m: int, block: int, warps: int, stages: int, d: int = 128) -> tuple:
+    types = {
+        **dict.fromkeys(("q", "out"), BF16), **dict.fromkeys(("keys", "values"), f"tensordesc<bf16[{block}, {d}]>"),
+        "tiles": "*i32", **dict.fromkeys(("scale", "softcap"), "fp32"), **words("q_token q_head out_token"),
+    }  # fmt: skip
+    values = {
+        "GROUP": 4, "TILE_WORDS": 5, "SUB": 128 // m, "M": m, "D": d, "BLOCK_N": block, "WINDOW": 0, "SOFTCAP": False,
+    }  # fmt: skip
+    return "bulk_attention", "prefill_in_bulk", types, values, {"num_warps": warps, "num_stages": stages, "fast": True}
+
+
 def norm(form: int, dependent: bool = False) -> tuple:
     types = {
         **dict.fromkeys(("x", "residual", "weight", "total"), BF16), "out": FP8 if form else BF16, "eps": "fp32",
@@ -78,9 +89,11 @@ def gate(form: int, width: int = 14336, gelu: bool = False) -> tuple:
         "x": BF16, "out": FP8 if form else BF16, **words("x_row scales_row"),
         **dict.fromkeys(("scales", "input_scale", "x_scales", "x_columns"), FP32),
     }  # fmt: skip
-    block = 1 << (width - 1).bit_length() if form == 1 else 2048
+    block, rest = 1 << (width - 1).bit_length() if form == 1 else 2048, 0
+    if form == 1 and width <= block * 3 // 4:
+        block, rest = block // 2, 1 << (width - block // 2 - 1).bit_length()
     values = {
-        "WIDTH": width, "BLOCK": block, "GELU": gelu, "SCALED": form == 1, "FORM": form, "DEPENDENT": False,
+        "WIDTH": width, "BLOCK": block, "REST": rest, "GELU": gelu, "SCALED": form == 1, "FORM": form, "DEPENDENT": False,
     }  # fmt: skip
     return "small", "_gate_kernel", types, values, {"num_warps": min(16, block // 256), "fast": True}
 
@@ -114,6 +127,9 @@ CASES = [
     prefill(BF16, 128, 64, 8, 2, cache=FP8, fast=False),
     prefill(FP32, 32, 32, 4, 1, fast=False),
     prefill(BF16, 64, 32, 4, 2, d=256, fast=False),
+    bulk(128, 64, 8, 3),
+    bulk(128, 128, 8, 2),
+    bulk(64, 64, 4, 3),
     norm(0),
     norm(1, dependent=True),
     norm(2),
@@ -170,7 +186,7 @@ def build(asked):
     # What is passed is aligned: without that, loads are of single values.
     attributes = {
         (place,): [["tt.divisibility", 16]]
-        for place, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32")
+        for place, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32") and not kind.startswith("tensordesc")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -182,7 +198,8 @@ def build(asked):
     registers, stack = re.search(r"REG:(\\d+) STACK:(\\d+)", usage.stdout + usage.stderr).groups()
     shown = f"{capability} {name}: {registers} registers, {stack} bytes spilled, {compiled.metadata.shared} shared"
     shown += " " + " ".join(f"{k}={v}" for k, v in values.items())
-    room = 99 if values.get("BLOCK_N", 0) < 128 else 227  # the larger tiles are only measured, on larger GPUs
+    # The larger tiles are only measured, on larger GPUs; tiles in bulk are for those only.
+    room = 227 if values.get("BLOCK_N", 0) >= 128 or "bulk" in name else 99
     assert compiled.metadata.shared <= room * 1024, "no room in the shared memory of smaller GPUs: " + shown
     assert not fast or capability < 90 or stack == "0", shown
     return shown
@@ -198,8 +215,8 @@ def chosen_for(capability: int, every: bool) -> list[tuple]:
     chosen, seen = [], set()
     for case in CASES:
         _, kernel, types, values, _ = case
-        # Eight bits and dependent launches came later than the oldest GPUs that the rest runs on.
-        later = FP8 in types.values() or values.get("DEPENDENT", False)
+        # These came later than the oldest GPUs that the rest runs on.
+        later = FP8 in types.values() or values.get("DEPENDENT", False) or kernel == "prefill_in_bulk"
         kind = (kernel, types.get("q"))
         slow = kernel == "prefill" and (FP32 in types.values() or values["D"] > 128)
         if (capability < 90 and later) or (not every and (slow or (capability < 90 and kind in seen))):

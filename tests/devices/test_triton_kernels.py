@@ -243,6 +243,7 @@ def make_batch(device: torch.device, decode: list[int], chunks: list[tuple[int, 
             count = min(PREFILL_TILE, end - first)
             tiles.append([int(slots[row]), token, first, count, start])
             token += count
+    tiles.sort(key=lambda tile: tile[4] == 0)
     rows = slots.clone()
     for row, length in enumerate(decode):
         if length == 0:
@@ -261,6 +262,7 @@ def make_batch(device: torch.device, decode: list[int], chunks: list[tuple[int, 
         logit_tokens=None,
         table_rows=rows.to(device),
         prefill_tiles=torch.tensor(tiles, dtype=torch.int32, device=device) if tiles else None,
+        num_prefix_tiles=sum(tile[4] > 0 for tile in tiles),
     )
 
 
@@ -413,6 +415,19 @@ def test_any_tile_of_a_prompt(device: torch.device, queries: int, block: int) ->
     for own in (False, True):
         for window in (None, 50):
             check_attention(device, "over prefixes", (2, 1, 16), torch.float16, op, window, own=own)
+
+
+@pytest.mark.parametrize(("queries", "block"), [(128, 64), (64, 32), (32, 128)])
+@pytest.mark.parametrize("name", ["prompts", "over prefixes", "mixed"])
+def test_tiles_in_bulk(device: torch.device, name: str, queries: int, block: int) -> None:
+    """What is not of a prompt is NaN in `check_attention`, and tiles reach into it."""
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("this GPU has no copy engine for tiles")
+    op = attention.PagedAttention(1, bulk_copies=True)
+    op.prefill_choice = PrefillChoice(queries, block, 8 if queries == 128 else 4, 2, bulk=True)
+    for window, softcap in ((None, None), (50, 6.0)):
+        for dtype in (torch.float16,) if device.type == "cpu" else (torch.float16, torch.bfloat16):
+            check_attention(device, name, (4, 2, 64), dtype, op, window, softcap, own=True)
 
 
 def test_splits_grow_as_rows_get_fewer() -> None:

@@ -24,10 +24,10 @@ def weight_bytes(model: CausalLM, dtype: torch.dtype, quantization: Quantization
     for prefix, module in model.walk():
         for declared in module.declare():
             name = (prefix + declared.parts[0].name).removesuffix(".weight")
-            small = (
-                quantization is not None
-                and declared.quantizable
-                and (quantization.on_loading or quantization.scheme_of(name) is not None)
+            small = quantization is not None and (
+                declared.small_on_loading
+                if quantization.on_loading
+                else declared.quantizable and quantization.scheme_of(name) is not None
             )
             each = 1 if small else 4 if declared.keep_float32 else dtype.itemsize
             total += math.prod(declared.shape) * each

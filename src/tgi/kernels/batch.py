@@ -26,3 +26,4 @@ class ForwardBatch:
     table_rows: Tensor | None = None  # [rows] int32: where in `block_tables` each row is; -1: a row of padding
     # [tiles, 5] int32: slot, token of the batch, its position, number of tokens, position of the chunk's first one
     prefill_tiles: Tensor | None = None
+    num_prefix_tiles: int = 0  # leading tiles, of chunks that are not their prompt's first

@@ -50,9 +50,15 @@ class Attention(Module):
         return (self.k_scale, self.v_scale) if k_cache.dtype is FP8 else (1.0, 1.0)
 
     def forward(
-        self, x: Tensor | Fp8Rows, batch: ForwardBatch, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor
+        self,
+        x: Tensor | Fp8Rows,
+        batch: ForwardBatch,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        wanted: Tensor | None = None,
     ) -> Tensor | ScaledRows:
-        """x `[tokens, hidden]` -> `[tokens, hidden]`; writes this step's keys and values."""
+        """x `[tokens, hidden]` -> `[tokens, hidden]` of all tokens, or of those `wanted`; writes keys and values."""
         heads = self.heads
         product = self.qkv.product(x)
         scaled = {} if isinstance(product, Tensor) else {"scales": (product.rows, product.columns)}
@@ -63,4 +69,4 @@ class Attention(Module):
         mixed = self.ops.attention(
             q, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap, kv_scales=kv_scales, k=k, v=v
         )
-        return self.out.product(mixed)
+        return self.out.product(mixed if wanted is None else mixed[wanted])

@@ -23,9 +23,10 @@ class Linear(Module):
         self.reduce = reduce  # sum partial products over these ranks
         self.weight: Tensor | Blocks | Fp8Weight
         self.bias: Tensor | None = None
+        self.delicate = False  # see `Declared`
 
     def declare(self) -> list[Declared]:
-        declared = [Declared("weight", self.parts, packable=True, quantizable=True)]
+        declared = [Declared("weight", self.parts, packable=True, quantizable=True, delicate=self.delicate)]
         if self.bias_parts:
             declared.append(Declared("bias", self.bias_parts))
         return declared

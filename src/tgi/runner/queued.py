@@ -193,6 +193,7 @@ class QueuedRunner:
             logit_tokens=logit_tokens.long(),
             table_rows=row_slots,
             prefill_tiles=tiles.view(-1, 5),
+            num_prefix_tiles=inputs.num_prefix_tiles,
         )
         return self.model.forward(batch, self.kv_cache), sampling_slots
 
@@ -305,6 +306,7 @@ class _Inputs:
     rows: list[int]  # slots, decode rows first
     logit_tokens: list[int]
     tiles: np.ndarray  # [tiles * 5], see `ForwardBatch.prefill_tiles`
+    num_prefix_tiles: int
 
 
 def _describe(decode: list[int], chunks: list[Chunk], prompt_chunks: list[Chunk]) -> _Inputs:
@@ -320,7 +322,8 @@ def _describe(decode: list[int], chunks: list[Chunk], prompt_chunks: list[Chunk]
     positions[count:] = np.arange(count, total) - np.repeat(firsts - starts, counts)
     logit_tokens = list(range(count))
     prompt_tokens: list[int] = []
-    tiles: list[np.ndarray] = []
+    after: list[np.ndarray] = []  # tiles of chunks that have tokens before them
+    first_ones: list[np.ndarray] = []
     for chunk, first, length in zip(chunks, firsts.tolist(), counts.tolist(), strict=True):
         if chunk.samples:
             logit_tokens.append(first + length - 1)
@@ -331,5 +334,8 @@ def _describe(decode: list[int], chunks: list[Chunk], prompt_chunks: list[Chunk]
         tile[:, 0], tile[:, 1], tile[:, 2] = chunk.slot, first + offsets, chunk.start + offsets
         tile[:, 3] = np.minimum(PREFILL_TILE, length - offsets)
         tile[:, 4] = chunk.start
-        tiles.append(tile.ravel())
-    return _Inputs(token_slots, positions, decode + slots, logit_tokens + prompt_tokens, np.concatenate(tiles))
+        (after if chunk.start else first_ones).append(tile)
+    tiles = np.concatenate(after + first_ones).ravel()
+    return _Inputs(
+        token_slots, positions, decode + slots, logit_tokens + prompt_tokens, tiles, sum(len(tile) for tile in after)
+    )

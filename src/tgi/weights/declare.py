@@ -38,6 +38,12 @@ class Declared:
     keep_float32: bool = False
     packable: bool = False  # may arrive as quantised blocks instead, see `Module.accepts_blocks`
     quantizable: bool = False  # may arrive as an `Fp8Weight` instead
+    delicate: bool = False  # rounding costs most here: stays as it is where it is not stored in eight bits already
+
+    @property
+    def small_on_loading(self) -> bool:
+        """Put into eight bits where a plain checkpoint is to be."""
+        return self.quantizable and not self.delicate
 
     @property
     def shape(self) -> tuple[int, ...]:

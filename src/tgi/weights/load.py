@@ -48,7 +48,7 @@ def load_checkpoint(
             value = None
             if any(schemes):
                 value = read_fp8(parts, schemes, checkpoint, dtype, device, declared.quantizable)
-            elif on_loading and declared.quantizable:
+            elif on_loading and declared.small_on_loading:
                 value = quantize_parts(parts, read_plain, dtype)
             elif declared.packable and dtype is torch.float32:  # blocks stand for float32 values
                 value = _read_blocks(module, declared, parts, checkpoint)
@@ -166,7 +166,8 @@ def load_dummy(
                 return _random(name, part, target, device, seed)
 
             scheme = quantization.scheme_of(parts[0][0].removesuffix(".weight")) if quantization else None
-            if quantization and declared.quantizable and (scheme or quantization.on_loading):
+            on_loading = quantization is not None and quantization.on_loading and declared.small_on_loading
+            if declared.quantizable and (scheme or on_loading):
                 value = quantize_parts(parts, make, dtype, scheme)
             else:
                 pieces = [make(name, part) for name, part in parts]

@@ -11,16 +11,19 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tgi.kernels import reference
 from tgi.kernels.batch import PREFILL_TILE, ForwardBatch
 from tgi.kernels.fp8 import FP8
+from tgi.kernels.triton.bulk_attention import prefill_in_bulk
 from tgi.kernels.triton.decode_attention import decode_by_group, decode_by_lane
 from tgi.kernels.triton.launch import dependent_launch
 from tgi.kernels.triton.prefill_attention import prefill
 
 _MAX_SPLITS = 32
 _MANY_ROWS = 512  # whose contexts are short, as memory goes
+_MANY_TILES = 8  # of prompts: fewer are done before the copy engine has been told what to bring
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class PrefillChoice:
     block: int  # tokens at a time
     warps: int
     stages: int
+    bulk: bool = False  # tiles are brought by the copy engine
 
 
 def choose_decode(
@@ -55,8 +59,10 @@ def choose_decode(
     return DecodeChoice(64, 2 if splits > 1 or cache_dtype is FP8 else 4, 3, splits)
 
 
-def choose_prefill(d_pad: int, dtype: torch.dtype, prefix: bool) -> PrefillChoice:
-    """`prefix`: some of the tokens are read from the cache."""
+def choose_prefill(d_pad: int, dtype: torch.dtype, prefix: bool, bulk: bool = False) -> PrefillChoice:
+    """`prefix`: some of the tokens are read from the cache; `bulk`: the copy engine can bring the others."""
+    if bulk and not prefix:
+        return PrefillChoice(128, 64, 8, 3, bulk=True) if d_pad <= 128 else PrefillChoice(64, 32, 4, 2, bulk=True)
     if dtype is torch.float32:
         return PrefillChoice(32, 32, 4, 1)
     if d_pad > 128:
@@ -97,8 +103,9 @@ class Workspace:
 class PagedAttention:
     """The op `attention`, with the choices that fit one device."""
 
-    def __init__(self, num_processors: int, workspace: Workspace | None = None) -> None:
+    def __init__(self, num_processors: int, workspace: Workspace | None = None, bulk_copies: bool = False) -> None:
         self.num_processors = num_processors
+        self.bulk_copies = bulk_copies  # capability 9.0 or later
         self.workspace = workspace or Workspace()
         # Set, they are used whatever the work: to measure others.
         self.decode_choice: DecodeChoice | None = None
@@ -164,15 +171,49 @@ class PagedAttention:
     ) -> None:  # fmt: skip
         tiles = batch.prefill_tiles
         assert tiles is not None
-        own = k is not None and v is not None and tiles.shape[1] > 4 and k.stride(0) == v.stride(0)
-        prefix = not own or any(batch.chunk_starts_cpu)
-        choice = self.prefill_choice or choose_prefill(same["D_PAD"], q.dtype, prefix)
-        sub = PREFILL_TILE // choice.queries
-        own_k, own_v = (k, v) if own else (q, q)
-        prefill[(q.shape[1], tiles.shape[0] * sub)](
-            q, own_k, own_v, k_cache, v_cache, out, batch.block_tables, tiles, *numbers,
-            q.stride(0), q.stride(1), out.stride(0), own_k.stride(0), own_k.stride(1), own_v.stride(1),
-            *k_cache.stride()[:3], *v_cache.stride()[:3], batch.block_tables.stride(0), TILE_WORDS=tiles.shape[1],
-            SUB=sub, M=choice.queries, BLOCK_N=choice.block, OWN=own, PREFIX=prefix, num_warps=choice.warps,
-            num_stages=choice.stages, **same,
+        if k is None or v is None or k.stride(0) != v.stride(0):
+            self._prefill_tiles(q, None, None, k_cache, v_cache, batch.block_tables, tiles, out, numbers, same, True)
+            return
+        after, before = tiles[: batch.num_prefix_tiles], tiles[batch.num_prefix_tiles :]
+        if after.shape[0]:
+            self._prefill_tiles(q, k, v, k_cache, v_cache, batch.block_tables, after, out, numbers, same, True)
+        if before.shape[0]:
+            self._prefill_tiles(q, k, v, k_cache, v_cache, batch.block_tables, before, out, numbers, same, False)
+
+    def _prefill_tiles(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, tables: Tensor,
+        tiles: Tensor, out: Tensor, numbers: tuple[float, ...], same: dict[str, Any], prefix: bool,
+    ) -> None:  # fmt: skip
+        d_pad, num_tiles = same["D_PAD"], tiles.shape[0]
+        bulk = (
+            self.bulk_copies and num_tiles >= _MANY_TILES and q.dtype.itemsize == 2 and same["D"] == d_pad
+            and k is not None and k.stride(0) % 8 == 0 and k.data_ptr() % 16 == 0 and v.data_ptr() % 16 == 0
         )  # fmt: skip
+        choice = self.prefill_choice
+        if choice is None or (choice.bulk and prefix):
+            choice = choose_prefill(d_pad, q.dtype, prefix, bulk)
+        sub = PREFILL_TILE // choice.queries
+        launched = {
+            "TILE_WORDS": tiles.shape[1], "SUB": sub, "M": choice.queries, "BLOCK_N": choice.block,
+            "num_warps": choice.warps, "num_stages": choice.stages,
+        }  # fmt: skip
+        if choice.bulk:
+            keys, values = (_as_tiles(part, choice.block) for part in (k, v))
+            prefill_in_bulk[(q.shape[1], num_tiles * sub)](
+                q, keys, values, out, tiles, *numbers[:2], q.stride(0), q.stride(1), out.stride(0),
+                GROUP=same["GROUP"], D=same["D"], WINDOW=same["WINDOW"], SOFTCAP=same["SOFTCAP"], **launched,
+            )  # fmt: skip
+            return
+        own_k, own_v = (k, v) if k is not None else (q, q)
+        prefill[(q.shape[1], num_tiles * sub)](
+            q, own_k, own_v, k_cache, v_cache, out, tables, tiles, *numbers,
+            q.stride(0), q.stride(1), out.stride(0), own_k.stride(0), own_k.stride(1), own_v.stride(1),
+            *k_cache.stride()[:3], *v_cache.stride()[:3], tables.stride(0), OWN=k is not None, PREFIX=prefix,
+            **launched, **same,
+        )  # fmt: skip
+
+
+def _as_tiles(x: Tensor, rows: int) -> TensorDescriptor:
+    """`[tokens, heads, head_dim]` for the copy engine, in tiles of one head."""
+    tokens, heads, d = x.shape
+    return TensorDescriptor(x, [tokens, heads * d], [x.stride(0), 1], [rows, d])

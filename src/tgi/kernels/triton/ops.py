@@ -16,8 +16,8 @@ def load_ops(num_processors: int) -> dict[str, Any] | str:
     from tgi.kernels.triton import attention, choice, quantize, small, stack, state
     from tgi.kernels.triton.linear import Linear, logits
 
-    paged_attention = attention.PagedAttention(num_processors)
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    paged_attention = attention.PagedAttention(num_processors, bulk_copies=capability >= (9, 0))
     linear = Linear(num_processors, capability)
     return {
         "linear": linear,

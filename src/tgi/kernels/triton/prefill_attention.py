@@ -15,9 +15,7 @@ from tgi.kernels.triton.launch import wait_for_kernel_before
 
 
 @triton.jit
-def _look(
-    queries, keys, values, visible, acc, best, total, scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr
-):
+def look(queries, keys, values, visible, acc, best, total, scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
     """One tile of keys and values. Scores times `factor` are in units of log2."""
     s = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
     factor = scale * LOG2E
@@ -54,7 +52,7 @@ def _look_at_cache(
         visible = (n[None, :] <= positions[:, None]) & (n < end)[None, :]
         if WINDOW > 0:
             visible = visible & (n[None, :] > positions[:, None] - WINDOW)
-        acc, best, total = _look(queries, keys, values, visible, acc, best, total, scale, softcap, MASKED, SOFTCAP)
+        acc, best, total = look(queries, keys, values, visible, acc, best, total, scale, softcap, MASKED, SOFTCAP)
     return acc, best, total
 
 
@@ -82,11 +80,11 @@ def _look_at_own(
         visible = (n0 + i)[None, :] <= positions[:, None]
         if WINDOW > 0:
             visible = visible & ((n0 + i)[None, :] > positions[:, None] - WINDOW)
-        acc, best, total = _look(queries, keys, values, visible, acc, best, total, scale, softcap, MASKED, SOFTCAP)
+        acc, best, total = look(queries, keys, values, visible, acc, best, total, scale, softcap, MASKED, SOFTCAP)
     return acc, best, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tiles"])  # a part of a table
 def prefill(
     q, k, v, k_cache, v_cache, out, tables, tiles, scale, softcap, k_scale, v_scale,
     q_token, q_head, out_token, own_token_stride, own_k_head, own_v_head,

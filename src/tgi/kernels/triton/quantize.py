@@ -44,6 +44,16 @@ def store_columns(value, at, scales, input_scale, i, WIDTH: tl.constexpr, BLOCK:
         tl.store(scales, scale)
 
 
+@triton.jit
+def store_row(value, rest, at, scales, i, j, WIDTH: tl.constexpr):
+    """Like `store_columns` BY_ROW, for a row in two parts: all of `value`'s columns are there."""
+    largest = tl.maximum(tl.max(tl.abs(value), 0), tl.max(tl.abs(rest), 0))
+    scale = tl.maximum(largest / 448.0, 1e-12)
+    tl.store(at + i, (value * (1.0 / scale)).to(at.dtype.element_ty))
+    tl.store(at + j, (rest * (1.0 / scale)).to(at.dtype.element_ty), mask=j < WIDTH)
+    tl.store(scales, scale)
+
+
 class RowStore:
     """Where a kernel stores `[rows, width]`, and the arguments that say how."""
 

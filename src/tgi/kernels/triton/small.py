@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tgi.kernels.batch import ForwardBatch
-from tgi.kernels.fp8 import FP8, Fp8Rows, Fp8Weight, ScaledRows
+from tgi.kernels.fp8 import FP8, SQUARE, Fp8Rows, Fp8Weight, ScaledRows
 from tgi.kernels.triton.launch import dependent_launch, wait_for_kernel_before
-from tgi.kernels.triton.quantize import RowStore, store_columns, warps_for
+from tgi.kernels.triton.quantize import BY_ROW, RowStore, store_columns, store_row, warps_for
 
 
 @triton.jit
@@ -83,15 +83,11 @@ def add_rms_norm(
 
 
 @triton.jit
-def _gate_kernel(
-    x, out, scales, input_scale, x_scales, x_columns, x_row, scales_row,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, FORM: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+def _gated(
+    x, x_scales, x_columns, x_row, row, i, WIDTH: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
-    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Columns `i` of a row, rounded as the activations are, in float32."""
     mask = i < WIDTH
-    if DEPENDENT:
-        wait_for_kernel_before()
     gate = tl.load(x + row * x_row + i, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + WIDTH + i, mask=mask, other=0.0).to(tl.float32)
     if SCALED:
@@ -103,8 +99,26 @@ def _gate_kernel(
         gate = gate * (1 - 1 / (tl.exp(2 * inner) + 1))
     else:
         gate = gate / (1 + tl.exp(-gate))
-    value = (gate.to(x.dtype.element_ty).to(tl.float32) * up).to(x.dtype.element_ty).to(tl.float32)
-    store_columns(value, out + row * WIDTH, scales + row * scales_row, input_scale, i, WIDTH, BLOCK, FORM)
+    return (gate.to(x.dtype.element_ty).to(tl.float32) * up).to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _gate_kernel(
+    x, out, scales, input_scale, x_scales, x_columns, x_row, scales_row,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr,
+    FORM: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns. With REST the whole row, as two powers of two: one would be half empty."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if DEPENDENT:
+        wait_for_kernel_before()
+    value = _gated(x, x_scales, x_columns, x_row, row, i, WIDTH, GELU, SCALED)
+    if REST > 0:
+        j = BLOCK + tl.arange(0, REST)
+        rest = _gated(x, x_scales, x_columns, x_row, row, j, WIDTH, GELU, SCALED)
+        store_row(value, rest, out + row * WIDTH, scales + row * scales_row, i, j, WIDTH)
+    else:
+        store_columns(value, out + row * WIDTH, scales + row * scales_row, input_scale, i, WIDTH, BLOCK, FORM)
 
 
 def _gate(given: Tensor | ScaledRows, gelu: bool, into: Fp8Weight | None) -> Tensor | Fp8Rows:
@@ -112,11 +126,13 @@ def _gate(given: Tensor | ScaledRows, gelu: bool, into: Fp8Weight | None) -> Ten
     rows, width = x.shape[0], x.shape[1] // 2
     store = RowStore(rows, width, x.dtype, x.device, into)
     if rows:
-        block = store.block(width, 2048)
+        block, rest = store.block(width, 2048), 0
+        if store.form == BY_ROW.value and width <= block * 3 // 4 and block > SQUARE:
+            block, rest = block // 2, max(SQUARE, triton.next_power_of_2(width - block // 2))
         dependent = dependent_launch(rows)
-        _gate_kernel[(rows, triton.cdiv(width, block))](
+        _gate_kernel[(rows, 1 if rest else triton.cdiv(width, block))](
             x, store.data, store.scales, store.input_scale, x_scales, x_columns, x.stride(0), store.scales_row,
-            WIDTH=width, BLOCK=block, GELU=gelu, SCALED=isinstance(given, ScaledRows), FORM=store.form,
+            WIDTH=width, BLOCK=block, REST=rest, GELU=gelu, SCALED=isinstance(given, ScaledRows), FORM=store.form,
             DEPENDENT=dependent,
             num_warps=min(16, max(1, block // 256)), launch_pdl=dependent,
         )  # fmt: skip
