@@ -170,13 +170,15 @@ def kept_by_definition(logits: Tensor, state: SlotState, rows: Tensor) -> Tensor
     return sampling.min_p(kept, min_p) > -math.inf
 
 
-def kept_by_kernels(op: Choice, logits: Tensor, state: SlotState, rows: Tensor) -> Tensor:
-    """From the thresholds that the kernels leave."""
+def kept_by_kernels(op: Choice, logits: Tensor, state: SlotState, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """From the thresholds that the kernels leave; and which scores are no further from one than they are rounded."""
     x = logits.float() / state.filters[rows.long(), :1]
     floor, mean, _, reach = op._spaces[2][: len(rows), :4].unbind(1)
     assert (filters.FLOOR.value, filters.MEAN.value, filters.REACH.value) == (0, 1, 3)
-    near = (x.amax(dim=-1, keepdim=True) - x - mean[:, None]).abs() <= reach[:, None]
-    return (x >= floor[:, None]) & (x > -math.inf) & near
+    distance = (x.amax(dim=-1, keepdim=True) - x - mean[:, None]).abs()
+    kept = (x >= floor[:, None]) & (x > -math.inf) & (distance <= reach[:, None])
+    rounding = 1e-5 * (1 + x.abs())
+    return kept, ((x - floor[:, None]).abs() < rounding) | ((distance - reach[:, None]).abs() < rounding)
 
 
 def check_choice(
@@ -198,15 +200,15 @@ def check_choice(
         limited = (numbers[:, 1] > 0) & (numbers[:, 1] < logits.shape[1])
         filtered = limited | (numbers[:, 2] < 1) | (numbers[:, 3] < 1) | (numbers[:, 4] > 0)
         filtered &= real & (numbers[:, 5] > 0)
-        found = kept_by_kernels(op, logits, one, rows.clamp(min=0))[filtered]
+        found, at_threshold = (part[filtered] for part in kept_by_kernels(op, logits, one, rows.clamp(min=0)))
         different = found != kept_by_definition(logits, one, rows.clamp(min=0))[filtered]
         if logits.device.type == "cpu":
             assert not bool(different.any())
         elif len(different):
-            # A GPU sums in another order than the definition: what is next to a threshold by so little may be on
+            # A GPU divides and sums otherwise than the definition: what is next to a threshold by so little may be on
             # either side of it.
             shares = (logits.float() / numbers[:, :1]).softmax(dim=-1)[filtered]
-            assert float((shares * different).sum(dim=-1).max()) < 1e-4
+            assert float((shares * (different & ~at_threshold)).sum(dim=-1).max()) < 1e-4
 
 
 @pytest.mark.parametrize(("vocab", "room", "part"), [(50, 8, 64), (2500, 8192, 1024), (2500, 64, 4096)])
