@@ -23,6 +23,7 @@ from tgi.kernels.triton.prefill_attention import prefill
 
 _MAX_SPLITS = 32
 _MANY_ROWS = 512  # whose contexts are short, as memory goes
+_LONG_PROMPT = 512  # tokens on average: shorter ones leave large tiles empty
 _MANY_TILES = 8  # of prompts: fewer are done before the copy engine has been told what to bring
 
 
@@ -172,21 +173,22 @@ class PagedAttention:
         tiles = batch.prefill_tiles
         assert tiles is not None
         if k is None or v is None or k.stride(0) != v.stride(0):
-            self._prefill_tiles(q, None, None, k_cache, v_cache, batch.block_tables, tiles, out, numbers, same, True)
+            self._prefill_tiles(q, None, None, k_cache, v_cache, batch, tiles, out, numbers, same, True)
             return
         after, before = tiles[: batch.num_prefix_tiles], tiles[batch.num_prefix_tiles :]
         if after.shape[0]:
-            self._prefill_tiles(q, k, v, k_cache, v_cache, batch.block_tables, after, out, numbers, same, True)
+            self._prefill_tiles(q, k, v, k_cache, v_cache, batch, after, out, numbers, same, True)
         if before.shape[0]:
-            self._prefill_tiles(q, k, v, k_cache, v_cache, batch.block_tables, before, out, numbers, same, False)
+            self._prefill_tiles(q, k, v, k_cache, v_cache, batch, before, out, numbers, same, False)
 
     def _prefill_tiles(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, tables: Tensor,
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch,
         tiles: Tensor, out: Tensor, numbers: tuple[float, ...], same: dict[str, Any], prefix: bool,
     ) -> None:  # fmt: skip
-        d_pad, num_tiles = same["D_PAD"], tiles.shape[0]
+        d_pad, num_tiles, tables = same["D_PAD"], tiles.shape[0], batch.block_tables
+        long = num_tiles >= max(_MANY_TILES, _LONG_PROMPT // PREFILL_TILE * batch.chunk_starts_cpu.count(0))
         bulk = (
-            self.bulk_copies and num_tiles >= _MANY_TILES and q.dtype.itemsize == 2 and same["D"] == d_pad
+            self.bulk_copies and long and q.dtype.itemsize == 2 and same["D"] == d_pad
             and k is not None and k.stride(0) % 8 == 0 and k.data_ptr() % 16 == 0 and v.data_ptr() % 16 == 0
         )  # fmt: skip
         choice = self.prefill_choice

@@ -263,9 +263,9 @@ def rotary_and_cache(
     tokens, heads, d = q.shape
     kv_heads, half = k.shape[1], cos_sin.shape[1] // 2
     if tokens:
-        hb = min(16, triton.next_power_of_2(max(heads, kv_heads)))
-        parts = triton.cdiv(heads, hb) + 2 * triton.cdiv(kv_heads, hb)
         prompts = batch.prefill_tiles is not None
+        hb = min(8 if prompts else 16, triton.next_power_of_2(max(heads, kv_heads)))
+        parts = triton.cdiv(heads, hb) + 2 * triton.cdiv(kv_heads, hb)
         dependent = dependent_launch(tokens) and not prompts
         _rotary_kernel[(tokens, parts)](
             q, k, v, cos_sin, batch.positions, batch.kv_index, k_cache, v_cache, *kv_scales,
