@@ -24,7 +24,7 @@ _OTHER_COMMANDS = {
     "serve": "serve a model over HTTP (the same as text-generation-launcher)",
     "check": "say whether a model runs here, and with which limits",
     "download": "fetch a model from the hub",
-    "bench": "measure how fast a model runs here",
+    "bench": "measure how fast a model runs here or a server answers, and show reports",
 }
 
 

@@ -7,13 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tgi.bench.command import main, read_task
+from tgi.bench.command import main
 from tgi.bench.floor import FloorModel
+from tgi.bench.offline import check_host_memory, choose_rows, find_lack, make_config
+from tgi.bench.offline_command import read_task
+from tgi.bench.presets import PRESETS
 from tgi.bench.report import check_writable, markdown, rows_table
-from tgi.bench.results import Row, RowResult, parse_row
+from tgi.bench.results import Published, Row, RowResult, parse_row
+from tgi.bench.row_progress import RowProgress, describe_seconds, draw_bar
 from tgi.bench.shapes import SHAPES, config_of, write_shape
 from tgi.bench.step_profile import find_steps, kind_of, summarise
-from tgi.errors import StartError
+from tgi.bench.work import Iteration, Step
+from tgi.bench.work import summarise as summarise_row
+from tgi.config import Resolved
+from tgi.errors import ResourceError, StartError
 from tgi.layers.rotary import RopeSpec
 from tgi.models.registry import read_config, read_spec
 from tgi.models.spec import DecoderSpec
@@ -42,6 +49,10 @@ def test_rows() -> None:
         (["--shape", "llama-3.1-8b", "--load-format", "safetensors"], "no weights of its own"),
         (["--shape", "llama-9"], "llama-9"),
         (["--warmup", "-1"], "--warmup"),
+        (["--iterations", "0"], "--iterations must be >= 1"),
+        (["--preset", "gaudi9"], "gaudi9"),
+        (["--preset", "gaudi2-small", "1/1/1"], "has rows of its own"),
+        (["--preset", "gaudi2-small", "--shape", "llama-2-7b"], "names a model itself"),
         (["--profile", "256"], "ROWS/CONTEXT"),
         (["--profile", "0/5"], "ROWS/CONTEXT"),
         (["--max-batch-size", "many"], "--max-batch-size 'many'"),
@@ -59,9 +70,19 @@ def test_mistakes_are_told_at_once(arguments: list[str], text: str, capsys: pyte
 
 def test_without_a_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
+    assert "say what to measure: tgi bench offline, serve, report" in capsys.readouterr().err
     assert main(["online"]) == 2
-    assert "tgi bench offline" in capsys.readouterr().err
+    assert "'online' is not a benchmark: tgi bench offline" in capsys.readouterr().err
     assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"  {name} " in told for name in ("offline", "serve", "report"))
+
+
+@pytest.mark.parametrize("name", ["offline", "serve", "report"])
+def test_every_benchmark_helps(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([name, "--help"])
+    assert exit_.value.code == 0 and f"usage: tgi bench {name} " in capsys.readouterr().out
 
 
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,12 +104,124 @@ def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_task(["--prefix-caching"]).settings["prefix_caching"] is True
 
 
+def test_presets() -> None:
+    task = read_task(["--preset", "gaudi2-llama-2-7b"])
+    assert task.shape == "llama-2-7b" and task.iterations == 5
+    assert task.settings["quantize"] == "fp8" and task.settings["kv_cache_dtype"] == "fp8_e4m3fn"
+    assert task.rows[0] == Row(128, 128, 1230)
+    assert task.published[task.rows[3]] == Published("Llama-2-7B FP8", "Gaudi 2", 1, 1943)
+    task = read_task(["--preset", "gaudi2-llama-2-7b", "--iterations", "2", "--model-id", "/models/llama"])
+    assert task.shape is None and task.iterations == 2 and task.settings["model_id"] == "/models/llama"
+    assert "load_format" not in task.settings
+    assert read_task(["--preset", "gaudi2-small"]).settings == {"prefix_caching": False}
+    assert read_task([]).iterations == 1 and read_task([]).published == {}
+
+
+def test_the_published_rows() -> None:
+    """Seconds of an iteration that the figures imply, as the reference lists them."""
+    implied = [
+        round(found.row.requests * found.row.outputs / found.published.output_tokens_per_s, 1)
+        for preset in PRESETS.values()
+        for found in preset.rows
+        if found.published
+    ]
+    assert implied == [12.0, 69.9, 9.3, 85.4, 82.1, 207.0, 44.1, 166.7, 8.7, 30.9, 11.3, 28.7]
+    for name, preset in PRESETS.items():
+        assert preset.shape is None or preset.shape in SHAPES
+        assert read_task(["--preset", name]).rows == [found.row for found in preset.rows]
+
+
+def test_rows_that_do_not_fit() -> None:
+    task = read_task(["--preset", "gaudi2-llama-2-7b"])
+    rows, skipped = choose_rows(task, 4095)
+    assert len(rows) == 3 and skipped[0].reason == "needs 4,096 positions, the model has 4,095"
+    assert make_config(task, rows, "m", 4095).max_total_tokens == 2176 + 32
+    with pytest.raises(StartError, match="no row of gaudi2-llama-2-7b fits into the model's 100 positions"):
+        choose_rows(task, 100)
+    given = read_task(["4000/1000/1"])
+    assert choose_rows(given, 4096) == (given.rows, [])
+    with pytest.raises(StartError, match="needs 5000 tokens"):
+        make_config(given, given.rows, "m", 4096)
+    engine = Resolved(
+        block_size=16,
+        num_blocks=1 + 100,
+        max_input_tokens=64,
+        max_total_tokens=64,
+        max_batch_prefill_tokens=64,
+        max_batch_size=50,
+        reasons={},
+    )
+    assert find_lack(Row(16, 16, 50), engine) is None
+    assert find_lack(Row(17, 16, 50), engine) == "needs a KV cache of 2,400 tokens, 1,600 fit into the memory"
+    assert find_lack(Row(1, 1, 51), engine) == "51 requests at a time, 50 are possible"
+
+
+def test_a_shape_beyond_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "huge", {**SHAPES["llama-2-70b"], "num_hidden_layers": 80_000})
+    monkeypatch.setattr("tgi.bench.offline_command.SHAPES", SHAPES)
+    spec = read_spec(read_config(write_shape("huge", tmp_path / "huge")))
+    task = read_task(["--shape", "huge", "--device", "cpu", "1/1/1"])
+    with pytest.raises(ResourceError, match="the weights of huge take about 27[0-9]{4} GB"):
+        check_host_memory(task, make_config(task, task.rows, "m", 4096), spec)
+    small = read_task(["--shape", "smollm2-135m", "--device", "cpu", "1/1/1"])
+    spec = read_spec(read_config(write_shape("smollm2-135m", tmp_path / "small")))
+    check_host_memory(small, make_config(small, small.rows, "m", 4096), spec)
+
+
+def test_iterations_are_summed() -> None:
+    one = Iteration(2.0, [0.1, 0.3], [Step(0.010, 0.001, 2), Step(0.030, 0.003, 1)], 20, 11, 1, 0)
+    two = Iteration(3.0, [0.2, 0.4], [Step(0.020, 0.002, 2)], 20, 12, 2, 3)
+    result = summarise_row(Row(50, 10, 2), [one, two])
+    assert result.iterations == 2 and result.iteration_seconds == [2.0, 3.0] and result.seconds == 5.0
+    assert result.output_tokens_per_s == 2 * 2 * 10 / 5.0
+    assert result.total_tokens_per_s == 2 * 2 * 60 / 5.0
+    assert result.step_ms == pytest.approx(15.0) and result.host_ms == pytest.approx(1.5) and result.step_rows == 2
+    assert result.first_token_ms == pytest.approx(250.0) and result.first_token_max_ms == 400.0
+    assert (result.num_steps, result.num_prefill_steps, result.num_preemptions) == (23, 3, 3)
+
+
+def test_time_left() -> None:
+    now = 100.0
+    progress = RowProgress(Row(10, 50, 4), 3, "row 1 of 2", clock=lambda: now)
+    progress.start_iteration()
+    assert progress.seconds_left() is None
+    now = 110.0  # prompts took ten seconds
+    progress.tell(4)
+    assert progress.describe(bar=False) == "10/50 x4 (row 1 of 2): 4 of 600 tokens (1%)"
+    now = 112.0
+    progress.tell(104)  # 50 tokens a second
+    left = 96 / 50
+    assert progress.seconds_left() == pytest.approx(left + 2 * (12 + left))
+    now = 114.0
+    progress.start_iteration()
+    assert progress.seconds_left() == pytest.approx(28.0)
+    now = 121.0
+    progress.tell(100)
+    assert progress.seconds_left() == pytest.approx(21.0)
+    assert progress.describe(bar=False) == "10/50 x4 (row 1 of 2): 300 of 600 tokens (50%), 0:21 left"
+    assert "━━━━━━━━━━··········" in progress.describe(bar=True)
+
+
+def test_words_for_time() -> None:
+    assert [describe_seconds(seconds) for seconds in (0.2, 59.6, 61, 3599, 3600, 90061)] == [
+        "0:00",
+        "1:00",
+        "1:01",
+        "59:59",
+        "1:00:00",
+        "25:01:01",
+    ]
+    assert draw_bar(0.0) == "·" * 20 and draw_bar(1.0) == "━" * 20
+
+
 def test_unwritable_reports(tmp_path: Path) -> None:
     check_writable(str(tmp_path / "report.json"))
     with pytest.raises(StartError, match="is a folder"):
         check_writable(str(tmp_path))
     with pytest.raises(StartError, match="cannot write"):
         check_writable(str(tmp_path / "missing" / "report.json"))
+    with pytest.raises(StartError, match="--output "):
+        check_writable(str(tmp_path), "--output")
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
@@ -101,12 +234,15 @@ def test_shapes_are_models(shape: str, tmp_path: Path) -> None:
 def test_tables() -> None:
     assert markdown(["a", "b"], [["x", "10"]]).split("\n") == ["| a |  b |", "| : | -: |", "| x | 10 |"]
     values = dict.fromkeys(RowResult.__struct_fields__, 1.0)
-    row = RowResult(**{**values, "inputs": 200, "outputs": 800, "requests": 64, "step_ms": None, "of_floor": 0.9})
+    theirs = Published("Llama-2-70B FP8", "Gaudi 2", 2, 2727)
+    fields = {"inputs": 200, "outputs": 800, "requests": 64, "step_ms": None, "of_floor": 0.9, "published": theirs}
+    row = RowResult(**{**values, **fields})
     table = rows_table([row])
+    assert "published: Llama-2-70B FP8 on Gaudi 2" in table and "2,727 (2 cards)" in table
     assert "200/800 x64" in table and "90.0%" in table
     assert len({line.count("|") for line in table.split("\n")}) == 1
-    row.floor_step_ms = None
-    assert "floor" not in rows_table([row])
+    row.floor_step_ms = row.published = None
+    assert "floor" not in rows_table([row]) and "published" not in rows_table([row])
 
 
 def test_age_of_the_process() -> None:

@@ -26,6 +26,10 @@ MODULES = [
     "tgi.launch.command",
     "tgi.launch.arguments",
     "tgi.launch.server_command",
+    "tgi.bench.page.command",
+    "tgi.bench.serve.command",
+    "tgi.bench.static.command",
+    "tgi.bench.static.screen",
     "tgi.cli",
 ]
 

@@ -5,7 +5,6 @@ Level 9.
 
 import gc
 import os
-import platform
 import resource
 import shutil
 import sys
@@ -18,35 +17,45 @@ from typing import Any
 import torch
 
 from tgi.bench import report as reports
-from tgi.bench.command import EXIT_INTERRUPTED, Task
-from tgi.bench.results import Report, Row
+from tgi.bench.command_line import EXIT_INTERRUPTED
+from tgi.bench.hardware import describe_hardware
+from tgi.bench.offline_command import Task
+from tgi.bench.results import OfflineReport, Row, RowResult, SkippedRow
+from tgi.bench.row_progress import Lines, RowProgress
 from tgi.bench.shapes import write_shape
-from tgi.bench.work import run_row, warm_up
-from tgi.config import ServerConfig
+from tgi.bench.work import Iteration, run_once, summarise, warm_up
+from tgi.config import Resolved, ServerConfig
 from tgi.devices.device import Device
 from tgi.engine import warm_up as engine_warm_up
 from tgi.engine.build import Engine, start_engine
-from tgi.errors import StartError
+from tgi.errors import ResourceError, StartError
 from tgi.models.registry import read_config, read_spec
+from tgi.models.spec import DecoderSpec
 from tgi.progress import StageBars
 from tgi.weights.source import find_model
 
 _MOST_AT_A_TIME = 2048
 _SLACK_TOKENS = 32  # two blocks for each request: a cache that is just large enough lets fewer in
 _WARM_UP_SEED = 1 << 16
+_ITERATION_BITS = 20  # where a seed has the number of the iteration
 
 
 def run_offline(task: Task) -> int:
     """The exit status. Ctrl-C ends it with what was measured so far."""
     if task.json_path is not None:
         reports.check_writable(task.json_path)
+    lines = Lines(task.quiet)
     with _model_folder(task) as model_id, StageBars(enabled=not task.quiet) as bars:
         source = find_model(ServerConfig(**{**task.settings, "model_id": model_id}), bars.update)
-        max_positions = read_spec(read_config(source.path)).max_positions
-        config = make_config(task, model_id, max_positions)
+        spec = read_spec(read_config(source.path))
+        rows, skipped = choose_rows(task, spec.max_positions)
+        config = make_config(task, rows, model_id, spec.max_positions)
+        check_host_memory(task, config, spec)
         engine = start_engine(config, bars.update)
     try:
-        return _measure(task, config, engine)
+        report = _start_report(task, config, engine)
+        report.skipped = skipped
+        return _Run(task, rows, engine, report, lines).measure()
     finally:
         engine.close()
 
@@ -64,9 +73,27 @@ def _model_folder(task: Task) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_config(task: Task, model_id: str, max_positions: int) -> ServerConfig:
+def choose_rows(task: Task, max_positions: int) -> tuple[list[Row], list[SkippedRow]]:
+    """Rows of a preset that are too long for the model are left out; rows that somebody wrote are kept, and refused."""
+    if task.preset is None:
+        return task.rows, []
+    rows = [row for row in task.rows if row.length <= max_positions]
+    if not rows:
+        raise StartError(f"no row of {task.preset} fits into the model's {max_positions} positions")
+    skipped = [
+        _skip(row, f"needs {row.length:,} positions, the model has {max_positions:,}")
+        for row in task.rows
+        if row.length > max_positions
+    ]
+    return rows, skipped
+
+
+def _skip(row: Row, reason: str) -> SkippedRow:
+    return SkippedRow(row.inputs, row.outputs, row.requests, reason)
+
+
+def make_config(task: Task, rows: list[Row], model_id: str, max_positions: int) -> ServerConfig:
     """As asked; what was not is as large as the rows need, so that the requests of a row run all at a time."""
-    rows = task.rows
     if task.profile is not None:
         from tgi.bench.step_profile import new_tokens
 
@@ -90,125 +117,183 @@ def make_config(task: Task, model_id: str, max_positions: int) -> ServerConfig:
     return config
 
 
-def _measure(task: Task, config: ServerConfig, engine: Engine) -> int:
-    device, rows = engine.device, task.rows
-    on_gpu = device.torch_device.type == "cuda"
-    if (task.floor or task.profile) and not on_gpu:
-        raise StartError(f"--floor and --profile are about a GPU; the model runs on {device.name}")
-    interrupted = False
-    report = _start_report(task, config, engine)
-    try:
+def check_host_memory(task: Task, config: ServerConfig, spec: DecoderSpec) -> None:
+    """Raise `ResourceError` if a shape is too large for a CPU's memory, where the system would end the process. On a
+    GPU the engine says so itself."""
+    if task.shape is None or config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
+        return
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    matrices = spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
+    vocabulary = spec.vocab_size * spec.hidden_size * 2
+    each = 2 if config.dtype in ("bfloat16", "float16") else 4
+    needed = matrices * (1 if config.quantize == "fp8" else each) + vocabulary * each
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > free:
+        raise ResourceError(
+            f"The model is too large: the weights of {task.shape} take about {needed / 1e9:.0f} GB, this machine has"
+            f" {free / 1e9:.0f} GB of memory. What would help: a GPU, or a smaller --shape"
+        )
+
+
+class _Run:
+    """An engine taken through the rows, and the report that grows with it."""
+
+    def __init__(self, task: Task, rows: list[Row], engine: Engine, report: OfflineReport, lines: Lines) -> None:
+        self.task, self.rows, self.engine, self.report, self.lines = task, rows, engine, report, lines
+        self.done: list[Row] = []  # beside `report.rows`
+
+    def measure(self) -> int:
+        task, report = self.task, self.report
+        on_gpu = self.engine.device.torch_device.type == "cuda"
+        if (task.floor or task.profile) and not on_gpu:
+            raise StartError(f"--floor and --profile are about a GPU; the model runs on {self.engine.device.name}")
+        interrupted = False
+        try:
+            self.get_ready()
+            rows = self.leave_out_what_does_not_fit()
+            for number, row in enumerate(rows, 1):
+                self.measure_row(row, number, len(rows))
+            if task.profile is not None:
+                self.profile()
+            if task.floor:
+                self.add_floors()
+            report.complete = True
+            self.save()
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:  # whatever ended it, what was measured is shown
+            self.lines.clear()
+            self.show()
+        if interrupted:
+            print(f"\ninterrupted: {len(report.rows)} of {len(self.rows)} rows were measured", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        if not report.rows and report.profile is None:
+            raise StartError("no row fits this machine")
+        return 0
+
+    def get_ready(self) -> None:
+        engine, report = self.engine, self.report
         engine.seconds["warm-up"] = engine_warm_up.warm_up(engine, grammars=False)
         report.stages = {stage: round(seconds, 3) for stage, seconds in engine.seconds.items()}
         report.ready_seconds = round(reports.seconds_since_process_start(), 3)
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in engine.seconds.items())
-        _say(task, f"ready after {report.ready_seconds:.1f} s ({stages})")
-        _save(task, report)
-        for number, row in enumerate(rows, 1):
-            for again in range(task.warmups):
-                _say(task, f"{row}: warm-up", passing=True)
-                warm_up(engine, row, _WARM_UP_SEED + number * 1000 + again)
-            result = run_row(engine, row, task.seed * 1000 + number, _teller(task, row))
-            result.peak_memory_gb = round(_peak_bytes(device) / 1e9, 3)
-            report.rows.append(result)
-            _save(task, report)
-            _say(task, f"{row}: {result.output_tokens_per_s:,.1f} tokens/s, {result.step_ms or 0:.3f} ms per step")
-        if task.profile is not None:
-            from tgi.bench.step_profile import profile_step
+        self.lines.say(f"ready after {report.ready_seconds:.1f} s ({stages})")
 
-            _say(task, f"profile of {task.profile.rows} rows at {task.profile.context} tokens", passing=True)
-            report.profile = profile_step(engine, task.profile.rows, task.profile.context)
-            _save(task, report)
-        if task.floor:
-            _add_floors(task, report, engine)
-        report.complete = True
-        _save(task, report)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:  # whatever ended it, what was measured is shown
-        if report.rows:
-            print(reports.rows_table(report.rows))
-        if report.profile is not None:
-            print(f"\n{reports.profile_table(report.profile)}")
-    if interrupted:
-        print(f"\ninterrupted: {len(report.rows)} of {len(rows)} rows were measured", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0
+    def leave_out_what_does_not_fit(self) -> list[Row]:
+        """Of a preset: a row whose requests cannot all run at a time would not be what was published."""
+        if self.task.preset is None:
+            self.save()
+            return self.rows
+        reasons = {row: find_lack(row, self.engine.resolved) for row in self.rows}
+        self.report.skipped += [_skip(row, reason) for row, reason in reasons.items() if reason is not None]
+        for left_out in self.report.skipped:
+            row = Row(left_out.inputs, left_out.outputs, left_out.requests)
+            self.lines.say(f"{row}: skipped: {left_out.reason}")
+        self.save()
+        return [row for row, reason in reasons.items() if reason is None]
 
+    def measure_row(self, row: Row, number: int, num_rows: int) -> None:
+        task, engine = self.task, self.engine
+        for again in range(task.warmups):
+            self.lines.pass_by(f"{row}: warm-up")
+            warm_up(engine, row, _WARM_UP_SEED + number * 1000 + again)
+        progress = RowProgress(row, task.iterations, f"row {number} of {num_rows}")
 
-def _add_floors(task: Task, report: Report, engine: Engine) -> None:
-    """Last, when the engine can give its cache back: products of many rows want memory that it holds."""
-    from tgi.bench.floor import FloorModel, measure_floor
+        def tell(num_tokens: int) -> None:
+            progress.tell(num_tokens)
+            self.lines.progress(progress)
 
-    model = FloorModel.of(engine)
-    runner: Any = engine.loop._runner
-    runner.kv_cache.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
-    for row, result in zip(task.rows, report.rows, strict=True):
-        _say(task, f"{row}: floor", passing=True)
+        iterations: list[Iteration] = []
         try:
-            step_ms, tokens_per_s = measure_floor(model, row)
-        except RuntimeError as error:  # too little memory, or a product that the library refuses
-            _say(task, f"{row}: no floor: {error}")
-            continue
-        result.floor_step_ms, result.floor_tokens_per_s = round(step_ms, 4), round(tokens_per_s, 2)
-        result.of_floor = round(result.output_tokens_per_s / tokens_per_s, 4)
-        _save(task, report)
+            for again in range(task.iterations):
+                progress.start_iteration()
+                self.lines.progress(progress)
+                seed = task.seed * 1000 + number + (again << _ITERATION_BITS)
+                iterations.append(run_once(engine, row, seed, tell))
+        finally:  # after Ctrl-C, the iterations that were finished
+            if iterations:
+                self.add(row, summarise(row, iterations))
+
+    def add(self, row: Row, result: RowResult) -> None:
+        result.peak_memory_gb = round(_peak_bytes(self.engine.device) / 1e9, 3)
+        result.published = self.task.published.get(row)
+        self.done.append(row)
+        self.report.rows.append(result)
+        self.save()
+        self.lines.say(f"{row}: {result.output_tokens_per_s:,.1f} tokens/s, {result.step_ms or 0:.3f} ms per step")
+
+    def profile(self) -> None:
+        from tgi.bench.step_profile import profile_step
+
+        shown = self.task.profile
+        assert shown is not None
+        self.lines.pass_by(f"profile of {shown.rows} rows at {shown.context} tokens")
+        self.report.profile = profile_step(self.engine, shown.rows, shown.context)
+        self.save()
+
+    def add_floors(self) -> None:
+        """Last, when the engine can give its cache back: products of many rows want memory that it holds."""
+        from tgi.bench.floor import FloorModel, measure_floor
+
+        model = FloorModel.of(self.engine)
+        runner: Any = self.engine.loop._runner
+        runner.kv_cache.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        for row, result in zip(self.done, self.report.rows, strict=True):
+            self.lines.pass_by(f"{row}: floor")
+            try:
+                step_ms, tokens_per_s = measure_floor(model, row)
+            except RuntimeError as error:  # too little memory, or a product that the library refuses
+                self.lines.say(f"{row}: no floor: {error}")
+                continue
+            result.floor_step_ms, result.floor_tokens_per_s = round(step_ms, 4), round(tokens_per_s, 2)
+            result.of_floor = round(result.output_tokens_per_s / tokens_per_s, 4)
+            self.save()
+
+    def show(self) -> None:
+        if self.report.rows:
+            print(reports.rows_table(self.report.rows))
+        if self.report.profile is not None:
+            print(f"\n{reports.profile_table(self.report.profile)}")
+
+    def save(self) -> None:
+        if self.task.json_path is not None:
+            reports.write_report(self.report, self.task.json_path)
 
 
-def _start_report(task: Task, config: ServerConfig, engine: Engine) -> Report:
-    return Report(
+def find_lack(row: Row, resolved: Resolved) -> str | None:
+    """What the engine lacks to compute all requests of a row at a time."""
+    if row.requests > resolved.max_batch_size:
+        return f"{row.requests:,} requests at a time, {resolved.max_batch_size:,} are possible"
+    blocks = row.requests * -(-row.length // resolved.block_size)
+    usable = resolved.num_blocks - 1  # one belongs to nobody
+    if blocks > usable:
+        size = resolved.block_size
+        return f"needs a KV cache of {blocks * size:,} tokens, {usable * size:,} fit into the memory"
+    return None
+
+
+def _start_report(task: Task, config: ServerConfig, engine: Engine) -> OfflineReport:
+    return OfflineReport(
         benchmark="offline",
+        started_at=reports.now(),
         model=task.shape or config.model_id,
-        configuration={**dict(config.__rich_repr__()), "warmup": task.warmups, "seed": task.seed},
+        preset=task.preset,
+        configuration={
+            **{name: value for name, value in config.__rich_repr__() if not (task.shape and name == "model_id")},
+            "iterations": task.iterations,
+            "warmup": task.warmups,
+            "seed": task.seed,
+        },
         versions=reports.describe_versions(),
-        hardware=_describe_hardware(engine.device),
+        hardware=describe_hardware(engine.device),
         commit=reports.find_commit(),
-        notes=engine.notes,
+        notes=[note for note in engine.notes if not (task.shape and config.model_id in note)],
     )
-
-
-def _describe_hardware(device: Device) -> dict[str, Any]:
-    found: dict[str, Any] = {"device": device.name, "cpus": os.cpu_count(), "machine": platform.machine()}
-    if device.torch_device.type == "cuda":
-        properties: Any = torch.cuda.get_device_properties(device.torch_device)
-        found["gpu"], found["gpu_gb"] = properties.name, round(properties.total_memory / 1e9, 1)
-        found["cuda"] = torch.version.cuda
-    else:
-        found["threads"] = torch.get_num_threads()
-    return found
 
 
 def _peak_bytes(device: Device) -> int:
     if device.torch_device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return torch.cuda.max_memory_reserved(device.torch_device)
-
-
-def _save(task: Task, report: Report) -> None:
-    if task.json_path is not None:
-        reports.write_report(report, task.json_path)
-
-
-# -- progress ------------------------------------------------------------------------------------------------------
-
-
-def _say(task: Task, text: str, passing: bool = False) -> None:
-    """A line on standard error; on a terminal a passing one is replaced by the next. No thread draws while a row is
-    measured."""
-    if task.quiet:
-        return
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="" if passing else "\n", file=sys.stderr, flush=True)
-    elif not passing:
-        print(text, file=sys.stderr, flush=True)
-
-
-def _teller(task: Task, row: Row):  # noqa: ANN202 - a function of the number of tokens
-    total = row.outputs * row.requests
-
-    def tell(num_tokens: int) -> None:
-        _say(task, f"{row}: {num_tokens:,} of {total:,} tokens ({num_tokens / total:.0%})", passing=True)
-
-    return tell

@@ -8,36 +8,49 @@ import platform
 import subprocess
 import tempfile
 import time
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
-from tgi.bench.results import RowResult, StepProfile
+from tgi.bench.results import Published, RowResult, StepProfile
 from tgi.errors import StartError
 from tgi.version import __version__
 
 _PACKAGES = ("torch", "triton", "numpy", "tokenizers", "flashinfer-python")
 
 
-def check_writable(path: str) -> None:
-    """Raise `StartError` before minutes of work, if the report could not be written afterwards."""
+def check_writable(path: str, flag: str = "--json") -> None:
+    """Raise `StartError` before minutes of work, if the file that `flag` names could not be written afterwards."""
     folder = Path(path).expanduser().resolve().parent
     if Path(path).expanduser().is_dir():
-        raise StartError(f"--json {path}: is a folder; give the name of a file")
+        raise StartError(f"{flag} {path}: is a folder; give the name of a file")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise StartError(f"--json {path}: cannot write to {folder}: {error.strerror}") from None
+        raise StartError(f"{flag} {path}: cannot write to {folder}: {error.strerror}") from None
 
 
 def write_report(report: msgspec.Struct, path: str) -> None:
-    """Replaces the file at once, so that a reader finds a whole report at any time."""
+    write_whole(path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """Replaces the file at once, so that a reader finds all of it at any time."""
     target = Path(path).expanduser()
     part = target.with_name(f".{target.name}.{os.getpid()}")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    part.replace(target)
+    try:
+        part.write_bytes(data)
+        part.replace(target)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def describe_versions() -> dict[str, str]:
@@ -95,7 +108,22 @@ def rows_table(rows: list[RowResult]) -> str:
         for row, line in zip(rows, cells, strict=True):
             share = "-" if row.of_floor is None else f"{row.of_floor:.1%}"
             line += [_number(row.floor_tokens_per_s, 1), _number(row.floor_step_ms, 3), share]
+    published = [row.published for row in rows if row.published is not None]
+    if published:
+        heads.append(name_published(published))
+        for row, line in zip(rows, cells, strict=True):
+            line.append("-" if row.published is None else published_cell(row.published))
     return markdown(heads, cells)
+
+
+def published_cell(published: Published) -> str:
+    """The figure and how many cards gave it."""
+    return f"{published.output_tokens_per_s:,.0f} ({published.cards} card{'s' if published.cards > 1 else ''})"
+
+
+def name_published(published: list[Published]) -> str:
+    """Whose figures they are."""
+    return "published: " + "; ".join(dict.fromkeys(f"{one.model} on {one.hardware}" for one in published))
 
 
 def profile_table(profile: StepProfile, most: int = 18) -> str:

@@ -26,14 +26,25 @@ class Row(msgspec.Struct, frozen=True):
         return f"{self.inputs}/{self.outputs} x{self.requests}"
 
 
+class Published(msgspec.Struct):
+    """What somebody else reported for the same work, on other hardware."""
+
+    model: str
+    hardware: str
+    cards: int
+    output_tokens_per_s: float
+
+
 class RowResult(msgspec.Struct, kw_only=True):
-    """What one row measured. None where there was nothing to measure."""
+    """What one row measured, over all its iterations. None where there was nothing to measure."""
 
     inputs: int
     outputs: int
     requests: int
-    seconds: float
-    output_tokens_per_s: float  # over the whole run, prompts included
+    iterations: int = 1
+    seconds: float  # of all iterations together
+    iteration_seconds: list[float] = []
+    output_tokens_per_s: float  # iterations x requests x outputs / seconds, so prompts take part in the time
     total_tokens_per_s: float  # prompt tokens count too
     step_ms: float | None  # median of the decode steps with most rows
     step_rows: int  # requests in each of those
@@ -47,6 +58,16 @@ class RowResult(msgspec.Struct, kw_only=True):
     floor_step_ms: float | None = None  # see `floor`
     floor_tokens_per_s: float | None = None
     of_floor: float | None = None
+    published: Published | None = None
+
+
+class SkippedRow(msgspec.Struct):
+    """A row of a preset that this machine cannot do as it was published."""
+
+    inputs: int
+    outputs: int
+    requests: int
+    reason: str
 
 
 def parse_row(text: str) -> Row:
@@ -78,17 +99,24 @@ class StepProfile(msgspec.Struct, kw_only=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """Everything that one run found out. `complete` is false when it was ended early."""
+    """What the report of every benchmark says. `complete` is false when it was ended early."""
 
-    benchmark: str
+    format: int = 1  # of the file; another number is refused
+    benchmark: str  # "offline", "serve" or "static"
     complete: bool = False
+    started_at: str  # ISO 8601, UTC
     model: str
     configuration: dict[str, Any]  # what differs from the defaults
     versions: dict[str, str]
     hardware: dict[str, Any]
     commit: str | None
+
+
+class OfflineReport(Report, kw_only=True):
     ready_seconds: float | None = None  # from the start of the process to a warmed-up engine
     stages: dict[str, float] = {}  # parts of that
     notes: list[str] = []  # how the engine came up and why its limits are what they are
+    preset: str | None = None
     rows: list[RowResult] = []
+    skipped: list[SkippedRow] = []
     profile: StepProfile | None = None

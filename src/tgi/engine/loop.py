@@ -110,9 +110,9 @@ class EngineLoop:
             self._pending.append(_Step(plan, self._runner.launch(plan)))
         return bool(self._pending) and (plan is None or len(self._pending) > self._depth)
 
-    def wait(self) -> None:
-        """Until the oldest step is done. May be interrupted and called again."""
-        wait([self._pending[0].future])
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until the oldest step is done, or so long. True if it is, or if there is none. May be called again."""
+        return not self._pending or bool(wait([self._pending[0].future], seconds).done)
 
     def take(self) -> TokenOut:
         """The tokens of the oldest step. Raises `EngineError` if it failed; nothing more can be computed then."""
