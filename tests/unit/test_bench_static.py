@@ -212,7 +212,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for flag in ("--tokenizer-name", "--batch-size", "--top-n-tokens", "--master-shard-uds-path", "--json", "--device"):
         assert flag in text
-    assert "env: DECODE_LENGTH" in text and "default: 1 2 4 8 16 32" in " ".join(text.split())
+    unwrapped = " ".join(text.split())
+    assert "env: DECODE_LENGTH" in unwrapped and "default: 1 2 4 8 16 32" in unwrapped
 
 
 def test_flags_and_screen_need_no_torch() -> None:
