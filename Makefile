@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PORT ?= 8080
 ARGS ?=
 
-.PHONY: serve try test test-cuda lint format bench clean help
+.PHONY: serve try test test-cuda test-hpu lint format bench image clean help
 
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -24,6 +24,18 @@ test: $(READY)  ## run all tests
 
 test-cuda:  ## run the device suite on a GPU (PYTHON: one with torch for CUDA, Triton and the test packages)
 	PYTHONPATH=src $(PYTHON) -m pytest tests/devices --device cuda
+
+test-hpu:  ## run the device suite on Gaudi cards, write hpu-report.txt (PYTHON: one with Intel's software and the test packages)
+	$(PYTHON) tests/devices/hpu_report.py
+
+DEVICE ?= cpu
+IMAGE ?= tgi-$(DEVICE)
+PIP_ARGS ?=
+HABANA_ARGS := $(foreach name,HABANA_VERSION HABANA_BUILD PYTORCH_VERSION,$(if $($(name)),--build-arg $(name)=$($(name))))
+
+image:  ## build a container image (DEVICE=cpu, cuda or gaudi; IMAGE=name, PIP_ARGS for pip)
+	docker build --ulimit nofile=4096 --file docker/$(DEVICE).Dockerfile --tag $(IMAGE) \
+		$(if $(PIP_ARGS),--build-arg "PIP_ARGS=$(PIP_ARGS)") $(HABANA_ARGS) .
 
 lint: $(READY)  ## style, types and import levels
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ and not any("cuda" in argument for ar
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="the device that tests/devices runs on: cpu or cuda")
+    parser.addoption("--device", default="cpu", help="the device that tests/devices runs on: cpu, cuda or hpu")
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +30,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def variables_of_gaudi_stay() -> Iterator[None]:
+    """Loading Gaudi's software sets a variable that settings are read from."""
+    before = os.environ.get("PT_HPU_LAZY_MODE")
+    yield
+    if before is None:
+        os.environ.pop("PT_HPU_LAZY_MODE", None)

@@ -36,8 +36,9 @@ CHOICES = {
     "kv_cache_dtype": ("fp8_e4m3fn", "fp8_e5m2"),
     "rope_scaling": ("linear", "dynamic"),
     "usage_stats": ("on", "off", "no-stack"),
+    "bucket_strategy": ("linear", "exponential"),
 }
-SECRETS = ("api_key", "ngrok_authtoken")
+SECRETS = ("api_key", "admin_api_key", "ngrok_authtoken")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +50,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None = None
     quantize: str | None = None
     kv_cache_dtype: str | None = None
+    quant_config: str | None = None  # a JSON file that says what to measure, or which measured scales to quantise with
     speculate: int | None = None
     rope_scaling: str | None = None
     rope_factor: float | None = None
@@ -69,6 +71,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     payload_limit: int = 2_000_000  # bytes of a request body
     max_image_fetch_size: int = 1_073_741_824  # bytes
     disable_grammar_support: bool = False
+    ignore_eos_token: bool = False  # in every request
+    skip_tokenizer_in_tgi: bool = False  # prompts and answers are token ids between commas
     enable_prefill_logprobs: bool = False
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
@@ -84,11 +88,39 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     prefill_chunking: bool = True
     overlap: bool = True  # plan the next step while one runs
+    queue_threshold_ms: int | None = None  # shorter prompts go first, but not before one that waited this long
+
+    # padded batches
+    bucketing: bool | None = None  # None: as the device does
+    bucket_strategy: str | None = None  # None: as `vllm_exponential_bucketing` says, or as follows from what is given
+    vllm_exponential_bucketing: bool | None = None
+    batch_bucket_size: int | None = None  # these three: of the linear strategy; None: 8, 4 and 128
+    prefill_batch_bucket_size: int | None = None
+    pad_sequence_to_multiple_of: int | None = None  # 0: every prompt is padded to the longest
+    vllm_prompt_bs_bucket_min: int | None = None  # ranges of the linear strategy, number of sizes (limit) of the other
+    vllm_prompt_bs_bucket_step: int | None = None
+    vllm_prompt_bs_bucket_max: int | None = None
+    vllm_prompt_bs_bucket_limit: int | None = None
+    vllm_prompt_seq_bucket_min: int | None = None
+    vllm_prompt_seq_bucket_step: int | None = None
+    vllm_prompt_seq_bucket_max: int | None = None
+    vllm_prompt_seq_bucket_limit: int | None = None
+    vllm_decode_bs_bucket_min: int | None = None
+    vllm_decode_bs_bucket_step: int | None = None
+    vllm_decode_bs_bucket_max: int | None = None
+    vllm_decode_bs_bucket_limit: int | None = None
+    vllm_decode_block_bucket_min: int | None = None
+    vllm_decode_block_bucket_step: int | None = None
+    vllm_decode_block_bucket_max: int | None = None
+    vllm_decode_block_bucket_limit: int | None = None
+    warmup_enabled: bool = True
+    vllm_skip_warmup: bool = False  # like `warmup_enabled` false
 
     # server
     hostname: str = "0.0.0.0"
     port: int = 3000
     api_key: str | None = None
+    admin_api_key: str | None = None  # for what only an administrator may do, such as taking a profile
     cors_allow_origin: list[str] = []  # empty: any
     graceful_termination_timeout: int = 90  # seconds
     validation_workers: int = 2
@@ -115,6 +147,26 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graphs: list[int] | None = None
     cuda_memory_fraction: float = 1.0
     attention: str | None = None
+
+    # Gaudi
+    pt_hpu_lazy_mode: bool | None = (
+        None  # False: compile ahead of time instead of capturing graphs; None: the software's
+    )
+    enable_hpu_graph: bool = True
+    limit_hpu_graph: bool | None = None  # prompts run outside graphs; None: on Gaudi
+    use_flash_attention: bool = True
+    flash_attention_recompute: bool = True
+    hpu_memory_fraction: float = 0.8  # of the memory free after loading; the rest is never given away
+    tgi_graph_reserved_mem: float = 0.1  # share of that for graphs
+    vllm_fp32_softmax: bool | None = None  # False: decode attention in the model's type
+
+    # profiler
+    prof_waitstep: int = 0
+    prof_warmupstep: int = 0
+    prof_step: int = 0  # 0: no profile at start
+    prof_path: str = "/tmp/hpu_profile"
+    prof_ranks: list[int] = msgspec.field(default_factory=lambda: [0])
+    prof_record_shapes: bool = False
 
     # observability
     log_level: str = "info"  # or a filter such as "error,text_generation_router=debug"
@@ -179,6 +231,15 @@ _SERVED = {
     "kv_cache_dtype": (("fp8_e4m3fn",), "use fp8_e4m3fn, which is as small and more exact"),
 }
 
+# The sizes of the linear strategy.
+LINEAR_SIZES = ("batch_bucket_size", "prefill_batch_bucket_size", "pad_sequence_to_multiple_of")
+# The bounds of padded sizes, by axis.
+BUCKET_RANGES = tuple(
+    f"vllm_{axis}_bucket_{bound}"
+    for axis in ("prompt_bs", "prompt_seq", "decode_bs", "decode_block")
+    for bound in ("min", "step", "max", "limit")
+)
+
 _POSITIVE = (
     "validation_workers",
     "max_batch_size",
@@ -192,8 +253,16 @@ _POSITIVE = (
     "max_client_batch_size",
     "payload_limit",
     "num_threads",
+    "batch_bucket_size",
+    "prefill_batch_bucket_size",
+    *BUCKET_RANGES,
 )
 _NOT_NEGATIVE = (
+    "pad_sequence_to_multiple_of",
+    "queue_threshold_ms",
+    "prof_waitstep",
+    "prof_warmupstep",
+    "prof_step",
     "max_waiting_tokens",
     "waiting_served_ratio",
     "max_stop_sequences",
@@ -226,11 +295,15 @@ def _check_values(config: ServerConfig) -> None:
         raise StartError(f"`num_threads` must be <= 1024. Given: {config.num_threads}")
     if not 0 < config.watermark_gamma < 1:
         raise StartError(f"`watermark_gamma` must be > 0 and < 1. Given: {config.watermark_gamma}")
-    if not 0 < config.cuda_memory_fraction <= 1:
-        raise StartError(f"`cuda_memory_fraction` must be > 0 and <= 1. Given: {config.cuda_memory_fraction}")
-    key = config.api_key
-    if key is not None and not (key.strip() and key.isascii() and key.isprintable()):
-        raise StartError("`api_key` must be printable ASCII and not empty: no other text can be sent in a header")
+    for name in ("cuda_memory_fraction", "hpu_memory_fraction"):
+        if not 0 < getattr(config, name) <= 1:
+            raise StartError(f"`{name}` must be > 0 and <= 1. Given: {getattr(config, name)}")
+    if not 0 <= config.tgi_graph_reserved_mem < 1:
+        raise StartError(f"`tgi_graph_reserved_mem` must be >= 0 and < 1. Given: {config.tgi_graph_reserved_mem}")
+    for name in ("api_key", "admin_api_key"):
+        key = getattr(config, name)
+        if key is not None and not (key.strip() and key.isascii() and key.isprintable()):
+            raise StartError(f"`{name}` must be printable ASCII and not empty: no other text can be sent in a header")
     for name in ("aip_predict_route", "aip_health_route"):
         route = getattr(config, name)
         if route is not None and not route.startswith("/"):
@@ -267,6 +340,21 @@ def _check_combinations(config: ServerConfig) -> None:
         raise StartError(
             "Only 1 can be set between `dtype` and `quantize`, as they both decide how goes the final model."
         )
+    if config.quant_config and config.quantize:
+        raise StartError(
+            "`quant_config` and `quantize` both say how matrices are stored: leave one out"
+            " (QUANT_CONFIG quantises with measured scales, --quantize fp8 with those of the weights)"
+        )
+    strategy = {None: None, True: "exponential", False: "linear"}[config.vllm_exponential_bucketing]
+    if config.bucket_strategy and strategy and config.bucket_strategy != strategy:
+        raise StartError(
+            f"`bucket_strategy` is {config.bucket_strategy}, but VLLM_EXPONENTIAL_BUCKETING says {strategy}:"
+            " leave one out"
+        )
+    for axis in ("prompt_bs", "prompt_seq", "decode_bs", "decode_block"):
+        least, most = (getattr(config, f"vllm_{axis}_bucket_{bound}") for bound in ("min", "max"))
+        if least is not None and most is not None and least > most:
+            raise StartError(f"`vllm_{axis}_bucket_min` must be <= `vllm_{axis}_bucket_max`. Given: {least} and {most}")
     if config.ngrok:
         for name in ("authtoken", "edge"):
             if not getattr(config, f"ngrok_{name}"):
@@ -304,6 +392,8 @@ _VARIABLES: dict[str, str | None] = {
     "num_threads": "TGI_NUM_THREADS",
     "offline": "HF_HUB_OFFLINE",
     "custom_kernels": "DISABLE_CUSTOM_KERNELS",
+    "ignore_eos_token": "TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN",
+    "bucket_strategy": "VLLM_BUCKETING_STRATEGY",
     "seed": None,
     "overlap": None,
     "env": None,
@@ -315,6 +405,16 @@ _SAGEMAKER = {
     "HF_MODEL_QUANTIZE": "QUANTIZE",
     "HF_MODEL_TRUST_REMOTE_CODE": "TRUST_REMOTE_CODE",
 }
+# Other names that releases gave to a variable.
+ALIASES = {
+    "LIMIT_HPU_GRAPHS": "LIMIT_HPU_GRAPH",
+    "VLLM_ENABLE_BUCKETING": "BUCKETING",
+    "VLLM_GRAPH_RESERVED_MEM": "TGI_GRAPH_RESERVED_MEM",
+    "VLLM_PROMPT_QUERY_BUCKET_MIN": "VLLM_PROMPT_SEQ_BUCKET_MIN",
+    "VLLM_PROMPT_QUERY_BUCKET_STEP": "VLLM_PROMPT_SEQ_BUCKET_STEP",
+    "VLLM_PROMPT_QUERY_BUCKET_MAX": "VLLM_PROMPT_SEQ_BUCKET_MAX",
+}
+_STRATEGIES = {"lin": "linear", "exp": "exponential"}  # as VLLM_BUCKETING_STRATEGY abbreviates them
 _TOKENS = ("HF_API_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -349,6 +449,31 @@ ENGINE_SETTINGS = frozenset(
         "weights_cache_override",
         "cuda_graphs",
         "cuda_memory_fraction",
+        "queue_threshold_ms",
+        "quant_config",
+        "bucketing",
+        "bucket_strategy",
+        "vllm_exponential_bucketing",
+        "batch_bucket_size",
+        "prefill_batch_bucket_size",
+        "pad_sequence_to_multiple_of",
+        *BUCKET_RANGES,
+        "warmup_enabled",
+        "vllm_skip_warmup",
+        "pt_hpu_lazy_mode",
+        "enable_hpu_graph",
+        "limit_hpu_graph",
+        "use_flash_attention",
+        "flash_attention_recompute",
+        "hpu_memory_fraction",
+        "tgi_graph_reserved_mem",
+        "vllm_fp32_softmax",
+        "prof_waitstep",
+        "prof_warmupstep",
+        "prof_step",
+        "prof_path",
+        "prof_ranks",
+        "prof_record_shapes",
     }
 )
 
@@ -357,7 +482,7 @@ def read_environment(
     environment: Mapping[str, str] | None = None, only: Collection[str] | None = None
 ) -> dict[str, Any]:
     """`ServerConfig` fields (or only some) given by environment variables. An empty variable counts as not set."""
-    environment = _map_sagemaker(os.environ if environment is None else environment)
+    environment = _rename_aliases(_map_sagemaker(os.environ if environment is None else environment))
     given: dict[str, Any] = {}
     for field in msgspec.structs.fields(ServerConfig):
         variable = variable_of(field.name) if only is None or field.name in only else None
@@ -381,6 +506,19 @@ def _map_sagemaker(environment: Mapping[str, str]) -> Mapping[str, str]:
     return {**environment, "PORT": "8080", **mapped}
 
 
+def _rename_aliases(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Variables by the names this program uses. Raises `StartError` when two names of one have different values."""
+    renamed = dict(environment)
+    for alias, name in ALIASES.items():
+        text = environment.get(alias)
+        if not text:
+            continue
+        if environment.get(name, text) not in (text, ""):
+            raise StartError(f"{alias}={text!r} and {name}={environment[name]!r} mean the same setting: leave one out")
+        renamed[name] = text
+    return renamed
+
+
 def hub_token(environment: Mapping[str, str] | None = None) -> str | None:
     """The access token for the hub; None leaves it to the hub's library to find one on disk."""
     environment = os.environ if environment is None else environment
@@ -391,6 +529,7 @@ def child_environment(config: ServerConfig, environment: Mapping[str, str] | Non
     """The environment for the processes of a server: the hub's settings as its library reads them, and no API key."""
     child = dict(os.environ if environment is None else environment)
     child.pop("API_KEY", None)
+    child.pop("ADMIN_API_KEY", None)
     child.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     token = hub_token(child)
     if token:
@@ -405,6 +544,10 @@ def child_environment(config: ServerConfig, environment: Mapping[str, str] | Non
 def parse_value(field: str, text: str, origin: str) -> Any:
     """The value of a field from text. `origin` says in the error where the text came from."""
     kind = _KINDS[field]
+    if field == "ignore_eos_token":
+        return text == "true"  # TGI's rule, which everybody who sets it relies on
+    if field == "bucket_strategy":
+        text = _STRATEGIES.get(text, text)
     try:
         return _PARSERS[kind](text)
     except ValueError:
@@ -497,14 +640,35 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         return [(f"{name} {values[name]}" if name in values else name, why) for name, why in self.reasons.items()]
 
 
+LONGEST_PADDED = 4096  # tokens of a request where nobody says otherwise: each further length is a shape to warm up
+
+
+def uses_buckets(config: ServerConfig, limits: Limits) -> bool:
+    """Whether every step is padded to a shape of a plan, so that a prompt is computed whole."""
+    return limits.buckets if config.bucketing is None else config.bucketing
+
+
+def choose_strategy(config: ServerConfig) -> str:
+    """As asked, else linear if one of its sizes was given."""
+    if config.bucket_strategy is not None:
+        return config.bucket_strategy
+    if config.vllm_exponential_bucketing is not None:
+        return "exponential" if config.vllm_exponential_bucketing else "linear"
+    return "linear" if any(getattr(config, name) is not None for name in LINEAR_SIZES) else "exponential"
+
+
 def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: int) -> Resolved:
     """Derive the engine's numbers. `free_bytes` is the memory free on the device once the weights are loaded."""
     config.check()
     reasons: dict[str, str] = {}
+    padded = uses_buckets(config, limits)
     batch_size = config.max_batch_size or limits.max_batch_size
     reasons["max_batch_size"] = "as given" if config.max_batch_size else "the device's default"
     longest = size.max_positions
     reasons["max_total_tokens"] = "positions of the model"
+    if padded and longest > LONGEST_PADDED:
+        longest = LONGEST_PADDED
+        reasons["max_total_tokens"] = "the default where batches are padded"
     if config.max_total_tokens:
         longest = config.max_total_tokens
         reasons["max_total_tokens"] = "as given"
@@ -514,6 +678,9 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
             )
     if longest < 2:
         raise StartError(f"`max_total_tokens` must be >= 2. Given: {longest}")
+    if padded and not config.max_batch_size and config.max_batch_total_tokens:
+        batch_size = max(1, config.max_batch_total_tokens // longest)
+        reasons["max_batch_size"] = "max_batch_total_tokens / max_total_tokens"
     useful = batch_size * (-(-longest // limits.block_size) + 1) * limits.block_size  # each request has one to spare
     num_tokens = _pool_tokens(config, size, limits, free_bytes, useful, reasons)
     num_blocks = max(1, num_tokens // limits.block_size)
@@ -537,10 +704,14 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
         raise StartError(f"`max_input_tokens`({max_input}) must be < `max_total_tokens`({longest})")
     prefill = config.max_batch_prefill_tokens or min(limits.max_batch_prefill_tokens, pool_tokens)
     reasons["max_batch_prefill_tokens"] = "as given" if config.max_batch_prefill_tokens else "the device's default"
+    whole = padded or not limits.mixes_phases  # prompts are not computed in parts
+    if padded and not config.max_batch_prefill_tokens and prefill < max_input:
+        prefill = max_input
+        reasons["max_batch_prefill_tokens"] = "max_input_tokens"
+    if whole and prefill < max_input:
+        raise StartError(f"`max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: {prefill} and {max_input}")
     if limits.mixes_phases:
         reasons["waiting_served_ratio, max_waiting_tokens"] = "no effect: prefill and decode share a step here"
-    elif prefill < max_input:
-        raise StartError(f"`max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: {prefill} and {max_input}")
     return Resolved(
         block_size=limits.block_size,
         num_blocks=num_blocks + 1,

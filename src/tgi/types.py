@@ -272,6 +272,20 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []  # how it came up and why its limits are what they are
 
 
+class BucketStats(msgspec.Struct, frozen=True, array_like=True):
+    """Of an engine whose steps have the shapes of a bucket plan."""
+
+    num_planned: int  # shapes of the plan
+    num_warmed: int  # graph keys that warming up has met
+    num_captured: int  # graphs there are
+    num_bypassed: int  # passes that ran without a graph, since the start
+    num_unplanned: int  # passes whose key warming up has not met, since the start
+    prefill_computed: int  # tokens, padding included
+    prefill_needed: int  # tokens, without it
+    decode_computed: int
+    decode_needed: int
+
+
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """How busy the engine is."""
 
@@ -281,6 +295,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     num_preemptions: int  # since the start
     num_prompt_tokens: int  # since the start
     num_cached_prompt_tokens: int  # since the start
+    buckets: BucketStats | None = None
 
 
 # -- messages between an api process and the engine process --------------------------------------------------------
@@ -312,8 +327,23 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     error: str
 
 
-ToEngine = Hello | Submit | Abort
-FromEngine = Ready | TokenOut | EngineLoad | EngineFailed
+class Profile(msgspec.Struct, frozen=True, array_like=True, tag="profile"):
+    """Start or stop a profile of the steps. Answered with `Profiled`."""
+
+    number: int  # the client's own
+    start: bool
+    num_steps: int | None = None  # None: until it is stopped
+    record_shapes: bool | None = None  # None: as configured
+
+
+class Profiled(msgspec.Struct, frozen=True, array_like=True, tag="profiled"):
+    number: int
+    path: str = ""  # of the trace, or of the folder that it will be in
+    error: str | None = None
+
+
+ToEngine = Hello | Submit | Abort | Profile
+FromEngine = Ready | TokenOut | EngineLoad | EngineFailed | Profiled
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -327,3 +357,4 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_prefill_tokens: int  # likewise
     memory_share: float  # of the memory free after loading, how much the KV cache may take
     ops: list[str] = []  # fast ops available, by name
+    buckets: bool = False  # every step has a shape of the bucket plan, unless the user says otherwise

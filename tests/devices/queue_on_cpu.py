@@ -11,7 +11,9 @@ from torch import Tensor
 
 from tgi.devices.buckets import decode_sizes
 from tgi.devices.cpu import CpuDevice
-from tgi.devices.device import Mark, Ops
+from tgi.devices.device import GraphForward, Mark, Ops
+from tgi.devices.graphs import CapturedForward
+from tgi.kernels.padded import PaddedBatch
 
 
 class _Done:
@@ -51,3 +53,8 @@ class QueueOnCpu(CpuDevice):
 
     def decode_sizes(self, maximum: int) -> list[int]:
         return decode_sizes(maximum)
+
+    def wrap_graphs(
+        self, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None
+    ) -> GraphForward:
+        return CapturedForward(self, forward, first)

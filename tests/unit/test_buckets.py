@@ -1,12 +1,188 @@
-"""The bucket plan: every batch within the limits finds a shape that holds it."""
+"""The bucket plan: every batch within the limits finds a shape that holds it, the same on every machine."""
 
+import json
+import math
+from collections.abc import Callable
+from decimal import ROUND_CEILING, Decimal, localcontext
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from tgi.devices.buckets import Bucket, BucketSteps, decode_sizes, find_bucket, plan_buckets, round_up, steps_up_to
+from tgi.api.metrics import Metrics
+from tgi.config import ServerConfig
+from tgi.devices.buckets import (
+    Axis,
+    Bucket,
+    BucketPlan,
+    BucketSettings,
+    PlanLimits,
+    decode_sizes,
+    nearest,
+    num_sizes,
+    plan_buckets,
+    round_up,
+    spread,
+    steps_up_to,
+)
+from tgi.engine.bucketing import choose_settings, choose_strategy, plan_from
+from tgi.engine.warm_shapes import Prediction, WarmRecord, WarmUp, read_record, record_path, write_record
+from tgi.errors import ResourceError, StartError
+from tgi.runner.shape_book import ShapeBook
+from tgi.types import BucketStats, EngineLoad, ModelFacts
+
+LENGTHS_TO_1024 = list(range(128, 1025, 128))
+# max input / max total / batch / prefill tokens of published command lines: axes of the exponential plan, and how many
+# shapes it has. The backend whose strategy it is computes in floating point and finds 9 and 17 where 8 and 16 are meant.
+PUBLISHED = {
+    (512, 1024, 4, 2048): ([1, 2, 4], [128, 256, 384, 512], [1, 2, 4], [128, 160], 12, 6, 3),
+    (1024, 2048, 32, 2048): (
+        [1, 2, 4, 8, 16, 32],
+        LENGTHS_TO_1024,
+        [1, 2, 4, 8, 16, 32],
+        [128, 256, 384, 512, 640],
+        23,
+        30,
+        10,
+    ),
+    (512, 1536, 256, 131072): (
+        [1, 2, 4, 8, 16, 32, 64, 128, 256],
+        [128, 256, 384, 512],
+        [1, 2, 4, 8, 16, 32, 64, 128, 256],
+        [*range(128, 1153, 128), 1536, 1920, 2560, 3200],
+        36,
+        116,
+        37,
+    ),
+    (4096, 8192, 4, 16384): (
+        [1, 2, 4],
+        [*LENGTHS_TO_1024, 1408, 1792, 2304, 3072, 4096],
+        [1, 2, 4],
+        [128, 256, 384],
+        39,
+        9,
+        4,
+    ),
+}
+
+
+def float_spread(minimum: int, step: int, maximum: int, count: int) -> list[int]:
+    """The same formula in floating point, as that backend has it."""
+    taken: list[int] = []
+    for i in range(count):
+        raw = minimum * (maximum / minimum) ** ((1 / (count - 1)) * i)
+        size = maximum if i == count - 1 else min(maximum, math.ceil(raw / step) * step)
+        if size in taken:
+            free = [x for x in sorted({*range(minimum, maximum + 1, step), maximum}) if x not in taken]
+            if not free:
+                break
+            size = min(free, key=lambda x: abs(x - raw))
+        taken.append(size)
+    return sorted(taken)
+
+
+@pytest.mark.parametrize("given_limits", list(PUBLISHED))
+def test_exponential_plans_of_published_configurations(given_limits: tuple[int, int, int, int]) -> None:
+    longest, total, rows, prefill = given_limits
+    prompt_batches, lengths, batches, blocks, num_prefill, num_product, num_decode = PUBLISHED[given_limits]
+    extra = -(-128 * 128 // rows)
+    most_blocks = max(128, rows * (-(-total // 128) * 128 + extra) // 128)
+    assert spread(1, 1, rows, num_sizes(rows)) == prompt_batches == batches
+    assert spread(128, 128, longest, num_sizes(longest)) == lengths
+    assert spread(128, 128, most_blocks, num_sizes(most_blocks)) == blocks
+    plan = plan_buckets(PlanLimits(longest, total, rows, prefill, 128), BucketSettings())
+    assert len(plan.prefill) == num_prefill
+    assert {b.length for b in plan.prefill} == set(lengths)
+    assert all(bucket.num_tokens <= prefill for bucket in plan.prefill)
+    # The backend prepares the whole product, except where rows would be without a block.
+    assert len([1 for batch in batches for length in blocks if length >= batch]) == num_product
+    # Ours leaves out what rows of at most `total` tokens cannot reach.
+    assert len(plan.decode) == num_decode
+    assert {b.batch for b in plan.decode} == set(batches)
+    assert {b.length for b in plan.decode} <= set(blocks)
+
+
+def test_the_same_formula_in_floating_point() -> None:
+    """It reproduces the published tables, and shows where rounding errors are the only difference."""
+    assert float_spread(1, 1, 32, 6) == [1, 2, 4, 9, 17, 32]
+    for longest, total, rows, _ in PUBLISHED:
+        blocks = max(128, rows * (total + -(-128 * 128 // rows)) // 128)
+        for axis in ((128, 128, longest), (128, 128, blocks)):
+            assert float_spread(*axis, num_sizes(axis[2])) == spread(*axis, num_sizes(axis[2]))
+        if rows != 32:
+            assert float_spread(1, 1, rows, num_sizes(rows)) == spread(1, 1, rows, num_sizes(rows))
+
+
+def test_powers_of_two_are_exact() -> None:
+    for exponent in range(1, 14):
+        assert spread(1, 1, 2**exponent, exponent + 1) == [2**i for i in range(exponent + 1)]
+
+
+# The same command lines with the sizes that the documents name: BATCH_BUCKET_SIZE, PREFILL_BATCH_BUCKET_SIZE,
+# PAD_SEQUENCE_TO_MULTIPLE_OF.
+LINEAR_PUBLISHED = {
+    # the README's first command line: 4 does not fit the prefill budget, so the most that does is the only size
+    ((1024, 2048, 8, 2048), (8, 4, 128)): (
+        {
+            128: [4, 8],
+            256: [4, 8],
+            384: [4, 5],
+            512: [4],
+            640: [3],
+            768: [2],
+            896: [2],
+            1024: [2],
+        },
+        {8: 8 * 16},
+    ),
+    ((512, 1536, 256, 131072), (64, 64, 256)): (
+        {256: [64, 128, 192, 256], 512: [64, 128, 192, 256]},
+        {64: 768, 128: 1536, 192: 2304, 256: 3072},
+    ),
+    ((4096, 8192, 4, 16384), (1, 1, 1024)): (
+        {1024: [1, 2, 3, 4], 2048: [1, 2, 3, 4], 3072: [1, 2, 3, 4], 4096: [1, 2, 3, 4]},
+        {1: 64, 2: 128, 3: 192, 4: 256},
+    ),
+    ((1000, 1100, 10, 4000), (8, 4, 0)): ({1000: [4]}, {8: 72, 10: 90}),
+}
+
+
+@pytest.mark.parametrize("case", list(LINEAR_PUBLISHED))
+def test_linear_plans(case: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    limits, (decode_step, prefill_step, length_step) = case
+    plan = plan_buckets(PlanLimits(*limits, 128), BucketSettings("linear", decode_step, prefill_step, length_step))
+    prefill, decode = LINEAR_PUBLISHED[case]
+    assert set(plan.prefill) == {Bucket("prefill", b, length) for length, batches in prefill.items() for b in batches}
+    assert set(plan.decode) == {Bucket("decode", batch, blocks) for batch, blocks in decode.items()}
+
+
+def test_settings_of_one_axis() -> None:
+    limits = PlanLimits(512, 1024, 100, 4096, 128, 700)
+    plan = plan_buckets(limits, BucketSettings("linear", decode_batches=Axis(1, 32, 64), decode_blocks=Axis(step=256)))
+    assert sorted({b.batch for b in plan.decode}) == [1, 2, 4, 8, 16, 32, 64, 100]
+    assert sorted({b.length for b in plan.decode}) == [128, 256, 512, 700]
+    assert Bucket("decode", 8, 128) in plan.decode
+    assert Bucket("decode", 8, 256) not in plan.decode, "8 requests of 1024 tokens have 64 blocks"
+    plan = plan_buckets(limits, BucketSettings(prompt_batches=Axis(count=3), decode_blocks=Axis(count=2)))
+    assert sorted({b.batch for b in plan.prefill if b.length == 128}) == [1, 10]
+    assert sorted({b.length for b in plan.decode}) == [128, 700]
+
+
+def test_more_shapes_than_anybody_waits_for() -> None:
+    limits = PlanLimits(4095, 4096, 256, 131072, 16)
+    with pytest.raises(ValueError, match=r"more than 20,000 shapes of prefill"):
+        plan_buckets(limits, BucketSettings("linear", 1, 1, 8))
+    with pytest.raises(StartError, match=r"not usable: .* of decode steps.*`batch_bucket_size`"):
+        plan_from(limits, ServerConfig(batch_bucket_size=1, vllm_decode_block_bucket_step=1))
+
+
+def test_the_smallest_and_the_impossible() -> None:
+    plan = plan_buckets(PlanLimits(1, 2, 1, 1, 128), BucketSettings())
+    assert plan.shapes == (Bucket("prefill", 1, 1), Bucket("decode", 1, 128))
+    with pytest.raises(ValueError, match="a prompt of 65 tokens is more than the 64"):
+        PlanLimits(65, 96, 4, 64, 16)
 
 
 def test_steps_include_the_maximum() -> None:
@@ -16,52 +192,106 @@ def test_steps_include_the_maximum() -> None:
     assert steps_up_to(1, 3) == [1, 2, 3]
 
 
-def test_plan_of_a_small_server() -> None:
-    plan = plan_buckets(64, 96, 4, 128, 16, BucketSteps(prefill_batch=2, decode_batch=2, length=32))
-    assert plan == [
-        Bucket("prefill", 1, 32),
-        Bucket("prefill", 2, 32),
-        Bucket("prefill", 4, 32),
-        Bucket("prefill", 1, 64),
-        Bucket("prefill", 2, 64),
-        Bucket("decode", 2, 2),
-        Bucket("decode", 2, 4),
-        Bucket("decode", 2, 6),
-        Bucket("decode", 4, 2),
-        Bucket("decode", 4, 4),
-        Bucket("decode", 4, 6),
-    ]
+@st.composite
+def axes(draw: st.DrawFn) -> Axis:
+    numbers = st.none() | st.integers(1, 40)
+    return Axis(draw(numbers), draw(numbers), draw(numbers), draw(st.none() | st.integers(1, 8)))
 
 
-positive = st.integers(1, 64)
+@st.composite
+def bucket_settings(draw: st.DrawFn) -> BucketSettings:
+    steps = [draw(st.integers(1, 40)), draw(st.integers(1, 40)), draw(st.integers(0, 200))]
+    return BucketSettings(
+        draw(st.sampled_from(["linear", "exponential"])), *steps, *(draw(axes() | st.just(Axis())) for _ in range(4))
+    )
 
 
-@given(st.data(), positive, positive, positive, st.integers(1, 300), st.integers(2, 400), st.integers(1, 40))
-def test_everything_permitted_has_a_bucket(
-    data: st.DataObject, pb: int, db: int, length: int, prefill_tokens: int, total: int, max_batch: int
-) -> None:
-    max_input = data.draw(st.integers(1, total - 1))
-    block_size = data.draw(st.sampled_from([1, 16, 128]))
-    plan = plan_buckets(max_input, total, max_batch, prefill_tokens, block_size, BucketSteps(pb, db, length))
-    assert len(set(plan)) == len(plan)
-    rows, blocks = data.draw(st.integers(1, max_batch)), data.draw(st.integers(1, -(-total // block_size)))
-    found = find_bucket(plan, "decode", rows, blocks)
-    assert found is not None and found.batch >= rows and found.length >= blocks
-    assert found.batch - rows < db and (found.length - blocks) * block_size < length + block_size
-    tokens = data.draw(st.integers(1, max_input))
-    assert find_bucket(plan, "prefill", 1, tokens) is not None
-    padded = round_up(steps_up_to(length, max_input), tokens)
-    most = max(1, min(max_batch, prefill_tokens // padded))
-    found = find_bucket(plan, "prefill", most, tokens)
-    assert found is not None
-    assert found.batch == 1 or found.batch * found.length <= prefill_tokens
+@st.composite
+def plan_limits(draw: st.DrawFn) -> PlanLimits:
+    total = draw(st.integers(2, 2000))
+    longest = draw(st.integers(1, total - 1))
+    block_size = draw(st.sampled_from([1, 16, 128]))
+    return PlanLimits(
+        longest,
+        total,
+        draw(st.integers(1, 100)),
+        draw(st.integers(longest, 8 * longest + 200)),
+        block_size,
+        draw(st.none() | st.integers(-(-total // block_size), 2500)),
+    )
 
 
-def test_beyond_the_plan_there_is_none() -> None:
-    plan = plan_buckets(64, 96, 4, 128, 16, BucketSteps(2, 2, 32))
-    assert find_bucket(plan, "decode", 5, 1) is None
-    with pytest.raises(ValueError, match="exceeds the largest bucket"):
-        round_up([1, 2], 3)
+@given(st.data(), plan_limits(), bucket_settings())
+def test_everything_permitted_has_a_shape(data: st.DataObject, limits: PlanLimits, wanted: BucketSettings) -> None:
+    try:
+        plan = plan_buckets(limits, wanted)
+    except ValueError as error:
+        assert "more than 20,000 shapes" in str(error)
+        reject()
+    assert len(set(plan.shapes)) == len(plan.shapes)
+    assert all(bucket.num_tokens <= limits.max_batch_prefill_tokens for bucket in plan.prefill)
+    rows = data.draw(st.integers(1, limits.max_batch_size))
+    room = limits.num_blocks or limits.max_batch_size * limits.blocks_per_row
+    most = min(room, rows * limits.blocks_per_row)
+    rows = min(rows, most)
+    blocks = data.draw(st.integers(rows, most))
+    found = plan.find_decode(rows, blocks)
+    assert found in plan.decode and found.batch >= rows and found.length >= blocks
+    longest = data.draw(st.integers(1, limits.max_input_tokens))
+    found = plan.find_prefill(1, longest)
+    assert found in plan.prefill and found.length >= longest
+    assert plan.find_prefill(1, limits.max_input_tokens) is not None
+    assert plan.find_prefill(1, limits.max_input_tokens + 1) is None
+    assert plan.find_decode(limits.max_batch_size + 1, 1) is None
+    more = data.draw(st.integers(1, limits.max_batch_size))
+    found = plan.find_prefill(more, longest)
+    assert found is None or (found in plan.prefill and found.batch >= more and found.length >= longest)
+
+
+@given(plan_limits(), st.integers(1, 12), st.integers(1, 12), st.integers(1, 200))
+def test_linear_sizes_are_the_next_multiples(limits: PlanLimits, decode: int, prefill: int, length: int) -> None:
+    plan = plan_buckets(limits, BucketSettings("linear", decode, prefill, length))
+    for rows in (1, limits.max_batch_size // 2 + 1, limits.max_batch_size):
+        found = plan.find_decode(rows, min(rows, limits.num_blocks or rows))
+        assert found is not None and found.batch == min(-(-rows // decode) * decode, limits.max_batch_size)
+    for tokens in (1, limits.max_input_tokens // 2 + 1, limits.max_input_tokens):
+        padded = min(-(-tokens // length) * length, limits.max_input_tokens)
+        most = min(limits.max_batch_size, limits.max_batch_prefill_tokens // padded)
+        found = plan.find_prefill(most, tokens)  # as many rows as fit with padding
+        assert found == Bucket("prefill", most, padded)
+        assert plan.find_prefill(most + 1, tokens) is None
+        assert plan.find_prefill(1, tokens) == Bucket("prefill", min(prefill, most), padded)
+
+
+@given(st.integers(1, 300), st.integers(1, 64), st.integers(1, 5000), st.integers(1, 16))
+def test_spread_rounds_up_exactly(minimum: int, step: int, maximum: int, count: int) -> None:
+    sizes = spread(minimum, step, maximum, count)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == maximum and len(sizes) <= count
+    if count > 1 and minimum < maximum:
+        assert len(sizes) == min(count, len({*range(minimum, maximum + 1, step), maximum})) or minimum % step
+
+
+@given(st.integers(1, 5), st.integers(1, 64), st.integers(1, 3000), st.integers(2, 20))
+def test_spread_against_many_digits(steps: int, step: int, more: int, count: int) -> None:
+    minimum, maximum = steps * step, steps * step + more
+    with localcontext(prec=80):
+        ratio = (Decimal(maximum) / minimum).ln() / (count - 1)
+        free = sorted({*range(minimum, maximum + 1, step), maximum})
+        taken: set[int] = set()
+        for i in range(count):
+            raw = minimum * (ratio * i).exp()
+            raw = raw.quantize(Decimal(10) ** -40)  # what is whole is whole again
+            size = min(maximum, int((raw / step).to_integral_value(ROUND_CEILING)) * step)
+            if size in taken:
+                if not (left := [x for x in free if x not in taken]):
+                    break
+                size = min(left, key=lambda x: abs(x - raw))
+            taken.add(size)
+    assert spread(minimum, step, maximum, count) == sorted(taken)
+
+
+def test_the_nearest_of_sizes() -> None:
+    assert [nearest([2, 6], 2, power) for power in (1, 15, 16, 17, 99)] == [2, 2, 2, 6, 6]
 
 
 @given(st.integers(1, 3000))
@@ -72,3 +302,201 @@ def test_decode_sizes_reach_the_maximum_with_little_padding(maximum: int) -> Non
     assert sizes[0] == 1
     for small, large in pairwise(sizes):
         assert large - small <= max(1, small if small <= 8 else 8 if small < 64 else 16 if small < 256 else 64)
+    with pytest.raises(ValueError, match="exceeds the largest bucket"):
+        round_up(sizes, maximum + 1)
+
+
+# -- settings ------------------------------------------------------------------------------------------------------
+
+
+def test_which_strategy() -> None:
+    assert choose_strategy(ServerConfig()) == "exponential"
+    assert choose_strategy(ServerConfig(batch_bucket_size=16)) == "linear"
+    assert choose_strategy(ServerConfig(pad_sequence_to_multiple_of=0)) == "linear"
+    assert choose_strategy(ServerConfig(vllm_exponential_bucketing=False)) == "linear"
+    assert choose_strategy(ServerConfig(bucket_strategy="exponential", batch_bucket_size=16)) == "exponential"
+
+
+def test_settings_become_a_plan() -> None:
+    chosen = choose_settings(ServerConfig(batch_bucket_size=16, vllm_decode_block_bucket_step=64))
+    assert (chosen.batch_step, chosen.prefill_batch_step, chosen.length_step) == (16, 4, 128)
+    assert chosen.decode_blocks == Axis(step=64)
+    assert choose_settings(ServerConfig(pad_sequence_to_multiple_of=0)).length_step == 0
+
+
+# -- warming up ----------------------------------------------------------------------------------------------------
+
+
+class FakePasses:
+    def __init__(self, plan: BucketPlan) -> None:
+        self.plan, self.book = plan, ShapeBook(plan)
+        self.without: set[Bucket] = set()
+        self.graphs: set[Bucket] = set()
+
+    def captures(self, bucket: Bucket) -> bool:
+        return bucket not in self.without and bucket.num_tokens <= 8192
+
+    def go_without(self, bucket: Bucket) -> None:
+        self.without.add(bucket)
+
+    @property
+    def stats(self) -> BucketStats:
+        return self.book.stats(len(self.graphs))
+
+
+class FakeRunner:
+    """Takes 1 MB for anything, and 1 MB per token while it runs; a graph keeps 2 MB per token."""
+
+    def __init__(self, plan: BucketPlan, room: int) -> None:
+        self.passes = FakePasses(plan)
+        self.room = room
+        self.order: list[Bucket] = []
+
+    def warm(self, bucket: Bucket, scored: bool = False) -> None:
+        self.order.append(bucket)
+        size = bucket.num_tokens if bucket.phase == "prefill" else bucket.batch + bucket.length
+        self.last = 1_000_000 * (1 + size)
+        if self.passes.captures(bucket):
+            self.passes.graphs.add(bucket)
+            self.last += 2_000_000 * size
+            self.room -= 2_000_000 * size
+        assert self.last <= self.room or self.passes.captures(bucket), "the prediction came too late"
+
+    def warm_choices(self) -> None:
+        pass
+
+    def free(self) -> int:
+        return self.room
+
+    def used_by(self, work: Callable[[], object]) -> int:
+        work()
+        return self.last
+
+
+PLAN = plan_buckets(PlanLimits(512, 1024, 4, 2048, 128), BucketSettings())
+
+
+def test_smallest_first_and_told_how_far() -> None:
+    runner = FakeRunner(PLAN, 10**12)
+    told: list[tuple[str, int, int]] = []
+    WarmUp(runner, PLAN, runner, lambda *progress: told.append(progress)).run()
+    assert set(runner.order) == set(PLAN.shapes)
+    prompts = [bucket.num_tokens for bucket in runner.order if bucket.phase == "prefill"]
+    assert prompts == sorted(prompts)
+    assert [done for _, done, _ in told] == list(range(len(PLAN.shapes) + 1))
+    assert {total for _, _, total in told} == {len(PLAN.shapes)}
+    assert runner.passes.book.complete
+
+
+def test_a_shape_without_room_for_its_graph_goes_without() -> None:
+    runner = FakeRunner(PLAN, 9 * 10**9)
+    work = WarmUp(runner, PLAN, runner, reserve=2049 * 10**6)
+    work.run()
+    assert set(runner.order) == set(PLAN.shapes)
+    assert runner.passes.without
+    assert max(b.num_tokens for b in runner.passes.graphs if b.phase == "prefill") <= min(
+        bucket.num_tokens for bucket in runner.passes.without
+    )
+    assert {shape.bucket for shape in work.shapes if not shape.captured} == runner.passes.without
+
+
+def test_a_report_instead_of_a_lack_of_memory() -> None:
+    runner = FakeRunner(PLAN, 2 * 10**9)
+    runner.passes.without = set(PLAN.prefill)
+    with pytest.raises(ResourceError) as failure:
+        WarmUp(runner, PLAN, runner).run()
+    text = str(failure.value)
+    assert "Warm-up stopped before" in text and "prompts of" in text and "are free" in text
+    assert f"of {len(PLAN.shapes)} shapes" in text and "`max_batch_prefill_tokens`" in text
+
+
+def test_a_device_that_lacks_memory_all_the_same() -> None:
+    class Broken(FakeRunner):
+        def warm(self, bucket: Bucket, scored: bool = False) -> None:
+            if bucket.num_tokens >= 512 and bucket.phase == "prefill":
+                raise RuntimeError("CUDA error: out of memory")
+            super().warm(bucket, scored)
+
+    runner = Broken(PLAN, 10**12)
+    with pytest.raises(ResourceError, match="1 prompts of 512 tokens"):
+        WarmUp(runner, PLAN, None).run()
+
+
+def test_predictions_are_in_proportion() -> None:
+    prediction = Prediction()
+    assert prediction.predict(100) == 0
+    prediction.add(1, 50)
+    assert prediction.predict(1000) == 50
+    prediction.add(10, 150)
+    assert prediction.predict(40) == 50 + 4 * 100
+
+
+def test_the_record_of_a_warm_up(tmp_path: Path) -> None:
+    runner = FakeRunner(PLAN, 10**12)
+    work = WarmUp(runner, PLAN, runner)
+    work.run()
+    settings_ = {"model_id": "a", "device": "cpu"}
+    path = record_path(tmp_path, settings_)
+    assert path != record_path(tmp_path, {**settings_, "model_id": "b"})
+    assert read_record(path) is None
+    write_record(path, work.record, settings_)
+    record = read_record(path)
+    assert isinstance(record, WarmRecord)
+    assert {shape.bucket for shape in record.shapes} == set(PLAN.shapes)
+    assert json.loads(path.read_text())["settings"] == settings_
+    # The next start knows how long each shape takes, and needs no guess of its memory.
+    for shape in record.shapes:
+        shape.seconds = 0.5
+    told: list[tuple[str, int, int]] = []
+    again = FakeRunner(PLAN, 10**12)
+    WarmUp(again, PLAN, again, lambda *progress: told.append(progress), record).run()
+    assert told[-1][1] == told[-1][2] == 500 * len(PLAN.shapes)
+    path.write_text("{")
+    assert read_record(path) is None
+    write_record(Path("/proc/none/x.json"), work.record, settings_)  # a folder that cannot be made costs nothing
+
+
+# -- counting ------------------------------------------------------------------------------------------------------
+
+
+def test_misses_are_counted_and_told_once_each() -> None:
+    book = ShapeBook(PLAN)
+    planned, other = PLAN.prefill[0], Bucket("prefill", 1, 9999)
+    known, new = ((128,), None), ((9999,), None)
+    book.warmed.add(known)
+    book.complete = True
+    book.on_pass(known, planned, 100, bypassed=True)
+    for _ in range(3):
+        book.on_pass(new, other, 9000, bypassed=False)
+    news = book.take_news()
+    assert len(news) == 1 and "1 prompts of 9999 tokens is not in the bucket plan" in news[0]
+    book.on_pass(((4,), None), PLAN.decode[0], 1, bypassed=False)
+    assert "was not warmed up" in book.take_news()[0] and book.take_news() == []
+    stats = book.stats(7)
+    assert (stats.num_unplanned, stats.num_bypassed, stats.num_captured) == (4, 1, 7)
+    assert (stats.prefill_computed, stats.prefill_needed) == (128 + 3 * 9999, 100 + 3 * 9000)
+
+
+def test_counters_of_the_server() -> None:
+    metrics = Metrics(100, 200)
+    facts = ModelFacts(
+        model_id="m", dtype="float32", vocab_size=9, max_input_tokens=1, max_total_tokens=2, num_blocks=5,
+        block_size=16, device="cpu",
+    )  # fmt: skip
+    metrics.engine_ready(facts)
+    metrics.load(EngineLoad(0, 0, 4, 0, 0, 0))
+    assert b"tgi_bucket" not in metrics.render()
+    metrics.load(EngineLoad(0, 0, 4, 0, 0, 0, BucketStats(9, 10, 8, 3, 1, 200, 150, 80, 70)))
+    metrics.engine_ready(facts)  # it was started again and counts from zero
+    metrics.load(EngineLoad(0, 0, 4, 0, 0, 0, BucketStats(9, 10, 8, 2, 0, 20, 15, 8, 7)))
+    text = metrics.render().decode()
+    for line in (
+        'tgi_bucket_shapes{state="planned"} 9',
+        'tgi_bucket_shapes{state="warmed"} 10',
+        'tgi_bucket_shapes{state="captured"} 8',
+        "tgi_bucket_bypassed 5",
+        "tgi_bucket_unplanned 1",
+        'tgi_bucket_tokens_computed{method="prefill"} 220',
+        'tgi_bucket_tokens_needed{method="decode"} 77',
+    ):
+        assert f"\n{line}\n" in text, line

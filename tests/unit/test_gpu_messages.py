@@ -10,7 +10,7 @@ import pytest
 from tgi.devices import cuda, driver
 from tgi.devices.driver import Driver, Gpu
 from tgi.errors import StartError
-from tgi.launch import arguments, check
+from tgi.launch import arguments, check, effects
 from tgi.launch.arguments import build_parser, read_arguments
 
 H200 = Gpu("NVIDIA H200", 150_754_820_096, (9, 0))
@@ -119,10 +119,10 @@ def notes(*given: str) -> list[str]:
 
 def test_what_has_no_effect_depends_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("--cuda-graphs", "1,2", "--cuda-memory-fraction", "0.5")
-    monkeypatch.setattr(arguments, "read_driver", lambda: Driver())
+    monkeypatch.setattr(effects, "read_driver", lambda: Driver())
     assert [note.split()[0] for note in notes(*given)] == ["--cuda-graphs", "--cuda-memory-fraction"]
     assert notes(*given, "--device", "cuda") == []
-    monkeypatch.setattr(arguments, "read_driver", lambda: GOOD)
+    monkeypatch.setattr(effects, "read_driver", lambda: GOOD)
     assert notes(*given) == []
     assert [note.split()[0] for note in notes(*given, "--device", "cpu")] == ["--cuda-graphs", "--cuda-memory-fraction"]
 

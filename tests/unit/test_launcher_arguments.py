@@ -12,6 +12,7 @@ import pytest
 from tgi.config import ServerConfig, variable_of
 from tgi.errors import StartError
 from tgi.launch.arguments import FLAGS, Launch, build_parser, count_devices, explain, read_arguments
+from tgi.launch.variables import setting_names
 
 # flag, environment variable, text, field, value. An empty text: a switch.
 TABLE: list[tuple[str, str, str, str, Any]] = [
@@ -72,6 +73,10 @@ TABLE: list[tuple[str, str, str, str, Any]] = [
     ("--max-queued-tokens", "MAX_QUEUED_TOKENS", "5000", "max_queued_tokens", 5000),
     ("--no-prefix-caching", "", "", "prefix_caching", False),
     ("--cache-dir", "TGI_CACHE_DIR", "/c", "cache_dir", "/c"),
+    ("--bucketing", "BUCKETING", "true", "bucketing", True),
+    ("--bucket-strategy", "VLLM_BUCKETING_STRATEGY", "linear", "bucket_strategy", "linear"),
+    ("--quant-config", "QUANT_CONFIG", "q.json", "quant_config", "q.json"),
+    ("--admin-api-key", "ADMIN_API_KEY", "secret", "admin_api_key", "secret"),
 ]
 # Flags that are understood and refused: flag, environment variable, text, start of the error.
 REFUSED = [
@@ -97,6 +102,10 @@ VARIABLES_ONLY = [
     ("AIP_HEALTH_ROUTE", "/h", "aip_health_route", "/h"),
     ("DISABLE_CUSTOM_KERNELS", "false", "custom_kernels", True),
 ]
+
+
+# Set by variables of other names: see test_gaudi_environment.py.
+OTHERS = {"ignore_eos_token"}
 
 
 def read(*arguments: str, **environment: str) -> Launch:
@@ -137,7 +146,8 @@ def test_tables_hold_every_flag() -> None:
     assert flags == {row[0] for row in [*TABLE, *REFUSED] if row[0].startswith("--")}
     # Every setting can be set from outside, but for those that only tests and `LLM` need.
     fields = {flag.target for flags in FLAGS.values() for flag in flags} | {row[2] for row in VARIABLES_ONLY}
-    assert set(ServerConfig.__struct_fields__) - fields == {"seed", "overlap"}
+    fields |= {name.lower() for name in setting_names()}
+    assert set(ServerConfig.__struct_fields__) - fields == {"seed", "overlap", *OTHERS}
 
 
 def test_defaults_of_the_reference() -> None:
@@ -167,10 +177,16 @@ def test_defaults_of_the_reference() -> None:
         "watermark_gamma": 0.5,
         "watermark_delta": 2.0,
         "num_shard": 1,
+        "hpu_memory_fraction": 0.8,
+        "tgi_graph_reserved_mem": 0.1,
+        "prof_path": "/tmp/hpu_profile",
+        "prof_ranks": [0],
     }
     assert {name: getattr(config, name) for name in expected} == expected
     others = {"cors_allow_origin": [], "log_level": "info", "load_format": "safetensors", "device": "auto"}
-    others |= dict.fromkeys(("prefix_caching", "prefill_chunking", "custom_kernels", "overlap"), True)
+    switches = ("prefix_caching", "prefill_chunking", "custom_kernels", "overlap", "warmup_enabled")
+    gaudi = ("enable_hpu_graph", "use_flash_attention", "flash_attention_recompute")
+    others |= dict.fromkeys((*switches, *gaudi), True)
     for name in set(ServerConfig.__struct_fields__) - expected.keys():
         assert getattr(config, name) == others.get(name) or not getattr(config, name), name
     assert read().notes == []
@@ -297,8 +313,8 @@ def test_count_devices(environment: dict[str, str], count: int) -> None:
 def test_what_has_no_effect_says_so() -> None:
     notes = read("--cuda-graphs", "0", "--prometheus-port", "9100", "--validation-workers", "4").notes
     assert notes == [
-        "--cuda-graphs has no effect: the CPU captures no graphs",
         "--prometheus-port has no effect: nothing is served there; /metrics is on the main port",
+        "--cuda-graphs has no effect: the CPU captures no graphs",
     ]
     notes = read(USAGE_STATS="on", ATTENTION="paged", PREFILL_CHUNKING="0", USE_FLASH_ATTENTION="false").notes
     assert [note.partition(" has no effect: ")[0] for note in notes] == [

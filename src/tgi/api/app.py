@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tgi.api import chat, cloud, completions, info, native
+from tgi.api import chat, cloud, completions, info, native, profiler
 from tgi.api.call import Call
 from tgi.api.errors import (
     InternalError,
@@ -80,6 +80,10 @@ class App:
         self.service = service
         config = service.config
         self.routes = list(ROUTES)
+        self.routes += [  # these ask for a key of their own
+            Route("POST", "/start_profile", profiler.start, "start_profile", public=True),
+            Route("POST", "/stop_profile", profiler.stop, "stop_profile", public=True),
+        ]
         if config.aip_predict_route:
             self.routes.append(Route("POST", config.aip_predict_route, cloud.vertex, "vertex_compatibility"))
         if config.aip_health_route:

@@ -156,6 +156,7 @@ class Info(msgspec.Struct):
     version: str
     sha: str | None
     docker_label: str | None
+    model_device_type: str | UnsetType = UNSET  # only where a device is played by another, which clients should know
 
 
 class SimpleToken(msgspec.Struct):

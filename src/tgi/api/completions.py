@@ -124,7 +124,7 @@ async def _start(call: Call, completion: _Completion, prompts: list[Prompt], can
     ]
     for prompt, request in zip(prompts, requests, strict=True):
         text = prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt, skip_special_tokens=False)
-        one = _Prompt(text)
+        one = _Prompt(service.tokenizer.before_output(text))
         completion.prompts.append(one)
         start_choices(call, request, permit, candidates, one.generations)
 

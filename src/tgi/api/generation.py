@@ -14,7 +14,7 @@ import msgspec
 from tgi.api.metrics import Metrics, Timings
 from tgi.engine.client import TokenEvent, TokenStream
 from tgi.errors import IncompleteError, RequestError
-from tgi.text.detokenize import TextStream
+from tgi.text.detokenize import open_stream
 from tgi.text.output import RequestText
 from tgi.text.stopping import StopStrings
 from tgi.text.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class NativeText:
 
     def __init__(self, tokenizer: Tokenizer, request: GenerationRequest) -> None:
         self._tokenizer = tokenizer
-        self._stream = TextStream(tokenizer, request.token_ids)
+        self._stream = open_stream(tokenizer, request.token_ids)
         stops = request.sampling.stop
         self._stops = StopStrings(stops, include_stop=True, only_at_end=True) if stops else None
         self._pieces: list[str] = []

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.resources import files
 
 import msgspec
+from msgspec import UNSET
 
 from tgi.api.bodies import ChatTokenizeResponse, ErrorResponse, GenerateRequest, Info, SimpleToken, known_members
 from tgi.api.call import Call
@@ -51,6 +52,7 @@ async def info(call: Call) -> None:
                 version=__version__,
                 sha=None,
                 docker_label=None,
+                model_device_type=facts.device if "emulated" in facts.device else UNSET,
             )
         )
     )

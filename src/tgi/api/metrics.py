@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from tgi.types import EngineLoad, ModelFacts, StepStats
+from tgi.types import BucketStats, EngineLoad, ModelFacts, StepStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -179,6 +179,45 @@ class StepSeries:
         self.filter = metrics.batch_filter_duration.keep(Histogram(DURATION_BOUNDS), labels)
 
 
+class BucketSeries:
+    """The series of `tgi_bucket_*`: only an engine with a bucket plan has them."""
+
+    def __init__(self, metrics: "Metrics") -> None:
+        shapes: Family[Number] = metrics.family(
+            "tgi_bucket_shapes", "gauge", "Shapes planned, graph keys warmed up, graphs captured"
+        )
+        self._shapes = {
+            state: shapes.keep(Number(), _label("state", state)) for state in ("planned", "warmed", "captured")
+        }
+        self._bypassed = metrics.counter("tgi_bucket_bypassed", "Padded passes that ran without a graph")
+        self._unplanned = metrics.counter(
+            "tgi_bucket_unplanned", "Padded passes with a graph key that warming up has not met"
+        )
+        computed: Family[Number] = metrics.family(
+            "tgi_bucket_tokens_computed", "counter", "Tokens computed in padded passes, padding included"
+        )
+        needed: Family[Number] = metrics.family(
+            "tgi_bucket_tokens_needed", "counter", "Tokens computed in padded passes, without the padding"
+        )
+        self._tokens = {
+            f"{method}_{name}": family.keep(Number(), _label("method", method))
+            for name, family in (("computed", computed), ("needed", needed))
+            for method in ("prefill", "decode")
+        }
+
+    @property
+    def counters(self) -> list[Number]:
+        return [self._bypassed, self._unplanned, *self._tokens.values()]
+
+    def set(self, stats: BucketStats) -> None:
+        for state, number in self._shapes.items():
+            number.set(getattr(stats, f"num_{state}"))
+        self._bypassed.follow(stats.num_bypassed)
+        self._unplanned.follow(stats.num_unplanned)
+        for name, number in self._tokens.items():
+            number.follow(getattr(stats, name))
+
+
 class Metrics:
     """Every metric of one api process. Not for use by several threads."""
 
@@ -186,9 +225,9 @@ class Metrics:
         self._families: list[Family] = []
         total_bounds = hundredths(max_total_tokens)
 
-        self._request_count = self._counter("tgi_request_count", "Total number of requests")
-        self._request_success = self._counter("tgi_request_success", "Number of successful requests")
-        self._request_failure: Family[Number] = self._family("tgi_request_failure", "counter")
+        self._request_count = self.counter("tgi_request_count", "Total number of requests")
+        self._request_success = self.counter("tgi_request_success", "Number of successful requests")
+        self._request_failure: Family[Number] = self.family("tgi_request_failure", "counter")
         self._failures: dict[str, Number] = {}
         self._request_duration = self._duration("tgi_request_duration", "Request duration")
         self._validation_duration = self._duration("tgi_request_validation_duration", "Request validation duration")
@@ -206,9 +245,7 @@ class Metrics:
         self._max_new_tokens = self._histogram(
             "tgi_request_max_new_tokens", "Maximum new tokens per request", total_bounds
         )
-        skipped: Family[Summary] = self._family(
-            "tgi_request_skipped_tokens", "summary", "Speculated tokens per request"
-        )
+        skipped: Family[Summary] = self.family("tgi_request_skipped_tokens", "summary", "Speculated tokens per request")
         self._skipped_tokens = skipped.keep(Summary())
 
         self._queue_size = self._gauge("tgi_queue_size", "Current queue size")
@@ -217,34 +254,34 @@ class Metrics:
         self._batch_next_size = self._histogram(
             "tgi_batch_next_size", "Batch size of the next batch", BATCH_SIZE_BOUNDS
         )
-        self.batch_inference_count: Family[Number] = self._family(
+        self.batch_inference_count: Family[Number] = self.family(
             "tgi_batch_inference_count", "counter", "Inference calls per method (prefill or decode)"
         )
-        self.batch_inference_success: Family[Number] = self._family(
+        self.batch_inference_success: Family[Number] = self.family(
             "tgi_batch_inference_success",
             "counter",
             "Number of successful inference calls per method (prefill or decode)",
         )
-        self.batch_inference_failure: Family[Number] = self._family("tgi_batch_inference_failure", "counter")
-        self.batch_inference_duration: Family[Histogram] = self._family(
+        self.batch_inference_failure: Family[Number] = self.family("tgi_batch_inference_failure", "counter")
+        self.batch_inference_duration: Family[Histogram] = self.family(
             "tgi_batch_inference_duration", "histogram", "Batch inference duration"
         )
-        self.batch_forward_duration: Family[Histogram] = self._family(
+        self.batch_forward_duration: Family[Histogram] = self.family(
             "tgi_batch_forward_duration", "histogram", "Batch forward duration per method (prefill or decode)"
         )
-        self.batch_decode_duration: Family[Histogram] = self._family(
+        self.batch_decode_duration: Family[Histogram] = self.family(
             "tgi_batch_decode_duration", "histogram", "Time spent decoding a batch per method (prefill or decode)"
         )
-        self.batch_filter_duration: Family[Histogram] = self._family(
+        self.batch_filter_duration: Family[Histogram] = self.family(
             "tgi_batch_filter_duration",
             "histogram",
             "Time spent filtering batches and sending generated tokens per method (prefill or decode)",
         )
         self._prefill = StepSeries(self, "prefill")
         self._decode = StepSeries(self, "decode")
-        concat: Family[Number] = self._family("tgi_batch_concat", "counter")
+        concat: Family[Number] = self.family("tgi_batch_concat", "counter")
         self._concat = concat.keep(Number(), _label("reason", "chunking"))
-        concat_duration: Family[Histogram] = self._family("tgi_batch_concat_duration", "histogram")
+        concat_duration: Family[Histogram] = self.family("tgi_batch_concat_duration", "histogram")
         self._concat_duration = concat_duration.keep(Histogram(DURATION_BOUNDS), _label("method", "decode"))
 
         self._in_flight = self._gauge("tgi_requests_in_flight", "Requests being served, queued ones included")
@@ -254,11 +291,12 @@ class Metrics:
         self._kv_used = self._gauge("tgi_kv_blocks_used", "Blocks of the KV cache that running requests hold")
         self._kv_total = self._gauge("tgi_kv_blocks_total", "Blocks of the KV cache")
         self._kv_ratio = self._gauge("tgi_kv_usage_ratio", "Share of the KV cache that running requests hold")
-        self._preemptions = self._counter("tgi_preemptions", "Requests that gave up their blocks to be computed again")
-        self._prompt_tokens = self._counter("tgi_prompt_tokens", "Prompt tokens of admitted requests")
-        self._cached_tokens = self._counter("tgi_cached_prompt_tokens", "Prompt tokens found in the prefix cache")
-        self._engine_restarts = self._counter("tgi_engine_restarts", "Times the engine was started again")
+        self._preemptions = self.counter("tgi_preemptions", "Requests that gave up their blocks to be computed again")
+        self._prompt_tokens = self.counter("tgi_prompt_tokens", "Prompt tokens of admitted requests")
+        self._cached_tokens = self.counter("tgi_cached_prompt_tokens", "Prompt tokens found in the prefix cache")
+        self._engine_restarts = self.counter("tgi_engine_restarts", "Times the engine was started again")
         self._engine_restarts.set(0)
+        self._bucket_shapes = BucketSeries(self)
         start = self._gauge("process_start_time_seconds", "Start of the process, in seconds since 1970")
         start.set(round(time.time(), 3))
 
@@ -306,7 +344,7 @@ class Metrics:
         """The engine is up, for the first time or again."""
         self._kv_total.set(facts.num_blocks - 1)  # one is for padding and belongs to nobody
         self._set_kv_used(0)
-        for counter in (self._preemptions, self._prompt_tokens, self._cached_tokens):
+        for counter in (self._preemptions, self._prompt_tokens, self._cached_tokens, *self._bucket_shapes.counters):
             counter.follow_from_zero()
 
     def engine_restarted(self) -> None:
@@ -348,6 +386,8 @@ class Metrics:
         self._preemptions.follow(load.num_preemptions)
         self._prompt_tokens.follow(load.num_prompt_tokens)
         self._cached_tokens.follow(load.num_cached_prompt_tokens)
+        if load.buckets is not None:
+            self._bucket_shapes.set(load.buckets)
 
     def _set_kv_used(self, num_blocks: float) -> None:
         if self._kv_total.value:
@@ -360,19 +400,19 @@ class Metrics:
         """The Prometheus text."""
         return "\n".join([line for family in self._families for line in family.lines()] + [""]).encode()
 
-    def _family(self, name: str, kind: str, help_text: str = "") -> Family:
+    def family(self, name: str, kind: str, help_text: str = "") -> Family:
         family = Family(name, kind, help_text)
         self._families.append(family)
         return family
 
-    def _counter(self, name: str, help_text: str) -> Number:
-        return self._family(name, "counter", help_text).keep(Number())
+    def counter(self, name: str, help_text: str) -> Number:
+        return self.family(name, "counter", help_text).keep(Number())
 
     def _gauge(self, name: str, help_text: str) -> Number:
-        return self._family(name, "gauge", help_text).keep(Number())
+        return self.family(name, "gauge", help_text).keep(Number())
 
     def _histogram(self, name: str, help_text: str, bounds: list[float]) -> Histogram:
-        return self._family(name, "histogram", help_text).keep(Histogram(bounds))
+        return self.family(name, "histogram", help_text).keep(Histogram(bounds))
 
     def _duration(self, name: str, help_text: str) -> Histogram:
         return self._histogram(name, help_text, DURATION_BOUNDS)

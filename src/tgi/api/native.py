@@ -95,7 +95,7 @@ async def _run(call: Call, inputs: str, parameters: GenerateParameters) -> tuple
         best = pick_best([generation.sum_logprobs / generation.num_tokens for generation in generations])
         call.succeed(generations[best])
     chosen = generations[best]
-    prefix = inputs if parameters.return_full_text else ""
+    prefix = service.tokenizer.before_output(inputs) if parameters.return_full_text else ""
     response = GenerateResponse(prefix + _text(chosen))
     if parameters.details or parameters.decoder_input_details:
         response.details = _details(service.tokenizer, chosen, outcomes[best])
@@ -184,7 +184,7 @@ async def _stream(call: Call, inputs: str, parameters: GenerateParameters) -> No
             request = await _prepare(call, inputs, parameters)
             generation = service.start(request, NativeText, call.request.arrived, permit)
             call.streams.append(generation)
-            prefix = inputs if parameters.return_full_text else ""
+            prefix = service.tokenizer.before_output(inputs) if parameters.return_full_text else ""
             await _write_pieces(call, generation, prefix, parameters.details)
             call.succeed(generation)
     except TgiError as error:

@@ -25,6 +25,7 @@ from tgi.engine.client import EngineClient
 from tgi.errors import EngineError, OverloadedError, ValidationError
 from tgi.text.chat_template import ChatTemplate
 from tgi.text.grammar import GrammarCompiler
+from tgi.text.ids_as_text import IdsAsText
 from tgi.text.prepare import prepare_request
 from tgi.text.tokenizer import Tokenizer
 from tgi.text.tools import ToolFormat, detect_tool_format
@@ -45,7 +46,7 @@ class Service:
         self.config = config
         self.facts = facts
         folder = Path(facts.folder)
-        self.tokenizer = Tokenizer.load(folder)
+        self.tokenizer = IdsAsText.load(folder) if config.skip_tokenizer_in_tgi else Tokenizer.load(folder)
         template_path = Path(config.tokenizer_config_path) if config.tokenizer_config_path else None
         self.template = ChatTemplate.load(folder, template_path)
         self.tool_format: ToolFormat = detect_tool_format(self.template, self.tokenizer)
@@ -115,6 +116,8 @@ class Service:
         grammar: Grammar | None = None,
     ) -> GenerationRequest:
         """Tokenise, check lengths, compile the grammar. Raises `ValidationError`."""
+        if self.config.ignore_eos_token:
+            params = msgspec.structs.replace(params, ignore_eos=True)
 
         def work() -> GenerationRequest:
             return prepare_request(

@@ -18,6 +18,7 @@ import torch
 
 from tgi.bench import report as reports
 from tgi.bench.command_line import EXIT_INTERRUPTED
+from tgi.bench.generation_flags import describe_throughput
 from tgi.bench.hardware import describe_hardware
 from tgi.bench.offline_command import Task
 from tgi.bench.results import OfflineReport, Row, RowResult, SkippedRow
@@ -43,6 +44,8 @@ _ITERATION_BITS = 20  # where a seed has the number of the iteration
 def run_offline(task: Task) -> int:
     """The exit status. Ctrl-C ends it with what was measured so far."""
     if task.json_path is not None:
+        if task.asked is not None:
+            Path(task.json_path).parent.mkdir(parents=True, exist_ok=True)  # its program makes the folder too
         reports.check_writable(task.json_path)
     lines = Lines(task.quiet)
     with _model_folder(task) as model_id, StageBars(enabled=not task.quiet) as bars:
@@ -53,11 +56,20 @@ def run_offline(task: Task) -> int:
         check_host_memory(task, config, spec)
         engine = start_engine(config, bars.update)
     try:
+        refuse_emulation(engine.device)
+        for note in [] if task.asked is None else task.asked.notes:
+            lines.say(note)
         report = _start_report(task, config, engine)
         report.skipped = skipped
         return _Run(task, rows, engine, report, lines).measure()
     finally:
         engine.close()
+
+
+def refuse_emulation(device: Device) -> None:
+    """A stand-in's speed says nothing of what it stands for."""
+    if "emulated" in device.name:
+        raise StartError(f"the model runs on {device.name}: no figures are taken, because they would not be a card's")
 
 
 @contextmanager
@@ -196,7 +208,7 @@ class _Run:
         task, engine = self.task, self.engine
         for again in range(task.warmups):
             self.lines.pass_by(f"{row}: warm-up")
-            warm_up(engine, row, _WARM_UP_SEED + number * 1000 + again)
+            (run_once if task.whole_warmups else warm_up)(engine, row, _WARM_UP_SEED + number * 1000 + again)
         progress = RowProgress(row, task.iterations, f"row {number} of {num_rows}")
 
         def tell(num_tokens: int) -> None:
@@ -215,7 +227,7 @@ class _Run:
                 self.add(row, summarise(row, iterations))
 
     def add(self, row: Row, result: RowResult) -> None:
-        result.peak_memory_gb = round(_peak_bytes(self.engine.device) / 1e9, 3)
+        result.peak_memory_gb = _peak_gb(self.engine.device)
         result.published = self.task.published.get(row)
         self.done.append(row)
         self.report.rows.append(result)
@@ -254,6 +266,8 @@ class _Run:
     def show(self) -> None:
         if self.report.rows:
             print(reports.rows_table(self.report.rows))
+        if self.report.rows and self.task.asked is not None:
+            print(f"\n{describe_throughput(self.report.rows[0])}")
         if self.report.profile is not None:
             print(f"\n{reports.profile_table(self.report.profile)}")
 
@@ -293,7 +307,11 @@ def _start_report(task: Task, config: ServerConfig, engine: Engine) -> OfflineRe
     )
 
 
-def _peak_bytes(device: Device) -> int:
-    if device.torch_device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return torch.cuda.max_memory_reserved(device.torch_device)
+def _peak_gb(device: Device) -> float | None:
+    match device.torch_device.type:
+        case "cpu":
+            return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)
+        case "cuda":
+            return round(torch.cuda.max_memory_reserved(device.torch_device) / 1e9, 3)
+        case _:
+            return None

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tgi.bench import command_line
+from tgi.bench import command_line, generation_flags
+from tgi.bench.generation_flags import Asked
 from tgi.bench.presets import PRESETS, Preset
 from tgi.bench.results import Published, Row, parse_row
 from tgi.bench.shapes import SHAPES
@@ -24,7 +25,7 @@ _SETTINGS = (
     ("--model-id", "MODEL", "embedded (the default), a model folder, a .gguf file, or a model on the hub"),
     ("--revision", "NAME", "commit, branch or tag on the hub"),
     ("--load-format", "FORMAT", f"{' or '.join(CHOICES['load_format'])}: random weights from config.json alone"),
-    ("--device", "NAME", "auto, cpu or cuda"),
+    ("--device", "NAME", "auto, cpu, cuda or hpu"),
     ("--dtype", "TYPE", "of the weights: " + ", ".join(CHOICES["dtype"])),
     ("--quantize", "METHOD", "such as fp8"),
     ("--kv-cache-dtype", "TYPE", "of the KV cache: " + ", ".join(CHOICES["kv_cache_dtype"])),
@@ -32,6 +33,8 @@ _SETTINGS = (
     ("--max-batch-total-tokens", "N", "tokens in the KV cache"),
     ("--max-batch-size", "N", "requests computed at a time (default: the most of any row, at most 2048)"),
     ("--max-total-tokens", "N", "longest prompt and answer together (default: the longest row)"),
+    ("--bucketing", "true|false", "pad every step to a shape that was warmed up"),
+    ("--bucket-strategy", "NAME", "its shapes: linear or exponential"),
     ("--cuda-memory-fraction", "X", "share of the GPU's memory to use"),
     ("--cuda-graphs", "LIST", "batch sizes to capture, separated by commas; 0: none"),
     ("--num-threads", "N", "CPU threads"),
@@ -56,6 +59,8 @@ class Task(msgspec.Struct, kw_only=True):
     published: dict[Row, Published]
     iterations: int
     warmups: int
+    whole_warmups: bool = False  # of the whole row, not of a piece
+    asked: Asked | None = None  # by flags of run_generation
     seed: int
     floor: bool
     profile: Shown | None
@@ -79,12 +84,17 @@ def read_task(arguments: list[str], prog: str = "tgi bench offline") -> Task:
     """Raises `StartError` naming the first flag or row that makes no sense."""
     options = _build_parser(prog).parse_intermixed_args(arguments)
     preset = None if options.preset is None else PRESETS[options.preset]
+    asked = generation_flags.read_flags(options)
     if preset is not None:
         _check_preset(options)
+    if asked is not None:
+        _check_asked(options, asked)
     shape = options.shape or (preset.shape if preset is not None and options.model_id is None else None)
     settings = read_environment(only=ENGINE_SETTINGS)
     if preset is not None:
         settings |= preset.settings
+    if asked is not None:
+        settings |= asked.settings
     for flag, _, _ in _SETTINGS:
         field = flag[2:].replace("-", "_")
         text = getattr(options, field)
@@ -97,7 +107,7 @@ def read_task(arguments: list[str], prog: str = "tgi bench offline") -> Task:
         if settings.get("load_format", "dummy") != "dummy":
             raise StartError("--shape has no weights of its own: leave --load-format out, or say dummy")
         settings["load_format"] = "dummy"
-    if options.warmup < 0:
+    if options.warmup is not None and options.warmup < 0:
         raise StartError(f"--warmup must be >= 0. Given: {options.warmup}")
     if options.iterations is not None and options.iterations < 1:
         raise StartError(f"--iterations must be >= 1. Given: {options.iterations}")
@@ -109,17 +119,19 @@ def read_task(arguments: list[str], prog: str = "tgi bench offline") -> Task:
         profile = Shown(int(found[1]), int(found[2]))
     ServerConfig(**settings).check()
     return Task(
-        rows=_choose_rows(options, preset),
+        rows=_choose_rows(options, preset) if asked is None else [asked.row],
         shape=shape,
         settings=settings,
         preset=options.preset,
         published={found.row: found.published for found in preset.rows if found.published} if preset else {},
-        iterations=options.iterations or (preset.iterations if preset else 1),
-        warmups=options.warmup,
+        iterations=options.iterations or (preset or asked or _Defaults()).iterations,
+        warmups=(asked or _Defaults()).warmups if options.warmup is None else options.warmup,
+        whole_warmups=asked is not None,
+        asked=asked,
         seed=options.seed,
         floor=options.floor,
         profile=profile,
-        json_path=options.json,
+        json_path=options.json or (asked.json_path if asked is not None else None),
         quiet=options.quiet,
     )
 
@@ -129,6 +141,23 @@ def _check_preset(options: argparse.Namespace) -> None:
         raise StartError(f"--preset {options.preset} has rows of its own: leave {options.rows[0]} out")
     if options.shape is not None:
         raise StartError(f"--preset {options.preset} names a model itself: leave --shape out, or give --model-id")
+
+
+def _check_asked(options: argparse.Namespace, asked: Asked) -> None:
+    """Flags of run_generation are a row: nothing else may say one, nor a model twice."""
+    if options.rows:
+        raise StartError(f"flags of run_generation are a row of their own: leave {options.rows[0]} out")
+    if options.preset is not None:
+        raise StartError(f"--preset {options.preset} has rows of its own: leave the flags of run_generation out")
+    if "model_id" in asked.settings and (options.model_id is not None or options.shape is not None):
+        raise StartError("--model_name_or_path names a model: leave --model-id and --shape out")
+
+
+class _Defaults(NamedTuple):
+    """Of a row that somebody wrote."""
+
+    iterations: int = 1
+    warmups: int = 1
 
 
 def _choose_rows(options: argparse.Namespace, preset: Preset | None) -> list[Row]:
@@ -154,10 +183,11 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     model.add_argument("--prefix-caching", action="store_true", help="reuse equal beginnings (default: off)")
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument("--iterations", type=int, metavar="N", help="runs of each row (default: 1, or the preset's)")
-    measuring.add_argument("--warmup", type=int, default=1, metavar="N", help="short runs before each row (default: 1)")
+    measuring.add_argument("--warmup", type=int, metavar="N", help="short runs before each row (default: 1)")
     measuring.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default: 0)")
     measuring.add_argument("--floor", action="store_true", help="the least time the GPU could take, beside each row")
     measuring.add_argument("--profile", metavar="ROWS/CONTEXT", help="take a decode step on a GPU apart")
     measuring.add_argument("--json", metavar="FILE", help="also write everything there, after each row")
     measuring.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    generation_flags.add_flags(parser)
     return parser

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from tgi.devices.buckets import decode_sizes
-from tgi.devices.device import Mark, Ops
+from tgi.devices.device import GraphForward, Mark, Ops
 from tgi.devices.driver import Driver, read_driver
+from tgi.devices.graphs import CapturedForward
 from tgi.errors import StartError
+from tgi.kernels.padded import PaddedBatch, as_forward_batch
 from tgi.kernels.triton.ops import load_ops
 from tgi.types import Limits
 
@@ -66,7 +68,7 @@ class CudaDevice:
         if isinstance(faster, str):
             self.ops = Ops(f"torch ops, much slower than Triton kernels: {faster}")
         else:
-            self.ops = Ops(f"Triton kernels on {properties.name}", **faster)
+            self.ops = Ops(f"Triton kernels on {properties.name}", **faster, from_padded=as_forward_batch)
         self.stream = torch.cuda.Stream(self.torch_device)
         self._pool: Any = None  # memory that all captured steps share
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cuda")
@@ -162,6 +164,11 @@ class CudaDevice:
 
     def decode_sizes(self, maximum: int) -> list[int]:
         return decode_sizes(maximum)
+
+    def wrap_graphs(
+        self, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None
+    ) -> GraphForward:
+        return CapturedForward(self, forward, first)
 
 
 def _read_properties(device: torch.device) -> Any:

@@ -13,9 +13,11 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from tgi.config import ServerConfig
 from tgi.devices.driver import read_driver
 from tgi.errors import StartError
-from tgi.kernels import fp8, reference, resident
+from tgi.kernels import fp8, padded, reference, resident
+from tgi.kernels.padded import PaddedBatch
 from tgi.types import Limits
 
 
@@ -25,6 +27,7 @@ class Ops:
     def __init__(self, description: str = "reference ops", **faster: Any) -> None:
         self.description = description
         self.pack_linear: Callable[..., Any] = reference.pack_linear
+        self.pack_fp8: Callable[..., Any] = fp8.pack_fp8
         self.pack_blocks: Callable[..., Any] = _no_blocks
         self.block_kinds: frozenset[str] = frozenset()  # quantised blocks that `pack_blocks` takes
         self.linear: Callable[..., Any] = reference.linear
@@ -38,7 +41,11 @@ class Ops:
         self.gelu_tanh_mul: Callable[..., Any] = reference.gelu_tanh_mul
         self.rotary_and_cache: Callable[..., Any] = reference.rotary_and_cache
         self.attention: Callable[..., Any] = reference.attention
+        self.prefill_attention: Callable[..., Any] = padded.prefill_attention
+        self.decode_attention: Callable[..., Any] = padded.decode_attention
+        self.from_padded: Callable[..., Any] | None = None  # for a device whose `attention` is as good on padded passes
         self.greedy: Callable[..., Any] = reference.greedy
+        self.samples_on_host = False  # all of the choice but `greedy`, from padded logits
         self.apply_writes: Callable[..., Any] = resident.apply_writes
         self.gather_inputs: Callable[..., Any] = resident.gather_inputs
         self.greedy_into: Callable[..., Any] = resident.greedy_into
@@ -118,6 +125,27 @@ class QueueDevice(Device, Protocol):
         ...
 
 
+class GraphForward(Protocol):
+    """A padded pass that is captured when its shapes are first seen, and replayed afterwards."""
+
+    @property
+    def num_captured(self) -> int: ...
+
+    def __call__(self, batch: PaddedBatch, bypass: bool = False) -> Tensor:
+        """The result is good until the next call. `bypass`: without a graph."""
+        ...
+
+
+class GraphDevice(Device, Protocol):
+    """A device that can prepare a graph for each shape."""
+
+    def wrap_graphs(
+        self, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None
+    ) -> GraphForward:
+        """`first` is the same pass through fewer layers; it loads what a capture must find loaded."""
+        ...
+
+
 class MeasuredDevice(QueueDevice, Protocol):
     """A device whose free memory all goes to the cache, so that what the largest step takes is measured before."""
 
@@ -138,19 +166,50 @@ def is_measured(device: Device) -> TypeGuard[MeasuredDevice]:
     return hasattr(device, "peak_bytes")
 
 
+class _PlainForward:
+    """On a device without graphs."""
+
+    num_captured = 0
+
+    def __init__(self, forward: Callable[[PaddedBatch], Tensor]) -> None:
+        self._forward = forward
+
+    def __call__(self, batch: PaddedBatch, bypass: bool = False) -> Tensor:
+        return self._forward(batch)
+
+
+def has_graphs(device: Device) -> TypeGuard[GraphDevice]:
+    return hasattr(device, "wrap_graphs")
+
+
+def wrap_graphs(
+    device: Device, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None
+) -> GraphForward:
+    return device.wrap_graphs(forward, first) if has_graphs(device) else _PlainForward(forward)
+
+
 def choose_device(
-    name: str, cache_dir: Path, custom_kernels: bool, num_threads: int | None, memory_fraction: float = 1.0
+    name: str,
+    cache_dir: Path,
+    custom_kernels: bool,
+    num_threads: int | None,
+    memory_fraction: float = 1.0,
+    config: ServerConfig | None = None,  # for a device with settings of its own
 ) -> Device:
     """The device asked for; "auto" takes the fastest one present."""
+    from tgi.devices import hpu
     from tgi.devices.cpu import CpuDevice  # a device's libraries load only when it is chosen
 
-    known: Sequence[str] = ("auto", "cpu", "cuda")
+    known: Sequence[str] = ("auto", "cpu", "cuda", "hpu")
     if name not in known:
         raise StartError(f"`device` must be one of {', '.join(known)}. Given: {name}")
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
         from tgi.devices.cuda import CudaDevice
 
         return CudaDevice(custom_kernels, memory_fraction, cache_dir)
+    settings = hpu.HpuSettings.of(config or ServerConfig())
+    if name == "hpu" or (name == "auto" and hpu.is_present(settings.lazy)):
+        return hpu.HpuDevice(settings, custom_kernels)
     device = CpuDevice(cache_dir, custom_kernels, num_threads)
     if name == "auto" and (gpus := read_driver().gpus):
         device.ops.description += f". {gpus[0].name} is not used: `device` cuda says why"

@@ -5,22 +5,36 @@ Level 7.
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from tgi.config import ModelSize, Resolved, ServerConfig, cache_folder, resolve
-from tgi.devices.device import Device, choose_device, is_measured, is_queue
+from tgi.config import ModelSize, Resolved, ServerConfig, cache_folder, resolve, uses_buckets
+from tgi.devices.buckets import BucketPlan
+from tgi.devices.device import Device, MeasuredDevice, choose_device, is_measured, is_queue
+from tgi.engine.bucketing import (
+    describe_plan,
+    fit_prompts,
+    guess_limits,
+    limits_graphs,
+    make_plan,
+    plan_from,
+)
+from tgi.engine.calibrate import choose_cache, make_recorder, quantize_spec, read_quant_config
 from tgi.engine.loop import EngineLoop, StepRunner, is_out_of_memory
 from tgi.engine.memory import check_precision, check_weights_fit, measure_steps
+from tgi.engine.warm_shapes import StepBytes, measure_shapes, warm_shapes
 from tgi.errors import EngineError, ResourceError, StartError
 from tgi.models.decoder import CausalLM
 from tgi.models.registry import read_config, read_spec
 from tgi.models.spec import DecoderSpec
 from tgi.parallel import SINGLE, Parallel
 from tgi.runner import kv_cache, retract
+from tgi.runner.bucketed import BucketedRunner
+from tgi.runner.bucketed_queue import BucketedQueuedRunner
+from tgi.runner.measure import Recorder
 from tgi.runner.queued import QueuedRunner
 from tgi.runner.runner import Runner
 from tgi.scheduler.blocks import BlockPool
@@ -49,13 +63,19 @@ class Engine:
     grammars: GrammarCompiler  # shared with the runner: what is compiled here need not be there
     seconds: dict[str, float] = field(default_factory=dict)  # start-up stages
     notes: list[str] = field(default_factory=list)
+    recorder: Recorder | None = None  # measures every pass
+    buckets: BucketedRunner | BucketedQueuedRunner | None = None  # the runner, where steps have the shapes of a plan
 
     def close(self) -> None:
         self.device.close()
+        if self.recorder is not None and self.recorder.has_news:
+            self.recorder.save()
 
 
 def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     config.check()
+    calibrated = read_quant_config(config)
+    config = calibrated.config
     seconds: dict[str, float] = {}
     cache_dir = cache_folder(config)
     with _timed(seconds, "resolve"):
@@ -63,45 +83,58 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         spec = read_spec(read_config(source.path))
     with _timed(seconds, "device"):
         device = choose_device(
-            config.device, cache_dir, config.custom_kernels, config.num_threads, config.cuda_memory_fraction
+            config.device, cache_dir, config.custom_kernels, config.num_threads, config.cuda_memory_fraction, config
         )
+        if calibrated.measures and device.ops.block_kinds:  # its kernels keep matrices in forms of their own
+            device.close()
+            device = choose_device(
+                config.device, cache_dir, False, config.num_threads, config.cuda_memory_fraction, config
+            )
+        spec = replace(spec, quantization=quantize_spec(calibrated, spec, device))
         dtype = choose_dtype(config, device)
         check_precision(config, spec, device)
     with _timed(seconds, "load"):
         model = load_model(config, source, spec, device, dtype, SINGLE, progress)
     grammars = GrammarCompiler(lambda: Tokenizer.load(source.path), spec.vocab_size)
-    cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, dtype)
+    cache_setting = choose_cache(config, spec, model)
+    cache_dtype = kv_cache.choose_dtype(cache_setting, dtype)
 
     def allocate(num_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         heads, dim, block_size = spec.num_kv_heads, spec.head_dim, device.limits.block_size
         return kv_cache.allocate(device, spec.num_layers, num_blocks, block_size, heads, dim, cache_dtype)
 
-    step_bytes = 0
+    bucketed = uses_buckets(config, device.limits)
+    step_bytes = StepBytes()
     if is_measured(device):
         progress("compile kernels", 0, 0)
         with _timed(seconds, "rehearse"):
             shallow = model.shallow()
             small = allocate(1)[: len(shallow.model.layers)]
-            step_bytes = measure_steps(
-                config,
-                spec,
-                device,
-                lambda rows, length: make_runner(config, device, shallow, small, rows, length, None),
-            )
+            step_bytes = _measure(config, spec, device, shallow, small)
             del small
     with _timed(seconds, "cache"):
         size = ModelSize(
             max_positions=spec.max_positions,
             kv_bytes_per_token=spec.kv_bytes_per_token(spec.num_kv_heads, cache_dtype.itemsize),
         )
-        resolved = resolve(config, size, device.limits, max(0, device.free_bytes() - step_bytes))
+        resolved = resolve(config, size, device.limits, max(0, device.free_bytes() - step_bytes.total))
+        if bucketed:
+            resolved = fit_prompts(config, resolved)
         cache = allocate(resolved.num_blocks)
     rows, length = resolved.max_batch_size, resolved.max_total_tokens
+    plan = make_plan(config, resolved) if bucketed else None
+    buckets = None
     try:
         with _timed(seconds, "prepare"):
-            runner = make_runner(config, device, model, cache, rows, length, grammars)
-            if isinstance(runner, QueuedRunner):
-                runner.prepare(progress)
+            if plan is not None:
+                runner = buckets = make_bucketed(config, device, model, cache, plan, rows, length, grammars)
+                warm_shapes(
+                    config, resolved, device, buckets, source.model_id, cache_dir, progress, step_bytes.without_graph
+                )
+            else:
+                runner = make_runner(config, device, model, cache, rows, length, grammars)
+                if isinstance(runner, QueuedRunner):
+                    runner.prepare(progress)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise EngineError(f"the device cannot compute: {error}") from error
@@ -117,10 +150,12 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,
     )
-    pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching)
+    pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching and not bucketed)
     notes = [note for note in (source.note, device.ops.description) if note]
-    notes += describe_precision(config, spec)
+    notes += describe_precision(config, spec, cache_setting) + calibrated.describe()
     notes += [f"{name}: {reason}" for name, reason in resolved.explain()]
+    if plan is not None and buckets is not None:
+        notes += describe_plan(config, plan, buckets.bucket_stats)
     facts = ModelFacts(
         model_id=source.model_id,
         dtype=str(dtype).removeprefix("torch."),
@@ -134,9 +169,36 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         sha=source.sha,
         notes=notes,
     )
-    forget_slots = partial(retract.forget_slots, runner) if isinstance(runner, QueuedRunner) else None
-    loop = EngineLoop(Scheduler(policy, pool), runner, config.overlap, forget_slots)
-    return Engine(loop, facts, source.path, device, resolved, grammars, seconds, notes)
+    # Without a plan: a request that runs could come back with a longer prompt than any shape is made for.
+    forget_slots = None
+    if isinstance(runner, QueuedRunner) and plan is None:
+        forget_slots = partial(retract.forget_slots, runner)
+    prompts_fit = plan.fits if plan is not None else None
+    scheduler = Scheduler(policy, pool, prompts_fit=prompts_fit, queue_threshold_ms=config.queue_threshold_ms)
+    loop = EngineLoop(scheduler, runner, config.overlap, forget_slots)
+    recorder = make_recorder(calibrated, model, resolved.block_size)
+    return Engine(loop, facts, source.path, device, resolved, grammars, seconds, notes, recorder, buckets)
+
+
+def _measure(
+    config: ServerConfig,
+    spec: DecoderSpec,
+    device: MeasuredDevice,
+    model: CausalLM,
+    cache: list[tuple[torch.Tensor, torch.Tensor]],  # of one block
+) -> StepBytes:
+    if uses_buckets(config, device.limits):
+        plan = plan_from(guess_limits(config, spec.max_positions, device), config)
+        length = config.max_total_tokens or spec.max_positions
+        return measure_shapes(device, plan, partial(make_bucketed, config, device, model, cache), length)
+    return StepBytes(
+        measure_steps(
+            config,
+            spec,
+            device,
+            lambda rows, length: make_runner(config, device, model, cache, rows, length, None),
+        )
+    )
 
 
 def make_runner(
@@ -154,6 +216,23 @@ def make_runner(
     return QueuedRunner(device, model, cache, num_slots, max_total_tokens, watermark, grammars, config.cuda_graphs)
 
 
+def make_bucketed(
+    config: ServerConfig,
+    device: Device,
+    model: CausalLM,
+    cache: list[tuple[torch.Tensor, torch.Tensor]],
+    plan: BucketPlan,
+    num_slots: int,
+    max_total_tokens: int,
+    grammars: GrammarCompiler | None = None,
+) -> BucketedRunner | BucketedQueuedRunner:
+    watermark = (config.watermark_gamma, config.watermark_delta)
+    limit = limits_graphs(config, device)
+    if is_queue(device):
+        return BucketedQueuedRunner(device, model, cache, num_slots, max_total_tokens, plan, watermark, grammars, limit)
+    return BucketedRunner(device, model, cache, num_slots, max_total_tokens, plan, watermark, grammars, limit)
+
+
 def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:
     """As asked, else the device's preference."""
     name = config.dtype or device.limits.dtypes[0]
@@ -162,7 +241,7 @@ def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def describe_precision(config: ServerConfig, spec: DecoderSpec) -> list[str]:
+def describe_precision(config: ServerConfig, spec: DecoderSpec, cache_setting: str | None) -> list[str]:
     """What is computed or kept in eight bits."""
     notes: list[str] = []
     quantization = choose_quantization(config.quantize, spec.quantization)
@@ -171,8 +250,8 @@ def describe_precision(config: ServerConfig, spec: DecoderSpec) -> list[str]:
             "quantised on loading" if quantization.on_loading else f"as the checkpoint has them ({quantization.method})"
         )
         notes.append(f"matrices in FP8, {origin}")
-    if config.kv_cache_dtype is not None:
-        notes.append(f"KV cache in {config.kv_cache_dtype}")
+    if cache_setting is not None:
+        notes.append(f"KV cache in {cache_setting}")
     return notes
 
 
@@ -192,7 +271,8 @@ def load_model(
         load_dummy(model, dtype, device.torch_device, config.seed, quantization)
     else:
         checkpoint = Checkpoint.open(source.weights_path)
-        with Upload(device.torch_device) if device.torch_device.type != "cpu" else nullcontext() as checkpoint.upload:
+        copies_by_itself = device.runs_ahead and device.torch_device.type != "cpu"
+        with Upload(device.torch_device) if copies_by_itself else nullcontext() as checkpoint.upload:
             load_checkpoint(model, checkpoint, dtype, device.torch_device, model.ignored, progress, quantization)
     return model
 

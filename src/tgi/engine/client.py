@@ -28,6 +28,8 @@ from tgi.types import (
     GenerationRequest,
     Hello,
     ModelFacts,
+    Profile,
+    Profiled,
     Ready,
     StepStats,
     Submit,
@@ -106,6 +108,7 @@ class EngineClient:
         self._ids = count(1)
         self._streams: dict[int, TokenStream] = {}
         self._ready: asyncio.Future[ModelFacts] | None = None
+        self._profiles: dict[int, asyncio.Future[Profiled]] = {}  # asked for and not answered
         self.failure: EngineError | None = None  # set once the engine is lost; a new client is needed then
         self.load: EngineLoad | None = None
         self.on_load: Callable[[EngineLoad], None] | None = None
@@ -150,6 +153,18 @@ class EngineClient:
         if self._streams.pop(stream.request_id, None) is not None and self.failure is None:
             self._send(Abort(stream.request_id))
 
+    async def profile(self, start: bool, num_steps: int | None = None, record_shapes: bool | None = None) -> Profiled:
+        """Start or stop a profile of the engine's steps."""
+        if self.failure is not None:
+            raise self.failure
+        number = self.next_id()
+        answer = self._profiles[number] = self.loop.create_future()
+        self._send(Profile(number, start, num_steps, record_shapes))
+        try:
+            return await answer
+        finally:
+            self._profiles.pop(number, None)
+
     def fail(self, error: EngineError) -> None:
         """The engine is lost: end every request in flight with this error."""
         if self.failure is not None:
@@ -160,6 +175,9 @@ class EngineClient:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(error)
+        for answer in self._profiles.values():
+            if not answer.done():
+                answer.set_exception(error)
 
     async def close(self) -> None:
         if self._descriptor >= 0:
@@ -198,6 +216,10 @@ class EngineClient:
             case Ready(facts=facts):
                 assert self._ready is not None
                 self._ready.set_result(facts)
+            case Profiled() as done:
+                answer = self._profiles.get(done.number)
+                if answer is not None and not answer.done():
+                    answer.set_result(done)
             case EngineFailed(error=error):
                 if self.on_step_failure is not None:
                     self.on_step_failure()

@@ -23,11 +23,10 @@ def weight_bytes(model: CausalLM, dtype: torch.dtype, quantization: Quantization
     total = 0
     for prefix, module in model.walk():
         for declared in module.declare():
-            name = (prefix + declared.parts[0].name).removesuffix(".weight")
+            matrices = [(prefix + part.name).removesuffix(".weight") for part in declared.parts]
             small = quantization is not None and (
-                declared.small_on_loading
-                if quantization.on_loading
-                else declared.quantizable and quantization.scheme_of(name) is not None
+                quantization.quantizes(declared, matrices)
+                or (declared.quantizable and quantization.scheme_of(matrices[0]) is not None)
             )
             each = 1 if small else 4 if declared.keep_float32 else dtype.itemsize
             total += math.prod(declared.shape) * each
@@ -40,15 +39,16 @@ def check_precision(config: ServerConfig, spec: DecoderSpec, device: Device) -> 
         return
     asked = {
         "`quantize` fp8": config.quantize is not None,
+        "`quant_config`": spec.quantization is not None and spec.quantization.static is not None,
         "this checkpoint, whose matrices are in FP8,": spec.quantization is not None,
         "`kv_cache_dtype` fp8_e4m3fn": config.kv_cache_dtype is not None,
     }
     what = next((name for name, given in asked.items() if given), None)
     if what is not None:
         where = getattr(device, "description", device.name)
+        needed = getattr(device, "fp8_needs", "a GPU of compute capability 8.9 or later (Ada, Hopper or newer)")
         raise StartError(
-            f"{what} needs a GPU of compute capability 8.9 or later (Ada, Hopper or newer), not {where}. Use the model"
-            " in float16 or bfloat16 without FP8 settings."
+            f"{what} needs {needed}, not {where}. Use the model in float16 or bfloat16 without FP8 settings."
         )
 
 

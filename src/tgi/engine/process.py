@@ -21,9 +21,11 @@ import zmq
 from tgi.config import ServerConfig
 from tgi.engine.build import Engine, start_engine
 from tgi.engine.parent import end_with_parent
+from tgi.engine.profile import Profiling
 from tgi.engine.status import EXIT_ENGINE_FAILED, EXIT_START_FAILED, EngineStarted, FromEngineProcess, Stage
 from tgi.engine.warm_up import warm_up
 from tgi.errors import EngineError, TgiError, ValidationError
+from tgi.runner.measure import Recorder
 from tgi.text.grammar import CompiledGrammar
 from tgi.types import (
     Abort,
@@ -34,6 +36,7 @@ from tgi.types import (
     FromEngine,
     GenerationRequest,
     Hello,
+    Profile,
     PromptLogprobs,
     Ready,
     StepStats,
@@ -68,8 +71,9 @@ class _Client:
 
 
 class EngineServer:
-    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]", profiling: Profiling | None = None) -> None:
         self._engine = engine
+        self._profiling = profiling or Profiling(ServerConfig())
         self._loop = engine.loop
         self._socket = socket
         self._clients: dict[bytes, _Client] = {}
@@ -98,9 +102,23 @@ class EngineServer:
                 self._tell_all(EngineFailed(str(error)))
                 raise
             self._tell_retractions()
+            self._tell_unplanned()
+            if self._engine.recorder is not None:
+                self._save_measured(self._engine.recorder)
             if out is not None:
                 self._route(out)
                 self._filter_ns = time.monotonic_ns() - self._routed_ns
+                if self._profiling.is_on:
+                    self._profiling.step()
+
+    def _save_measured(self, recorder: Recorder) -> None:
+        """An engine that measures writes what it has when nothing is left to do, before anybody hears of that."""
+        if not (recorder.is_due or (recorder.has_news and not self._loop.has_work)):
+            return
+        try:
+            recorder.save()
+        except TgiError as error:
+            print(error, file=sys.stderr, flush=True)
 
     def _tell_retractions(self) -> None:
         count = self._loop.scheduler.stats.num_retractions
@@ -108,6 +126,13 @@ class EngineServer:
             self._retractions = count
             text = "a step did not fit the device's memory; its requests are computed again in smaller steps"
             print(f"{text} ({count} since the start)", file=sys.stderr, flush=True)
+
+    def _tell_unplanned(self) -> None:
+        """Shapes that warming up has not met, once each."""
+        buckets = self._engine.buckets
+        if buckets is not None and buckets.passes.book.news:
+            for text in buckets.passes.book.take_news():
+                print(text, file=sys.stderr, flush=True)
 
     def _receive(self) -> None:
         """Take all messages that are there; without work wait for one, a while."""
@@ -128,6 +153,10 @@ class EngineServer:
                 client = self._clients.get(address)
                 if client is not None:  # else these are the last words of a client that is dead
                     self._submit(client, request)
+            case Profile() as profile:
+                client = self._clients.get(address)
+                if client is not None:
+                    self._send(client, self._profiling.handle(profile))
             case Abort(request_id=request_id):
                 client = self._clients.get(address)
                 if client is not None:
@@ -224,6 +253,7 @@ class EngineServer:
             stats.num_preemptions,
             stats.num_prompt_tokens,
             stats.num_cached_prompt_tokens,
+            self._engine.buckets.bucket_stats if self._engine.buckets is not None else None,
         )
 
     def _send(self, client: _Client, message: FromEngine) -> None:
@@ -274,9 +304,12 @@ def main() -> int:
     try:
         engine = start_engine(config, lambda stage, done, total: _tell(Stage(stage, done, total)))
         engine.seconds["warm-up"] = warm_up(engine, not config.disable_grammar_support)
+        if engine.recorder is not None:
+            engine.recorder.reset()  # prompts of our own do not count
+        profiling = Profiling(config)  # nor do their steps
         socket.bind(f"ipc://{socket_path}")
         _tell(EngineStarted(engine.seconds, engine.facts.notes))
-        EngineServer(engine, socket).run()
+        EngineServer(engine, socket, profiling).run()
     except EngineError as error:
         print(f"engine failed: {error}", file=sys.stderr, flush=True)
         return EXIT_ENGINE_FAILED

@@ -13,8 +13,8 @@ from tgi.types import Admission, Chunk, GenerationRequest, SamplingParams, StepP
 
 SHORTEST = 256  # tokens that a request of a rehearsal must be allowed
 _PLAIN = SamplingParams()
-_SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, typical_p=0.9, min_p=0.01)
-_EVERYTHING = SamplingParams(
+SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, typical_p=0.9, min_p=0.01)
+EVERYTHING = SamplingParams(
     repetition_penalty=1.1,
     frequency_penalty=0.1,
     presence_penalty=0.1,
@@ -101,7 +101,7 @@ def play_largest(rehearsal: Rehearsal, rows: int, tokens: int, length: int) -> N
     each, more = divmod(tokens, rows)
     lengths = [min(each + (row < more), length - 4) for row in range(rows)]
     for _ in range(2):  # the second is queued while the first one runs
-        rehearsal.prompts(lengths, _EVERYTHING)
+        rehearsal.prompts(lengths, EVERYTHING)
     rehearsal.decode(rows)
     rehearsal.decode(rows)
     rehearsal.wait()
@@ -151,8 +151,8 @@ def rehearse(
         play_largest(rehearsal, rows, tokens, length)
         play_prompts(rehearsal, rows, tokens, length)
         play_decode(rehearsal, [rows, *few])
-        play_decode(rehearsal, [rows, *few], _SAMPLED)
-        play_decode(rehearsal, few or [1], _EVERYTHING)
+        play_decode(rehearsal, [rows, *few], SAMPLED)
+        play_decode(rehearsal, few or [1], EVERYTHING)
 
     with device.compiling():
         rehearsal = Rehearsal(make_runner(), rows, block_size)

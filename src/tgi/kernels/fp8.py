@@ -68,6 +68,11 @@ def to_fp8(x: Tensor) -> Tensor:
     return x.float().clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
+def pack_fp8(weight: Fp8Weight) -> Fp8Weight:
+    """Bring a weight into the form `linear` wants. Called once after loading."""
+    return weight
+
+
 def quantize_rows(x: Tensor, into: Fp8Weight) -> Fp8Rows:
     """x `[tokens, in]` in the form that `into` is multiplied with."""
     wide = x.float()

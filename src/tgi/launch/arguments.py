@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tgi.config import SECRETS, ServerConfig, parse_value, read_environment, variable_of
-from tgi.devices.driver import read_driver
+from tgi.config import ALIASES, SECRETS, ServerConfig, parse_value, read_environment, variable_of
 from tgi.errors import StartError
+from tgi.launch import effects, variables
 from tgi.version import __version__
 
 
@@ -42,6 +42,7 @@ FLAGS: dict[str, list[Flag]] = {
         Flag("--dtype", "type of the weights on the device", "TYPE", default="the device's best"),
         Flag("--quantize", "fp8: matrices in eight bits; others are refused", "METHOD", default="as the checkpoint is"),
         Flag("--kv-cache-dtype", "fp8_e4m3fn: keys and values in eight bits", "TYPE", default="the model's"),
+        Flag("--quant-config", "JSON file: what to measure, or the measured scales to serve in FP8 with", "FILE"),
         Flag("--load-format", "dummy: random weights from config.json alone", "FORMAT"),
         Flag("--tokenizer-config-path", "a file that replaces the model's tokenizer_config.json", "FILE"),
         Flag("--weights-cache-override", "take the .safetensors files of this folder instead of the model's", "DIR"),
@@ -68,12 +69,15 @@ FLAGS: dict[str, list[Flag]] = {
         Flag("--max-batch-size", "requests computed at a time", "N", default="the device's"),
         Flag("--waiting-served-ratio", "waiting to running, from which on prompts interrupt decoding", "X"),
         Flag("--max-waiting-tokens", "decode steps after which waiting prompts interrupt anyway", "N"),
+        Flag("--bucketing", "pad every step to a shape that was warmed up", "true|false", default="on Gaudi"),
+        Flag("--bucket-strategy", "its shapes: linear or exponential", "NAME", default="see BATCH_BUCKET_SIZE below"),
         Flag("--no-prefix-caching", "compute every prompt in full", field="prefix_caching", sets=False),
     ],
     "server": [
         Flag("--hostname", "IP address to listen on; what is no address counts as 0.0.0.0", "ADDRESS"),
         Flag("--port", "port to listen on", "PORT", short="-p"),
         Flag("--api-key", "key that clients must send as a bearer token", "KEY", default="no key is asked for"),
+        Flag("--admin-api-key", "key for what only an administrator may do", "KEY", default="nobody may"),
         Flag("--cors-allow-origin", "origin that browsers may call from (repeatable)", "ORIGIN", default="any"),
         Flag("--validation-workers", "threads that check and tokenise requests", "N"),
         Flag("--graceful-termination-timeout", "seconds for requests to end after SIGTERM", "SECONDS", short="-g"),
@@ -83,13 +87,13 @@ FLAGS: dict[str, list[Flag]] = {
         Flag("--cache-dir", "folder of converted models and compiled kernels", "DIR", default="~/.cache/tgi"),
     ],
     "device": [
-        Flag("--device", "auto (a GPU if there is one), cpu or cuda", "NAME"),
+        Flag("--device", "auto (a GPU or a Gaudi card if there is one), cpu, cuda or hpu", "NAME"),
         Flag("--num-threads", "CPU threads", "N", default="all cores"),
         Flag("--cuda-memory-fraction", "share of the GPU's memory to use", "X"),
         Flag("--cuda-graphs", "batch sizes to capture, separated by commas; 0: none", "LIST", default="the device's"),
         Flag("--disable-custom-kernels", "torch's own ops only", field="custom_kernels", sets=False),
-        Flag("--sharded", "split the model over devices", "true|false"),
-        Flag("--num-shard", "number of devices to split it over", "N", default="1"),
+        Flag("--sharded", "split the model over devices: one is used", "true|false"),
+        Flag("--num-shard", "number of devices to split it over: 1; on Gaudi more is accepted", "N", default="1"),
     ],
     "observability": [
         Flag("--json-output", "logs as JSON lines"),
@@ -114,38 +118,7 @@ FLAGS: dict[str, list[Flag]] = {
     ],
 }
 
-# Settings, and variables that are no setting, that are accepted and change nothing, with the reason.
-NO_EFFECT = {
-    "trust_remote_code": "no code of a model is ever run",
-    "shard_uds_path": "processes talk over sockets in a private folder",
-    "master_addr": "one process serves the model",
-    "master_port": "one process serves the model",
-    "prometheus_port": "nothing is served there; /metrics is on the main port",
-    "usage_stats": "nothing is ever sent",
-    "ngrok_authtoken": "no tunnel is opened",
-    "ngrok_edge": "no tunnel is opened",
-    "attention": "the device has one kind of attention",
-    "prefill_chunking": "long prompts are always computed in parts",
-    "USE_FLASH_ATTENTION": "the device has one kind of attention",
-    "TGI_WIGGLE_ROOM": "--max-batch-total-tokens sets the size of the KV cache",
-    "REQUEST_LOGPROBS": "use --enable-prefill-logprobs",
-    "XPU_MEMORY_FRACTION": "the model runs on the CPU",
-    "HF_HUB_ENABLE_HF_TRANSFER": "the hub's library chooses the fastest way itself",
-    "LOG_COLORIZE": "logs are coloured on a terminal only",
-    "EXLLAMA_VERSION": "no such kernels are used",
-    "DISABLE_EXLLAMA": "no such kernels are used",
-    "USE_CUTLASS_W8A8": "no such kernels are used",
-}
-
-
-# Likewise, where the model runs on the CPU.
-NO_EFFECT_ON_CPU = {
-    "cuda_graphs": "the CPU captures no graphs",
-    "cuda_memory_fraction": "the model runs on the CPU; --max-batch-total-tokens limits the KV cache",
-}
-
-# Values that ask for what is done anyway.
-_AS_IT_IS = {"trust_remote_code": False, "usage_stats": "off", "prefill_chunking": True}
+_END = "A flag beats its environment variable. Rules, exit codes and every variable: docs/cli.md, docs/environment.md."
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -153,11 +126,16 @@ class Launch(msgspec.Struct, frozen=True):
 
     config: ServerConfig
     notes: list[str]
+    variables: list[str] = []  # those of `variables` that are set, with their values
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise StartError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
+
+    def format_help(self) -> str:
+        text, end = super().format_help(), f"\n{_END}\n"
+        return f"{text}\n{_describe_variables(self._get_formatter())}{end}"
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -171,7 +149,6 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
         prog=prog,
         usage="%(prog)s [OPTIONS]",
         description=description,
-        epilog="A flag beats its environment variable. Variables without a flag, and exit codes: docs/cli.md.",
         formatter_class=_Formatter,
         allow_abbrev=False,
         add_help=False,
@@ -193,6 +170,27 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _describe_variables(formatter: argparse.HelpFormatter) -> str:
+    """The part of the help that is about variables, below the flags."""
+    for title, found in variables.SETTINGS.items():
+        formatter.start_section(title)
+        for variable in found:
+            default = f" [default: {variable.default}]" if variable.default else ""
+            action = argparse.Action([], "", help=f"{variable.help}{default}".replace("%", "%%"), metavar="")
+            action.option_strings = [f"{variable.name}={variable.value}"]
+            action.nargs = 0
+            formatter.add_argument(action)
+        formatter.end_section()
+    formatter.start_section("variables: others of Gaudi")
+    for reader, names in variables.PASSED_ON.items():
+        formatter.add_text(f"read by {reader}: {', '.join(names)}".replace("%", "%%"))
+    formatter.add_text(
+        f"known, without effect (a start that finds one says why): {', '.join(variables.WITHOUT_EFFECT)}"
+    )
+    formatter.end_section()
+    return formatter.format_help()
+
+
 def _origins(flag: Flag) -> str:
     """Default and environment variable, for the help."""
     default = getattr(ServerConfig(), flag.target)
@@ -209,18 +207,23 @@ def read_arguments(options: argparse.Namespace, environment: Mapping[str, str]) 
     """The configuration that flags and environment ask for. Raises `StartError` in TGI's words."""
     by_flag = _read_flags(options)
     overridden = {variable_of(field) for field in by_flag}
-    by_variable = read_environment({name: text for name, text in environment.items() if name not in overridden})
+    overridden |= {alias for alias, name in ALIASES.items() if name in overridden}
+    kept = {name: text for name, text in environment.items() if name not in overridden}
+    by_variable = read_environment(kept)
     config = ServerConfig(**{**by_variable, **by_flag})
+    notes: list[str] = []
+    config = _choose_shards(config, environment, notes)
     _check(config)
-    config = msgspec.structs.replace(config, num_shard=_choose_num_shard(config, environment))
-    _check(config)
+    given = {*by_flag, *by_variable}
+    effects.check_given(config, given)
     if config.aip_http_port is not None:
         port = by_flag.get("port", config.aip_http_port)
         config = msgspec.structs.replace(config, port=port, aip_http_port=port)
-    notes: list[str] = []
-    hostname = _choose_hostname(config.hostname, notes)
-    given = {*by_flag, *by_variable, *(name for name in NO_EFFECT if environment.get(name))}
-    return Launch(msgspec.structs.replace(config, hostname=hostname), notes + explain(config, given))
+    config = msgspec.structs.replace(config, hostname=_choose_hostname(config.hostname, notes))
+    if environment.get("TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN", "true") not in ("true", "false", ""):
+        notes.append("TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN has no effect: only the text true, as it is here, counts")
+    known = {name for name in {**effects.NO_EFFECT, **variables.NO_EFFECT} if kept.get(name)}
+    return Launch(config, notes + explain(config, given | known), variables.list_given(environment))
 
 
 def _check(config: ServerConfig) -> None:
@@ -244,20 +247,8 @@ def _read_flags(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def explain(config: ServerConfig, given: Collection[str]) -> list[str]:
-    """One line for each setting in `given` that has no effect, and why."""
-    flags = {flag.target: flag.name for flags in FLAGS.values() for flag in flags}
-    reasons = NO_EFFECT
-    if any(name in given for name in NO_EFFECT_ON_CPU) and not _runs_on_gpu(config):
-        reasons = {**NO_EFFECT_ON_CPU, **NO_EFFECT}
-    return [
-        f"{flags.get(name, variable_of(name))} has no effect: {reason}"
-        for name, reason in reasons.items()
-        if name in given and getattr(config, name, None) != _AS_IT_IS.get(name, "")
-    ]
-
-
-def _runs_on_gpu(config: ServerConfig) -> bool:
-    return config.device == "cuda" or (config.device == "auto" and bool(read_driver().gpus))
+    """One line for each setting or variable in `given` that has no effect, and why."""
+    return effects.explain(config, given, {flag.target: flag.name for flags in FLAGS.values() for flag in flags})
 
 
 def _choose_hostname(hostname: str, notes: list[str]) -> str:
@@ -271,15 +262,22 @@ def _choose_hostname(hostname: str, notes: list[str]) -> str:
     return hostname
 
 
-def _choose_num_shard(config: ServerConfig, environment: Mapping[str, str]) -> int:
+def _choose_shards(config: ServerConfig, environment: Mapping[str, str], notes: list[str]) -> ServerConfig:
+    """One process serves the model. The published commands for Gaudi ask for more cards, and are served by one."""
+    wants_more = config.num_shard is not None and config.num_shard > 1
+    if (wants_more or (config.sharded and config.num_shard is None)) and effects.device_of(config) == "hpu":
+        asked = "--sharded true" if config.num_shard is None else f"--num-shard {config.num_shard}"
+        notes.append(f"{asked}: one card is used, because a model is not split over cards yet; it must fit into one")
+        return msgspec.structs.replace(config, sharded=None, num_shard=1)
     if config.num_shard is not None:
-        return config.num_shard
+        return config
+    _check(config)
     if not config.sharded:
-        return 1
+        return msgspec.structs.replace(config, num_shard=1)
     num_devices = count_devices(environment)
     if num_devices <= 1:
         raise StartError(f"not enough cuda devices: `sharded` is true but only found {num_devices} CUDA devices")
-    return num_devices
+    return msgspec.structs.replace(config, num_shard=num_devices)
 
 
 def count_devices(environment: Mapping[str, str]) -> int:

@@ -238,7 +238,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     custom_kernels = config.custom_kernels and on_gpu  # those of the CPU would be compiled now
     device = choose_device(
-        config.device, cache_folder(config), custom_kernels, config.num_threads, config.cuda_memory_fraction
+        config.device, cache_folder(config), custom_kernels, config.num_threads, config.cuda_memory_fraction, config
     )
     dtype = choose_dtype(config, device)
     report.dtype = str(dtype).removeprefix("torch.")

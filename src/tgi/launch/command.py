@@ -11,15 +11,15 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from tgi.config import ServerConfig, hub_token
+from tgi.config import hub_token
 from tgi.errors import TgiError
-from tgi.launch.arguments import build_parser, read_arguments
+from tgi.launch.arguments import Launch, build_parser, read_arguments
 from tgi.version import __version__
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "llguidance", "uvicorn")
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tgi.launch")
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "text-generation-launcher") -> int:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "text-generation-la
     except TgiError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    return run_guarded(lambda: _serve(launch.config, launch.notes))
+    return run_guarded(lambda: _serve(launch))
 
 
 def run_guarded(run: Callable[[], int]) -> int:
@@ -48,16 +48,19 @@ def run_guarded(run: Callable[[], int]) -> int:
         return EXIT_INTERRUPTED
 
 
-def _serve(config: ServerConfig, notes: list[str]) -> int:
+def _serve(launch: Launch) -> int:
     from tgi.api.logs import configure_logging
     from tgi.launch.supervisor import serve
 
-    secrets = (config.api_key, config.ngrok_authtoken, hub_token())
+    config = launch.config
+    secrets = (config.api_key, config.admin_api_key, config.ngrok_authtoken, hub_token())
     configure_logging(config.log_level, config.json_output, nested=True, secrets=secrets)
     if config.env:
         log.info("Runtime environment: %s", describe_environment())
     log.info("%s", config)
-    for note in notes:
+    if launch.variables:
+        log.info("From the environment: %s", ", ".join(launch.variables))
+    for note in launch.notes:
         log.warning("%s", note)
     return serve(config)
 

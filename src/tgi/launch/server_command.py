@@ -1,4 +1,4 @@
-"""The command `text-generation-server`: fetches weights ahead of time.
+"""The command `text-generation-server`: fetches weights ahead of time, and measures a model for FP8.
 
 Level 9. TGI's command of this name also runs a shard and quantises; here the launcher runs everything itself, so those
 sub-commands only say what to use instead.
@@ -19,6 +19,7 @@ from tgi.version import __version__
 
 ALREADY_PRESENT = "Files are already present on the host. Skipping download."
 _SECONDS_BETWEEN_LINES = 5.0
+_MEASURE = "find the largest values of a model's tensors, for FP8 with static scales"
 _INSTEAD = {
     "serve": "is no program of its own here: run text-generation-launcher, which starts everything it needs",
     "quantize": "is not available: use a model that is already quantised as GGUF, or the model as it is",
@@ -30,6 +31,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "text-generation-se
     if arguments and arguments[0] in _INSTEAD:
         print(f"error: {prog} {arguments[0]} {_INSTEAD[arguments[0]]}", file=sys.stderr)
         return EXIT_USAGE
+    if arguments and arguments[0] == "measure":
+        from tgi.launch import measure_command
+
+        return measure_command.main(arguments[1:], f"{prog} measure")
     return _run_download(_build_parser(prog).parse_args(arguments))
 
 
@@ -46,6 +51,7 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     download = commands.add_parser("download-weights", help="fetch a model from the hub into the cache")
     _add_download_options(download)
+    commands.add_parser("measure", help=_MEASURE)
     for name, text in _INSTEAD.items():
         commands.add_parser(name, help=text)
     return parser

@@ -10,6 +10,7 @@ from torch import Tensor
 from tgi.devices.device import Ops
 from tgi.kernels.batch import ForwardBatch
 from tgi.kernels.fp8 import FP8, Fp8Rows, ScaledRows
+from tgi.kernels.padded import PaddedBatch
 from tgi.layers.linear import Linear
 from tgi.weights.declare import Module, Number
 
@@ -52,7 +53,7 @@ class Attention(Module):
     def forward(
         self,
         x: Tensor | Fp8Rows,
-        batch: ForwardBatch,
+        batch: ForwardBatch | PaddedBatch,
         cos_sin: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
@@ -66,7 +67,11 @@ class Attention(Module):
         q, k, v = fused.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
         kv_scales = self.kv_scales(k_cache)
         q = self.ops.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales=kv_scales, **scaled)
-        mixed = self.ops.attention(
-            q, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap, kv_scales=kv_scales, k=k, v=v
-        )
+        how = (batch, heads.scale, heads.window, heads.softcap)
+        if isinstance(batch, ForwardBatch):
+            mixed = self.ops.attention(q, k_cache, v_cache, *how, kv_scales=kv_scales, k=k, v=v)
+        elif batch.is_prefill:
+            mixed = self.ops.prefill_attention(q, k, v, k_cache, v_cache, *how, kv_scales=kv_scales)
+        else:
+            mixed = self.ops.decode_attention(q, k_cache, v_cache, *how, kv_scales=kv_scales)
         return self.out.product(mixed if wanted is None else mixed[wanted])

@@ -38,6 +38,8 @@ class Linear(Module):
         weight = self.weight
         if isinstance(weight, Blocks):
             self.weight = self.ops.pack_blocks(weight.kind, weight.data, weight.shape[1])
+        elif isinstance(weight, Fp8Weight):
+            self.weight = self.ops.pack_fp8(weight)
         elif isinstance(weight, Tensor):
             self.weight = self.ops.pack_linear(weight)
 

@@ -12,6 +12,7 @@ from tgi.devices.device import Ops
 from tgi.errors import ModelFormatError
 from tgi.kernels.batch import ForwardBatch
 from tgi.kernels.fp8 import Fp8Rows, Fp8Weight, ScaledRows
+from tgi.kernels.padded import PaddedBatch
 from tgi.kernels.stack import StackLayer
 from tgi.layers.attention import Attention, HeadLayout
 from tgi.layers.embedding import VocabWeight
@@ -69,7 +70,7 @@ class DecoderLayer(Module):
         self,
         x: Tensor | ScaledRows,
         residual: Tensor | None,
-        batch: ForwardBatch,
+        batch: ForwardBatch | PaddedBatch,
         cos_sin: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
@@ -180,10 +181,12 @@ class CausalLM(Module):
                 activation={"gelu_pytorch_tanh": "gelu_tanh"}.get(self.spec.activation, self.spec.activation),
             )
 
-    def forward(self, batch: ForwardBatch, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: ForwardBatch | PaddedBatch, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Hidden states `[logit tokens, hidden]` of the tokens whose logits are needed."""
+        if isinstance(batch, PaddedBatch) and self.ops.from_padded is not None:
+            batch = self.ops.from_padded(batch)
         x = self.model.embedding.look_up(batch.input_ids)
-        if self.stack is not None and self.ops.run_stack is not None:
+        if self.stack is not None and self.ops.run_stack is not None and isinstance(batch, ForwardBatch):
             done = self.ops.run_stack(x, self.stack, batch)
             if done is not None:
                 return done if batch.logit_tokens is None else done[batch.logit_tokens]

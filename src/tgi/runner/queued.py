@@ -108,23 +108,8 @@ class QueuedRunner:
             self._wait_for_tokens()  # they belong to whoever had the slots until now
         self._update(plan)
         rows = list(self.slots.decode_slots) if plan.decode else []
-        prompt_chunks = [chunk for chunk in plan.chunks if chunk.slot in self._prompt_logprobs]
-        prompts: list[tuple[int, int, list[Tensor]]] = []
-        if plan.chunks:
-            rows += [chunk.slot for chunk in plan.chunks if chunk.samples]
-            hidden, row_slots = self._mixed_pass(plan, rows, prompt_chunks)
-            prompts = self._score_prompts(plan, prompt_chunks, hidden[len(rows) :])
-            logits = self.model.logits(hidden[: len(rows)]) if rows else None
-        else:
-            self._staging.send(self.slots.state)
-            size = round_up(self.sizes, len(rows))
-            captured = self._captured.get(size)
-            if captured is not None:
-                captured.replay()
-                logits = captured.logits
-            else:
-                logits = self._decode_pass(size)
-            row_slots = self.slots.state.rows[:size]
+        rows += [chunk.slot for chunk in plan.chunks if chunk.samples]
+        logits, row_slots, prompts = self._compute(plan, rows)
         masks, chosen = None, None
         if logits is not None and rows:
             masks = self._masks(rows)
@@ -136,6 +121,25 @@ class QueuedRunner:
             self._readers[self._next_result] = future
             self._next_result = (self._next_result + 1) % _NUM_RESULTS
         return future
+
+    def _compute(
+        self, plan: StepPlan, rows: list[int]
+    ) -> tuple[Tensor | None, Tensor, list[tuple[int, int, list[Tensor]]]]:
+        """(logits of the sampling rows, perhaps of padding after them; their slots on the device; scored prompts)."""
+        if plan.chunks:
+            prompt_chunks = [chunk for chunk in plan.chunks if chunk.slot in self._prompt_logprobs]
+            hidden, row_slots = self._mixed_pass(plan, rows, prompt_chunks)
+            prompts = self._score_prompts(plan, prompt_chunks, hidden[len(rows) :])
+            return self.model.logits(hidden[: len(rows)]) if rows else None, row_slots, prompts
+        self._staging.send(self.slots.state)
+        size = round_up(self.sizes, len(rows))
+        captured = self._captured.get(size)
+        if captured is not None:
+            captured.replay()
+            logits = captured.logits
+        else:
+            logits = self._decode_pass(size)
+        return logits, self.slots.state.rows[:size], []
 
     def _update(self, plan: StepPlan) -> None:
         for slot in plan.release:

@@ -151,8 +151,8 @@ class Sampler:
             penalised=[row for row, holds in enumerate(penalised) if holds],
             bias=[row for row, p in enumerate(params) if p.logit_bias],
             temperature=rows_where([p.temperature != 1 for p in params]),
-            draw=rows_where([p.samples and not _keeps_few(p) for p in params]),
-            draw_from_best=rows_where([p.samples and _keeps_few(p) for p in params]),
+            draw=rows_where([p.samples and not keeps_few(p) for p in params]),
+            draw_from_best=rows_where([p.samples and keeps_few(p) for p in params]),
             top_k=any(p.top_k > 0 for p in drawing),
             top_p=any(p.top_p < 1 for p in drawing),
             typical_p=any(p.typical_p < 1 for p in drawing),
@@ -223,7 +223,7 @@ def _mask(logits: Tensor, masks: RowMasks | None) -> None:
         sampling.allow_only(logits, masks.rows, masks.allowed)
 
 
-def _keeps_few(params: SamplingParams) -> bool:
+def keeps_few(params: SamplingParams) -> bool:
     """Whether top-k or top-p are likely to keep at most `_NUM_BEST` ids. Depends on the request alone."""
     return params.typical_p == 1 and (0 < params.top_k <= _NUM_BEST or params.top_p < 1)
 

@@ -7,6 +7,10 @@ Requests whose gap is one token form the *decode set*; each decode step moves al
 not list them. A calendar says at which decode step a member needs its next block or reaches its length, which keeps
 planning proportional to what changes. A plan may be made while the step before it still runs: then `tokens` lacks the
 newest value, and a request that turns out to be finished has computed one token that is dropped.
+
+Where steps have the shapes of a bucket plan (`prompts_fit`) a prompt is computed in one step, never in chunks, and a
+request holds the blocks of its whole length from the start: nobody is preempted, to come back with a longer prompt than
+any shape is made for.
 """
 
 import time
@@ -19,6 +23,7 @@ import msgspec
 from tgi.errors import ValidationError
 from tgi.scheduler.blocks import BlockPool
 from tgi.scheduler.policy import BatchPolicy, StepLimit
+from tgi.scheduler.queue import make_queue
 from tgi.scheduler.request import Request
 from tgi.types import (
     Admission,
@@ -34,6 +39,10 @@ from tgi.types import (
 )
 
 _MAX_BLOCKS_AHEAD = 64
+
+
+# Whether so many prompts, padded to the longest of so many tokens, have a shape that a step can have.
+PromptsFit = Callable[[int, int], bool]
 
 
 class SchedulerStats(msgspec.Struct):
@@ -56,14 +65,22 @@ class _InFlight(msgspec.Struct, frozen=True):
 
 
 class Scheduler:
-    def __init__(self, policy: BatchPolicy, pool: BlockPool, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        policy: BatchPolicy,
+        pool: BlockPool,
+        clock: Callable[[], int] = time.monotonic_ns,
+        prompts_fit: PromptsFit | None = None,
+        queue_threshold_ms: int | None = None,
+    ) -> None:
         self.policy = policy
         self.pool = pool
         self.stats = SchedulerStats()
         self._limit = StepLimit(policy)
         self._now = clock
+        self._prompts_fit = prompts_fit
         self._requests: dict[int, Request] = {}  # every unfinished request
-        self._waiting: deque[Request] = deque()  # oldest first; may hold finished ones, dropped when reached
+        self._waiting = make_queue(queue_threshold_ms, clock)  # may hold finished ones, dropped when reached
         self._prefilling: list[Request] = []  # running, outside the decode set, oldest first
         self._decode_rows: list[Request] = []  # replaced, never changed in place: steps in flight refer to it
         self._free_slots = list(range(policy.max_batch_size - 1, -1, -1))
@@ -100,6 +117,10 @@ class Scheduler:
                 f"`inputs` tokens + `max_new_tokens` must be <= {room}. Given: {len(source.token_ids)} `inputs` tokens"
                 f" and {source.max_new_tokens} `max_new_tokens`"
             )
+        if self._prompts_fit is not None and not self._prompts_fit(1, len(source.token_ids)):
+            raise ValidationError(
+                f"`inputs` must have at most `max_input_tokens` tokens. Given: {len(source.token_ids)}"
+            )
         self._num_arrived += 1
         request = Request(source, self._num_arrived, self._now())
         self._requests[source.id] = request
@@ -135,6 +156,8 @@ class Scheduler:
         grow = self._grow_decode_set()
         num_decode = len(self._decode_rows) + len(self._join)
         budget = min(self.policy.prefill_budget(num_decode), max(0, self._limit.tokens - num_decode))
+        if self._prompts_fit is not None:
+            budget = self.policy.max_batch_prefill_tokens  # what fits is looked up with each prompt
         chunks, chunk_rows, budget = self._continue_prefills(budget)
         admit, new_chunks, new_rows = self._admit(budget, num_decode)
         chunks += new_chunks
@@ -325,10 +348,11 @@ class Scheduler:
         return Chunk(request.slot, start, end, end == known)
 
     def _admit(self, budget: int, num_decode: int) -> tuple[list[Admission], list[Chunk], list[Request]]:
-        """Let waiting requests in, oldest first, until tokens, slots or blocks run out."""
+        """Let waiting requests in, in the order of the queue, until tokens, slots or blocks run out."""
         admit: list[Admission] = []
         chunks: list[Chunk] = []
         rows: list[Request] = []
+        longest = 0
         minimum = self.policy.min_newcomers(num_decode, self._steps_since_join)
         if minimum > 1 and not self._could_join(minimum, budget):
             return admit, chunks, rows
@@ -339,6 +363,10 @@ class Scheduler:
                 continue
             if request.busy_until > self._applied_step:
                 break
+            if self._prompts_fit is not None:
+                longest = max(longest, len(request.tokens))
+                if not self._prompts_fit(len(rows) + 1, longest):
+                    break
             state = (request, self.pool.num_free, self.num_running)
             if state == self._blocked:
                 break
@@ -359,12 +387,20 @@ class Scheduler:
             return False
         first = list(islice((request for request in self._waiting if not request.finished), minimum))
         num_tokens = sum(len(request.tokens) for request in first)
+        if self._prompts_fit is not None:
+            longest = max((len(request.tokens) for request in first), default=0)
+            num_blocks = sum(self._num_blocks_for(request) for request in first)
+            return self._prompts_fit(len(first), longest) and num_blocks <= self.pool.num_free
         num_blocks = sum(-(-len(request.tokens) // self.pool.block_size) for request in first)
         return num_tokens <= budget and num_blocks + self.num_running <= self.pool.num_free
 
     def _try_hold_blocks(self, request: Request) -> bool:
         """Blocks for all known tokens, shared ones first; one spare block stays for each running request."""
         size = self.pool.block_size
+        if self._prompts_fit is not None:
+            blocks = self.pool.try_take(self._num_blocks_for(request))
+            request.blocks = blocks or []
+            return blocks is not None
         known = len(request.tokens)
         shared: list[int] = []
         if not request.wants_prompt_logprobs:
@@ -376,6 +412,10 @@ class Scheduler:
         request.blocks = blocks
         request.computed = len(shared) * size
         return True
+
+    def _num_blocks_for(self, request: Request) -> int:
+        """Blocks for all tokens that the request may compute: its last one is not."""
+        return -(-(request.total_limit - 1) // self.pool.block_size)
 
     def _start(self, request: Request) -> Admission:
         request.slot = self._free_slots.pop()

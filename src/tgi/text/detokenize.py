@@ -11,6 +11,7 @@ behind whole characters, though: their text comes from a table, and only the las
 from collections import deque
 from collections.abc import Sequence
 
+from tgi.text.ids_as_text import IdsAsText, IdStream
 from tgi.text.token_texts import TokenTexts
 from tgi.text.tokenizer import Tokenizer
 
@@ -20,6 +21,15 @@ _CHARACTER_TOKENS = 4
 # Far more than a character needs: reached only by bytes that never become text.
 _MAX_PENDING_TOKENS = 16
 _UNFINISHED = "\ufffd"  # what decoders put where bytes are no character (yet)
+
+
+def open_stream(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True
+) -> "TextStream | IdStream":
+    """What turns the tokens of one request into text."""
+    if isinstance(tokenizer, IdsAsText):
+        return IdStream()
+    return TextStream(tokenizer, prompt_ids, skip_special_tokens)
 
 
 class TextStream:

@@ -7,7 +7,8 @@ ends for reasons of tokens (length, EOS); only stop strings end it here.
 import math
 from collections.abc import Sequence
 
-from tgi.text.detokenize import TextStream
+from tgi.text.detokenize import open_stream
+from tgi.text.ids_as_text import IdsAsText
 from tgi.text.stopping import StopStrings
 from tgi.text.tokenizer import Tokenizer
 
@@ -27,10 +28,11 @@ class RequestText:
 
         They have no text when special tokens are skipped, even those the tokenizer does not flag as special.
         """
-        self._stream = TextStream(tokenizer, prompt_ids, skip_special_tokens)
+        self._stream = open_stream(tokenizer, prompt_ids, skip_special_tokens)
         self._stops = stops
         end_ids = tokenizer.eos_ids if end_ids is None else end_ids
-        self._silent_ids = end_ids if skip_special_tokens else frozenset[int]()
+        silent = skip_special_tokens and not isinstance(tokenizer, IdsAsText)
+        self._silent_ids = end_ids if silent else frozenset[int]()
         self._pieces: list[str] = []
 
     @property

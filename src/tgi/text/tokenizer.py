@@ -67,7 +67,7 @@ class Tokenizer:
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
         special_tokens = read_special_tokens(folder)
         tokenizer = cls(backend, special_tokens, model_max_length=_max_length(config))
-        tokenizer.eos_ids = _eos_ids(folder, tokenizer.eos_ids)
+        tokenizer.eos_ids = read_eos_ids(folder, tokenizer.eos_ids)
         return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True, truncate: int | None = None) -> list[int]:
@@ -130,6 +130,10 @@ class Tokenizer:
         """The whole tokenizer as the text of a tokenizer.json, with the special tokens declared beside it."""
         return self._backend.to_str()
 
+    def before_output(self, prompt: str) -> str:
+        """A prompt as it stands before the answer in a text of both."""
+        return prompt
+
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
@@ -160,22 +164,23 @@ def _max_length(config: dict[str, Any]) -> int | None:
     return int(value)
 
 
-def _eos_ids(folder: Path, named: frozenset[int]) -> frozenset[int]:
+def read_eos_ids(folder: Path, named: frozenset[int]) -> frozenset[int]:
     """A list in the generation settings replaces the tokenizer's EOS, a single id joins it."""
-    value: object = read_json(folder, "generation_config.json").get("eos_token_id")
-    ids = _as_ids(value, folder / "generation_config.json")
-    if isinstance(value, list) and ids:
+    ids = read_ids(folder, "generation_config.json", "eos_token_id")
+    if ids and isinstance(read_json(folder, "generation_config.json")["eos_token_id"], list):
         return ids
-    return ids | named or _as_ids(read_json(folder, "config.json").get("eos_token_id"), folder / "config.json")
+    return ids | named or read_ids(folder, "config.json", "eos_token_id")
 
 
-def _as_ids(value: object, path: Path) -> frozenset[int]:
+def read_ids(folder: Path, file: str, key: str) -> frozenset[int]:
+    """The token ids that a file of the model names: one, several or none."""
+    value: object = read_json(folder, file).get(key)
     if value is None:
         return frozenset()
     values = cast(list[object], value) if isinstance(value, list) else [value]
     ids: set[int] = set()
     for item in values:
         if not isinstance(item, int):
-            raise ModelFormatError(f"{path}: `eos_token_id` must be a token id or a list of them, found {value!r}.")
+            raise ModelFormatError(f"{folder / file}: `{key}` must be a token id or a list of them, found {value!r}.")
         ids.add(item)
     return frozenset(ids)

@@ -41,11 +41,6 @@ class Declared:
     delicate: bool = False  # rounding costs most here: stays as it is where it is not stored in eight bits already
 
     @property
-    def small_on_loading(self) -> bool:
-        """Put into eight bits where a plain checkpoint is to be."""
-        return self.quantizable and not self.delicate
-
-    @property
     def shape(self) -> tuple[int, ...]:
         shapes = [part.local_shape for part in self.parts]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])

@@ -11,14 +11,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tgi.errors import ModelFormatError
+from tgi.errors import ModelFormatError, StartError
 from tgi.kernels.fp8 import FP8, SQUARE, Fp8Weight, quantize_weight
+from tgi.weights.calibration import MatrixScales
+from tgi.weights.calibration_scales import quantize, weight_scale
 from tgi.weights.checkpoint import Checkpoint
 from tgi.weights.declare import Declared, Part
 from tgi.weights.quantization import Fp8Scheme, Quantization
 
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e8m0fnu)
 _DUMMY_INPUT_SCALE = 0.1
+_SAME_MAXIMUM = 0.02  # largest values of the same weights differ by less, whatever type they were measured in
 
 Parts = list[tuple[str, Part]]  # full names
 Schemes = list[Fp8Scheme | None]  # of the parts; None: stored plainly
@@ -106,6 +109,32 @@ def quantize_parts(
         return Fp8Weight(data, scale, dtype=dtype)
     input_scale = torch.tensor(_DUMMY_INPUT_SCALE, device=data.device) if scheme.input_scale_name else None
     return Fp8Weight(data, scale, input_scale, dtype, scheme.input_bound)
+
+
+def quantize_static(
+    parts: Parts, read: Callable[[str, Part], Tensor], dtype: torch.dtype, scales: list[MatrixScales]
+) -> Fp8Weight:
+    """A matrix in eight bits from plain parts, with the scales that were measured for each."""
+    data: list[Tensor] = []
+    rows: list[Tensor] = []
+    for (name, part), found in zip(parts, scales, strict=True):
+        value = read(name, part)
+        largest = value.abs().amax().item()
+        measured = found.measured_maximum
+        # A slice of a matrix may have a smaller one.
+        if measured is not None and not (
+            largest <= measured * (1 + _SAME_MAXIMUM)
+            and (part.dim is not None or largest >= measured * (1 - _SAME_MAXIMUM))
+        ):
+            raise StartError(
+                f"the measurement belongs to other weights: the largest value of {name} was {measured:.6g}, here it is"
+                f" {largest:.6g}. Measure this model."
+            )
+        scale = weight_scale(value, found.weight, found.generation).expand(value.shape[0])
+        data.append(quantize(value, scale[:, None], found.generation))
+        rows.append(scale)
+    input_scale = torch.tensor(max(found.input_scale for found in scales), device=data[0].device)
+    return Fp8Weight(_join(data), torch.cat(rows), input_scale, dtype)
 
 
 def _join(data: list[Tensor]) -> Tensor:

@@ -5,16 +5,26 @@ nobody declared are all errors that name the tensor. Each rank reads only its sl
 """
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
 
 import torch
 from torch import Tensor
 
 from tgi.errors import ModelFormatError
+from tgi.kernels.fp8 import Fp8Weight
 from tgi.weights.checkpoint import Checkpoint
-from tgi.weights.declare import Blocks, Declared, Module, Part
-from tgi.weights.fp8_matrix import find_schemes, quantize_parts, read_fp8, read_number, read_part, scale_shapes
+from tgi.weights.declare import Blocks, Declared, Module, Number, Part
+from tgi.weights.fp8_matrix import (
+    Parts,
+    find_schemes,
+    quantize_parts,
+    quantize_static,
+    read_fp8,
+    read_number,
+    read_part,
+    scale_shapes,
+)
 from tgi.weights.progress import Progress, silent
 from tgi.weights.quantization import Quantization
 
@@ -34,7 +44,6 @@ def load_checkpoint(
     if quantization is not None:
         quantization = quantization.named_as_in(checkpoint.names())
     _check_names(model, checkpoint, ignored, quantization)
-    on_loading = quantization is not None and quantization.on_loading
     total = sum(len(declared.parts) for _, module in model.walk() for declared in module.declare())
     done = 0
 
@@ -48,8 +57,8 @@ def load_checkpoint(
             value = None
             if any(schemes):
                 value = read_fp8(parts, schemes, checkpoint, dtype, device, declared.quantizable)
-            elif on_loading and declared.small_on_loading:
-                value = quantize_parts(parts, read_plain, dtype)
+            elif quantization is not None and quantization.quantizes(declared, matrices_of(parts)):
+                value = _quantize(parts, read_plain, dtype, quantization)
             elif declared.packable and dtype is torch.float32:  # blocks stand for float32 values
                 value = _read_blocks(module, declared, parts, checkpoint)
             if value is None:
@@ -60,6 +69,17 @@ def load_checkpoint(
             progress("load weights", done, total)
         _read_numbers(prefix, module, checkpoint, quantization)
         module.finish()
+
+
+def matrices_of(parts: Parts) -> list[str]:
+    return [name.removesuffix(".weight") for name, _ in parts]
+
+
+def _quantize(
+    parts: Parts, read: Callable[[str, Part], Tensor], dtype: torch.dtype, quantization: Quantization
+) -> Tensor | Fp8Weight:
+    scales = quantization.static.find(matrices_of(parts)) if quantization.static else None
+    return quantize_parts(parts, read, dtype) if scales is None else quantize_static(parts, read, dtype, scales)
 
 
 def expected_tensors(model: Module, quantization: Quantization | None) -> tuple[dict[str, Shapes], dict[str, Shapes]]:
@@ -112,12 +132,23 @@ def _read_numbers(prefix: str, module: Module, checkpoint: Checkpoint, quantizat
     found = [next((prefix + name for name in number.names if prefix + name in names), None) for number in numbers]
     must_be_there = any(found) or (quantization is not None and quantization.has_kv_scales)
     for number, name in zip(numbers, found, strict=True):
-        if name is not None:
+        measured = _measured_number(prefix, number, quantization)
+        if measured is not None:
+            setattr(module, number.attribute, measured)
+        elif name is not None:
             setattr(module, number.attribute, read_number(name, checkpoint).item())
         elif must_be_there:
             raise ModelFormatError(
                 f"{checkpoint.folder} lacks the tensor {prefix}{number.names[0]}. Is the download complete?"
             )
+
+
+def _measured_number(prefix: str, number: Number, quantization: Quantization | None) -> float | None:
+    """Scales of caches come from a measurement where there is one."""
+    attention, _, name = (prefix + number.names[0]).rpartition(".")
+    if quantization is None or quantization.static is None or name not in ("k_scale", "v_scale"):
+        return None
+    return quantization.static.cache_scale(attention, name[0])
 
 
 def _read(
@@ -166,13 +197,18 @@ def load_dummy(
                 return _random(name, part, target, device, seed)
 
             scheme = quantization.scheme_of(parts[0][0].removesuffix(".weight")) if quantization else None
-            on_loading = quantization is not None and quantization.on_loading and declared.small_on_loading
-            if declared.quantizable and (scheme or on_loading):
+            if declared.quantizable and scheme:
                 value = quantize_parts(parts, make, dtype, scheme)
+            elif quantization is not None and quantization.quantizes(declared, matrices_of(parts)):
+                value = _quantize(parts, make, dtype, quantization)
             else:
                 pieces = [make(name, part) for name, part in parts]
                 value = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             setattr(module, declared.attribute, value)
+        for number in module.declare_numbers():
+            measured = _measured_number(prefix, number, quantization)
+            if measured is not None:
+                setattr(module, number.attribute, measured)
         module.finish()
 
 

@@ -6,11 +6,13 @@ what is not FP8 is refused with the reason. The matrices themselves are read in 
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tgi.errors import ModelFormatError, StartError
+from tgi.weights.calibration import StaticScales
+from tgi.weights.declare import Declared
 
 _WAY_OUT = (
     "Matrices in FP8 (e4m3) are: `fp8`, `compressed-tensors` with float weights of 8 bits, and `fbgemm_fp8`. Use such a"
@@ -37,6 +39,13 @@ class Quantization:
     has_kv_scales: bool = False  # every layer has scales for a KV cache in eight bits
     may_leave: tuple[str, ...] = ()  # file name patterns of tensors that nobody needs
     on_loading: bool = False  # the checkpoint is plain: each matrix is quantised when it has been read
+    static: StaticScales | None = None  # with these; None: with scales that the matrices and inputs themselves give
+
+    def quantizes(self, declared: Declared, matrices: Sequence[str]) -> bool:
+        """Whether plain matrices, by their names without `.weight`, are put into eight bits on loading."""
+        if not (self.on_loading and declared.quantizable):
+            return False
+        return not declared.delicate if self.static is None else self.static.find(matrices) is not None
 
     def scheme_of(self, matrix: str) -> Fp8Scheme | None:
         """`matrix` is the name of its tensor without `.weight`."""

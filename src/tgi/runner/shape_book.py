@@ -1,0 +1,61 @@
+"""Which shapes a bucketed runner has met, and how much of its work was padding.
+
+Level 6. A *key* is what graphs are found by: the shapes of all tensors of a pass. The book knows every key of the plan
+once it was warmed up; whatever comes later and is not in it is a miss, told once for each key.
+"""
+
+from collections import Counter
+
+from tgi.devices.buckets import Bucket, BucketPlan
+from tgi.types import BucketStats
+
+Key = tuple[tuple[int, ...] | None, ...]
+
+
+class ShapeBook:
+    def __init__(self, plan: BucketPlan) -> None:
+        self.plan = plan
+        self.warmed: set[Key] = set()
+        self.complete = False  # warmed up: any other key is a miss
+        self.news: list[str] = []  # misses not told yet
+        self._planned = frozenset(plan.shapes)
+        self._missed: set[Key] = set()
+        self._unplanned = 0
+        self._bypassed = 0
+        self._computed: Counter[str] = Counter()  # tokens, by phase
+        self._needed: Counter[str] = Counter()
+
+    def on_pass(self, key: Key, bucket: Bucket, needed: int, bypassed: bool) -> None:
+        """A pass with so many real tokens."""
+        self._computed[bucket.phase] += bucket.num_tokens
+        self._needed[bucket.phase] += needed
+        self._bypassed += bypassed
+        if key in self.warmed:
+            return
+        planned = bucket in self._planned
+        if self.complete or not planned:
+            self._unplanned += 1
+        if key not in self._missed:
+            self._missed.add(key)
+            if self.complete or not planned:
+                what = "prompts of {} tokens" if bucket.phase == "prefill" else "requests with {} blocks"
+                shape = f"{bucket.batch} {what.format(bucket.length)}"
+                why = "was not warmed up" if planned else "is not in the bucket plan"
+                self.news.append(f"a step of {shape} {why}: a graph had to be made for it while requests waited")
+
+    def take_news(self) -> list[str]:
+        news, self.news = self.news, []
+        return news
+
+    def stats(self, num_captured: int) -> BucketStats:
+        return BucketStats(
+            num_planned=len(self._planned),
+            num_warmed=len(self.warmed),
+            num_captured=num_captured,
+            num_bypassed=self._bypassed,
+            num_unplanned=self._unplanned,
+            prefill_computed=self._computed["prefill"],
+            prefill_needed=self._needed["prefill"],
+            decode_computed=self._computed["decode"],
+            decode_needed=self._needed["decode"],
+        )

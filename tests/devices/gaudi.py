@@ -1,0 +1,30 @@
+"""Where the stand-in for Intel's software is, and how a test gets it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+STAND_IN = Path(__file__).parents[1] / "hpu_emulated"
+
+
+def use_stand_in() -> None:
+    """In this process, in lazy mode."""
+    if str(STAND_IN) not in sys.path:
+        sys.path.insert(0, str(STAND_IN))
+    os.environ["PT_HPU_LAZY_MODE"] = "1"
+
+
+def run_with_stand_in(program: str, **environment: str) -> str:
+    """Standard output of a Python program in a process of its own: the mode and the card are read once."""
+    paths = os.pathsep.join([str(STAND_IN), str(Path(__file__).parent), str(Path(__file__).parents[1] / "models")])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,0 +1,179 @@
+"""Runs the device suite on Gaudi cards and writes a report to send us: `make test-hpu`.
+
+A card serves one process at a time, so every part runs in a process of its own and this one never touches a card. The
+report tells what works and what was compiled after warm-up; it has no times and no speeds.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[2]
+REPORT = Path("hpu-report.txt")
+SUITE = ["tests/devices/test_hpu.py", "tests/devices/test_bucketed.py"]
+PACKAGES = ["torch", "habana-torch-plugin", "habana-torch-dataloader", "transformers", "numpy"]
+TIMEOUT_S = 7200
+
+NAME_CARD = """
+from tgi.devices.hpu import HpuDevice, HpuSettings
+device = HpuDevice(HpuSettings())
+print(device.description, "| FP8 up to", device.fp8_max, "|", device.bridge.torch_hpu.device_count(), "cards seen")
+"""
+
+ADD_UP = """
+import importlib, os, torch, torch.distributed as dist
+from tgi.kernels.hpu.bridge import load_bridge
+bridge = load_bridge()
+hccl = importlib.import_module("habana_frameworks.torch.distributed.hccl")
+world, rank, _ = hccl.initialize_distributed_hpu()
+dist.init_process_group("gloo" if bridge.emulated else "hccl", rank=rank, world_size=world)
+numbers = torch.full((4,), float(rank + 1)).to(bridge.device)
+bridge.mark_step()  # before a collective
+dist.all_reduce(numbers)
+bridge.synchronize()
+assert numbers.cpu().tolist() == [3.0] * 4, numbers
+print("sum over 2 ranks is right")
+dist.destroy_process_group()
+"""
+
+
+@dataclass
+class Result:
+    name: str
+    outcome: str  # passed, failed, skipped
+    why: str = ""
+    late: int | None = None  # compiled after warm-up
+
+
+def run(program: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        program,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def describe_machine() -> list[str]:
+    lines = [f"python {platform.python_version()}, {platform.platform()}"]
+    for package in PACKAGES:
+        try:
+            lines.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            lines.append(f"{package}: not installed under this name")
+    if shutil.which("hl-smi"):
+        done = run(["hl-smi", "--query-aip=name,driver_version,memory.total", "--format=csv"])
+        lines += [f"hl-smi: {line}" for line in (done.stdout or done.stderr).splitlines()]
+    else:
+        lines.append("hl-smi: not found")
+    kept = sorted(name for name in os.environ if name.startswith(("PT_", "HABANA_", "HLS_", "EMULATED_")))
+    return lines + [f"{name}={os.environ[name]}" for name in kept]
+
+
+def run_suite(lazy: bool) -> list[Result]:
+    """Every test, in one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "results.xml"
+        command = [sys.executable, "-m", "pytest", *SUITE, "--device", "hpu", "-q", f"--junitxml={file}"]
+        done = run(command, PT_HPU_LAZY_MODE="1" if lazy else "0")
+        if not file.exists():
+            return [Result("the suite", "failed", (done.stdout + done.stderr).strip()[-1500:])]
+        return [read_case(case) for case in ElementTree.parse(file).iter("testcase")]
+
+
+def read_case(case: ElementTree.Element) -> Result:
+    result = Result(f"{case.get('classname', '').rsplit('.', 1)[-1]}::{case.get('name')}", "passed")
+    for found in case.iter():
+        if found.tag in ("failure", "error"):
+            result.outcome, result.why = "failed", (found.get("message") or found.text or "").strip()[:1500]
+        elif found.tag == "skipped":
+            result.outcome, result.why = "skipped", found.get("message") or ""
+        elif found.tag == "property" and found.get("name") == "compiled_after_warm_up":
+            result.late = int(found.get("value") or 0)
+    return result
+
+
+def add_up_on_two_cards() -> Result:
+    name = "two cards add up"
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541", "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true"}  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ADD_UP],
+            env={**environment, **common, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    said: list[str] = []
+    for process in ranks:
+        try:
+            said.append(process.communicate(timeout=600)[0])
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said.append("no answer within 10 minutes\n" + process.communicate()[0])
+    if all(process.returncode == 0 for process in ranks):
+        return Result(name, "passed")
+    return Result(name, "failed", "\n".join(said)[-1500:])
+
+
+def write(lines: list[str]) -> None:
+    body = "\n".join(lines) + "\n"
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    REPORT.write_text(f"{body}sha256 of all lines above: {digest}\n")
+    print(REPORT.read_text())
+
+
+def main() -> int:
+    lines = ["Report of the device suite on Gaudi", "", *describe_machine(), ""]
+    card = run([sys.executable, "-c", NAME_CARD], PT_HPU_LAZY_MODE="1")
+    if card.returncode:
+        write([*lines, "No card could be used:", card.stderr.strip()[-1500:]])
+        return 1
+    emulated = "hpu (emulated)" in card.stdout
+    lines += [card.stdout.strip()]
+    if emulated:
+        lines.append("This is the stand-in for Intel's software, hpu (emulated): it proves nothing about a card.")
+    failed = False
+    several = emulated or " 1 cards seen" not in card.stdout
+    pair = add_up_on_two_cards() if several else Result("two cards add up", "skipped", "one card")
+    for title, results in (
+        ("Ranks", [pair]),
+        ("Lazy mode, HPU graphs", run_suite(lazy=True)),
+        ("Eager mode, torch.compile", run_suite(lazy=False)),
+    ):
+        late = [result.late for result in results if result.late is not None]
+        counts = {outcome: sum(result.outcome == outcome for result in results) for outcome in ("passed", "failed", "skipped")}  # fmt: skip
+        lines += ["", f"{title}: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())]
+        if late:
+            lines.append(f"compiled after warm-up: {sum(late)} in {len(late)} engines")
+        for result in results:
+            lines.append(
+                f"  {result.outcome:8} {result.name}" + ("" if result.late is None else f" (late: {result.late})")
+            )
+            if result.outcome == "failed":
+                lines += [f"    | {line}" for line in result.why.splitlines()]
+            elif result.outcome == "skipped":
+                lines.append(f"    {result.why}")
+        failed |= counts["failed"] > 0 or any(late)
+    lines += ["", "Something failed: please send this file." if failed else "All passed: please send this file."]
+    write(lines)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

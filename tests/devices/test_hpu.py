@@ -1,0 +1,475 @@
+"""A Gaudi card as a device: its kernels against the definitions, its graphs, its memory, what it says when it is absent.
+
+Runs on the stand-in of `tests/hpu_emulated` (hpu (emulated)), or with `--device hpu` on a card: see docs/gaudi.md.
+"""
+
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from driving import Tiny, make_request, make_tiny, random_prompts, run, start
+from gaudi import run_with_stand_in, use_stand_in
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tgi.config import ServerConfig
+from tgi.engine.build import Engine
+from tgi.errors import ResourceError, StartError
+from tgi.kernels import fp8, padded, reference
+from tgi.kernels.padded import PaddedBatch
+
+SIZE = 128  # tokens of a block
+
+
+@pytest.fixture(scope="module")
+def hpu(device_name: str):
+    if device_name not in ("cpu", "hpu"):
+        pytest.skip("needs Gaudi, or the CPU in its role")
+    if device_name == "cpu":
+        use_stand_in()
+    from tgi.devices.hpu import HpuDevice
+
+    device = HpuDevice()
+    yield device
+    device.close()
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(found.cpu().float(), expected.cpu().float(), atol=tolerance, rtol=tolerance)
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+class Made:
+    """Rows of the given lengths in a cache, padded to a bucket; the CPU's copy and the card's."""
+
+    def __init__(self, device, seq_lens: list[int], rows: int, decode: bool, blocks: int = 0, length: int = 0, **heads):
+        self.heads, self.kv_heads, self.dim = heads["heads"], heads["kv_heads"], heads["dim"]
+        generator = torch.Generator().manual_seed(sum(seq_lens) + rows)
+        rand = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+        counts = [-(-n // SIZE) for n in seq_lens]
+        ids = (torch.randperm(sum(counts) + 3, generator=generator) + 1).split([*counts, 3])[:-1]
+        num_blocks = sum(counts) + 5
+        self.k_cache, self.v_cache = (rand(num_blocks, SIZE, self.kv_heads, self.dim) for _ in range(2))
+        self.cos_sin = torch.cat([f(rand(max(seq_lens) + 1, self.dim // 2)) for f in (torch.cos, torch.sin)], -1)
+        tokens = rows if decode else rows * length
+        self.q = rand(tokens, self.heads, self.dim)
+        self.k, self.v = (rand(tokens, self.kv_heads, self.dim) for _ in range(2))
+        lens = torch.tensor([*seq_lens, *[0] * (rows - len(seq_lens))], dtype=torch.int32)
+        positions, index = torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens, dtype=torch.int64)
+        for row, n in enumerate(seq_lens):
+            own = torch.tensor([n - 1]) if decode else torch.arange(n)
+            at = slice(row, row + 1) if decode else slice(row * length, row * length + n)
+            positions[at] = own
+            index[at] = ids[row][own // SIZE] * SIZE + own % SIZE
+        self.real = torch.zeros(tokens, dtype=torch.bool)
+        for row, n in enumerate(seq_lens):
+            self.real[row if decode else slice(row * length, row * length + n)] = True
+        batch = PaddedBatch(torch.zeros(tokens, dtype=torch.int64), positions, index, lens)
+        if decode:
+            starts = [sum(counts[:row]) for row in range(len(counts))] + [-1] * (rows - len(seq_lens))
+            filler = blocks - sum(counts)
+            usage = [
+                SIZE if block < count - 1 else (n - 1) % SIZE + 1
+                for n, count in zip(seq_lens, counts, strict=True)
+                for block in range(count)
+            ]
+            groups = [row for row, count in enumerate(counts) for _ in range(count)]
+            as_int = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+            self.batch = replace(
+                batch,
+                block_list=torch.cat((torch.cat(ids).int(), as_int([0] * filler))),
+                block_groups=as_int(groups + [-1] * filler),
+                block_usage=as_int(usage + [1] * filler),
+                row_starts=as_int(starts),
+            )
+        else:
+            ends = [row * length + max(0, n - 1) for row, n in enumerate(lens.tolist())]
+            self.batch = replace(batch, logit_tokens=torch.tensor(ends))
+
+    def on(self, device) -> tuple[list[Tensor], PaddedBatch, list[Tensor]]:
+        """(q, k, v, cos_sin), the batch, (k_cache, v_cache) there."""
+        caches = [device.zeros(tuple(c.shape), c.dtype) for c in (self.k_cache, self.v_cache)]
+        for there, here in zip(caches, (self.k_cache, self.v_cache), strict=True):
+            there.copy_(here)
+        to = device.torch_device
+        batch = PaddedBatch(*(None if t is None else t.to(to) for t in self.batch.tensors()))
+        return [t.to(to) for t in (self.q.clone(), self.k.clone(), self.v.clone(), self.cos_sin)], batch, caches
+
+
+HEADS = {"heads": 6, "kv_heads": 2, "dim": 16}
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_decode_attention(hpu, data):
+    rows = data.draw(st.integers(1, 5))
+    lens = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=rows))
+    used = sum(-(-n // SIZE) for n in lens)
+    made = Made(hpu, lens, rows, True, blocks=used + data.draw(st.integers(0, 4)), **HEADS)
+    window = data.draw(st.none() | st.integers(1, 300))
+    softcap = data.draw(st.none() | st.just(3.0))
+    expected_q = reference.rotary_and_cache(made.q, made.k, made.v, made.cos_sin, made.batch, made.k_cache, made.v_cache)  # fmt: skip
+    expected = padded.decode_attention(expected_q, made.k_cache, made.v_cache, made.batch, 0.25, window, softcap)
+    made2 = Made(hpu, lens, rows, True, blocks=made.batch.block_list.shape[0], **HEADS)
+    (q, k, v, table), batch, caches = made2.on(hpu)
+    q = hpu.ops.rotary_and_cache(q, k, v, table, batch, *caches)
+    close(q, expected_q)
+    for there, here in zip(caches, (made.k_cache, made.v_cache), strict=True):
+        close(there[1:], here[1:])
+    found = hpu.ops.decode_attention(q, *caches, batch, 0.25, window, softcap)
+    close(found[made.real], expected[made.real])
+    close(found[~made.real], torch.zeros_like(expected[~made.real]))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_prefill_attention(hpu, data):
+    rows = data.draw(st.integers(1, 4))
+    lens = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=rows))
+    length = max(lens) + data.draw(st.integers(0, 40))
+    window, softcap = data.draw(st.none() | st.integers(1, 200)), data.draw(st.none() | st.just(3.0))
+    made = Made(hpu, lens, rows, False, length=length, **HEADS)
+    q = reference.rotary_and_cache(made.q, made.k, made.v, made.cos_sin, made.batch, made.k_cache, made.v_cache)
+    expected = padded.prefill_attention(q, made.k, made.v, made.k_cache, made.v_cache, made.batch, 0.25, window, softcap)  # fmt: skip
+    flash = data.draw(st.booleans())
+    ops = hpu.ops if flash else load_plain(hpu)
+    (q, k, v, table), batch, caches = Made(hpu, lens, rows, False, length=length, **HEADS).on(hpu)
+    q = ops.rotary_and_cache(q, k, v, table, batch, *caches)
+    found = ops.prefill_attention(q, k, v, *caches, batch, 0.25, window, softcap)
+    close(found[made.real], expected[made.real])
+    assert torch.isfinite(found.cpu()).all()
+
+
+def load_plain(device):
+    from tgi.devices.device import Ops
+    from tgi.kernels.hpu.ops import load_ops
+
+    return Ops("without the fused attention", **load_ops(device.bridge, flash=False))
+
+
+def test_nan_of_one_row_stays_there(hpu):
+    """A block that was another's before may hold anything behind the row's end; a broken row breaks no other."""
+    made = Made(hpu, [5, 200, 40], 4, True, blocks=6, **HEADS)
+    (q, _, _, _), batch, caches = made.on(hpu)
+    blocks = batch.block_list.tolist()
+    for cache in caches:
+        cache[blocks[0], 5:] = torch.nan
+        cache[0] = torch.nan
+    whole = hpu.ops.decode_attention(q, *caches, batch, 0.25).cpu()
+    assert torch.isfinite(whole).all()
+    caches[0][blocks[1], 3] = torch.nan
+    q[2] = torch.nan
+    found = hpu.ops.decode_attention(q, *caches, batch, 0.25).cpu()
+    close(found[[0, 3]], whole[[0, 3]])
+    assert found[1].isnan().any() and found[2].isnan().all()
+
+
+def test_partial_rotation(hpu):
+    made = Made(hpu, [9, 3], 2, True, blocks=2, **HEADS)
+    (q, k, v, table), batch, caches = made.on(hpu)
+    half = torch.cat((table[:, :4], table[:, 8:12]), -1)
+    expected = reference.rotary_and_cache(made.q, made.k, made.v, half.cpu(), made.batch, made.k_cache, made.v_cache)
+    close(hpu.ops.rotary_and_cache(q, k, v, half, batch, *caches), expected)
+    close(caches[0][1:], made.k_cache[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_gates(hpu, dtype):
+    x, residual = (torch.randn(5, 64, dtype=dtype) for _ in range(2))
+    weight = torch.rand(64, dtype=dtype)
+    there = [t.to(hpu.torch_device) for t in (x, residual, weight)]
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    close(hpu.ops.rms_norm(there[0], there[2], 1e-5), reference.rms_norm(x, weight, 1e-5), tolerance)
+    pairs = zip(hpu.ops.add_rms_norm(*there, 1e-5), reference.add_rms_norm(x, residual, weight, 1e-5), strict=True)
+    for found, expected in pairs:
+        close(found, expected, tolerance)
+    close(hpu.ops.silu_mul(there[0]), reference.silu_mul(x), tolerance)
+    close(hpu.ops.gelu_tanh_mul(there[0]), reference.gelu_tanh_mul(x), tolerance)
+
+
+# -- eight bits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fp8_ops(hpu):
+    if not hpu.supports_fp8:
+        pytest.skip("this card has no FP8")
+    from tgi.kernels.hpu.fp8 import Fp8Ops
+
+    return Fp8Ops(hpu.bridge)
+
+
+@pytest.mark.parametrize("by_square", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+def test_fp8_products(hpu, fp8_ops, by_square, static):
+    """Weights made for 448 are fitted to the card; products are those of the values, within what eight bits keep."""
+    weight, x, bias = torch.randn(200, 256), torch.randn(7, 256), torch.randn(200)
+    made = fp8.quantize_weight(weight, by_square)
+    if static:
+        made.input_scale = x.abs().max() / fp8.FP8_MAX
+    fitted = fp8_ops.pack_fp8(made)
+    assert float(fitted.data.float().abs().max()) <= hpu.fp8_max
+    assert not fitted.by_square
+    moved = fp8.Fp8Weight(*(None if t is None else t.to(hpu.torch_device) for t in (fitted.data, fitted.scale, fitted.input_scale)))  # fmt: skip
+    found = hpu.ops.linear(x.to(hpu.torch_device), moved, bias.to(hpu.torch_device), torch.float32).cpu()
+    assert torch.isfinite(found).all()
+    expected = x @ weight.T + bias
+    assert float((found - expected).norm() / expected.norm()) < 0.06
+    # exactly: what is quantised is what is multiplied
+    rows = hpu.ops.quantize_rows(x.to(hpu.torch_device), moved)
+    values = rows.data.cpu().float() * rows.scale.cpu()
+    close(found, values @ fp8.dequantize_weight(fitted).T + bias, 1e-4)
+
+
+def test_what_fits_is_left_alone(fp8_ops):
+    """Scales that were measured for this card stay as they are."""
+    data = torch.full((4, 8), 120.0).to(fp8.FP8)
+    weight = fp8.Fp8Weight(data, torch.full((4,), 0.5), torch.tensor(0.25))
+    assert fp8_ops.pack_fp8(weight) is weight
+
+
+def test_fp8_cache(hpu, fp8_ops):
+    made = Made(hpu, [130, 7], 2, True, blocks=4, **HEADS)
+    (q, k, v, table), batch, _ = made.on(hpu)
+    scales = (0.02, 0.03)
+    here = [torch.zeros(made.k_cache.shape, dtype=torch.uint8).view(fp8.FP8) for _ in range(2)]
+    there = [hpu.zeros(tuple(made.k_cache.shape), torch.uint8).view(fp8.FP8) for _ in range(2)]
+    expected_q = reference.rotary_and_cache(made.q, made.k, made.v, made.cos_sin, made.batch, *here, scales)
+    q = hpu.ops.rotary_and_cache(q, k, v, table, batch, *there, scales)
+    for a, b in zip(here, there, strict=True):
+        kept = a.float().clamp(-hpu.fp8_max, hpu.fp8_max)
+        close(b.float()[1:], kept[1:])
+    close(q, expected_q)
+    found = hpu.ops.decode_attention(q, *there, batch, 0.25, kv_scales=scales)
+    close(found, padded.decode_attention(expected_q, *there, made.batch, 0.25, kv_scales=scales), 1e-4)
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_call", [-1, 3])
+def test_experts(hpu, per_call):
+    from tgi.kernels.hpu.experts import experts
+
+    x, gate_up, down = torch.randn(6, 32), torch.randn(8, 48, 32) / 6, torch.randn(8, 32, 24) / 5
+    shares, chosen = torch.randn(6, 8).softmax(-1).topk(2)
+    expected = torch.zeros_like(x)
+    for token in range(6):
+        for share, expert in zip(shares[token], chosen[token], strict=True):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            expected[token] += share * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+    there = [t.to(hpu.torch_device) for t in (x, chosen, shares, gate_up, down)]
+    found = sum(
+        experts(*there[:3], list(there[3][a:b]), list(there[4][a:b]), first=a, per_call=per_call)
+        for a, b in ((0, 5), (5, 8))  # two ranks
+    )
+    close(found, expected, 1e-4)
+
+
+# -- the engine ------------------------------------------------------------------------------------------------------
+
+LIMITS = {"max_batch_size": 3, "max_total_tokens": 160, "max_batch_total_tokens": 2048}
+SAMPLED = {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2}
+LENGTHS = [1, 2, 5, 17, 40, 90, 128, 16]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """With layers that look at a window of tokens."""
+    return make_tiny("Mistral", {}, tmp_path_factory.mktemp("mistral"))
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tiny: Tiny) -> dict[str, list[list[int]]]:
+    """Tokens of the requests below."""
+    found = {}
+    for name, extra in {"plain": {}, "fp8": {"kv_cache_dtype": "fp8_e4m3fn"}}.items():
+        engine = start(tiny.folder, device="cpu", **LIMITS, **extra)
+        found[name] = [output.token_ids for output in run(engine, requests())]
+        if name == "plain":
+            found["sampled"] = [output.token_ids for output in run(engine, requests(**SAMPLED))]
+        engine.close()
+    return found
+
+
+def requests(**params):
+    prompts = random_prompts(320, LENGTHS, seed=3)
+    return [make_request(n, prompt, 9, **params, seed=50 + n) for n, prompt in enumerate(prompts)]
+
+
+@pytest.fixture
+def start_hpu(hpu) -> Iterator:
+    engines: list[Engine] = []
+
+    def begin(folder: Path, **chosen) -> Engine:
+        engines.append(start(folder, device="hpu", **{**LIMITS, **chosen}))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.close()
+
+
+SETTINGS = {
+    "as it comes": {},
+    "prompts in graphs": {"limit_hpu_graph": False},
+    "no graphs": {"enable_hpu_graph": False},
+    "plain attention, narrow softmax": {"use_flash_attention": False, "vllm_fp32_softmax": False},
+    "linear buckets": {
+        "bucket_strategy": "linear",
+        "batch_bucket_size": 2,
+        "pad_sequence_to_multiple_of": 64,
+        "flash_attention_recompute": False,
+    },
+    "keys and values in eight bits": {"kv_cache_dtype": "fp8_e4m3fn"},
+    "torch ops": {"custom_kernels": False},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_tokens_are_those_of_the_cpu_and_nothing_is_compiled_late(hpu, start_hpu, tiny, on_cpu, name, record_property):
+    chosen = SETTINGS[name]
+    if "kv_cache_dtype" in chosen and not hpu.supports_fp8:
+        pytest.skip("this card has no FP8")
+    engine = start_hpu(tiny.folder, **chosen)
+    warm = hpu.bridge.count_compilations()
+    found = [output.token_ids for output in run(engine, requests(), arrivals=[0, 0, 1, 3, 5, 5, 6, 9])]
+    late = hpu.bridge.count_compilations() - warm
+    record_property("compiled_after_warm_up", late)
+    assert found == on_cpu["fp8" if "kv_cache_dtype" in chosen else "plain"]
+    stats = engine.buckets.bucket_stats
+    assert stats.num_unplanned == 0
+    assert late == 0, f"{late} graphs were compiled after warm-up"
+    if chosen.get("enable_hpu_graph", True):
+        assert stats.num_captured > 0
+        assert (stats.num_captured == stats.num_planned) == (chosen.get("limit_hpu_graph") is False)
+
+
+def test_sampling_is_that_of_the_cpu(hpu, start_hpu, tiny, on_cpu):
+    engine = start_hpu(tiny.folder)
+    warm = hpu.bridge.count_compilations()
+    assert [output.token_ids for output in run(engine, requests(**SAMPLED))] == on_cpu["sampled"]
+    assert hpu.bridge.count_compilations() == warm
+
+
+def test_how_it_names_itself(hpu, start_hpu, tiny):
+    engine = start_hpu(tiny.folder, warmup_enabled=False)
+    assert engine.facts.device == ("hpu (emulated)" if hpu.bridge.emulated else "hpu")
+    assert engine.facts.block_size == SIZE
+    assert any(engine.facts.device in note and hpu.bridge.card in note for note in engine.notes)
+    assert hpu.comm_backend == ("gloo" if hpu.bridge.emulated else "hccl")
+    assert hpu.fp8_max == {1: 0.0, 2: 240.0, 3: 448.0}[hpu.bridge.generation]
+
+
+def test_eight_bits_need_gaudi_2(hpu):
+    from tgi.devices.hpu import HpuDevice
+    from tgi.engine.memory import check_precision
+
+    device = HpuDevice()
+    device.fp8_max = 0.0
+    spec = SimpleNamespace(quantization=None)
+    check_precision(ServerConfig(), spec, device)
+    for config in (ServerConfig(quantize="fp8"), ServerConfig(kv_cache_dtype="fp8_e4m3fn")):
+        with pytest.raises(StartError, match="needs Gaudi 2 or later, not hpu"):
+            check_precision(config, spec, device)
+
+
+def test_memory_figures(hpu, monkeypatch):
+    from tgi.devices.hpu import HpuDevice, HpuSettings
+
+    device = HpuDevice(HpuSettings(memory_fraction=0.5, graph_share=0.25))
+    figures = [1000, 600]
+    monkeypatch.setattr(device.bridge.torch_hpu, "mem_get_info", lambda: (figures[0], 4000))
+    assert device.free_bytes() == 500  # half is the run time's
+    figures[0] = 620  # a cache of 380
+    assert device.free_bytes() == 120
+    assert device.limits.memory_share == (0.75 if hpu.bridge.lazy else 1.0)
+    assert HpuDevice(HpuSettings(graphs=False)).limits.memory_share == 1.0
+
+
+def test_a_card_with_little_memory(hpu, start_hpu, tiny, on_cpu, monkeypatch):
+    """Shapes for whose graphs there is no room run without; with less than a cache needs the start says what to lower."""
+    if not hpu.bridge.emulated or not hpu.bridge.lazy:
+        pytest.skip("the stand-in's memory for graphs can be made small")
+    from habana_frameworks.torch._emulation import books
+
+    gc.collect()
+    monkeypatch.setattr(books, "limit", books.in_use() + (5 << 20))
+    engine = start_hpu(tiny.folder, limit_hpu_graph=False)
+    stats = engine.buckets.bucket_stats
+    assert 0 < stats.num_captured < stats.num_planned
+    assert [output.token_ids for output in run(engine, requests())] == on_cpu["plain"]
+    monkeypatch.setattr(books, "limit", books.in_use() + (1 << 18))
+    with pytest.raises(ResourceError, match="Lower `max|lower `max|Not enough memory"):
+        start_hpu(tiny.folder, limit_hpu_graph=False, max_batch_total_tokens=None)
+
+
+# -- when it cannot start --------------------------------------------------------------------------------------------
+
+
+def test_without_the_software(hpu, monkeypatch):
+    from tgi.kernels.hpu import bridge
+
+    for name in [name for name in sys.modules if name.startswith("habana_frameworks")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "habana_frameworks", None)
+    with pytest.raises(StartError, match="habana_frameworks, which is not installed.*docs/gaudi.md"):
+        bridge.load_bridge.__wrapped__(True)
+
+
+def test_without_a_card(hpu, monkeypatch):
+    from tgi.kernels.hpu import bridge
+
+    monkeypatch.setattr(hpu.bridge.torch_hpu, "is_available", lambda: False)
+    with pytest.raises(StartError, match="no Gaudi card.*hl-smi"):
+        bridge.load_bridge.__wrapped__(hpu.bridge.lazy)
+    monkeypatch.undo()
+    with pytest.raises(StartError, match="PT_HPU_LAZY_MODE is"):
+        bridge.load_bridge.__wrapped__(not hpu.bridge.lazy)
+
+
+def test_the_stand_in_is_not_chosen_by_itself(hpu, tmp_path):
+    from tgi.devices.device import choose_device
+
+    if not hpu.bridge.emulated:
+        pytest.skip("there is a card")
+    device = choose_device("auto", tmp_path, False, 1)
+    assert not device.name.startswith("hpu")
+    device.close()
+
+
+def run_eager(folder: str) -> None:
+    """Without lazy mode, in a process of its own: graphs of torch.compile, and matrices in eight bits."""
+    wanted = requests()[:5]
+    limits = {**LIMITS, "max_batch_size": 1, "max_total_tokens": 60, "pt_hpu_lazy_mode": False}
+    engine = start(Path(folder), device="hpu", limit_hpu_graph=False, **limits)
+    count = engine.device.bridge.count_compilations
+    warm = count()
+    found = [output.token_ids for output in run(engine, wanted)]
+    stats = engine.buckets.bucket_stats
+    print(found, warm == stats.num_captured == stats.num_planned, count() - warm)
+    engine = start(Path(folder), device="hpu", dtype=None, quantize="fp8", enable_hpu_graph=False, **limits)
+    outputs = run(engine, wanted)
+    print([output.error for output in outputs if output.error], [output.logprobs[0] for output in outputs])
+
+
+def test_eager_mode_and_matrices_in_eight_bits(hpu, tiny, on_cpu):
+    if not hpu.bridge.emulated or not hpu.supports_fp8:
+        pytest.skip("this process has the card already, or it has no FP8")
+    program = f"import test_hpu; test_hpu.run_eager({str(tiny.folder)!r})"
+    first, second = run_with_stand_in(program, PT_HPU_LAZY_MODE="0").splitlines()[-2:]
+    assert first == f"{on_cpu['plain'][:5]} True 0"
+    assert second.startswith("[] ")
+    engine = start(tiny.folder, device="cpu", **LIMITS)
+    expected = [output.logprobs[0] for output in run(engine, requests()[:5])]
+    engine.close()
+    found = [float(value) for value in second[3:].strip("[]").split(", ")]
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 0.5

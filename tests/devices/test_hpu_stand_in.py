@@ -1,0 +1,209 @@
+"""The stand-in for Intel's software keeps the rules of the real one, so that what runs on it has kept them too."""
+
+import gc
+
+import pytest
+import torch
+from gaudi import run_with_stand_in, use_stand_in
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(scope="module", autouse=True)
+def habana(device_name: str):
+    if device_name != "cpu":
+        pytest.skip("the stand-in is not for a machine with cards")
+    use_stand_in()
+    import habana_frameworks.torch
+
+    return habana_frameworks.torch
+
+
+@pytest.fixture
+def books():
+    from habana_frameworks.torch._emulation import books
+
+    return books
+
+
+class Doubles(torch.nn.Module):
+    """Writes to a cache, and counts how often its Python runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = torch.zeros(16)
+        self.runs = 0
+
+    def forward(self, x, index=None, factor=2):
+        self.runs += 1
+        if index is not None:
+            self.cache.index_copy_(0, index, x.sum(1))
+        return x * factor + 0 * self.runs
+
+
+def wrap(module: torch.nn.Module, **options):
+    from habana_frameworks.torch.hpu import wrap_in_hpu_graph
+
+    return wrap_in_hpu_graph(module, **{"disable_tensor_cache": True, **options})
+
+
+@torch.inference_mode()
+def test_a_graph_is_replayed_and_overwrites_its_output():
+    module = wrap(Doubles())
+    first = module(torch.ones(2, 3), torch.tensor([1, 2]))
+    assert first.tolist() == torch.full((2, 3), 2.0).tolist()
+    second = module(torch.full((2, 3), 5.0), torch.tensor([7, 2]))
+    assert second is first
+    assert first[0, 0] == 10
+    assert module.runs == 1, "a replay runs no Python"
+    assert module.cache[[1, 2, 7]].tolist() == [3, 15, 15]
+
+
+@torch.inference_mode()
+def test_numbers_are_frozen_in_a_graph():
+    class Counts(torch.nn.Module):
+        def forward(self, x):
+            return x + len(seen)
+
+    seen = [1]
+    module = wrap(Counts())
+    assert module(torch.zeros(2)).tolist() == [1, 1]
+    seen.append(2)
+    assert module(torch.zeros(2)).tolist() == [1, 1]
+
+
+def key(*arguments, **named):
+    from habana_frameworks.torch.hpu.graphs import input_hash
+
+    return input_hash((arguments, named))
+
+
+def test_what_a_graph_is_found_by():
+    x, other = torch.zeros(2, 3), torch.ones(2, 3)
+    assert key(x) == key(other)
+    assert key(x) == key(x.int()), "types do not count"
+    assert key(x) != key(torch.zeros(3, 2))
+    assert key(x) != key(torch.zeros(4, 3)[1:3]), "a view is another graph"
+    assert key(x, 1) != key(x, 2), "a number counts by value"
+    assert key(x, None) != key(x, other)
+    assert key({"a": x, "b": x}) == key({"a": other, "b": x})
+    assert key({"a": x, "b": x}) != key({"b": x, "a": x})
+    assert key(Doubles()) != key(Doubles()), "an object counts by identity"
+
+
+@torch.inference_mode()
+def test_another_type_under_the_same_key_is_an_error():
+    module = wrap(Doubles())
+    module(torch.zeros(2, 3))
+    with pytest.raises(RuntimeError, match="the key does not tell"):
+        module(torch.zeros(2, 3, dtype=torch.bfloat16))
+
+
+@torch.inference_mode()
+def test_bypass_warm_up_and_limits(books):
+    module = wrap(Doubles(), max_graphs=1)
+    before = books.compilations
+    module(torch.ones(1, 1))
+    assert books.compilations == before + 1
+    out = module(torch.full((1, 1), 9.0), warmup_mode=True)
+    assert out.item() == 2, "what the graph left before"
+    module(torch.ones(2, 2), bypass_hpu_graphs=True)
+    module(torch.ones(2, 2))  # no room for a second graph
+    assert module.runs == 3
+    assert books.compilations == before + 2, "a shape outside graphs is compiled once"
+    module.clear_cache()
+    module(torch.ones(2, 2))
+    assert books.compilations == before + 3
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x + x.max().item(),
+        lambda x: x + 1 if x.sum() > 0 else x,
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x * len(x.tolist()),
+        lambda x: torch.hpu.synchronize() or x,
+    ],
+)
+def test_what_looks_at_values_cannot_be_captured(work):
+    module = torch.nn.Module()
+    module.forward = work
+    with pytest.raises(RuntimeError, match="captured|graph"):
+        wrap(module)(torch.ones(3))
+    assert wrap(Doubles())(torch.ones(1, 1)).item() == 2, "the failed capture is over"
+
+
+@torch.inference_mode()
+def test_memory_is_counted(books, monkeypatch):
+    gc.collect()  # graphs of other tests
+    free, total = torch.hpu.mem_get_info()
+    held = torch.zeros(1 << 20)
+    assert free - torch.hpu.mem_get_info()[0] == held.nbytes
+    graphs = books.graph_bytes
+    module = wrap(Doubles())
+    module(torch.zeros(1 << 10, 4))
+    assert books.graph_bytes - graphs >= 1 << 14
+    stats = torch.hpu.memory_stats()
+    assert (stats["Limit"], stats["Limit"] - stats["InUse"]) == (total, torch.hpu.mem_get_info()[0])
+    module.clear_cache()
+    assert books.graph_bytes == graphs
+    monkeypatch.setattr(books, "limit", stats["InUse"] + (1 << 10))
+    with pytest.raises(RuntimeError, match="PT_DEVMEM Allocation failed"):
+        module(torch.zeros(1 << 12, 4))
+
+
+def test_calls_that_are_wrong_fail(habana):
+    from habana_frameworks.torch.hpex.kernels import FusedSDPA, RotaryPosEmbeddingMode, apply_rotary_pos_emb
+    from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
+
+    q, lengths, ops = torch.zeros(1, 2, 4, 8), torch.ones(1, dtype=torch.int32), torch.ops.hpu
+    eight, scale = torch.zeros(4, 8).to(FP8), torch.ones(())
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    wrong = [
+        lambda: FusedSDPA.apply(q, q, q, is_causal=True),  # by position only
+        lambda: FusedSDPA.apply(q, q, q, None, False, 0.0, None),  # order
+        lambda: FusedSDPA.apply(q, q, q, None, 0.0, True, None, "slow"),
+        lambda: FusedSDPA.apply(q, q, q, mask, 0.0, True, None),
+        lambda: FusedSDPA.apply(q, q, q, None, 0.0, False, None, "None", None, lengths),
+        lambda: FusedSDPA.apply(q, q, q, None, 0.0, True, None, "None", None, lengths.long()),
+        lambda: FusedSDPA.apply(q, q, q, None, 0.0, True, None, "None", None, lengths, "top"),
+        lambda: FusedRMSNorm.apply(torch.zeros(4, 8), torch.zeros(8), 1e-5),
+        lambda: FusedRMSNorm.apply(torch.zeros(1, 4, 8).bfloat16(), torch.zeros(8), 1e-5),
+        lambda: apply_rotary_pos_emb(q, q[..., :4], q[..., :4]),
+        lambda: apply_rotary_pos_emb(q, q, q, None, 0, 1),
+        lambda: apply_rotary_pos_emb(q, q, q, None, 0, RotaryPosEmbeddingMode.BLOCKWISE, 1),
+        lambda: ops.cast_to_fp8_v2(q, scale, FP8),
+        lambda: ops.cast_to_fp8_v2(q, scale, False, False, torch.int8),
+        lambda: ops.cast_from_fp8(eight, out_type=torch.float32),
+        lambda: ops.fp8_gemm_v2(eight, eight, False, True, None, torch.float32),
+        lambda: ops.fp8_gemm_v2(eight.float(), False, eight, True, None, torch.float32),
+        lambda: ops.fp8_gemm_v2(eight, False, eight, True, None, torch.float32, torch.ones(3), scale),
+        lambda: ops.rms_norm(torch.zeros(4, 8), torch.zeros(8)),
+        lambda: ops.block_softmax_adjustment(scale, scale, lengths, batch=3),
+        lambda: ops.fast_softmax(q),
+        lambda: habana.core.mark_step(sync=1),
+        lambda: habana.hpu.wrap_in_hpu_graph(Doubles(), disable_tensorcache=True),
+        lambda: habana.hpu.metrics.metric_localcontext("graph_compilations").__enter__(),
+        lambda: habana.hpu.empty_cache(),
+        lambda: habana.hpu.get_device_name(1),
+    ]
+    for number, call in enumerate(wrong):
+        with pytest.raises((TypeError, RuntimeError, AssertionError, AttributeError, KeyError)):  # noqa: PT012
+            call()
+            print(f"call {number} was accepted")
+
+
+def cast_large_numbers() -> tuple[list[float], list[float]]:
+    stored = torch.tensor([300.0, 448.0]).to(FP8)
+    made = torch.ops.hpu.cast_to_fp8_v2(torch.tensor([300.0, -5000.0]), None, False, False, FP8)[0]
+    return made.float().tolist(), torch.ops.hpu.cast_from_fp8(stored, None, torch.float32).tolist()
+
+
+def test_eight_bits_of_each_card():
+    assert str(cast_large_numbers()) == "([240.0, -240.0], [nan, nan])"
+    program = "import habana_frameworks.torch, test_hpu_stand_in as t; print(t.cast_large_numbers())"
+    found = run_with_stand_in(program, EMULATED_GAUDI="Gaudi3")
+    assert found.strip() == "([288.0, -448.0], [288.0, 448.0])"

@@ -1,0 +1,3 @@
+from habana_frameworks.torch.utils import experimental, internal
+
+__all__ = ["experimental", "internal"]

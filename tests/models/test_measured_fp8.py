@@ -1,0 +1,391 @@
+"""FP8 by measure, then quantise: what is measured against `transformers`, what is served against an oracle of its own."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start
+from fp8_writing import by_row, is_matrix, make_oracle, prompt_scores, round_fp8, write_fp8
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tgi.engine.build import Engine
+from tgi.errors import StartError
+from tgi.kernels.fp8 import FP8, Fp8Weight
+from tgi.launch.server_command import main
+from tgi.runner.measure import Recorder
+from tgi.weights.calibration_config import CalibrationConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = random_prompts(320, [40, 7, 90, 1], seed=5)
+NEW = 6
+PROMPT = random_prompts(320, [100], seed=9)[0]
+
+
+def write_config(folder: Path, mode: str, **more: object) -> str:
+    path = folder / f"{mode.lower()}.json"
+    path.write_text(json.dumps({"mode": mode, "observer": "maxabs", "dump_stats_path": str(folder / "m"), **more}))
+    return str(path)
+
+
+def measure(tiny: Tiny, folder: Path, settings: dict | None = None, **config: object) -> dict:
+    """Measure our own way; the nodes that were written."""
+    engine = start(tiny.folder, quant_config=write_config(folder, "MEASURE", **config), **(settings or {}))
+    run(engine, [make_request(n, prompt, NEW) for n, prompt in enumerate(PROMPTS)])
+    engine.close()
+    (path,) = folder.glob("m_hooks_*l.json") if config.get("observer") else [folder / "m_hooks_maxabs.json"]
+    return json.loads(path.read_text())["Nodes"]
+
+
+def watch_attention(tiny: Tiny, see: Any) -> None:
+    def attend(module, query, key, value, *rest, **named):
+        key, value = see(module.layer_idx, key, value)
+        return sdpa_attention_forward(module, query, key, value, *rest, **named)
+
+    ALL_ATTENTION_FUNCTIONS.register("watched", attend)
+    tiny.model.set_attn_implementation("watched")
+
+
+@torch.no_grad()
+def oracle_maxima(tiny: Tiny) -> dict[tuple[str, str], torch.Tensor]:
+    """By (module, what): the largest values of each channel over the tokens that our engine computes."""
+    model = tiny.model
+    sequences = [prompt + reference(model, prompt, NEW)[0][:-1] for prompt in PROMPTS]
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    hooks = []
+
+    def take(name: str, what: str, value: torch.Tensor) -> None:
+        largest = value.abs().flatten(0, -2).amax(0)
+        found[name, what] = torch.maximum(found.get((name, what), largest), largest)
+
+    def see(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for side, states in (("k", key), ("v", value)):  # [1, heads, tokens, dim]
+            take(f"model.layers.{layer}.self_attn.{side}_cache", "inputs", states.transpose(1, 2).flatten(2))
+        return key, value
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            take(name, "weight", layer.weight.t())
+
+            def hook(_, inputs, output, name=name):
+                # Scores are computed after the prompt only.
+                wanted = slice(-NEW, None) if name == "lm_head" else slice(None)
+                take(name, "inputs", inputs[0][:, wanted])
+                take(name, "outputs", output[:, wanted])
+
+            hooks.append(layer.register_forward_hook(hook))
+    watch_attention(tiny, see)
+    try:
+        for sequence in sequences:
+            model(torch.tensor([sequence]))
+    finally:
+        tiny.model.set_attn_implementation("sdpa")
+        for handle in hooks:
+            handle.remove()
+    return found
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny("Llama", {"attention_bias": True, "mlp_bias": True}, tmp_path_factory.mktemp("biased"))
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------
+
+
+def check_nodes(nodes: dict, expected: dict[tuple[str, str], torch.Tensor], by_channel: bool = False) -> None:
+    for (name, what), largest in expected.items():
+        if what == "outputs":
+            continue
+        node = nodes[name]
+        column = node["params"]["weight"] if what == "weight" else node[what][0]
+        found = torch.tensor(column)
+        assert found.shape == ((largest.shape[0], 1) if by_channel else (1, 1)), name
+        wanted = largest[:, None] if by_channel else largest.amax().reshape(1, 1)
+        torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+    assert set(nodes) == {name for name, _ in expected}
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_batch_prefill_tokens": 33}, {"overlap": False, "max_batch_size": 1}])
+def test_maxima_are_those_of_transformers(biased: Tiny, tmp_path: Path, settings: dict) -> None:
+    nodes = measure(biased, tmp_path, settings)
+    check_nodes(nodes, oracle_maxima(biased))
+    assert all("outputs" not in node for node in nodes.values())
+    listed = json.loads((tmp_path / "m_hooks_maxabs_mod_list.json").read_text())
+    assert listed == list(nodes)
+
+
+def test_maxima_by_channel(tiny_llama: Tiny, tmp_path: Path) -> None:
+    nodes = measure(tiny_llama, tmp_path, observer="maxabs_per_channel")
+    check_nodes(nodes, oracle_maxima(tiny_llama), by_channel=True)
+
+
+def test_outputs_and_lists(tiny_llama: Tiny, tmp_path: Path) -> None:
+    allowed = {"allowlist": {"types": [], "names": ["up_proj"]}, "blocklist": {"names": [r"layers\.1\."]}}
+    nodes = measure(tiny_llama, tmp_path, measure_exclude="NONE", **allowed)
+    assert set(nodes) == {"model.layers.0.mlp.up_proj", "model.layers.2.mlp.up_proj"}
+    expected = oracle_maxima(tiny_llama)
+    for name, node in nodes.items():
+        assert node["outputs"][0][0][0] == pytest.approx(expected[name, "outputs"].amax().item(), rel=2e-3)
+    with pytest.raises(StartError, match="leave nothing of this model"):
+        measure(tiny_llama, tmp_path, allowlist={"names": ["nothing"]})
+
+
+def test_padding_is_not_measured(tiny_llama: Tiny, tmp_path: Path) -> None:
+    """Rows that fill a bucket up are computed too, but nobody asked for them."""
+    engine = start(tiny_llama.folder, bucketing=True, custom_kernels=False, max_total_tokens=128, max_batch_size=8)
+    model = engine.loop._runner.model
+    recorder = Recorder(model, CalibrationConfig("c", "MEASURE", stats=tmp_path / "m"), engine.resolved.block_size)
+    run(engine, [make_request(n, prompt, NEW) for n, prompt in enumerate(PROMPTS)])
+    engine.close()
+    assert recorder.has_news
+    recorder.save()
+    check_nodes(json.loads((tmp_path / "m_hooks_maxabs.json").read_text())["Nodes"], oracle_maxima(tiny_llama))
+
+
+def test_earlier_files_stay_until_there_is_something_new(tiny_llama: Tiny, tmp_path: Path) -> None:
+    first = measure(tiny_llama, tmp_path)
+    engine = start(tiny_llama.folder, quant_config=write_config(tmp_path, "MEASURE"))
+    engine.close()
+    assert not list(tmp_path.glob("backup*"))
+    assert measure(tiny_llama, tmp_path) == first
+    (backup,) = tmp_path.glob("backup_m_*")
+    assert json.loads((backup / "m_hooks_maxabs.json").read_text())["Nodes"] == first
+
+
+# -- quantising ----------------------------------------------------------------------------------------------------
+
+
+def pow2(value: float) -> float:
+    return next(2.0**e for e in range(-60, 60) if 2.0**e >= value)
+
+
+def weights_of(engine: Engine) -> dict[str, Fp8Weight | torch.Tensor]:
+    layers = engine.loop._runner.model.model.layers  # pyright: ignore
+    found = {}
+    for number, layer in enumerate(layers):
+        attention, mlp = layer.attention, layer.mlp
+        for name, linear in (
+            ("qkv", attention.qkv),
+            ("o", attention.out),
+            ("gate_up", mlp.gate_up),
+            ("down", mlp.down),
+        ):
+            found[f"{number}.{name}"] = linear.weight
+    return found
+
+
+def scores(engine: Engine) -> torch.Tensor:
+    output = run(engine, [make_request(0, PROMPT, 1, decoder_input_details=True)])[0]
+    engine.close()
+    return torch.tensor([output.prompt_logprobs[place] for place in range(1, len(PROMPT))])
+
+
+METHODS = {
+    "maxabs_hw": (False, pow2),
+    "maxabs_arbitrary": (False, float),
+    "act_maxabs_pow2_weights_pcs_maxabs_pow2": (True, pow2),
+}
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["", "fp8-cache"])
+@pytest.mark.parametrize("method", METHODS)
+def test_static_scales_compute_what_an_oracle_computes(
+    tiny_llama: Tiny, tmp_path: Path, method: str, cache: bool
+) -> None:
+    nodes = measure(tiny_llama, tmp_path)
+    by_channel, rounding = METHODS[method]
+    blocked = {"types": [] if cache else ["KVCache"], "names": [r"layers\.2\.mlp\.down_proj"]}
+    config = write_config(tmp_path, "QUANTIZE", scale_method=method, blocklist=blocked)
+
+    def input_scale(name: str) -> float:
+        return rounding(nodes[name]["inputs"][0][0][0] / (448 * 0.25))
+
+    def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        largest = weight.abs().amax(1, keepdim=True) if by_channel else weight.abs().amax().reshape(1, 1)
+        scale = torch.tensor([[rounding(value)] for value in (largest / (448 * 0.5)).flatten().tolist()])
+        return (weight / scale).to(FP8), scale
+
+    def keep(name: str) -> bool:
+        return name == "model.layers.2.mlp.down_proj.weight"
+
+    oracle = make_oracle(tiny_llama, quantize, lambda name: lambda x: round_fp8(x, input_scale(name)), keep)
+    if cache:
+
+        def see(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            path = f"model.layers.{layer}.self_attn"
+            return round_fp8(key, input_scale(f"{path}.k_cache")), round_fp8(value, input_scale(f"{path}.v_cache"))
+
+        watch_attention(Tiny(tiny_llama.folder, oracle), see)
+    expected = prompt_scores(oracle, PROMPT)
+    oracle.set_attn_implementation("sdpa")  # the configuration is that of the other model too
+    noise = (prompt_scores(tiny_llama.model, PROMPT) - expected).abs().mean()
+    assert noise > 0.01
+    engine = start(tiny_llama.folder, quant_config=config, max_batch_prefill_tokens=33)
+    assert any("static scales" in note for note in engine.notes)
+    stored = engine.loop._runner.kv_cache[0][0].dtype
+    assert (stored is FP8) == cache
+    for name, weight in weights_of(engine).items():
+        if name == "2.down":
+            assert not isinstance(weight, Fp8Weight)
+            continue
+        assert isinstance(weight, Fp8Weight) and weight.input_scale is not None
+        first = {
+            "qkv": "self_attn.q_proj",
+            "o": "self_attn.o_proj",
+            "gate_up": "mlp.gate_proj",
+            "down": "mlp.down_proj",
+        }
+        layer, short = name.split(".")
+        path = f"model.layers.{layer}.{first[short]}"
+        assert weight.input_scale.item() == pytest.approx(input_scale(path), rel=1e-6)
+        plain = tiny_llama.model.get_parameter(f"{path}.weight").data
+        data, scale = quantize(plain)
+        rows = plain.shape[0]
+        torch.testing.assert_close(weight.scale[:rows], scale.expand(rows, 1)[:, 0])
+        assert torch.equal(weight.data[:rows].view(torch.uint8), data.view(torch.uint8))
+    assert (scores(engine) - expected).abs().mean() < 0.1 * noise
+
+
+def test_a_file_in_the_layout_of_the_toolkit(tiny_llama: Tiny, tmp_path: Path) -> None:
+    """Two ranks of another engine, with modules that this one does not have, and no values of matrices."""
+    maxima = oracle_maxima(tiny_llama)
+    for rank in range(2):
+        nodes: dict[str, dict] = {}
+        for name in {name for name, _ in maxima}:
+            if is_matrix(f"{name}.weight") or name.endswith("_cache"):
+                share = 1.0 if rank else 0.5
+                nodes[name] = {"inputs": [[[share * maxima[name, "inputs"].amax().item()]]]}
+        nodes["model.layers.0.self_attn.matmul_qk"] = {"inputs": [[[3.0]], [[4.0]]], "outputs": [[[9.0]]]}
+        content = {"GlobalRank": rank, "LocalRank": rank, "Mode": "DynamicRange", "Nodes": nodes}
+        (tmp_path / f"m_hooks_maxabs_{rank}_2.json").write_text(json.dumps(content))
+    theirs = scores(start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE")))
+    measure(tiny_llama, tmp_path)
+    ours = scores(start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE")))
+    torch.testing.assert_close(theirs, ours)
+
+
+def test_unit_scale_needs_no_measurement(tiny_llama: Tiny, tmp_path: Path) -> None:
+    engine = start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE", scale_method="unit_scale"))
+    weight = weights_of(engine)["0.qkv"]
+    assert isinstance(weight, Fp8Weight) and weight.input_scale is not None
+    assert weight.input_scale.item() == 1.0 and weight.scale.unique().tolist() == [1.0]
+    engine.close()
+
+
+def test_generation_two_uses_less_of_the_range(tiny_llama: Tiny, tmp_path: Path) -> None:
+    measure(tiny_llama, tmp_path)
+    for device, full in (("GAUDI2", 240.0), ("GAUDI3", 448.0)):
+        config = write_config(tmp_path, "QUANTIZE", device_for_scales=device, scale_method="maxabs_arbitrary")
+        engine = start(tiny_llama.folder, quant_config=config)
+        weight = weights_of(engine)["0.o"]
+        assert isinstance(weight, Fp8Weight)
+        engine.close()
+        # Half of the range, as near as eight bits come.
+        assert weight.data.float().abs().max().item() == pytest.approx(full / 2, rel=1 / 16)
+
+
+def test_dummy_weights(tiny_llama: Tiny, tmp_path: Path) -> None:
+    settings = {"load_format": "dummy"}
+    measure(tiny_llama, tmp_path, settings)
+    engine = start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE"), **settings)
+    assert all(isinstance(weight, Fp8Weight) for weight in weights_of(engine).values())
+    assert engine.loop._runner.model.model.layers[0].attention.k_scale != 1.0
+    engine.close()
+
+
+def test_the_measurement_of_another_model_is_refused(tiny_llama: Tiny, biased: Tiny, tmp_path: Path) -> None:
+    measure(tiny_llama, tmp_path)
+    path = tmp_path / "m_hooks_maxabs.json"
+    content = json.loads(path.read_text())
+    content["Nodes"]["model.layers.1.mlp.down_proj"]["params"]["weight"][0][0] *= 1.5
+    path.write_text(json.dumps(content))
+    with pytest.raises(StartError, match=r"other weights: the largest value of model.layers.1.mlp.down_proj.weight"):
+        start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE"))
+
+
+def test_settings_that_contradict(tiny_llama: Tiny, tmp_path: Path) -> None:
+    config = write_config(tmp_path, "MEASURE")
+    with pytest.raises(StartError, match=r"`quant_config` and `quantize` both say|`quantize` .* and `quant_config`"):
+        start(tiny_llama.folder, quant_config=config, quantize="fp8", dtype=None)
+    with pytest.raises(StartError, match=r"`kv_cache_dtype` cannot be set while measuring"):
+        start(tiny_llama.folder, quant_config=config, kv_cache_dtype="fp8_e4m3fn")
+    small = write_fp8(tiny_llama, tmp_path / "fp8", {"quant_method": "fp8", "activation_scheme": "dynamic"}, by_row)
+    with pytest.raises(StartError, match=r"this one is stored in FP8 \(fp8\). Leave QUANT_CONFIG out"):
+        start(small, quant_config=config)
+    with pytest.raises(StartError, match=r"there is no .*m_hooks_maxabs.json"):
+        start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE"))
+    engine = start(tiny_llama.folder, quant_config=write_config(tmp_path, "NONE"))
+    assert "QUANT_CONFIG has no effect: its `mode` is NONE" in engine.notes
+    engine.close()
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+WORDS = "The quick brown fox jumps over the lazy dog, and nobody has ever asked it why it would do such a thing. "
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(WORDS * 20)
+    arguments = ["--model-id", "embedded", "--text", str(text), "--window", "40", "--max-prompts", "3"]
+    config = write_config(tmp_path, "MEASURE")
+    assert main(["measure", *arguments, "--quant-config", config]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"120 tokens of 3 prompts; 271 modules are in .*m_hooks_maxabs.json", out)
+    nodes = json.loads((tmp_path / "m_hooks_maxabs.json").read_text())["Nodes"]
+    assert len(nodes) == 30 * 9 + 1 and all(node["inputs"][0][0][0] > 0 for node in nodes.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        ([], 2, "--quant-config is missing"),
+        (["--quant-config", "{measure}", "--window", "1"], 2, "--window must be >= 2"),
+        (["--quant-config", "{quantize}"], 1, "`mode` is QUANTIZE, but to measure it must be MEASURE"),
+        (["--quant-config", "nothing.json"], 1, "`quant_config` nothing.json cannot be read"),
+        (["--quant-config", "{measure}", "--text", "nothing.txt"], 1, "--text nothing.txt cannot be read"),
+        (["--quant-config", "{measure}", "--text", "{empty}"], 1, "is empty"),
+        (["--quant-config", "{measure}", "--model-id", "/nothing/here"], 1, "/nothing/here"),
+    ],
+)
+def test_command_says_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments, status, words
+) -> None:
+    monkeypatch.delenv("QUANT_CONFIG", raising=False)
+    text, empty = tmp_path / "text.txt", tmp_path / "empty.txt"
+    text.write_text(WORDS)
+    empty.write_text(" \n")
+    names = {mode.lower(): write_config(tmp_path, mode) for mode in ("MEASURE", "QUANTIZE")} | {"empty": str(empty)}
+    arguments = ["--text", str(text), *(argument.format(**names) for argument in arguments)]
+    assert main(["measure", *arguments]) == status
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and words in error and "Traceback" not in error
+
+
+def test_interrupting_the_command_leaves_files_alone(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(WORDS * 2000)
+    earlier = tmp_path / "m_hooks_maxabs.json"
+    earlier.write_text("{}")
+    command = [sys.executable, "-m", "tgi.launch.server_command", "measure", "--model-id", "embedded"]
+    command += ["--text", str(text), "--quant-config", write_config(tmp_path, "MEASURE"), "--window", "32"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("measure ..."):
+            break
+    time.sleep(0.2)  # somewhere in the middle
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, rest
+    assert "interrupted" in rest and "Traceback" not in rest
+    assert earlier.read_text() == "{}" and not list(tmp_path.glob("backup*"))

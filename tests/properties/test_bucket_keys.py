@@ -1,0 +1,245 @@
+"""After warm-up no traffic within the limits makes a new graph key, whatever the strategy and the settings.
+
+Everything is real except the model: scheduler, plan, runner, sampler, and a device whose graphs are found as those of a
+Gaudi are, by the shapes of all tensors, and leave their result where the one before was. In place of the model stands an
+oracle that keeps its own entries in the KV cache: the next token is a sum over the entries of all tokens before, found
+through the tensors of the padded pass alone. A wrong block, offset, row or length changes a token.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tgi.devices.buckets import Axis, BucketPlan, BucketSettings, PlanLimits, plan_buckets
+from tgi.devices.device import Ops
+from tgi.engine.warm_shapes import WarmUp
+from tgi.errors import ValidationError
+from tgi.kernels.padded import PaddedBatch
+from tgi.runner.bucketed import BucketedRunner
+from tgi.scheduler.blocks import BlockPool
+from tgi.scheduler.policy import BatchPolicy
+from tgi.scheduler.scheduler import Scheduler
+from tgi.types import GenerationRequest, SamplingParams, StepResult
+
+VOCAB = 23
+EXAMPLES = int(os.environ.get("TGI_BUCKET_EXAMPLES", "25"))  # of traffic; each has up to 60 requests
+
+
+def entry(token: int, position: int) -> int:
+    return (token + 1) * (position % 97 + 7)
+
+
+def expected_output(request: GenerationRequest) -> list[int]:
+    tokens = list(request.token_ids)
+    total = sum(entry(token, position) for position, token in enumerate(tokens))
+    while len(tokens) < len(request.token_ids) + request.max_new_tokens:
+        tokens.append(total % VOCAB)
+        total += entry(tokens[-1], len(tokens) - 1)
+        if tokens[-1] in request.stop_token_ids:
+            break
+    return tokens[len(request.token_ids) :]
+
+
+class OracleModel:
+    """Hidden states are sums of entries; logits prefer that sum modulo the vocabulary."""
+
+    def __init__(self) -> None:
+        self.spec = SimpleNamespace(vocab_size=VOCAB)
+        self.model = SimpleNamespace(layers=[None])
+        self.keys: set[object] = set()
+
+    def bind(self, kv_cache: list[tuple[Tensor, Tensor]], num_positions: int) -> None:
+        pass
+
+    def shallow(self) -> "OracleModel":
+        return self
+
+    def forward(self, batch: PaddedBatch, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+        self.keys.add(batch.key())
+        cache = kv_cache[0][0]
+        size = cache.shape[1]
+        entries = ((batch.input_ids + 1) * (batch.positions % 97 + 7)).double()
+        cache[batch.kv_index // size, batch.kv_index % size, 0, 0] = entries
+        if batch.is_prefill:
+            assert batch.logit_tokens is not None
+            sums = entries.unflatten(0, (batch.batch, batch.length)).cumsum(1).flatten()
+            return sums[batch.logit_tokens][:, None]
+        assert batch.block_list is not None and batch.block_groups is not None and batch.block_usage is not None
+        found = cache[batch.block_list.long(), :, 0, 0]
+        used = (torch.arange(size) < batch.block_usage[:, None]) & (batch.block_groups >= 0)[:, None]
+        sums = torch.zeros(batch.batch, dtype=torch.float64)
+        return sums.index_add(0, batch.block_groups.clamp(min=0).long(), found.where(used, 0.0).sum(1))[:, None]
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.nn.functional.one_hot(hidden[:, 0].long() % VOCAB, VOCAB).float() * 9
+
+
+class ShapeGraphs:
+    """What is captured belongs to a shape; a replay overwrites the result of the one before."""
+
+    def __init__(self, forward: Callable[[PaddedBatch], Tensor]) -> None:
+        self._forward = forward
+        self.results: dict[object, Tensor] = {}
+
+    @property
+    def num_captured(self) -> int:
+        return len(self.results)
+
+    def __call__(self, batch: PaddedBatch, bypass: bool = False) -> Tensor:
+        if bypass:
+            return self._forward(batch)
+        result = self._forward(batch)
+        return self.results.setdefault(batch.key(), torch.empty_like(result)).copy_(result)
+
+
+class GraphDevice:
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.ops = Ops()
+
+    def wrap_graphs(self, forward: Callable[[PaddedBatch], Tensor], first: object = None) -> ShapeGraphs:
+        return ShapeGraphs(forward)
+
+
+@dataclass
+class Traffic:
+    limits: PlanLimits
+    wanted: BucketSettings
+    mixes_phases: bool
+    overlap: bool
+    limit_graphs: bool
+    arrivals: list[tuple[int, GenerationRequest]]  # at which step
+    aborts: list[tuple[int, int]]
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> Traffic:
+    block_size = draw(st.sampled_from([1, 4, 16]))
+    total = draw(st.integers(2, 70))
+    longest = draw(st.integers(1, total - 1))
+    rows = draw(st.integers(1, 9))
+    per_row = -(-total // block_size)
+    limits = PlanLimits(
+        longest,
+        total,
+        rows,
+        draw(st.integers(longest, 4 * longest + 30)),
+        block_size,
+        draw(st.integers(per_row, rows * per_row + 3)),
+    )
+    axis = st.builds(Axis, *[st.none() | st.integers(1, 12)] * 3, st.none() | st.integers(1, 5)) | st.just(Axis())
+    wanted = BucketSettings(
+        draw(st.sampled_from(["linear", "exponential"])),
+        draw(st.integers(1, 5)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(0, 24)),
+        *(draw(axis) for _ in range(4)),
+    )
+    count = draw(st.integers(1, 60))
+    rng = draw(st.randoms(use_true_random=False))
+    arrivals: list[tuple[int, GenerationRequest]] = []
+    for number in range(count):
+        length = rng.choice([1, longest, rng.randint(1, longest)])
+        params = rng.choice(
+            [{}, {}, {"decoder_input_details": True}, {"top_n_tokens": 2}, {"repetition_penalty": 1.0001}]
+        )
+        request = GenerationRequest(
+            id=number,
+            token_ids=[rng.randrange(VOCAB) for _ in range(length)],
+            sampling=SamplingParams(**params),
+            max_new_tokens=rng.choice([1, total - length, rng.randint(1, total - length)]),
+            stop_token_ids=[3] if rng.random() < 0.5 else [],
+            seed=number,
+        )
+        arrivals.append((rng.randrange(1 + 2 * count), request))
+    aborts = [(rng.randrange(1 + 3 * count), rng.randrange(count)) for _ in range(rng.choice([0, 0, 3]))]
+    booleans = st.booleans()
+    return Traffic(
+        limits, wanted, draw(booleans), draw(booleans), draw(booleans), sorted(arrivals, key=lambda a: a[0]), aborts
+    )
+
+
+def make_runner(asked: Traffic, plan: BucketPlan) -> tuple[Any, OracleModel]:
+    limits = asked.limits
+    model = OracleModel()
+    assert limits.num_blocks is not None
+    cache = torch.full((limits.num_blocks + 1, limits.block_size, 1, 1), 1e9, dtype=torch.float64)
+    runner: Any = BucketedRunner(
+        GraphDevice(), model, [(cache, cache)], limits.max_batch_size, limits.max_total_tokens, plan,  # pyright: ignore
+        limit_graphs=asked.limit_graphs,
+    )  # fmt: skip
+    return runner, model
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(traffic())
+def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
+    limits = asked.limits
+    plan = plan_buckets(limits, asked.wanted)
+    runner, model = make_runner(asked, plan)
+    WarmUp(runner, plan).run()
+    warmed, num_captured = set(model.keys), runner.bucket_stats.num_captured
+    assert num_captured == sum(runner.passes.captures(bucket) for bucket in plan.shapes)
+    assert warmed == runner.passes.book.warmed
+    policy = BatchPolicy(
+        max_batch_prefill_tokens=limits.max_batch_prefill_tokens,
+        max_batch_size=limits.max_batch_size,
+        max_total_tokens=limits.max_total_tokens,
+        mixes_phases=asked.mixes_phases,
+        max_waiting_tokens=3,
+    )
+    assert limits.num_blocks is not None
+    pool = BlockPool(limits.num_blocks + 1, limits.block_size, False)
+    scheduler = Scheduler(policy, pool, clock=lambda: 0, prompts_fit=plan.fits)
+    outputs: dict[int, list[int]] = {}
+    prompts: dict[int, int] = {}
+    reasons: dict[int, str] = {}
+    pending: deque[StepResult] = deque()
+    arrivals, aborts = deque(asked.arrivals), sorted(asked.aborts, reverse=True)
+    step = 0
+    while arrivals or scheduler.has_work:
+        while arrivals and (arrivals[0][0] <= step or not scheduler.has_work):
+            scheduler.add(arrivals.popleft()[1])
+        while aborts and aborts[-1][0] <= step:
+            scheduler.abort(aborts.pop()[1])
+        planned = scheduler.plan()
+        scheduler.check()
+        if planned is not None:
+            assert not any(chunk.start or not chunk.samples for chunk in planned.chunks), "a prompt in parts"
+            if planned.chunks:
+                together = plan.find_prefill(len(planned.chunks), max(chunk.end for chunk in planned.chunks))
+                assert together is not None, "prompts of a step that no shape holds"
+            assert asked.mixes_phases or not (planned.decode and planned.chunks)
+            pending.append(runner.execute(planned))
+        while pending and (len(pending) > asked.overlap or planned is None):
+            out = scheduler.apply(pending.popleft())
+            for number, token in zip(out.request_ids, out.token_ids, strict=True):
+                outputs.setdefault(number, []).append(token)
+            for scored in out.prompt_logprobs:
+                prompts[scored.row] = len(scored.logprobs)
+            reasons.update({finish.request_id: finish.reason for finish in out.finished})
+        step += 1
+    assert scheduler.stats.num_preemptions == 0
+    assert pool.num_free == pool.num_usable
+    for _, request in asked.arrivals:
+        if request.id in reasons:
+            assert outputs[request.id] == expected_output(request)
+            assert prompts.get(request.id, 0) == request.sampling.decoder_input_details * (len(request.token_ids) - 1)
+    assert model.keys == warmed
+    assert runner.bucket_stats.num_captured == num_captured
+    assert runner.bucket_stats.num_unplanned == 0
+    with pytest.raises(ValidationError):
+        scheduler.add(GenerationRequest(
+            id=-1, token_ids=[0] * (limits.max_input_tokens + 1), sampling=SamplingParams(), max_new_tokens=1,
+            stop_token_ids=[], seed=0,
+        ))  # fmt: skip
