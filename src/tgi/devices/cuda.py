@@ -148,11 +148,11 @@ class CudaDevice:
         self._after_loading()
         with self.scope():
             self.stream.synchronize()
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            # Not `torch.cuda.graph`, which collects garbage and empties caches each time.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                graph = self._begin_capture()
+            except RuntimeError:  # a pool whose graphs are all gone takes no new ones
+                self._pool = None
+                graph = self._begin_capture()
             try:
                 result = work()
             except BaseException:
@@ -161,6 +161,14 @@ class CudaDevice:
                 raise
             graph.capture_end()
         return graph.replay, result
+
+    def _begin_capture(self) -> torch.cuda.CUDAGraph:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Not `torch.cuda.graph`, which collects garbage and empties caches each time.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        return graph
 
     def decode_sizes(self, maximum: int) -> list[int]:
         return decode_sizes(maximum)
