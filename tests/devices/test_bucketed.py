@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -214,6 +215,19 @@ class Measured(QueueOnCpu):
             return embedding(ids, weight)
 
         self.ops.embedding = look_up
+        self.pool: weakref.WeakSet[Callable[[], None]] | None = None
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Refuses what torch refuses: a capture into a pool whose graphs are all gone."""
+        assert self.pool is None or len(self.pool), "a pool without graphs"
+        replay, result = super().capture(work)
+        self.pool = self.pool or weakref.WeakSet()
+        self.pool.add(replay)
+        return replay, result
+
+    def forget_captures(self) -> None:
+        assert not self.pool, "somebody still has a graph"
+        self.pool = None
 
     def free_bytes(self) -> int:
         return self.free

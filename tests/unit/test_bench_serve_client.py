@@ -2,6 +2,7 @@
 from a double with exact delays. The double says when it sent each token, so the figures are held against that."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -256,13 +257,12 @@ def bench(words: str, tmp_path: Path) -> Bench:
 def test_known_delays_errors_and_stalls(api: str, bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     """TTFT 50 ms, ITL 10 ms, of ten requests one stops with an error, one breaks off and two stall for 0.4 s.
 
-    Within 2 ms; on a machine that was too busy all the time, within what the client itself says of its lag.
+    Within 2 ms of what the double did, in one of a few tries.
     """
     script = ["ok", "stall", "ok", "stream-error", "ok", "ok", "break", "ok", "stall", "ok"]
     load = ["--mode", "rate", "--rates", "40", "--num-requests", "40", "--limit", "itl=300", "--client-processes", "2"]
     worst: dict[str, float] = {}
-    allowed = 2.0
-    for _ in range(3):  # the machine may be busy with something else
+    for _ in range(6):  # the machine may be busy with something else
         with StreamingDouble("--tgi", script=script, ttft=0.05, itl=0.01, stall=0.4) as double:
             (phase,) = bench(double, *load, "--api", api)["phases"]
             records = double.records()
@@ -284,24 +284,27 @@ def test_known_delays_errors_and_stalls(api: str, bench: Bench, capsys: pytest.C
         worst["itl average"] = abs(phase["itl"]["average"] - statistics.mean(gaps))
         if max(worst.values()) < 2:
             break
-        allowed = max(allowed, phase["lag"]["p99"]) if phase["client_limited"] else 2.0
-    assert max(worst.values()) < allowed, worst
+    assert max(worst.values()) < 2, worst
     assert "| constant@40.00req/s |" in capsys.readouterr().out
 
 
 def test_planned_times_and_prompts(bench: Bench, words: str) -> None:
     """Requests leave when they are due, whatever the server does; each says exactly what was planned."""
-    with StreamingDouble(script=["ok", "stall"], ttft=0.2, itl=0.001, stall=0.3) as double:
-        load = ["--mode", "rate", "--rates", "100", "--arrivals", "poisson", "--num-requests", "60", "--ignore-eos"]
-        report = bench(double, *load)
-        records = double.records()
-    (phase,) = report["phases"]
+    load = ["--mode", "rate", "--rates", "100", "--arrivals", "poisson", "--num-requests", "60", "--ignore-eos"]
+    lateness = [math.inf]
+    for _ in range(4):  # the machine may be busy with something else
+        with StreamingDouble(script=["ok", "stall"], ttft=0.2, itl=0.001, stall=0.3) as double:
+            report = bench(double, *load)
+            records = double.records()
+        (phase,) = report["phases"]
+        lateness = [request["sent"] - request["planned"] for request in phase["requests"]]
+        if statistics.median(lateness) < 0.01:
+            break
     assert report["api"] == "completions" and report["model"] == "embedded" and phase["mode"] == "poisson"
     assert all(record["body"]["ignore_eos"] is True for record in records)
     planned = [request["planned"] for request in phase["requests"]]
     assert len(set(planned)) == 60 and planned[0] == 0
-    lateness = [request["sent"] - request["planned"] for request in phase["requests"]]
-    assert min(lateness) >= 0 and statistics.median(lateness) < max(0.01, phase["lag"]["p99"] / 1e3)
+    assert min(lateness) >= 0 and statistics.median(lateness) < 0.01
     tokenizer = load_tokenizer(words)
     assert {len(tokenizer.encode(record["prompt"])) for record in records} == {20}
     assert len({record["prompt"].split()[0] for record in records}) == 60

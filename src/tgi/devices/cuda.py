@@ -113,6 +113,9 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
         return max(0, torch.cuda.max_memory_reserved(self.torch_device) - before)
 
+    def forget_captures(self) -> None:
+        self._pool = None  # torch takes no new capture into a pool whose graphs are all gone
+
     # -- the queue -------------------------------------------------------------------------------------------------
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -148,11 +151,11 @@ class CudaDevice:
         self._after_loading()
         with self.scope():
             self.stream.synchronize()
-            try:
-                graph = self._begin_capture()
-            except RuntimeError:  # a pool whose graphs are all gone takes no new ones
-                self._pool = None
-                graph = self._begin_capture()
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            # Not `torch.cuda.graph`, which collects garbage and empties caches each time.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
             except BaseException:
@@ -161,14 +164,6 @@ class CudaDevice:
                 raise
             graph.capture_end()
         return graph.replay, result
-
-    def _begin_capture(self) -> torch.cuda.CUDAGraph:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`, which collects garbage and empties caches each time.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        return graph
 
     def decode_sizes(self, maximum: int) -> list[int]:
         return decode_sizes(maximum)

@@ -157,6 +157,10 @@ class MeasuredDevice(QueueDevice, Protocol):
         """The most memory that work held at a time, beside what was held before."""
         ...
 
+    def forget_captures(self) -> None:
+        """Nobody has a capture any more: those to come share no memory with the earlier ones."""
+        ...
+
 
 def is_queue(device: Device) -> TypeGuard[QueueDevice]:
     return device.runs_ahead

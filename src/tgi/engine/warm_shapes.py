@@ -6,6 +6,7 @@ device. What was warmed up is written down: the next start of the same model wit
 shape takes, and how much memory.
 """
 
+import gc
 import hashlib
 import time
 from collections.abc import Callable
@@ -246,6 +247,9 @@ def measure_shapes(
         graphs = [bucket for bucket in sorted(plan.shapes, key=_cost) if made[0].passes.captures(bucket)]
         captured = device.peak_bytes(lambda: [made[0].warm(bucket) for bucket in graphs])
         eager = device.peak_bytes(lambda: (made[0].touch(largest), choose(made[0])))
+        made.clear()
+        gc.collect()  # its graphs refer to it
+        device.forget_captures()
         return StepBytes(slots, captured, eager)
     except RuntimeError as error:
         if not is_out_of_memory(error):
