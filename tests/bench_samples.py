@@ -8,6 +8,18 @@ from tgi.bench.results import Kernel, OfflineReport, Published, Row, RowResult, 
 from tgi.bench.serve.results import Goodput, Histogram, Phase, ServeReport, Spread
 from tgi.bench.static.results import BatchResult, StaticReport
 
+# A model folder without weights needs no more: --load-format dummy.
+TINY_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
 COMMON: dict[str, Any] = {
     "complete": True,
     "started_at": "2026-11-15T11:40:12+00:00",

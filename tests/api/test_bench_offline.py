@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench_samples import TINY_CONFIG
 from tgi.bench.results import Row
 from tgi.bench.work import make_requests
 
@@ -30,17 +31,7 @@ def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config without weights."""
     folder = tmp_path_factory.mktemp("tiny")
-    fields = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    }
-    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
     return folder
 
 

@@ -21,6 +21,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from bench_samples import TINY_CONFIG
 from tgi.bench.static import round as rounds
 from tgi.bench.static.command import main
 from tgi.bench.static.display import Moment, Silence
@@ -38,17 +39,7 @@ MAIN = "import sys; from tgi.bench.static.command import main; sys.exit(main())"
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config without weights, and a tokenizer with a token for each byte."""
     folder = tmp_path_factory.mktemp("tiny")
-    fields = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    }
-    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={text: number for number, text in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
