@@ -1,7 +1,7 @@
 # ruff: noqa: B023
 """Attention and the small kernels on a GPU: are they right, how fast is each way to launch them.
 
-    python bench/cuda_attention.py [--only check,small,decode,prefill] [--flashinfer] [--quick] [--out FILE.json]
+    python bench/cuda_attention.py [--only check,small,decode,prefill,lengths] [--flashinfer] [--quick] [--out FILE]
 
 First every kernel against its definition, then each work with several variants, the best last.
 """
@@ -39,6 +39,9 @@ DECODE = [
     (64, 600, 32, 8, torch.bfloat16),
     (1, 600, 32, 8, torch.bfloat16),
     (1, 3000, 32, 8, torch.bfloat16),
+    (1, 32768, 32, 8, torch.bfloat16),
+    (4, 600, 32, 8, torch.bfloat16),
+    (16, 600, 32, 8, torch.bfloat16),
     (163, 1152, 32, 32, FP8),
     (94, 2112, 32, 32, FP8),
     (81, 3072, 32, 32, FP8),
@@ -83,7 +86,7 @@ def decode_variants(rows: int, kv_heads: int, group: int, dtype: torch.dtype, qu
     for n, w, stages in ways[: 3 if quick or group == 1 else None]:
         found[f"group n{n} w{w} s{stages}"] = DecodeChoice(n, w, stages, s)
     if rows <= 64:
-        for splits in sorted({1, 2, 4, 8, 16, 32, 64} & ({1, 2, 4} if rows > 1 else {8, 16, 32, 64})):
+        for splits in (1, 2, 4, 8) if rows > 1 else (4, 8, 16, 32):
             for n in (32, 64):
                 found[f"like chosen n{n} splits {splits}"] = DecodeChoice(
                     n, usual.warps, usual.stages, splits, min(n, usual.lanes)
@@ -491,7 +494,7 @@ def flashinfer_decode(q: Tensor, caches: list[Tensor], batch: ForwardBatch, cont
     return lambda: wrapper.run(q, (k, v))
 
 
-def time_prefill(quick: bool) -> None:
+def time_prefill(quick: bool, flashinfer: bool) -> None:
     def prepare(
         prompts: int, own: int, before: int, heads: int, kv_heads: int, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor], ForwardBatch]:
@@ -531,10 +534,13 @@ def time_prefill(quick: bool) -> None:
                     found.append((flops / ms / 1e9, 1e3 * ms, label))
         if before == 0:
             q, k, v = made[0]
-            for label, other in (
+            others = [
                 ("torch varlen", lambda: torch_varlen(q, k, v, prompts, own)),
                 ("torch sdpa", lambda: torch_sdpa(q, k, v, prompts)),
-            ):
+            ]
+            if flashinfer and dtype is not FP8:
+                others += [("flashinfer", lambda: flashinfer_prefill(q, k, v, prompts, own))]
+            for label, other in others:
                 ms = attempt(label, lambda: median_ms(other(), 6))
                 if ms:
                     found.append((flops / ms / 1e9, 1e3 * ms, label))
@@ -544,6 +550,18 @@ def time_prefill(quick: bool) -> None:
             "TFLOP/s",
             found,
         )
+
+
+def flashinfer_prefill(q: Tensor, k: Tensor, v: Tensor, prompts: int, own: int) -> Callable[[], Any]:
+    import flashinfer  # pyright: ignore
+
+    starts = torch.arange(prompts + 1, dtype=torch.int32, device=CUDA) * own
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device=CUDA), "NHD"
+    )
+    wrapper.plan(starts, starts, q.shape[1], k.shape[1], D, causal=True, q_data_type=q.dtype)
+    q, k, v = (t.contiguous() for t in (q, k, v))
+    return lambda: wrapper.run(q, k, v)
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, prompts: int, own: int) -> Callable[[], Any]:
@@ -568,9 +586,41 @@ def torch_sdpa(q: Tensor, k: Tensor, v: Tensor, prompts: int) -> Callable[[], An
     return lambda: torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
 
 
+def time_new_lengths() -> None:
+    """What the first call with a length costs on the host: a library that plans by shape pays it for every prompt."""
+
+    def first_calls(call: Callable[[int], Any]) -> list[float]:
+        times = []
+        for length in (1200, 1201, 1333, 1500, 1777, 2011):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            call(length)
+            torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - begun))
+        return times[1:]
+
+    whole = torch.randn(2048, 48, D, device=CUDA).bfloat16()
+    op = PagedAttention(PROCESSORS, bulk_copies=BULK_COPIES)
+    caches = [cache_for(1, 2048, 8, torch.bfloat16) for _ in range(2)]
+
+    def ours(length: int) -> Tensor:
+        q, k, v = whole[:length].split((32, 8, 8), 1)
+        batch = batch_for([], [(0, length)], tables_for(1, length))
+        return op(q, *caches, batch, D**-0.5, None, None, (1.0, 1.0), k=k, v=v)
+
+    for label, call in (
+        ("ours", ours),
+        ("torch sdpa", lambda length: torch_sdpa(*whole[:length].split((32, 8, 8), 1), 1)()),
+    ):
+        times = attempt(label, lambda: first_calls(call))
+        if times:
+            results.append({"kind": "lengths", "work": "first call with a length", "variant": label, "ms": times})
+            print(f"lengths first call with a length, {label}: " + " ".join(f"{ms:.2f}" for ms in times) + " ms")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,small,decode,prefill")
+    parser.add_argument("--only", default="check,small,decode,prefill,lengths")
     parser.add_argument(
         "--flashinfer", action="store_true", help="time it as well; it compiles for 12 to 31 s a kernel"
     )
@@ -591,7 +641,9 @@ def main() -> None:
         elif name == "decode":
             attempt(name, lambda: time_decode(options.quick, options.flashinfer))
         elif name == "prefill":
-            attempt(name, lambda: time_prefill(options.quick))
+            attempt(name, lambda: time_prefill(options.quick, options.flashinfer))
+        elif name == "lengths":
+            attempt(name, time_new_lengths)
         print(f"-- {name}: {time.perf_counter() - begun:.0f} s", flush=True)
         Path(options.out).write_text(json.dumps(results, indent=1))
     print(f"{time.perf_counter() - started:.0f} s")

@@ -1,6 +1,6 @@
-"""Ours, vLLM's and the floor of the card side by side, from one run on one machine.
+"""Ours, a peer's (vLLM or SGLang) and the floor of the card side by side, from one run on one machine.
 
-    python bench/cuda_peers.py --peer-path ~/vllm-site [--only ours|peer] [--rows 1,3,7-10] [--json FILE]
+    python bench/cuda_peers.py --peer-path ~/site [--peer sglang] [--only ours|peer] [--rows 1,3,7-10] [--json FILE]
     python bench/cuda_peers.py --merge ours.json peer.json
 
 Each engine runs in a process of its own, one after the other, once per model, the peer first. The folder of --peer-path
@@ -88,7 +88,8 @@ def our_environment(**more: str) -> dict[str, str]:
 def run_peer(shape: str, precision: str, rows: list[str], options: argparse.Namespace, folder: Path) -> dict | None:
     file = folder / f"peer-{shape}.json"
     model = write_shape(shape, folder / shape)
-    command = [options.peer_python, str(ROOT / "bench/peers/vllm_offline.py"), str(model), precision, str(file), *rows]
+    script = ROOT / f"bench/peers/{options.peer}_offline.py"
+    command = [options.peer_python, str(script), str(model), precision, str(file), *rows]
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     if options.peer_path:
         environment["PYTHONPATH"] = str(Path(options.peer_path).expanduser().resolve())
@@ -202,6 +203,7 @@ def parse_numbers(text: str) -> set[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--peer-path", help="folder of the peer's packages")
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--python", default=sys.executable, help="for ours")

@@ -1,7 +1,7 @@
 # ruff: noqa: B023
 """Matrix products on a GPU: the libraries' and ours, for the shapes of one model and numbers of rows.
 
-    python bench/cuda_products.py [--only library,fp8,vector,skinny] [--json FILE]
+    python bench/cuda_products.py [--only library,fp8,vector,vector8,skinny] [--json FILE]
 
 Times are medians over replays of captured calls that go through the weights of several layers, so that no weight is
 still in the cache of the chip. Ours are compared with their definition first.
@@ -17,13 +17,17 @@ import torch
 import torch.nn.functional as F
 
 from tgi.kernels import fp8, reference
-from tgi.kernels.triton import launch
+from tgi.kernels.triton import launch, small
+from tgi.kernels.triton.quantize import quantize_rows
 from tgi.kernels.triton.skinny import SkinnyProduct
 from tgi.kernels.triton.vector import vector_product
+from tgi.kernels.triton.vector8 import VectorProduct8
 
 LLAMA_3_8B, LLAMA_2_7B = (4096, 14336, 6144, 128256), (4096, 11008, 12288, 32000)  # hidden, width, qkv, vocabulary
 NUM_LAYERS = 32
+PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
 VECTOR_SHAPES = [(1, 4096, 4), (2, 4096, 4), (4, 4096, 4), (4, 4096, 8), (4, 2048, 4), (8, 2048, 4), (8, 1024, 4)]
+VECTOR8_SHAPES = [None, (4, 3, 4, 2), (4, 3, 4, 3), (2, 4, 4, 4), (4, 2, 4, 4), (1, 3, 8, 2), (2, 3, 8, 2)]
 SKINNY_TILINGS = [(64, 128, 4), (64, 256, 3), (64, 256, 4), (128, 128, 4)]  # outputs, columns, stages
 
 
@@ -110,33 +114,63 @@ def vector(results: list[dict]) -> None:
             ms = graph_ms(lambda: [vector_product(x, w, out, norm=norm, gate=gate, shape=shape) for w in stored])
             found = describe(f"one row {name}", 1, n, k, 2, ms / len(stored))
             results.append({**found, "shape": shape, "error": round(wrong, 5)})
-    chain(results)
+    chain(results, LLAMA_3_8B, lambda weight: weight, vector_product)
 
 
-def chain(results: list[dict]) -> None:
+def vector8(results: list[dict]) -> None:
+    product = VectorProduct8(PROCESSORS)
+    for name, n, k in matrices(LLAMA_2_7B):
+        gate = "silu" if name == "gate_up" else None
+        stored = [fp8.quantize_weight(random(n, k) * 0.02) for _ in range(8)]
+        x, gain = random(1, k), random(k)
+        norm = (gain, 1e-5) if name in ("qkv", "gate_up") else None
+        rows = quantize_rows(small.rms_norm(x, gain, 1e-5) if norm else x, stored[0])
+        y = fp8.linear(rows, stored[0], None, torch.bfloat16)
+        wanted = reference.silu_mul(y) if gate else y
+        for shape in VECTOR8_SHAPES:
+            out = random(1, wanted.shape[1])
+            try:
+                product(x, stored[0], out, norm=norm, gate=gate, shape=shape)
+            except Exception as problem:  # no room for it
+                print(name, shape, type(problem).__name__)
+                continue
+            wrong = error(out, wanted)
+            for on in (False, True):
+                launch.set_dependent_launch(on)
+                options = {"norm": norm, "gate": gate, "shape": shape}
+                ms = graph_ms(lambda: [product(x, w, out, **options) for w in stored])
+                found = describe(f"fp8 one row {name}", 1, n, k, 1, ms / len(stored))
+                found |= {"shape": shape or "chosen", "dependent": on, "error": round(wrong, 5)}
+                results.append(found)
+            launch.set_dependent_launch(None)
+    chain(results, LLAMA_2_7B, fp8.quantize_weight, product)
+
+
+def chain(results: list[dict], model: tuple[int, ...], stored_as: Any, product: Any) -> None:
     """Everything of a decode step of one row but attention and the head."""
-    hidden, width, qkv, _ = LLAMA_3_8B
-    layers = [[random(n, k) * 0.02 for _, n, k in matrices(LLAMA_3_8B)] for _ in range(NUM_LAYERS)]
+    hidden, width, qkv, _ = model
+    layers = [[stored_as(random(n, k) * 0.02) for _, n, k in matrices(model)] for _ in range(NUM_LAYERS)]
     gain, h, fused, gated = random(hidden), random(1, hidden), random(1, qkv), random(1, width)
 
     def work() -> None:
         for w_qkv, w_o, w_gate_up, w_down in layers:
-            vector_product(h, w_qkv, fused, norm=(gain, 1e-5))
-            vector_product(fused[:, :hidden], w_o, h, add=True)
-            vector_product(h, w_gate_up, gated, norm=(gain, 1e-5), gate="silu")
-            vector_product(gated, w_down, h, add=True)
+            product(h, w_qkv, fused, norm=(gain, 1e-5))
+            product(fused[:, :hidden], w_o, h, add=True)
+            product(h, w_gate_up, gated, norm=(gain, 1e-5), gate="silu")
+            product(gated, w_down, h, add=True)
 
-    num_bytes = 2 * sum(w.numel() for layer in layers for w in layer)
+    itemsize = 1 if isinstance(layers[0][0], fp8.Fp8Weight) else 2
+    num_bytes = itemsize * sum(w.shape[0] * w.shape[1] for layer in layers for w in layer)
     for on in (False, True):
         launch.set_dependent_launch(on)
         ms = graph_ms(work)
-        name = f"{NUM_LAYERS} layers of one row, dependent launch {'on' if on else 'off'}"
+        name = f"{NUM_LAYERS} layers of one row of {itemsize} bytes, dependent launch {'on' if on else 'off'}"
         results.append({"product": name, "rows": 1, "us": round(1e3 * ms), "tb_s": round(num_bytes / ms / 1e9, 2)})
     launch.set_dependent_launch(None)
 
 
 def skinny(results: list[dict]) -> None:
-    op = SkinnyProduct(torch.cuda.get_device_properties(0).multi_processor_count)
+    op = SkinnyProduct(PROCESSORS)
     for name, n, k in matrices(LLAMA_2_7B):
         stored = [fp8.quantize_weight(random(n, k) * 0.02) for _ in range(5)]
         for rows in (1, 16, 64):
@@ -156,7 +190,7 @@ def skinny(results: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"library": library, "fp8": eight_bit, "vector": vector, "skinny": skinny}
+    parts = {"library": library, "fp8": eight_bit, "vector": vector, "vector8": vector8, "skinny": skinny}
     parser.add_argument("--only", default=",".join(parts))
     parser.add_argument("--json")
     options = parser.parse_args()

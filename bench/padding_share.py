@@ -53,9 +53,11 @@ class PaddingCounter:
             self._count("decode", bucket.batch, len(rows))
             self._count("blocks", bucket.length, blocks)
         if plan.chunks:
-            bucket = self.plan.find_prefill(len(plan.chunks), max(chunk.end for chunk in plan.chunks))
-            assert bucket is not None
-            self._count("prefill", bucket.num_tokens, sum(chunk.end for chunk in plan.chunks))
+            lengths = [chunk.end for chunk in plan.chunks]
+            for places in self.plan.group(lengths):
+                bucket = self.plan.find_prefill(len(places), max(lengths[place] for place in places))
+                assert bucket is not None
+                self._count("prefill", bucket.num_tokens, sum(lengths[place] for place in places))
             rows += [chunk.slot for chunk in plan.chunks]
         for slot in rows:
             self.lengths[slot] += 1

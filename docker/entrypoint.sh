@@ -25,7 +25,9 @@ if ! mkdir -p "$data" 2>/dev/null || [ ! -w "$data" ]; then
     say "warning: user $(id -u) cannot write to $data: downloads are kept in the container and lost with it"
     say "warning: make the volume's folder writable (chown $(id -u) FOLDER), or add --user 0 to docker run"
     HF_HOME=${TMPDIR:-/tmp}/tgi-data
-    TGI_CACHE_DIR=$HF_HOME/tgi
+    case ${TGI_CACHE_DIR:-$data/tgi} in
+    "$data"/*) TGI_CACHE_DIR=$HF_HOME/tgi ;; # one that was chosen to be elsewhere stays
+    esac
     export HF_HOME TGI_CACHE_DIR
     mkdir -p "$HF_HOME"
 fi

@@ -279,7 +279,7 @@ class BucketStats(msgspec.Struct, frozen=True, array_like=True):
     num_warmed: int  # graph keys that warming up has met
     num_captured: int  # graphs there are
     num_bypassed: int  # passes that ran without a graph, since the start
-    num_unplanned: int  # passes whose key warming up has not met, since the start
+    num_unplanned: int  # keys met since the start that warming up has not met
     prefill_computed: int  # tokens, padding included
     prefill_needed: int  # tokens, without it
     decode_computed: int

@@ -1,6 +1,7 @@
 """The engine process and its client: real sockets, real model, real deaths."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -9,11 +10,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import tokenizers
 
+from tgi.api.app import App
+from tgi.api.generation import Generation
+from tgi.api.http import Request
+from tgi.api.service import Permit, Service
+from tgi.config import ServerConfig
 from tgi.engine.client import EngineClient
 from tgi.errors import EngineError
 from tgi.types import GenerationRequest, ModelFacts, SamplingParams
@@ -241,3 +251,92 @@ def test_nothing_listens_on_a_network_port(engine: Process) -> None:
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/{engine.process.pid}/net/{table}").read_text().splitlines()[1:]:
             assert f"socket:[{line.split()[9]}]" not in inodes
+
+
+# -- the api's application in this process, on that engine ---------------------------------------------------------
+
+
+class Answer:
+    """What an application sent."""
+
+    def __init__(self, leaves: bool) -> None:
+        self.status, self.body = 0, b""
+        self._leaves = leaves  # after the first piece
+        self._gone = asyncio.Event()
+
+    async def call(self, app: App, path: str, body: object) -> "Answer":
+        bodies = [json.dumps(body).encode()]
+
+        async def receive() -> MutableMapping[str, Any]:
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
+
+        headers = [(b"content-type", b"application/json")]
+        await app({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, self._send)
+        await asyncio.sleep(0)  # for what was cancelled to end
+        return self
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        self.status = message.get("status", self.status)
+        self.body += message.get("body", b"")
+        if self.body and self._leaves:
+            self._gone.set()
+
+
+async def served(process: Process, folder: Path | None = None) -> tuple[EngineClient, App]:
+    client, facts = await connected(process)
+    if folder is not None:
+        facts = msgspec.structs.replace(facts, folder=str(folder))
+    service = Service(ServerConfig(disable_grammar_support=True), facts)
+    service.attach(client, facts)
+    return client, App(service)
+
+
+def test_requests_leave_no_cycles_behind(engine: Process) -> None:
+    """A cycle of references, with all that it holds, would stay until a collection that may be hours away."""
+
+    def count() -> Counter[type]:
+        kinds = Generation, Request, Permit
+        return Counter(type(thing) for thing in gc.get_objects() if type(thing) in kinds)
+
+    async def run() -> None:
+        client, app = await served(engine)
+        text = {"inputs": "Once", "parameters": {"max_new_tokens": 3}}
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+        gc.collect()
+        gc.disable()
+        try:
+            for path, body in (("/generate", text), ("/generate_stream", text), ("/v1/chat/completions", chat)):
+                answer = await Answer(leaves=False).call(app, path, body)
+                assert answer.status == 200 and answer.body
+            await Answer(leaves=True).call(app, "/generate_stream", {"inputs": "Once"})
+            refused = await Answer(leaves=False).call(app, "/generate", {**text, "parameters": {"temperature": -1}})
+            assert refused.status == 422
+            assert count() == {}
+        finally:
+            gc.enable()
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_text_that_the_tokenizer_has_no_token_for(engine: Process, tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"known": 0, "words": 1}, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+
+    async def run() -> None:
+        client, app = await served(engine, tmp_path)
+        for path in ("/generate", "/generate_stream", "/tokenize", "/v1/completions"):
+            for text, status in (("known others", 400 if path.startswith("/v1") else 422), ("known words", 200)):
+                native = {"inputs": text, "parameters": {"max_new_tokens": 2}}
+                body = {"prompt": text, "max_tokens": 2} if path.startswith("/v1") else native
+                answer = await Answer(leaves=False).call(app, path, body)
+                assert answer.status == (200 if path == "/generate_stream" else status)  # a stream has begun by then
+                told = b"tokenizer error `inputs` holds text that this model's tokenizer cannot encode" in answer.body
+                assert told == (status != 200) == (b"error" in answer.body), answer.body
+        await client.close()
+
+    asyncio.run(run())

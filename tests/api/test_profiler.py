@@ -1,6 +1,7 @@
 """Profiles of engine steps, scheduled at the start or asked for over HTTP; and a server that measures."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,7 +88,15 @@ def test_a_profile_from_start_to_finish(profiled: Server, folder: Path) -> None:
     generate(profiled, 4)
     profiled.wait_for(lambda: len(list(traces.glob(TRACES))) == 3, "the third trace")
     assert call(profiled, "/stop_profile").json()["error"] == "no profile is being taken"
-    generate(profiled, 2)
+
+    # A trace that cannot be written is not said to be there, and the next one is made.
+    assert call(profiled, "/start_profile").status_code == 200
+    generate(profiled, 1)
+    shutil.rmtree(traces)
+    answer = call(profiled, "/stop_profile")
+    assert answer.status_code == 409 and "could not be written" in answer.json()["error"]
+    assert call(profiled, "/start_profile").status_code == 200
+    assert Path(call(profiled, "/stop_profile").json()["path"]).is_file()
 
 
 def test_only_an_administrator_may(profiled: Server) -> None:
@@ -103,7 +112,10 @@ def test_only_an_administrator_may(profiled: Server) -> None:
     assert ADMIN not in profiled.log
 
 
-@pytest.mark.parametrize(("body", "words"), [({"num_steps": 0}, "num_steps"), ({"record_shapes": 3}, "record_shapes")])
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [({"num_steps": 0}, "num_steps"), ({"num_steps": 10**30}, "num_steps"), ({"record_shapes": 3}, "record_shapes")],
+)
 def test_bad_bodies(profiled: Server, body: dict, words: str) -> None:
     answer = call(profiled, "/start_profile", **body)
     assert answer.status_code == 422 and words in answer.text

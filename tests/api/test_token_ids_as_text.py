@@ -83,6 +83,12 @@ def test_completions(ids: httpx.Client) -> None:
         assert answer["usage"] == {**answer["usage"], "prompt_tokens": 3, "completion_tokens": 4}
         texts.append(answer["choices"][0]["text"])
     assert texts[0] == texts[1] and texts[0].startswith("5,6,7,") and texts[0].count(",") == 6
+    # A stop sequence ends with an id: the beginning of one is none.
+    first, second, *_ = texts[0].removeprefix("5,6,7,").split(",")
+    body = {"model": "m", "prompt": "5,6,7", "max_tokens": 4, "temperature": 0}
+    for stop, told in ((f",{second[:-1]}", texts[0].removeprefix("5,6,7,")), (f",{second}", first)):
+        answer = ids.post("/v1/completions", json={**body, "stop": [stop]}).raise_for_status().json()
+        assert answer["choices"][0]["text"] == told
 
 
 def test_padding_and_truncation(ids: httpx.Client) -> None:

@@ -130,7 +130,13 @@ def test_settings_change_nothing(tiny_llama: Tiny, start_bucketed: Start, settin
     engine = start_bucketed(tiny_llama.folder, **settings)
     same(run(engine, asked), expected)
     same(run(engine, asked, arrivals=list(range(9))), expected)
-    check_shapes(engine)
+    if settings.get("warmup_enabled") is False:  # every shape was a miss, once
+        assert engine.buckets is not None
+        stats, news = engine.buckets.bucket_stats, engine.buckets.passes.book.news
+        assert 0 < stats.num_unplanned == len(news) <= stats.num_planned and stats.num_warmed == 0
+        assert "was not warmed up" in news[0]
+    else:
+        check_shapes(engine)
 
 
 def test_padding_rows_and_filler_blocks_may_hold_anything(
@@ -163,6 +169,50 @@ def test_aborts_leave_nothing(tiny_llama: Tiny, start_bucketed: Start) -> None:
         engine.loop.step()
     same(run(engine, asked), on_cpu(tiny_llama.folder, asked))
     check_shapes(engine)
+
+
+def test_a_step_without_memory_is_taken_back(
+    tiny_llama: Tiny, start_bucketed: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests come back with their tokens: one of them with more than any shape is made for."""
+    asked = requests([{}, {"do_sample": True}, {"decoder_input_details": True}], [90, 5, 96, 17])
+    expected = on_cpu(tiny_llama.folder, asked)
+    engine = start_bucketed(tiny_llama.folder)
+    runner = engine.buckets
+    assert runner is not None
+    compute, calls = runner.passes._graphs, iter(range(1000))
+
+    def compute_or_not(batch: PaddedBatch, bypass: bool = False) -> Tensor:
+        if next(calls) in (0, 14, 30):
+            raise torch.OutOfMemoryError("no memory")
+        return compute(batch, bypass)
+
+    compute_or_not.num_captured = 0  # pyright: ignore
+    monkeypatch.setattr(runner.passes, "_graphs", compute_or_not)
+    same(run(engine, asked, arrivals=[0, 0, 2, 3]), expected)
+    assert engine.loop.scheduler.stats.num_retractions >= 2
+    assert any("not in the bucket plan" in news for news in runner.passes.book.take_news())
+
+
+def test_a_request_that_never_fits_ends(
+    tiny_llama: Tiny, start_bucketed: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_bucketed(tiny_llama.folder)
+    runner = engine.buckets
+    assert runner is not None
+    compute = runner.passes._graphs
+
+    def refuse_long(batch: PaddedBatch, bypass: bool = False) -> Tensor:
+        if batch.is_prefill and int(batch.seq_lens.max()) > 50:
+            raise torch.OutOfMemoryError("no memory")
+        return compute(batch, bypass)
+
+    refuse_long.num_captured = 0  # pyright: ignore
+    monkeypatch.setattr(runner.passes, "_graphs", refuse_long)
+    asked = requests([{}], [5, 90, 17])
+    outputs = run(engine, asked)
+    assert outputs[1].reason == "error" and "this request alone" in (outputs[1].error or "")
+    same([outputs[0], outputs[2]], [on_cpu(tiny_llama.folder, asked)[n] for n in (0, 2)])
 
 
 def test_a_broken_model_fails_its_requests(tiny_llama: Tiny, start_bucketed: Start, device_name: str) -> None:

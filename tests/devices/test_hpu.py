@@ -4,6 +4,7 @@ Runs on the stand-in of `tests/hpu_emulated` (hpu (emulated)), or with `--device
 """
 
 import gc
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,9 +18,14 @@ from gaudi import run_with_stand_in, use_stand_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tgi.config import ServerConfig
 from tgi.engine.build import Engine
+from tgi.engine.warm_shapes import WarmUp
 from tgi.errors import ResourceError, StartError
 from tgi.kernels import fp8, padded, reference
 from tgi.kernels.padded import PaddedBatch
@@ -353,11 +359,118 @@ def test_tokens_are_those_of_the_cpu_and_nothing_is_compiled_late(hpu, start_hpu
         assert (stats.num_captured == stats.num_planned) == (chosen.get("limit_hpu_graph") is False)
 
 
-def test_sampling_is_that_of_the_cpu(hpu, start_hpu, tiny, on_cpu):
-    engine = start_hpu(tiny.folder)
+def test_sampling_is_that_of_the_cpu(hpu, start_hpu, tiny, on_cpu, tmp_path):
+    engine = start_hpu(tiny.folder, cache_dir=str(tmp_path))
+    shapes = json.loads(next((tmp_path / "warmed").glob("*.json")).read_text())["shapes"]
+    prompts = [num_bytes for phase, *_, num_bytes, captured in shapes if phase == "prefill" and not captured]
+    assert max(prompts) > 0, "what a pass without a graph takes for a while is seen, too"
     warm = hpu.bridge.count_compilations()
     assert [output.token_ids for output in run(engine, requests(**SAMPLED))] == on_cpu["sampled"]
     assert hpu.bridge.count_compilations() == warm
+
+
+class Pieces(TorchDispatchMode):
+    """What a card in lazy mode compiles outside graphs: ops on its tensors, gathered until `mark_step` or a look at a
+    value. A piece is known by its ops and shapes. Entered on the thread where steps run."""
+
+    def __init__(self, books, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._books, self._card = books, WeakIdKeyDictionary()
+        self.met: set[tuple] = set()
+        self._piece: list[tuple] = []
+        self._marks, self.quiet = books.mark_steps, False
+        self._reads = Reads(self)
+        self.send(*tensors)
+
+    def send(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            self._card[tensor] = True
+
+    def close(self) -> None:
+        if self._piece:
+            self.met.add(tuple(self._piece))
+        self._piece, self._marks = [], self._books.mark_steps
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if self.quiet or self._books.capturing or not any(tensor in self._card for tensor in given):
+            return out
+        if self._books.mark_steps != self._marks:
+            self.close()
+        self._piece.append((str(func), *(tuple(tensor.shape) for tensor in given)))
+        self.send(*(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)))
+        return out
+
+    def start(self) -> None:
+        self.__enter__()
+        self._reads.__enter__()
+
+    def end(self) -> None:
+        self._reads.__exit__(None, None, None)
+        self.__exit__(None, None, None)
+
+
+class Reads(TorchFunctionMode):
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func not in (Tensor.cpu, Tensor.tolist, Tensor.item):
+            return func(*args, **(kwargs or {}))
+        self._pieces.close()
+        self._pieces.quiet = True
+        try:
+            return args[0].clone() if func is Tensor.cpu else func(*args, **(kwargs or {}))
+        finally:
+            self._pieces.quiet = False
+
+
+def test_nothing_new_is_gathered_after_warm_up(hpu, start_hpu, tiny, monkeypatch):
+    """Between passes too: choices of tokens, prompts that are scored, and what meets in one piece by chance."""
+    if not hpu.bridge.emulated or not hpu.bridge.lazy:
+        pytest.skip("a card counts by itself; in eager mode nothing is gathered")
+    from habana_frameworks.torch._emulation import books
+    from habana_frameworks.torch.hpu.graphs import HPUGraph
+
+    engine = start_hpu(tiny.folder)  # with its own warm-up, and once more below where everything is seen
+    runner, submit = engine.buckets, engine.device.submit
+    caches = [tensor for pair in runner.passes._kv_cache for tensor in pair]
+    weights = [runner.model.cos_sin, *(w for _, module in runner.model.walk() for w in vars(module).values() if isinstance(w, Tensor))]  # fmt: skip
+    pieces = Pieces(books, [*caches, *(t._base for t in caches if t._base is not None), *weights])
+    send, replay = runner._send, HPUGraph.replayV3
+
+    def send_to_card(*arrays):
+        sent = send(*arrays)
+        pieces.send(*sent)
+        return sent
+
+    def replay_quietly(graph, *inputs):
+        pieces.close()
+        pieces.quiet = True
+        replay(graph, *inputs)
+        pieces.quiet = False
+        pieces.send(*graph._outputs)
+
+    monkeypatch.setattr(runner, "_send", send_to_card)
+    monkeypatch.setattr(HPUGraph, "replayV3", replay_quietly)
+    submit(pieces.start).result()
+    WarmUp(runner, runner.passes.plan).run()
+    warm = set(pieces.met)
+    assert len(warm) > len(runner.passes.plan.prefill)
+    ways = [
+        {},
+        {"decoder_input_details": True},
+        SAMPLED,
+        {"decoder_input_details": True, **SAMPLED},
+        {"top_n_tokens": 3},
+    ]
+    asked = [make_request(n, request.token_ids, 4, **ways[n % 5], seed=n) for n, request in enumerate(requests() * 2)]
+    run(engine, asked, arrivals=[n // 2 for n in range(16)])
+    submit(pieces.close).result()
+    submit(pieces.end).result()
+    assert pieces.met == warm, [piece[:2] for piece in pieces.met - warm]
 
 
 def test_how_it_names_itself(hpu, start_hpu, tiny):
@@ -402,11 +515,14 @@ def test_a_card_with_little_memory(hpu, start_hpu, tiny, on_cpu, monkeypatch):
     from habana_frameworks.torch._emulation import books
 
     gc.collect()
-    monkeypatch.setattr(books, "limit", books.in_use() + (5 << 20))
-    engine = start_hpu(tiny.folder, limit_hpu_graph=False)
+    monkeypatch.setattr(books, "limit", books.in_use() + (10 << 20))
+    engine = start_hpu(tiny.folder, limit_hpu_graph=False, hpu_memory_fraction=0.5)
     stats = engine.buckets.bucket_stats
     assert 0 < stats.num_captured < stats.num_planned
     assert [output.token_ids for output in run(engine, requests())] == on_cpu["plain"]
+    monkeypatch.setattr(books, "limit", books.in_use() + (13 << 18))
+    with pytest.raises(ResourceError, match=r"Warm-up stopped before .*: it needs about .* Warm are [1-5] of"):
+        start_hpu(tiny.folder)
     monkeypatch.setattr(books, "limit", books.in_use() + (1 << 18))
     with pytest.raises(ResourceError, match="Lower `max|lower `max|Not enough memory"):
         start_hpu(tiny.folder, limit_hpu_graph=False, max_batch_total_tokens=None)

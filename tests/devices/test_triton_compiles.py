@@ -15,6 +15,9 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from tgi.kernels.triton.vector import choose_shape as vector_shape
+from tgi.kernels.triton.vector8 import choose_shape as vector8_shape
+
 BF16, FP32, FP8 = "*bf16", "*fp32", "*fp8e4nv"
 STRIDES = "q_token q_head out_token k_block k_token k_head v_block v_token v_head table_stride"
 CACHE_STRIDES = "q_token q_head k_token k_head v_token v_head ck_block ck_token ck_head cv_block cv_token cv_head"
@@ -111,6 +114,27 @@ def rotary(half: int, cache: str = BF16, scaled: bool = False) -> tuple:
     return "small", "_rotary_kernel", types, values, {"fast": True}
 
 
+def vector(k: int, shape: tuple[int, int, int]) -> tuple:
+    types = {**dict.fromkeys(("x", "weight", "norm_weight", "bias", "out"), BF16), "eps": "fp32"}
+    bn, bk, warps = shape
+    values = {"N": 4096, "K": k, "K_PAD": 1 << (k - 1).bit_length(), "BN": bn, "BK": bk, **FUSED, "DEPENDENT": True}
+    return "vector", "_vector_kernel", types, values, {"num_warps": warps, "fast": True}
+
+
+def vector8(k: int, shape: tuple[int, int, int, int]) -> tuple:
+    types = {
+        **dict.fromkeys(("x", "norm_weight", "bias", "out"), BF16), "weight": FP8, "eps": "fp32", "columns": "i32",
+        **dict.fromkeys(("weight_scale", "input_scale"), FP32),
+    }  # fmt: skip
+    bn, stages, warps, _ = shape
+    values = {
+        "N": 4096, "K": k, "K_PAD": 1 << (k - 1).bit_length(), "BN": bn, "STAGES": stages, "FORM": 1, **FUSED, "GATE": int(k <= 4096),
+        "DEPENDENT": True,
+    }  # fmt: skip
+    return "vector8", "_vector8_kernel", types, values, {"num_warps": warps, "fast": True}
+
+
+FUSED = {"NORM": True, "GATE": 1, "ADD": False, "BIAS": False}
 SLOTS = {"slots": "*i32", "out": "*i32", "tokens": "*i32", "lengths": "*i64"}
 CASES = [
     decode(BF16),
@@ -144,6 +168,9 @@ CASES = [
         {"x": BF16, "data": FP8, **dict.fromkeys(("scales", "input_scale"), FP32), **words("x_row scales_row")},
         {"WIDTH": 14336, "BLOCK": 16384, "FORM": 1, "DEPENDENT": False}, {"num_warps": 16, "fast": True},
     ),
+    vector(4096, vector_shape(4096)),
+    vector8(4096, vector8_shape(4096)),
+    vector8(11008, vector8_shape(11008)),
     rotary(64),
     rotary(40),
     rotary(64, FP8),

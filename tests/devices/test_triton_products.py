@@ -14,8 +14,10 @@ if importlib.util.find_spec("triton") is None:
 
 from tgi.kernels.triton import small
 from tgi.kernels.triton.linear import Linear
+from tgi.kernels.triton.quantize import quantize_rows
 from tgi.kernels.triton.skinny import SkinnyProduct, choose_tiling
 from tgi.kernels.triton.vector import vector_product
+from tgi.kernels.triton.vector8 import VectorProduct8
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,29 @@ def test_one_row(device: torch.device, n: int, k: int, gate: str | None, norm: b
         vector_product(
             x, weight, out, bias if with_bias else None, norm=(gain, 1e-5) if norm else None, gate=gate, add=add
         )
+        close(out, expected + residual if add else expected)
+
+
+@pytest.mark.parametrize(("n", "k"), [(40, 64), (7, 4624), (24, 1040)])
+@pytest.mark.parametrize("gate", [None, "silu"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+def test_one_row_in_eight_bits(
+    device: torch.device, n: int, k: int, gate: str | None, norm: bool, static: bool
+) -> None:
+    """What the norm, the rows in eight bits, the product, the gate and the addition give one after the other."""
+    x, gain = torch.randn(1, k, device=device).half(), torch.rand(k, device=device).half()
+    weight = fp8.quantize_weight(torch.randn(n * (2 if gate else 1), k, device=device) * 0.05)
+    if static:
+        weight.input_scale = torch.tensor(0.01, device=device)
+    bias = torch.randn(weight.shape[0], device=device).half()
+    residual = torch.randn(1, n, device=device).half()
+    rows = quantize_rows(small.rms_norm(x, gain, 1e-5) if norm else x, weight)
+    for with_bias, add in ((bias, True), (None, False)):
+        expected = fp8.linear(rows, weight, with_bias, torch.float16)
+        expected = reference.silu_mul(expected) if gate else expected
+        out = residual.clone()
+        VectorProduct8(2)(x, weight, out, with_bias, norm=(gain, 1e-5) if norm else None, gate=gate, add=add)
         close(out, expected + residual if add else expected)
 
 

@@ -1,8 +1,11 @@
 """Grammars through the whole engine: output that conforms, free neighbours that notice nothing, preemption, failures."""
 
+import gc
 import json
+import random
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +13,14 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
-from driving import Output, Tiny, make_request, random_prompts, run, start
+from driving import Output, Tiny, collect, make_request, random_prompts, run, start
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tgi import LLM, SamplingParams
 from tgi.engine.build import Engine
-from tgi.types import GenerationRequest, Grammar
+from tgi.text.grammar import is_worn
+from tgi.types import GenerationRequest, Grammar, StepPlan, StepResult
 
 WORD = {"type": "string", "maxLength": 20}
 SCHEMAS: list[dict[str, Any]] = [
@@ -189,6 +193,49 @@ def test_few_slots_that_change_hands(engine: Engine, tiny_folder: Path, overlap:
     narrow = start(tiny_folder, max_batch_size=2, prefix_caching=False, overlap=overlap)
     assert ids(run(narrow, mixed(), arrivals=[n // 3 for n in range(40)])) == expected
     narrow.close()
+
+
+def fill_lexer(engine: Engine, grammar: Grammar) -> None:
+    """Match one text after another until the lexer, which all matchers of a grammar share, has no room left."""
+    compiled, rng = engine.grammars.compile(grammar), random.Random(0)
+    ends = [engine.grammars.prepare().tokenize_str(letter)[0] for letter in "ab"]
+    while not is_worn(matcher := compiled.matcher()):
+        for _ in range(100):
+            matcher.compute_bitmask()
+            matcher.consume_token(rng.choice(ends))
+        if is_worn(matcher):
+            break
+
+
+@pytest.mark.parametrize("num_steps", [0, 9])
+def test_a_lexer_that_others_have_filled(engine: Engine, num_steps: int) -> None:
+    """Before the request comes, or in the middle of it."""
+    grammar = Grammar("regex", "[ab]*a[ab]{18}")
+    request = make_request(1, [5, 6], NEW, stop_token_ids=[EOS], temperature=1.5, seed=3)
+    request = msgspec.structs.replace(request, grammar=grammar)
+    expected = run(engine, [request])[0]
+    assert len(expected.token_ids) > 9 and expected.error is None
+    outputs = {1: Output()}
+    engine.loop.add(request)
+    for _ in range(num_steps):
+        collect(engine.loop.step(), outputs)
+    fill_lexer(engine, grammar)
+    while engine.loop.has_work:
+        collect(engine.loop.step(), outputs)
+    assert (outputs[1].token_ids, outputs[1].error) == (expected.token_ids, None)
+    assert len(engine.grammars._known) == 1
+
+
+def test_steps_leave_no_cycles_behind(engine: Engine) -> None:
+    """A cycle would keep a step's plan, with its prompts, and its result until some collection finds it."""
+    gc.collect()
+    gc.disable()
+    try:
+        run(engine, mixed(12))
+        kept = Counter(type(thing) for thing in gc.get_objects())
+        assert kept[StepPlan] + kept[StepResult] + kept[GenerationRequest] <= 3
+    finally:
+        gc.enable()
 
 
 def test_a_long_prompt_in_chunks(engine: Engine, tiny_folder: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tgi.engine.build import Engine
-from tgi.errors import StartError
+from tgi.errors import ResourceError, StartError
 from tgi.kernels.fp8 import FP8, Fp8Weight
 from tgi.launch.server_command import main
 from tgi.runner.measure import Recorder
@@ -278,7 +278,38 @@ def test_unit_scale_needs_no_measurement(tiny_llama: Tiny, tmp_path: Path) -> No
     weight = weights_of(engine)["0.qkv"]
     assert isinstance(weight, Fp8Weight) and weight.input_scale is not None
     assert weight.input_scale.item() == 1.0 and weight.scale.unique().tolist() == [1.0]
+    assert "static scales that are fixed: 21 of 21 matrices are in FP8" in engine.notes
     engine.close()
+
+
+def test_what_is_in_fp8_is_told(tiny_llama: Tiny, tmp_path: Path) -> None:
+    """A list, or a file with other names, can leave out much; a server that has nothing in FP8 is not what was asked."""
+    measure(tiny_llama, tmp_path)
+    lists = {"names": ["q_proj"], "types": ["KVCache"]}
+    engine = start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE", blocklist=lists))
+    engine.close()
+    (note,) = [note for note in engine.notes if "static scales" in note]
+    names = [f"model.layers.0.self_attn.{side}_proj" for side in "qkv"]
+    assert note.endswith(f"12 of 21 matrices are in FP8; as they were stay {', '.join(names)} and 6 more")
+    assert not [note for note in engine.notes if note.startswith(("matrices in FP8", "KV cache in"))]
+    lists = {"types": ["Linear", "KVCache"]}
+    with pytest.raises(
+        StartError, match=r"quantize.json: nothing of this model would be in FP8.*Leave QUANT_CONFIG out"
+    ):
+        start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE", blocklist=lists))
+    path = tmp_path / "m_hooks_maxabs.json"
+    path.write_text(path.read_text().replace("model.layers", "transformer.h"))
+    others = {"ignore_modules_wo_measures": True}
+    with pytest.raises(StartError, match=r"the measurement has none of its modules"):
+        start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE", **others))
+
+
+def test_before_weights_are_read(tiny_llama: Tiny, tmp_path: Path) -> None:
+    """What can be known to fail does so at once."""
+    (tmp_path / "file").touch()
+    config = write_config(tmp_path, "MEASURE", dump_stats_path=str(tmp_path / "file" / "m"))
+    with pytest.raises(ResourceError, match=r"nothing can be written there"):
+        start(tmp_path / "no model", quant_config=config)
 
 
 def test_generation_two_uses_less_of_the_range(tiny_llama: Tiny, tmp_path: Path) -> None:
@@ -355,11 +386,19 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--quant-config", "{measure}", "--text", "nothing.txt"], 1, "--text nothing.txt cannot be read"),
         (["--quant-config", "{measure}", "--text", "{empty}"], 1, "is empty"),
         (["--quant-config", "{measure}", "--model-id", "/nothing/here"], 1, "/nothing/here"),
+        (["--quant-config", "{measure}", "--window", "9999"], 1, "10000 (--window and --max-new-tokens together)"),
     ],
 )
 def test_command_says_what_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments, status, words
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_llama: Tiny,
+    arguments,
+    status,
+    words,
 ) -> None:
+    monkeypatch.setenv("MODEL_ID", str(tiny_llama.folder))
     monkeypatch.delenv("QUANT_CONFIG", raising=False)
     text, empty = tmp_path / "text.txt", tmp_path / "empty.txt"
     text.write_text(WORDS)
@@ -368,7 +407,7 @@ def test_command_says_what_is_wrong(
     arguments = ["--text", str(text), *(argument.format(**names) for argument in arguments)]
     assert main(["measure", *arguments]) == status
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and words in error and "Traceback" not in error
+    assert error.splitlines()[-1].startswith("error: ") and words in error and "Traceback" not in error
 
 
 def test_interrupting_the_command_leaves_files_alone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ position and the entry before it, read back through the block table, as a real k
 next token is a hash of all entries. A wrong block, offset, order, slot, prefix or stale entry changes a token.
 """
 
+import gc
 from collections import deque
 
 import msgspec
@@ -16,6 +17,7 @@ from tgi.errors import ValidationError
 from tgi.scheduler.blocks import BlockPool
 from tgi.scheduler.policy import BatchPolicy
 from tgi.scheduler.prefix import PrefixIndex
+from tgi.scheduler.request import Request
 from tgi.scheduler.scheduler import Scheduler
 from tgi.types import GenerationRequest, PromptLogprobs, SamplingParams, StepPlan, StepResult, TopTokens
 
@@ -402,6 +404,22 @@ def test_nothing_grows_without_bound() -> None:
     assert not scheduler._requests and not scheduler._waiting and not scheduler._in_flight
     assert not scheduler._calendar
     assert len(harness.pool._index) <= harness.pool.num_usable
+
+
+@pytest.mark.parametrize("threshold_ms", [None, 5])
+def test_requests_that_end_while_they_wait_do_not_stay(threshold_ms: int | None) -> None:
+    """The only slot is taken for as long as anybody cares to send requests and to leave again."""
+    scheduler = Scheduler(policy(max_batch_size=1), BlockPool(100, 4), lambda: 0, queue_threshold_ms=threshold_ms)
+    scheduler.add(make(1, [1, 2], 50))
+    scheduler.plan()
+    for number in range(2, 8):
+        scheduler.add(make(number, [number], 5))
+    for number in range(10, 1000):
+        scheduler.add(make(number, [1] * 40, 5))
+        assert scheduler.abort(number)
+    assert sum(type(thing) is Request for thing in gc.get_objects()) < 200
+    assert [request.id for request in scheduler._waiting if not request.finished] == list(range(2, 8))
+    scheduler.check()
 
 
 def test_requests_that_end_early_leave_nothing_behind() -> None:

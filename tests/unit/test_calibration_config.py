@@ -50,7 +50,7 @@ def test_both_forms(tmp_path: Path) -> None:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    config = read(tmp_path, {})
+    config = read(tmp_path, {"calibration_sample_interval": None})
     assert (config.mode, config.observer, config.stats) == ("QUANTIZE", "maxabs", Path("stats"))
     assert config.methods.default == METHODS["maxabs_hw"]
     assert config.generation is None and not config.ignores_unmeasured and config.save_every == 0
@@ -107,6 +107,18 @@ def test_what_has_no_effect_is_told(tmp_path: Path) -> None:
     notes = read(tmp_path, given).notes
     assert len(notes) == 4
     assert notes[-1] == "QUANT_CONFIG `colour` has no effect: it is not known"
+    lists = {"blocklist": {"types": ["Matmul", "Linear"]}, "scale_method": {"layer_types": {"lineer": "unit_scale"}}}
+    assert read(tmp_path, lists).notes == tuple(
+        f"QUANT_CONFIG: type {name!r} has no effect: what is quantised has the types Linear and KVCache"
+        for name in ("Matmul", "lineer")
+    )
+
+
+def test_names_of_types(tmp_path: Path) -> None:
+    given = {"blocklist": {"types": ["VLLMKVCache"]}, "scale_method": {"layer_types": {"linear": "unit_scale"}}}
+    config = read(tmp_path, given)
+    assert not config.selects(KV_CACHE, "a.k_cache") and config.selects(LINEAR, DOWN) and not config.notes
+    assert config.methods.find(LINEAR, DOWN) == METHODS["unit_scale"]
 
 
 REFUSED = {
@@ -137,6 +149,7 @@ REFUSED = {
     "fixed": ({"scale_method": {"default": {"weight": {"scale_value_type": "FIXED_VALUE"}}}}, "FIXED_VALUE goes with"),
     "place": ({"scale_method": {"modules": {}}}, "has no member 'modules'"),
     "not JSON": ("{", "is not JSON"),
+    "lists in lists": ("[" * 100_000, "is not JSON"),
     "no object": ("[]", "must hold a JSON object"),
 }
 

@@ -105,7 +105,14 @@ def test_nothing_there(tmp_path: Path) -> None:
         ('{"Mode": "DynamicRange", "Nodes": {"a": {"inputs": [[[-1]]]}}}', "largest values are numbers"),
         ('{"Mode": "DynamicRange", "Nodes": {"a": {"inputs": [[[NaN]]]}}}', "largest values are numbers"),
         ('{"Mode": "DynamicRange", "Nodes": {"a": {"inputs": [["x"]]}}}', "largest values are numbers"),
+        ('{"Mode": "DynamicRange", "Nodes": {"a": {"inputs": [[[1e39]]]}}}', "largest values are numbers"),
+        (f'{{"Mode": "DynamicRange", "Nodes": {{"a": {{"inputs": [1{"0" * 400}]}}}}}}', "largest values are numbers"),
+        (
+            f'{{"Mode": "DynamicRange", "Nodes": {{"a": {{"inputs": {"[" * 99 + "1" + "]" * 99}}}}}}}',
+            "largest values are",
+        ),
         ('{"Mode": "DynamicRange", "Nodes": {"a": {"inputs": 3}}}', "`inputs` and `outputs` as lists"),
+        ("[" * 100_000, "is not JSON"),
     ],
 )
 def test_damaged_files(tmp_path: Path, text: str, words: str) -> None:
@@ -153,9 +160,10 @@ def test_scales_of_a_matrix(tmp_path: Path) -> None:
     assert (found[0].input_scale, found[0].measured_maximum, found[0].generation) == (1.0, 0.5, GAUDI3)  # 100 / 112
     found = scales(tmp_path, {"a.o_proj": linear(100.0)}, fp8_max=240.0).find(["a.o_proj"])
     assert found is not None and (found[0].input_scale, found[0].generation) == (16.0, GAUDI2)  # 100 / 60
-    config = {"generation": GAUDI3}
-    found = scales(tmp_path, {"a.o_proj": linear(100.0)}, fp8_max=240.0, **config).find(["a.o_proj"])
-    assert found is not None and found[0].input_scale == 1.0
+    found = scales(tmp_path, {"a.o_proj": linear(100.0)}, generation=GAUDI2).find(["a.o_proj"])
+    assert found is not None and found[0].input_scale == 16.0
+    with pytest.raises(StartError, match=r"`device_for_scales` GAUDI3 reaches 448.* end at 240 on this device"):
+        scales(tmp_path, {"a.o_proj": linear(100.0)}, fp8_max=240.0, generation=GAUDI3)
 
 
 def test_matrices_that_are_multiplied_at_once(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Every environment variable of TGI on Gaudi: read with its meaning, passed on, or explained; never ignored silently."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -215,13 +216,10 @@ def test_every_variable_of_the_reference_is_known(name: str) -> None:
 
 def test_a_setting_that_is_not_explained_is_read_somewhere() -> None:
     """A field that nothing but the command line knows would be a promise nobody keeps."""
-    found = subprocess.run(
-        ["grep", "-rhoE", r"(config|settings)\.[a-z0-9_]+|\"[a-z0-9_]+\"", str(SOURCES), "--include=*.py"]
-        + [f"--exclude={name}" for name in ("config.py", "variables.py", "arguments.py", "effects.py")],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    words = r"(config|settings)\.[a-z0-9_]+|\"[a-z0-9_]+\""
+    left_out = ("--exclude-dir=config", "--exclude=variables.py", "--exclude=arguments.py", "--exclude=effects.py")
+    command = ["grep", "-rhoE", words, str(SOURCES), "--include=*.py", *left_out]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     read_names = {word.strip('"').rpartition(".")[2] for word in found.split()}
     promised = {field for _, _, field, _ in MEANINGS} - {name.lower() for name in variables.NO_EFFECT}
     through_helpers = {*BUCKET_RANGES, "vllm_exponential_bucketing", "bucket_strategy"}  # by `choose_strategy`, by axis
@@ -260,6 +258,10 @@ def test_help_shows_every_variable() -> None:
             assert f"{variable.name}={variable.value} " in text, variable.name
     for name in (*PASSED_ON, *variables.WITHOUT_EFFECT):
         assert name in text, name
+    shown = {
+        name for word in re.findall(r"\b[A-Z](?:[A-Za-z0-9_]|{[A-Z_,]*})+", text) for name in variables.expand(word)
+    }
+    assert set(ALL) - shown == set()
     assert max(map(len, done.stdout.splitlines())) <= 110
 
 
@@ -280,6 +282,20 @@ def test_settings_of_gaudi_elsewhere(device: str) -> None:
         "BATCH_BUCKET_SIZE has no effect: batches are not padded; --bucketing true pads them",
     ]
     assert read("--device", device, "--bucketing", "true", BATCH_BUCKET_SIZE="8").notes == []
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_attention_on_a_gpu(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    [other] = read("--device", "cuda", ATTENTION="paged").notes
+    assert "ATTENTION=flashinfer" in other
+    notes = read("--device", "cuda", ATTENTION="flashinfer").notes
+    if installed:
+        assert notes == []
+    else:
+        assert len(notes) == 1
+        assert "pip install flashinfer-python" in notes[0]
+    assert "one kind" in read("--device", "cpu", ATTENTION="flashinfer").notes[0]
 
 
 def test_settings_on_gaudi() -> None:
@@ -305,10 +321,16 @@ def test_settings_on_gaudi() -> None:
     assert notes(BATCH_BUCKET_SIZE="8", VLLM_DECODE_BS_BUCKET_LIMIT="4") == [
         "VLLM_DECODE_BS_BUCKET_LIMIT has no effect: the strategy is linear"
     ]
-    assert notes(PROF_PATH="/p", PROF_WAITSTEP="3") == [
-        "PROF_WAITSTEP has no effect: no profile is taken at start; PROF_STEP=N takes one"
-    ]
+    none = "has no effect: no profile is taken at start; PROF_STEP=N takes one"
+    assert notes(PROF_PATH="/p", PROF_WAITSTEP="3") == [f"PROF_WAITSTEP {none}", f"PROF_PATH {none}"]
     assert notes(PROF_WAITSTEP="3", PROF_STEP="2") == []
+    # An administrator may ask for one, with these settings.
+    key = {"ADMIN_API_KEY": "secret"}
+    assert notes(PROF_PATH="/p", PROF_RECORD_SHAPES="true", **key) == []
+    assert notes(PROF_STEP="3", PROF_RANKS="1,2", PROF_PATH="/p", **key) == [
+        f"{name} has no effect: PROF_RANKS does not name 0, which is the only rank"
+        for name in ("PROF_STEP", "PROF_RANKS")
+    ]
     assert notes(CUDA_MEMORY_FRACTION="0.5") == ["--cuda-memory-fraction has no effect: use HPU_MEMORY_FRACTION"]
     assert notes(TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN="True") == [
         "TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN has no effect: only the text true, as it is here, counts"

@@ -65,6 +65,22 @@ def test_reading_and_writing() -> None:
         ids.to_json()
 
 
+@pytest.mark.parametrize(
+    ("stop", "ids", "told"),
+    [
+        (",13", [5, 134, 13, 6], "5,134"),  # not in the middle of 134
+        (",1,1", [5, 1, 1, 6], "5"),
+        (",1,1", [5, 1, 11, 1, 1, 6], "5,1,11"),
+        (",13", [5, 134], "5,134"),
+    ],
+)
+def test_a_stop_sequence_ends_with_an_id(stop: str, ids: list[int], told: str) -> None:
+    text = RequestText(IdsAsText(frozenset(), 0), [1], StopStrings([stop], include_stop=False, whole_pieces=True))
+    assert any(text.push(token)[1] for token in ids) == (ids[-1] == 6)
+    text.finish()
+    assert text.text == told
+
+
 def test_the_id_that_ends_an_answer_is_told() -> None:
     text = RequestText(IdsAsText(frozenset({3}), 0), [1], StopStrings([], include_stop=False))
     assert [text.push(token)[0] for token in (9, 3)] == ["9", ",3"]

@@ -7,6 +7,7 @@ import fnmatch
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -264,7 +265,8 @@ def test_collectives_of_gaudi(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
-def test_a_volume_of_root() -> None:
+@pytest.mark.parametrize("cache", ["", "{volume}/tgi", "/own/cache"])
+def test_a_volume_of_root(cache: str) -> None:
     """A folder that cannot be written does not stop the server: it says so, and what to do."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         folder = Path(name)
@@ -279,7 +281,13 @@ def test_a_volume_of_root() -> None:
         script.write_text(ENTRYPOINT.read_text())
         done = subprocess.run(
             ["/bin/sh", str(script)],
-            env={"PATH": f"{folder}:/usr/bin:/bin", "HF_HOME": str(volume), "TMPDIR": str(spare), "HOME": "/root"},
+            env={
+                "PATH": f"{folder}:/usr/bin:/bin",
+                "HF_HOME": str(volume),
+                "TGI_CACHE_DIR": cache.format(volume=volume),
+                "TMPDIR": str(spare),
+                "HOME": "/root",
+            },
             user=12345,
             group=12345,
             cwd="/",
@@ -288,7 +296,8 @@ def test_a_volume_of_root() -> None:
             check=True,
             timeout=30,
         )
-    assert done.stdout.split() == [f"{spare}/tgi-data", f"{spare}/tgi-data/tgi", str(spare)]
+    expected = "/own/cache" if cache.startswith("/") else f"{spare}/tgi-data/tgi"
+    assert done.stdout.split() == [f"{spare}/tgi-data", expected, str(spare)]
     assert f"user 12345 cannot write to {volume}" in done.stderr and "--user 0" in done.stderr
 
 
@@ -320,6 +329,24 @@ def test_the_real_launcher_stops_in_order(tmp_path: Path) -> None:
 
 
 # -- the health check ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "host"),
+    [
+        ("", {}, "127.0.0.1"),
+        ("", {"HOSTNAME": "8f3a1c"}, "127.0.0.1"),
+        ("--hostname 0.0.0.0", {"HOSTNAME": "10.0.0.3"}, "127.0.0.1"),
+        ("--hostname=10.0.0.2", {}, "10.0.0.2"),
+        ("", {"HOSTNAME": "10.0.0.3"}, "10.0.0.3"),
+        ("--hostname ::", {}, "[::1]"),
+        ("--hostname fd00::2", {}, "[fd00::2]"),
+        ("--hostname localhost", {}, "127.0.0.1"),
+    ],
+)
+def test_health_is_asked_where_the_server_listens(command: str, variables: dict[str, str], host: str) -> None:
+    find_host = runpy.run_path(str(ROOT / "docker" / "healthcheck.py"))["find_host"]
+    assert find_host(variables, command.split()) == host
 
 
 def health(port: str, command: str = "", **variables: str) -> int:
@@ -355,6 +382,9 @@ def test_health_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert health("1", f"python launcher --json-output --port {port}") == 0
         assert health("1", f"python launcher --port={port}") == 0
         assert health("1", AIP_HTTP_PORT=port) == 0
+        # The last port counts; addresses are those of the launcher; a proxy for the outside is not asked.
+        command = f"python launcher -p 1 --port {port} --hostname 127.0.0.1"
+        assert health("1", command, HOSTNAME="8f3a", http_proxy="http://127.0.0.1:1") == 0
         statuses[0] = 503
         assert health(port) == 1
     finally:

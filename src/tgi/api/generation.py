@@ -15,6 +15,7 @@ from tgi.api.metrics import Metrics, Timings
 from tgi.engine.client import TokenEvent, TokenStream
 from tgi.errors import IncompleteError, RequestError
 from tgi.text.detokenize import open_stream
+from tgi.text.ids_as_text import IdsAsText
 from tgi.text.output import RequestText
 from tgi.text.stopping import StopStrings
 from tgi.text.tokenizer import Tokenizer
@@ -80,7 +81,7 @@ class NativeText:
 def openai_text(tokenizer: Tokenizer, request: GenerationRequest, keep_special: bool = False) -> RequestText:
     """Stop strings are cut; special tokens have no text unless `keep_special`."""
     params = request.sampling
-    stops = StopStrings(params.stop, params.include_stop)
+    stops = StopStrings(params.stop, params.include_stop, whole_pieces=isinstance(tokenizer, IdsAsText))
     end_ids = frozenset(request.stop_token_ids) | tokenizer.eos_ids
     return RequestText(tokenizer, request.token_ids, stops, not keep_special, end_ids)
 

@@ -110,6 +110,7 @@ class Request:
         self._watched = None
         if self._watcher is not None:
             self._watcher.cancel()
+            self._watcher = None  # it ends with an error whose traceback holds this request: no cycle of the two
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

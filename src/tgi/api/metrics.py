@@ -191,7 +191,7 @@ class BucketSeries:
         }
         self._bypassed = metrics.counter("tgi_bucket_bypassed", "Padded passes that ran without a graph")
         self._unplanned = metrics.counter(
-            "tgi_bucket_unplanned", "Padded passes with a graph key that warming up has not met"
+            "tgi_bucket_unplanned", "Graph keys met while serving that warming up has not met"
         )
         computed: Family[Number] = metrics.family(
             "tgi_bucket_tokens_computed", "counter", "Tokens computed in padded passes, padding included"

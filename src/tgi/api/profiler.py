@@ -20,7 +20,7 @@ OFF = "profiles are off: set ADMIN_API_KEY or --admin-api-key, and send that key
 class StartProfile(msgspec.Struct):
     """Body of `/start_profile`; all of it may be left out."""
 
-    num_steps: Annotated[int, msgspec.Meta(ge=1)] | None = None  # the profile ends by itself after so many
+    num_steps: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None  # it ends by itself after so many
     record_shapes: bool | None = None
 
 

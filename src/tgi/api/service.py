@@ -201,5 +201,6 @@ class Permit:
         self._service.metrics.in_flight(self._service.num_running)
         for generation in self._generations:
             generation.close()
+            generation.on_first_token = None  # which is this permit's: no cycle of the two
             self._service.generations.discard(generation)
             self._leave_queue(generation)

@@ -19,6 +19,7 @@ _LENGTH_STEP = 128  # tokens of a prompt, under the exponential strategy
 _BLOCK_STEP = 128
 _RAMP_BATCH_STEP = 32
 MOST_SHAPES = 20_000  # of a phase; nobody would wait for more
+_PASS_TOKENS = 256  # a pass reads all weights, which takes about as long as computing so many tokens
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -83,7 +84,8 @@ class BucketSettings:
 class BucketPlan:
     """Every shape to prepare, and which of them a step takes."""
 
-    def __init__(self, prefill: Sequence[Bucket], decode: Sequence[Bucket]) -> None:
+    def __init__(self, prefill: Sequence[Bucket], decode: Sequence[Bucket], pass_tokens: int = _PASS_TOKENS) -> None:
+        self.pass_tokens = pass_tokens  # what a pass costs beside its tokens
         self.prefill = tuple(sorted(prefill, key=lambda b: (b.num_tokens, b.length)))
         self.decode = tuple(sorted(decode, key=lambda b: (b.batch, b.length)))
 
@@ -108,6 +110,27 @@ class BucketPlan:
     def fits(self, rows: int, longest: int) -> bool:
         """Whether so many prompts, the longest of so many tokens, can share a step."""
         return self.find_prefill(rows, longest) is not None
+
+    def group(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Prompts of a step (places in `lengths`) that share a pass: those of like length, where it saves padding.
+
+        Prompts that no shape holds together are alone.
+        """
+        if not lengths:
+            return []
+        order = sorted(range(len(lengths)), key=lambda place: lengths[place])
+        sizes = [_at_least(self._prefill_axes[0], lengths[place]) for place in order]
+        cuts = [place for place in range(1, len(order)) if sizes[place] != sizes[place - 1]]
+        best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # first places -> what they cost at least, where to cut
+        for end in (*cuts, len(order)):
+            for start, (cost, before) in list(best.items()):
+                bucket = self.find_prefill(end - start, lengths[order[end - 1]])
+                if bucket is not None:
+                    total = cost + bucket.num_tokens + self.pass_tokens
+                    best[end] = min(best.get(end, (total, [*before, end])), (total, [*before, end]))
+        if len(order) not in best:
+            return [[place] for place in range(len(lengths))]
+        return [sorted(order[start:end]) for start, end in pairwise((0, *best[len(order)][1]))]
 
     @cached_property
     def _prefill_axes(self) -> tuple[list[int], dict[int, list[int]]]:

@@ -20,6 +20,7 @@ from tgi.devices.device import GraphForward, Mark, Ops
 from tgi.devices.driver import Driver, read_driver
 from tgi.devices.graphs import CapturedForward
 from tgi.errors import StartError
+from tgi.kernels import flashinfer_prompts
 from tgi.kernels.padded import PaddedBatch, as_forward_batch
 from tgi.kernels.triton.ops import load_ops
 from tgi.types import Limits
@@ -37,7 +38,11 @@ class CudaDevice:
     cache_by_head = True
 
     def __init__(
-        self, custom_kernels: bool = True, memory_fraction: float = 1.0, cache_dir: Path | None = None
+        self,
+        custom_kernels: bool = True,
+        memory_fraction: float = 1.0,
+        cache_dir: Path | None = None,
+        attention: str | None = None,
     ) -> None:
         explain_missing(torch.__version__, torch.version.cuda, read_driver(), custom_kernels)
         if cache_dir is not None:  # before Triton is imported
@@ -63,12 +68,16 @@ class CudaDevice:
         self._memory_fraction = memory_fraction
         if memory_fraction < 1:
             torch.cuda.set_per_process_memory_fraction(memory_fraction, self.torch_device)  # pyright: ignore
-        faster = load_ops(properties.multi_processor_count) if custom_kernels else "custom kernels are off"
+        flashinfer = attention == "flashinfer" and flashinfer_prompts.is_installed()
+        faster = "custom kernels are off"
+        if custom_kernels:
+            faster = load_ops(properties.multi_processor_count, flashinfer)
         self._has_kernels = not isinstance(faster, str)
         if isinstance(faster, str):
             self.ops = Ops(f"torch ops, much slower than Triton kernels: {faster}")
         else:
-            self.ops = Ops(f"Triton kernels on {properties.name}", **faster, from_padded=as_forward_batch)
+            kinds = "Triton kernels, flashinfer for prompts," if flashinfer else "Triton kernels"
+            self.ops = Ops(f"{kinds} on {properties.name}", **faster, from_padded=as_forward_batch)
         self.stream = torch.cuda.Stream(self.torch_device)
         self._pool: Any = None  # memory that all captured steps share
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cuda")

@@ -162,12 +162,31 @@ class MeasuredDevice(QueueDevice, Protocol):
         ...
 
 
+class SharingDevice(Device, Protocol):
+    """A device that keeps a part of its memory for passes without a graph; graphs and the cache leave it alone."""
+
+    @property
+    def runtime_bytes(self) -> int: ...
+
+    def all_free_bytes(self) -> int:
+        """With that part."""
+        ...
+
+    def peak_during(self, work: Callable[[], object]) -> int:
+        """The most memory that work held at a time, beside what was held before."""
+        ...
+
+
 def is_queue(device: Device) -> TypeGuard[QueueDevice]:
     return device.runs_ahead
 
 
 def is_measured(device: Device) -> TypeGuard[MeasuredDevice]:
     return hasattr(device, "peak_bytes")
+
+
+def is_sharing(device: Device) -> TypeGuard[SharingDevice]:
+    return hasattr(device, "peak_during")
 
 
 class _PlainForward:
@@ -210,7 +229,7 @@ def choose_device(
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
         from tgi.devices.cuda import CudaDevice
 
-        return CudaDevice(custom_kernels, memory_fraction, cache_dir)
+        return CudaDevice(custom_kernels, memory_fraction, cache_dir, config.attention if config else None)
     settings = hpu.HpuSettings.of(config or ServerConfig())
     if name == "hpu" or (name == "auto" and hpu.is_present(settings.lazy)):
         return hpu.HpuDevice(settings, custom_kernels)

@@ -7,7 +7,6 @@ it `torch.compile` does the same. Steps run on one worker thread, so that planni
 """
 
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -19,12 +18,11 @@ from torch import Tensor, nn
 from tgi.config import ServerConfig
 from tgi.devices.device import GraphForward, Ops
 from tgi.kernels.hpu.bridge import Bridge, is_present, load_bridge, memory_errors
-from tgi.kernels.hpu.ops import load_ops
+from tgi.kernels.hpu.ops import Choice, load_ops
 from tgi.kernels.padded import PaddedBatch
 from tgi.types import Limits
 
 BLOCK_SIZE = 128
-_WORKER = "tgi-hpu"
 _torch: Any = torch  # for what torch leaves without types
 _COMPILED_SHAPES = 4096  # torch.compile gives up on a function with more; the bucket plan says how many there are
 # What the software wants to find in the environment where matrices are in eight bits, unless the user has set it.
@@ -96,7 +94,7 @@ class HpuDevice:
         )
         self.ops = self._load_ops(custom_kernels)
         self._runtime_bytes: int | None = None  # never given away
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=_WORKER)
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-hpu")
 
     def _load_ops(self, custom_kernels: bool) -> Ops:
         settings, bridge = self.settings, self.bridge
@@ -105,9 +103,8 @@ class HpuDevice:
         else:
             mode = "eager mode, torch.compile"
         if not custom_kernels:
-            return Ops(
-                f"torch ops on {self.description}, {mode}: slower than the card's own kernels", samples_on_host=True
-            )
+            slower = f"torch ops on {self.description}, {mode}: slower than the card's own kernels"
+            return Ops(slower, samples_on_host=True, greedy=Choice(bridge).greedy)
         faster = load_ops(bridge, settings.flash_attention, settings.flash_attention_recompute, settings.wide_softmax)
         return Ops(f"fused kernels on {self.description}, {mode}", **faster)
 
@@ -117,11 +114,29 @@ class HpuDevice:
 
     def free_bytes(self) -> int:
         """Less what the run time keeps: a share of what was free when this was first asked, once weights are loaded."""
-        self.bridge.synchronize()
-        free = int(self.bridge.torch_hpu.mem_get_info()[0])
+        free = self.all_free_bytes()
         if self._runtime_bytes is None:
             self._runtime_bytes = int(free * (1 - self.settings.memory_fraction))
         return max(0, free - self._runtime_bytes)
+
+    def all_free_bytes(self) -> int:
+        """With what the run time keeps: passes without a graph compute in it."""
+        self.bridge.synchronize()
+        return int(self.bridge.torch_hpu.mem_get_info()[0])
+
+    @property
+    def runtime_bytes(self) -> int:
+        return self._runtime_bytes or 0
+
+    def peak_during(self, work: Callable[[], object]) -> int:
+        """The most memory that work held at a time, beside what was held before."""
+        card = self.bridge.torch_hpu
+        self.bridge.synchronize()
+        card.reset_peak_memory_stats()
+        before = int(card.memory_allocated())
+        work()
+        self.bridge.synchronize()
+        return max(0, int(card.max_memory_allocated()) - before)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A cache of four dimensions is a view of one that has the places of all blocks in one: see `kernels.hpu`."""
@@ -132,12 +147,6 @@ class HpuDevice:
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
         return self._worker.submit(work)
-
-    def run_in_order(self, work: Callable[[], Tensor]) -> Tensor:
-        """On the worker's thread, whichever this is: ops are gathered by thread, and warming up is not done on it."""
-        if threading.current_thread().name.startswith(_WORKER):
-            return work()
-        return self._worker.submit(torch.inference_mode()(work)).result()
 
     def close(self) -> None:
         self._worker.shutdown(wait=True)
@@ -152,7 +161,7 @@ class HpuDevice:
             call = _ungraphed(module)
         else:
             call = _hpu_graphs(self.bridge, module) if self.bridge.lazy else _compiled(module)
-        return _Passes(self, call, self.settings.graphs)
+        return _Passes(self.bridge, call, self.settings.graphs)
 
 
 class _PaddedPass(nn.Module):
@@ -172,26 +181,22 @@ def _take_apart(batch: PaddedBatch) -> dict[str, Tensor]:
 
 
 class _Passes:
-    """Runs passes by the given call: (tensors, bypass) -> logits."""
+    """Runs passes by the given call: (tensors, bypass) -> logits. On one thread, as ops are gathered by thread."""
 
-    def __init__(self, device: HpuDevice, call: Callable[[dict[str, Tensor], bool], Tensor], captures: bool) -> None:
-        self._device, self._call, self._captures = device, call, captures
-        self._met: dict[object, bool] = {}  # key -> was it captured
-        self.num_captured = 0
+    def __init__(self, bridge: Bridge, call: Callable[[dict[str, Tensor], bool], Tensor], captures: bool) -> None:
+        self._bridge, self._call, self._captures = bridge, call, captures
+        self._captured: set[object] = set()  # keys
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
 
     def __call__(self, batch: PaddedBatch, bypass: bool = False) -> Tensor:
         with memory_errors():
-            return self._device.run_in_order(lambda: self._run(batch, bypass))
-
-    def _run(self, batch: PaddedBatch, bypass: bool) -> Tensor:
-        bridge, key = self._device.bridge, (batch.key(), bypass)
-        out = self._call(_take_apart(batch), bypass)
-        bridge.mark_step()
-        if key not in self._met:  # so that the choice of tokens, which follows most passes, is compiled with it
-            self._device.ops.greedy(out)
-            bridge.mark_step()
-            self._met[key] = self._captures and not bypass
-            self.num_captured = sum(self._met.values())
+            out = self._call(_take_apart(batch), bypass)
+            self._bridge.mark_step()
+        if self._captures and not bypass:
+            self._captured.add(batch.key())
         return out
 
 

@@ -152,7 +152,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     )
     pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching and not bucketed)
     notes = [note for note in (source.note, device.ops.description) if note]
-    notes += describe_precision(config, spec, cache_setting) + calibrated.describe()
+    notes += describe_precision(config, spec, cache_setting) + calibrated.describe(spec, model)
     notes += [f"{name}: {reason}" for name, reason in resolved.explain()]
     if plan is not None and buckets is not None:
         notes += describe_plan(config, plan, buckets.bucket_stats)
@@ -169,10 +169,11 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         sha=source.sha,
         notes=notes,
     )
-    # Without a plan: a request that runs could come back with a longer prompt than any shape is made for.
     forget_slots = None
-    if isinstance(runner, QueuedRunner) and plan is None:
+    if isinstance(runner, QueuedRunner):
         forget_slots = partial(retract.forget_slots, runner)
+    elif isinstance(runner, BucketedRunner):
+        forget_slots = runner.forget_slots
     prompts_fit = plan.fits if plan is not None else None
     scheduler = Scheduler(policy, pool, prompts_fit=prompts_fit, queue_threshold_ms=config.queue_threshold_ms)
     loop = EngineLoop(scheduler, runner, config.overlap, forget_slots)
@@ -245,7 +246,7 @@ def describe_precision(config: ServerConfig, spec: DecoderSpec, cache_setting: s
     """What is computed or kept in eight bits."""
     notes: list[str] = []
     quantization = choose_quantization(config.quantize, spec.quantization)
-    if quantization is not None:
+    if quantization is not None and quantization.static is None:
         origin = (
             "quantised on loading" if quantization.on_loading else f"as the checkpoint has them ({quantization.method})"
         )

@@ -11,15 +11,17 @@ import msgspec
 from tgi.config import ServerConfig
 from tgi.devices.device import Device
 from tgi.errors import StartError
+from tgi.layers.linear import Linear
 from tgi.models.decoder import CausalLM
 from tgi.models.spec import DecoderSpec
 from tgi.runner.measure import Recorder
 from tgi.weights.calibration import StaticScales
 from tgi.weights.calibration_config import CalibrationConfig, read_calibration
-from tgi.weights.calibration_files import statistics_path
+from tgi.weights.calibration_files import check_writable, statistics_path
 from tgi.weights.quantization import Quantization
 
 FP8_CACHE = "fp8_e4m3fn"
+_SHOWN = 3  # matrices in a note
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +39,20 @@ class Calibrated:
     def quantizes(self) -> bool:
         return self.file is not None and self.file.mode == "QUANTIZE"
 
-    def describe(self) -> list[str]:
+    def describe(self, spec: DecoderSpec, model: CausalLM) -> list[str]:
         """Notes for the log."""
         if self.file is None:
             return []
         path = statistics_path(self.file.stats, self.file.observer)
-        notes = {
-            "MEASURE": f"measuring: the largest values go to {path}",
-            "QUANTIZE": f"static scales from {path}",
-            "NONE": "QUANT_CONFIG has no effect: its `mode` is NONE",
-        }
-        return [notes[self.file.mode], *self.file.notes]
+        static = spec.quantization.static if spec.quantization is not None else None
+        if static is not None:
+            origin = f"from {path}" if self.file.methods.need_statistics else "that are fixed"
+            notes = [f"static scales {origin}: {_describe_matrices(static, model)}"]
+        elif self.measures:
+            notes = [f"measuring: the largest values go to {path}"]
+        else:
+            notes = ["QUANT_CONFIG has no effect: its `mode` is NONE"]
+        return [*notes, *self.file.notes]
 
 
 def read_quant_config(config: ServerConfig) -> Calibrated:
@@ -59,6 +64,7 @@ def read_quant_config(config: ServerConfig) -> Calibrated:
         return Calibrated(config, file)
     if config.kv_cache_dtype is not None:
         raise StartError("`kv_cache_dtype` cannot be set while measuring: values are measured before they are rounded")
+    check_writable(file.stats)
     # Hooks between modules see passes that run op by op.
     changes = {"cuda_graphs": [], "enable_hpu_graph": False, "bucketing": None}
     return Calibrated(msgspec.structs.replace(config, **changes), file)
@@ -81,12 +87,39 @@ def quantize_spec(calibrated: Calibrated, spec: DecoderSpec, device: Device) -> 
 
 
 def choose_cache(config: ServerConfig, spec: DecoderSpec, model: CausalLM) -> str | None:
-    """The setting `kv_cache_dtype`, or what measured scales make of it."""
+    """The setting `kv_cache_dtype`, or what measured scales make of it. Scales that nothing has are refused."""
     static = spec.quantization.static if spec.quantization is not None else None
     if config.kv_cache_dtype is not None or static is None:
         return config.kv_cache_dtype
     attentions = [f"model.{layer.name}.{layer.attention.name}" for layer in model.model.layers]
-    return FP8_CACHE if static.quantizes_cache(attentions) else None
+    if static.quantizes_cache(attentions):
+        return FP8_CACHE
+    if not any(static.find(matrices) for matrices in _list_matrices(model)):
+        raise StartError(
+            f"{static.config.source}: nothing of this model would be in FP8, because the lists leave nothing or the"
+            " measurement has none of its modules. Leave QUANT_CONFIG out to serve the model as it is."
+        )
+    return None
+
+
+def _list_matrices(model: CausalLM) -> list[list[str]]:
+    """The matrices of a checkpoint, each with those that it is multiplied at once with."""
+    return [
+        [prefix + part.name.removesuffix(".weight") for part in module.parts]
+        for prefix, module in model.walk()
+        if isinstance(module, Linear)
+    ]
+
+
+def _describe_matrices(static: StaticScales, model: CausalLM) -> str:
+    matrices = _list_matrices(model)
+    plain = [name for names in matrices if static.find(names) is None for name in names]
+    total = sum(map(len, matrices))
+    text = f"{total - len(plain)} of {total} matrices are in FP8"
+    if not plain:
+        return text
+    more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""
+    return f"{text}; as they were stay {', '.join(plain[:_SHOWN])}{more}"
 
 
 def make_recorder(calibrated: Calibrated, model: CausalLM, block_size: int) -> Recorder | None:

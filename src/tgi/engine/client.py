@@ -159,8 +159,8 @@ class EngineClient:
             raise self.failure
         number = self.next_id()
         answer = self._profiles[number] = self.loop.create_future()
-        self._send(Profile(number, start, num_steps, record_shapes))
         try:
+            self._send(Profile(number, start, num_steps, record_shapes))
             return await answer
         finally:
             self._profiles.pop(number, None)

@@ -43,18 +43,33 @@ class StepTimes:
     decode_ns: int = 0  # taking the result
 
 
-class _Step:
-    """A step in flight."""
+class _DoneTime:
+    """When a future was done. Apart from the step: a future keeps its callbacks, and a step that were one of them
+    would stay, with its plan and its result, until a collection of cycles finds it."""
 
-    __slots__ = ("done_ns", "future", "plan", "planned_ns")
+    __slots__ = ("ns",)
 
-    def __init__(self, plan: StepPlan, future: "Future[StepResult]") -> None:
-        self.plan, self.future = plan, future
-        self.planned_ns = self.done_ns = time.monotonic_ns()
+    def __init__(self, future: "Future[StepResult]") -> None:
+        self.ns = time.monotonic_ns()
         future.add_done_callback(self._stamp)
 
     def _stamp(self, _: object) -> None:
-        self.done_ns = time.monotonic_ns()
+        self.ns = time.monotonic_ns()
+
+
+class _Step:
+    """A step in flight."""
+
+    __slots__ = ("_done", "future", "plan", "planned_ns")
+
+    def __init__(self, plan: StepPlan, future: "Future[StepResult]") -> None:
+        self.plan, self.future = plan, future
+        self.planned_ns = time.monotonic_ns()
+        self._done = _DoneTime(future)
+
+    @property
+    def done_ns(self) -> int:
+        return self._done.ns
 
     @property
     def failed(self) -> bool:

@@ -19,7 +19,7 @@ import msgspec
 
 from tgi.config import Resolved, ServerConfig
 from tgi.devices.buckets import Bucket, BucketPlan
-from tgi.devices.device import Device, MeasuredDevice, has_graphs, is_measured
+from tgi.devices.device import Device, MeasuredDevice, is_measured, is_sharing
 from tgi.engine.bucketing import warms_up
 from tgi.engine.loop import is_out_of_memory
 from tgi.engine.rehearse import EVERYTHING, SAMPLED, SHORTEST
@@ -42,15 +42,13 @@ class WarmableRunner(Protocol):
 
     def touch(self, bucket: Bucket) -> None: ...
 
-    def warm_choices(self) -> None: ...
-
 
 class Meter(Protocol):
     """How memory is measured."""
 
     def free(self) -> int: ...
 
-    def used_by(self, work: Callable[[], object]) -> int:
+    def used_by(self, work: Callable[[], object], /) -> int:
         """Do it; the memory it took, for a while or for good."""
         ...
 
@@ -80,21 +78,21 @@ class WarmRecord(msgspec.Struct):
 
 @dataclass
 class Prediction:
-    """Of memory, for one phase with or without graphs: what the smallest takes, and the rest in proportion."""
+    """Of memory, for one phase with or without graphs: the line through what the smallest and the last one took."""
 
-    fixed: int | None = None
+    first: tuple[int, int] | None = None  # (cost, bytes)
     cost: int = 0
     num_bytes: int = 0
 
     def add(self, cost: int, num_bytes: int) -> None:
-        if self.fixed is None:
-            self.fixed = num_bytes
+        self.first = self.first or (cost, num_bytes)
         self.cost, self.num_bytes = cost, num_bytes
 
     def predict(self, cost: int) -> int:
-        if self.fixed is None:
-            return 0
-        return self.fixed + max(0, self.num_bytes - self.fixed) * cost // max(1, self.cost)
+        if self.first is None or self.first[0] == self.cost:
+            return self.num_bytes
+        slope = max(0, self.num_bytes - self.first[1]) / (self.cost - self.first[0])
+        return self.num_bytes + int(slope * (cost - self.cost))
 
 
 @dataclass
@@ -125,28 +123,27 @@ class WarmUp:
             self.shapes.append(self._warm(bucket, bucket in alone, earlier.num_bytes if earlier else 0))
             done += weight
             self.progress(STAGE, done, sum(weights))
-        self.runner.warm_choices()
-        self.runner.passes.book.complete = True
         return time.perf_counter() - started
 
     def _warm(self, bucket: Bucket, scored: bool, known_bytes: int) -> WarmedShape:
         passes, meter = self.runner.passes, self.meter
         captured, cost = passes.captures(bucket), _cost(bucket)
         prediction = self._predictions.setdefault((bucket.phase, captured), Prediction())
-        measured = meter is not None and cost >= 2 * prediction.cost  # others are little larger than a known one
         if meter is not None:
             free = meter.free()
-            if captured and max(known_bytes, prediction.predict(cost)) > free - self.reserve:
+            needed = max(known_bytes, prediction.predict(cost))
+            if captured and needed > free - self.reserve:
                 passes.go_without(bucket)
                 captured = False
                 prediction = self._predictions.setdefault((bucket.phase, False), Prediction())
-            needed = max(known_bytes, prediction.predict(cost))
+                if prediction.first is not None:  # else it takes for a while what its graph would keep
+                    needed = max(known_bytes, prediction.predict(cost))
             if not captured and needed > free:
                 raise ResourceError(self._report(bucket, needed, free))
         started = time.perf_counter()
         num_bytes = 0
         try:
-            if meter is not None and measured:
+            if meter is not None and cost >= 2 * prediction.cost:  # others are little larger than a known one
                 num_bytes = meter.used_by(lambda: self.runner.warm(bucket, scored))
                 prediction.add(cost, num_bytes)
             else:
@@ -197,6 +194,8 @@ def warm_shapes(
         "plan": hashlib.sha256(repr(plan.shapes).encode()).hexdigest()[:16],
     }
     path = record_path(cache_dir, settings)
+    if is_sharing(device):
+        reserve += device.runtime_bytes
     work = WarmUp(runner, plan, choose_meter(device), progress, read_record(path), reserve)
     work.run()
     write_record(path, work.record, settings)
@@ -281,28 +280,14 @@ def _decode_once(runner: WarmableRunner, rows: int, params: SamplingParams) -> N
 def choose_meter(device: Device) -> Meter | None:
     """Memory is looked at where steps have it for themselves."""
     if is_measured(device):
-        return _PeakMeter(device)
-    return _FreeMeter(device) if has_graphs(device) else None
+        return _PeakMeter(device.free_bytes, device.peak_bytes)
+    return _PeakMeter(device.all_free_bytes, device.peak_during) if is_sharing(device) else None
 
 
-class _FreeMeter:
-    """For devices that only tell what is free: what stays in use is seen."""
-
-    def __init__(self, device: Device) -> None:
-        self.free = device.free_bytes
-
-    def used_by(self, work: Callable[[], object]) -> int:
-        before = self.free()
-        work()
-        return max(0, before - self.free())
-
-
+@dataclass
 class _PeakMeter:
-    def __init__(self, device: MeasuredDevice) -> None:
-        self.free, self._peak = device.free_bytes, device.peak_bytes
-
-    def used_by(self, work: Callable[[], object]) -> int:
-        return self._peak(work)
+    free: Callable[[], int]
+    used_by: Callable[[Callable[[], object]], int]
 
 
 # -- the record ----------------------------------------------------------------------------------------------------

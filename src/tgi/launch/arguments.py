@@ -181,7 +181,10 @@ def _describe_variables(formatter: argparse.HelpFormatter) -> str:
             action.nargs = 0
             formatter.add_argument(action)
         formatter.end_section()
-    formatter.start_section("variables: others of Gaudi")
+    formatter.start_section("variables: others")
+    others = "; ".join(f"{alias} is {name}" for alias, name in ALIASES.items())
+    formatter.add_text(f"other names of those above: {others}".replace("%", "%%"))
+    formatter.add_text(f"of the hub: {', '.join(variables.OF_THE_HUB)}")
     for reader, names in variables.PASSED_ON.items():
         formatter.add_text(f"read by {reader}: {', '.join(names)}".replace("%", "%%"))
     formatter.add_text(
@@ -222,7 +225,7 @@ def read_arguments(options: argparse.Namespace, environment: Mapping[str, str]) 
     config = msgspec.structs.replace(config, hostname=_choose_hostname(config.hostname, notes))
     if environment.get("TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN", "true") not in ("true", "false", ""):
         notes.append("TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN has no effect: only the text true, as it is here, counts")
-    known = {name for name in {**effects.NO_EFFECT, **variables.NO_EFFECT} if kept.get(name)}
+    known = {name for name in variables.NO_EFFECT if kept.get(name)}
     return Launch(config, notes + explain(config, given | known), variables.list_given(environment))
 
 

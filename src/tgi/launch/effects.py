@@ -3,6 +3,7 @@
 Level 9. Nothing that somebody set is ignored without a word: it does what it says, is refused, or is explained here.
 """
 
+import importlib.util
 import shutil
 from collections.abc import Collection, Mapping
 
@@ -11,7 +12,7 @@ from tgi.devices.driver import read_driver
 from tgi.errors import StartError
 from tgi.launch import variables
 
-# Settings, and variables that are no setting, that are accepted and change nothing, with the reason.
+# Settings that are accepted and change nothing, with the reason. Variables that are no setting: `variables`.
 NO_EFFECT = {
     "trust_remote_code": "no code of a model is ever run",
     "shard_uds_path": "processes talk over sockets in a private folder",
@@ -21,16 +22,8 @@ NO_EFFECT = {
     "usage_stats": "nothing is ever sent",
     "ngrok_authtoken": "no tunnel is opened",
     "ngrok_edge": "no tunnel is opened",
-    "attention": "the device has one kind of attention",
+    "attention": "the device has one kind of attention",  # but see _reason_of_attention
     "prefill_chunking": "long prompts are always computed in parts",
-    "TGI_WIGGLE_ROOM": "--max-batch-total-tokens sets the size of the KV cache",
-    "REQUEST_LOGPROBS": "use --enable-prefill-logprobs",
-    "XPU_MEMORY_FRACTION": "no such device is used",
-    "HF_HUB_ENABLE_HF_TRANSFER": "the hub's library chooses the fastest way itself",
-    "LOG_COLORIZE": "logs are coloured on a terminal only",
-    "EXLLAMA_VERSION": "no such kernels are used",
-    "DISABLE_EXLLAMA": "no such kernels are used",
-    "USE_CUTLASS_W8A8": "no such kernels are used",
 }
 
 
@@ -61,7 +54,8 @@ _NOT_PADDED = {
 }
 _OF_PLANS = ("bucket_strategy", "vllm_exponential_bucketing", *LINEAR_SIZES, *BUCKET_RANGES)
 _OF_WARM_UP = ("warmup_enabled", "vllm_skip_warmup")
-_OF_PROFILES = ("prof_waitstep", "prof_warmupstep", "prof_ranks", "prof_record_shapes")
+_OF_SCHEDULED_PROFILES = ("prof_waitstep", "prof_warmupstep", "prof_ranks")
+_OF_ALL_PROFILES = ("prof_path", "prof_record_shapes")
 
 # Values that ask for what is done anyway.
 _AS_IT_IS = {
@@ -100,14 +94,14 @@ def explain(config: ServerConfig, given: Collection[str], flags: Mapping[str, st
     return [
         f"{flags.get(name, variable_of(name))} has no effect: {reason}"
         for name, reason in reasons.items()
-        if name in given and getattr(config, name, None) != as_it_is.get(name, "")
+        if reason and name in given and getattr(config, name, None) != as_it_is.get(name, "")
     ]
 
 
 def _reasons_of_device(config: ServerConfig, given: Collection[str]) -> dict[str, str]:
     """Settings that have no effect where the model runs, or beside others."""
     reasons: dict[str, str] = {}
-    depending = {*NO_EFFECT_WITHOUT_GPU, *NO_EFFECT_WITHOUT_GAUDI, *_OF_PLANS, *_OF_WARM_UP, *_NOT_PADDED}
+    depending = {"attention", *NO_EFFECT_WITHOUT_GPU, *NO_EFFECT_WITHOUT_GAUDI, *_OF_PLANS, *_OF_WARM_UP, *_NOT_PADDED}
     device = device_of(config) if depending.intersection(given) else "cpu"  # it may take a moment to find out
     shown = {"cpu": "CPU", "cuda": "GPU", "hpu": "Gaudi card"}.get(device, device)
     for wanted, table in (("cuda", NO_EFFECT_WITHOUT_GPU), ("hpu", NO_EFFECT_WITHOUT_GAUDI)):
@@ -115,6 +109,8 @@ def _reasons_of_device(config: ServerConfig, given: Collection[str]) -> dict[str
             reasons |= {name: text.format(device=shown) for name, text in table.items()}
     if device == "hpu":
         reasons |= _reasons_on_gaudi(config)
+    if device == "cuda":
+        reasons["attention"] = _reason_of_attention(config)
     if not _is_padded(config, device):
         reasons |= dict.fromkeys((*_OF_PLANS, *_OF_WARM_UP), "batches are not padded; --bucketing true pads them")
     else:
@@ -125,8 +121,29 @@ def _reasons_of_device(config: ServerConfig, given: Collection[str]) -> dict[str
             others += LINEAR_SIZES
             others.remove("vllm_decode_block_bucket_step")  # it is read there too
         reasons |= dict.fromkeys(others, f"the strategy is {strategy}")
-    if not config.prof_step:
-        reasons |= dict.fromkeys(_OF_PROFILES, "no profile is taken at start; PROF_STEP=N takes one")
+    return reasons | _reasons_of_profiles(config)
+
+
+def _reason_of_attention(config: ServerConfig) -> str:
+    """Nothing if it has an effect."""
+    if config.attention != "flashinfer":
+        return "a GPU runs our own kernels, or flashinfer's for prompts with ATTENTION=flashinfer"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "flashinfer is not installed (pip install flashinfer-python); our own kernels run, which need nothing"
+    return ""
+
+
+def _reasons_of_profiles(config: ServerConfig) -> dict[str, str]:
+    if config.prof_step and 0 in config.prof_ranks:
+        return {}
+    why = "no profile is taken at start; PROF_STEP=N takes one"
+    reasons: dict[str, str] = {}
+    if config.prof_step:
+        why = "PROF_RANKS does not name 0, which is the only rank"
+        reasons["prof_step"] = why
+    reasons |= dict.fromkeys(_OF_SCHEDULED_PROFILES, why)
+    if not config.admin_api_key:  # else it may ask for one at any time
+        reasons |= dict.fromkeys(_OF_ALL_PROFILES, why)
     return reasons
 
 

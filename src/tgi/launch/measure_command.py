@@ -76,7 +76,11 @@ def _run(given: dict[str, Any], options: argparse.Namespace) -> int:
     given |= {"prefix_caching": False, "max_total_tokens": longest, "max_batch_size": _PROMPTS_AT_A_TIME}
     given |= {"max_input_tokens": None, "max_batch_total_tokens": 2 * _PROMPTS_AT_A_TIME * longest}
     with StageBars() as bars:
-        engine = start_engine(ServerConfig(**given), bars.update)
+        try:
+            engine = start_engine(ServerConfig(**given), bars.update)
+        except StartError as error:
+            named = " (--window and --max-new-tokens together)" if "`max_total_tokens`" in str(error) else ""
+            raise StartError(f"{error}{named}") from None
         recorder, engine.recorder = engine.recorder, None  # written here, and only if all goes well
         assert recorder is not None
         try:

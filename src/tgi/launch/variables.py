@@ -1,4 +1,4 @@
-"""The environment variables of TGI on Gaudi: what each does here, who else reads it, or why it has no effect.
+"""The environment variables of TGI, on Gaudi above all: what each does, who else reads it, or why it has no effect.
 
 Level 9, data alone: `--help`, the log of a start and docs/environment.md come from these tables. Settings of the engine
 have their types and defaults in `ServerConfig`.
@@ -25,6 +25,13 @@ _AXES = "{PROMPT_BS,PROMPT_SEQ,DECODE_BS,DECODE_BLOCK}"
 
 # Of these, those with a flag of their own are in `arguments.FLAGS` as well.
 SETTINGS: dict[str, list[Variable]] = {
+    "variables: without a flag, of every TGI": [
+        Variable("LOG_LEVEL", "LEVEL", "error, warn, info or debug", "info"),
+        Variable("ATTENTION", "NAME", "flashinfer: prompts run its kernels on a GPU; others have no effect"),
+        Variable(
+            "PREFILL_CHUNKING", "0|1", "no effect: long prompts are computed in parts, or whole if batches are padded"
+        ),
+    ],
     "variables: text and queue, on every device": [
         Variable(
             "TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN", "true", "nothing but length and stop sequences ends an answer"
@@ -71,6 +78,9 @@ SETTINGS: dict[str, list[Variable]] = {
     ],
 }
 
+# Read for the hub's library, or by it. One is a secret, so none is logged.
+OF_THE_HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN", "HF_HOME", "HF_HUB_OFFLINE")
+
 # Passed on unchanged to the software of the card, its quantiser, its container or the hub's library.
 PASSED_ON: dict[str, list[str]] = {
     "Gaudi's PyTorch": [
@@ -115,6 +125,14 @@ _OWN_COMPILER = "what is compiled is chosen by PT_HPU_LAZY_MODE"
 
 # Variables that change nothing on any device, and why.
 WITHOUT_EFFECT: dict[str, str] = {
+    "TGI_WIGGLE_ROOM": "--max-batch-total-tokens sets the size of the KV cache",
+    "REQUEST_LOGPROBS": "use --enable-prefill-logprobs",
+    "XPU_MEMORY_FRACTION": "no such device is used",
+    "HF_HUB_ENABLE_HF_TRANSFER": "the hub's library chooses the fastest way itself",
+    "LOG_COLORIZE": "logs are coloured on a terminal only",
+    "EXLLAMA_VERSION": "no such kernels are used",
+    "DISABLE_EXLLAMA": "no such kernels are used",
+    "USE_CUTLASS_W8A8": "no such kernels are used",
     "BATCH_SIZE_EXPONENT_BASE": "use VLLM_BUCKETING_STRATEGY=exp, whose sizes grow by factors of about two",
     "BASE_IMAGE_TOKENS": "no model with images is served",
     "USE_EXPERT_PARALLEL": _NO_EXPERTS,

@@ -18,13 +18,11 @@ from tgi.kernels.padded import PaddedBatch
 from tgi.models.decoder import CausalLM
 from tgi.runner.grammar import RowMasks, SlotGrammars
 from tgi.runner.padded_inputs import HostBooks, describe_decode, describe_prefill
-from tgi.runner.padded_passes import PaddedPasses, score_all
+from tgi.runner.padded_passes import PaddedPasses
 from tgi.runner.padded_sampler import PaddedSampler
 from tgi.runner.sampler import Chosen
 from tgi.text.grammar import GrammarCompiler
 from tgi.types import BucketStats, Chunk, PromptLogprobs, StepPlan, StepResult, TopTokens
-
-_LOGIT_ROWS = 128  # prompt positions whose logits are held at a time
 
 
 @dataclass(slots=True)
@@ -69,20 +67,20 @@ class BucketedRunner:
         """Start a step; steps run in the order of launching."""
         return self.device.submit(lambda: self.execute(plan))
 
-    @torch.inference_mode()
     def warm(self, bucket: Bucket, scored: bool = False) -> None:
-        """Meet a shape with a pass that is all padding."""
-        batch = self._prefill_batch(bucket, []) if bucket.phase == "prefill" else self._decode_batch(bucket, [])
-        few_layers = not has_graphs(self.device)  # then nothing is compiled, layer by layer or as a whole
-        self.passes.warm(bucket, batch, score_all(batch) if scored else None, few_layers)
+        """Meet a shape with a pass that is all padding, and the choice of tokens that follows it.
+
+        Where steps run, as there is what they will find: on some devices each thread has its own.
+        """
+        self.device.submit(lambda: self._warm(bucket, scored)).result()
 
     @torch.inference_mode()
-    def warm_choices(self) -> None:
-        """Choose tokens for each number of rows that a pass may have, where ops are compiled for each shape."""
-        if has_graphs(self.device):
-            for rows in sorted({bucket.batch for bucket in self.passes.plan.shapes}):
-                shape = (rows, self.model.spec.vocab_size)
-                self.sampler.warm(torch.zeros(shape, dtype=torch.float32, device=self.device.torch_device))
+    def _warm(self, bucket: Bucket, scored: bool) -> None:
+        batch = self._prefill_batch(bucket, []) if bucket.phase == "prefill" else self._decode_batch(bucket, [])
+        few_layers = not has_graphs(self.device)  # then nothing is compiled, layer by layer or as a whole
+        self.sampler.choose(self.passes.warm(bucket, batch, few_layers), []).token_ids.tolist()
+        if scored:
+            self.passes.warm_scores(batch, few_layers).tolist()
 
     @torch.inference_mode()
     def touch(self, bucket: Bucket) -> None:
@@ -110,6 +108,12 @@ class BucketedRunner:
                 prompts.append(PromptLogprobs(rows.index(slots[0], num_decode), 1, logprobs))
         return self._finish(plan, rows, done, prompts)
 
+    def forget_slots(self) -> None:
+        """Every request is admitted anew, after a step that failed half way. Nothing may be in flight."""
+        self._decode_slots = []
+        self._prompt_logprobs.clear()
+        self.grammars.release(range(len(self.books.lengths)))
+
     def _update(self, plan: StepPlan) -> None:
         self._prompt_logprobs.difference_update(plan.release)
         self.grammars.release(plan.release)
@@ -129,12 +133,7 @@ class BucketedRunner:
         """Prompts that are computed together; one that is scored is alone."""
         alone = [[chunk] for chunk in chunks if chunk.slot in self._prompt_logprobs]
         together = [chunk for chunk in chunks if chunk.slot not in self._prompt_logprobs]
-        if not together:
-            return alone
-        longest = max(chunk.end for chunk in together)
-        if self.passes.find_prefill(len(together), longest) is None:
-            return [*([chunk] for chunk in together), *alone]
-        return [together, *alone]
+        return [*self.passes.group(together), *alone]
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
@@ -150,11 +149,9 @@ class BucketedRunner:
         batch = self._prefill_batch(bucket, slots)
         if not scored:
             return self._choose(self.passes.logits(bucket, batch, int(lengths.sum())), slots), []
-        hidden = self.passes.hidden(bucket, score_all(batch), longest)
-        assert batch.logit_tokens is not None
-        logits = self.model.logits(hidden[batch.logit_tokens]).float()
+        scores = self.passes.score(bucket, batch, longest).cpu()
         self._prompt_logprobs.remove(slots[0])
-        return self._choose(logits, slots), self._score_prompt(hidden, self._tokens[slots[0], :longest])
+        return self._choose(scores[None, bucket.length :], slots), scores[: longest - 1].tolist()
 
     def _prefill_batch(self, bucket: Bucket, slots: list[int]) -> PaddedBatch:
         arrays = describe_prefill(bucket, slots, self.books)
@@ -181,18 +178,6 @@ class BucketedRunner:
     def _choose(self, logits: Tensor, slots: list[int]) -> _Pass:
         masks = self.grammars.masks(slots)
         return _Pass(slots, self.sampler.choose(logits, slots, masks), masks)
-
-    def _score_prompt(self, hidden: Tensor, tokens: np.ndarray) -> list[float]:
-        """Log-probabilities of the tokens after the first. hidden `[padded tokens, hidden]`."""
-        values: list[float] = []
-        for start in range(0, len(tokens) - 1, _LOGIT_ROWS):
-            targets = tokens[start + 1 : start + 1 + _LOGIT_ROWS]
-            rows = np.minimum(np.arange(start, start + _LOGIT_ROWS), hidden.shape[0] - 1)
-            index, wanted = self._send(np.int64, rows, np.pad(targets, (0, _LOGIT_ROWS - len(targets))))
-            scores = self.model.logits(hidden[index]).float()
-            found = scores.gather(1, wanted[:, None])[:, 0] - scores.logsumexp(dim=-1)
-            values += found.tolist()[: len(targets)]
-        return values
 
     # -- the result ------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from tgi.devices.device import QueueDevice
 from tgi.kernels.padded import PaddedBatch
 from tgi.models.decoder import CausalLM
 from tgi.runner.padded_inputs import HostBooks, describe_decode, describe_prefill
-from tgi.runner.padded_passes import PaddedPasses, score_all
+from tgi.runner.padded_passes import PaddedPasses
 from tgi.runner.queued import QueuedRunner
 from tgi.text.grammar import GrammarCompiler
 from tgi.types import BucketStats, Chunk, StepPlan
@@ -54,10 +54,9 @@ class BucketedQueuedRunner(QueuedRunner):
         """Meet a shape with a pass that is all padding. Without a graph few layers load all there is to load."""
         with torch.inference_mode(), self.device.scope():
             batch = self._prefill_batch(bucket, []) if bucket.phase == "prefill" else self._decode_batch(bucket, [])
-            self.passes.warm(bucket, batch, score_all(batch) if scored else None, few_layers=True)
-
-    def warm_choices(self) -> None:
-        """Kernels that choose tokens are compiled for any number of rows."""
+            self.passes.warm(bucket, batch, few_layers=True)
+            if scored:
+                self.passes.warm_scores(batch, few_layers=True)
 
     def touch(self, bucket: Bucket) -> None:
         """Run a shape through few layers, without a graph."""
@@ -84,15 +83,16 @@ class BucketedQueuedRunner(QueuedRunner):
             parts.append(self._decode_logits(slots)[: len(slots)])
         scored = [chunk for chunk in plan.chunks if chunk.slot in self._prompt_logprobs]
         plain = [chunk for chunk in plan.chunks if chunk.slot not in self._prompt_logprobs]
-        for chunks in self._share_passes(plain):
+        for chunks in self.passes.group(plain):
             slots += [chunk.slot for chunk in chunks]
             parts.append(self._prompt_pass(chunks)[: len(chunks)].clone())  # the next one overwrites it
-        hidden = [self._scored_pass(chunk) for chunk in scored]
-        if hidden:
-            slots += [chunk.slot for chunk in scored]
-            last = torch.stack([states[-1] for states in hidden])
-            parts.append(self.model.logits(last).float())
-        prompts = self._score_prompts(plan, scored, torch.cat(hidden)) if hidden else []
+        prompts: list[tuple[int, int, list[Tensor]]] = []
+        for chunk in scored:
+            logits, logprobs = self._scored_pass(chunk)
+            slots.append(chunk.slot)
+            parts.append(logits)
+            prompts.append((rows.index(chunk.slot), 1, [logprobs]))
+            del self._prompt_logprobs[chunk.slot]
         logits = torch.cat(parts)
         place = {slot: row for row, slot in enumerate(slots)}
         order = [place[slot] for slot in rows]
@@ -102,13 +102,6 @@ class BucketedQueuedRunner(QueuedRunner):
         if order != list(range(len(order))):
             logits = logits[index.long()]
         return logits, row_slots, prompts
-
-    def _share_passes(self, chunks: list[Chunk]) -> list[list[Chunk]]:
-        if not chunks:
-            return []
-        if self.passes.find_prefill(len(chunks), max(chunk.end for chunk in chunks)) is None:
-            return [[chunk] for chunk in chunks]
-        return [chunks]
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
@@ -122,11 +115,11 @@ class BucketedQueuedRunner(QueuedRunner):
         batch = self._prefill_batch(bucket, [chunk.slot for chunk in chunks])
         return self.passes.logits(bucket, batch, sum(chunk.end for chunk in chunks))
 
-    def _scored_pass(self, chunk: Chunk) -> Tensor:
-        """Hidden states of a prompt's tokens."""
+    def _scored_pass(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Logits of a prompt's last token `[1, vocab]`, and the log-probabilities of those after the first."""
         bucket = self.passes.find_alone(chunk.end)
-        batch = score_all(self._prefill_batch(bucket, [chunk.slot]))
-        return self.passes.hidden(bucket, batch, chunk.end)[: chunk.end]
+        scores = self.passes.score(bucket, self._prefill_batch(bucket, [chunk.slot]), chunk.end)
+        return scores[None, bucket.length :], scores[: chunk.end - 1]
 
     def _prefill_batch(self, bucket: Bucket, slots: list[int]) -> PaddedBatch:
         arrays = describe_prefill(bucket, slots, self.books)

@@ -16,7 +16,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from torch import Tensor
 
 from tgi.errors import ValidationError
-from tgi.text.grammar import GrammarCompiler, describe_error
+from tgi.text.grammar import CompiledGrammar, GrammarCompiler, describe_error, is_worn
 from tgi.types import Admission, Grammar
 
 
@@ -34,7 +34,10 @@ class _Constraint:
     slot: int
     grammar: Grammar
     ends: frozenset[int]  # ids that may follow a complete text; none when EOS is ignored
+    compiled: CompiledGrammar | None = None
     matcher: LLMatcher | None = None
+    taken: list[int] = field(default_factory=list)  # what the matcher has seen
+    renewed: bool = False
     own_ends: bool = False  # `ends` are not exactly the model's
     ended: bool = False
     error: str | None = None
@@ -136,13 +139,14 @@ class SlotGrammars:
             return
         try:
             vocabulary = self._prepare(self._compiler.prepare())
-            matcher = self._compiler.compile(constraint.grammar).matcher()
+            constraint.compiled = self._compiler.compile(constraint.grammar)
         except ValidationError as error:
             constraint.error = str(error)
             return
-        constraint.matcher = matcher
+        matcher = constraint.matcher = constraint.compiled.matcher()
         constraint.own_ends = constraint.ends != frozenset(vocabulary.eos_ids)
         if output_ids:
+            constraint.taken += output_ids
             matcher.consume_tokens(output_ids)
         self._fill(vocabulary, [constraint])
 
@@ -156,16 +160,19 @@ class SlotGrammars:
     def _take(self, taken: list[tuple[_Constraint, int]]) -> None:
         assert self._executor is not None and self._vocabulary is not None
         pairs = [(constraint.matcher, token_id) for constraint, token_id in taken if constraint.matcher is not None]
+        for constraint, token_id in taken:
+            constraint.taken.append(token_id)
         self._executor.consume_token_par(pairs)
         self._fill(self._vocabulary, [constraint for constraint, _ in taken])
 
     def _fill(self, vocabulary: _Vocabulary, constraints: list[_Constraint]) -> None:
         """Compute the masks of these constraints, each into the row of its slot."""
-        assert self._executor is not None
-        num_slots, num_words = vocabulary.masks.shape
-        pairs = [(c.matcher, c.slot) for c in constraints if c.matcher is not None and not c.matcher.is_error()]
-        if pairs:
-            self._executor.unsafe_compute_mask_ptr(pairs, vocabulary.masks.data_ptr(), num_words * 4, num_slots)
+        self._compute(vocabulary, constraints)
+        worn = [c for c in constraints if c.matcher is not None and is_worn(c.matcher) and not c.renewed]
+        if worn:
+            for constraint in worn:
+                self._renew(constraint)
+            self._compute(vocabulary, worn)
         for constraint in constraints:
             assert constraint.matcher is not None
             words = vocabulary.words[constraint.slot]
@@ -177,6 +184,27 @@ class SlotGrammars:
             _clear_from(words, self._vocab_size)
             if not words.any():
                 constraint.error = "grammar error: no token of the model can follow"
+
+    def _compute(self, vocabulary: _Vocabulary, constraints: list[_Constraint]) -> None:
+        assert self._executor is not None
+        num_slots, num_words = vocabulary.masks.shape
+        pairs = [(c.matcher, c.slot) for c in constraints if c.matcher is not None and not c.matcher.is_error()]
+        if pairs:
+            self._executor.unsafe_compute_mask_ptr(pairs, vocabulary.masks.data_ptr(), num_words * 4, num_slots)
+
+    def _renew(self, constraint: _Constraint) -> None:
+        """Go on with a fresh lexer: this one is full of what other requests with the grammar have met.
+
+        Once for a request: one that fills two is too much for the limits by itself.
+        """
+        assert self._compiler is not None and constraint.compiled is not None
+        constraint.renewed = True
+        try:
+            constraint.compiled = self._compiler.renew(constraint.grammar, constraint.compiled)
+        except ValidationError:
+            return  # the matcher's own error is told
+        constraint.matcher = constraint.compiled.matcher()
+        constraint.matcher.consume_tokens(constraint.taken)
 
 
 def _replace_ends(words: np.ndarray, eos_ids: list[int], ends: frozenset[int]) -> None:

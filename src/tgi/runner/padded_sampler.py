@@ -22,12 +22,6 @@ from tgi.types import Admission, SamplingParams
 _NUM_BEST = 256  # scores that the short way of drawing looks at
 _FILTERS = ("temperature", "top_k", "top_p", "typical_p", "min_p")
 _NEUTRAL = SamplingParams()
-_WARMING = (
-    _NEUTRAL,
-    SamplingParams(top_k=2),
-    SamplingParams(do_sample=True),
-    SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, temperature=0.7, logit_bias={0: 1.0}),
-)
 
 
 class PaddedSampler:
@@ -48,15 +42,6 @@ class PaddedSampler:
         self._params[slot] = request.sampling
         self._num_prompt[slot] = len(request.token_ids)
         self._seeds[slot] = request.seed - 2**64 if request.seed >= 2**63 else request.seed
-
-    def warm(self, logits: Tensor) -> None:
-        """Go each way of choosing once with as many rows; nothing is remembered. No slot may be in use."""
-        rows = list(range(min(logits.shape[0], len(self._params))))
-        before = self._params
-        for params in _WARMING:
-            self._params = [params] * len(before)
-            self.choose(logits.clone(), rows)
-        self._params = before
 
     def choose(self, logits: Tensor, rows: list[int], masks: RowMasks | None = None) -> Chosen:
         """logits `[bucket, vocab]` float32, which may be overwritten; `rows` are the slots of the first ones.

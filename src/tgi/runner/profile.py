@@ -65,8 +65,21 @@ class StepProfiler:
         return self.path
 
     def _write(self, finished: "profile") -> None:
-        self.path = self._folder / f"rank{self._rank}_{os.getpid()}.{time.time_ns() // 1_000_000}.pt.trace.json"
-        finished.export_chrome_trace(str(self.path))
+        path = self._folder / f"rank{self._rank}_{os.getpid()}.{time.time_ns() // 1_000_000}.pt.trace.json"
+        finished.export_chrome_trace(str(path))
+        if not _is_whole(path):  # nothing is raised where the folder is gone or the disk is full
+            raise OSError(f"{path} could not be written")
+        self.path = path
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a trace is there to its end."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 16))
+            return file.read().rstrip().endswith(b"}")
+    except OSError:
+        return False
 
 
 def _all_threads() -> _ExperimentalConfig | None:

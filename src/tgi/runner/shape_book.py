@@ -1,7 +1,7 @@
 """Which shapes a bucketed runner has met, and how much of its work was padding.
 
-Level 6. A *key* is what graphs are found by: the shapes of all tensors of a pass. The book knows every key of the plan
-once it was warmed up; whatever comes later and is not in it is a miss, told once for each key.
+Level 6. A *key* is what graphs are found by: the shapes of all tensors of a pass. The book knows every key that was
+warmed up; whatever comes later and is not in it is a miss, counted and told once for each key.
 """
 
 from collections import Counter
@@ -16,11 +16,9 @@ class ShapeBook:
     def __init__(self, plan: BucketPlan) -> None:
         self.plan = plan
         self.warmed: set[Key] = set()
-        self.complete = False  # warmed up: any other key is a miss
         self.news: list[str] = []  # misses not told yet
-        self._planned = frozenset(plan.shapes)
+        self.planned = frozenset(plan.shapes)
         self._missed: set[Key] = set()
-        self._unplanned = 0
         self._bypassed = 0
         self._computed: Counter[str] = Counter()  # tokens, by phase
         self._needed: Counter[str] = Counter()
@@ -30,18 +28,13 @@ class ShapeBook:
         self._computed[bucket.phase] += bucket.num_tokens
         self._needed[bucket.phase] += needed
         self._bypassed += bypassed
-        if key in self.warmed:
+        if key in self.warmed or key in self._missed:
             return
-        planned = bucket in self._planned
-        if self.complete or not planned:
-            self._unplanned += 1
-        if key not in self._missed:
-            self._missed.add(key)
-            if self.complete or not planned:
-                what = "prompts of {} tokens" if bucket.phase == "prefill" else "requests with {} blocks"
-                shape = f"{bucket.batch} {what.format(bucket.length)}"
-                why = "was not warmed up" if planned else "is not in the bucket plan"
-                self.news.append(f"a step of {shape} {why}: a graph had to be made for it while requests waited")
+        self._missed.add(key)
+        what = "prompts of {} tokens" if bucket.phase == "prefill" else "requests with {} blocks"
+        shape = f"{bucket.batch} {what.format(bucket.length)}"
+        why = "was not warmed up" if bucket in self.planned else "is not in the bucket plan"
+        self.news.append(f"a step of {shape} {why}: it was prepared while requests waited")
 
     def take_news(self) -> list[str]:
         news, self.news = self.news, []
@@ -49,11 +42,11 @@ class ShapeBook:
 
     def stats(self, num_captured: int) -> BucketStats:
         return BucketStats(
-            num_planned=len(self._planned),
+            num_planned=len(self.planned),
             num_warmed=len(self.warmed),
             num_captured=num_captured,
             num_bypassed=self._bypassed,
-            num_unplanned=self._unplanned,
+            num_unplanned=len(self._missed),
             prefill_computed=self._computed["prefill"],
             prefill_needed=self._needed["prefill"],
             decode_computed=self._computed["decode"],

@@ -1,7 +1,8 @@
 """Which block holds which tokens after which prefix: the index behind prefix reuse.
 
 Level 1. A published block is found by (identity of its parent block, its tokens). Identities are never reused, and
-the dictionary compares tokens and parent, not only their hash, so a hit is exact.
+the dictionary compares tokens and parent, not only their hash, so a hit is exact. There is at most one entry for each
+block of the pool.
 """
 
 from itertools import count

@@ -16,8 +16,16 @@ _NS_PER_MS = 1_000_000
 _MOST_GONE = 64  # entries of the heap whose request was taken as overdue
 
 
-def make_queue(threshold_ms: int | None, clock: Callable[[], int]) -> "deque[Request] | ShorterFirst":
-    return deque() if threshold_ms is None else ShorterFirst(threshold_ms, clock)
+def make_queue(threshold_ms: int | None, clock: Callable[[], int]) -> "AsTheyCame | ShorterFirst":
+    return AsTheyCame() if threshold_ms is None else ShorterFirst(threshold_ms, clock)
+
+
+class AsTheyCame(deque[Request]):
+    def drop_finished(self) -> None:
+        """Requests that ended while they waited go."""
+        left = [request for request in self if not request.finished]
+        self.clear()
+        self.extend(left)
 
 
 class ShorterFirst:
@@ -57,6 +65,14 @@ class ShorterFirst:
             self._by_length = [entry for entry in self._by_length if entry[2] in self._waiting]
             heapq.heapify(self._by_length)
         return head
+
+    def drop_finished(self) -> None:
+        """Requests that ended while they waited go."""
+        self._returned = deque(request for request in self._returned if not request.finished)
+        self._waiting = {request: None for request in self._waiting if not request.finished}
+        self._by_length = [entry for entry in self._by_length if entry[2] in self._waiting]
+        heapq.heapify(self._by_length)
+        self._head = None
 
     def __bool__(self) -> bool:
         return bool(self._returned or self._waiting)

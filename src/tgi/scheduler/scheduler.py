@@ -10,7 +10,7 @@ newest value, and a request that turns out to be finished has computed one token
 
 Where steps have the shapes of a bucket plan (`prompts_fit`) a prompt is computed in one step, never in chunks, and a
 request holds the blocks of its whole length from the start: nobody is preempted, to come back with a longer prompt than
-any shape is made for.
+any shape is made for. Only after a lack of memory (`retract`) this happens; such a prompt is computed alone.
 """
 
 import time
@@ -39,6 +39,7 @@ from tgi.types import (
 )
 
 _MAX_BLOCKS_AHEAD = 64
+_MOST_ENDED = 64  # requests in the queue that have ended, beyond as many as have not
 
 
 # Whether so many prompts, padded to the longest of so many tokens, have a shape that a step can have.
@@ -80,7 +81,8 @@ class Scheduler:
         self._now = clock
         self._prompts_fit = prompts_fit
         self._requests: dict[int, Request] = {}  # every unfinished request
-        self._waiting = make_queue(queue_threshold_ms, clock)  # may hold finished ones, dropped when reached
+        # May hold finished ones, which are dropped when reached, or when they are more than the others.
+        self._waiting = make_queue(queue_threshold_ms, clock)
         self._prefilling: list[Request] = []  # running, outside the decode set, oldest first
         self._decode_rows: list[Request] = []  # replaced, never changed in place: steps in flight refer to it
         self._free_slots = list(range(policy.max_batch_size - 1, -1, -1))
@@ -223,7 +225,9 @@ class Scheduler:
         self._blocked = None
         rows = flight.decode_rows + flight.chunk_rows
         finished: list[Finish] = []
-        if not self._limit.shrink(len(rows), flight.num_tokens):
+        # Where prompts are not cut, fewer of them are all that makes a step smaller.
+        num_tokens = flight.num_tokens if self._prompts_fit is None else len(rows)
+        if not self._limit.shrink(len(rows), num_tokens):
             finished = [self._end(request, "error", error) for request in rows if not request.finished]
         admitted, self._admitted = self._admitted, []
         return TokenOut(finished=finished, admitted=admitted)
@@ -365,8 +369,9 @@ class Scheduler:
                 break
             if self._prompts_fit is not None:
                 longest = max(longest, len(request.tokens))
-                if not self._prompts_fit(len(rows) + 1, longest):
-                    break
+                if rows and not self._prompts_fit(len(rows) + 1, longest):
+                    break  # one alone has been looked up; after a retraction it may be longer, and has its own shape
+                budget = max(budget, len(request.tokens))
             state = (request, self.pool.num_free, self.num_running)
             if state == self._blocked:
                 break
@@ -511,6 +516,8 @@ class Scheduler:
             self._stop_running(request, forget=reason == "error")
         request.finished = True
         del self._requests[request.id]
+        if len(self._waiting) > 2 * self.num_waiting + _MOST_ENDED:  # or they would stay as long as the head waits
+            self._waiting.drop_finished()
         now = self._now()
         admitted = request.admitted_ns if request.admitted_ns is not None else now
         return Finish(

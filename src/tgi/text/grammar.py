@@ -23,7 +23,10 @@ from tgi.types import Grammar
 
 MAX_JSON, MAX_REGEX = 200_000, 10_000  # characters
 _MAX_SECONDS = 10.0
-_NUM_REMEMBERED = 128  # about 0.15 MB each, a few MB for the largest
+# About 0.15 MB each, 7 MB for the largest. In use each grows by the lexer's states, which all requests share: 0.4 kB or
+# more for each of at most `max_lexer_states` (17 to 19 MB with the expressions tried; llguidance reckons with 1 to
+# 2 kB). One that is full is replaced, see `GrammarCompiler.renew`.
+_NUM_REMEMBERED = 128
 _MAX_DETAIL = 300  # characters of llguidance's own words in an error
 
 # A schema within these compiles in a few milliseconds; any other is tried out elsewhere first. Expressions never
@@ -89,7 +92,7 @@ class CompiledGrammar:
         self._lock = threading.Lock()
 
     def matcher(self) -> LLMatcher:
-        """A fresh state of it, for one request."""
+        """A fresh state of it, for one request. Copies share the lexer, which keeps every state it has ever met."""
         with self._lock:
             return self._prototype.deep_copy()
 
@@ -116,9 +119,7 @@ class GrammarCompiler:
         with self._lock:
             work = self._known.get(key)
             if work is None:
-                work = self._known[key] = self._workers.submit(self._compile, grammar)
-                if len(self._known) > _NUM_REMEMBERED:
-                    self._known.popitem(last=False)
+                work = self._submit(key, grammar)
             else:
                 self._known.move_to_end(key)
         try:
@@ -128,6 +129,22 @@ class GrammarCompiler:
         if isinstance(result, str):
             raise ValidationError(result)
         return result
+
+    def renew(self, grammar: Grammar, worn: CompiledGrammar) -> CompiledGrammar:
+        """A fresh one in place of `worn`, whose lexer is full; for all who come with the same one."""
+        key = (grammar.kind, grammar.value)
+        with self._lock:
+            work = self._known.get(key)
+            if work is None or (work.done() and work.result() is worn):
+                self._submit(key, grammar, tried=True)
+        return self.compile(grammar)
+
+    def _submit(self, key: tuple[str, str], grammar: Grammar, tried: bool = False) -> "Future[CompiledGrammar | str]":
+        """Begin to compile, and remember it; the lock is held."""
+        work = self._known[key] = self._workers.submit(self._compile, grammar, tried)
+        if len(self._known) > _NUM_REMEMBERED:
+            self._known.popitem(last=False)
+        return work
 
     def prepare(self) -> LLTokenizer:
         """Build the token tree now, once. Raises `ValidationError` for a tokenizer that cannot be constrained."""
@@ -149,12 +166,13 @@ class GrammarCompiler:
         except (ModelFormatError, ValueError) as error:
             return str(error)
 
-    def _compile(self, grammar: Grammar) -> CompiledGrammar | str:
-        """The grammar, or why there is none."""
+    def _compile(self, grammar: Grammar, tried: bool = False) -> CompiledGrammar | str:
+        """The grammar, or why there is none. One that was `tried` is known to compile."""
         failure = "cannot compile regex from schema" if grammar.kind == "json" else "grammar is not valid"
         try:
             source = _to_llguidance(grammar)
-            if not (grammar.kind == "regex" or _is_plain(source) or grammar_trial.survives(source, _STEP_LIMITS)):
+            harmless = tried or grammar.kind == "regex" or _is_plain(source)
+            if not (harmless or grammar_trial.survives(source, _STEP_LIMITS)):
                 bounds = f"{grammar_trial.MAX_CPU_SECONDS} s or {grammar_trial.MAX_BYTES >> 20} MiB"
                 return f"{failure}: it takes more than {bounds} to compile"
             prototype = LLMatcher(self.prepare(), source, log_level=0, limits=_LIMITS)
@@ -168,6 +186,11 @@ class GrammarCompiler:
         if prototype.is_error():
             return f"{failure}: {describe_error(prototype)}"
         return CompiledGrammar(prototype)
+
+
+def is_worn(matcher: LLMatcher) -> bool:
+    """Whether the lexer has no room for further states, which it shares with all matchers of the same prototype."""
+    return matcher.is_error() and "too many states" in matcher.get_error()
 
 
 def describe_error(matcher: LLMatcher) -> str:

@@ -24,7 +24,9 @@ class _Search:
         return search
 
     def push(self, char: str) -> bool:
-        """Take the next character; true when it completes the stop string. Not to be used after that."""
+        """Take the next character; true when it completes the stop string."""
+        if self.matched == len(self.stop):  # it was complete, and nobody stopped
+            self.matched = self.borders[-1]
         self.matched = self._extend(self.matched, char)
         return self.matched == len(self.stop)
 
@@ -38,20 +40,24 @@ class StopStrings:
     """Ends a text at the first of some stop strings.
 
     The first is the one that is complete first; of several that end at the same place, the longest. How the text is
-    split into pieces makes no difference, except with `only_at_end`.
+    split into pieces makes no difference, except with `only_at_end` or `whole_pieces`.
     """
 
-    def __init__(self, stops: Sequence[str], include_stop: bool, only_at_end: bool = False) -> None:
+    def __init__(
+        self, stops: Sequence[str], include_stop: bool, only_at_end: bool = False, whole_pieces: bool = False
+    ) -> None:
         """With `include_stop` the text ends after the stop string, else before it.
 
         `only_at_end` is the rule of TGI's own routes: a stop string counts only when a piece ends with it, or with it
-        and one newline, and the text is left as it is.
+        and one newline, and the text is left as it is. With `whole_pieces` too a piece must end with it: a piece is a
+        number then, of which a part means nothing.
         """
         if "" in stops:
             raise ValueError("a stop string must not be empty")
         if only_at_end and not include_stop:
             raise ValueError("only_at_end keeps the stop string, so it needs include_stop")
         self._include_stop = include_stop
+        self._whole_pieces = whole_pieces
         self._searches = [] if only_at_end else [_Search.of(stop) for stop in dict.fromkeys(stops)]
         self._held = ""  # may be the beginning of a stop string
         self._endings = tuple(ending for stop in stops for ending in (stop, stop + "\n")) if only_at_end else ()
@@ -75,7 +81,7 @@ class StopStrings:
         for i, char in enumerate(text):
             # Every search takes every character, also when one has found its end: the longest counts.
             found = [len(search.stop) for search in self._searches if search.push(char)]
-            if found:
+            if found and not (self._whole_pieces and i + 1 < len(text)):
                 self._stopped = True
                 known = self._held + text[: i + 1]
                 self._held = ""

@@ -17,7 +17,8 @@ _NO_CHARACTER = "\ufffd"  # what decoders put where bytes are no character
 class TokenTexts(dict[int, str | None]):
     """By token id: its text; "" for a token that is skipped; None when its neighbours must be known.
 
-    Filled when an id is first asked for. Threads may share it: two that ask at once write the same value.
+    Filled when an id is first asked for: one entry for each id of the vocabulary at most, about 0.1 kB. Threads may
+    share it: two that ask at once write the same value.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, skipped_ids: frozenset[int]) -> None:

@@ -41,10 +41,13 @@ class StaticScales:
     def load(cls, config: CalibrationConfig, fp8_max: float) -> "StaticScales":
         """`fp8_max`: the largest value of the device's eight bits."""
         generation = config.generation or (GAUDI2 if fp8_max == GAUDI2.full_scale else GAUDI3)
-        methods = config.methods
-        used = [methods.default, *methods.by_type.values(), *methods.by_layer.values(), *methods.by_node.values()]
+        if generation.full_scale > fp8_max:
+            raise StartError(
+                f"{config.source}: `device_for_scales` {generation.name} reaches {generation.full_scale:g}, but numbers"
+                f" of eight bits end at {fp8_max:g} on this device. Leave it out."
+            )
         nodes: Nodes = {}
-        if any(method.needs_statistics for method in used):
+        if config.methods.need_statistics:
             nodes = read_statistics(config.stats, config.observer)
         return cls(config, nodes, generation)
 

@@ -24,6 +24,8 @@ from tgi.weights.calibration_scales import (
 )
 
 LINEAR, KV_CACHE = "Linear", "KVCache"  # classes of what is quantised here
+_OTHER_NAMES = {"VLLMKVCache": KV_CACHE}  # that another engine has for one of them
+_ANY_CASE = {name.lower(): name for name in (LINEAR, KV_CACHE, *_OTHER_NAMES)}
 OBSERVERS = ("maxabs", "maxabs_per_channel")
 _MODES = {
     "MEASURE": "",
@@ -104,6 +106,11 @@ class ScaleMethods:
     by_layer: Mapping[str, Method] = field(default_factory=dict[str, Method])  # by regular expression
     by_node: Mapping[str, Method] = field(default_factory=dict[str, Method])  # by path
 
+    @property
+    def need_statistics(self) -> bool:
+        methods = (self.default, *self.by_type.values(), *self.by_layer.values(), *self.by_node.values())
+        return any(method.needs_statistics for method in methods)
+
     def find(self, kind: str, path: str) -> Method:
         if path in self.by_node:
             return self.by_node[path]
@@ -143,7 +150,7 @@ def read_calibration(path: Path) -> CalibrationConfig:
             f"`quant_config` {path} cannot be read: {error.strerror}. It is the JSON file that says what to measure or"
             " to quantise."
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StartError(f"`quant_config` {path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise StartError(f"`quant_config` {path} must hold a JSON object")
@@ -156,6 +163,7 @@ class _Reader:
     def __init__(self, value: Mapping[str, Any], source: str) -> None:
         self._value = value
         self._source = source
+        self._strangers: dict[str, None] = {}  # types of modules that nothing here is of
 
     def refuse(self, key: str, why: str) -> StartError:
         return StartError(f"{self._source}: `{key}` {self._value.get(key)!r} is not supported: {why}")
@@ -226,7 +234,13 @@ class _Reader:
                 raise StartError(f"{self._source}: `{key}.{part}` must be a list of names, it is {items!r}")
         for pattern in lists[1]:
             self._check_pattern(pattern, f"{key}.names")
-        return Selection(tuple(lists[0]), tuple(lists[1]))
+        return Selection(tuple(map(self._class_name, lists[0])), tuple(lists[1]))
+
+    def _class_name(self, name: str) -> str:
+        name = _OTHER_NAMES.get(name, name)
+        if name not in (LINEAR, KV_CACHE):
+            self._strangers[name] = None
+        return name
 
     def _check_pattern(self, pattern: str, key: str) -> None:
         try:
@@ -250,7 +264,7 @@ class _Reader:
             )
             for pattern in by_layer:
                 self._check_pattern(pattern, "scale_method.layers")
-            by_type = {name.lower(): method for name, method in by_type.items()}
+            by_type = {self._class_name(_ANY_CASE.get(name.lower(), name)).lower(): by_type[name] for name in by_type}
             return ScaleMethods(default, by_type, by_layer, by_node)
         name = self._text("scale_method", DEFAULT_METHOD).lower()
         if name in _PER_TOKEN:
@@ -329,6 +343,10 @@ class _Reader:
 
     def _notes(self) -> tuple[str, ...]:
         notes = [f"QUANT_CONFIG `{key}` has no effect: {why}" for key, why in _NO_EFFECT.items() if key in self._value]
+        notes += [
+            f"QUANT_CONFIG: type {name!r} has no effect: what is quantised has the types {LINEAR} and {KV_CACHE}"
+            for name in self._strangers
+        ]
         unknown = sorted(self._value.keys() - _USED - _ONLY.keys() - _NO_EFFECT.keys())
         return (*notes, *(f"QUANT_CONFIG `{key}` has no effect: it is not known" for key in unknown))
 
@@ -354,7 +372,8 @@ class _Reader:
         return bool(value)
 
     def _count(self, key: str) -> int:
-        value = self._value.get(key, 0)
+        value = self._value.get(key)
+        value = 0 if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise StartError(f"{self._source}: `{key}` must be a number of passes, it is {value!r}")
         return value

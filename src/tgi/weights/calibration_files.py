@@ -6,7 +6,6 @@ opened, and none is written.
 """
 
 import json
-import math
 import os
 import re
 import time
@@ -17,6 +16,9 @@ from typing import Any
 from tgi.errors import ResourceError, StartError
 
 Maxima = list[float]  # of one tensor: a single one, or one per channel
+_DEEPEST = 8  # lists around a number
+_SHOWN = 40  # characters of a wrong value in an error
+_LARGEST = (2 - 2**-23) * 2.0**127  # of float32
 
 
 @dataclass(slots=True)
@@ -129,7 +131,7 @@ def _read(path: Path) -> Nodes:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StartError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StartError(f"{path} is not JSON: {error}. Measure again.") from None
     nodes = content.get("Nodes") if isinstance(content, dict) else None
     if not isinstance(nodes, dict) or content.get("Mode") != "DynamicRange":
@@ -165,12 +167,13 @@ def _from_json(value: Any, place: str) -> Node:
     )
 
 
-def _maxima(value: Any, place: str) -> Maxima:
-    """A number, or numbers in lists of any depth: tools differ in how many they put around one."""
-    if isinstance(value, list) and value:
-        return [number for item in value for number in _maxima(item, place)]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise StartError(f"{place} holds {value!r}, but largest values are numbers from 0 on. Measure again.")
+def _maxima(value: Any, place: str, depth: int = 0) -> Maxima:
+    """A number, or numbers in lists: tools differ in how many they put around one."""
+    if isinstance(value, list) and value and depth < _DEEPEST:
+        return [number for item in value for number in _maxima(item, place, depth + 1)]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
+        given = repr(value)[:_SHOWN]
+        raise StartError(f"{place} holds {given}, but largest values are numbers from 0 to 3.4e38. Measure again.")
     return [float(value)]
 
 

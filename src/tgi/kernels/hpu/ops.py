@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tgi.kernels import reference
 from tgi.kernels.fp8 import Fp8Rows, Fp8Weight
 from tgi.kernels.hpu.attention import Attention
 from tgi.kernels.hpu.bridge import Bridge
@@ -41,6 +42,17 @@ class _Norms:
         return x if into is None else self._fp8.quantize_rows(x, into)
 
 
+class Choice:
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Launched at once: gathered with what the next pass begins with, it would be a new piece for each pair."""
+        chosen = reference.greedy(logits)
+        self._bridge.mark_step()
+        return chosen
+
+
 def load_ops(bridge: Bridge, flash: bool = True, recompute: bool = True, wide_softmax: bool = True) -> dict[str, Any]:
     """The faster ops by name, for `Ops`. `flash`: prompts through the fused attention op, which may `recompute`."""
     fp8 = Fp8Ops(bridge)
@@ -49,6 +61,7 @@ def load_ops(bridge: Bridge, flash: bool = True, recompute: bool = True, wide_so
     return {
         # The card has no 64-bit integers, which noise is made of, and every op that is new to it is compiled.
         "samples_on_host": True,
+        "greedy": Choice(bridge).greedy,
         "pack_fp8": fp8.pack_fp8,
         "linear": fp8.linear,
         "quantize_rows": fp8.quantize_rows,

@@ -5,6 +5,7 @@ Level 1. Caches are `[blocks, block_size, kv_heads, head_dim]` by shape; any ord
 is contiguous.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +109,7 @@ class PagedAttention:
         self.num_processors = num_processors
         self.bulk_copies = bulk_copies  # capability 9.0 or later
         self.workspace = workspace or Workspace()
+        self.prompts: Callable[..., bool] | None = None  # another's kernel for prompts; False: not for this batch
         # Set, they are used whatever the work: to measure others.
         self.decode_choice: DecodeChoice | None = None
         self.prefill_choice: PrefillChoice | None = None
@@ -174,6 +176,9 @@ class PagedAttention:
         assert tiles is not None
         if k is None or v is None or k.stride(0) != v.stride(0):
             self._prefill_tiles(q, None, None, k_cache, v_cache, batch, tiles, out, numbers, same, True)
+            return
+        plain = same["WINDOW"] == 0 and not same["SOFTCAP"]
+        if self.prompts is not None and plain and self.prompts(q, k, v, batch, out, numbers[0]):
             return
         after, before = tiles[: batch.num_prefix_tiles], tiles[batch.num_prefix_tiles :]
         if after.shape[0]:

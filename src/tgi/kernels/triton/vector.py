@@ -1,4 +1,5 @@
 # pyright: basic, reportMissingImports=false
+# ruff: noqa: ANN201
 """Matrix products for a single row, with what happens before and after them in the same kernel.
 
 Level 1. With one row a product is a read of its weight, and the kernel is built for that alone: a program reads whole
@@ -6,12 +7,31 @@ rows of the weight straight into registers, and starts to before the kernel in f
 input is normalised first, the output gated by silu or gelu, or added to the residual stream.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tgi.kernels.triton.launch import dependent_launch, wait_for_kernel_before
+
+GATES = (None, "silu", "gelu_tanh")
+
+
+@triton.jit
+def normalised(part, gain_at, factor, inside, kind: tl.constexpr):
+    """Rounded as the op `rms_norm` rounds."""
+    gain = tl.load(gain_at, mask=inside, other=0.0).to(tl.float32)
+    return ((part * factor).to(kind).to(tl.float32) * gain).to(kind).to(tl.float32)
+
+
+@triton.jit
+def gated(gate, up, kind: tl.constexpr, GATE: tl.constexpr):
+    """1: silu, 2: gelu."""
+    if GATE == 1:
+        gate = gate / (1 + tl.exp(-gate))
+    else:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        gate = gate * (1 - 1 / (tl.exp(2 * inner) + 1))
+    return (gate.to(kind).to(tl.float32) * up).to(kind).to(tl.float32)
 
 
 @triton.jit
@@ -46,8 +66,7 @@ def _vector_kernel(
                 )
         part = tl.load(x + k0 + k, mask=inside, other=0.0).to(tl.float32)
         if NORM:
-            gain = tl.load(norm_weight + k0 + k, mask=inside, other=0.0).to(tl.float32)
-            part = ((part * factor).to(kind).to(tl.float32) * gain).to(kind).to(tl.float32)
+            part = normalised(part, norm_weight + k0 + k, factor, inside, kind)
         acc += tile.to(tl.float32) * part[None, :]
         if GATE:
             up_acc += up_tile.to(tl.float32) * part[None, :]
@@ -59,19 +78,13 @@ def _vector_kernel(
         up = tl.sum(up_acc, 1)
         if BIAS:
             up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)
-        up = up.to(kind).to(tl.float32)
-        if GATE == 1:
-            result = result / (1 + tl.exp(-result))
-        else:
-            inner = 0.7978845608028654 * (result + 0.044715 * result * result * result)
-            result = result * (1 - 1 / (tl.exp(2 * inner) + 1))
-        result = (result.to(kind).to(tl.float32) * up).to(kind).to(tl.float32)
+        result = gated(result, up.to(kind).to(tl.float32), kind, GATE)
     if ADD:
         result += tl.load(out + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out + n, result.to(kind), mask=n < N)
 
 
-def _shape(k: int) -> tuple[int, int, int]:
+def choose_shape(k: int) -> tuple[int, int, int]:
     """(outputs per program, columns at a time, warps). Measured on an H200, see `bench/cuda_products.py`."""
     pad = triton.next_power_of_2(k)
     return (2, pad, 4 if pad >= 1024 else 1) if pad <= 4096 else (8, 2048, 4)
@@ -88,15 +101,10 @@ def vector_product(
     shape: tuple[int, int, int] | None = None,
 ) -> None:
     k, n = x.shape[1], out.shape[1]
-    bn, bk, warps = shape or _shape(k)
+    bn, bk, warps = shape or choose_shape(k)
     _vector_kernel[(triton.cdiv(n, bn),)](
         x, weight, norm[0] if norm else x, x if bias is None else bias, out, norm[1] if norm else 0.0, N=n, K=k,
         K_PAD=triton.next_power_of_2(k), BN=bn, BK=bk, NORM=norm is not None,
-        GATE=0 if gate is None else ("silu", "gelu_tanh").index(gate) + 1, ADD=add, BIAS=bias is not None,
+        GATE=GATES.index(gate), ADD=add, BIAS=bias is not None,
         DEPENDENT=dependent_launch(1), num_warps=warps, launch_pdl=dependent_launch(1),
     )  # fmt: skip
-
-
-def can_multiply(weight: object) -> bool:
-    """Whether `vector_product` takes this weight."""
-    return isinstance(weight, Tensor) and weight.dtype in (torch.bfloat16, torch.float16)

@@ -26,7 +26,7 @@ class Books:
         self.peak = 0
         self._tensor_bytes = 0  # when last counted
         self.compilations = 0
-        self.recipes: set[object] = set()  # segments compiled outside graphs
+        self.recipes: dict[object, int] = {}  # passes compiled outside graphs, and the bytes that each takes
         self.mark_steps = 0
         self.recompute = False
         self.capturing = False
@@ -41,7 +41,8 @@ class Books:
         return self._tensor_bytes + self.graph_bytes
 
     def check_memory(self, more: int) -> None:
-        """Before a graph takes memory. Far from the limit the last count will do."""
+        """Before a graph or a pass takes memory. Far from the limit the last count will do."""
+        self.peak = max(self.peak, self._tensor_bytes + self.graph_bytes + more)
         if 2 * (self._tensor_bytes + self.graph_bytes + more) < self.limit:
             return
         used = self.in_use() + more
@@ -50,11 +51,10 @@ class Books:
                 f"[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::{more} ({more >> 20})MB"
             )
 
-    def compiled(self, key: object) -> None:
-        """A segment outside graphs; compiled when it is new."""
-        if key not in self.recipes:
-            self.recipes.add(key)
-            self.compilations += 1
+    def compiled(self, key: object, num_bytes: int) -> None:
+        """A pass outside graphs, which is new, and what it holds at a time."""
+        self.recipes[key] = num_bytes
+        self.compilations += 1
 
 
 books = Books()

@@ -102,7 +102,7 @@ class _Recorder(TorchDispatchMode):
             isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves[1:]
         )
         shaped = func is not torch.ops.aten.index.Tensor and any(tag in func.tags for tag in _SHAPE_FROM_VALUES)
-        if by_mask or shaped:
+        if (by_mask or shaped) and books.capturing:
             raise CaptureError(f"{func} has a result whose shape or use depends on values; a graph cannot hold it")
         slots = _replace((args, kwargs or {}), Tensor, lambda tensor: _Slot(self.read(tensor)))
         result = func(*args, **(kwargs or {}))
@@ -313,6 +313,19 @@ def wrap_in_hpu_graph(
         kept = [] if disable_tensor_cache else [tensor.clone() for tensor in inputs]
         return _Captured(recording, result, kept)
 
+    def run(key: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Without a graph; its memory is known once it has run."""
+        known = books.recipes.get((id(module), key))
+        if known is not None:
+            books.check_memory(known)
+            return original(*args, **kwargs)
+        with _Recorder([leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]) as recorder:
+            result = original(*args, **kwargs)
+        books.compiled((id(module), key), _peak_bytes(recorder))
+        del recorder  # has kept all results
+        books.check_memory(books.recipes[id(module), key])
+        return result
+
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         bypass = kwargs.pop("bypass_hpu_graphs", False)
@@ -320,13 +333,11 @@ def wrap_in_hpu_graph(
         kwargs.pop("cache_tensors_list", None)
         key = input_hash((args, kwargs))
         if bypass:
-            books.compiled((id(module), key))
-            return original(*args, **kwargs)
+            return run(key, args, kwargs)
         captured = cache.get(key)
         if captured is None:
             if max_graphs is not None and len(cache) >= max_graphs:
-                books.compiled((id(module), key))
-                return original(*args, **kwargs)
+                return run(key, args, kwargs)
             captured = cache[key] = capture(args, kwargs)
             return captured.result
         if warmup_mode:

@@ -1,0 +1,86 @@
+"""Prompts through flashinfer give what our own kernels give. Needs a GPU and flashinfer."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tgi.kernels import flashinfer_prompts
+from tgi.kernels.batch import PREFILL_TILE, ForwardBatch
+
+HEADS, KV_HEADS, D, BLOCK = 8, 2, 128, 16
+
+
+@pytest.fixture
+def device(device_name: str) -> torch.device:
+    if device_name != "cuda" or not flashinfer_prompts.is_installed():
+        pytest.skip("needs a GPU and flashinfer")
+    return torch.device("cuda")
+
+
+def batch_of(decode: int, chunks: list[tuple[int, int]], device: torch.device) -> ForwardBatch:
+    rows, longest = decode + len(chunks), max([64, *(end for _, end in chunks)])
+    tiles, token = [], decode
+    for row, (start, end) in enumerate(chunks, decode):
+        for first in range(start, end, PREFILL_TILE):
+            tiles.append([row, token, first, min(PREFILL_TILE, end - first), start])
+            token += tiles[-1][3]
+    tiles.sort(key=lambda tile: tile[4] == 0)
+    per_row = -(-longest // BLOCK)
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    return ForwardBatch(
+        input_ids=nothing, positions=nothing, kv_index=nothing,
+        block_tables=(torch.arange(rows * per_row, device=device) + 1).int().view(rows, per_row),
+        seq_lens=torch.tensor([50] * decode + [end for _, end in chunks], dtype=torch.int32, device=device),
+        num_decode=decode, chunk_starts_cpu=[start for start, _ in chunks], chunk_ends_cpu=[end for _, end in chunks],
+        max_seq_len=longest, logit_tokens=None, table_rows=torch.arange(rows, dtype=torch.int32, device=device),
+        prefill_tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
+        num_prefix_tiles=sum(tile[4] > 0 for tile in tiles),
+    )  # fmt: skip
+
+
+def inputs(batch: ForwardBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    lengths = [end - start for start, end in zip(batch.chunk_starts_cpu, batch.chunk_ends_cpu, strict=True)]
+    tokens = batch.num_decode + sum(lengths)
+    fused = torch.randn(tokens, HEADS + 2 * KV_HEADS, D, device=device).bfloat16()
+    q, k, v = fused.split((HEADS, KV_HEADS, KV_HEADS), 1)
+    blocks = int(batch.block_tables.max()) + 1
+    caches = [torch.randn(blocks, KV_HEADS, BLOCK, D, device=device).bfloat16().transpose(1, 2) for _ in range(2)]
+    return q, k, v, caches[0], caches[1]
+
+
+def test_equals_ours(device: torch.device) -> None:
+    from tgi.kernels.triton.attention import PagedAttention
+
+    torch.manual_seed(0)
+    ours, other = PagedAttention(132, bulk_copies=True), PagedAttention(132, bulk_copies=True)
+    prompts = flashinfer_prompts.FlashinferPrompts(device)
+    taken: list[bool] = []
+
+    def watched(*args: object) -> bool:
+        taken.append(prompts(*args))  # pyright: ignore
+        return taken[-1]
+
+    other.prompts = watched
+    # (rows that decode, chunks, whether flashinfer takes them)
+    cases = [
+        (0, [(0, 1500)], True),
+        (3, [(0, 700), (0, 33), (0, 1), (0, 640)], True),
+        (2, [(0, 2048), (16, 900)], False),  # tokens before a chunk
+        (1, [(0, 200)], False),  # too few
+        *[(i, [(0, 1024 + 37 * i), (0, 5 + i)], True) for i in range(6)],  # plans take turns
+    ]
+    results = []
+    for decode, chunks, wanted in cases:
+        batch = batch_of(decode, chunks, device)
+        q, k, v, k_cache, v_cache = inputs(batch, device)
+        for _ in range(2):  # two layers share a plan
+            actual = other(q, k_cache, v_cache, batch, D**-0.5, k=k, v=v)
+        results.append((actual, ours(q, k_cache, v_cache, batch, D**-0.5, k=k, v=v)))
+        assert taken[-2:] == [wanted, wanted]
+    for actual, expected in results:
+        assert float((actual.float() - expected.float()).abs().max()) < 2e-2
+    batch = batch_of(0, [(0, 1500)], device)
+    q, k, v, k_cache, v_cache = inputs(batch, device)
+    count = len(taken)
+    other(q, k_cache, v_cache, batch, D**-0.5, 100, k=k, v=v)  # a window is not for it
+    assert len(taken) == count

@@ -1,0 +1,40 @@
+"""The report of `make test-hpu`: a card that hangs, and tests that were all skipped, are not told as a success."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPORT = Path(__file__).parents[1] / "devices" / "hpu_report.py"
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return runpy.run_path(str(REPORT), run_name="report")
+
+
+def test_a_program_that_hangs_is_ended(report: dict[str, Any]) -> None:
+    run = report["run"]
+    run.__globals__["TIMEOUT_S"] = 0.3
+    done = run(["sh", "-c", "echo compiling; exec sleep 60"])
+    assert done.returncode == 124 and done.stderr == "compiling\n\nno end within 0.3 s"
+
+
+def test_what_went_well(report: dict[str, Any]) -> None:
+    result, describe = report["Result"], report["describe"]
+    passed, late = result("a", "passed", late=0), result("b", "passed", late=2)
+    skipped, failed = result("c", "skipped", "no card"), result("d", "failed", "x\ny")
+    assert describe("Lazy", [passed, skipped])[1]
+    for results in ([passed, late], [passed, failed], [skipped, skipped], []):
+        assert not describe("Lazy", results)[1]
+    assert describe("Ranks", [skipped])[1]  # the machine has one card
+    assert describe("Lazy", [late, failed])[0] == [
+        "",
+        "Lazy: 1 passed, 1 failed, 0 skipped",
+        "compiled after warm-up: 2 in 1 engines",
+        "  passed   b (late: 2)",
+        "  failed   d",
+        "    | x",
+        "    | y",
+    ]
