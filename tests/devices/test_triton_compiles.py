@@ -128,8 +128,8 @@ def vector8(k: int, shape: tuple[int, int, int, int]) -> tuple:
     }  # fmt: skip
     bn, stages, warps, _ = shape
     values = {
-        "N": 4096, "K": k, "K_PAD": 1 << (k - 1).bit_length(), "BN": bn, "STAGES": stages, "FORM": 1, **FUSED, "GATE": int(k <= 4096),
-        "DEPENDENT": True,
+        "N": 4096, "K": k, "K_PAD": 1 << (k - 1).bit_length(), "BN": bn, "STAGES": stages, "FORM": 1, **FUSED,
+        "GATE": int(k <= 4096),
     }  # fmt: skip
     return "vector8", "_vector8_kernel", types, values, {"num_warps": warps, "fast": True}
 

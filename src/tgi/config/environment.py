@@ -62,6 +62,7 @@ ENGINE_SETTINGS = frozenset(
         "dtype",
         "quantize",
         "kv_cache_dtype",
+        "attention",
         "load_format",
         "max_input_tokens",
         "max_total_tokens",

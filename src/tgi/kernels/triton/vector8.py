@@ -2,7 +2,8 @@
 """Matrix products in eight bits for a single row, with what happens before and after them in the same kernel.
 
 Level 1. Like `vector`, but a program goes through many rows of the weight: what the input needs first (norm, scale,
-rounding to eight bits as `quantize_rows` does it) would otherwise take as long as reading the weight.
+rounding to eight bits as `quantize_rows` does it) would otherwise take as long as reading the weight. Started while the
+kernel before still ends it is slower, as measured in whole steps: its programs wait where that one's still work.
 """
 
 import triton
@@ -10,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tgi.kernels.fp8 import Fp8Weight
-from tgi.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 from tgi.kernels.triton.quantize import BY_ROW, STATIC
 from tgi.kernels.triton.vector import GATES, gated, normalised
 
@@ -27,14 +27,13 @@ def _multiply(weights, row, inside, WHOLE: tl.constexpr):
 def _vector8_kernel(
     x, weight, weight_scale, input_scale, norm_weight, bias, out, eps, columns,
     N: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
-    FORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    FORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """BN outputs at a time. GATE: the weight holds N gates, then N values. FORM: of the input, see `quantize`."""
     k = tl.arange(0, K_PAD)
     # Not K, which is known when this is compiled: the assembler makes 0xff, which is no number, of zeros that it knows.
     inside = k < columns
     kind = out.dtype.element_ty
-    wait_for_kernel_before(DEPENDENT)
     row = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         row = normalised(row, norm_weight + k, tl.rsqrt(tl.sum(row * row, 0) / K + eps), inside, kind)
@@ -96,6 +95,5 @@ class VectorProduct8:
             x, weight.data, weight.scale, input_scale, norm[0] if norm else x, x if bias is None else bias, out,
             norm[1] if norm else 0.0, k, N=n, K=k, K_PAD=triton.next_power_of_2(k), BN=bn, STAGES=stages,
             NORM=norm is not None, FORM=(BY_ROW if weight.input_scale is None else STATIC).value,
-            GATE=GATES.index(gate), ADD=add, BIAS=bias is not None, DEPENDENT=dependent_launch(1), num_warps=warps,
-            launch_pdl=dependent_launch(1),
+            GATE=GATES.index(gate), ADD=add, BIAS=bias is not None, num_warps=warps,
         )  # fmt: skip
