@@ -374,11 +374,11 @@ def test_in_a_terminal(terminal: Terminal, tiny: Path, tmp_path: Path) -> None:
         terminal.wait(partial(terminal.is_full, columns, rows))
     terminal.type(b"q")
     status, out = terminal.wait_for_exit(1)
-    terminal.wait(lambda: not terminal.alternate)
+    terminal.wait(lambda: not terminal.alternate and terminal.cursor)
     terminal.assert_restored()
     assert status == 0
     assert "| Prefill        | 1          |" in out and "|                | 2" not in out
-    assert b"ended early: 0 of 3 batch sizes were measured, and " in terminal._received
+    terminal.wait(lambda: b"ended early: 0 of 3 batch sizes were measured, and " in terminal._received)
 
     # Ctrl-C
     file = tmp_path / "report.json"
@@ -386,7 +386,7 @@ def test_in_a_terminal(terminal: Terminal, tiny: Path, tmp_path: Path) -> None:
     terminal.wait(lambda: terminal.shows_runs)
     terminal.type(b"\x03")
     status, out = terminal.wait_for_exit(2)
-    terminal.wait(lambda: not terminal.alternate)
+    terminal.wait(lambda: not terminal.alternate and terminal.cursor)
     terminal.assert_restored()
     assert status == 130 and "| Decode  | 1          |" in out
     found = json.loads(file.read_text())
@@ -405,7 +405,7 @@ def test_in_a_terminal(terminal: Terminal, tiny: Path, tmp_path: Path) -> None:
     assert json.loads(file.read_text())["complete"]
     terminal.type(b"\x03")
     status, out = terminal.wait_for_exit(3)
-    terminal.wait(lambda: not terminal.alternate)
+    terminal.wait(lambda: not terminal.alternate and terminal.cursor)
     terminal.assert_restored()
     assert status == 0 and "|                | 2          |" in out
 
@@ -414,7 +414,7 @@ def test_in_a_terminal(terminal: Terminal, tiny: Path, tmp_path: Path) -> None:
     terminal.wait(lambda: terminal.shows_runs)
     terminal.process.send_signal(signal.SIGTERM)
     status, out = terminal.wait_for_exit(4)
-    terminal.wait(lambda: not terminal.alternate)
+    terminal.wait(lambda: not terminal.alternate and terminal.cursor)
     terminal.assert_restored()
     assert status == 143 and "| Prefill        | 1          |" in out
 
