@@ -1,9 +1,16 @@
-"""Prompts through flashinfer give what our own kernels give. Needs a GPU and flashinfer."""
+"""Prompts through flashinfer give what our own kernels give; its place in the engine is tested without it."""
+
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from driving import make_request, make_tiny, random_prompts, run, start
+from queue_on_cpu import QueueOnCpu
 from torch import Tensor
 
+from tgi.devices.device import Ops
 from tgi.kernels import flashinfer_prompts
 from tgi.kernels.batch import PREFILL_TILE, ForwardBatch
 
@@ -20,9 +27,9 @@ def device(device_name: str) -> torch.device:
 def batch_of(decode: int, chunks: list[tuple[int, int]], device: torch.device) -> ForwardBatch:
     rows, longest = decode + len(chunks), max([64, *(end for _, end in chunks)])
     tiles, token = [], decode
-    for row, (start, end) in enumerate(chunks, decode):
-        for first in range(start, end, PREFILL_TILE):
-            tiles.append([row, token, first, min(PREFILL_TILE, end - first), start])
+    for row, (begin, end) in enumerate(chunks, decode):
+        for first in range(begin, end, PREFILL_TILE):
+            tiles.append([row, token, first, min(PREFILL_TILE, end - first), begin])
             token += tiles[-1][3]
     tiles.sort(key=lambda tile: tile[4] == 0)
     per_row = -(-longest // BLOCK)
@@ -31,7 +38,7 @@ def batch_of(decode: int, chunks: list[tuple[int, int]], device: torch.device) -
         input_ids=nothing, positions=nothing, kv_index=nothing,
         block_tables=(torch.arange(rows * per_row, device=device) + 1).int().view(rows, per_row),
         seq_lens=torch.tensor([50] * decode + [end for _, end in chunks], dtype=torch.int32, device=device),
-        num_decode=decode, chunk_starts_cpu=[start for start, _ in chunks], chunk_ends_cpu=[end for _, end in chunks],
+        num_decode=decode, chunk_starts_cpu=[begin for begin, _ in chunks], chunk_ends_cpu=[end for _, end in chunks],
         max_seq_len=longest, logit_tokens=None, table_rows=torch.arange(rows, dtype=torch.int32, device=device),
         prefill_tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
         num_prefix_tiles=sum(tile[4] > 0 for tile in tiles),
@@ -39,7 +46,7 @@ def batch_of(decode: int, chunks: list[tuple[int, int]], device: torch.device) -
 
 
 def inputs(batch: ForwardBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    lengths = [end - start for start, end in zip(batch.chunk_starts_cpu, batch.chunk_ends_cpu, strict=True)]
+    lengths = [end - begin for begin, end in zip(batch.chunk_starts_cpu, batch.chunk_ends_cpu, strict=True)]
     tokens = batch.num_decode + sum(lengths)
     fused = torch.randn(tokens, HEADS + 2 * KV_HEADS, D, device=device).bfloat16()
     q, k, v = fused.split((HEADS, KV_HEADS, KV_HEADS), 1)
@@ -84,3 +91,41 @@ def test_equals_ours(device: torch.device) -> None:
     count = len(taken)
     other(q, k_cache, v_cache, batch, D**-0.5, 100, k=k, v=v)  # a window is not for it
     assert len(taken) == count
+
+
+def test_its_place_in_the_engine(device_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some other kernel for whole prompts: asked for every layer of every step with prompts, it changes no answer."""
+    if device_name != "cpu" or importlib.util.find_spec("triton") is None:
+        pytest.skip("runs in Triton's interpreter")
+    from tgi.kernels.triton import small
+    from tgi.kernels.triton.attention import PagedAttention
+
+    tiny = make_tiny("Llama", {}, tmp_path / "model")
+    asked = [make_request(n, prompt, 3) for n, prompt in enumerate(random_prompts(320, [20, 9, 50, 4], 5))]
+    plain = start(tiny.folder, device="cpu", custom_kernels=False)
+    expected = run(plain, asked)
+    plain.close()
+    taken: list[bool] = []
+
+    def whole_prompts(q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor, scale: float) -> bool:
+        taken.append(flashinfer_prompts.is_for(batch, q.shape[0], least=8))
+        if not taken[-1]:
+            return False
+        first = batch.num_decode
+        for end in batch.chunk_ends_cpu:
+            rows = slice(first, first + end)
+            parts = [part[rows].transpose(0, 1)[None] for part in (q, k, v)]
+            found = F.scaled_dot_product_attention(*parts, is_causal=True, scale=scale, enable_gqa=True)
+            out[rows] = found[0].transpose(0, 1).reshape(end, -1)
+            first += end
+        return True
+
+    attention = PagedAttention(1)
+    attention.prompts = whole_prompts
+    ops = Ops("other prompts", attention=attention, rotary_and_cache=small.rotary_and_cache)
+    monkeypatch.setattr("tgi.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path, ops))
+    engine = start(tiny.folder, max_batch_size=4, max_total_tokens=64, max_batch_prefill_tokens=48)
+    taken.clear()
+    assert [found.token_ids for found in run(engine, asked)] == [found.token_ids for found in expected]
+    engine.close()
+    assert True in taken and False in taken  # the prompt of 50 is computed in chunks

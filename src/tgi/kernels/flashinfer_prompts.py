@@ -24,6 +24,12 @@ def is_installed() -> bool:
     return importlib.util.find_spec("flashinfer") is not None
 
 
+def is_for(batch: ForwardBatch, tokens: int, least: int = _LEAST_TOKENS) -> bool:
+    """Whether all prompts of the batch, which has so many tokens, are whole, and long enough together."""
+    prompts = tokens - batch.num_decode
+    return prompts >= least and not any(batch.chunk_starts_cpu) and sum(batch.chunk_ends_cpu) == prompts
+
+
 class FlashinferPrompts:
     def __init__(self, device: torch.device) -> None:
         import flashinfer
@@ -48,8 +54,7 @@ class FlashinferPrompts:
     ) -> bool:
         """Fill `out` for the prompts of the batch; False: this batch is not one for it."""
         first, (tokens, heads, d) = batch.num_decode, q.shape
-        ends = batch.chunk_ends_cpu
-        if any(batch.chunk_starts_cpu) or sum(ends) != tokens - first or tokens - first < _LEAST_TOKENS:
+        if not is_for(batch, tokens):
             return False
         if q.dtype not in (torch.bfloat16, torch.float16) or d not in (64, 128, 256):
             return False
@@ -57,7 +62,7 @@ class FlashinferPrompts:
             return False
         how = (heads, k.shape[1], d, q.dtype, scale)
         if self._planned is None or self._planned[0] is not batch or self._planned[1] != how:
-            self._plan(ends, how)
+            self._plan(batch.chunk_ends_cpu, how)
             self._planned = (batch, how)
         wrapper, _ = self._plans[self._next]
         wrapper.run(q[first:], k[first:], v[first:], out=out[first:].view(-1, heads, d))
