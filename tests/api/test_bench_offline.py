@@ -96,6 +96,11 @@ def test_errors_are_one_line(tiny: Path, arguments: list[str], text: str) -> Non
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and text in done.stderr
 
 
+def test_what_needs_a_gpu_is_told_before_a_model_is_looked_for() -> None:
+    done = bench("--model-id", "/nowhere/model", "--device", "cpu", "--floor", "1/1/1")
+    assert done.returncode == 1 and "about a GPU" in done.stderr
+
+
 def test_a_missing_model() -> None:
     done = bench("--model-id", "/nowhere/model", "1/1/1")
     assert done.returncode == 1

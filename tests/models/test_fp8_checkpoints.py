@@ -283,6 +283,8 @@ DOWN = "model.layers.1.mlp.down_proj"
         ({f"{DOWN}.weight_scale": torch.ones(3)}, f"tensor {DOWN}.weight_scale in"),
         ({f"{DOWN}.weight_scale": torch.ones((), dtype=torch.int8)}, "has type int8, but scales are float32"),
         ({f"{DOWN}.weight_scale": torch.tensor(torch.nan)}, "holds a scale that is not finite"),
+        ({f"{DOWN}.weight_scale": torch.tensor(0.0)}, f"tensor {DOWN}.weight_scale in"),
+        ({f"{DOWN}.weight_scale": torch.arange(64.0)[:, None] - 1}, "must hold scales above 0"),
         ({f"{DOWN}.input_scale": torch.tensor(0.0)}, "must be one number above 0"),
         ({f"{DOWN}.weight": torch.ones(64, 96)}, f"tensor {DOWN}.weight in"),
         ({f"{DOWN}.weight": torch.ones(64, 96).to(torch.float8_e5m2)}, "has type float8_e5m2, config.json makes it"),

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tgi.bench.shapes import write_shape
+from tgi.config import ServerConfig
 from tgi.devices import cuda, driver
 from tgi.devices.driver import Driver, Gpu
 from tgi.errors import StartError
@@ -136,3 +138,31 @@ def test_check_shows_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert any(line.endswith("NVIDIA H200, 150.75 GB, capability 9.0") for line in lines)
     assert any(line.endswith("bfloat16, FP8; the driver runs CUDA 13.0") for line in lines)
     assert check.check_model(arguments.ServerConfig(model_id=str(tmp_path), device="cpu")).gpu == {}
+
+
+def test_check_does_not_blame_the_architecture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is known, whatever is wrong with the device."""
+
+    def refuse(*_: object) -> None:
+        raise StartError("no GPU")
+
+    monkeypatch.setattr("tgi.devices.device.choose_device", refuse)
+    write_shape("smollm2-135m", tmp_path)
+    report = check.check_model(arguments.ServerConfig(model_id=str(tmp_path), device="cuda", load_format="dummy"))
+    assert report.problems[-1] == "no GPU"
+    assert "LlamaForCausalLM, supported" in check.render(report)
+
+
+def test_a_missing_gpu_is_told_before_a_model_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tgi.engine import build
+
+    monkeypatch.setattr("tgi.devices.device.read_driver", lambda: Driver(problem="there is no NVIDIA driver here"))
+    monkeypatch.setattr(build, "find_model", lambda *_: pytest.fail("a model was looked for"))
+    with pytest.raises(StartError, match="`device` cuda"):
+        build.start_engine(ServerConfig(model_id="somebody/a-large-model", device="cuda"))
+
+
+def test_sizes_of_graphs() -> None:
+    with pytest.raises(StartError, match="`cuda_graphs`"):
+        ServerConfig(cuda_graphs=[4, -1]).check()
+    ServerConfig(cuda_graphs=[0]).check()

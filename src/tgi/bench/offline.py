@@ -26,7 +26,7 @@ from tgi.bench.row_progress import Lines, RowProgress
 from tgi.bench.shapes import write_shape
 from tgi.bench.work import Iteration, run_once, summarise, warm_up
 from tgi.config import Resolved, ServerConfig
-from tgi.devices.device import Device
+from tgi.devices.device import Device, check_present
 from tgi.engine import warm_up as engine_warm_up
 from tgi.engine.build import Engine, start_engine
 from tgi.errors import ResourceError, StartError
@@ -43,13 +43,17 @@ _ITERATION_BITS = 20  # where a seed has the number of the iteration
 
 def run_offline(task: Task) -> int:
     """The exit status. Ctrl-C ends it with what was measured so far."""
+    if (task.floor or task.profile) and not _on_gpu(task.settings.get("device", "auto")):
+        raise StartError("--floor and --profile are about a GPU, on which this model does not run here")
     if task.json_path is not None:
         if task.asked is not None:
             Path(task.json_path).parent.mkdir(parents=True, exist_ok=True)  # its program makes the folder too
         reports.check_writable(task.json_path)
     lines = Lines(task.quiet)
     with _model_folder(task) as model_id, StageBars(enabled=not task.quiet) as bars:
-        source = find_model(ServerConfig(**{**task.settings, "model_id": model_id}), bars.update)
+        asked = ServerConfig(**{**task.settings, "model_id": model_id})
+        check_present(asked)
+        source = find_model(asked, bars.update)
         spec = read_spec(read_config(source.path))
         rows, skipped = choose_rows(task, spec.max_positions)
         config = make_config(task, rows, model_id, spec.max_positions)
@@ -132,7 +136,7 @@ def make_config(task: Task, rows: list[Row], model_id: str, max_positions: int) 
 def check_host_memory(task: Task, config: ServerConfig, spec: DecoderSpec) -> None:
     """Raise `ResourceError` if a shape is too large for a CPU's memory, where the system would end the process. On a
     GPU the engine says so itself."""
-    if task.shape is None or config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
+    if task.shape is None or _on_gpu(config.device):
         return
     heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     matrices = spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
@@ -147,6 +151,10 @@ def check_host_memory(task: Task, config: ServerConfig, spec: DecoderSpec) -> No
         )
 
 
+def _on_gpu(device: str) -> bool:
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
 class _Run:
     """An engine taken through the rows, and the report that grows with it."""
 
@@ -156,9 +164,6 @@ class _Run:
 
     def measure(self) -> int:
         task, report = self.task, self.report
-        on_gpu = self.engine.device.torch_device.type == "cuda"
-        if (task.floor or task.profile) and not on_gpu:
-            raise StartError(f"--floor and --profile are about a GPU; the model runs on {self.engine.device.name}")
         interrupted = False
         try:
             self.get_ready()

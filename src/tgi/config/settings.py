@@ -290,6 +290,8 @@ def _check_values(config: ServerConfig) -> None:
     for name in ("cuda_memory_fraction", "hpu_memory_fraction"):
         if not 0 < getattr(config, name) <= 1:
             raise StartError(f"`{name}` must be > 0 and <= 1. Given: {getattr(config, name)}")
+    if any(size < 0 for size in config.cuda_graphs or ()):
+        raise StartError(f"`cuda_graphs` must be numbers of requests, 0 for none. Given: {config.cuda_graphs}")
     if not 0 <= config.tgi_graph_reserved_mem < 1:
         raise StartError(f"`tgi_graph_reserved_mem` must be >= 0 and < 1. Given: {config.tgi_graph_reserved_mem}")
     for name in ("api_key", "admin_api_key"):

@@ -211,6 +211,14 @@ def wrap_graphs(
     return device.wrap_graphs(forward, first) if has_graphs(device) else _PlainForward(forward)
 
 
+def check_present(config: ServerConfig) -> None:
+    """Raise `StartError` with the way out where a GPU is asked for and there is none: before anything is fetched."""
+    if config.device == "cuda":
+        from tgi.devices.cuda import explain_missing
+
+        explain_missing(torch.__version__, torch.version.cuda, read_driver(), config.custom_kernels)
+
+
 def choose_device(
     name: str,
     cache_dir: Path,

@@ -13,7 +13,7 @@ import torch
 
 from tgi.config import ModelSize, Resolved, ServerConfig, cache_folder, resolve, uses_buckets
 from tgi.devices.buckets import BucketPlan
-from tgi.devices.device import Device, MeasuredDevice, choose_device, is_measured, is_queue
+from tgi.devices.device import Device, MeasuredDevice, check_present, choose_device, is_measured, is_queue
 from tgi.engine.bucketing import (
     describe_plan,
     fit_prompts,
@@ -78,6 +78,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     config = calibrated.config
     seconds: dict[str, float] = {}
     cache_dir = cache_folder(config)
+    check_present(config)
     with _timed(seconds, "resolve"):
         source = find_model(config, progress)
         spec = read_spec(read_config(source.path))

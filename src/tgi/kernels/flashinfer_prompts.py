@@ -2,8 +2,8 @@
 """Attention of prompts through flashinfer, for those who have installed it and ask for it (`ATTENTION=flashinfer`).
 
 Level 1. On a Hopper card its kernel for prompts without tokens before them is faster than ours
-(`bench/cuda_attention.py --flashinfer`), but it is compiled for about a minute when it is first used on a machine. It
-plans each batch on the host: three plans take turns, so that none is overwritten while the device may still copy it.
+(`bench/cuda_attention.py --flashinfer`), but it is compiled for about two minutes when it is first used on a machine.
+It plans each batch on the host: three plans take turns, so that none is overwritten while the device may still copy it.
 """
 
 import importlib.util

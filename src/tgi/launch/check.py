@@ -49,6 +49,7 @@ class Report(msgspec.Struct, kw_only=True):
     notes: list[str] = []
     gpu: dict[str, str] = {}  # what is known of the GPU, where there is one
     architecture: str | None = None
+    is_supported: bool = False  # the architecture, wherever it runs
     parameters: int | None = None
     dtype: str | None = None
     weight_bytes: int | None = None  # on the device, as it would be loaded
@@ -235,6 +236,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     if not facts.has_chat_template:
         report.notes = ["there is no chat template: chat requests will be refused"]
     spec = read_spec(Config(facts.config, facts.source))
+    report.is_supported = True
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     custom_kernels = config.custom_kernels and on_gpu  # those of the CPU would be compiled now
     device = choose_device(
@@ -323,7 +325,7 @@ def render(report: Report) -> str:
         rows.append(("GPU", f"{report.gpu['name']}, {report.gpu['memory']}, capability {report.gpu['capability']}"))
         rows.append(("", f"{report.gpu['features']}; the driver runs {report.gpu['driver']}"))
     if report.architecture is not None:
-        known = "supported" if report.parameters is not None else "not supported"
+        known = "supported" if report.is_supported else "not supported"
         rows.append(("architecture", f"{report.architecture}, {known}"))
     if report.parameters is not None:
         rows.append(("parameters", f"{report.parameters / 1e6:,.1f} million"))

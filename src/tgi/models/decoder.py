@@ -169,7 +169,8 @@ class CausalLM(Module):
     def bind(self, kv_cache: list[tuple[Tensor, Tensor]], num_positions: int) -> None:
         """Called once with the cache that every pass will use, when the weights are loaded."""
         self.cos_sin = build_table(self.spec.rope, num_positions, self.device)
-        if self.ops.make_stack is not None and self.parallel.world == 1:
+        capped = any(layer.attention.heads.softcap is not None for layer in self.model.layers)
+        if self.ops.make_stack is not None and self.parallel.world == 1 and not capped:  # no stack caps its scores
             pairs = zip(self.model.layers, kv_cache, strict=True)
             self.stack = self.ops.make_stack(
                 [layer.as_stack_layer(k_cache, v_cache) for layer, (k_cache, v_cache) in pairs],

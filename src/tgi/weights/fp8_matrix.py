@@ -190,6 +190,10 @@ def _read_scale(name: str, part: Part, scheme: Fp8Scheme, checkpoint: Checkpoint
     """float32: by row of the whole tensor, or by square."""
     scale_name = _beside(name, scheme.scale_name)
     scale = _read_numbers(scale_name, checkpoint)
+    if bool((scale < 0).any()) or not bool(scale.any()):  # some may be 0: a row of zeros has no scale of its own
+        raise ModelFormatError(
+            f"tensor {scale_name} in {checkpoint.folder} must hold scales above 0. Is the download complete?"
+        )
     if scheme.by_square:
         return scale
     return scale.reshape(-1).expand(part.shape[0])

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""All layers of a decoder for a single row: five kernels per layer, most of which only read a weight.
+"""All layers of a decoder for a single row: six kernels per layer, most of which only read a weight.
 
 Level 1. Used where one request decodes alone; with more rows, layers run one by one with the libraries' products.
 """
@@ -40,10 +40,12 @@ def make_stack(
     activation: str,
     eight_bit: bool = True,
 ) -> VectorStack | None:
-    """None where a weight is of a kind that the products for one row do not take.
+    """None where a weight is of a kind that the products for one row do not take, or heads have norms of their own.
 
     `eight_bit`: whether the GPU has those types.
     """
+    if any(layer.q_norm is not None or layer.k_norm is not None for layer in layers):
+        return None
     matrices = [m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     if activation not in ("silu", "gelu_tanh") or not all(_can_multiply(m, eight_bit) for m in matrices):
         return None

@@ -1,0 +1,130 @@
+"""All layers for one row, in Triton's interpreter, against the same layers one by one."""
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tgi.devices.device import Ops
+from tgi.kernels.batch import ForwardBatch
+from tgi.kernels.fp8 import FP8, Fp8Weight
+from tgi.models.decoder import CausalLM
+from tgi.models.registry import read_spec
+from tgi.models.spec import Config
+from tgi.parallel import SINGLE
+from tgi.weights.load import load_dummy
+from tgi.weights.quantization import ON_LOADING, Fp8Scheme, Quantization
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from tgi.kernels.triton.linear import Linear
+from tgi.kernels.triton.ops import load_ops
+from tgi.kernels.triton.stack import make_stack
+
+CPU = torch.device("cpu")
+STATIC = Fp8Scheme(input_scale_name="input_scale")
+IN_PARTS = Quantization("fp8", ((("Linear",), STATIC),), ignored=("o_proj",))
+TOKENS = 23  # in the cache, with the row's own
+Cache = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(device_name: str) -> None:
+    if device_name != "cpu":
+        pytest.skip("runs in Triton's interpreter")
+    torch.manual_seed(0)
+
+
+def build(quantization: Quantization, cache_dtype: torch.dtype, **changes: Any) -> tuple[CausalLM, Cache]:
+    """Of odd sizes; what a GPU with eight-bit types would multiply it with."""
+    linear = Linear(3, (8, 9))
+    loaded = load_ops(3)
+    assert not isinstance(loaded, str)
+    ops = Ops("", **loaded | {"linear": linear, "product": linear.product, "make_stack": make_stack})
+    fields = {
+        "vocab_size": 40, "hidden_size": 80, "intermediate_size": 208, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "head_dim": 20, "max_position_embeddings": 64, "hidden_act": "silu", **changes,
+    }  # fmt: skip
+    spec = read_spec(Config(fields, "config.json"))
+    model = CausalLM(ops, SINGLE, spec, CPU)
+    load_dummy(model, torch.float16, CPU, 1, quantization)
+    for number, layer in enumerate(model.model.layers):
+        layer.attention.k_scale, layer.attention.v_scale = 0.25 + number, 0.75
+        layer.attention_norm.weight.uniform_(20, 40)  # so that everything can be seen in the result
+        for matrix in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
+            if matrix.bias is not None:
+                matrix.bias.normal_()
+    shape = (4, 16, spec.num_kv_heads, spec.head_dim)
+    cache = [(torch.randn(shape).to(cache_dtype), torch.randn(shape).to(cache_dtype)) for _ in model.model.layers]
+    model.bind(cache, 64)
+    return model, cache
+
+
+def compute(model: CausalLM, cache: Cache) -> tuple[torch.Tensor, Cache]:
+    """The row's hidden state, and what the cache then holds."""
+    cache = [(k.clone(), v.clone()) for k, v in cache]
+    if model.stack is not None:
+        pairs = zip(model.stack.layers, cache, strict=True)  # pyright: ignore
+        layers = [replace(layer, k_cache=k, v_cache=v) for layer, (k, v) in pairs]
+        model.stack = replace(model.stack, layers=layers)  # pyright: ignore
+    place = 1 * 16 + (TOKENS - 1) % 16
+    batch = ForwardBatch(
+        input_ids=torch.tensor([5]), positions=torch.tensor([TOKENS - 1]), kv_index=torch.tensor([place]),
+        block_tables=torch.tensor([[0, 0], [3, 1]], dtype=torch.int32), max_seq_len=TOKENS, num_decode=1,
+        seq_lens=torch.tensor([TOKENS], dtype=torch.int32), chunk_starts_cpu=[], chunk_ends_cpu=[], logit_tokens=None,
+        table_rows=torch.tensor([1], dtype=torch.int32),
+    )  # fmt: skip
+    return model.forward(batch, cache), cache
+
+
+@pytest.mark.parametrize(
+    ("quantization", "cache_dtype", "changes"),
+    [
+        (
+            ON_LOADING,  # the last matrix stays in 16 bits
+            FP8,
+            {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+        ),
+        (
+            IN_PARTS,
+            torch.float16,
+            {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": 10},
+        ),
+    ],
+    ids=["biases", "windows"],
+)
+def test_equals_layers_one_by_one(quantization: Quantization, cache_dtype: torch.dtype, changes: dict) -> None:
+    model, cache = build(quantization, cache_dtype, **changes)
+    assert model.stack is not None
+    found, found_cache = compute(model, cache)
+    model.stack = None
+    expected, expected_cache = compute(model, cache)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    for ours, theirs in zip(found_cache, expected_cache, strict=True):
+        for side in range(2):
+            torch.testing.assert_close(ours[side].float(), theirs[side].float(), rtol=1e-2, atol=1e-2)
+
+
+def test_what_it_does_not_take() -> None:
+    model, cache = build(ON_LOADING, torch.float16, architectures=["LlamaForCausalLM"])
+    layers = [layer.as_stack_layer(*pair) for layer, pair in zip(model.model.layers, cache, strict=True)]
+    norm = model.model.norm.weight
+
+    def is_taken(activation: str = "silu", eight_bit: bool = True, **changes: Any) -> bool:
+        changed = [layers[0], replace(layers[1], **changes)]
+        return make_stack(changed, norm, model.cos_sin, 4, 1e-5, 1.0, activation, eight_bit) is not None
+
+    weight = layers[1].qkv
+    assert isinstance(weight, Fp8Weight)
+    assert is_taken()
+    assert not is_taken(eight_bit=False)
+    assert not is_taken(activation="relu")
+    assert not is_taken(q_norm=torch.ones(20))
+    assert not is_taken(k_norm=torch.ones(20))
+    assert not is_taken(qkv=replace(weight, input_bound=1.0))
+    assert not is_taken(qkv=replace(weight, scale=torch.ones(2, 1)))
+    assert not is_taken(down=torch.zeros(80, 208))
