@@ -1,7 +1,7 @@
 # ruff: noqa: B023
 """Attention and the small kernels on a GPU: are they right, how fast is each way to launch them.
 
-    python bench/cuda_attention.py [--only check,small,decode,prefill,lengths] [--flashinfer] [--quick] [--out FILE]
+    python bench/cuda_attention.py [--only check,small,decode,...] [--flashinfer] [--quick] [--out FILE]
 
 First every kernel against its definition, then each work with several variants, the best last.
 """
@@ -46,6 +46,8 @@ DECODE = [
     (94, 2112, 32, 32, FP8),
     (81, 3072, 32, 32, FP8),
     (1230, 192, 32, 32, FP8),
+    (1024, 200, 32, 8, torch.bfloat16),  # a few tokens more than whole tiles
+    (1230, 200, 32, 32, FP8),
     (1, 400, 32, 32, FP8),
     (256, 600, 32, 8, FP8),
 ]
@@ -120,18 +122,22 @@ def prefill_variants(before: int, quick: bool) -> dict[str, PrefillChoice]:
 # Making work ------------------------------------------------------------------------------------------------------
 
 
-def tables_for(rows: int, tokens: int) -> Tensor:
-    per_row = -(-tokens // BLOCK_SIZE)
+def tables_for(rows: int, tokens: int, block: int = BLOCK_SIZE) -> Tensor:
+    per_row = -(-tokens // block)
     return (torch.randperm(rows * per_row, device=CUDA) + 1).to(torch.int32).view(rows, per_row)
 
 
-def cache_for(rows: int, tokens: int, kv_heads: int, dtype: torch.dtype, spread: float = 1.0) -> Tensor:
-    """By head in memory, as the engine keeps it."""
-    shape = (rows * -(-tokens // BLOCK_SIZE) + 1, kv_heads, BLOCK_SIZE, D)
+def cache_for(
+    rows: int, tokens: int, kv_heads: int, dtype: torch.dtype, spread: float = 1.0, block: int = BLOCK_SIZE,
+    by_head: bool = True,
+) -> Tensor:  # fmt: skip
+    """By head in memory, as the engine keeps it, or by token."""
+    blocks = rows * -(-tokens // block) + 1
+    shape = (blocks, kv_heads, block, D) if by_head else (blocks, block, kv_heads, D)
     made = torch.empty(shape, dtype=dtype, device=CUDA)
     for part in made.split(4096):  # not all of it in float32 at once
         part.copy_((torch.randn(part.shape, device=CUDA) * spread).clamp(-400, 400))
-    return made.transpose(1, 2)
+    return made.transpose(1, 2) if by_head else made
 
 
 def batch_for(decode: list[int], chunks: list[tuple[int, int]], tables: Tensor) -> ForwardBatch:
@@ -220,11 +226,11 @@ def attempt(name: str, work: Callable[[], Any]) -> Any:
         return None
 
 
-def tell(kind: str, work: str, unit: str, found: list[tuple[float, float, str]]) -> None:
+def tell(kind: str, work: str, unit: str, found: list[tuple[float, float, str]], most: int = 4) -> None:
     """(rate, microseconds, variant): the best last."""
     for rate, us, variant in sorted(found):
         results.append({"kind": kind, "work": work, "variant": variant, "us": us, unit: rate})
-    shown = sorted(found)[-4:]
+    shown = sorted(found)[-most:]
     chosen = [f for f in found if f[2] == "chosen"]
     print(
         f"{kind:8s}{work:34s}"
@@ -586,6 +592,36 @@ def torch_sdpa(q: Tensor, k: Tensor, v: Tensor, prompts: int) -> Callable[[], An
     return lambda: torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
 
 
+def time_layouts() -> None:
+    """Sizes of blocks and orders in memory, each with the variant that is chosen."""
+    for rows, context, heads, kv_heads, dtype in (
+        DECODE[0],
+        DECODE[2],
+        (163, 1152, 32, 32, FP8),
+        (81, 3072, 32, 32, FP8),
+    ):
+        scales = SCALES if dtype is FP8 else (1.0, 1.0)
+        q = torch.randn(rows, heads, D, device=CUDA).bfloat16()
+        num_bytes = rows * context * 2 * kv_heads * D * dtype.itemsize
+        found = []
+        for block in (16, 32, 64, 128):
+            for by_head in (True, False):
+                caches = [cache_for(rows, context, kv_heads, dtype, 1 / s, block, by_head) for s in scales]
+                batch = batch_for([context] * rows, [], tables_for(rows, context, block))
+                op = PagedAttention(PROCESSORS, bulk_copies=BULK_COPIES)
+                name = f"block {block} by {'head' if by_head else 'token'}"
+                ms = attempt(name, lambda: median_ms(lambda: op(q, *caches, batch, D**-0.5, None, None, SCALES)))
+                if ms:
+                    found.append((num_bytes / ms / 1e9, 1e3 * ms, name))
+        tell(
+            "layout",
+            f"{rows}x{context} {heads}/{kv_heads} {'fp8' if dtype is FP8 else 'bf16'}",
+            "TB/s",
+            found,
+            len(found),
+        )
+
+
 def time_new_lengths() -> None:
     """What the first call with a length costs on the host: a library that plans by shape pays it for every prompt."""
 
@@ -620,7 +656,7 @@ def time_new_lengths() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,small,decode,prefill,lengths")
+    parser.add_argument("--only", default="check,small,decode,prefill,layout,lengths")
     parser.add_argument(
         "--flashinfer", action="store_true", help="time it as well; it compiles for 12 to 31 s a kernel"
     )
@@ -642,6 +678,8 @@ def main() -> None:
             attempt(name, lambda: time_decode(options.quick, options.flashinfer))
         elif name == "prefill":
             attempt(name, lambda: time_prefill(options.quick, options.flashinfer))
+        elif name == "layout":
+            attempt(name, time_layouts)
         elif name == "lengths":
             attempt(name, time_new_lengths)
         print(f"-- {name}: {time.perf_counter() - begun:.0f} s", flush=True)

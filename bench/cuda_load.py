@@ -1,0 +1,160 @@
+"""Safetensors files to a GPU: what the engine takes, beside what the disk, the page cache and the bus alone would.
+
+    python bench/cuda_load.py [--shape llama-3.1-8b] [--layers 32] [--folder DIR] [--device cuda] [--json FILE]
+
+Writes a checkpoint of that shape with random numbers, then loads it twice, each time in a new process: with cold pages
+where this user may drop them (root), and with warm ones. The ceiling is the slower one of reading the files and copying
+pinned memory to the device.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tgi.bench.report import markdown
+from tgi.bench.shapes import SHAPES, write_shape
+
+LAYERS_PER_FILE = 4
+PIECE = 16 << 20
+# The stage of a whole start of the engine, in a process that has loaded nothing before.
+PROGRAM = """
+import sys
+from tgi.config import ServerConfig
+from tgi.engine.build import start_engine
+engine = start_engine(ServerConfig(model_id=sys.argv[1], device=sys.argv[2], max_batch_size=1, max_total_tokens=64))
+print("load", engine.seconds["load"])
+engine.close()
+"""
+
+
+def write_checkpoint(folder: Path, shape: str, num_layers: int) -> int:
+    """-> bytes."""
+    write_shape(shape, folder)
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), "num_hidden_layers": num_layers}
+    path.write_text(json.dumps(config))
+    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    kv = config["num_key_value_heads"] * head_dim
+    noise = (torch.randn(1 << 20) * 0.02).bfloat16()
+
+    def tensor(*size: int) -> torch.Tensor:
+        count = torch.Size(size).numel()
+        return noise.repeat(-(-count // noise.numel()))[:count].view(size)
+
+    def layer(number: int) -> dict[str, torch.Tensor]:
+        sizes = {
+            "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (width, hidden), "mlp.up_proj": (width, hidden),
+            "mlp.down_proj": (hidden, width), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        }  # fmt: skip
+        return {f"model.layers.{number}.{name}.weight": tensor(*size) for name, size in sizes.items()}
+
+    parts = {"model.embed_tokens.weight": tensor(vocab, hidden), "model.norm.weight": tensor(hidden)}
+    if not config.get("tie_word_embeddings"):
+        parts["lm_head.weight"] = tensor(vocab, hidden)
+    save_file(parts, folder / "model-ends.safetensors")
+    for first in range(0, num_layers, LAYERS_PER_FILE):
+        parts = {}
+        for number in range(first, min(first + LAYERS_PER_FILE, num_layers)):
+            parts |= layer(number)
+        save_file(parts, folder / f"model-{first:03d}.safetensors")
+    os.sync()
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def drop_pages() -> bool:
+    try:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def read_all(folder: Path) -> float:
+    """Seconds to read all files on several threads, into buffers that are used again and again."""
+
+    def read(asked: tuple[Path, int]) -> None:
+        file, start = asked
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.pread(descriptor, PIECE, start)
+        finally:
+            os.close(descriptor)
+
+    work = [(file, at) for file in folder.glob("*.safetensors") for at in range(0, file.stat().st_size, PIECE)]
+    began = time.perf_counter()
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        list(threads.map(read, work))
+    return time.perf_counter() - began
+
+
+def bus_rate(device: str) -> float | None:
+    """GB/s of copies from pinned memory."""
+    if device != "cuda":
+        return None
+    source = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(4):
+        target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    return 4 * source.nbytes / (time.perf_counter() - began) / 1e9
+
+
+def load_in_engine(folder: Path, device: str) -> float:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), device], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.exit(done.stderr[-2000:])
+    return float(done.stdout.split()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, default=32, help="of the checkpoint; fewer take less room and time")
+    parser.add_argument("--folder", help="where the files go (default: a temporary folder, removed at the end)")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", help="also write the figures there")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="load-", dir=options.folder) as name:
+        folder = Path(name)
+        num_bytes = write_checkpoint(folder, options.shape, options.layers)
+        size = num_bytes / 1e9
+        print(f"{size:.2f} GB in {len(list(folder.glob('*.safetensors')))} files", flush=True)
+        found: dict[str, float | None] = {"gigabytes": size, "bus_gb_s": bus_rate(options.device)}
+        lines = []
+        for pages in ("cold", "warm"):
+            if pages == "cold" and not drop_pages():
+                print("pages cannot be dropped by this user: no cold row")
+                continue
+            reading = read_all(folder)
+            if pages == "cold":
+                drop_pages()
+            loading = load_in_engine(folder, options.device)
+            ceiling = min(size / reading, found["bus_gb_s"] or float("inf"))
+            found |= {f"{pages}_files_gb_s": size / reading, f"{pages}_load_s": loading}
+            bus = found["bus_gb_s"]
+            cells = [pages, f"{size / reading:.1f}", "-" if bus is None else f"{bus:.1f}", f"{loading:.2f}"]
+            lines.append([*cells, f"{size / loading:.1f}", f"{size / loading / ceiling:.2f}"])
+    print(markdown(["pages", "files, GB/s", "bus, GB/s", "load, s", "load, GB/s", "of the slower one"], lines))
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
