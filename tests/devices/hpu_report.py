@@ -5,6 +5,7 @@ report tells what works and what was compiled after warm-up; it has no times and
 """
 
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -19,6 +20,17 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 REPORT = Path("hpu-report.txt")
 SUITE = ["tests/devices/test_hpu.py", "tests/devices/test_bucketed.py"]
+NEEDED = [
+    "torch",
+    "msgspec",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "llguidance",
+    "pytest",
+    "hypothesis",
+    "transformers",
+]
 PACKAGES = ["torch", "habana-torch-plugin", "habana-torch-dataloader", "transformers", "numpy"]
 TIMEOUT_S = 7200
 
@@ -159,7 +171,19 @@ def write(lines: list[str]) -> None:
     print(REPORT.read_text())
 
 
+def missing_packages() -> list[str]:
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
 def main() -> int:
+    if missing := missing_packages():
+        print(
+            f"{sys.executable} lacks {', '.join(missing)}. Install this project and its test packages beside Intel's"
+            " software (pip install -e '.[dev]', keeping the torch that is there), or name another Python:"
+            " make test-hpu PYTHON=...",
+            file=sys.stderr,
+        )
+        return 2
     lines = ["Report of the device suite on Gaudi", "", *describe_machine(), ""]
     card = run([sys.executable, "-c", NAME_CARD], PT_HPU_LAZY_MODE="1")
     if card.returncode:

@@ -38,3 +38,12 @@ def test_what_went_well(report: dict[str, Any]) -> None:
         "    | x",
         "    | y",
     ]
+
+
+def test_a_python_without_the_packages(
+    report: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = report["main"]
+    monkeypatch.setitem(main.__globals__, "NEEDED", ["torch", "no_such_package"])
+    assert main() == 2
+    assert "lacks no_such_package. Install this project" in capsys.readouterr().err
