@@ -363,7 +363,8 @@ def test_sampling_is_that_of_the_cpu(hpu, start_hpu, tiny, on_cpu, tmp_path):
     engine = start_hpu(tiny.folder, cache_dir=str(tmp_path))
     shapes = json.loads(next((tmp_path / "warmed").glob("*.json")).read_text())["shapes"]
     prompts = [num_bytes for phase, *_, num_bytes, captured in shapes if phase == "prefill" and not captured]
-    assert max(prompts) > 0, "what a pass without a graph takes for a while is seen, too"
+    if hpu.bridge.lazy or not hpu.bridge.emulated:  # the stand-in reckons with it where graphs would be
+        assert max(prompts) > 0, "what a pass without a graph takes for a while is seen, too"
     warm = hpu.bridge.count_compilations()
     assert [output.token_ids for output in run(engine, requests(**SAMPLED))] == on_cpu["sampled"]
     assert hpu.bridge.count_compilations() == warm
