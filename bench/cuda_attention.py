@@ -41,7 +41,9 @@ DECODE = [
     (1, 3000, 32, 8, torch.bfloat16),
     (1, 32768, 32, 8, torch.bfloat16),
     (4, 600, 32, 8, torch.bfloat16),
+    (8, 600, 32, 8, torch.bfloat16),
     (16, 600, 32, 8, torch.bfloat16),
+    (32, 600, 32, 8, torch.bfloat16),
     (163, 1152, 32, 32, FP8),
     (94, 2112, 32, 32, FP8),
     (81, 3072, 32, 32, FP8),
@@ -81,10 +83,14 @@ def decode_variants(rows: int, kv_heads: int, group: int, dtype: torch.dtype, qu
             (32, 2, 3),
             (64, 2, 2),
             (32, 4, 3),
+            (32, 2, 2),
+            (32, 2, 4),
+            (32, 1, 3),
         ]
         for n, w, stages in ways[: 4 if quick else None]:
             found[f"lanes n{n} w{w} s{stages}"] = DecodeChoice(n, w, stages, s, lanes=min(n, width * w))
     ways = [(64, 4, 3), (32, 4, 4), (64, 2, 3), (128, 4, 2), (64, 4, 2), (32, 2, 4), (64, 4, 4), (128, 8, 3)]
+    ways += [(64, 2, 2), (64, 2, 4), (32, 2, 3), (32, 1, 4)]
     for n, w, stages in ways[: 3 if quick or group == 1 else None]:
         found[f"group n{n} w{w} s{stages}"] = DecodeChoice(n, w, stages, s)
     if rows <= 64:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgi.devices.buckets import decode_sizes
+from tgi.devices.buckets import decode_sizes, mixed_sizes
 from tgi.devices.cpu import CpuDevice
 from tgi.devices.device import GraphForward, Mark, Ops
 from tgi.devices.graphs import CapturedForward
@@ -28,6 +28,9 @@ class QueueOnCpu(CpuDevice):
     def __init__(self, cache_dir: Path, ops: Ops | None = None) -> None:
         super().__init__(cache_dir, custom_kernels=False)
         self.ops = ops or Ops()
+        self._most_mixed = (
+            128 if ops is None else 48
+        )  # the CPU, and even more an interpreter, would take long over more
         self.num_replays = 0
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -53,6 +56,9 @@ class QueueOnCpu(CpuDevice):
 
     def decode_sizes(self, maximum: int) -> list[int]:
         return decode_sizes(maximum)
+
+    def mixed_sizes(self, max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+        return mixed_sizes(max_rows, min(max_tokens, self._most_mixed))
 
     def wrap_graphs(
         self, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None

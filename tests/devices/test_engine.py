@@ -106,6 +106,34 @@ def test_greedy(tiny: Tiny, start_here: Start) -> None:
         assert engine.device.num_replays > 0
 
 
+def test_prompts_of_every_captured_size(tiny: Tiny, start_here: Start) -> None:
+    """Alone, several at a time, beside requests that decode, and after tokens that are cached."""
+    prompts = random_prompts(320, [1, 31, 32, 33, 64, 65, 97, 128, 129, 260, 390, 420], seed=5)
+    prompts += [prompts[6] + prompts[1], prompts[9] + prompts[3], prompts[11] + prompts[5]]
+    asked = [make_request(n, prompt, 6) for n, prompt in enumerate(prompts)]
+    settings = {"max_total_tokens": 500, "max_batch_total_tokens": 20_000}
+    outputs = []
+    for graphs in ({"cuda_graphs": [0]}, {}):
+        engine = start_here(tiny.folder, **settings, **graphs)
+        outputs.append(run(engine, asked, arrivals=[9 * n for n in range(len(asked))]))
+        outputs.append(run(engine, asked, arrivals=[n // 3 for n in range(len(asked))]))
+        assert engine.loop.scheduler.stats.num_cached_prompt_tokens > 0
+    for other in outputs[1:]:
+        same(other, outputs[0])
+
+
+@pytest.mark.parametrize(("length", "captured"), [(1, True), (40, True), (117, True), (129, False)])
+def test_a_step_with_few_prompt_tokens_is_replayed(
+    tiny_llama: Tiny, start_here: Start, length: int, captured: bool
+) -> None:
+    for settings, expected in (({}, captured), ({"cuda_graphs": [0]}, False)):
+        engine = start_here(tiny_llama.folder, **settings)
+        if not isinstance(engine.device, QueueOnCpu):
+            pytest.skip("replays are counted by a device double")
+        run(engine, [make_request(0, [7] * length, 1)])
+        assert engine.device.num_replays == int(expected)
+
+
 def test_every_way_to_choose(tiny_llama: Tiny, start_here: Start) -> None:
     asked = requests(PARAMS, [3 + n % 29 for n in range(30)])
     expected = on_cpu(tiny_llama.folder, asked)

@@ -432,7 +432,8 @@ def test_tiles_in_bulk(device: torch.device, name: str, queries: int, block: int
 
 def test_splits_grow_as_rows_get_fewer() -> None:
     assert attention.num_splits(1, 8, 132) == 32
-    assert attention.num_splits(16, 8, 132) == 4
+    assert attention.num_splits(4, 8, 132) == attention.num_splits(1, 32, 132) == 8
+    assert attention.num_splits(16, 8, 132) == 2
     assert attention.num_splits(256, 8, 132) == 1
 
 

@@ -20,6 +20,7 @@ from tgi.devices.buckets import (
     BucketSettings,
     PlanLimits,
     decode_sizes,
+    mixed_sizes,
     nearest,
     num_sizes,
     plan_buckets,
@@ -327,6 +328,17 @@ def test_decode_sizes_reach_the_maximum_with_little_padding(maximum: int) -> Non
         assert large - small <= max(1, small if small <= 8 else 8 if small < 64 else 16 if small < 256 else 64)
     with pytest.raises(ValueError, match="exceeds the largest bucket"):
         round_up(sizes, maximum + 1)
+
+
+@given(st.integers(1, 2000), st.integers(1, 20_000))
+def test_mixed_sizes_stay_within_a_step(max_rows: int, max_tokens: int) -> None:
+    sizes = mixed_sizes(max_rows, max_tokens)
+    assert [sum(size) for size in sizes] == sorted(sum(size) for size in sizes)
+    assert len(set(sizes)) == len(sizes) <= 36
+    assert all(rows < max_rows and rows + tokens <= min(max_tokens, 1024) for rows, tokens in sizes)
+    if max_tokens >= 512:
+        assert max(rows for rows, _ in sizes) == min(max_rows - 1, 256)
+        assert (0, 256) in sizes
 
 
 # -- settings ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgi.devices.buckets import decode_sizes
+from tgi.devices.buckets import decode_sizes, mixed_sizes
 from tgi.devices.device import GraphForward, Mark, Ops
 from tgi.devices.driver import Driver, read_driver
 from tgi.devices.graphs import CapturedForward
@@ -176,6 +176,9 @@ class CudaDevice:
 
     def decode_sizes(self, maximum: int) -> list[int]:
         return decode_sizes(maximum)
+
+    def mixed_sizes(self, max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+        return mixed_sizes(max_rows, max_tokens)
 
     def wrap_graphs(
         self, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None

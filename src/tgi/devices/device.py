@@ -124,6 +124,10 @@ class QueueDevice(Device, Protocol):
         """Numbers of rows to capture, up to `maximum`, which is the last."""
         ...
 
+    def mixed_sizes(self, max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+        """(decode rows, prompt tokens) to capture steps with prompt tokens for, ascending in their sum."""
+        ...
+
 
 class GraphForward(Protocol):
     """A padded pass that is captured when its shapes are first seen, and replayed afterwards."""

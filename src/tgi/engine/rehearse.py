@@ -131,6 +131,13 @@ def play_prefix(rehearsal: Rehearsal, tokens: int, length: int) -> None:
         rehearsal.wait()
 
 
+def play_captured(rehearsal: Rehearsal, rows: int, tokens: int, length: int) -> None:
+    """So many prompt tokens at once, of few prompts."""
+    count = min(rows, -(-tokens // (length - 1)))
+    rehearsal.prompts([min(length - 1, tokens // count)] * count)
+    rehearsal.wait()
+
+
 def rehearse(
     device: MeasuredDevice,
     make_runner: Callable[[], StepRunner],
@@ -138,11 +145,13 @@ def rehearse(
     tokens: int,
     length: int,
     capture: Sequence[int],
+    captured_tokens: int,
 ) -> int:
     """Compile what steps need, then return how much memory they take at most beside weights and cache.
 
     `rows`, `tokens`: requests and tokens of the largest step; `length`: tokens of the longest request that the runner
-    takes, at least SHORTEST; `capture`: rows of the steps that will be captured.
+    takes, at least SHORTEST; `capture`: rows of the decode steps that will be captured; `captured_tokens`: those of the
+    largest captured step with prompt tokens, or 0.
     """
     block_size = device.limits.block_size
     few = [size for size in _FEW_SIZES if size < rows]
@@ -163,5 +172,8 @@ def rehearse(
     made: list[Rehearsal] = []
     slots = device.peak_bytes(lambda: made.append(Rehearsal(make_runner(), rows, block_size)))
     play_decode(made[0], [rows, *few])  # makes workspaces, which stay
-    captured = device.peak_bytes(lambda: play_decode(made[0], [rows]))  # captured steps have memory of their own
+    # Captured steps have memory of their own, which they share.
+    captured = device.peak_bytes(lambda: play_decode(made[0], [rows]))
+    if captured_tokens:
+        captured = max(captured, device.peak_bytes(lambda: play_captured(made[0], rows, captured_tokens, length)))
     return slots + captured + device.peak_bytes(lambda: play(made[0], rows))

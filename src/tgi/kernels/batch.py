@@ -19,7 +19,9 @@ class ForwardBatch:
     block_tables: Tensor  # [rows, max_blocks] int32; [slots, max_blocks] where there are `table_rows`
     seq_lens: Tensor  # [rows] int32: tokens in the cache once this step has written its own
     num_decode: int  # leading rows with exactly one query token
-    chunk_starts_cpu: list[int]  # for each row after `num_decode`: position of its first query token
+    # For each row after `num_decode`: position of its first query token. Both are empty in a step that is replayed with
+    # other prompts, whose tiles are all that describes them.
+    chunk_starts_cpu: list[int]
     chunk_ends_cpu: list[int]  # for each row after `num_decode`: position after its last query token
     max_seq_len: int
     logit_tokens: Tensor | None  # [logit rows] int64: tokens whose logits are needed; None: all, in order

@@ -132,6 +132,10 @@ def attention(
     v: Tensor | None = None,  # for kernels that would rather read them here
 ) -> Tensor:
     """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
+    prompts: list[tuple[Tensor, int, int, int]] = []  # blocks, first token, position of it, position after the last
+    if batch.prefill_tiles is not None and not batch.chunk_starts_cpu:  # a padded step, which only the device describes
+        tiles: list[list[int]] = batch.prefill_tiles[batch.prefill_tiles[:, 3] > 0].tolist()  # pyright: ignore
+        prompts = [(batch.block_tables[slot, None], token, at, at + count) for slot, token, at, count, _ in tiles]
     if batch.table_rows is not None:
         tables = batch.block_tables[batch.table_rows.clamp(min=0).long()]
         seq_lens = batch.seq_lens.clamp(min=1)  # padding looks at one token of block 0
@@ -142,14 +146,15 @@ def attention(
         out[:n] = _decode_attention(q[:n], k_cache, v_cache, batch, scale, window, softcap, kv_scales)
     token = n
     for row, (start, end) in enumerate(zip(batch.chunk_starts_cpu, batch.chunk_ends_cpu, strict=True), n):
+        prompts.append((batch.block_tables[row, None], token, start, end))
+        token += end - start
+    for table, token, start, end in prompts:
         count = end - start
-        table = batch.block_tables[row : row + 1]
         keys = _read(_gather(k_cache, table, end), kv_scales[0], q.dtype)
         values = _read(_gather(v_cache, table, end), kv_scales[1], q.dtype)
         query_positions = torch.arange(start, end, device=q.device)
         mask = _mask(query_positions[None, :], end, window)
         out[token : token + count] = _attend(q[None, token : token + count], keys, values, mask, scale, softcap)[0]
-        token += count
     return out.flatten(1)
 
 

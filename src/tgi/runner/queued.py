@@ -1,13 +1,15 @@
 """One rank on a device that runs ahead: queues steps without waiting for any.
 
 Level 6. The same contract as `runner.Runner`. Decode steps replay a captured pass over a padded number of rows; steps
-with prompt tokens are queued op by op. What a step needs from the host goes in one copy, tokens come back in another.
+with few prompt tokens replay one over padded numbers of rows and tokens, others are queued op by op. What a step needs
+from the host goes in one copy, tokens come back in another.
 A step waits for the tokens of the one before only where a grammar must see them.
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +17,12 @@ from torch import Tensor
 
 from tgi.devices.buckets import round_up
 from tgi.devices.device import QueueDevice
-from tgi.kernels.batch import PREFILL_TILE, ForwardBatch
+from tgi.kernels.batch import ForwardBatch
 from tgi.kernels.resident import Tops
 from tgi.models.decoder import CausalLM
 from tgi.runner.demands import Demands
 from tgi.runner.grammar import RowMasks, SlotGrammars
+from tgi.runner.mixed import MixedSize, describe, find_size
 from tgi.runner.resident import ResidentSlots, Staging
 from tgi.text.grammar import GrammarCompiler
 from tgi.types import Chunk, PromptLogprobs, StepPlan, StepResult, TopTokens
@@ -54,6 +57,7 @@ class QueuedRunner:
         watermark: tuple[float, float] = (0.5, 2.0),
         grammars: GrammarCompiler | None = None,
         capture_sizes: list[int] | None = None,  # None: the device's choice; empty: nothing is captured
+        most_tokens: int = 0,  # of a captured step with prompt tokens
     ) -> None:
         self.device = device
         self.model = model
@@ -78,17 +82,32 @@ class QueuedRunner:
         self._to_capture = {size for size in wanted if 0 < size <= num_slots}
         self.sizes = sorted({*self.sizes, *self._to_capture})
         self._captured: dict[int, _Captured] = {}
+        mixed = device.mixed_sizes(num_slots, most_tokens) if self._to_capture else []
+        self._mixed_sizes = [MixedSize.of(rows, tokens, num_slots) for rows, tokens in mixed]
+        num_words = max((size.num_words for size in self._mixed_sizes), default=0)
+        with device.scope():
+            self._mixed_words = torch.zeros(num_words, dtype=torch.int32, device=device.torch_device)
+        self._captured_mixed: dict[MixedSize, _Captured] = {}
 
     def prepare(self, progress: Callable[[str, int, int], None] = lambda *_: None) -> None:
-        """Capture decode steps, the largest first: smaller ones fit into its memory."""
-        sizes = sorted(self._to_capture, reverse=True)
+        """Capture steps, the largest first: smaller ones fit into its memory."""
         shallow = self.model.shallow()
-        for done, size in enumerate(sizes, 1):
-            with torch.inference_mode():
-                with self.device.scope():  # loads kernels and makes workspaces, which a capture may not
-                    self._decode_pass(size, shallow)
-                self._captured[size] = _Captured(*self.device.capture(lambda size=size: self._decode_pass(size)))
-            progress("capture steps", done, len(sizes))
+        mixed, decode = self._mixed_sizes[::-1], sorted(self._to_capture, reverse=True)
+        total = len(mixed) + len(decode)
+        with torch.inference_mode():
+            for done, size in enumerate(mixed, 1):
+                with self.device.scope():
+                    self._mixed_words[: size.num_words].copy_(torch.from_numpy(size.blank()))
+                self._captured_mixed[size] = self._capture(self._padded_mixed_pass, size, shallow)
+                progress("capture steps", done, total)
+            for done, size in enumerate(decode, len(mixed) + 1):
+                self._captured[size] = self._capture(self._decode_pass, size, shallow)
+                progress("capture steps", done, total)
+
+    def _capture(self, compute: Callable[[Any, CausalLM], Tensor], size: object, shallow: CausalLM) -> _Captured:
+        with self.device.scope():  # loads kernels and makes workspaces, which a capture may not
+            compute(size, shallow)
+        return _Captured(*self.device.capture(lambda: compute(size, self.model)))
 
     def launch(self, plan: StepPlan) -> "Future[StepResult]":
         """Queue a step; steps run in the order of launching."""
@@ -128,6 +147,10 @@ class QueuedRunner:
         """(logits of the sampling rows, perhaps of padding after them; their slots on the device; scored prompts)."""
         if plan.chunks:
             prompt_chunks = [chunk for chunk in plan.chunks if chunk.slot in self._prompt_logprobs]
+            num_decode = len(self.slots.decode_slots) if plan.decode else 0
+            size = None if prompt_chunks else find_size(self._mixed_sizes, num_decode, plan.chunks)
+            if size is not None and size in self._captured_mixed:
+                return *self._replay_mixed(size, plan, rows), []
             hidden, row_slots = self._mixed_pass(plan, rows, prompt_chunks)
             prompts = self._score_prompts(plan, prompt_chunks, hidden[len(rows) :])
             return self.model.logits(hidden[: len(rows)]) if rows else None, row_slots, prompts
@@ -138,7 +161,7 @@ class QueuedRunner:
             captured.replay()
             logits = captured.logits
         else:
-            logits = self._decode_pass(size)
+            logits = self._decode_pass(size, self.model)
         return logits, self.slots.state.rows[:size], []
 
     def _update(self, plan: StepPlan) -> None:
@@ -153,7 +176,7 @@ class QueuedRunner:
             if admission.request.sampling.decoder_input_details and not admission.output_ids:
                 self._prompt_logprobs[admission.slot] = len(admission.request.token_ids)
 
-    def _decode_pass(self, size: int, model: CausalLM | None = None) -> Tensor:
+    def _decode_pass(self, size: int, model: CausalLM) -> Tensor:
         """Logits `[size, vocab]` of the decode set's next tokens, from what is on the device alone."""
         state = self.slots.state
         rows = state.rows[:size]
@@ -171,13 +194,49 @@ class QueuedRunner:
             logit_tokens=None,
             table_rows=rows,
         )
-        model = model or self.model
-        return model.logits(model.forward(batch, self.kv_cache[: len(model.model.layers)]), self._logits[:size])
+        return self._logits_of(batch, size, model)
+
+    def _logits_of(self, batch: ForwardBatch, count: int, model: CausalLM) -> Tensor:
+        """Where they stay until the next pass."""
+        return model.logits(model.forward(batch, self.kv_cache[: len(model.model.layers)]), self._logits[:count])
+
+    def _replay_mixed(self, size: MixedSize, plan: StepPlan, rows: list[int]) -> tuple[Tensor | None, Tensor]:
+        decode = self.slots.decode_slots if plan.decode else []
+        self._staging.put(size.fill(decode, plan.chunks, rows))
+        (words,) = self._staging.send(self.slots.state)
+        self._mixed_words[: words.shape[0]].copy_(words)
+        captured = self._captured_mixed[size]
+        captured.replay()
+        row_slots = size.split(self._mixed_words)[2][: len(rows)]
+        return captured.logits if rows else None, row_slots
+
+    def _padded_mixed_pass(self, size: MixedSize, model: CausalLM) -> Tensor:
+        """Logits of a step with prompt tokens, from what is on the device alone."""
+        state = self.slots.state
+        token_slots, at, _, logit_tokens, tiles = size.split(self._mixed_words)
+        ids, positions, kv_index, seq_lens = self.device.ops.gather_inputs(state, token_slots, at)
+        tiles = tiles.view(-1, 5)
+        batch = ForwardBatch(
+            input_ids=ids,
+            positions=positions,
+            kv_index=kv_index,
+            block_tables=state.block_tables,
+            seq_lens=seq_lens,
+            num_decode=size.rows,
+            chunk_starts_cpu=[],
+            chunk_ends_cpu=[],
+            max_seq_len=self._max_total_tokens,
+            logit_tokens=logit_tokens.long(),
+            table_rows=token_slots[: size.rows],
+            prefill_tiles=tiles,
+            num_prefix_tiles=tiles.shape[0],  # any of them may be
+        )
+        return self._logits_of(batch, size.logits, model)
 
     def _mixed_pass(self, plan: StepPlan, rows: list[int], prompt_chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
         """Hidden states of the sampling rows, then of every token of `prompt_chunks`; and the slots of the former."""
         decode = self.slots.decode_slots if plan.decode else []
-        inputs = _describe(decode, plan.chunks, prompt_chunks)
+        inputs = describe(decode, plan.chunks, prompt_chunks)
         for words in (inputs.token_slots, inputs.positions, inputs.rows, rows, inputs.logit_tokens, inputs.tiles):
             self._staging.put(words)
         token_slots, at, row_slots, sampling_slots, logit_tokens, tiles = self._staging.send(self.slots.state)
@@ -301,45 +360,3 @@ def _read_tops(chosen: _Chosen) -> list[TopTokens]:
         TopTokens(row, found[1 : 1 + found[0]].tolist(), found[1 + room :].view(np.float32)[: found[0]].tolist())
         for row, found in zip(chosen.top_rows, words, strict=True)
     ]
-
-
-@dataclass(slots=True)
-class _Inputs:
-    token_slots: np.ndarray  # [tokens]
-    positions: np.ndarray  # [tokens]; -1: the last known one
-    rows: list[int]  # slots, decode rows first
-    logit_tokens: list[int]
-    tiles: np.ndarray  # [tiles * 5], see `ForwardBatch.prefill_tiles`
-    num_prefix_tiles: int
-
-
-def _describe(decode: list[int], chunks: list[Chunk], prompt_chunks: list[Chunk]) -> _Inputs:
-    """Tokens: those of the decode rows, then the chunks. Logits: one per sampling row, then all of `prompt_chunks`."""
-    count = len(decode)
-    counts = np.array([chunk.end - chunk.start for chunk in chunks], dtype=np.int64)
-    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-    slots = [chunk.slot for chunk in chunks]
-    firsts = count + np.cumsum(counts) - counts
-    total = count + int(counts.sum())
-    token_slots = np.concatenate((np.array(decode, dtype=np.int64), np.repeat(slots, counts)))
-    positions = np.full(total, -1, dtype=np.int64)
-    positions[count:] = np.arange(count, total) - np.repeat(firsts - starts, counts)
-    logit_tokens = list(range(count))
-    prompt_tokens: list[int] = []
-    after: list[np.ndarray] = []  # tiles of chunks that have tokens before them
-    first_ones: list[np.ndarray] = []
-    for chunk, first, length in zip(chunks, firsts.tolist(), counts.tolist(), strict=True):
-        if chunk.samples:
-            logit_tokens.append(first + length - 1)
-        if chunk in prompt_chunks:
-            prompt_tokens += range(first, first + length)
-        offsets = np.arange(0, length, PREFILL_TILE)
-        tile = np.empty((len(offsets), 5), dtype=np.int64)
-        tile[:, 0], tile[:, 1], tile[:, 2] = chunk.slot, first + offsets, chunk.start + offsets
-        tile[:, 3] = np.minimum(PREFILL_TILE, length - offsets)
-        tile[:, 4] = chunk.start
-        (after if chunk.start else first_ones).append(tile)
-    tiles = np.concatenate(after + first_ones).ravel()
-    return _Inputs(
-        token_slots, positions, decode + slots, logit_tokens + prompt_tokens, tiles, sum(len(tile) for tile in after)
-    )

@@ -55,10 +55,13 @@ def choose_decode(
     if group == 1 and cache_dtype is FP8:
         # Lanes: tokens that one load of 16 bytes in each thread brings.
         if rows >= _MANY_ROWS or splits > 1:
-            return DecodeChoice(64, 2, 2, splits, lanes=min(32, 1024 // d_pad))
+            # Many rows are short: of large tiles, the last would be half empty.
+            block, stages = (32, 3) if splits == 1 else (64, 2)
+            return DecodeChoice(block, 2, stages, splits, lanes=min(32, 1024 // d_pad))
         return DecodeChoice(64, 4, 3, splits, lanes=min(64, 2048 // d_pad))
-    # Few rows have little to load, values in eight bits much to convert: smaller programs, more of them.
-    return DecodeChoice(64, 2 if splits > 1 or cache_dtype is FP8 else 4, 3, splits)
+    # Few or short rows have little to load, values in eight bits much to convert: smaller programs, more of them.
+    small = splits > 1 or rows > _MANY_ROWS or cache_dtype is FP8
+    return DecodeChoice(64, 2 if small else 4, 3, splits)
 
 
 def choose_prefill(d_pad: int, dtype: torch.dtype, prefix: bool, bulk: bool = False) -> PrefillChoice:
@@ -74,7 +77,8 @@ def choose_prefill(d_pad: int, dtype: torch.dtype, prefix: bool, bulk: bool = Fa
 
 def num_splits(rows: int, kv_heads: int, num_processors: int) -> int:
     """Parts per row so that there is work for each processor, however few rows there are."""
-    wanted = -(-2 * num_processors // (rows * kv_heads))
+    places = rows * kv_heads
+    wanted = -(-(2 * num_processors - places // 4) // places)  # a few too few parts are better than twice as many
     return 1 if wanted <= 1 else min(_MAX_SPLITS, triton.next_power_of_2(wanted))
 
 
