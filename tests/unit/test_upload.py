@@ -1,22 +1,74 @@
-"""Tensors that are moved in pieces arrive as they were."""
+"""Tensors that are moved in pieces arrive as they were, whoever asks in which order; files that change are refused."""
 
+import os
+import random
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from tgi.weights.checkpoint import Checkpoint
-from tgi.weights.upload import Upload
+from tgi.errors import ModelFormatError
+from tgi.kernels.fp8 import Fp8Weight
+from tgi.weights.checkpoint import Checkpoint, Wanted
+from tgi.weights.declare import Declared, Module, Number, Part
+from tgi.weights.load import load_checkpoint
+from tgi.weights.quantization import ON_LOADING, Fp8Scheme, Quantization
+from tgi.weights.upload import Span, Upload, identify
 
 CPU = torch.device("cpu")
+DEVICES = [CPU, torch.device("cuda", 0)] if torch.cuda.is_available() else [CPU]
+PIECE = 256
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    one, other = (each.cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(one, other)
+
+
+def upload_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("tgi-upload")]
+
+
+def open_descriptors(folder: Path) -> list[str]:
+    links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    return [target for link in links if link.is_symlink() and (target := os.readlink(link)).startswith(str(folder))]
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, Tensor]:
+    def make(*shape: int) -> Tensor:
+        return torch.randint(0, 100, shape, dtype=torch.int32)
+
+    return {
+        "matrix": make(40, 30).float(),
+        "halves": make(64, 17).bfloat16(),
+        "bytes": make(33, 129).to(torch.float8_e4m3fn),
+        "cube": make(5, 6, 7).half(),
+        "row": make(300).float(),
+        "number": make().float(),
+        "none": make(0, 4).float(),
+        "small": make(3).to(torch.int8),  # what comes after it is not aligned
+        "flags": make(90) > 50,
+        "large": make(200, 50).float(),
+    }
+
+
+@pytest.fixture
+def checkpoint(tensors: dict[str, Tensor], tmp_path: Path) -> Checkpoint:
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[::2]}, tmp_path / "model-1.safetensors")
+    save_file({name: tensors[name] for name in names[1::2]}, tmp_path / "model-2.safetensors", {"format": "pt"})
+    return Checkpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("shape", [(1,), (7,), (64, 16), (33, 129), (3, 5, 1000), (0, 4)])
 def test_every_byte_arrives(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     original = torch.randint(0, 100, shape, dtype=torch.int32).to(dtype)
-    with Upload(CPU, piece_bytes=256) as upload:
+    with Upload(CPU, piece_bytes=PIECE) as upload:
         moved = [upload(original) for _ in range(3)]
     for copy in moved:
         assert (copy.shape, copy.dtype) == (original.shape, original.dtype)
@@ -30,17 +82,240 @@ def test_a_view_arrives_as_what_it_shows() -> None:
         assert torch.equal(upload(whole.t()), whole.t())
 
 
-def test_a_checkpoint_reads_through_it(tmp_path: Path) -> None:
-    tensors = {"a": torch.randn(100, 30), "b": torch.randn(5).to(torch.bfloat16)}
-    save_file(tensors, tmp_path / "model.safetensors")
+WANTED = [
+    *(Wanted(name) for name in ("matrix", "halves", "bytes", "cube", "row", "number", "none", "small", "flags")),
+    Wanted("large"),
+    Wanted("large"),  # twice, as tied weights are
+    Wanted("matrix", 0, 3, 31),
+    Wanted("matrix", 0, 5, 5),
+    Wanted("halves", 0, 1, None),
+    Wanted("halves", 1, 2, 9),
+    Wanted("halves", -1, 0, 17),
+    Wanted("bytes", 0, None, 20),
+    Wanted("bytes", 1, 100, 129),
+    Wanted("cube", 0, 1, 4),
+    Wanted("cube", 1, 2, 5),
+    Wanted("cube", 2, 6, 7),
+    Wanted("cube", 1, 0, 6, True),
+    Wanted("row", 0, 7, 290, True),
+    Wanted("halves", 1, 4, 5, True),
+    Wanted("number", on_host=True),
+]
+
+
+def expected(wanted: Wanted, tensors: dict[str, Tensor]) -> Tensor:
+    tensor = tensors[wanted.name]
+    if wanted.dim is None:
+        return tensor
+    start, end = wanted.start or 0, tensor.shape[wanted.dim] if wanted.end is None else wanted.end
+    return tensor.narrow(wanted.dim, start, end - start)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("ahead_bytes", [0, 3000, 1 << 20])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_asking(
+    checkpoint: Checkpoint, tensors: dict[str, Tensor], seed: int, ahead_bytes: int, device: torch.device
+) -> None:
+    chance = random.Random(seed)
+    announced = chance.sample(WANTED, 18) if seed else WANTED  # the others are asked for all the same
+    asked = list(WANTED)
+    if seed > 1:
+        chance.shuffle(asked)
+    if seed > 3:
+        asked = asked[:12]  # some are announced and never asked for
+    with Upload(device, PIECE, ahead_bytes) as checkpoint.upload:
+        checkpoint.announce(announced)
+        found = [checkpoint.read(*wanted) for wanted in asked]
+    for wanted, tensor in zip(asked, found, strict=True):
+        right = expected(wanted, tensors)
+        assert tensor.device == (CPU if wanted.on_host else device), wanted
+        assert (tensor.shape, tensor.dtype) == (right.shape, right.dtype), wanted
+        assert same(tensor, right), wanted
+    twice = [tensor.data_ptr() for wanted, tensor in zip(asked, found, strict=True) if wanted == Wanted("large")]
+    assert len(set(twice)) == len(twice)  # each has its own
+    assert not upload_threads()
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_used_at_once_while_the_next_are_read(tmp_path: Path, device: torch.device) -> None:
+    values = {f"{number:02}": torch.randint(-9999, 9999, (700, 1000), dtype=torch.int32) for number in range(24)}
+    save_file(values, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
-    with Upload(CPU, piece_bytes=512) as upload:
+    with Upload(device, piece_bytes=100_000, ahead_bytes=9_000_000) as checkpoint.upload:
+        checkpoint.announce(Wanted(name) for name in values)
+        joined = [(checkpoint.read(name) * 2 + 1)[::3].clone() for name in values]  # memory is used again and again
+    for found, value in zip(joined, values.values(), strict=True):
+        assert same(found, (value * 2 + 1)[::3])
+
+
+def test_what_was_left_behind_is_let_go(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    size = tensors["large"].nbytes
+    with Upload(CPU, PIECE, ahead_bytes=2 * size) as upload:
         checkpoint.upload = upload
-        assert torch.equal(checkpoint.read("a"), tensors["a"])
-        assert torch.equal(checkpoint.read("a", 0, 10, 60), tensors["a"][10:60])
-        assert torch.equal(checkpoint.read("b"), tensors["b"])
+        checkpoint.announce([Wanted("large")] * 5 + [Wanted("matrix"), Wanted("row")])
+        assert upload.waiting_bytes == 2 * size
+        assert same(checkpoint.read("matrix"), tensors["matrix"])  # beyond what is read ahead
+        assert upload.waiting_bytes == tensors["row"].nbytes
+        assert same(checkpoint.read("large"), tensors["large"])  # again, though nobody announced it any more
+        assert same(checkpoint.read("row"), tensors["row"])
+        assert upload.waiting_bytes == 0
+
+
+def test_no_such_range(checkpoint: Checkpoint) -> None:
+    with Upload(CPU, PIECE) as checkpoint.upload, pytest.raises(ValueError, match="is no range of dimension 0"):
+        checkpoint.read("matrix", 0, 3, 41)
+
+
+@pytest.mark.parametrize("announces", [True, False])
+@pytest.mark.parametrize("name", ["large", "small", "number"])
+def test_a_file_cut_short_is_refused(checkpoint: Checkpoint, tmp_path: Path, name: str, announces: bool) -> None:
+    for path in tmp_path.glob("*.safetensors"):
+        os.truncate(path, path.stat().st_size // 2)
+    with Upload(CPU, PIECE) as checkpoint.upload:
+        checkpoint.announce([Wanted(name)] if announces else [])
+        with pytest.raises(ModelFormatError, match=r"model-\d.safetensors: was changed while it was read"):
+            checkpoint.read(name)
+    assert not upload_threads()
+
+
+def test_another_file_in_its_place_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for path in tmp_path.glob("*.safetensors"):
+        content = path.read_bytes()
+        path.rename(path.with_suffix(".old"))
+        path.write_bytes(content[::-1])
+    with (
+        Upload(CPU, PIECE) as checkpoint.upload,
+        pytest.raises(ModelFormatError, match="was changed while it was read"),
+    ):
+        checkpoint.read("large")
+
+
+def test_a_short_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1000))
+    with path.open("rb") as file:
+        span = Span(path, identify(file.fileno()), 300, (801,), torch.uint8)
+    with Upload(CPU, PIECE) as upload, pytest.raises(ModelFormatError, match="was changed while it was read"):
+        upload.read(span)
+
+
+def test_a_file_that_is_gone_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    with Upload(CPU, PIECE) as checkpoint.upload, pytest.raises(ModelFormatError, match="cannot be read: No such file"):
+        checkpoint.read("large")
 
 
 def test_an_error_on_a_thread_is_the_callers() -> None:
     with Upload(CPU, piece_bytes=64) as upload, pytest.raises(RuntimeError):
         upload(torch.zeros(100, device="meta"))
+
+
+def test_only_who_asks_for_it_hears_of_an_error(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    files = {path.name: path for path in checkpoint.folder.glob("*.safetensors")}
+    os.truncate(files["model-1.safetensors"], 20)  # of "bytes", and not of "cube"
+    with Upload(CPU, PIECE) as checkpoint.upload:
+        checkpoint.announce([Wanted("bytes"), Wanted("cube")])
+        assert same(checkpoint.read("cube"), tensors["cube"])
+        with pytest.raises(ModelFormatError, match="model-1.safetensors"):
+            checkpoint.read("bytes")
+        assert same(checkpoint.read("cube"), tensors["cube"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_of_the_caller_ends_everything(
+    checkpoint: Checkpoint, tmp_path: Path, error: type[BaseException]
+) -> None:
+    before = len(open_descriptors(tmp_path))
+    upload = Upload(CPU, piece_bytes=64)
+
+    def load() -> None:
+        with upload as checkpoint.upload:
+            checkpoint.announce([Wanted("large")] * 10)
+            checkpoint.read("large")
+            raise error
+
+    with pytest.raises(error):
+        load()
+    assert not upload_threads()
+    assert upload.waiting_bytes == 0
+    assert len(open_descriptors(tmp_path)) == before
+
+
+class Layer(Module):
+    """This rank's: a joined matrix by rows, another by columns, a vector and a number."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.scale = 1.0
+        self.joined: Tensor | Fp8Weight | None = None
+        self.columns: Tensor | Fp8Weight | None = None
+        self.norm: Tensor | None = None
+
+    def declare(self) -> list[Declared]:
+        rows = [Part(f"{self.name}.{part}.weight", (48, 32), 0, 16, 40) for part in "qkv"]
+        columns = Part(f"{self.name}.o.weight", (32, 48), 1, 8, 24)
+        return [
+            Declared("joined", rows, quantizable=True),
+            Declared("columns", [columns], quantizable=True),
+            Declared("norm", [Part(f"{self.name}.norm.weight", (32,))], keep_float32=True),
+        ]
+
+    def declare_numbers(self) -> list[Number]:
+        return [Number("scale", (f"{self.name}.k_scale",))]
+
+    def values(self) -> dict[str, Tensor]:
+        found = {"norm": self.norm, "scale": torch.tensor(self.scale)}
+        for name, value in (("joined", self.joined), ("columns", self.columns)):
+            if isinstance(value, Fp8Weight):
+                found |= {f"{name}.{field}": getattr(value, field) for field in ("data", "scale", "input_scale")}
+            else:
+                found[name] = value
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Stack(Module):
+    def __init__(self) -> None:
+        self.layers = [Layer(f"layers.{number}") for number in range(6)]
+
+
+STORED = Quantization("compressed-tensors", ((("re:.*",), Fp8Scheme(input_scale_name="input_scale")),))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("quantization", [None, ON_LOADING, STORED])
+@pytest.mark.parametrize("ahead_bytes", [0, 5000, 1 << 20])
+def test_a_model_is_the_same_with_and_without(
+    tmp_path: Path, quantization: Quantization | None, ahead_bytes: int, device: torch.device
+) -> None:
+    stored: dict[str, Tensor] = {}
+    for layer in Stack().layers:
+        for part in (part for declared in layer.declare() for part in declared.parts):
+            weight = torch.randn(part.shape)
+            if quantization is STORED and weight.ndim == 2:
+                beside = part.name.removesuffix("weight")
+                stored[beside + "weight_scale"] = torch.rand(weight.shape[0], 1) + 0.1
+                stored[beside + "input_scale"] = torch.rand(1) + 0.1
+                stored[part.name] = weight.to(torch.float8_e4m3fn)
+            else:
+                stored[part.name] = weight.bfloat16()
+        stored[f"{layer.name}.k_scale"] = torch.rand(()) + 0.1
+    save_file(stored, tmp_path / "model.safetensors")
+
+    def load(upload: Upload | None) -> list[dict[str, Tensor]]:
+        model, checkpoint = Stack(), Checkpoint.open(tmp_path)
+        checkpoint.upload = upload
+        load_checkpoint(model, checkpoint, torch.bfloat16, device, quantization=quantization)
+        return [layer.values() for layer in model.layers]
+
+    with Upload(device, PIECE, ahead_bytes) as upload:
+        moved = load(upload)
+        assert upload.waiting_bytes == 0  # nothing was read for nobody
+    mapped = load(None)
+    assert ["joined.input_scale" in layer for layer in moved] == [quantization is STORED] * 6
+    for one, other in zip(moved, mapped, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert (one[name].shape, one[name].dtype) == (other[name].shape, other[name].dtype)
+            assert same(one[name], other[name]), name

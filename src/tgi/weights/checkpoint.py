@@ -1,13 +1,14 @@
-"""Reads a model folder's safetensors files, one tensor or one slice at a time, through memory mapping.
+"""Reads a model folder's safetensors files, one tensor or one slice at a time: mapped, or through an `Upload`.
 
 `load` asks it for exactly the slices this rank needs. It knows names, shapes and files, and nothing of what a tensor
 means. Only safetensors are read: other weight formats are Python pickles, which run code when they are opened.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tgi.errors import ModelFormatError
 from tgi.weights.model_files import BLOCKS, INDEX, WEIGHTS, explain_pickles
+from tgi.weights.upload import Identity, Span, Upload, identify
 
 _DTYPES = {
     "F64": torch.float64,
@@ -36,76 +38,137 @@ _DTYPES = {
 }
 
 
+class Wanted(NamedTuple):
+    """What `Checkpoint.read` is asked for."""
+
+    name: str
+    dim: int | None = None
+    start: int | None = None
+    end: int | None = None
+    on_host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    opened: Any  # by safetensors, which has found it sound
+    identity: Identity
+    data_start: int
+    tensors: dict[str, dict[str, Any]]  # as in its header
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One tensor of a file."""
+
+    file: _File
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Checkpoint:
     """The tensors of one model folder."""
 
-    def __init__(self, folder: Path, files: dict[str, Any], blocks: Any | None) -> None:
+    def __init__(self, folder: Path, stored: dict[str, _Stored], blocks: Any | None) -> None:
         self.folder = folder
-        self._files = files  # tensor name -> open safetensors file
+        self._stored = stored
         self._blocks = blocks
         self._block_types: dict[str, str] = (blocks.metadata() or {}) if blocks is not None else {}
-        self.upload: Callable[[Tensor], Tensor] | None = None  # where large tensors go as soon as they are read
+        self.upload: Upload | None = None  # where tensors go as they are read
 
     @classmethod
     def open(cls, folder: Path) -> Self:
         """Open every weight file; raises `ModelFormatError` naming the file that is missing, damaged or refused."""
         listed = _read_index(folder) if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file() else {}
-        files: dict[str, Any] = {}
-        origins: dict[str, str] = {}
+        stored: dict[str, _Stored] = {}
         for path in _weight_files(folder, listed):
-            opened = _open(path)
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                if name in files:
+            file = _open(path)
+            for name, entry in file.tensors.items():
+                if name in stored:
                     raise ModelFormatError(
-                        f"{path}: tensor {name!r} is also in {origins[name]}. Remove the file that does not belong."
+                        f"{path}: tensor {name!r} is also in {stored[name].file.path.name}."
+                        " Remove the file that does not belong."
                     )
-                kind = str(opened.get_slice(name).get_dtype())
+                kind = entry["dtype"]
                 if kind not in _DTYPES:
                     raise ModelFormatError(
                         f"{path}: tensor {name!r} has the unsupported type {kind}. Use a version of the model in "
                         "bfloat16, float16 or float32."
                     )
-                files[name], origins[name] = opened, path.name
+                offset = file.data_start + entry["data_offsets"][0]
+                stored[name] = _Stored(file, offset, tuple(entry["shape"]), _DTYPES[kind])
         for name, file_name in listed.items():
-            if origins.get(name) != file_name:
+            if name not in stored or stored[name].file.path.name != file_name:
                 raise ModelFormatError(
                     f"{folder / file_name}: lacks tensor {name!r} that {INDEX} places there. Download the model again."
                 )
         blocks = folder / BLOCKS
-        return cls(folder, files, _open(blocks) if blocks.is_file() else None)
+        return cls(folder, stored, _open(blocks).opened if blocks.is_file() else None)
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""
-        return sorted(self._files)
+        return sorted(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The stored shape."""
-        return tuple(self._file(name).get_slice(name).get_shape())
+        return self._find(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The stored type."""
-        return _DTYPES[str(self._file(name).get_slice(name).get_dtype())]
+        return self._find(name).dtype
 
     @property
     def total_bytes(self) -> int:
         """Size of all tensors as stored."""
-        return sum(torch.Size(self.shape(name)).numel() * self.dtype(name).itemsize for name in self._files)
+        return sum(torch.Size(self.shape(name)).numel() * self.dtype(name).itemsize for name in self._stored)
 
-    def read(self, name: str, dim: int | None = None, start: int | None = None, end: int | None = None) -> Tensor:
-        """One tensor, or its half-open range `start` to `end` along `dim`; no other bytes are read."""
-        tensor = self._map(name, dim, start, end)
-        return tensor if self.upload is None else self.upload(tensor)
+    def announce(self, wanted: Iterable[Wanted]) -> None:
+        """What will be read, in about this order: an upload reads ahead."""
+        if self.upload is not None:
+            spans = (self._span(each) for each in wanted)
+            self.upload.announce(span for span in spans if span is not None)
 
-    def _map(self, name: str, dim: int | None, start: int | None, end: int | None) -> Tensor:
-        file = self._file(name)
-        if dim is None:
-            return file.get_tensor(name)
-        part = file.get_slice(name)
-        shape = part.get_shape()
-        first, last = start or 0, shape[dim] if end is None else end
-        if not 0 <= first <= last <= shape[dim]:
-            raise ValueError(f"{name}: {first} to {last} is no range of dimension {dim} of {shape}")
-        return part[(slice(None),) * (dim % len(shape)) + (slice(first, last),)]
+    def read(
+        self,
+        name: str,
+        dim: int | None = None,
+        start: int | None = None,
+        end: int | None = None,
+        on_host: bool = False,
+    ) -> Tensor:
+        """One tensor, or its half-open range `start` to `end` along `dim`; no other bytes are read.
+
+        Where there is an upload it is on the device, unless it is wanted `on_host`.
+        """
+        wanted = Wanted(name, dim, start, end, on_host)
+        if self.upload is None:
+            return self._map(wanted)
+        span = self._span(wanted)
+        if span is not None:
+            return self.upload.read(span)
+        return self._map(wanted) if on_host else self.upload(self._map(wanted))
+
+    def _span(self, wanted: Wanted) -> Span | None:
+        """Where the bytes are, if they are all in one place."""
+        stored = self._find(wanted.name)
+        file, offset, shape = stored.file, stored.offset, stored.shape
+        if wanted.dim is not None:
+            dim = wanted.dim % len(shape)
+            first, last = _range(wanted, shape)
+            if dim == 0:
+                offset += first * torch.Size(shape[1:]).numel() * stored.dtype.itemsize
+                shape = (last - first, *shape[1:])
+            elif (first, last) != (0, shape[dim]):
+                return None
+        return Span(file.path, file.identity, offset, shape, stored.dtype, wanted.on_host)
+
+    def _map(self, wanted: Wanted) -> Tensor:
+        stored = self._find(wanted.name)
+        if wanted.dim is None:
+            return stored.file.opened.get_tensor(wanted.name)
+        part = stored.file.opened.get_slice(wanted.name)
+        return part[(slice(None),) * (wanted.dim % len(stored.shape)) + (slice(*_range(wanted, stored.shape)),)]
 
     def ggml(self, name: str) -> tuple[str, Tensor] | None:
         """The type and quantised blocks of a converted GGUF matrix, if they were kept."""  # uint8 [rows, bytes]
@@ -113,20 +176,35 @@ class Checkpoint:
             return None
         return self._block_types[name], self._blocks.get_tensor(name)
 
-    def _file(self, name: str) -> Any:
-        if name not in self._files:
+    def _find(self, name: str) -> _Stored:
+        if name not in self._stored:
             raise ModelFormatError(f"{self.folder}: has no tensor {name!r}. Does config.json belong to these weights?")
-        return self._files[name]
+        return self._stored[name]
 
 
-def _open(path: Path) -> Any:
+def _range(wanted: Wanted, shape: tuple[int, ...]) -> tuple[int, int]:
+    assert wanted.dim is not None
+    size = shape[wanted.dim]
+    first, last = wanted.start or 0, size if wanted.end is None else wanted.end
+    if not 0 <= first <= last <= size:
+        raise ValueError(f"{wanted.name}: {first} to {last} is no range of dimension {wanted.dim} of {list(shape)}")
+    return first, last
+
+
+def _open(path: Path) -> _File:
     try:
-        return safe_open(path, framework="pt").__enter__()
+        opened = safe_open(path, framework="pt").__enter__()
+        with path.open("rb") as file:
+            identity = identify(file.fileno())
+            header_bytes = int.from_bytes(file.read(8), "little")
+            tensors = json.loads(file.read(header_bytes).decode())
     except (SafetensorError, OSError, ValueError) as error:
         cause = " ".join(str(error).split())
         raise ModelFormatError(
             f"{path}: is not a sound safetensors file: {cause}. Download or copy the file again."
         ) from error
+    tensors.pop("__metadata__", None)
+    return _File(path, opened, identity, 8 + header_bytes, tensors)
 
 
 def _weight_files(folder: Path, listed: dict[str, str]) -> list[Path]:

@@ -6,7 +6,7 @@ not line up, or parts that are stored plainly) the matrix is widened to the mode
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from tgi.errors import ModelFormatError, StartError
 from tgi.kernels.fp8 import FP8, SQUARE, Fp8Weight, quantize_weight
 from tgi.weights.calibration import MatrixScales
 from tgi.weights.calibration_scales import quantize, weight_scale
-from tgi.weights.checkpoint import Checkpoint
+from tgi.weights.checkpoint import Checkpoint, Wanted
 from tgi.weights.declare import Declared, Part
 from tgi.weights.quantization import Fp8Scheme, Quantization
 
@@ -142,7 +142,20 @@ def _join(data: list[Tensor]) -> Tensor:
 
 
 def read_part(name: str, part: Part, checkpoint: Checkpoint) -> Tensor:
-    return checkpoint.read(name) if part.dim is None else checkpoint.read(name, part.dim, part.start, part.end)
+    return checkpoint.read(*_wanted(name, part))
+
+
+def wanted_parts(parts: Parts, schemes: Schemes) -> Iterator[Wanted]:
+    """What a matrix of these parts is read from."""
+    for (name, part), scheme in zip(parts, schemes, strict=True):
+        yield _wanted(name, part)
+        if scheme is not None:
+            for beside in scale_shapes(scheme, part):
+                yield Wanted(_beside(name, beside), on_host=True)
+
+
+def _wanted(name: str, part: Part) -> Wanted:
+    return Wanted(name) if part.dim is None else Wanted(name, part.dim, part.start, part.end)
 
 
 def _can_join(parts: Parts, schemes: Schemes) -> bool:
@@ -216,7 +229,7 @@ def _read_numbers(name: str, checkpoint: Checkpoint) -> Tensor:
             f"tensor {name} in {checkpoint.folder} has type {_name(stored)}, but scales are float32, bfloat16"
             " or float16"
         )
-    value = checkpoint.read(name).cpu().float()
+    value = checkpoint.read(name, on_host=True).float()
     if not bool(torch.isfinite(value).all()):
         raise ModelFormatError(f"tensor {name} in {checkpoint.folder} holds a scale that is not finite")
     return value

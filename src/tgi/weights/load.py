@@ -5,7 +5,7 @@ nobody declared are all errors that name the tensor. Each rank reads only its sl
 """
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatch
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tgi.errors import ModelFormatError
 from tgi.kernels.fp8 import Fp8Weight
-from tgi.weights.checkpoint import Checkpoint
+from tgi.weights.checkpoint import Checkpoint, Wanted
 from tgi.weights.declare import Blocks, Declared, Module, Number, Part
 from tgi.weights.fp8_matrix import (
     Parts,
@@ -24,6 +24,7 @@ from tgi.weights.fp8_matrix import (
     read_number,
     read_part,
     scale_shapes,
+    wanted_parts,
 )
 from tgi.weights.progress import Progress, silent
 from tgi.weights.quantization import Quantization
@@ -46,6 +47,7 @@ def load_checkpoint(
     _check_names(model, checkpoint, ignored, quantization)
     total = sum(len(declared.parts) for _, module in model.walk() for declared in module.declare())
     done = 0
+    checkpoint.announce(_order(model, checkpoint, quantization))
 
     def read_plain(name: str, part: Part) -> Tensor:
         return read_part(name, part, checkpoint).to(device)
@@ -69,6 +71,17 @@ def load_checkpoint(
             progress("load weights", done, total)
         _read_numbers(prefix, module, checkpoint, quantization)
         module.finish()
+
+
+def _order(model: Module, checkpoint: Checkpoint, quantization: Quantization | None) -> Iterator[Wanted]:
+    """What `load_checkpoint` reads, in about its order. (A device with an upload keeps no matrix in blocks.)"""
+    for prefix, module in model.walk():
+        for declared in module.declare():
+            parts = [(prefix + part.name, part) for part in declared.parts]
+            yield from wanted_parts(parts, find_schemes(declared, parts, checkpoint, quantization))
+        for _, name in _find_numbers(prefix, module, checkpoint):
+            if name is not None:
+                yield Wanted(name, on_host=True)
 
 
 def matrices_of(parts: Parts) -> list[str]:
@@ -126,12 +139,19 @@ def _check_names(
         )
 
 
-def _read_numbers(prefix: str, module: Module, checkpoint: Checkpoint, quantization: Quantization | None) -> None:
+def _find_numbers(prefix: str, module: Module, checkpoint: Checkpoint) -> list[tuple[Number, str | None]]:
+    """The module's numbers, and the tensor that each is in."""
     numbers = module.declare_numbers()
     names = set(checkpoint.names()) if numbers else set[str]()
-    found = [next((prefix + name for name in number.names if prefix + name in names), None) for number in numbers]
-    must_be_there = any(found) or (quantization is not None and quantization.has_kv_scales)
-    for number, name in zip(numbers, found, strict=True):
+    return [
+        (number, next((prefix + name for name in number.names if prefix + name in names), None)) for number in numbers
+    ]
+
+
+def _read_numbers(prefix: str, module: Module, checkpoint: Checkpoint, quantization: Quantization | None) -> None:
+    numbers = _find_numbers(prefix, module, checkpoint)
+    must_be_there = any(name for _, name in numbers) or (quantization is not None and quantization.has_kv_scales)
+    for number, name in numbers:
         measured = _measured_number(prefix, number, quantization)
         if measured is not None:
             setattr(module, number.attribute, measured)
