@@ -31,6 +31,7 @@ def words(text: str) -> dict[str, str]:
 def decode(
     dtype: str, cache: str | None = None, d: int = 128, splits: int = 1, window: int = 0, softcap: bool = False,
     block: int = 64, group: int = 4, lanes: int = 0, dependent: bool = False, fast: bool = True,
+    warps: int = 4, stages: int = 3,
 ) -> tuple:  # fmt: skip
     types = {
         **dict.fromkeys(("q", "out"), dtype),
@@ -43,10 +44,10 @@ def decode(
     values = {
         "KV_HEADS": 8, "GROUP": group, "GROUP_PAD": group, "D": d, "D_PAD": 1 << (d - 1).bit_length(), "BLOCK_SIZE": 16,
         "BLOCK_N": block, "LANES": lanes, "SPLIT": splits > 1, "JOIN": 32 // group if splits > 1 else 1, "WINDOW": window,
-        "SOFTCAP": softcap, "SAME_STRIDES": True, "SMALL": cache == FP8, "STAGES": 3, "DEPENDENT": dependent,
+        "SOFTCAP": softcap, "SAME_STRIDES": True, "SMALL": cache == FP8, "STAGES": stages, "DEPENDENT": dependent,
     }  # fmt: skip
     kernel = "decode_by_lane" if lanes else "decode_by_group"
-    return "decode_attention", kernel, types, values, {"num_warps": 4, "num_stages": 3, "fast": fast}
+    return "decode_attention", kernel, types, values, {"num_warps": warps, "num_stages": stages, "fast": fast}
 
 
 def prefill(
@@ -138,9 +139,13 @@ FUSED = {"NORM": True, "GATE": 1, "ADD": False, "BIAS": False}
 SLOTS = {"slots": "*i32", "out": "*i32", "tokens": "*i32", "lengths": "*i64"}
 CASES = [
     decode(BF16),
+    decode(BF16, block=32, warps=1, stages=4),
+    decode(BF16, block=32, warps=1, stages=4, group=8),
+    decode(BF16, FP8, block=32, warps=1, stages=4),
     decode(BF16, splits=16, dependent=True),
     decode(BF16, FP8, fast=False),
     decode(BF16, FP8, group=1, lanes=16),
+    decode(BF16, FP8, group=1, lanes=4, block=32, warps=1),
     decode(BF16, FP8, group=1, lanes=16, splits=16, dependent=True),
     decode(BF16, group=1, lanes=8),
     decode("*fp16", d=80, splits=4, window=70, softcap=True),

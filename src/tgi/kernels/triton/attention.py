@@ -23,7 +23,7 @@ from tgi.kernels.triton.launch import dependent_launch
 from tgi.kernels.triton.prefill_attention import prefill
 
 _MAX_SPLITS = 32
-_MANY_ROWS = 512  # whose contexts are short, as memory goes
+_SOME_ROWS, _MANY_ROWS = 128, 512  # many have short contexts, as memory goes
 _LONG_PROMPT = 512  # tokens on average: shorter ones leave large tiles empty
 _MANY_TILES = 8  # of prompts: fewer are done before the copy engine has been told what to bring
 
@@ -52,16 +52,18 @@ def choose_decode(
     splits = num_splits(rows, kv_heads, num_processors)
     if dtype is torch.float32 or d_pad > 128:
         return DecodeChoice(32, 4, 2, splits)
+    few_queries = group <= 8  # more would not fit into the registers of one warp
     if group == 1 and cache_dtype is FP8:
         # Lanes: tokens that one load of 16 bytes in each thread brings.
         if rows >= _MANY_ROWS or splits > 1:
-            # Many rows are short: of large tiles, the last would be half empty.
-            block, stages = (32, 3) if splits == 1 else (64, 2)
-            return DecodeChoice(block, 2, stages, splits, lanes=min(32, 1024 // d_pad))
+            return DecodeChoice(32, 1, 3, splits, lanes=min(32, 512 // d_pad))
         return DecodeChoice(64, 4, 3, splits, lanes=min(64, 2048 // d_pad))
-    # Few or short rows have little to load, values in eight bits much to convert: smaller programs, more of them.
-    small = splits > 1 or rows > _MANY_ROWS or cache_dtype is FP8
-    return DecodeChoice(64, 2 if small else 4, 3, splits)
+    if splits > 1:
+        return DecodeChoice(64, 2, 3, splits)
+    # With many programs each may be small: one waits while the others load, and a row's last tile is less empty.
+    if rows >= _SOME_ROWS and few_queries:
+        return DecodeChoice(32, 1, 4, splits)
+    return DecodeChoice(64, 2 if cache_dtype is FP8 else 4, 3, splits)
 
 
 def choose_prefill(d_pad: int, dtype: torch.dtype, prefix: bool, bulk: bool = False) -> PrefillChoice:
