@@ -407,6 +407,21 @@ def test_heads_with_keys_of_their_own(
         check_attention(device, "decode", (2, 2, 64), dtype, op, window, softcap, kv_scales=(0.01, 0.7))
 
 
+@pytest.mark.parametrize("rows", [40, 100, 1000])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 64), (2, 2, 128), (8, 1, 80), (12, 1, 64)])
+def test_what_is_chosen_for_so_many_rows(device: torch.device, rows: int, heads: int, kv_heads: int, d: int) -> None:
+    """With few of them, which is the same to each."""
+    for dtype in (torch.float16,) if device.type == "cpu" else (torch.float16, torch.bfloat16):
+        for cache, kv_scales in ((dtype, None), (fp8.FP8, (0.02, 0.5))):
+            op = attention.PagedAttention(1)
+            d_pad = 1 << (d - 1).bit_length()
+            chosen = attention.choose_decode(rows, 64, heads // kv_heads, d_pad, dtype, cache, 132)
+            assert chosen.splits == 1
+            op.decode_choice = chosen
+            for window in (None, 50) if rows == 100 else (None,):
+                check_attention(device, "decode", (heads, kv_heads, d), dtype, op, window, kv_scales=kv_scales)
+
+
 @pytest.mark.parametrize("queries", [32, 64, 128])
 @pytest.mark.parametrize("block", [16, 64])
 def test_any_tile_of_a_prompt(device: torch.device, queries: int, block: int) -> None:

@@ -23,7 +23,7 @@ from tgi.kernels.triton.launch import dependent_launch
 from tgi.kernels.triton.prefill_attention import prefill
 
 _MAX_SPLITS = 32
-_SOME_ROWS, _MANY_ROWS = 128, 512  # many have short contexts, as memory goes
+_SOME_ROWS, _MANY_ROWS = 80, 512  # many have short contexts, as memory goes
 _LONG_PROMPT = 512  # tokens on average: shorter ones leave large tiles empty
 _MANY_TILES = 8  # of prompts: fewer are done before the copy engine has been told what to bring
 
@@ -55,14 +55,16 @@ def choose_decode(
     few_queries = group <= 8  # more would not fit into the registers of one warp
     if group == 1 and cache_dtype is FP8:
         # Lanes: tokens that one load of 16 bytes in each thread brings.
-        if rows >= _MANY_ROWS or splits > 1:
+        if splits > 1:
+            return DecodeChoice(64, 2, 2, splits, lanes=min(32, 1024 // d_pad))
+        if rows >= _MANY_ROWS:
             return DecodeChoice(32, 1, 3, splits, lanes=min(32, 512 // d_pad))
         return DecodeChoice(64, 4, 3, splits, lanes=min(64, 2048 // d_pad))
     if splits > 1:
         return DecodeChoice(64, 2, 3, splits)
     # With many programs each may be small: one waits while the others load, and a row's last tile is less empty.
     if rows >= _SOME_ROWS and few_queries:
-        return DecodeChoice(32, 1, 4, splits)
+        return DecodeChoice(32, 1, 5 if cache_dtype is FP8 else 4, splits)
     return DecodeChoice(64, 2 if cache_dtype is FP8 else 4, 3, splits)
 
 
