@@ -134,6 +134,21 @@ def test_a_step_with_few_prompt_tokens_is_replayed(
         assert engine.device.num_replays == int(expected)
 
 
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"max_batch_size": 1, "max_total_tokens": 100}, 99),
+        ({"max_batch_size": 3, "max_total_tokens": 33}, 96),
+        ({"max_batch_prefill_tokens": 50}, 50),
+    ],
+)
+def test_no_captured_step_is_larger_than_one_that_may_be(
+    tiny_llama: Tiny, start_here: Start, settings: dict, most: int
+) -> None:
+    sizes = start_here(tiny_llama.folder, **settings).loop._runner._mixed_sizes
+    assert sizes and max(size.rows + size.tokens for size in sizes) <= most
+
+
 def test_every_way_to_choose(tiny_llama: Tiny, start_here: Start) -> None:
     asked = requests(PARAMS, [3 + n % 29 for n in range(30)])
     expected = on_cpu(tiny_llama.folder, asked)

@@ -80,6 +80,7 @@ def test_a_view_arrives_as_what_it_shows() -> None:
     with Upload(CPU, piece_bytes=128) as upload:
         assert torch.equal(upload(whole[:, 3:17]), whole[:, 3:17])
         assert torch.equal(upload(whole.t()), whole.t())
+        assert torch.equal(upload(whole[:, 3:4]), whole[:, 3:4])
 
 
 WANTED = [
@@ -189,6 +190,22 @@ def test_another_file_in_its_place_is_refused(checkpoint: Checkpoint, tmp_path: 
         pytest.raises(ModelFormatError, match="was changed while it was read"),
     ):
         checkpoint.read("large")
+
+
+def test_a_file_written_anew_in_place_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for path in tmp_path.glob("*.safetensors"):
+        changed = path.stat().st_mtime_ns
+        path.write_bytes(path.read_bytes())
+        os.utime(path, ns=(changed, changed + 1))  # however coarse the file system's clock is
+    with Upload(CPU, PIECE) as checkpoint.upload, pytest.raises(ModelFormatError, match="was changed while"):
+        checkpoint.read("matrix")
+
+
+def test_an_unusual_header_is_refused(tmp_path: Path) -> None:
+    header = b'{"a":["U8",[4],[0,4]]}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    with pytest.raises(ModelFormatError, match="header"):
+        Checkpoint.open(tmp_path)
 
 
 def test_a_short_read_is_refused(tmp_path: Path) -> None:

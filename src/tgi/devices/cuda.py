@@ -178,7 +178,7 @@ class CudaDevice:
         return decode_sizes(maximum)
 
     def mixed_sizes(self, max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
-        return mixed_sizes(max_rows, max_tokens)
+        return mixed_sizes(max_rows, max_tokens) if self._has_kernels else []  # nothing is captured without them
 
     def wrap_graphs(
         self, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None

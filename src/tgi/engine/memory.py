@@ -76,9 +76,9 @@ def check_weights_fit(
     )
 
 
-def most_step_tokens(config: ServerConfig, device: Device, rows: int) -> int:
-    """Of a step of at most so many requests."""
-    return max(rows, config.max_batch_prefill_tokens or device.limits.max_batch_prefill_tokens)
+def most_prompt_tokens(config: ServerConfig, device: Device, rows: int, length: int) -> int:
+    """Of a step of at most so many requests, each of at most so many tokens."""
+    return min(config.max_batch_prefill_tokens or device.limits.max_batch_prefill_tokens, rows * (length - 1))
 
 
 def measure_steps(
@@ -89,11 +89,11 @@ def measure_steps(
 ) -> int:
     """Bytes that slots, captured steps and the largest permitted step take beside weights and cache."""
     rows = config.max_batch_size or device.limits.max_batch_size
-    tokens = most_step_tokens(config, device, rows)
+    tokens = max(rows, config.max_batch_prefill_tokens or device.limits.max_batch_prefill_tokens)
     length = max(SHORTEST, config.max_total_tokens or spec.max_positions)
     wanted = device.decode_sizes(rows) if config.cuda_graphs is None else config.cuda_graphs
     capture = [size for size in wanted if 0 < size <= rows]
-    mixed = device.mixed_sizes(rows, tokens) if capture else []
+    mixed = device.mixed_sizes(rows, most_prompt_tokens(config, device, rows, length)) if capture else []
     largest = max((sum(size) for size in mixed), default=0)
     try:
         return rehearse(device, lambda: make_runner(rows, length), rows, tokens, length, capture, largest)

@@ -134,7 +134,8 @@ def play_prefix(rehearsal: Rehearsal, tokens: int, length: int) -> None:
 def play_captured(rehearsal: Rehearsal, rows: int, tokens: int, length: int) -> None:
     """So many prompt tokens at once, of few prompts."""
     count = min(rows, -(-tokens // (length - 1)))
-    rehearsal.prompts([min(length - 1, tokens // count)] * count)
+    each, more = divmod(tokens, count)
+    rehearsal.prompts([each + (number < more) for number in range(count)])
     rehearsal.wait()
 
 

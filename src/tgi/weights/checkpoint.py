@@ -204,6 +204,8 @@ def _open(path: Path) -> _File:
             f"{path}: is not a sound safetensors file: {cause}. Download or copy the file again."
         ) from error
     tensors.pop("__metadata__", None)
+    if not all(isinstance(entry, dict) for entry in tensors.values()):
+        raise ModelFormatError(f"{path}: its header has entries in an unusual form. Save the file again.")
     return _File(path, opened, identity, 8 + header_bytes, tensors)
 
 

@@ -28,7 +28,7 @@ _AHEAD_BYTES = 1 << 30  # on the device, of what nobody has asked for yet
 
 _HOST = torch.device("cpu")
 
-Identity = tuple[int, int, int]  # of a file: file system, number there, size
+Identity = tuple[int, int, int, int]  # of a file: file system, number there, size, last change
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class Upload:
 
 def identify(descriptor: int) -> Identity:
     found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino, found.st_size
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _wait(arriving: _Arriving) -> Tensor:
@@ -197,7 +197,7 @@ def _wait(arriving: _Arriving) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _copy(source: Tensor, piece: Tensor) -> None:

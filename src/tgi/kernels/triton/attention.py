@@ -47,12 +47,14 @@ class PrefillChoice:
 
 
 def choose_decode(
-    rows: int, kv_heads: int, group: int, d_pad: int, dtype: torch.dtype, cache_dtype: torch.dtype, num_processors: int
-) -> DecodeChoice:
+    rows: int, kv_heads: int, group: int, d_pad: int, dtype: torch.dtype, cache_dtype: torch.dtype, num_processors: int,
+    async_copies: bool = True,
+) -> DecodeChoice:  # fmt: skip
+    """`async_copies`: what is loaded ahead needs no registers."""
     splits = num_splits(rows, kv_heads, num_processors)
     if dtype is torch.float32 or d_pad > 128:
         return DecodeChoice(32, 4, 2, splits)
-    few_queries = group <= 8  # more would not fit into the registers of one warp
+    one_warp = async_copies and group <= 8  # else its registers do not suffice
     if group == 1 and cache_dtype is FP8:
         # Lanes: tokens that one load of 16 bytes in each thread brings.
         if splits > 1:
@@ -63,7 +65,7 @@ def choose_decode(
     if splits > 1:
         return DecodeChoice(64, 2, 3, splits)
     # With many programs each may be small: one waits while the others load, and a row's last tile is less empty.
-    if rows >= _SOME_ROWS and few_queries:
+    if rows >= _SOME_ROWS and one_warp:
         return DecodeChoice(32, 1, 5 if cache_dtype is FP8 else 4, splits)
     return DecodeChoice(64, 2 if cache_dtype is FP8 else 4, 3, splits)
 
@@ -113,9 +115,16 @@ class Workspace:
 class PagedAttention:
     """The op `attention`, with the choices that fit one device."""
 
-    def __init__(self, num_processors: int, workspace: Workspace | None = None, bulk_copies: bool = False) -> None:
+    def __init__(
+        self,
+        num_processors: int,
+        workspace: Workspace | None = None,
+        bulk_copies: bool = False,
+        async_copies: bool = True,
+    ) -> None:
         self.num_processors = num_processors
         self.bulk_copies = bulk_copies  # capability 9.0 or later
+        self.async_copies = async_copies  # capability 8.0 or later
         self.workspace = workspace or Workspace()
         self.prompts: Callable[..., bool] | None = None  # another's kernel for prompts; False: not for this batch
         # Set, they are used whatever the work: to measure others.
@@ -144,7 +153,7 @@ class PagedAttention:
             "GROUP": q.shape[1] // k_cache.shape[2], "D": q.shape[2], "D_PAD": d_pad, "BLOCK_SIZE": k_cache.shape[1],
             "WINDOW": window or 0, "SOFTCAP": softcap is not None, "SMALL": k_cache.dtype is FP8,
         }  # fmt: skip
-        # Steps with prompts are not captured: the launches themselves take longer than what this would gain.
+        # Steps with prompts have more tokens than this is for, or are queued op by op, where launching takes longer.
         dependent = dependent_launch(q.shape[0]) and batch.prefill_tiles is None
         same |= {"DEPENDENT": dependent, "launch_pdl": dependent}
         if batch.num_decode:
@@ -159,7 +168,7 @@ class PagedAttention:
     ) -> None:  # fmt: skip
         rows, kv_heads, group, d_pad = batch.num_decode, k_cache.shape[2], same["GROUP"], same["D_PAD"]
         choice = self.decode_choice or choose_decode(
-            rows, kv_heads, group, d_pad, q.dtype, k_cache.dtype, self.num_processors
+            rows, kv_heads, group, d_pad, q.dtype, k_cache.dtype, self.num_processors, self.async_copies
         )
         splits, group_pad, places = choice.splits, triton.next_power_of_2(group), rows * kv_heads
         partial, stats, counters = self.workspace.take(

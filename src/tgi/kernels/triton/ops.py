@@ -18,7 +18,9 @@ def load_ops(num_processors: int, flashinfer: bool = False) -> dict[str, Any] | 
     from tgi.kernels.triton.linear import Linear, logits
 
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    paged_attention = attention.PagedAttention(num_processors, bulk_copies=capability >= (9, 0))
+    paged_attention = attention.PagedAttention(
+        num_processors, bulk_copies=capability >= (9, 0), async_copies=capability >= (8, 0)
+    )
     if flashinfer:
         from tgi.kernels.flashinfer_prompts import FlashinferPrompts
 
