@@ -422,6 +422,15 @@ def test_what_is_chosen_for_so_many_rows(device: torch.device, rows: int, heads:
                 check_attention(device, "decode", (heads, kv_heads, d), dtype, op, window, kv_scales=kv_scales)
 
 
+def test_one_warp_only_where_its_registers_suffice() -> None:
+    def warps(group: int, **more: bool) -> int:
+        half = torch.float16
+        return attention.choose_decode(256, 8, group, 128, half, half, 132, **more).warps
+
+    assert warps(1) == warps(8) == 1
+    assert warps(9) == warps(16) == warps(4, async_copies=False) == 4
+
+
 @pytest.mark.parametrize("queries", [32, 64, 128])
 @pytest.mark.parametrize("block", [16, 64])
 def test_any_tile_of_a_prompt(device: torch.device, queries: int, block: int) -> None:
