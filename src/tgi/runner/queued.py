@@ -8,7 +8,7 @@ A step waits for the tokens of the one before only where a grammar must see them
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -126,8 +126,7 @@ class QueuedRunner:
         if (followed and (plan.admit or plan.release)) or any(a.request.sampling.watermark for a in plan.admit):
             self._wait_for_tokens()  # they belong to whoever had the slots until now
         self._update(plan)
-        rows = list(self.slots.decode_slots) if plan.decode else []
-        rows += [chunk.slot for chunk in plan.chunks if chunk.samples]
+        rows = self._decoding(plan) + [chunk.slot for chunk in plan.chunks if chunk.samples]
         logits, row_slots, prompts = self._compute(plan, rows)
         masks, chosen = None, None
         if logits is not None and rows:
@@ -141,13 +140,17 @@ class QueuedRunner:
             self._next_result = (self._next_result + 1) % _NUM_RESULTS
         return future
 
+    def _decoding(self, plan: StepPlan) -> list[int]:
+        """Slots of the step's decode rows."""
+        return self.slots.decode_slots if plan.decode else []
+
     def _compute(
         self, plan: StepPlan, rows: list[int]
     ) -> tuple[Tensor | None, Tensor, list[tuple[int, int, list[Tensor]]]]:
         """(logits of the sampling rows, perhaps of padding after them; their slots on the device; scored prompts)."""
         if plan.chunks:
             prompt_chunks = [chunk for chunk in plan.chunks if chunk.slot in self._prompt_logprobs]
-            num_decode = len(self.slots.decode_slots) if plan.decode else 0
+            num_decode = len(self._decoding(plan))
             size = None if prompt_chunks else find_size(self._mixed_sizes, num_decode, plan.chunks)
             if size is not None and size in self._captured_mixed:
                 return *self._replay_mixed(size, plan, rows), []
@@ -178,31 +181,32 @@ class QueuedRunner:
 
     def _decode_pass(self, size: int, model: CausalLM) -> Tensor:
         """Logits `[size, vocab]` of the decode set's next tokens, from what is on the device alone."""
+        return self._logits_of(self._resident_batch(self.slots.state.rows[:size], None, size), size, model)
+
+    def _resident_batch(self, slots: Tensor, at: Tensor | None, num_decode: int) -> ForwardBatch:
+        """Tokens of these slots, decode rows first, read from what is on the device; nothing is said of prompts."""
         state = self.slots.state
-        rows = state.rows[:size]
-        ids, positions, kv_index, seq_lens = self.device.ops.gather_inputs(state, rows, None)
-        batch = ForwardBatch(
+        ids, positions, kv_index, seq_lens = self.device.ops.gather_inputs(state, slots, at)
+        return ForwardBatch(
             input_ids=ids,
             positions=positions,
             kv_index=kv_index,
             block_tables=state.block_tables,
-            seq_lens=seq_lens,
-            num_decode=size,
+            seq_lens=seq_lens,  # of decode rows; chunks have theirs in the tiles
+            num_decode=num_decode,
             chunk_starts_cpu=[],
             chunk_ends_cpu=[],
             max_seq_len=self._max_total_tokens,
             logit_tokens=None,
-            table_rows=rows,
+            table_rows=slots[:num_decode],
         )
-        return self._logits_of(batch, size, model)
 
     def _logits_of(self, batch: ForwardBatch, count: int, model: CausalLM) -> Tensor:
         """Where they stay until the next pass."""
         return model.logits(model.forward(batch, self.kv_cache[: len(model.model.layers)]), self._logits[:count])
 
     def _replay_mixed(self, size: MixedSize, plan: StepPlan, rows: list[int]) -> tuple[Tensor | None, Tensor]:
-        decode = self.slots.decode_slots if plan.decode else []
-        self._staging.put(size.fill(decode, plan.chunks, rows))
+        self._staging.put(size.fill(self._decoding(plan), plan.chunks, rows))
         (words,) = self._staging.send(self.slots.state)
         self._mixed_words[: words.shape[0]].copy_(words)
         captured = self._captured_mixed[size]
@@ -212,22 +216,11 @@ class QueuedRunner:
 
     def _padded_mixed_pass(self, size: MixedSize, model: CausalLM) -> Tensor:
         """Logits of a step with prompt tokens, from what is on the device alone."""
-        state = self.slots.state
         token_slots, at, _, logit_tokens, tiles = size.split(self._mixed_words)
-        ids, positions, kv_index, seq_lens = self.device.ops.gather_inputs(state, token_slots, at)
         tiles = tiles.view(-1, 5)
-        batch = ForwardBatch(
-            input_ids=ids,
-            positions=positions,
-            kv_index=kv_index,
-            block_tables=state.block_tables,
-            seq_lens=seq_lens,
-            num_decode=size.rows,
-            chunk_starts_cpu=[],
-            chunk_ends_cpu=[],
-            max_seq_len=self._max_total_tokens,
+        batch = replace(
+            self._resident_batch(token_slots, at, size.rows),
             logit_tokens=logit_tokens.long(),
-            table_rows=token_slots[: size.rows],
             prefill_tiles=tiles,
             num_prefix_tiles=tiles.shape[0],  # any of them may be
         )
@@ -235,21 +228,14 @@ class QueuedRunner:
 
     def _mixed_pass(self, plan: StepPlan, rows: list[int], prompt_chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
         """Hidden states of the sampling rows, then of every token of `prompt_chunks`; and the slots of the former."""
-        decode = self.slots.decode_slots if plan.decode else []
+        decode = self._decoding(plan)
         inputs = describe(decode, plan.chunks, prompt_chunks)
         for words in (inputs.token_slots, inputs.positions, inputs.rows, rows, inputs.logit_tokens, inputs.tiles):
             self._staging.put(words)
         token_slots, at, row_slots, sampling_slots, logit_tokens, tiles = self._staging.send(self.slots.state)
-        state = self.slots.state
-        ids, positions, kv_index, seq_lens = self.device.ops.gather_inputs(state, token_slots, at)
         longest = int(self.slots.lengths_cpu[decode].max()) if decode else 0
-        batch = ForwardBatch(
-            input_ids=ids,
-            positions=positions,
-            kv_index=kv_index,
-            block_tables=state.block_tables,
-            seq_lens=seq_lens,  # of decode rows, which come first; chunks have theirs in the tiles
-            num_decode=len(decode),
+        batch = replace(
+            self._resident_batch(token_slots, at, len(decode)),
             chunk_starts_cpu=[chunk.start for chunk in plan.chunks],
             chunk_ends_cpu=[chunk.end for chunk in plan.chunks],
             max_seq_len=max(longest, *(chunk.end for chunk in plan.chunks)),
@@ -300,7 +286,7 @@ class QueuedRunner:
         self, plan: StepPlan, chunks: list[Chunk], hidden: Tensor
     ) -> list[tuple[int, int, list[Tensor]]]:
         """Log-probabilities of the prompt tokens that follow each chunk token: (row, first position, values)."""
-        num_decode = len(self.slots.decode_slots) if plan.decode else 0
+        num_decode = len(self._decoding(plan))
         row_of = {chunk.slot: num_decode + number for number, chunk in enumerate(plan.chunks)}
         scored: list[tuple[int, int, list[Tensor]]] = []
         first = 0
