@@ -1,6 +1,7 @@
 """Options of the suite."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -10,6 +11,10 @@ import pytest
 # pytest-xdist inherit the decision.
 if "PYTEST_XDIST_WORKER" not in os.environ and not any("cuda" in argument for argument in sys.argv):
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What a script starts in the background ignores Ctrl-C, and so would all that tests start and send it to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
