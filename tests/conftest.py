@@ -12,9 +12,10 @@ import pytest
 if "PYTEST_XDIST_WORKER" not in os.environ and not any("cuda" in argument for argument in sys.argv):
     os.environ["TRITON_INTERPRET"] = "1"
 
-# What a script starts in the background ignores Ctrl-C, and so would all that tests start and send it to.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# What a script starts in the background ignores Ctrl-C, and under nohup a closed window: so would all that tests start.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
