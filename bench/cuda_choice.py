@@ -67,6 +67,14 @@ def tops(rows: int, count: int) -> Tops:
     return Tops(table, torch.zeros((rows, 1 + 2 * (count + 8)), dtype=torch.int32, device="cuda"))
 
 
+class KeptChoice(Choice):
+    """Leaves what it worked with."""
+
+    def _make_room(self, *arguments):
+        self.spaces = super()._make_room(*arguments)
+        return self.spaces
+
+
 def graph_us(work, repeats: int = 15) -> float:
     """Median of replays of a graph of four calls, per call."""
     stream = torch.cuda.Stream()
@@ -90,7 +98,7 @@ def graph_us(work, repeats: int = 15) -> float:
     return statistics.median(times)
 
 
-def check(name: str, op: Choice, logits: Tensor, state: SlotState, asked: Asked) -> None:
+def check(name: str, op: KeptChoice, logits: Tensor, state: SlotState, asked: Asked) -> None:
     """Print how many rows differ from the definition, and in how many ids what is kept differs."""
     rows = logits.shape[0]
     other = SlotState(rows, 4096, 16, logits.device)
@@ -109,7 +117,7 @@ def check(name: str, op: Choice, logits: Tensor, state: SlotState, asked: Asked)
         exact = sampling.top_k(x, top_k)
         exact = sampling.typical_p(resident._with_ties(exact, sampling.top_p(exact, top_p)), typical_p)
         exact = sampling.min_p(exact, min_p) > float("-inf")
-        floor, mean, _, reach = op._spaces[2][:rows].unbind(1)
+        floor, mean, _, reach = op.spaces[2][:rows].unbind(1)
         near = (x.amax(-1, keepdim=True) - x - mean[:, None]).abs() <= reach[:, None]
         found = (x >= floor[:, None]) & near
         kept = f", kept {float(exact.sum(1).float().mean()):.0f} ids, {int((exact != found).sum())} of all differ"
@@ -123,7 +131,7 @@ def check(name: str, op: Choice, logits: Tensor, state: SlotState, asked: Asked)
 
 def run_checks(vocab: int) -> None:
     rows = 256
-    op = Choice()
+    op = KeptChoice()
     for spread, dtype in ((1.0, torch.bfloat16), (3.0, torch.float32)):
         logits = (torch.randn(rows, vocab, device="cuda") * spread).to(dtype)
         print(f"-- {rows} rows of {vocab} {dtype} scores, spread {spread}")
@@ -132,7 +140,7 @@ def run_checks(vocab: int) -> None:
             check(name, op, logits, state, set_filters(state, numbers))
         for name, penalties, mask in (("penalties", True, False), ("mask", False, True)):
             state = make_state(rows, vocab)
-            asked = set_filters(state, {"samples": 0.0})
+            asked = set_filters(state, {"way": resident.ADJUSTED})
             asked.adjustments = adjustments(rows, vocab, penalties, mask)
             check(name, op, logits, state, asked)
         state = make_state(rows, vocab)
@@ -140,7 +148,7 @@ def run_checks(vocab: int) -> None:
         index = torch.arange(rows, dtype=torch.int32, device="cuda")
         for choose, best in ((op, found[0]), (resident.choose_into, found[1])):
             out = torch.zeros((2, rows), dtype=torch.int32, device="cuda")
-            asked = set_filters(state, {"samples": 0.0})
+            asked = set_filters(state, {"way": resident.ADJUSTED})
             asked.tops, asked.counts = best, True
             choose(logits, index, state, out, asked)
         room = found[0].room
@@ -155,6 +163,7 @@ def time_rows(rows: int, vocab: int) -> dict[str, float]:
     index = torch.arange(rows, dtype=torch.int32, device="cuda")
     out = torch.zeros((2, rows), dtype=torch.int32, device="cuda")
     state = make_state(rows, vocab)
+    state.numbers["way"].fill_(resident.PLAIN)
     found["greedy"] = graph_us(lambda: greedy_into(logits, index, state, out))
     for name, numbers in WAYS.items():
         state = make_state(rows, vocab)
@@ -164,11 +173,11 @@ def time_rows(rows: int, vocab: int) -> dict[str, float]:
             found["p.9 peaked"] = graph_us(lambda: op(peaked, index, state, out, asked))
     for name, penalties, mask in (("penalties", True, False), ("mask", False, True)):
         state = make_state(rows, vocab)
-        asked = set_filters(state, {"samples": 0.0})
+        asked = set_filters(state, {"way": resident.ADJUSTED})
         asked.adjustments = adjustments(rows, vocab, penalties, mask)
         found[name] = graph_us(lambda: op(logits, index, state, out, asked))
     state = make_state(rows, vocab)
-    asked = set_filters(state, {"samples": 0.0})
+    asked = set_filters(state, {"way": resident.ADJUSTED})
     asked.tops, asked.counts = tops(rows, 5), True
     found["top 5"] = graph_us(lambda: op(logits, index, state, out, asked))
     asked = set_filters(state, WAYS["k50 p.9"])

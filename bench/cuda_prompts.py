@@ -22,9 +22,9 @@ from tgi.engine.warm_up import warm_up
 from tgi.types import GenerationRequest, SamplingParams
 
 BESIDE = (0, 16, 64, 250)
-LENGTHS = (8, 60, 128, 200, 380, 512, 700, 1000)
+LENGTHS = (8, 60, 128, 200, 380, 512, 700, 1000, 1400, 2000)
 ROUNDS = 7
-LONGEST = 1024
+LONGEST = 2048
 DECODING = 900  # tokens of those beside: more than there are steps
 
 

@@ -32,6 +32,7 @@ class QueueOnCpu(CpuDevice):
             128 if ops is None else 48
         )  # the CPU, and even more an interpreter, would take long over more
         self.num_replays = 0
+        self.is_replaying = False
 
     def scope(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -50,7 +51,11 @@ class QueueOnCpu(CpuDevice):
 
         def replay() -> None:
             self.num_replays += 1
-            work()
+            self.is_replaying = True
+            try:
+                work()
+            finally:
+                self.is_replaying = False
 
         return replay, result
 

@@ -1,5 +1,6 @@
 """The engine on a device that runs ahead gives the tokens of the CPU: on the GPU, or on the CPU in that role."""
 
+import gc
 import importlib.util
 import math
 import re
@@ -158,6 +159,70 @@ def test_every_way_to_choose(tiny_llama: Tiny, start_here: Start) -> None:
     same(run(engine, asked, arrivals=[n // 2 for n in range(30)]), expected)
 
 
+DRAWS = [{"do_sample": True}, {"temperature": 0.9, "top_k": 40, "top_p": 0.95}, {"typical_p": 0.6}, {"min_p": 0.05}]
+
+
+def count_draws(engine: Engine) -> list[int]:
+    """The sizes of the captured draws that are replayed."""
+    captured, replayed = engine.loop._runner._captured_draws, []
+
+    def counted(size: int, replay: Callable[[], None]) -> Callable[[], None]:
+        def replay_and_count() -> None:
+            replayed.append(size)
+            replay()
+
+        return replay_and_count
+
+    captured |= {size: counted(size, replay) for size, replay in captured.items()}
+    return replayed
+
+
+@pytest.mark.parametrize(
+    ("params", "captured"),
+    [
+        ([{}], False),
+        (DRAWS, True),
+        ([*DRAWS, {}], True),
+        ([{"top_n_tokens": 2}, {}], False),
+        ([{"do_sample": True}, {}], True),
+        ([{"repetition_penalty": 1.3}, {"top_k": 9}], True),  # of the one that is left at the end
+        ([{"repetition_penalty": 1.3}], False),
+        ([{"watermark": True}, {}], False),
+        (PARAMS, True),
+    ],
+)
+def test_captured_draws(tiny_llama: Tiny, start_here: Start, params: list[dict], captured: bool) -> None:
+    """They are used where nobody in the batch asks for more; batches differ from step to step."""
+    prompts = random_prompts(320, [3 + n % 29 for n in range(20)], seed=6)
+    new_tokens = [2 + 5 * (n % 7) for n in range(19)] + [60]  # at the end the last one is alone
+    asked = [
+        make_request(n, prompt, count, seed=n, **params[n % len(params)])
+        for n, (prompt, count) in enumerate(zip(prompts, new_tokens, strict=True))
+    ]
+    expected = on_cpu(tiny_llama.folder, asked)
+    for settings in ({}, {"cuda_graphs": [1, 3, 5]}):
+        engine = start_here(tiny_llama.folder, **settings)
+        replayed = count_draws(engine)
+        same(run(engine, asked, arrivals=[3 * n for n in range(20)]), expected)
+        same(run(engine, asked), expected)
+        assert bool(replayed) == captured
+
+
+def test_captured_steps_hold_the_choice_of_the_best_token(tiny_llama: Tiny, start_here: Start) -> None:
+    asked = requests([{}], [1, 2, 5, 17, 40, 33, 16, 60])
+    expected = on_cpu(tiny_llama.folder, asked)
+    engine = start_here(tiny_llama.folder)
+    ops = engine.device.ops
+    greedy_into = ops.greedy_into
+
+    def only_in_a_replay(*arguments: object) -> None:
+        assert getattr(engine.device, "is_replaying", False)  # on a GPU nothing of a replay is seen here
+        greedy_into(*arguments)
+
+    ops.greedy_into, ops.choose_into = only_in_a_replay, None
+    same(run(engine, asked, arrivals=[4 * n for n in range(len(asked))]), expected)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -253,3 +318,30 @@ def test_grammars(start_here: Start) -> None:
         if n != 2:
             text = tokenizer.decode([token for token in output.token_ids if token not in ends], False)
             assert re.match(r"[0-9]{3}-[a-c]*", text), text
+
+
+def test_nothing_is_collected_while_a_step_is_captured(tiny_llama: Tiny, start_here: Start, device_name: str) -> None:
+    """Pinned memory that were freed then would break the next allocation of such memory."""
+    if device_name != "cuda":
+        pytest.skip("only CUDA has such memory")
+    device = start_here(tiny_llama.folder).device
+    with device.scope():
+        there = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
+        cycle = [device.host_words(1 << 16)]
+        cycle[0].copy_(there, non_blocking=True)
+    cycle.append(cycle)
+    del cycle
+
+    def work() -> torch.Tensor:
+        for _ in range(10):
+            kept = [[] for _ in range(10_000)]  # enough of them for a collection
+            del kept
+        return there + 1
+
+    replay, _ = device.capture(work)
+    gc.collect()
+    for size in range(12, 22):
+        device.host_words(1 << size)
+    with device.scope():
+        replay()
+    torch.cuda.synchronize()

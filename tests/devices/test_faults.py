@@ -40,21 +40,23 @@ def no_memory() -> torch.OutOfMemoryError:
 
 
 class Faulty(QueueOnCpu):
-    """Fails chosen passes of the model, or chosen results, with an error."""
+    """Fails chosen ops of a step, or chosen results, with an error."""
 
     def __init__(self, cache_dir: Path) -> None:
         super().__init__(cache_dir)
-        self.fail_norm_calls: set[int] = set()
+        self.fail_op_calls: set[int] = set()
         self.fail_results: set[int] = set()
         self.error: Exception = no_memory()
-        self.num_norm_calls = self.num_results = self.num_failed = 0
+        self.num_op_calls = self.num_results = self.num_failed = 0
         self.ops.rms_norm = self._failing(self.ops.rms_norm)
         self.ops.add_rms_norm = self._failing(self.ops.add_rms_norm)
+        self.ops.greedy_into = self._failing(self.ops.greedy_into)
+        self.ops.choose_into = self._failing(self.ops.choose_into)
 
     def _failing(self, op: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
-            self.num_norm_calls += 1
-            if self.num_norm_calls in self.fail_norm_calls:
+            self.num_op_calls += 1
+            if self.num_op_calls in self.fail_op_calls:
                 self.num_failed += 1
                 raise self.error
             return op(*arguments, **options)
@@ -94,7 +96,7 @@ def engines(cpu_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with monkeypatch.context() as patched:
             patched.setattr("tgi.engine.build.choose_device", lambda *_: device)
             engine = start(folder, **{"max_batch_size": 8, "max_total_tokens": 120, **settings})
-        device.num_norm_calls = device.num_results = 0
+        device.num_op_calls = device.num_results = 0
         started.append(engine)
         return engine, device
 
@@ -143,7 +145,7 @@ def test_no_memory_in_some_steps_changes_no_answer(tiny: Tiny, engines: Any, set
     engine, device = engines(tiny.folder, **settings)
     rng = random.Random(seed)
     # Never twice in a row: a request that fails so when it is alone ends with an error.
-    device.fail_norm_calls = {60 * number + rng.randrange(30) for number in range(1, 5)}
+    device.fail_op_calls = {60 * number + rng.randrange(30) for number in range(1, 5)}
     device.fail_results = {20 * number + rng.randrange(5) for number in range(3, 6)}
     same(run(engine, ask(), ARRIVALS), expected)
     assert device.num_failed >= 4
@@ -156,8 +158,8 @@ def test_aborts_beside_a_lack_of_memory(tiny: Tiny, engines: Any) -> None:
     expected = run(calm, ask(), ARRIVALS)
     engine, device = engines(tiny.folder)
     for at in range(1, 30):
-        device.num_norm_calls = 0
-        device.fail_norm_calls = {3 * at}
+        device.num_op_calls = 0
+        device.fail_op_calls = {3 * at}
         for request in ask():
             engine.loop.add(request)
         for _ in range(at % 7):
@@ -165,7 +167,7 @@ def test_aborts_beside_a_lack_of_memory(tiny: Tiny, engines: Any) -> None:
         for request in ask():
             engine.loop.abort(request.id)
         engine.loop.scheduler.check()
-    device.fail_norm_calls = set()
+    device.fail_op_calls = set()
     while engine.loop.has_work:
         engine.loop.step()
     same(run(engine, ask(), ARRIVALS), expected)
@@ -233,7 +235,7 @@ def test_a_request_that_does_not_fit_alone_ends_alone(tiny: Tiny, engines: Any) 
     same(run(engine, ask(), ARRIVALS), expected)
 
 
-@pytest.mark.parametrize("where", ["fail_norm_calls", "fail_results"])
+@pytest.mark.parametrize("where", ["fail_op_calls", "fail_results"])
 def test_any_other_error_ends_the_engine(tiny: Tiny, engines: Any, where: str) -> None:
     engine, device = engines(tiny.folder)
     device.error = RuntimeError("CUDA error: device-side assert triggered")

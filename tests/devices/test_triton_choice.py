@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from tgi.kernels.triton import filters
 from tgi.kernels.triton.adjust import Adjust
 from tgi.kernels.triton.choice import Choice, greedy_into
 
-NEUTRAL = [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+NEUTRAL = [1.0, 0.0, 1.0, 1.0, 0.0, resident.ADJUSTED]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def make_state(device: torch.device, num_slots: int = 5, max_tokens: int = 40, v
 
 def set_filters(state: SlotState, wanted: list[dict[str, float]]) -> None:
     for slot, numbers in enumerate(wanted):
-        for name, value in {**dict(zip(FILTERS, NEUTRAL, strict=True)), "samples": 1.0, **numbers}.items():
+        for name, value in {**dict(zip(FILTERS, NEUTRAL, strict=True)), "way": resident.DRAWS, **numbers}.items():
             state.numbers[name][slot] = float(value)
 
 
@@ -66,8 +67,16 @@ def out_for(rows: int, device: torch.device) -> Tensor:
     return torch.zeros((2, rows), dtype=torch.int32, device=device)
 
 
-def small_choice(room: int = 8192, part: int = 4096) -> Choice:
-    op = Choice()
+class KeptChoice(Choice):
+    """Leaves what it worked with."""
+
+    def _make_room(self, *arguments: Any) -> list[Tensor]:
+        self.spaces = super()._make_room(*arguments)
+        return self.spaces
+
+
+def small_choice(room: int = 8192, part: int = 4096) -> KeptChoice:
+    op = KeptChoice()
     op.room, op.part = room, part
     return op
 
@@ -82,14 +91,16 @@ def words(values: list, device: torch.device) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [7, 320, 4097, 9000])
 def test_greedy(device: torch.device, dtype: torch.dtype, vocab: int) -> None:
-    one = make_state(device)
+    one = make_state(device, 7)
+    one.numbers["way"].fill_(resident.PLAIN)
+    one.numbers["way"][5:] = torch.tensor([resident.DRAWS, resident.ADJUSTED])  # left to others
     two = twin(one, device)
-    logits = (torch.randn(6, vocab, device=device) * 5).to(dtype)
+    logits = (torch.randn(8, vocab, device=device) * 5).to(dtype)
     logits[1, vocab // 2] = math.nan
     logits[2, :] = -math.inf
     logits[3, : vocab - 1] = -math.inf
-    rows = words([3, 0, 1, 4, 2, -1], device)
-    ours, expected = out_for(8, device), out_for(8, device)
+    rows = words([3, 0, 1, 4, 2, -1, 5, 6], device)
+    ours, expected = out_for(9, device).fill_(-7), out_for(9, device).fill_(-7)
     greedy_into(logits, rows, one, ours)
     resident.greedy_into(logits, rows, two, expected)
     good = [0, 3, 4]
@@ -97,6 +108,7 @@ def test_greedy(device: torch.device, dtype: torch.dtype, vocab: int) -> None:
     ours_, expected_ = (out[1].view(torch.float32)[good] for out in (ours, expected))
     torch.testing.assert_close(ours_, expected_, rtol=1e-4, atol=1e-4)
     assert bool(ours[1].view(torch.float32)[[1, 2]].isnan().all())
+    assert bool((ours[:, 5:] == -7).all())
     assert torch.equal(one.words, two.words)
 
 
@@ -104,7 +116,9 @@ def test_greedy_takes_the_first_of_equals(device: torch.device) -> None:
     slots, out = make_state(device), out_for(1, device)
     logits = torch.zeros((1, 9000), device=device)
     logits[0, [17, 18, 8999]] = 3.0
-    for op in (greedy_into, small_choice()):
+    for op, way in ((greedy_into, resident.PLAIN), (small_choice(), resident.ADJUSTED)):
+        slots.numbers["way"].fill_(way)
+        out.zero_()
         op(logits, words([1], device), slots, out)
         assert out[0, 0] == 17
 
@@ -114,6 +128,8 @@ def test_greedy_takes_the_first_of_equals(device: torch.device) -> None:
 def test_what_cannot_be_chosen_from_is_not_a_number(device: torch.device, vocab: int, way: str) -> None:
     """The step after reads the id before the host sees the NaN, so it must exist whatever the scores are."""
     one = make_state(device, 8)
+    if way == "greedy":
+        one.numbers["way"].fill_(resident.PLAIN)
     if way == "sample":
         one.filters.copy_(torch.tensor([0.8, 4, 0.9, 0.7, 0.1, 1]))
         one.filters[3, 1:3] = torch.tensor([0.0, 1.0])  # typical-p alone takes another way
@@ -145,7 +161,7 @@ def test_what_cannot_be_chosen_from_is_not_a_number(device: torch.device, vocab:
 # Filters and draws ------------------------------------------------------------------------------------------------
 
 WAYS = [
-    {"samples": 0.0},
+    {"way": resident.ADJUSTED},
     {},
     {"temperature": 0.4},
     {"top_k": 1},
@@ -170,10 +186,10 @@ def kept_by_definition(logits: Tensor, state: SlotState, rows: Tensor) -> Tensor
     return sampling.min_p(kept, min_p) > -math.inf
 
 
-def kept_by_kernels(op: Choice, logits: Tensor, state: SlotState, rows: Tensor) -> tuple[Tensor, Tensor]:
+def kept_by_kernels(op: KeptChoice, logits: Tensor, state: SlotState, rows: Tensor) -> tuple[Tensor, Tensor]:
     """From the thresholds that the kernels leave; and which scores are no further from one than they are rounded."""
     x = logits.float() / state.filters[rows.long(), :1]
-    floor, mean, _, reach = op._spaces[2][: len(rows), :4].unbind(1)
+    floor, mean, _, reach = op.spaces[2][: len(rows), :4].unbind(1)
     assert (filters.FLOOR.value, filters.MEAN.value, filters.REACH.value) == (0, 1, 3)
     distance = (x.amax(dim=-1, keepdim=True) - x - mean[:, None]).abs()
     kept = (x >= floor[:, None]) & (x > -math.inf) & (distance <= reach[:, None])
@@ -280,13 +296,29 @@ def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
     before = one.words.clone()
     together = out_for(len(ways), device)
     op(logits, words([0, 1, 2, 3], device), one, together)
-    facts = op._spaces[2][:4].clone()
+    facts = op.spaces[2][:4].clone()
     for row in range(1 if device.type == "cpu" else 0, len(ways), 2 if device.type == "cpu" else 1):
         one.words.copy_(before)
         alone = out_for(2, device)
         op(logits[[row, 0]], words([row, -1], device), one, alone)
         assert torch.equal(alone[:, 0], together[:, row])
-        assert torch.equal(op._spaces[2][0], facts[row])
+        assert torch.equal(op.spaces[2][0], facts[row])
+
+
+def test_plain_rows_are_left_alone(device: torch.device) -> None:
+    """In a batch with all others: their tokens were chosen before."""
+    one = make_state(device, 5)
+    set_filters(one, [{"way": resident.PLAIN}, {"top_k": 4}, {"way": resident.ADJUSTED}, {"way": resident.PLAIN}, {}])
+    two = twin(one, device)
+    logits = torch.randn(5, 600, device=device)
+    rows = words([3, 1, 0, 2, 4], device)
+    ours, expected = out_for(5, device).fill_(-7), out_for(5, device).fill_(-7)
+    small_choice(64, 256)(logits, rows, one, ours)
+    resident.choose_into(logits, rows, two, expected)
+    assert torch.equal(ours[0], expected[0]) and torch.equal(one.words, two.words)
+    assert (ours == -7).all(dim=0).tolist() == [True, False, True, False, False]
+    greedy_into(logits, rows, one, ours)
+    assert not bool((ours == -7).any()) and bool((one.lengths == two.lengths + words([1, 0, 0, 1, 0], device)).all())
 
 
 def test_draws_are_from_the_filtered_distribution(device: torch.device) -> None:
@@ -329,7 +361,9 @@ def check_tops(op: Choice, logits: Tensor, state: SlotState, rows: Tensor, wante
 def test_best_ids(device: torch.device) -> None:
     """Alone and next to filters, with ties at the last place and at all places, with few ids left, with none."""
     state = make_state(device, 8)
-    set_filters(state, [{"samples": 0.0}, {"top_k": 4}, {"top_p": 0.9, "temperature": 3.0}, {"typical_p": 0.5}, {}])
+    set_filters(
+        state, [{"way": resident.ADJUSTED}, {"top_k": 4}, {"top_p": 0.9, "temperature": 3.0}, {"typical_p": 0.5}, {}]
+    )
     vocab = 600
     logits = torch.randn(8, vocab, device=device)
     logits[0, [5, 77, 78, 590]] = 6.0
@@ -420,12 +454,12 @@ def test_everything_together(device: torch.device) -> None:
 def test_a_batch_without_filters_needs_two_kernels(device: torch.device) -> None:
     """What nobody asks for is not queued: the flags must be enough for what is asked."""
     state = make_state(device, 3)
-    set_filters(state, [{"samples": 0.0}, {}, {"temperature": 0.5}])
+    set_filters(state, [{"way": resident.ADJUSTED}, {}, {"temperature": 0.5}])
     logits = torch.randn(3, 5000, device=device)
     check_choice(small_choice(), logits, state, words([2, 0, 1], device), Asked())
-    set_filters(state, [{"samples": 0.0}, {"min_p": 0.2}, {"temperature": 0.5}])
+    set_filters(state, [{"way": resident.ADJUSTED}, {"min_p": 0.2}, {"temperature": 0.5}])
     check_choice(small_choice(), logits, state, words([2, 0, 1], device), Asked(filters=True))
-    set_filters(state, [{"samples": 0.0}, {"typical_p": 0.2}, {"min_p": 0.5}])
+    set_filters(state, [{"way": resident.ADJUSTED}, {"typical_p": 0.2}, {"min_p": 0.5}])
     check_choice(small_choice(64), logits, state, words([2, 0, 1], device), Asked(filters=True, typical=True))
 
 

@@ -181,12 +181,17 @@ CASES = [
     rotary(64, FP8),
     rotary(40, FP8, scaled=True),
     (
-        "choice", "_best_of_part_kernel", {"logits": BF16, "parts": "*fp32", **words("logits_row vocab num_parts")},
+        "choice", "_best_of_part_kernel",
+        {
+            "logits": BF16, "parts": "*fp32", "slots": "*i32", "filters": "*fp32",
+            **words("logits_row filters_row vocab num_parts"),
+        },
         {"PART": 4096}, {},
     ),
     (
         "choice", "_join_parts_kernel",
-        {"parts": "*fp32", **SLOTS, **words("out_row tokens_row record num_parts")}, {"PAD": 32}, {"num_warps": 1},
+        {"parts": "*fp32", "filters": "*fp32", **SLOTS, **words("out_row tokens_row filters_row record num_parts")},
+        {"PAD": 32}, {"num_warps": 1},
     ),
     ("state", "_write_kernel", {"words": "*i32", "staged": "*i32"}, {"BLOCK": 512}, {}),
     *(

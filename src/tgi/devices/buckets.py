@@ -19,7 +19,7 @@ _LENGTH_STEP = 128  # tokens of a prompt, under the exponential strategy
 _BLOCK_STEP = 128
 _RAMP_BATCH_STEP = 32
 MOST_SHAPES = 20_000  # of a phase; nobody would wait for more
-_MOST_MIXED, _MOST_MIXED_ROWS = 1024, 256
+_MOST_MIXED_ROWS = 256
 _PASS_TOKENS = 256  # a pass reads all weights, which takes about as long as computing so many tokens
 
 
@@ -325,14 +325,12 @@ def decode_sizes(maximum: int) -> list[int]:
 def mixed_sizes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
     """(decode rows, prompt tokens) to capture steps with prompt tokens for, ascending in their sum.
 
-    At most `max_tokens` together, and at most so many that the host would take longer to queue a step op by op than a
-    large model takes to compute it. `max_rows` is how many requests there may be.
+    At most `max_tokens` together. `max_rows` is how many requests there may be.
     """
-    most = min(max_tokens, _MOST_MIXED)
     beside = min(max_rows - 1, _MOST_MIXED_ROWS)  # one of the requests has the prompt
     rows = {0, *(size for size in (16, 64, 128) if size < beside), beside}
-    tokens = (32, 64, 128, 256, 384, 512, 768, 1024)
-    found = [(row, token) for row in rows for token in tokens if row + token <= most]
+    tokens = (32, 64, 128, 256, 384, 512, 768, *range(1024, 2049, 256))
+    found = [(row, token) for row in rows for token in tokens if row + token <= max_tokens]
     return sorted(found, key=lambda size: (sum(size), size))
 
 

@@ -4,11 +4,12 @@ Level 1. Work goes to one stream; the planning thread queues it and never waits.
 with an event, which a thread of its own waits for.
 """
 
+import gc
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,14 +165,15 @@ class CudaDevice:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             # Not `torch.cuda.graph`, which collects garbage and empties caches each time.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = work()
-            except BaseException:
-                with suppress(RuntimeError):  # the first error is the one to tell
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+            with _no_collection():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = work()
+                except BaseException:
+                    with suppress(RuntimeError):  # the first error is the one to tell
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         return graph.replay, result
 
     def decode_sizes(self, maximum: int) -> list[int]:
@@ -184,6 +186,18 @@ class CudaDevice:
         self, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None
     ) -> GraphForward:
         return CapturedForward(self, forward, first)
+
+
+@contextmanager
+def _no_collection() -> Generator[None, None, None]:
+    """Pinned memory freed during a capture leaves an event in it, and torch fails when it asks for that later."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _read_properties(device: torch.device) -> Any:

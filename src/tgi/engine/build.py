@@ -24,7 +24,7 @@ from tgi.engine.bucketing import (
 )
 from tgi.engine.calibrate import choose_cache, make_recorder, quantize_spec, read_quant_config
 from tgi.engine.loop import EngineLoop, StepRunner, is_out_of_memory
-from tgi.engine.memory import check_precision, check_weights_fit, measure_steps, most_prompt_tokens
+from tgi.engine.memory import check_precision, check_weights_fit, measure_steps, most_captured_tokens
 from tgi.engine.warm_shapes import StepBytes, measure_shapes, warm_shapes
 from tgi.errors import EngineError, ResourceError, StartError
 from tgi.models.decoder import CausalLM
@@ -215,7 +215,7 @@ def make_runner(
     watermark = (config.watermark_gamma, config.watermark_delta)
     if not is_queue(device):
         return Runner(device, model, cache, num_slots, max_total_tokens, watermark, grammars)
-    most_tokens = most_prompt_tokens(config, device, num_slots, max_total_tokens)
+    most_tokens = most_captured_tokens(config, model.spec, device, num_slots, max_total_tokens)
     return QueuedRunner(
         device, model, cache, num_slots, max_total_tokens, watermark, grammars, config.cuda_graphs, most_tokens
     )

@@ -17,6 +17,8 @@ from tgi.models.decoder import CausalLM
 from tgi.models.spec import DecoderSpec
 from tgi.weights.quantization import Quantization, choose_quantization
 
+_MOST_CAPTURED, _MOST_CAPTURED_IN_EIGHT_BITS = 1024, 2048
+
 
 def weight_bytes(model: CausalLM, dtype: torch.dtype, quantization: Quantization | None) -> int:
     """What the declared tensors take on the device."""
@@ -81,6 +83,14 @@ def most_prompt_tokens(config: ServerConfig, device: Device, rows: int, length: 
     return min(config.max_batch_prefill_tokens or device.limits.max_batch_prefill_tokens, rows * (length - 1))
 
 
+def most_captured_tokens(config: ServerConfig, spec: DecoderSpec, device: Device, rows: int, length: int) -> int:
+    """Of a captured step with prompt tokens: a large model computes more of them for longer than the host takes to
+    queue the step op by op."""
+    in_eight_bits = choose_quantization(config.quantize, spec.quantization) is not None
+    most = _MOST_CAPTURED_IN_EIGHT_BITS if in_eight_bits else _MOST_CAPTURED
+    return min(most, most_prompt_tokens(config, device, rows, length))
+
+
 def measure_steps(
     config: ServerConfig,
     spec: DecoderSpec,
@@ -93,7 +103,7 @@ def measure_steps(
     length = max(SHORTEST, config.max_total_tokens or spec.max_positions)
     wanted = device.decode_sizes(rows) if config.cuda_graphs is None else config.cuda_graphs
     capture = [size for size in wanted if 0 < size <= rows]
-    mixed = device.mixed_sizes(rows, most_prompt_tokens(config, device, rows, length)) if capture else []
+    mixed = device.mixed_sizes(rows, most_captured_tokens(config, spec, device, rows, length)) if capture else []
     largest = max((sum(size) for size in mixed), default=0)
     try:
         return rehearse(device, lambda: make_runner(rows, length), rows, tokens, length, capture, largest)

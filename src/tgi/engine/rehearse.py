@@ -174,7 +174,9 @@ def rehearse(
     slots = device.peak_bytes(lambda: made.append(Rehearsal(make_runner(), rows, block_size)))
     play_decode(made[0], [rows, *few])  # makes workspaces, which stay
     # Captured steps have memory of their own, which they share.
-    captured = device.peak_bytes(lambda: play_decode(made[0], [rows]))
+    captured = max(
+        device.peak_bytes(lambda params=params: play_decode(made[0], [rows], params)) for params in (_PLAIN, SAMPLED)
+    )
     if captured_tokens:
         captured = max(captured, device.peak_bytes(lambda: play_captured(made[0], rows, captured_tokens, length)))
     return slots + captured + device.peak_bytes(lambda: play(made[0], rows))

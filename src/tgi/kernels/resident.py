@@ -1,8 +1,9 @@
 """The slots of all requests as one tensor, and the ops that read and change them without the host, in plain torch.
 
 Level 1. For devices that run ahead of the host: the host sends a step's changes in one copy (`apply_writes`), inputs
-are read from the slots (`gather_inputs`), and chosen tokens go back into them (`greedy_into`, `choose_into`). A row
-whose slot is -1 is padding: it reads token 0 at position 0 and writes to block 0, which no request owns.
+are read from the slots (`gather_inputs`), and chosen tokens go back into them: those of plain rows, which take their
+best token, by `greedy_into`, those of all others by `choose_into`. A row whose slot is -1 is padding: it reads token 0
+at position 0 and writes to block 0, which no request owns.
 """
 
 import math
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from tgi.kernels import reference, sampling
 
-FILTERS = ("temperature", "top_k", "top_p", "typical_p", "min_p", "samples")
+FILTERS = ("temperature", "top_k", "top_p", "typical_p", "min_p", "way")
+PLAIN, DRAWS, ADJUSTED = 0.0, 1.0, -1.0  # ways: the best token; a draw; the best token, with more to it than that
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "frequency_by_length")
 
 
@@ -115,25 +117,27 @@ def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[T
 
 
 def greedy_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) -> None:
-    """logits `[rows, vocab]`: the best token of each row goes into its slot, and with its log-probability into out.
+    """logits `[rows, vocab]`: the best token of each plain row goes into its slot, with its log-probability into out.
 
-    out `[2, >= rows]` int32: ids, then the bits of the log-probabilities. A row with a NaN, or whose best score is
-    infinite, gives id 0 and NaN: its slot goes on with a token that exists until the host has seen the NaN.
+    out `[2, >= rows]` int32: ids, then the bits of the log-probabilities; other rows are left alone. A row with a NaN,
+    or whose best score is infinite, gives id 0 and NaN: its slot goes on with a token that exists until the host has
+    seen the NaN.
     """
     tokens, logprobs = reference.greedy(logits.float())
-    _append(slots, state, out, tokens, logprobs)
+    plain = state.numbers["way"][slots.clamp(min=0).long()] == PLAIN
+    _append(slots, (slots >= 0) & plain, state, out, tokens, logprobs)
 
 
 def choose_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor, asked: Asked = EVERY_FILTER) -> None:
-    """Like `greedy_into` with all that requests may ask for. logits are left as they are.
+    """Like `greedy_into` for rows that are not plain, with all that requests may ask for. logits are left as they are.
 
     In this order: watermark, repetition, frequency and presence penalty, biases, grammar; temperature; here the best
     ids and all log-probabilities are taken; top-k, top-p, typical-p, min-p; draw. Ids as likely as the last one that
     top-k, top-p or typical-p keep stay too.
     """
     rows = slots.clamp(min=0).long()
-    temperature, top_k, top_p, typical_p, min_p, samples = torch.where(
-        (slots >= 0)[:, None], state.filters[rows], torch.tensor([1.0, 0, 1, 1, 0, 0], device=slots.device)
+    temperature, top_k, top_p, typical_p, min_p, way = torch.where(
+        (slots >= 0)[:, None], state.filters[rows], torch.tensor([1.0, 0, 1, 1, 0, PLAIN], device=slots.device)
     ).unbind(1)
     scores = logits.float()
     if asked.adjustments is not None:
@@ -145,13 +149,13 @@ def choose_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor, as
         _report_best(scores - totals[:, None], asked.tops)
     best, best_id = scores.max(dim=-1)
     tokens = best_id
-    if bool((samples > 0).any()):
+    if bool((way == DRAWS).any()):
         kept = sampling.top_k(scores, top_k)
         kept = sampling.typical_p(_with_ties(kept, sampling.top_p(kept, top_p)), typical_p)
         drawn = sampling.draw(sampling.min_p(kept, min_p), state.seeds[rows], state.lengths[rows])
-        tokens = torch.where(samples > 0, drawn, best_id)
+        tokens = torch.where(way == DRAWS, drawn, best_id)
     logprobs = scores.gather(1, tokens[:, None])[:, 0] - totals
-    _append(slots, state, out, tokens, torch.where(best.isinf(), torch.nan, logprobs))
+    _append(slots, way != PLAIN, state, out, tokens, torch.where(best.isinf(), torch.nan, logprobs))
 
 
 def _with_ties(before: Tensor, kept: Tensor) -> Tensor:
@@ -217,12 +221,12 @@ def _report_best(logprobs: Tensor, tops: Tops) -> None:
             tops.out[place, 1 + tops.room : 1 + tops.room + count] = values[:count].float().view(torch.int32)
 
 
-def _append(slots: Tensor, state: SlotState, out: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
-    count = slots.shape[0]
-    tokens = torch.where(logprobs.isnan(), 0, tokens)
-    out[0, :count] = tokens.to(torch.int32)
-    out[1, :count] = logprobs.to(torch.float32).view(torch.int32)
-    real = slots >= 0
-    rows = slots[real].long()
-    state.tokens[rows, state.lengths[rows]] = tokens[real].to(torch.int32)
+def _append(slots: Tensor, wanted: Tensor, state: SlotState, out: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+    """For the rows that are wanted."""
+    chosen = torch.where(logprobs.isnan(), 0, tokens)[wanted].to(torch.int32)
+    places = wanted.nonzero()[:, 0]
+    out[0, places] = chosen
+    out[1, places] = logprobs[wanted].to(torch.float32).view(torch.int32)
+    rows = slots[wanted].long()
+    state.tokens[rows, state.lengths[rows]] = chosen
     state.lengths[rows] += 1

@@ -73,9 +73,12 @@ class BucketedQueuedRunner(QueuedRunner):
     def _compute(
         self, plan: StepPlan, rows: list[int]
     ) -> tuple[Tensor | None, Tensor, list[tuple[int, int, list[Tensor]]]]:
+        if not rows and not plan.chunks:
+            return super()._compute(plan, rows)
         if not plan.chunks:
             logits = self._decode_logits(rows)
-            return logits, self.slots.state.rows[: logits.shape[0]], []
+            row_slots = self.slots.state.rows[: logits.shape[0]]
+            return self._take_best(logits, row_slots), row_slots, []
         parts: list[Tensor] = []
         slots: list[int] = []
         if plan.decode:
@@ -101,7 +104,7 @@ class BucketedQueuedRunner(QueuedRunner):
         row_slots, index = self._staging.send(self.slots.state)
         if order != list(range(len(order))):
             logits = logits[index.long()]
-        return logits, row_slots, prompts
+        return self._take_best(logits, row_slots), row_slots, prompts
 
     # -- passes ----------------------------------------------------------------------------------------------------
 

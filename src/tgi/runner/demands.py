@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tgi.devices.device import QueueDevice
 from tgi.kernels import sampling
-from tgi.kernels.resident import Adjustments, Asked
+from tgi.kernels.resident import PLAIN, Adjustments, Asked
 from tgi.runner.grammar import RowMasks
-from tgi.runner.resident import ResidentSlots, Staging
+from tgi.runner.resident import ResidentSlots, Staging, is_penalised, way_of
 from tgi.types import Admission, SamplingParams
 
 _MORE_TIES = 8  # best ids that a row may report beyond those asked for, because they are as likely as the last one
@@ -34,6 +34,11 @@ class Demand:
     penalised: list[int]  # slots
     marked: list[int]  # slots with a watermark
 
+    @property
+    def only_draws(self) -> bool:
+        """Whether draws, perhaps with filters, are all that is asked for: what they need is in the slots."""
+        return self.asked.adjustments is None and not self.top_rows
+
 
 class Demands:
     def __init__(
@@ -44,6 +49,7 @@ class Demands:
         self._gamma, self._delta = watermark
         self._staging = Staging(device)
         self._params = [SamplingParams()] * num_slots
+        self._is_plain = [True] * num_slots
         self._last: dict[int, int] = {}  # last token of each slot with a watermark
         self._key: object = None
         self._demand: Demand | None = None
@@ -55,7 +61,7 @@ class Demands:
 
     def admit(self, admission: Admission) -> None:
         slot, request = admission.slot, admission.request
-        self._params[slot] = request.sampling
+        self._params[slot], self._is_plain[slot] = request.sampling, way_of(request) == PLAIN
         self._last.pop(slot, None)
         if request.sampling.watermark:
             self._last[slot] = (request.token_ids + admission.output_ids)[-1]
@@ -73,17 +79,17 @@ class Demands:
                     self._last[slot] = token_id
 
     def find(self, rows: list[int], size: int, masks: RowMasks | None) -> Demand | None:
-        """What the rows (slots; `size` with padding) ask for; None if each takes its best token."""
+        """What the rows (slots; `size` with padding) ask for; None if all are plain."""
         masked: list[int] = masks.rows.tolist() if masks is not None else []
         if self._key != (size, masked, rows):
             self._key, self._demand = (size, masked, list(rows)), self._make(rows, size, masked)
-        demand = self._demand
-        if demand is not None and demand.asked.adjustments is not None:
-            self._refresh(demand, demand.asked.adjustments, masks)
-        return demand
+        return self._demand
 
-    def _refresh(self, demand: Demand, adjustments: Adjustments, masks: RowMasks | None) -> None:
-        """Bring what differs from step to step."""
+    def bring(self, demand: Demand, masks: RowMasks | None) -> None:
+        """What differs from step to step."""
+        adjustments = demand.asked.adjustments
+        if adjustments is None:
+            return
         if demand.penalised:
             adjustments.longest = int(self._slots.lengths_cpu[demand.penalised].max())
         wanted: dict[str, np.ndarray] = {}
@@ -98,15 +104,15 @@ class Demands:
             setattr(adjustments, name, sent.view(words.shape))
 
     def _make(self, rows: list[int], size: int, masked: list[int]) -> Demand | None:
+        if all(self._is_plain[slot] for slot in rows):
+            return None
         params = [self._params[slot] for slot in rows]
         drawing = [p for p in params if p.samples]
         top_rows = [row for row, p in enumerate(params) if p.top_n_tokens]
-        penalised = [row for row, p in enumerate(params) if _is_penalised(p)]
+        penalised = [row for row, p in enumerate(params) if is_penalised(p)]
         marked = [row for row, p in enumerate(params) if p.watermark]
         biased = [row for row, p in enumerate(params) if p.logit_bias]
         adjusted = sorted({*penalised, *marked, *biased, *masked})
-        if not (drawing or top_rows or adjusted):
-            return None
         places = {row: place for place, row in enumerate(adjusted)}
         green = {row: number for number, row in enumerate(marked)}
         allowed = {row: number for number, row in enumerate(masked)}
@@ -151,10 +157,6 @@ class Demands:
         kept = self._staging.send(self._slots.state)[0].clone()
         bounds = pairwise(accumulate((array.size for array in arrays), initial=0))
         return [kept[a:b].view(array.shape) for array, (a, b) in zip(arrays, bounds, strict=True)]
-
-
-def _is_penalised(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
 @lru_cache(maxsize=256)

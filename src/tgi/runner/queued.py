@@ -1,8 +1,9 @@
 """One rank on a device that runs ahead: queues steps without waiting for any.
 
 Level 6. The same contract as `runner.Runner`. Decode steps replay a captured pass over a padded number of rows; steps
-with few prompt tokens replay one over padded numbers of rows and tokens, others are queued op by op. What a step needs
-from the host goes in one copy, tokens come back in another.
+with few prompt tokens replay one over padded numbers of rows and tokens, others are queued op by op. A pass ends with
+the tokens of the rows that take their best one; for rows that ask for more the choice follows, captured too where they
+only draw. What a step needs from the host goes in one copy, tokens come back in another, best ids in a third.
 A step waits for the tokens of the one before only where a grammar must see them.
 """
 
@@ -11,7 +12,6 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,30 +20,22 @@ from tgi.devices.device import QueueDevice
 from tgi.kernels.batch import ForwardBatch
 from tgi.kernels.resident import Tops
 from tgi.models.decoder import CausalLM
+from tgi.runner.chosen import Chosen, ResultWords
 from tgi.runner.demands import Demands
 from tgi.runner.grammar import RowMasks, SlotGrammars
 from tgi.runner.mixed import MixedSize, describe, find_size
 from tgi.runner.resident import ResidentSlots, Staging
 from tgi.text.grammar import GrammarCompiler
-from tgi.types import Chunk, PromptLogprobs, StepPlan, StepResult, TopTokens
+from tgi.types import Chunk, PromptLogprobs, StepPlan, StepResult
 
+_FEW_ROWS = 8  # above them the two kernels of a draw without filters are queued: a graph takes the device longer
 _LOGIT_ROWS = 128  # prompt positions whose logits are held at a time
-_NUM_RESULTS = 4  # steps whose tokens may be on their way
 
 
 @dataclass(slots=True)
 class _Captured:
     replay: Callable[[], None]
     logits: Tensor  # [rows, vocab], where a replay leaves them
-
-
-@dataclass(slots=True)
-class _Chosen:
-    """What the host reads once the step is done."""
-
-    words: Tensor  # [2, rows] int32 on the host: ids, bits of logprobs
-    top_rows: list[int]
-    tops: Tensor | None  # [top_rows, 1 + 2 * room] int32 on the host, see `resident.Tops.out`
 
 
 class QueuedRunner:
@@ -71,10 +63,9 @@ class QueuedRunner:
             self._staging = Staging(device)
             self._logits = torch.zeros(shape, dtype=torch.float32, device=device.torch_device)  # of decode steps
             self._out = torch.zeros(2 * num_slots, dtype=torch.int32, device=device.torch_device)
+            self._tops = torch.zeros(num_slots, dtype=torch.int32, device=device.torch_device)
         self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size, torch.device("cpu"))
-        self._results = [device.host_words(2 * num_slots) for _ in range(_NUM_RESULTS)]
-        self._readers: list[Future[StepResult] | None] = [None] * _NUM_RESULTS
-        self._next_result = 0
+        self._results = ResultWords(device, num_slots)
         self._last: Future[StepResult] | None = None
         self._prompt_logprobs: dict[int, int] = {}  # slot -> prompt tokens, while their log-probabilities are owed
         self.sizes = device.decode_sizes(num_slots)
@@ -82,6 +73,7 @@ class QueuedRunner:
         self._to_capture = {size for size in wanted if 0 < size <= num_slots}
         self.sizes = sorted({*self.sizes, *self._to_capture})
         self._captured: dict[int, _Captured] = {}
+        self._captured_draws: dict[int, Callable[[], None]] = {}
         mixed = device.mixed_sizes(num_slots, most_tokens) if self._to_capture else []
         self._mixed_sizes = [MixedSize.of(rows, tokens, num_slots) for rows, tokens in mixed]
         num_words = max((size.num_words for size in self._mixed_sizes), default=0)
@@ -102,12 +94,25 @@ class QueuedRunner:
                 progress("capture steps", done, total)
             for done, size in enumerate(decode, len(mixed) + 1):
                 self._captured[size] = self._capture(self._decode_pass, size, shallow)
+                self._captured_draws[size] = self._capture_draws(size)
                 progress("capture steps", done, total)
 
     def _capture(self, compute: Callable[[Any, CausalLM], Tensor], size: object, shallow: CausalLM) -> _Captured:
         with self.device.scope():  # loads kernels and makes workspaces, which a capture may not
             compute(size, shallow)
         return _Captured(*self.device.capture(lambda: compute(size, self.model)))
+
+    def _capture_draws(self, size: int) -> Callable[[], None]:
+        """The choice behind the captured pass of a decode step, for batches that ask for nothing but draws."""
+        logits, slots = self._captured[size].logits, self.slots.state.rows[:size]
+
+        def draw() -> Tensor:
+            self.device.ops.choose_into(logits, slots, self.slots.state, self._out_of(size))
+            return logits
+
+        with self.device.scope():  # as above
+            draw()
+        return self.device.capture(draw)[0]
 
     def launch(self, plan: StepPlan) -> "Future[StepResult]":
         """Queue a step; steps run in the order of launching."""
@@ -131,13 +136,13 @@ class QueuedRunner:
         masks, chosen = None, None
         if logits is not None and rows:
             masks = self._masks(rows)
-            chosen = self._choose(logits, rows, row_slots, masks)
+            captured = None if plan.chunks else self._captured_draws.get(row_slots.shape[0])
+            chosen = self._choose(logits, rows, row_slots, masks, captured)
             self.slots.lengths_cpu[rows] += 1
         mark = self.device.mark()
         future = self.device.later(mark, lambda: self._finish(plan, rows, chosen, masks, prompts))
         if chosen is not None:
-            self._readers[self._next_result] = future
-            self._next_result = (self._next_result + 1) % _NUM_RESULTS
+            self._results.read_by(future)
         return future
 
     def _decoding(self, plan: StepPlan) -> list[int]:
@@ -147,7 +152,10 @@ class QueuedRunner:
     def _compute(
         self, plan: StepPlan, rows: list[int]
     ) -> tuple[Tensor | None, Tensor, list[tuple[int, int, list[Tensor]]]]:
-        """(logits of the sampling rows, perhaps of padding after them; their slots on the device; scored prompts)."""
+        """(logits of the sampling rows, perhaps of padding after them; their slots on the device; scored prompts).
+
+        Plain rows have their tokens then.
+        """
         if plan.chunks:
             prompt_chunks = [chunk for chunk in plan.chunks if chunk.slot in self._prompt_logprobs]
             num_decode = len(self._decoding(plan))
@@ -156,8 +164,12 @@ class QueuedRunner:
                 return *self._replay_mixed(size, plan, rows), []
             hidden, row_slots = self._mixed_pass(plan, rows, prompt_chunks)
             prompts = self._score_prompts(plan, prompt_chunks, hidden[len(rows) :])
-            return self.model.logits(hidden[: len(rows)]) if rows else None, row_slots, prompts
+            if not rows:
+                return None, row_slots, prompts
+            return self._take_best(self.model.logits(hidden[: len(rows)]), row_slots), row_slots, prompts
         self._staging.send(self.slots.state)
+        if not rows:
+            return None, self.slots.state.rows[:0], []
         size = round_up(self.sizes, len(rows))
         captured = self._captured.get(size)
         if captured is not None:
@@ -181,7 +193,18 @@ class QueuedRunner:
 
     def _decode_pass(self, size: int, model: CausalLM) -> Tensor:
         """Logits `[size, vocab]` of the decode set's next tokens, from what is on the device alone."""
-        return self._logits_of(self._resident_batch(self.slots.state.rows[:size], None, size), size, model)
+        slots = self.slots.state.rows[:size]
+        return self._take_best(self._logits_of(self._resident_batch(slots, None, size), size, model), slots)
+
+    def _take_best(self, logits: Tensor, row_slots: Tensor) -> Tensor:
+        """The tokens of plain rows go into the slots and to where all results of the step are."""
+        size = row_slots.shape[0]
+        self.device.ops.greedy_into(logits[:size], row_slots, self.slots.state, self._out_of(size))
+        return logits
+
+    def _out_of(self, size: int) -> Tensor:
+        """`[2, size]`: where the ops leave what they chose. It stays where it is."""
+        return self._out[: 2 * size].view(2, size)
 
     def _resident_batch(self, slots: Tensor, at: Tensor | None, num_decode: int) -> ForwardBatch:
         """Tokens of these slots, decode rows first, read from what is on the device; nothing is said of prompts."""
@@ -211,12 +234,11 @@ class QueuedRunner:
         self._mixed_words[: words.shape[0]].copy_(words)
         captured = self._captured_mixed[size]
         captured.replay()
-        row_slots = size.split(self._mixed_words)[2][: len(rows)]
-        return captured.logits if rows else None, row_slots
+        return captured.logits if rows else None, size.split(self._mixed_words)[2]
 
     def _padded_mixed_pass(self, size: MixedSize, model: CausalLM) -> Tensor:
         """Logits of a step with prompt tokens, from what is on the device alone."""
-        token_slots, at, _, logit_tokens, tiles = size.split(self._mixed_words)
+        token_slots, at, row_slots, logit_tokens, tiles = size.split(self._mixed_words)
         tiles = tiles.view(-1, 5)
         batch = replace(
             self._resident_batch(token_slots, at, size.rows),
@@ -224,7 +246,7 @@ class QueuedRunner:
             prefill_tiles=tiles,
             num_prefix_tiles=tiles.shape[0],  # any of them may be
         )
-        return self._logits_of(batch, size.logits, model)
+        return self._take_best(self._logits_of(batch, size.logits, model), row_slots)
 
     def _mixed_pass(self, plan: StepPlan, rows: list[int], prompt_chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
         """Hidden states of the sampling rows, then of every token of `prompt_chunks`; and the slots of the former."""
@@ -255,32 +277,33 @@ class QueuedRunner:
         if self._last is not None:
             wait([self._last])
 
-    def _choose(self, logits: Tensor, rows: list[int], row_slots: Tensor, masks: RowMasks | None) -> _Chosen:
-        """Queue the choice of tokens and their way to the slots and to the host."""
-        ops, state, size = self.device.ops, self.slots.state, row_slots.shape[0]
+    def _choose(
+        self,
+        logits: Tensor,
+        rows: list[int],
+        row_slots: Tensor,
+        masks: RowMasks | None,
+        captured_draws: Callable[[], None] | None,
+    ) -> Chosen:
+        """Queue the choice of tokens for rows that are not plain, and the way of all tokens to the host."""
+        size = row_slots.shape[0]
         demand = self.demands.find(rows, size, masks)
-        top_rows = demand.top_rows if demand is not None else []
-        num_words = 2 * size
-        if demand is not None:
-            num_words += len(top_rows) * (1 + 2 * demand.top_room)
-        if self._out.shape[0] < num_words:
-            self._out = torch.zeros(2 * num_words, dtype=torch.int32, device=self._out.device)
-        out, top_out = self._out[: 2 * size].view(2, size), self._out[2 * size : num_words]
         if demand is None:
-            ops.greedy_into(logits[:size], row_slots, state, out)
-        else:
-            if demand.top_table is not None:
-                demand.asked.tops = Tops(demand.top_table, top_out.view(len(top_rows), -1))
-            ops.choose_into(logits[:size], row_slots, state, out, demand.asked)
-        reader = self._readers[self._next_result]
-        if reader is not None:
-            wait([reader])
-        if self._results[self._next_result].shape[0] < num_words:
-            self._results[self._next_result] = self.device.host_words(2 * num_words)
-        words = self._results[self._next_result][:num_words]
-        words.copy_(self._out[:num_words], non_blocking=True)
-        tops = words[2 * size :].view(len(top_rows), -1) if top_rows else None
-        return _Chosen(words[: 2 * size].view(2, size)[:, : len(rows)], top_rows, tops)
+            return self._results.fetch(self._out_of(size), len(rows))
+        worth_it = demand.asked.filters or size <= _FEW_ROWS
+        if captured_draws is not None and demand.only_draws and worth_it:
+            captured_draws()
+            return self._results.fetch(self._out_of(size), len(rows))
+        self.demands.bring(demand, masks)
+        tops = None
+        if demand.top_table is not None:
+            count = len(demand.top_rows) * (1 + 2 * demand.top_room)
+            if self._tops.shape[0] < count:
+                self._tops = torch.zeros(2 * count, dtype=torch.int32, device=self._tops.device)
+            tops = self._tops[:count].view(len(demand.top_rows), -1)
+            demand.asked.tops = Tops(demand.top_table, tops)
+        self.device.ops.choose_into(logits[:size], row_slots, self.slots.state, self._out_of(size), demand.asked)
+        return self._results.fetch(self._out_of(size), len(rows), demand.top_rows, tops)
 
     def _score_prompts(
         self, plan: StepPlan, chunks: list[Chunk], hidden: Tensor
@@ -312,7 +335,7 @@ class QueuedRunner:
         self,
         plan: StepPlan,
         rows: list[int],
-        chosen: _Chosen | None,
+        chosen: Chosen | None,
         masks: RowMasks | None,
         prompts: list[tuple[int, int, list[Tensor]]],
     ) -> StepResult:
@@ -322,9 +345,7 @@ class QueuedRunner:
         ]
         if chosen is None:
             return StepResult(plan.step, [], [], prompt_logprobs=scored)
-        words = chosen.words.numpy()
-        token_ids: list[int] = words[0].tolist()
-        logprobs: list[float] = words[1].view(np.float32).tolist()
+        token_ids, logprobs = chosen.read_tokens()
         errors = {
             row: "the model produced scores that are not finite"
             for row, logprob in enumerate(logprobs)
@@ -334,15 +355,4 @@ class QueuedRunner:
             errors.update(masks.errors)
             self.grammars.advance(rows, token_ids)
         self.demands.advance(rows, token_ids)
-        return StepResult(plan.step, token_ids, logprobs, _read_tops(chosen), scored, list(errors.items()))
-
-
-def _read_tops(chosen: _Chosen) -> list[TopTokens]:
-    if chosen.tops is None:
-        return []
-    words = chosen.tops.numpy()
-    room = words.shape[1] // 2
-    return [
-        TopTokens(row, found[1 : 1 + found[0]].tolist(), found[1 + room :].view(np.float32)[: found[0]].tolist())
-        for row, found in zip(chosen.top_rows, words, strict=True)
-    ]
+        return StepResult(plan.step, token_ids, logprobs, chosen.read_tops(), scored, list(errors.items()))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tgi.devices.device import Mark, QueueDevice
-from tgi.kernels.resident import FILTERS, PENALTIES, SlotState
-from tgi.types import Admission, SamplingParams, StepPlan
+from tgi.kernels.resident import ADJUSTED, DRAWS, FILTERS, PENALTIES, PLAIN, SlotState
+from tgi.types import Admission, GenerationRequest, SamplingParams, StepPlan
 
 _NUM_BUFFERS = 4  # steps whose copy may still be under way
 _FIRST_WORDS = 1 << 16
@@ -107,15 +107,30 @@ class ResidentSlots:
         slot, request, state = admission.slot, admission.request, self.state
         known = request.token_ids + admission.output_ids
         self.lengths_cpu[slot] = len(known)
-        record = _record(len(known), len(request.token_ids), request.seed, request.sampling)
+        record = _record(len(known), request)
         staging.write(slot * state.RECORD, record)
         staging.write(state.tokens_at + slot * state.tokens.shape[1], known)
         staging.write(state.tables_at + slot * state.block_tables.shape[1], admission.block_ids)
 
 
-def _record(length: int, num_prompt: int, seed: int, params: SamplingParams) -> np.ndarray:
+def way_of(request: GenerationRequest) -> float:
+    """How the request's tokens are chosen: `PLAIN` ones before the host has said anything about the batch."""
+    params = request.sampling
+    if params.samples:
+        return DRAWS
+    more = params.watermark or params.logit_bias or params.top_n_tokens or is_penalised(params) or request.grammar
+    return ADJUSTED if more else PLAIN
+
+
+def is_penalised(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+def _record(length: int, request: GenerationRequest) -> np.ndarray:
     record = np.zeros(SlotState.RECORD, dtype=np.int32)
-    wide = record.view(np.int64)
-    wide[:3] = length, num_prompt, seed - 2**64 if seed >= 2**63 else seed
-    record.view(np.float32)[SlotState.NUMBERS :] = [float(getattr(params, name)) for name in FILTERS + PENALTIES]
+    seed = request.seed
+    record.view(np.int64)[:3] = length, len(request.token_ids), seed - 2**64 if seed >= 2**63 else seed
+    numbers = {name: float(getattr(request.sampling, name)) for name in FILTERS + PENALTIES if name != "way"}
+    numbers["way"] = way_of(request)
+    record.view(np.float32)[SlotState.NUMBERS :] = [numbers[name] for name in FILTERS + PENALTIES]
     return record

@@ -13,14 +13,25 @@ from torch import Tensor
 from tgi.kernels.resident import EVERY_FILTER, Asked, SlotState
 from tgi.kernels.triton import filters, settle
 from tgi.kernels.triton.adjust import Adjust
-from tgi.kernels.triton.filters import finish_row, step_kernel
+from tgi.kernels.triton.filters import DRAWS, PLAIN, WAY, finish_row, step_kernel
 
 _PART = 4096  # ids that one program of the plain way looks at
 
 
 @triton.jit
-def _best_of_part_kernel(logits, parts, logits_row, vocab, num_parts, PART: tl.constexpr):
+def _is_plain(slots, filters, row, filters_row):
+    slot = tl.load(slots + row)
+    way = tl.load(filters + slot.to(tl.int64) * filters_row + WAY, mask=slot >= 0, other=DRAWS)
+    return way == PLAIN
+
+
+@step_kernel
+def _best_of_part_kernel(
+    logits, parts, slots, filters, logits_row, filters_row, vocab, num_parts, PART: tl.constexpr
+):  # fmt: skip
     part, row = tl.program_id(0), tl.program_id(1)
+    if not _is_plain(slots, filters, row, filters_row):
+        return
     i = part * PART + tl.arange(0, PART)
     x = tl.load(logits + row.to(tl.int64) * logits_row + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
     numbers = tl.where(x == x, x, float("-inf"))  # next to NaN, argmax may name a place past the vocabulary
@@ -35,8 +46,12 @@ def _best_of_part_kernel(logits, parts, logits_row, vocab, num_parts, PART: tl.c
 
 
 @step_kernel
-def _join_parts_kernel(parts, slots, out, tokens, lengths, out_row, tokens_row, record, num_parts, PAD: tl.constexpr):
+def _join_parts_kernel(
+    parts, slots, filters, out, tokens, lengths, out_row, tokens_row, filters_row, record, num_parts, PAD: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0)
+    if not _is_plain(slots, filters, row, filters_row):
+        return
     i = tl.arange(0, PAD)
     at = parts + (row * num_parts + i) * 3
     best = tl.load(at, mask=i < num_parts, other=float("-inf"))
@@ -56,10 +71,13 @@ def greedy_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) ->
     rows, vocab = logits.shape
     num_parts = triton.cdiv(vocab, _PART)
     parts = torch.empty((rows, num_parts, 3), dtype=torch.float32, device=logits.device)
-    _best_of_part_kernel[(num_parts, rows)](logits, parts, logits.stride(0), vocab, num_parts, PART=_PART, num_warps=4)
+    filters_row = state.filters.stride(0)
+    _best_of_part_kernel[(num_parts, rows)](
+        logits, parts, slots, state.filters, logits.stride(0), filters_row, vocab, num_parts, PART=_PART, num_warps=4
+    )
     _join_parts_kernel[(rows,)](
-        parts, slots, out, state.tokens, state.lengths, out.stride(0), state.tokens.stride(0), state.lengths.stride(0),
-        num_parts, PAD=triton.next_power_of_2(num_parts), num_warps=1,
+        parts, slots, state.filters, out, state.tokens, state.lengths, out.stride(0), state.tokens.stride(0),
+        filters_row, state.lengths.stride(0), num_parts, PAD=triton.next_power_of_2(num_parts), num_warps=1,
     )  # fmt: skip
 
 
@@ -67,13 +85,12 @@ def greedy_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) ->
 
 
 class Choice:
-    """`kernels.resident.choose_into`. Keeps its workspaces: calls on one device go to one queue."""
+    """`kernels.resident.choose_into`."""
 
     room = 8192  # scores of a row that the list of the ones near a threshold holds
     part = 4096  # ids that one program looks at
 
     def __init__(self) -> None:
-        self._rows = 0
         self._adjust = Adjust()
 
     def __call__(
@@ -81,8 +98,7 @@ class Choice:
     ) -> None:
         rows, vocab = logits.shape
         num_parts = triton.cdiv(vocab, self.part)
-        self._make_room(rows, num_parts, logits.device)
-        parts, plan, facts, bins, listed, ids = self._spaces
+        parts, plan, facts, bins, listed, ids = self._make_room(rows, num_parts, logits.device)
         scores, places = parts, slots  # where there are none: not read
         if asked.adjustments is not None:
             scores, places = self._adjust(logits, slots, state, asked.adjustments), asked.adjustments.places
@@ -124,14 +140,11 @@ class Choice:
             state.lengths.stride(0), num_parts, **pad, num_warps=1,
         )  # fmt: skip
 
-    def _make_room(self, rows: int, num_parts: int, device: torch.device) -> None:
-        if rows <= self._rows:
-            return
-        room = triton.next_power_of_2(rows)
+    def _make_room(self, rows: int, num_parts: int, device: torch.device) -> list[Tensor]:
+        """Made for each call, so that a captured one has its own."""
         shapes = (
             (num_parts * filters.COLUMNS.value, torch.float32), (filters.PLAN.value, torch.int32),
             (filters.FACTS.value, torch.float32), (filters.BINS.value, torch.int32), (self.room, torch.float32),
             (self.room, torch.int32),
         )  # fmt: skip
-        self._spaces = [torch.zeros((room, width), dtype=dtype, device=device) for width, dtype in shapes]
-        self._rows = room
+        return [torch.empty((rows, width), dtype=dtype, device=device) for width, dtype in shapes]

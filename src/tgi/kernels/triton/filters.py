@@ -20,10 +20,15 @@ import inspect
 import triton
 import triton.language as tl
 
+from tgi.kernels import resident
 from tgi.kernels.triton.noise import gumbel, noise_key
 
 BINS = tl.constexpr(512)
 LAST_BIN = tl.constexpr(510)  # beyond it: what is dropped already
+
+# A slot's way to choose.
+WAY = tl.constexpr(resident.FILTERS.index("way"))
+PLAIN, DRAWS = tl.constexpr(resident.PLAIN), tl.constexpr(resident.DRAWS)
 
 # Words of a row's plan, and what its first one says.
 PLAN = tl.constexpr(8)
@@ -73,7 +78,7 @@ def finish_row(row, slot, token, logprob, out, out_row, tokens, tokens_row, leng
 @triton.jit
 def wishes(filters, slot, filters_row, vocab):
     numbers = filters + slot.to(tl.int64) * filters_row
-    samples = tl.load(numbers + 5) > 0
+    samples = tl.load(numbers + WAY) == DRAWS
     temperature = tl.load(numbers)
     top_k = tl.load(numbers + 1)
     top_k = tl.where(samples & (top_k > 0) & (top_k < vocab), top_k, 0.0).to(tl.int32)
@@ -116,7 +121,11 @@ def look_kernel(
     """One part: best, sum of exponentials, and moment; the choice too where no filter comes first. Clears the plan."""
     part, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
-    if slot >= 0:
+    way = tl.load(filters + slot.to(tl.int64) * filters_row + WAY, mask=slot >= 0, other=PLAIN)
+    if way == PLAIN:
+        if part == 0:
+            tl.store(plan + row * PLAN, DONE)
+    else:
         temperature, top_k, top_p, typical_p, min_p, samples = wishes(filters, slot, filters_row, vocab)
         logits, scores, place = row_of(logits, logits_row, scores, places, row, vocab, adjusted)
         i = part * PART + tl.arange(0, PART)
