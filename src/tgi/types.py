@@ -57,6 +57,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             or self.min_p > 0.0
         )
 
+    @property
+    def penalises(self) -> bool:
+        """Whether the scores of tokens depend on those before."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
     def check(self, vocab_size: int | None = None) -> None:
         """Raise `ValidationError` naming the first field that is out of range."""
         try:

@@ -336,6 +336,7 @@ def test_mixed_sizes_stay_within_a_step(max_rows: int, max_tokens: int) -> None:
     assert [sum(size) for size in sizes] == sorted(sum(size) for size in sizes)
     assert len(set(sizes)) == len(sizes) <= (36 if max_tokens <= 1024 else 60)
     assert all(rows < max_rows and rows + tokens <= max_tokens for rows, tokens in sizes)
+    assert max((tokens for _, tokens in sizes), default=0) <= 2048
     if max_tokens >= 512:
         assert max(rows for rows, _ in sizes) == min(max_rows - 1, 256)
         assert (0, 256) in sizes

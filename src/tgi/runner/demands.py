@@ -17,7 +17,7 @@ from tgi.devices.device import QueueDevice
 from tgi.kernels import sampling
 from tgi.kernels.resident import PLAIN, Adjustments, Asked
 from tgi.runner.grammar import RowMasks
-from tgi.runner.resident import ResidentSlots, Staging, is_penalised, way_of
+from tgi.runner.resident import ResidentSlots, Staging, way_of
 from tgi.types import Admission, SamplingParams
 
 _MORE_TIES = 8  # best ids that a row may report beyond those asked for, because they are as likely as the last one
@@ -109,7 +109,7 @@ class Demands:
         params = [self._params[slot] for slot in rows]
         drawing = [p for p in params if p.samples]
         top_rows = [row for row, p in enumerate(params) if p.top_n_tokens]
-        penalised = [row for row, p in enumerate(params) if is_penalised(p)]
+        penalised = [row for row, p in enumerate(params) if p.penalises]
         marked = [row for row, p in enumerate(params) if p.watermark]
         biased = [row for row, p in enumerate(params) if p.logit_bias]
         adjusted = sorted({*penalised, *marked, *biased, *masked})

@@ -49,7 +49,7 @@ class PaddedSampler:
         Tokens and log-probabilities are those of all rows of the bucket.
         """
         params = [self._params[slot] for slot in rows] + [_NEUTRAL] * (logits.shape[0] - len(rows))
-        penalised = any(_is_penalised(p) for p in params)
+        penalised = any(p.penalises for p in params)
         marked = [row for row, p in enumerate(params) if p.watermark]
         biased = [row for row, p in enumerate(params) if p.logit_bias]
         drawing = [p for p in params if p.samples]
@@ -158,10 +158,6 @@ def _allow_only(logits: Tensor, masks: RowMasks) -> Tensor:
     logits = logits.clone()
     sampling.allow_only(logits, rows, allowed)
     return logits
-
-
-def _is_penalised(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
 def _to(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tgi.devices.device import Mark, QueueDevice
 from tgi.kernels.resident import ADJUSTED, DRAWS, FILTERS, PENALTIES, PLAIN, SlotState
-from tgi.types import Admission, GenerationRequest, SamplingParams, StepPlan
+from tgi.types import Admission, GenerationRequest, StepPlan
 
 _NUM_BUFFERS = 4  # steps whose copy may still be under way
 _FIRST_WORDS = 1 << 16
@@ -114,16 +114,12 @@ class ResidentSlots:
 
 
 def way_of(request: GenerationRequest) -> float:
-    """How the request's tokens are chosen: `PLAIN` ones before the host has said anything about the batch."""
+    """How the request's tokens are chosen, see `kernels.resident`."""
     params = request.sampling
     if params.samples:
         return DRAWS
-    more = params.watermark or params.logit_bias or params.top_n_tokens or is_penalised(params) or request.grammar
+    more = params.watermark or params.penalises or params.logit_bias or params.top_n_tokens or request.grammar
     return ADJUSTED if more else PLAIN
-
-
-def is_penalised(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
 def _record(length: int, request: GenerationRequest) -> np.ndarray:

@@ -144,7 +144,7 @@ class Sampler:
             return torch.tensor(found, dtype=torch.int64, device=self.slots.device) if found else None
 
         drawing = [p for p in params if p.samples]
-        penalised = [p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0 for p in params]
+        penalised = [p.penalises for p in params]
         return Groups(
             watermark=[row for row, p in enumerate(params) if p.watermark],
             penalty=rows_where(penalised),
