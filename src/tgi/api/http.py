@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from tgi.failpoints import failpoint
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -184,6 +186,7 @@ class Connection:
 
     async def write(self, data: bytes) -> None:
         """One or more events. Waits while the client does not read."""
+        failpoint("api.write")
         self.last_write = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 

@@ -19,6 +19,7 @@ import msgspec
 import uvicorn
 import uvloop
 
+from tgi import failpoints
 from tgi.api.app import App
 from tgi.api.control import EngineLost, EngineReady, FromLauncher, Start
 from tgi.api.http import KEEP_ALIVE_S
@@ -26,6 +27,7 @@ from tgi.api.logs import configure_logging, fields
 from tgi.api.protocol import LimitedProtocol
 from tgi.api.service import Service
 from tgi.api.trace import Tracer
+from tgi.config import failpoints_asked
 from tgi.engine.client import EngineClient
 from tgi.engine.parent import end_with_parent
 from tgi.errors import EngineError, TgiError
@@ -204,6 +206,7 @@ def main() -> int:
     """`python -m tgi.api.process`."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process in order
+    failpoints.configure(failpoints_asked())
     gc.set_threshold(20_000, 20, 50)
     try:
         uvloop.run(_main())

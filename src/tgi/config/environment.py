@@ -151,6 +151,11 @@ def hub_token(environment: Mapping[str, str] | None = None) -> str | None:
     return next((environment[name] for name in _TOKENS if environment.get(name)), None)
 
 
+def failpoints_asked(environment: Mapping[str, str] | None = None) -> str | None:
+    """Faults that a test wants, see `tgi.failpoints`."""
+    return (os.environ if environment is None else environment).get("TGI_FAILPOINTS")
+
+
 def child_environment(config: ServerConfig, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for the processes of a server: the hub's settings as its library reads them, and no API key."""
     child = dict(os.environ if environment is None else environment)

@@ -18,6 +18,7 @@ import numpy as np
 import zmq
 
 from tgi.errors import EngineError
+from tgi.failpoints import failpoint
 from tgi.types import (
     Abort,
     Admitted,
@@ -144,6 +145,7 @@ class EngineClient:
         """Send a request (with an id from `next_id`) on its way."""
         if self.failure is not None:
             raise self.failure
+        failpoint("api.submit")
         stream = TokenStream(self, request.id)
         self._streams[request.id] = stream
         self._send(Submit(request))
@@ -227,6 +229,7 @@ class EngineClient:
 
     def _deliver(self, out: TokenOut) -> None:
         """One event per request of the step."""
+        failpoint("api.deliver")
         streams = self._streams
         logprobs = shortest_floats(out.logprobs)
         if not (out.top_tokens or out.prompt_logprobs or out.finished or out.admitted):  # the usual step

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from tgi.errors import EngineError
+from tgi.failpoints import failpoint
 from tgi.scheduler.scheduler import Scheduler
 from tgi.types import GenerationRequest, StepPlan, StepResult, TokenOut
 
@@ -120,8 +121,10 @@ class EngineLoop:
         """Plan and start the next step, if any. True if a result is due now."""
         if self._pending and self._pending[-1].failed:
             return True  # nothing can follow it
+        failpoint("engine.plan")
         plan = self.scheduler.plan()
         if plan is not None:
+            failpoint("engine.launch")
             self._pending.append(_Step(plan, self._runner.launch(plan)))
         return bool(self._pending) and (plan is None or len(self._pending) > self._depth)
 
@@ -133,7 +136,9 @@ class EngineLoop:
         """The tokens of the oldest step. Raises `EngineError` if it failed; nothing more can be computed then."""
         step = self._pending.popleft()
         try:
-            out = self.scheduler.apply(step.future.result())
+            result = step.future.result()
+            failpoint("engine.apply")
+            out = self.scheduler.apply(result)
         except Exception as error:
             if self._forget_slots is not None and is_out_of_memory(error):
                 return self._retract(self._forget_slots, error)

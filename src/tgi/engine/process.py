@@ -18,13 +18,15 @@ from typing import NoReturn
 import msgspec
 import zmq
 
-from tgi.config import ServerConfig
+from tgi import failpoints
+from tgi.config import ServerConfig, failpoints_asked
 from tgi.engine.build import Engine, start_engine
 from tgi.engine.parent import end_with_parent
 from tgi.engine.profile import Profiling
 from tgi.engine.status import EXIT_ENGINE_FAILED, EXIT_START_FAILED, EngineStarted, FromEngineProcess, Stage
 from tgi.engine.warm_up import warm_up
 from tgi.errors import EngineError, TgiError, ValidationError
+from tgi.failpoints import failpoint
 from tgi.runner.measure import Recorder
 from tgi.text.grammar import CompiledGrammar
 from tgi.types import (
@@ -141,6 +143,7 @@ class EngineServer:
             wait_ms = 0
         while self._socket.poll(wait_ms):
             address, payload = self._socket.recv_multipart()
+            failpoint("engine.receive")
             self._handle(address, _decode(payload))
             wait_ms = 0
 
@@ -257,7 +260,10 @@ class EngineServer:
         )
 
     def _send(self, client: _Client, message: FromEngine) -> None:
-        self._socket.send_multipart([client.address, _encode(message)])
+        failpoint("engine.encode")
+        payload = _encode(message)
+        failpoint("engine.send")
+        self._socket.send_multipart([client.address, payload])
 
     def _tell_all(self, message: FromEngine) -> None:
         for client in self._clients.values():
@@ -295,6 +301,7 @@ def main() -> int:
     # Who stops a whole group or service signals this process too; the parent ends it, once requests are drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    failpoints.configure(failpoints_asked())
     socket_path = Path(sys.argv[1])
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
     context = zmq.Context()
