@@ -1,6 +1,6 @@
 """Faults on demand, for tests: a named place in the code that raises, waits, hangs or lacks memory when told to.
 
-Level 0. Without `configure`, which the processes call with TGI_FAILPOINTS, `failpoint` does nothing. What is asked for is
+Level 0. Without `configure`, which the processes call with TGI_FAILPOINTS, `failpoint` does nothing. What is asked for:
 `place=action` with semicolons between, or `@FILE`, a file with the same text that may change while the program runs:
 
     engine.launch=raise         every time
