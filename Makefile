@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PORT ?= 8080
 ARGS ?=
 
-.PHONY: serve try test test-cuda test-hpu lint format bench image clean help
+.PHONY: serve try check test test-cuda test-hpu lint format bench image clean help
 
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -17,10 +17,17 @@ serve: $(READY)  ## serve the embedded model (PORT=8080, ARGS="--max-total-token
 try: $(READY)  ## answer a prompt with the embedded model
 	$(BIN)/tgi generate --chat "Explain in three sentences why the sky is blue." -n 128
 
+# Workers share the fast tests, a file at a time.
+FAST_TESTS := tests/unit tests/properties
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
+
+check: lint  ## what to run before each commit: lint, then the fast tests (under 3 minutes on 2 cores)
+	$(BIN)/python -m pytest $(SHARED) $(FAST_TESTS)
+
 # Tests of the server start processes and want the machine for themselves; the others share it, a file at a time.
 test: $(READY)  ## run all tests
-	$(BIN)/python -m pytest tests/api
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/models tests/devices tests/unit tests/properties
+	$(BIN)/python -m pytest tests/api tests/faults
+	$(BIN)/python -m pytest $(SHARED) tests/models tests/devices $(FAST_TESTS)
 
 test-cuda:  ## run the device suite on a GPU (PYTHON: one with torch for CUDA, Triton and the test packages)
 	PYTHONPATH=src $(PYTHON) -m pytest tests/devices --device cuda

@@ -1,11 +1,19 @@
-"""Options of the suite."""
+"""Options of the suite, and one server for all tests that do not harm it."""
+
+from __future__ import annotations
 
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:  # the device suite runs where the packages of clients are missing
+    import httpx2 as httpx
+    from serving import Server
 
 # Triton decides when it is first imported, which other conftest files do before options are parsed. Worker processes of
 # pytest-xdist inherit the decision.
@@ -45,3 +53,24 @@ def variables_of_gaudi_stay() -> Iterator[None]:
     yield
     if before is None:
         os.environ.pop("PT_HPU_LAZY_MODE", None)
+
+
+@pytest.fixture(scope="session")
+def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model-cache")
+
+
+@pytest.fixture(scope="session")
+def server(model_cache: Path) -> Iterator[Server]:
+    """The embedded model behind the launcher; tests/api and tests/faults share it."""
+    from serving import Server
+
+    running = Server("--max-total-tokens", "1024", "--max-batch-total-tokens", "32768", cache=model_cache)
+    yield running
+    assert running.stop() == 0, running.log[-3000:]
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client

@@ -1,0 +1,40 @@
+"""The commands that README names: nothing of the suite is left out, and what CI runs is what a user is told to run."""
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands(target: str) -> list[list[str]]:
+    """What `make TARGET` would run."""
+    shown = subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", target], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [line.split() for line in shown.stdout.splitlines()]
+
+
+def folders_of_tests(target: str) -> set[str]:
+    return {
+        word for command in commands(target) if "pytest" in command for word in command if word.startswith("tests/")
+    }
+
+
+def test_every_folder_of_tests_is_run():
+    folders = {f"tests/{path.parent.name}" for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert folders == folders_of_tests("test")
+
+
+def test_check_is_lint_and_the_fast_tests():
+    assert [command for command in commands("check") if "pytest" not in command] == commands("lint")
+    assert folders_of_tests("check") == {"tests/unit", "tests/properties"}
+
+
+def test_ci_runs_what_the_readme_says():
+    run = (ROOT / ".ci" / "run").read_text()
+    readme = (ROOT / "README.md").read_text()
+    for target in ("lint", "test"):
+        assert re.search(rf"^make {target}$", run, re.MULTILINE)
+        assert f"make {target}" in readme
+    assert "make check" in readme and (ROOT / ".ci" / "run").stat().st_mode & 0o100
