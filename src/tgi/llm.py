@@ -129,7 +129,13 @@ class LLM(AbstractContextManager["LLM"]):
         unknown = settings.keys() - {field.name for field in msgspec.structs.fields(ServerConfig)}
         if unknown:
             raise TypeError(f"LLM has no setting {', '.join(sorted(unknown))}")
-        given: dict[str, Any] = {**read_environment(only=ENGINE_SETTINGS), **settings, "model_id": model}
+        # Nobody waits for single tokens here: steps may take as long as is best for all of them.
+        given: dict[str, Any] = {
+            "max_step_ms": 0,
+            **read_environment(only=ENGINE_SETTINGS),
+            **settings,
+            "model_id": model,
+        }
         self.config = ServerConfig(**given)
         self._show_progress = progress
         with StageBars(enabled=progress) as bars:

@@ -139,7 +139,9 @@ class Harness:
             self.pending.append(self.runner.execute(plan))
             self.compare_books()
         while self.pending and (len(self.pending) > self.overlap or plan is None):
-            out = self.scheduler.apply(self.pending.popleft())
+            result = self.pending.popleft()
+            step_s = hash((result.step, 5)) % 30 / 1000  # any at all: how long steps take never changes a token
+            out = self.scheduler.apply(result, step_s)
             self.scheduler.check()
             for request_id, token in zip(out.request_ids, out.token_ids, strict=True):
                 assert request_id not in self.reasons, "a token after the end"
@@ -210,6 +212,7 @@ def scenarios(draw: st.DrawFn) -> dict:
             mixes_phases=mixes,
             waiting_served_ratio=draw(st.sampled_from([0.0, 0.3, 1.2])),
             max_waiting_tokens=draw(st.integers(0, 10)),
+            max_step_ms=draw(st.sampled_from([0, 1, 10])),
         ),
     }
 

@@ -33,6 +33,7 @@ TABLE: list[tuple[str, str, str, str, Any]] = [
     ("--waiting-served-ratio", "WAITING_SERVED_RATIO", "1.2", "waiting_served_ratio", 1.2),
     ("--max-batch-prefill-tokens", "MAX_BATCH_PREFILL_TOKENS", "512", "max_batch_prefill_tokens", 512),
     ("--max-batch-total-tokens", "MAX_BATCH_TOTAL_TOKENS", "9000", "max_batch_total_tokens", 9000),
+    ("--max-step-ms", "MAX_STEP_MS", "100", "max_step_ms", 100),
     ("--max-waiting-tokens", "MAX_WAITING_TOKENS", "5", "max_waiting_tokens", 5),
     ("--max-batch-size", "MAX_BATCH_SIZE", "8", "max_batch_size", 8),
     ("--cuda-graphs", "CUDA_GRAPHS", "1,2, 4", "cuda_graphs", [1, 2, 4]),
@@ -184,6 +185,7 @@ def test_defaults_of_the_reference() -> None:
     }
     assert {name: getattr(config, name) for name in expected} == expected
     others = {"cors_allow_origin": [], "log_level": "info", "load_format": "safetensors", "device": "auto"}
+    others["max_step_ms"] = 250
     switches = ("prefix_caching", "prefill_chunking", "custom_kernels", "overlap", "warmup_enabled")
     gaudi = ("enable_hpu_graph", "use_flash_attention", "flash_attention_recompute")
     others |= dict.fromkeys((*switches, *gaudi), True)

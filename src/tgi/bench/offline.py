@@ -124,6 +124,7 @@ def make_config(task: Task, rows: list[Row], model_id: str, max_positions: int) 
     derived = {
         "max_total_tokens": min(max_positions, longest.length + _SLACK_TOKENS),
         "max_batch_size": min(_MOST_AT_A_TIME, max(row.requests for row in rows)),
+        "max_step_ms": 0,
     }
     config = ServerConfig(**{**derived, **task.settings, "model_id": model_id})
     if config.max_total_tokens is not None and config.max_total_tokens < longest.length:

@@ -69,6 +69,7 @@ ENGINE_SETTINGS = frozenset(
         "max_batch_prefill_tokens",
         "max_batch_total_tokens",
         "max_batch_size",
+        "max_step_ms",
         "waiting_served_ratio",
         "max_waiting_tokens",
         "prefix_caching",

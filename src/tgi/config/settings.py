@@ -75,6 +75,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_prefill_tokens: int | None = None
     max_batch_total_tokens: int | None = None
     max_batch_size: int | None = None
+    max_step_ms: int = 250  # of a step with prompts beside others' decode tokens; 0: as long as it takes
     waiting_served_ratio: float = 0.3
     max_waiting_tokens: int = 20
     prefix_caching: bool = True
@@ -252,6 +253,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "pad_sequence_to_multiple_of",
     "queue_threshold_ms",
+    "max_step_ms",
     "prof_waitstep",
     "prof_warmupstep",
     "prof_step",

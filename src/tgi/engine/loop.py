@@ -138,18 +138,19 @@ class EngineLoop:
         try:
             result = step.future.result()
             failpoint("engine.apply")
-            out = self.scheduler.apply(result)
+            done_ns = step.done_ns
+            forward_ns = done_ns - max(step.planned_ns, self._last_done_ns)
+            out = self.scheduler.apply(result, forward_ns / 1e9)
         except Exception as error:
             if self._forget_slots is not None and is_out_of_memory(error):
                 return self._retract(self._forget_slots, error)
             raise EngineError(f"a step failed on the device: {_summary(error)}") from error
-        done_ns = step.done_ns
         self.last = StepTimes(
             bool(step.plan.chunks),
             len(step.plan.admit),
             bool(step.plan.admit) and step.plan.decode,
             done_ns - step.planned_ns,
-            done_ns - max(step.planned_ns, self._last_done_ns),
+            forward_ns,
             time.monotonic_ns() - done_ns,
         )
         self._last_done_ns = done_ns

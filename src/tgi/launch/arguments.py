@@ -67,6 +67,7 @@ FLAGS: dict[str, list[Flag]] = {
         Flag("--max-batch-prefill-tokens", "prompt tokens computed in a step", "N", default="the device's"),
         Flag("--max-batch-total-tokens", "tokens in the KV cache", "N", default="from memory"),
         Flag("--max-batch-size", "requests computed at a time", "N", default="the device's"),
+        Flag("--max-step-ms", "longest step with prompts beside running requests: their chunks follow it; 0: any", "N"),
         Flag("--waiting-served-ratio", "waiting to running, from which on prompts interrupt decoding", "X"),
         Flag("--max-waiting-tokens", "decode steps after which waiting prompts interrupt anyway", "N"),
         Flag("--bucketing", "pad every step to a shape that was warmed up", "true|false", default="on Gaudi"),

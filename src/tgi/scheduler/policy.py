@@ -6,6 +6,7 @@ Level 1. Pure arithmetic over the settings TGI's users know.
 - `max_batch_total_tokens`: tokens the KV cache holds. A request is admitted when its known tokens fit; if the cache is
   full later, the newest request is preempted and recomputed.
 - `max_batch_size`: requests running at a time.
+- `max_step_ms`: how long a step may take where prompts are computed beside others' decode tokens (see `pace`).
 - `waiting_served_ratio`, `max_waiting_tokens`: only where a step cannot mix prefill and decode (`Limits.mixes_phases`
   is false). There newcomers pause the running batch, so they wait until they are numerous enough or waited long enough.
   Where phases mix nobody is paused and both settings have no effect.
@@ -23,6 +24,7 @@ class BatchPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_size: int
     max_total_tokens: int  # of one request, prompt and output
     mixes_phases: bool = True
+    max_step_ms: int = 0  # 0: as long as it takes
     waiting_served_ratio: float = 0.3
     max_waiting_tokens: int = 20
 

@@ -22,6 +22,7 @@ import msgspec
 
 from tgi.errors import ValidationError
 from tgi.scheduler.blocks import BlockPool
+from tgi.scheduler.pace import StepPace, StepRoom, StepWork, attended
 from tgi.scheduler.policy import BatchPolicy, StepLimit
 from tgi.scheduler.queue import make_queue
 from tgi.scheduler.request import Request
@@ -62,7 +63,11 @@ class _InFlight(msgspec.Struct, frozen=True):
     decode_rows: list[Request]
     chunk_rows: list[Request]  # every chunk, in plan order
     sampling_rows: list[Request]  # the chunks that yield a token
-    num_tokens: int
+    work: StepWork
+
+    @property
+    def num_tokens(self) -> int:
+        return self.work.decode_rows + self.work.prompt_tokens
 
 
 class Scheduler:
@@ -78,6 +83,7 @@ class Scheduler:
         self.pool = pool
         self.stats = SchedulerStats()
         self._limit = StepLimit(policy)
+        self._pace = StepPace(policy.max_step_ms / 1000 or None, pool.block_size)
         self._now = clock
         self._prompts_fit = prompts_fit
         self._requests: dict[int, Request] = {}  # every unfinished request
@@ -160,8 +166,9 @@ class Scheduler:
         budget = min(self.policy.prefill_budget(num_decode), max(0, self._limit.tokens - num_decode))
         if self._prompts_fit is not None:
             budget = self.policy.max_batch_prefill_tokens  # what fits is looked up with each prompt
-        chunks, chunk_rows, budget = self._continue_prefills(budget)
-        admit, new_chunks, new_rows = self._admit(budget, num_decode)
+        room = self._pace.room(num_decode if self._prompts_fit is None else 0, budget)
+        chunks, chunk_rows = self._continue_prefills(room)
+        admit, new_chunks, new_rows = self._admit(room, num_decode)
         chunks += new_chunks
         chunk_rows += new_rows
         decode = num_decode > 0 and (self.policy.mixes_phases or not chunks)
@@ -169,11 +176,12 @@ class Scheduler:
             return None
         return self._commit(grow, admit, chunks, chunk_rows, decode)
 
-    def apply(self, result: StepResult) -> TokenOut:
-        """Take the result of the oldest planned step and tell the callers."""
+    def apply(self, result: StepResult, step_s: float = 0.0) -> TokenOut:
+        """Take the result of the oldest planned step, which took the device `step_s`, and tell the callers."""
         flight = self._in_flight.popleft()
         assert flight.step == result.step, f"result of step {result.step} came, {flight.step} is due"
         self._applied_step = flight.step
+        self._pace.on_step(flight.work, step_s)
         rows = flight.decode_rows + flight.sampling_rows if flight.sampling_rows else flight.decode_rows
         self._limit.on_step(bool(rows))
         assert len(rows) == len(result.token_ids)
@@ -327,40 +335,38 @@ class Scheduler:
                 self._schedule(request, computed)
         return found
 
-    def _continue_prefills(self, budget: int) -> tuple[list[Chunk], list[Request], int]:
+    def _continue_prefills(self, room: StepRoom) -> tuple[list[Chunk], list[Request]]:
         """Chunks for running requests that are still behind, oldest first."""
         chunks: list[Chunk] = []
         rows: list[Request] = []
         for request in self._prefilling:
-            if budget > 0 and self._is_behind(request):
-                chunk = self._chunk(request, budget)
-                budget -= chunk.end - chunk.start
-                chunks.append(chunk)
+            if room.is_open and self._is_behind(request):
+                chunks.append(self._chunk(request, room))
                 rows.append(request)
-        return chunks, rows, budget
+        return chunks, rows
 
     def _is_behind(self, request: Request) -> bool:
         return request.computed < len(request.tokens)
 
-    def _chunk(self, request: Request, budget: int) -> Chunk:
+    def _chunk(self, request: Request, room: StepRoom) -> Chunk:
         """Plan the next run of known tokens. Its blocks can be found at once: the device works in plan order."""
         known = len(request.tokens)
         start = request.computed
-        end = min(known, start + budget)
+        end = room.take(start, known)
         request.computed = end
         self.pool.publish(request, end)
         return Chunk(request.slot, start, end, end == known)
 
-    def _admit(self, budget: int, num_decode: int) -> tuple[list[Admission], list[Chunk], list[Request]]:
+    def _admit(self, room: StepRoom, num_decode: int) -> tuple[list[Admission], list[Chunk], list[Request]]:
         """Let waiting requests in, in the order of the queue, until tokens, slots or blocks run out."""
         admit: list[Admission] = []
         chunks: list[Chunk] = []
         rows: list[Request] = []
         longest = 0
         minimum = self.policy.min_newcomers(num_decode, self._steps_since_join)
-        if minimum > 1 and not self._could_join(minimum, budget):
+        if minimum > 1 and not self._could_join(minimum, room.tokens):
             return admit, chunks, rows
-        while budget > 0 and self._waiting and self._free_slots and self.num_running < self._limit.rows:
+        while room.is_open and self._waiting and self._free_slots and self.num_running < self._limit.rows:
             request = self._waiting[0]
             if request.finished:
                 self._waiting.popleft()
@@ -371,7 +377,7 @@ class Scheduler:
                 longest = max(longest, len(request.tokens))
                 if rows and not self._prompts_fit(len(rows) + 1, longest):
                     break  # one alone has been looked up; after a retraction it may be longer, and has its own shape
-                budget = max(budget, len(request.tokens))
+                room.tokens = max(room.tokens, len(request.tokens))
             state = (request, self.pool.num_free, self.num_running)
             if state == self._blocked:
                 break
@@ -380,9 +386,7 @@ class Scheduler:
                 break
             self._waiting.popleft()
             admit.append(self._start(request))
-            chunk = self._chunk(request, budget)
-            budget -= chunk.end - chunk.start
-            chunks.append(chunk)
+            chunks.append(self._chunk(request, room))
             rows.append(request)
         return admit, chunks, rows
 
@@ -462,8 +466,12 @@ class Scheduler:
             self._steps_since_join = 1
         plan = StepPlan(self._step, self._release, admit, self._leave, join, grow, decode, chunks)
         self._release, self._leave = [], []
-        num_tokens = len(decode_rows) + sum(chunk.end - chunk.start for chunk in chunks)
-        self._in_flight.append(_InFlight(self._step, decode_rows, chunk_rows, sampling, num_tokens))
+        work = StepWork(
+            len(decode_rows),
+            sum(chunk.end - chunk.start for chunk in chunks),
+            sum(attended(chunk.start, chunk.end) for chunk in chunks),
+        )
+        self._in_flight.append(_InFlight(self._step, decode_rows, chunk_rows, sampling, work))
         return plan
 
     # -- ways out --------------------------------------------------------------------------------------------------

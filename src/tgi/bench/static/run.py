@@ -79,6 +79,7 @@ def make_config(task: Task, spec: DecoderSpec, memory: int) -> ServerConfig:
     derived = {
         "max_total_tokens": longest,
         "max_batch_size": largest,
+        "max_step_ms": 0,
         "max_batch_prefill_tokens": min(
             most, max(longest, largest * task.sequence_length), task.settings.get("max_batch_total_tokens") or most
         ),
