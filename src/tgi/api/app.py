@@ -26,6 +26,7 @@ from tgi.api.errors import (
 )
 from tgi.api.http import ClientGoneError, Connection, HttpError, Receive, Request, Response, Send, frame
 from tgi.api.logs import fields
+from tgi.api.refusals import log_refusal
 from tgi.api.service import Service
 from tgi.errors import TgiError
 
@@ -116,12 +117,15 @@ class App:
         openai = request.path.startswith("/v1/") or request.path == "/v1"
         route = self._find(request)
         if route is None:
-            await connection.respond(self._not_found(request, openai))
+            response = self._not_found(request, openai)
+            log_refusal(request.id, "unknown", response.status)
+            await connection.respond(response)
         elif not route.public and not self._may(request):
+            log_refusal(request.id, route.path, 401, "authorization")
             await connection.respond(_unauthorized(openai))
         else:
             with self.service.tracer.request_span(route.name, request.headers) as span:
-                call = Call(self.service, request, connection, span, route.name)
+                call = Call(self.service, request, connection, span, route.name, route.path)
                 self._calls.add(call)
                 try:
                     await self._run(call, route, openai)
@@ -179,12 +183,14 @@ class App:
         try:
             await route.endpoint(call)
         except TgiError as error:
-            call.fail(error)
-            await self._answer(connection, (openai_error if openai else native_error)(error))
-        except HttpError as error:
-            await self._answer(connection, plain_error(error, openai))
-        except RecursionError as error:  # nested so deeply that decoding just managed
-            await self._answer(connection, plain_error(decode_error(error), openai))
+            response = (openai_error if openai else native_error)(error)
+            call.fail(error, response.status)
+            await self._answer(connection, response)
+        except (HttpError, RecursionError) as error:  # or nested so deeply that decoding just managed
+            refused = error if isinstance(error, HttpError) else decode_error(error)
+            response = plain_error(refused, openai)
+            call.refuse(response.status, refused.field)
+            await self._answer(connection, response)
         except ClientGoneError:
             call.drop()
         except asyncio.CancelledError:

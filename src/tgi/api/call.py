@@ -6,16 +6,16 @@ Level 8.
 import logging
 from dataclasses import dataclass, field
 
-from tgi.api.errors import UnavailableError, describe, status_of
+from tgi.api.errors import UnavailableError, describe
 from tgi.api.generation import Generation
 from tgi.api.http import Connection, Request
-from tgi.api.logs import fields, log_success, span_fields
+from tgi.api.logs import log_success, span_fields
 from tgi.api.metrics import Timings
+from tgi.api.refusals import field_of, log_refusal
 from tgi.api.service import Service
 from tgi.api.trace import Span
 from tgi.errors import EngineError, OverloadedError, TgiError
 
-log = logging.getLogger("tgi.api")
 # Kinds of errors that TGI counts, by the label it gives them.
 _COUNTED = {
     "validation": "validation",
@@ -34,6 +34,7 @@ class Call:
     connection: Connection
     span: Span
     name: str  # of the span
+    route: str  # its path in the table of routes
     streams: list[Generation] = field(default_factory=list)  # woken when the connection has been silent for long
 
     def succeed(self, generation: Generation) -> None:
@@ -44,18 +45,25 @@ class Call:
         self.span.set(**span_fields(timings, generation.seed))
         log_success(timings, generation.seed, self.request.id, self.name)
 
-    def fail(self, error: TgiError) -> None:
-        """Count and log a failure that the client is told of."""
+    def fail(self, error: TgiError, status: int = 0) -> None:
+        """Count and log a failure that the client is told of with this status, or inside a stream that has begun."""
         kind = describe(error).error_type
         self.span.fail(kind)
         if kind in _COUNTED:
             self.service.metrics.fail_request(_COUNTED[kind])
-        log.log(
-            logging.ERROR if kind in ("generation", "internal") else logging.INFO,
-            "%s",
+        log_refusal(
+            self.request.id,
+            self.route,
+            self.connection.status or status,
+            field_of(error),
+            kind,
             describe(error).error if isinstance(error, _WITHOUT_USER_TEXT) else "Request refused",
-            extra=fields(request_id=self.request.id, error_type=kind, status=status_of(error)),
+            logging.ERROR if kind in ("generation", "internal") else logging.INFO,
         )
+
+    def refuse(self, status: int, field: str | None = None) -> None:
+        """Log an answer that is made before there is anything to count: no JSON, a wrong type, too much."""
+        log_refusal(self.request.id, self.route, self.connection.status or status, field)
 
     def drop(self) -> None:
         """The client left before it had its answer."""

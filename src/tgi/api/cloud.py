@@ -81,14 +81,16 @@ async def vertex(call: Call) -> None:
         raise decode_error(error) from None
     if not instances:
         error = ErrorResponse("Input validation error", "Input validation error")
+        call.refuse(422, "instances")
         await call.connection.respond(json_response(error, 422))
         return
     with service.admit(len(instances)) as permit:
         try:
             texts = await run_together(_predict(call, instance, permit) for instance in instances)
         except TgiError as error:
-            call.fail(error)
-            await call.connection.respond(incomplete())
+            response = incomplete()
+            call.fail(error, response.status)
+            await call.connection.respond(response)
             return
     await call.connection.respond(json_response(VertexResponse(texts)))
 
@@ -165,11 +167,13 @@ async def kserve_infer(call: Call) -> None:
         raise decode_error(error) from None
     if len(body.inputs) != len(body.outputs):
         error = ErrorResponse("Inputs and outputs length mismatch", "length mismatch")
+        call.refuse(422, "outputs")
         await call.connection.respond(json_response(error, 422))
         return
     try:
         prompts = [bytes(item.data).decode() for item in body.inputs]
     except UnicodeDecodeError as error:
+        call.refuse(422, "inputs")
         await call.connection.respond(json_response(ErrorResponse(str(error), "utf8"), 422))
         return
     with call.service.admit(max(1, len(prompts))) as permit:
@@ -179,8 +183,9 @@ async def kserve_infer(call: Call) -> None:
                 _generate(call, prompt, one, permit, True) for prompt, one in zip(prompts, params, strict=True)
             )
         except TgiError as error:
-            call.fail(error)
-            await call.connection.respond(incomplete())
+            response = incomplete()
+            call.fail(error, response.status)
+            await call.connection.respond(response)
             return
     outputs = [
         KserveOutput(output.name, [1, len(data)], "BYTES", list(data))

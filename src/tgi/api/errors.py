@@ -132,10 +132,15 @@ def decode_error(error: Exception) -> HttpError:
         return HttpError(400, f"Failed to parse the request body as JSON: {error}")
     detail, _, place = str(error).partition(" - at `")
     path = place.rstrip("`").removeprefix("$").removeprefix(".")
+    field = path
     if detail.startswith("Object missing required field "):
-        detail = "missing field " + detail.removeprefix("Object missing required field ")
+        missing = detail.removeprefix("Object missing required field ")
+        detail = "missing field " + missing
+        field = f"{path}.{missing.strip('`')}".removeprefix(".")
     where = f"{path}: " if path else ""
-    return HttpError(422, f"Failed to deserialize the JSON body into the target type: {where}{detail}")
+    return HttpError(
+        422, f"Failed to deserialize the JSON body into the target type: {where}{detail}", field=field or None
+    )
 
 
 def plain_error(error: HttpError, openai: bool) -> Response:

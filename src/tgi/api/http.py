@@ -27,9 +27,12 @@ _encode_json = msgspec.json.Encoder().encode
 class HttpError(Exception):
     """An answer made before a route runs: plain text, as the framework under TGI gives it."""
 
-    def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, text: str, headers: Mapping[str, str] | None = None, field: str | None = None
+    ) -> None:
         super().__init__(text)
         self.status, self.text, self.headers = status, text, dict(headers or {})
+        self.field = field  # what is wrong, if it is a part of the body
 
 
 class ClientGoneError(Exception):
@@ -63,7 +66,7 @@ class Request:
         """The body of a request that must be JSON by its content type."""
         kind = self.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-            raise HttpError(415, "Expected request with `Content-Type: application/json`")
+            raise HttpError(415, "Expected request with `Content-Type: application/json`", field="content-type")
         return await self.read_body()
 
     async def read_body(self) -> bytes:

@@ -70,6 +70,7 @@ async def _may(call: Call) -> bool:
     scheme, _, key = call.request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and hmac.compare_digest(key.encode("latin-1"), expected.encode()):
         return True
+    call.refuse(401, "authorization")
     await call.connection.respond(Response(401, headers={"www-authenticate": "Bearer"}))
     return False
 
