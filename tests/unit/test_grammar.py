@@ -1,10 +1,13 @@
 """Grammars with the real tokenizer of the embedded model: what is accepted, refused, allowed and remembered."""
 
+import gc
 import json
 import random
 import re
 import subprocess
 import sys
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from tgi.errors import ValidationError
+from tgi.errors import OverloadedError, ValidationError
 from tgi.kernels import sampling
 from tgi.runner.grammar import SlotGrammars
 from tgi.text.grammar import (
@@ -28,6 +31,7 @@ from tgi.text.grammar import (
     lark_json,
     regex_grammar,
 )
+from tgi.text.grammar_trial import Trial
 from tgi.text.json_schema import IGNORED, prepare_schema
 from tgi.text.tokenizer import Tokenizer
 from tgi.types import Admission, GenerationRequest, Grammar, SamplingParams
@@ -408,8 +412,54 @@ def test_compiled_once_for_all_threads_and_forgotten_in_the_end(compiler: Gramma
         assert len(same) == 1
         list(pool.map(compiler.compile, [Grammar("regex", f"x{n}") for n in range(200)]))
     assert compiler.compile(Grammar("regex", "x199")) is compiler.compile(Grammar("regex", "x199"))
-    assert compiler.compile(Grammar("regex", "once")) not in same
-    assert len(compiler._known) == 128
+    assert compiler.compile(Grammar("regex", "once")) in same, "what somebody holds is not compiled again"
+    forgotten = weakref.ref(same.pop())
+    gc.collect()
+    assert forgotten() is None
+    assert len(compiler._plain) == 128
+
+
+def test_neither_hard_grammars_nor_failures_displace_others(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trial, "run", lambda self, source, limits: "survived")  # they are harmless
+    honest = compiler.compile(json_grammar({"properties": {"honest": {"type": "integer"}}}))
+    known = weakref.ref(honest)
+    del honest
+    for number in range(150):
+        compiler.compile(json_grammar({"allOf": [{"properties": {f"p{number}": {"type": "integer"}}}]}))
+        with pytest.raises(ValidationError):
+            compiler.compile(Grammar("regex", f"({number}"))
+    gc.collect()
+    assert known() is not None
+    assert len(compiler._hard) == 32 and len(compiler._failed) == 128
+
+
+def test_a_trial_without_a_result_is_no_fault_of_the_grammar(compiler: GrammarCompiler) -> None:
+    """Stopped before it ran, or while it does: the next one who comes has it compiled."""
+    hard = json_grammar({"allOf": [{"properties": {"stopped": {"type": "integer"}}}]})
+    bomb = json_grammar({"allOf": [{"type": "string", "pattern": f"b{n}"} for n in range(40)]})
+    before = Trial()
+    before.stop()
+    with pytest.raises(OverloadedError):
+        compiler.compile(hard, trial=before)
+    compiler.compile(hard)
+    during = Trial()
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(compiler.compile, bomb, trial=during)
+        while during._process is None:
+            time.sleep(0.01)
+        during.stop()
+        with pytest.raises(OverloadedError):
+            work.result(10)
+    assert during._process.returncode is not None
+    assert compiler.find(bomb) is None
+
+
+def test_a_hard_grammar_is_tried_once(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine compiles what the api process has tried."""
+    monkeypatch.setattr(Trial, "run", lambda self, source, limits: pytest.fail("tried again"))
+    compiler.compile(json_grammar({"allOf": [{"properties": {"tried": {"type": "integer"}}}]}), tried=True)
 
 
 def test_matchers_do_not_disturb_each_other(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
@@ -434,7 +484,7 @@ BOMBS = r"""
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
-from tgi.errors import ValidationError
+from tgi.errors import OverloadedError, ValidationError
 from tgi.text.grammar import GrammarCompiler, json_grammar, regex_grammar
 from tgi.text.tokenizer import Tokenizer
 import random

@@ -14,6 +14,7 @@ from typing import Any
 
 from tgi.api import chat, cloud, completions, info, native, profiler
 from tgi.api.call import Call
+from tgi.api.callers import caller_of, current_caller
 from tgi.api.errors import (
     InternalError,
     decode_error,
@@ -101,6 +102,7 @@ class App:
         request = Request(scope, receive, self.service.config.payload_limit)
         given_id = request.headers.get("x-request-id", "")
         request.id = given_id if _REQUEST_ID.fullmatch(given_id) else secrets.token_hex(16)
+        current_caller.set(caller_of(scope, request.headers, self.service.config.client_header))
         headers = [(b"x-request-id", request.id.encode()), *self._cors_headers(request)]
         connection = Connection(send, headers)
         if request.method == "OPTIONS" and "access-control-request-method" in request.headers:

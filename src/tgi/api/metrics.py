@@ -160,6 +160,11 @@ class Family(Generic[Series]):
         self._series[labels] = series
         return series
 
+    def one(self: "Family[Number]", label: str, value: str) -> Number:
+        """The number with this value of a label, which is there from its first use."""
+        labels = _label(label, value)
+        return self._series.get(labels) or self.keep(Number(), labels)
+
     def lines(self) -> list[str]:
         body = [line for labels, series in self._series.items() for line in series.lines(self._name, labels)]
         return [*self._head, *body, ""] if body else []
@@ -284,6 +289,15 @@ class Metrics:
         concat_duration: Family[Histogram] = self.family("tgi_batch_concat_duration", "histogram")
         self._concat_duration = concat_duration.keep(Histogram(DURATION_BOUNDS), _label("method", "decode"))
 
+        self._waiting: Family[Number] = self.family(
+            "tgi_worker_queue_size", "gauge", "Requests that wait for a worker thread of the api process"
+        )
+        self._refused_waiting: Family[Number] = self.family(
+            "tgi_worker_queue_refused", "counter", "Requests refused because they waited too long for a worker thread"
+        )
+        self._grammars: Family[Number] = self.family(
+            "tgi_grammar_compilations", "counter", "Grammars compiled or not, by result"
+        )
         self._in_flight = self._gauge("tgi_requests_in_flight", "Requests being served, queued ones included")
         self._first_token = self._duration("tgi_time_to_first_token_duration", "From arrival to the first token")
         self._inter_token = self._duration("tgi_inter_token_duration", "Between two tokens of a request")
@@ -337,6 +351,17 @@ class Metrics:
 
     def in_flight(self, num_requests: int) -> None:
         self._in_flight.set(num_requests)
+
+    def waiting(self, pool: str, count: int) -> None:
+        """So many wait for a thread of a pool: validate, grammar or hard_grammar."""
+        self._waiting.one("pool", pool).set(count)
+
+    def refuse_waiting(self, pool: str) -> None:
+        self._refused_waiting.one("pool", pool).add()
+
+    def grammar(self, result: str) -> None:
+        """`result`: compiled, refused, overloaded or cancelled."""
+        self._grammars.one("result", result).add()
 
     # -- the engine ------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ Level 8. Owns the tokenizer, the chat template, the worker threads for long text
 present connection to the engine, which the launcher may replace.
 """
 
-import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -17,8 +16,10 @@ import msgspec
 
 from tgi.api.errors import UnavailableError
 from tgi.api.generation import Generation, OutputText
+from tgi.api.grammars import GrammarQueue
 from tgi.api.metrics import Metrics
 from tgi.api.trace import Tracer
+from tgi.api.turns import Turns
 from tgi.api.validate import CHUNK_TOKENS
 from tgi.config import ServerConfig
 from tgi.engine.client import EngineClient
@@ -37,7 +38,7 @@ log = logging.getLogger("tgi.api")
 Prompt = str | Sequence[int]
 T = TypeVar("T")
 LONG_TEXT = 2_000  # characters; longer ones are worked on beside the event loop
-_GRAMMAR_WAITERS = 16  # requests that wait for the compiler at a time
+_MAX_WAIT_S = 30.0  # for one of the threads that work on long texts
 _QUEUE_FACTOR = 4  # prompt tokens that may wait, in multiples of the KV cache
 
 
@@ -64,7 +65,10 @@ class Service:
         pool_tokens = (facts.num_blocks - 1) * facts.block_size
         self._max_queued_tokens = config.max_queued_tokens or _QUEUE_FACTOR * pool_tokens
         self._workers = ThreadPoolExecutor(config.validation_workers, thread_name_prefix="tgi-validate")
-        self._grammar_workers = ThreadPoolExecutor(_GRAMMAR_WAITERS, thread_name_prefix="tgi-grammar-wait")
+        self._turns = Turns(
+            config.validation_workers, _MAX_WAIT_S, lambda count: self.metrics.waiting("validate", count)
+        )
+        self._grammar_queue = GrammarQueue(self.grammars, self.metrics)
         self.generations: set[Generation] = set()
         self.fingerprint = f"{__version__}-native"
         self.compute_type = config.compute_type or f"1-{facts.device}"
@@ -134,15 +138,22 @@ class Service:
 
         request = await self.run_beside(work, len(prompt) > LONG_TEXT)
         if grammar is not None:  # on threads of its own: texts do not wait behind grammars
-            await asyncio.get_running_loop().run_in_executor(self._grammar_workers, self.grammars.compile, grammar)
+            await self._grammar_queue.check(grammar)
         self.metrics.validated(len(request.token_ids), min(request.max_new_tokens, CHUNK_TOKENS))
         return request
 
     async def run_beside(self, work: Callable[[], T], long: bool) -> T:
-        """Run something that may take a while in a worker thread, or at once if it will not."""
+        """Run something that may take a while in a worker thread, or at once if it will not.
+
+        Callers take turns. Raises `OverloadedError` when no thread is free for long.
+        """
         if not long:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+        try:
+            return await self._turns.run(self._workers, work)
+        except OverloadedError:
+            self.metrics.refuse_waiting("validate")
+            raise
 
     def start(
         self,
@@ -167,7 +178,7 @@ class Service:
 
     def close(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
-        self._grammar_workers.shutdown(wait=False, cancel_futures=True)
+        self._grammar_queue.close()
 
 
 class Permit:

@@ -116,6 +116,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     admin_api_key: str | None = None  # for what only an administrator may do, such as taking a profile
     cors_allow_origin: list[str] = []  # empty: any
     graceful_termination_timeout: int = 90  # seconds
+    client_header: str | None = None  # a proxy's header that names the client; None: clients are told by their address
     validation_workers: int = 2
     compute_type: str | None = None  # of the `x-compute-type` header; None: derived
     aip_http_port: int | None = None  # Vertex AI: listens here instead of on `port`

@@ -28,7 +28,7 @@ from tgi.engine.warm_up import warm_up
 from tgi.errors import EngineError, TgiError, ValidationError
 from tgi.failpoints import failpoint
 from tgi.runner.measure import Recorder
-from tgi.text.grammar import CompiledGrammar
+from tgi.text.grammar import CompiledGrammar, is_plain
 from tgi.types import (
     Abort,
     Admitted,
@@ -85,8 +85,10 @@ class EngineServer:
         self._waiting_tokens = self._running_limit = 0  # as of the last check
         self._routed_ns = self._filter_ns = 0
         self._retractions = 0
-        # Grammars are compiled beside the loop: nobody else waits for them.
-        self._compilers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-grammar")
+        # Grammars are compiled beside the loop: nobody else waits for them, nor do those that take milliseconds for
+        # those that may take seconds.
+        self._compilers = [ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-grammar") for _ in range(2)]
+        self._grammars: dict[int, CompiledGrammar] = {}  # of requests in the engine, so that the runner finds them
         self._compiling: dict[int, tuple[_Client, GenerationRequest, Future[CompiledGrammar]]] = {}  # by engine-wide id
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -170,7 +172,9 @@ class EngineServer:
         request = msgspec.structs.replace(request, id=engine_id)
         client.requests.add(engine_id)
         if request.grammar is not None:
-            compiled = self._compilers.submit(self._engine.grammars.compile, request.grammar)
+            # Clients have compiled it themselves, and so found it harmless, before they sent it.
+            lane = self._compilers[is_plain(request.grammar.kind, request.grammar.value)]
+            compiled = lane.submit(self._engine.grammars.compile, request.grammar, tried=True)
             self._compiling[engine_id] = (client, request, compiled)
         else:
             self._add(client, request)
@@ -181,6 +185,7 @@ class EngineServer:
                 del self._compiling[engine_id]
                 error = compiled.exception()
                 if error is None:
+                    self._grammars[engine_id] = compiled.result()
                     self._add(client, request)
                 else:
                     self._refuse(client, engine_id, str(error))
@@ -192,13 +197,17 @@ class EngineServer:
             self._refuse(client, request.id, str(error))
 
     def _refuse(self, client: _Client, engine_id: int, reason: str) -> None:
-        client.requests.discard(engine_id)
+        self._end(client, engine_id)
         own_id = engine_id - (client.number << _CLIENT_SHIFT)
         self._send(client, TokenOut(finished=[Finish(own_id, "error", reason, 0, 0, 0)]))
 
+    def _end(self, client: _Client, engine_id: int) -> None:
+        client.requests.discard(engine_id)
+        self._grammars.pop(engine_id, None)
+
     def _forget(self, client: _Client, engine_id: int) -> None:
         self._loop.abort(engine_id)
-        client.requests.discard(engine_id)
+        self._end(client, engine_id)
         compiling = self._compiling.pop(engine_id, None)
         if compiling is not None:
             compiling[2].cancel()
@@ -211,7 +220,7 @@ class EngineServer:
             if client.requests:
                 mine = _tokens_of(out, client.number, stats)
                 for finish in mine.finished:
-                    client.requests.discard(client.number << _CLIENT_SHIFT | finish.request_id)
+                    self._end(client, client.number << _CLIENT_SHIFT | finish.request_id)
                 self._send(client, mine)
 
     def _check_clients(self) -> None:

@@ -139,7 +139,7 @@ class SlotGrammars:
             return
         try:
             vocabulary = self._prepare(self._compiler.prepare())
-            constraint.compiled = self._compiler.compile(constraint.grammar)
+            constraint.compiled = self._compiler.compile(constraint.grammar, tried=True)
         except ValidationError as error:
             constraint.error = str(error)
             return

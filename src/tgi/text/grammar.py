@@ -2,31 +2,33 @@
 
 Level 1. The HTTP layer makes a `Grammar` here and compiles it before a request is let in; the runner takes the compiled
 one and copies a matcher from it for each request. Owns the limits that keep a hostile grammar from doing harm:
-`json_schema` bounds the schema, `_LIMITS` what llguidance may do in a step, `grammar_trial` what it may do to compile,
-`_MAX_SECONDS` how long a caller waits. Knows nothing of slots, batches or torch.
+`json_schema` bounds the schema, `_LIMITS` what llguidance may do in a step, `grammar_trial` what it may do to compile.
+Who compiles when is for others to say: here everything happens in the caller's thread. Knows nothing of slots, batches
+or torch.
 """
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from tgi.errors import ModelFormatError, ValidationError
-from tgi.text import grammar_trial
+from tgi.errors import ModelFormatError, OverloadedError, ValidationError
+from tgi.text.grammar_trial import MAX_BYTES, MAX_CPU_SECONDS, Trial
 from tgi.text.json_schema import check_limits, prepare_schema
+from tgi.text.panics import reraise_unless_failure
 from tgi.text.tokenizer import Tokenizer
 from tgi.types import Grammar
 
 MAX_JSON, MAX_REGEX = 200_000, 10_000  # characters
-_MAX_SECONDS = 10.0
 # About 0.15 MB each, 7 MB for the largest. In use each grows by the lexer's states, which all requests share: 0.4 kB or
 # more for each of at most `max_lexer_states` (17 to 19 MB with the expressions tried; llguidance reckons with 1 to
 # 2 kB). One that is full is replaced, see `GrammarCompiler.renew`.
-_NUM_REMEMBERED = 128
+# Hard ones and failures have memories of their own: whoever sends many of them makes nobody else's be forgotten.
+_NUM_REMEMBERED, _NUM_HARD, _NUM_FAILED = 128, 32, 128
 _MAX_DETAIL = 300  # characters of llguidance's own words in an error
 
 # A schema within these compiles in a few milliseconds; any other is tried out elsewhere first. Expressions never
@@ -97,6 +99,29 @@ class CompiledGrammar:
             return self._prototype.deep_copy()
 
 
+T = TypeVar("T")
+_Key = tuple[str, str]  # kind and text
+
+
+class _Memory(OrderedDict[_Key, T], Generic[T]):
+    """The last ones that were used."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def find(self, key: _Key) -> T | None:
+        if key in self:
+            self.move_to_end(key)
+        return self.get(key)
+
+    def keep(self, key: _Key, value: T) -> None:
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > self._limit:
+            self.popitem(last=False)
+
+
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, any thread at a time, and remembers the last ones, the failed too.
 
@@ -109,42 +134,95 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | str | None = None  # a text says why there is none
         self._building = threading.Lock()
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], Future[CompiledGrammar | str]] = OrderedDict()
-        self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tgi-grammar")
+        self._plain: _Memory[CompiledGrammar] = _Memory(_NUM_REMEMBERED)
+        self._hard: _Memory[CompiledGrammar] = _Memory(_NUM_HARD)
+        self._failed: _Memory[str] = _Memory(_NUM_FAILED)
+        # Whatever somebody still holds is found, however many came since.
+        self._alive: WeakValueDictionary[_Key, CompiledGrammar] = WeakValueDictionary()
+        self._compiling: dict[_Key, threading.Lock] = {}
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises `ValidationError` with the reason. Waits for other threads that compile the same one."""
+    def find(self, grammar: Grammar) -> CompiledGrammar | None:
+        """What is known of it, without any work. Raises `ValidationError` if it is known to be wrong."""
         _check_size(grammar.value, MAX_JSON)
         key = (grammar.kind, grammar.value)
         with self._lock:
-            work = self._known.get(key)
-            if work is None:
-                work = self._submit(key, grammar)
-            else:
-                self._known.move_to_end(key)
-        try:
-            result = work.result(_MAX_SECONDS)
-        except TimeoutError:
-            result = f"grammar is not valid: it takes longer than {_MAX_SECONDS:.0f} s to compile"
-        if isinstance(result, str):
-            raise ValidationError(result)
-        return result
+            reason = self._failed.find(key)
+            if reason is not None:
+                raise ValidationError(reason)
+            return self._plain.find(key) or self._hard.find(key) or self._alive.get(key)
+
+    def compile(self, grammar: Grammar, *, tried: bool = False, trial: Trial | None = None) -> CompiledGrammar:
+        """Raises `ValidationError` with the reason. Waits for other threads that compile the same one.
+
+        One that was `tried` is known to compile within the bounds; any other that may be costly is tried now, by
+        `trial` if it is given: who has it can end it. Raises `OverloadedError` for a trial without a result.
+        """
+        found = self.find(grammar)
+        if found is not None:
+            return found
+        key = (grammar.kind, grammar.value)
+        with self._lock:
+            own = self._compiling.setdefault(key, threading.Lock())
+        with own:
+            try:
+                return self.find(grammar) or self._compile_now(key, grammar, None if tried else trial or Trial())
+            finally:
+                with self._lock:
+                    self._compiling.pop(key, None)
 
     def renew(self, grammar: Grammar, worn: CompiledGrammar) -> CompiledGrammar:
         """A fresh one in place of `worn`, whose lexer is full; for all who come with the same one."""
         key = (grammar.kind, grammar.value)
         with self._lock:
-            work = self._known.get(key)
-            if work is None or (work.done() and work.result() is worn):
-                self._submit(key, grammar, tried=True)
-        return self.compile(grammar)
+            for memory in (self._plain, self._hard, self._alive):
+                if memory.get(key) is worn:
+                    del memory[key]
+        return self.compile(grammar, tried=True)
 
-    def _submit(self, key: tuple[str, str], grammar: Grammar, tried: bool = False) -> "Future[CompiledGrammar | str]":
-        """Begin to compile, and remember it; the lock is held."""
-        work = self._known[key] = self._workers.submit(self._compile, grammar, tried)
-        if len(self._known) > _NUM_REMEMBERED:
-            self._known.popitem(last=False)
-        return work
+    def _fail(self, grammar: Grammar, reason: str) -> ValidationError:
+        with self._lock:
+            self._failed.keep((grammar.kind, grammar.value), reason)
+        return ValidationError(reason)
+
+    def _source(self, grammar: Grammar) -> str:
+        try:
+            return _to_llguidance(grammar)
+        except ValidationError as error:
+            raise self._fail(grammar, str(error)) from None
+        except BaseException as error:
+            reraise_unless_failure(error)
+            raise self._fail(grammar, f"{_failure(grammar)}: {error}") from None
+
+    def _compile_now(self, key: _Key, grammar: Grammar, trial: Trial | None) -> CompiledGrammar:
+        source = self._source(grammar)
+        plain = is_plain(grammar.kind, source)
+        if trial is not None and not plain:
+            match trial.run(source, _STEP_LIMITS):
+                case "failed":
+                    bounds = f"{MAX_CPU_SECONDS} s or {MAX_BYTES >> 20} MiB"
+                    raise self._fail(grammar, f"{_failure(grammar)}: it takes more than {bounds} to compile")
+                case "unfinished":
+                    raise OverloadedError("the machine is too busy to compile a grammar")
+                case "survived":
+                    pass
+        try:
+            prototype = LLMatcher(self.prepare(), source, log_level=0, limits=_LIMITS)
+            # The first mask tells whether anything matches at all, and what it builds is there for every copy.
+            if not prototype.is_error():
+                prototype.compute_bitmask()
+            reason = f"{_failure(grammar)}: {describe_error(prototype)}" if prototype.is_error() else None
+        except ValidationError as error:
+            raise self._fail(grammar, str(error)) from None
+        except BaseException as error:
+            reraise_unless_failure(error)
+            raise self._fail(grammar, f"{_failure(grammar)}: {error}") from None
+        if reason is not None:
+            raise self._fail(grammar, reason)
+        compiled = CompiledGrammar(prototype)
+        with self._lock:
+            self._alive[key] = compiled
+            (self._plain if plain else self._hard).keep(key, compiled)
+        return compiled
 
     def prepare(self) -> LLTokenizer:
         """Build the token tree now, once. Raises `ValidationError` for a tokenizer that cannot be constrained."""
@@ -166,27 +244,6 @@ class GrammarCompiler:
         except (ModelFormatError, ValueError) as error:
             return str(error)
 
-    def _compile(self, grammar: Grammar, tried: bool = False) -> CompiledGrammar | str:
-        """The grammar, or why there is none. One that was `tried` is known to compile."""
-        failure = "cannot compile regex from schema" if grammar.kind == "json" else "grammar is not valid"
-        try:
-            source = _to_llguidance(grammar)
-            harmless = tried or grammar.kind == "regex" or _is_plain(source)
-            if not (harmless or grammar_trial.survives(source, _STEP_LIMITS)):
-                bounds = f"{grammar_trial.MAX_CPU_SECONDS} s or {grammar_trial.MAX_BYTES >> 20} MiB"
-                return f"{failure}: it takes more than {bounds} to compile"
-            prototype = LLMatcher(self.prepare(), source, log_level=0, limits=_LIMITS)
-            # The first mask tells whether anything matches at all, and what it builds is there for every copy.
-            if not prototype.is_error():
-                prototype.compute_bitmask()
-        except ValidationError as error:
-            return str(error)
-        except BaseException as error:  # a panic of llguidance is no `Exception`
-            return f"{failure}: {error}"
-        if prototype.is_error():
-            return f"{failure}: {describe_error(prototype)}"
-        return CompiledGrammar(prototype)
-
 
 def is_worn(matcher: LLMatcher) -> bool:
     """Whether the lexer has no room for further states, which it shares with all matchers of the same prototype."""
@@ -201,8 +258,14 @@ def describe_error(matcher: LLMatcher) -> str:
     return text if len(text) <= _MAX_DETAIL else text[:_MAX_DETAIL] + "..."
 
 
-def _is_plain(source: str) -> bool:
-    """Whether it cannot be costly: short, and without an intersection of many patterns."""
+def _failure(grammar: Grammar) -> str:
+    return "cannot compile regex from schema" if grammar.kind == "json" else "grammar is not valid"
+
+
+def is_plain(kind: str, source: str) -> bool:
+    """Whether it cannot be costly: an expression, or short and without an intersection of many patterns."""
+    if kind == "regex":
+        return True
     return len(source) <= _PLAIN_SIZE and '"allOf' not in source and source.count('"pattern') <= _PLAIN_PATTERNS
 
 

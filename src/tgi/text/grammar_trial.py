@@ -2,29 +2,59 @@
 
 Level 1. llguidance bounds its work while it matches, but not all of its work while it compiles: some short schemas
 would take hours and all memory, and nothing can interrupt it. `grammar` runs this program first on what might be such
-a one, and compiles only what comes out of it alive. It imports nothing of ours, so that it starts quickly.
+a one, and compiles only what comes out of it alive. It imports nothing of ours, so that it starts quickly, and gives
+way to those who serve.
 """
 
 import json
+import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from typing import Literal
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 MAX_CPU_SECONDS, MAX_BYTES = 2, 1 << 30
 _MAX_SECONDS = 20.0  # on a clock, for a machine that is busy with other things
+_NICENESS = 5
 
 
-def survives(source: str, limits: dict[str, int]) -> bool:
-    """Whether llguidance is done with a grammar, good or bad, within the bounds."""
-    command = [sys.executable, "-P", __file__, json.dumps(limits)]
-    try:
-        done = subprocess.run(command, input=source.encode(), capture_output=True, timeout=_MAX_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+Outcome = Literal["survived", "failed", "unfinished"]
+
+
+class Trial:
+    """One grammar on trial. `run` waits for it; `stop` ends it at once, from any other thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+
+    def run(self, source: str, limits: dict[str, int]) -> Outcome:
+        """Whether llguidance is done with the grammar, good or bad, within the bounds; `unfinished` blames nobody."""
+        command = [sys.executable, "-P", __file__, json.dumps(limits)]
+        with self._lock:
+            if self._stopped:
+                return "unfinished"
+            pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+            process = self._process = subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=nothing)
+        try:
+            process.communicate(source.encode(), _MAX_SECONDS)
+        except subprocess.TimeoutExpired:  # others have the processor
+            self.stop()
+            process.communicate()
+        if self._stopped:
+            return "unfinished"
+        return "survived" if process.returncode == 0 else "failed"
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            if self._process is not None:
+                self._process.kill()
 
 
 class _Bytes:
@@ -40,6 +70,7 @@ class _Bytes:
 
 
 def main() -> None:
+    os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
