@@ -14,6 +14,10 @@ from tgi.errors import ValidationError
 
 MAX_SEED = 2**64 - 1
 MAX_STOP_CHARACTERS = 1_000
+# Within these no score leaves float32, whatever else is asked for. A temperature below the least one counts as that.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+MAX_BIAS = 1e30
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,12 +27,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     watermark: bool = False
-    repetition_penalty: float = 1.0  # > 0; ids seen in prompt or output: score < 0 is multiplied, else divided
+    repetition_penalty: float = 1.0  # in [0.01, 100]; ids seen before: score < 0 is multiplied, else divided
     frequency_penalty: float = 0.0  # in [-2, 2]
     frequency_by_length: bool = True  # TGI: count in prompt and output / length; else OpenAI: count in the output
     presence_penalty: float = 0.0  # in [-2, 2]; subtracted once for each id in the output
     logit_bias: dict[int, float] = {}
-    temperature: float = 1.0  # > 0
+    temperature: float = 1.0  # in (0, 100]
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # in (0, 1]; 1: off
     typical_p: float = 1.0  # in (0, 1]; 1: off
@@ -74,8 +78,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         _require(self.best_of >= 1, "`best_of` must be > 0")
         _require(self.best_of == 1 or self.samples, "you must use sampling when `best_of` is > 1")
-        _require(self.temperature >= _SMALLEST, "`temperature` must be strictly positive")
-        _require(self.repetition_penalty >= _SMALLEST, "`repetition_penalty` must be strictly positive")
+        check_temperature(self.temperature)
+        check_repetition_penalty(self.repetition_penalty)
         _require(-2 <= self.frequency_penalty <= 2, "`frequency_penalty` must be >= -2.0 and <= 2.0")
         _require(-2 <= self.presence_penalty <= 2, "`presence_penalty` must be >= -2.0 and <= 2.0")
         _require(0 < self.top_p <= 1, "`top_p` must be > 0.0 and <= 1.0")
@@ -92,9 +96,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require(self.seed is None or self.best_of == 1, "`seed` must not be set when `best_of` > 1")
         _require(self.top_n_tokens >= 0, "`top_n_tokens` must be >= 0")
         for token_id, bias in self.logit_bias.items():
-            if not _is_float32(bias):
-                raise ValidationError(f"`logit_bias` for token {token_id} must be a finite number. Given: {bias}")
+            if not abs(bias) <= MAX_BIAS:
+                raise ValidationError(
+                    f"`logit_bias` for token {token_id} must be >= {-MAX_BIAS:g} and <= {MAX_BIAS:g}. Given: {bias}"
+                )
         if vocab_size is not None:
+            _require(self.top_n_tokens <= vocab_size, f"`top_n_tokens` must be <= {vocab_size}, the vocabulary's size")
             for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
                 for token_id in ids:
                     if not 0 <= token_id < vocab_size:
@@ -114,7 +121,21 @@ _FLOAT_FIELDS = (
 )
 
 
-_SMALLEST, _LARGEST = 1e-37, 3.4e38  # what float32 tells from zero and from infinity
+_LARGEST = 3.4e38  # what float32 tells from infinity
+
+
+def check_temperature(value: float) -> None:
+    _require(value > 0, "`temperature` must be strictly positive")
+    _require(value <= MAX_TEMPERATURE, f"`temperature` must be <= {MAX_TEMPERATURE:g}. Given: {value:g}")
+
+
+def check_repetition_penalty(value: float) -> None:
+    _require(value > 0, "`repetition_penalty` must be strictly positive")
+    _require(
+        MIN_REPETITION_PENALTY <= value <= MAX_REPETITION_PENALTY,
+        f"`repetition_penalty` must be >= {MIN_REPETITION_PENALTY:g} and <= {MAX_REPETITION_PENALTY:g}."
+        f" Given: {value:g}",
+    )
 
 
 def _is_float32(value: float) -> bool:

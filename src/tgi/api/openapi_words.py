@@ -6,6 +6,8 @@ Types, defaults and which fields there are come from the structs.
 
 from typing import Any
 
+from tgi.types import MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_REPETITION_PENALTY
+
 FIELDS = {
     "inputs": "The prompt.",
     "parameters": "How to generate. Left out, the model samples; given, even empty, it does not unless asked.",
@@ -93,6 +95,7 @@ EXAMPLES: dict[str, Any] = {
 _ABOVE_0 = {"minimum": 0, "exclusiveMinimum": True}
 _BETWEEN_0_AND_1 = {**_ABOVE_0, "maximum": 1, "exclusiveMaximum": True}
 _WITHIN_2 = {"minimum": -2, "maximum": 2}
+_REPETITION = {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY}
 _OPENAI_RANGES = {
     "temperature": {"minimum": 0},
     "max_tokens": {"minimum": 1},
@@ -102,15 +105,15 @@ _OPENAI_RANGES = {
     "top_p": {**_ABOVE_0, "maximum": 1},
     "typical_p": {**_ABOVE_0, "maximum": 1},
     "min_p": {"minimum": 0, "maximum": 1},
-    "repetition_penalty": _ABOVE_0,
+    "repetition_penalty": _REPETITION,
     "frequency_penalty": _WITHIN_2,
     "presence_penalty": _WITHIN_2,
 }
 # Checks made after decoding, which the types of the structs do not tell.
 RANGES: dict[str, dict[str, dict[str, Any]]] = {
     "GenerateParameters": {
-        "temperature": _ABOVE_0,
-        "repetition_penalty": _ABOVE_0,
+        "temperature": {**_ABOVE_0, "maximum": MAX_TEMPERATURE},
+        "repetition_penalty": _REPETITION,
         "frequency_penalty": _WITHIN_2,
         "top_k": {"minimum": 1},
         "top_p": _BETWEEN_0_AND_1,

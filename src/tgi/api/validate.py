@@ -7,7 +7,7 @@ from tgi.api.bodies import GenerateParameters, GrammarType
 from tgi.config import ServerConfig
 from tgi.errors import ValidationError
 from tgi.text.grammar import check_native_schema, regex_grammar
-from tgi.types import Grammar, ModelFacts, SamplingParams
+from tgi.types import Grammar, ModelFacts, SamplingParams, check_repetition_penalty, check_temperature
 
 CHUNK_TOKENS = 1024  # only so many of `max_new_tokens` must fit when a request comes
 
@@ -38,10 +38,10 @@ def check_parameters(
     samples = p.do_sample or any(value is not None for value in (p.temperature, p.top_k, p.top_p, p.typical_p))
     if best_of > 1 and not samples:
         raise ValidationError("you must use sampling when `best_of` is > 1")
-    if p.temperature is not None and p.temperature <= 0:
-        raise ValidationError("`temperature` must be strictly positive")
-    if p.repetition_penalty is not None and p.repetition_penalty <= 0:
-        raise ValidationError("`repetition_penalty` must be strictly positive")
+    if p.temperature is not None:
+        check_temperature(p.temperature)
+    if p.repetition_penalty is not None:
+        check_repetition_penalty(p.repetition_penalty)
     if p.frequency_penalty is not None and not -2 <= p.frequency_penalty <= 2:
         raise ValidationError("`frequency_penalty` must be >= -2.0 and <= 2.0")
     if p.top_p is not None and not 0 < p.top_p < 1:

@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+MORE_TIES = 8  # best ids that a row may report beyond those asked for, because they are as likely as the last one
 _GREEN_LIST_KEY = 15485863
 _INT32_MIX = (-1640531535, -2048144789, -1028477387)  # odd multipliers with well spread bits
 

@@ -23,6 +23,7 @@ class Chosen:
 
     words: Tensor  # [2, rows] int32 on the host: ids, bits of logprobs
     top_rows: Sequence[int]
+    top_limits: Sequence[int]  # how many ids each of them reports at most
     tops: Tensor | None  # [top_rows, 1 + 2 * room] int32 on the host, see `resident.Tops.out`
 
     def read_tokens(self) -> tuple[list[int], list[float]]:
@@ -34,10 +35,12 @@ class Chosen:
             return []
         words = self.tops.numpy()
         room = words.shape[1] // 2
-        return [
-            TopTokens(row, found[1 : 1 + found[0]].tolist(), found[1 + room :].view(np.float32)[: found[0]].tolist())
-            for row, found in zip(self.top_rows, words, strict=True)
-        ]
+        result: list[TopTokens] = []
+        for row, limit, found in zip(self.top_rows, self.top_limits, words, strict=True):
+            count = min(int(found[0]), limit)  # the room is that of the row that asks for most
+            values = found[1 + room :].view(np.float32)
+            result.append(TopTokens(row, found[1 : 1 + count].tolist(), values[:count].tolist()))
+        return result
 
 
 class ResultWords:
@@ -47,7 +50,14 @@ class ResultWords:
         self._readers: list[Future[StepResult] | None] = [None] * _NUM_RESULTS
         self._next = 0
 
-    def fetch(self, out: Tensor, num_rows: int, top_rows: Sequence[int] = (), tops: Tensor | None = None) -> Chosen:
+    def fetch(
+        self,
+        out: Tensor,
+        num_rows: int,
+        top_rows: Sequence[int] = (),
+        top_limits: Sequence[int] = (),
+        tops: Tensor | None = None,
+    ) -> Chosen:
         """Queue the copies of what was chosen for the first `num_rows` of `out`, and of their best ids."""
         reader = self._readers[self._next]
         if reader is not None:
@@ -63,7 +73,7 @@ class ResultWords:
             words.copy_(part, non_blocking=True)
             found.append(words)
             first += part.numel()
-        return Chosen(found[0][:, :num_rows], top_rows, found[1] if tops is not None else None)
+        return Chosen(found[0][:, :num_rows], top_rows, top_limits, found[1] if tops is not None else None)
 
     def read_by(self, reader: "Future[StepResult]") -> None:
         """Whose end frees the words of the last `fetch`."""

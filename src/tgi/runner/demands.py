@@ -20,8 +20,6 @@ from tgi.runner.grammar import RowMasks
 from tgi.runner.resident import ResidentSlots, Staging, way_of
 from tgi.types import Admission, SamplingParams
 
-_MORE_TIES = 8  # best ids that a row may report beyond those asked for, because they are as likely as the last one
-
 
 @dataclass(slots=True)
 class Demand:
@@ -29,6 +27,7 @@ class Demand:
 
     asked: Asked
     top_rows: list[int]  # rows that want their best ids
+    top_limits: list[int]  # how many each may get at most
     top_table: Tensor | None  # see `resident.Tops.rows`
     top_room: int
     penalised: list[int]  # slots
@@ -109,6 +108,7 @@ class Demands:
         params = [self._params[slot] for slot in rows]
         drawing = [p for p in params if p.samples]
         top_rows = [row for row, p in enumerate(params) if p.top_n_tokens]
+        top_limits = [params[row].top_n_tokens + sampling.MORE_TIES for row in top_rows]
         penalised = [row for row, p in enumerate(params) if p.penalises]
         marked = [row for row, p in enumerate(params) if p.watermark]
         biased = [row for row, p in enumerate(params) if p.logit_bias]
@@ -146,7 +146,8 @@ class Demands:
             asked=asked,
             top_rows=top_rows,
             top_table=tops if top_rows else None,
-            top_room=max((params[row].top_n_tokens for row in top_rows), default=0) + _MORE_TIES,
+            top_limits=top_limits,
+            top_room=max(top_limits, default=0),
             penalised=[rows[row] for row in penalised],
             marked=[rows[row] for row in marked],
         )

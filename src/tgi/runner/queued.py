@@ -303,7 +303,7 @@ class QueuedRunner:
             tops = self._tops[:count].view(len(demand.top_rows), -1)
             demand.asked.tops = Tops(demand.top_table, tops)
         self.device.ops.choose_into(logits[:size], row_slots, self.slots.state, self._out_of(size), demand.asked)
-        return self._results.fetch(self._out_of(size), len(rows), demand.top_rows, tops)
+        return self._results.fetch(self._out_of(size), len(rows), demand.top_rows, demand.top_limits, tops)
 
     def _score_prompts(
         self, plan: StepPlan, chunks: list[Chunk], hidden: Tensor

@@ -229,9 +229,13 @@ def keeps_few(params: SamplingParams) -> bool:
 
 
 def top_tokens(row: int, count: int, logprobs: Tensor) -> TopTokens:
-    """All ids at least as likely as the count-th best, best first (ties may make it more than `count`)."""
+    """The ids at least as likely as the count-th best, best first, lower ids first among equals.
+
+    Ties may make it more than `count`, but never more than `sampling.MORE_TIES` more.
+    """
+    most = count + sampling.MORE_TIES
     count = min(count, logprobs.shape[0])
     threshold = logprobs.topk(count).values[-1]
     ids = ((logprobs >= threshold) & (logprobs > -math.inf)).nonzero()[:, 0]  # a mask may leave fewer than `count`
     values, order = logprobs[ids].sort(descending=True, stable=True)
-    return TopTokens(row, ids[order].tolist(), values.tolist())
+    return TopTokens(row, ids[order[:most]].tolist(), values[:most].tolist())

@@ -6,9 +6,11 @@ Level 1. Raises `ValidationError` with the texts TGI's clients know.
 import secrets
 from collections.abc import Sequence
 
+import msgspec
+
 from tgi.errors import ValidationError
 from tgi.text.tokenizer import Tokenizer
-from tgi.types import GenerationRequest, Grammar, ModelFacts, SamplingParams
+from tgi.types import MIN_TEMPERATURE, GenerationRequest, Grammar, ModelFacts, SamplingParams
 
 
 def prepare_request(
@@ -29,6 +31,8 @@ def prepare_request(
     `chunk` is TGI's rule for servers: only the first so many of `max_new_tokens` must fit.
     """
     params.check(facts.vocab_size)
+    if params.temperature < MIN_TEMPERATURE:
+        params = msgspec.structs.replace(params, temperature=MIN_TEMPERATURE)
     if truncate is not None and not 0 < truncate <= facts.max_input_tokens:
         raise ValidationError(
             f"`truncate` must be strictly positive and less than {facts.max_input_tokens}. Given: {truncate}"
