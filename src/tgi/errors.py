@@ -41,6 +41,13 @@ class RequestError(TgiError):
     error_type = "generation"
 
 
+class SlowClientError(TgiError):
+    """A client did not take what was generated for it; only its own request ends."""
+
+    status = 503
+    error_type = "slow_client"
+
+
 class IncompleteError(TgiError):
     """A generation ended without a word why."""
 

@@ -14,6 +14,7 @@ from tgi.errors import ValidationError
 
 MAX_SEED = 2**64 - 1
 MAX_STOP_CHARACTERS = 1_000
+MAX_SALT_CHARACTERS = 256
 # Within these no score leaves float32, whatever else is asked for. A temperature below the least one counts as that.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
@@ -322,6 +323,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     num_prompt_tokens: int  # since the start
     num_cached_prompt_tokens: int  # since the start
     buckets: BucketStats | None = None
+    num_malformed: int = 0  # messages dropped, since the start
 
 
 # -- messages between an api process and the engine process --------------------------------------------------------

@@ -53,6 +53,8 @@ def record_everything(metrics: Metrics) -> None:
     metrics.step(STEP)
     metrics.step(PREFILL)
     metrics.fail_step(prefill=True)
+    metrics.drop_message()
+    metrics.loop_lag(0.001)
     metrics.fail_step(prefill=False)
     metrics.in_flight(4)
     metrics.load(EngineLoad(1, 2, 60, 7, 1000, 400))
@@ -117,6 +119,8 @@ OURS = {
     "tgi_prompt_tokens": "counter",
     "tgi_cached_prompt_tokens": "counter",
     "tgi_engine_restarts": "counter",
+    "tgi_malformed_messages": "counter",
+    "tgi_api_loop_lag_seconds": "histogram",
     "process_start_time_seconds": "gauge",
 }
 

@@ -13,7 +13,7 @@ from tgi.api.call import Call
 from tgi.api.chat_answer import Chat, whole_choice
 from tgi.api.chat_prompt import plan_chat
 from tgi.api.chat_stream import stream_chat
-from tgi.api.choices import body_model, start_choices, usage_of
+from tgi.api.choices import body_model, start_choices, take_all, usage_of
 from tgi.api.errors import decode_body
 from tgi.api.generation import Generation
 from tgi.api.http import json_response
@@ -38,8 +38,9 @@ async def answer_chat(call: Call, body: ChatRequest) -> None:
             await stream_chat(call, chat)
             return
         choices: list[ChatCompletionComplete] = []
-        for index, generation in enumerate(chat.generations):
-            choices.append(whole_choice(index, chat, generation, await generation.take_all()))
+        outcomes = await take_all(chat.generations)
+        for index, (generation, pieces) in enumerate(zip(chat.generations, outcomes, strict=True)):
+            choices.append(whole_choice(index, chat, generation, pieces))
             call.succeed(generation)
     first = chat.generations[0]
     assert first.timings is not None

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tgi.api.call import Call
-from tgi.api.generation import Generation, openai_text
+from tgi.api.generation import Generation, Piece, openai_text
 from tgi.api.openai_bodies import PromptTokensDetails, Usage
 from tgi.api.service import Permit, Service
 from tgi.errors import TgiError
@@ -56,6 +56,13 @@ async def run_together(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except* TgiError as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def take_all(generations: list[Generation]) -> list[list[Piece]]:
+    """Every piece of all of them. Each is read as it comes: what nobody reads is ended."""
+    if len(generations) == 1:
+        return [await generations[0].take_all()]
+    return await run_together(generation.take_all() for generation in generations)
 
 
 def usage_of(generations: list[Generation], num_prompts: int = 1) -> Usage:

@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 
 from tgi.api.call import Call
-from tgi.api.choices import FINISH_REASONS, body_model, finite, run_together, start_choices, usage_of
+from tgi.api.choices import FINISH_REASONS, body_model, finite, run_together, start_choices, take_all, usage_of
 from tgi.api.errors import UnsupportedError, decode_body, openai_event
 from tgi.api.generation import Generation, Piece
 from tgi.api.http import DONE, KEEP_ALIVE, HttpError, frame, json_response
@@ -133,11 +133,12 @@ async def _answer(call: Call, completion: _Completion, characters: int) -> None:
     service = call.service
     tokenizer = service.tokenizer
     choices: list[CompletionComplete] = []
+    pieces_of = dict(zip(completion.generations, await take_all(completion.generations), strict=True))
     for number, prompt in enumerate(completion.prompts):
-        outcomes = [await generation.take_all() for generation in prompt.generations]
         ranked = _best(prompt.generations, completion.count)
         for place, chosen in enumerate(ranked):
-            generation, pieces = prompt.generations[chosen], outcomes[chosen]
+            generation = prompt.generations[chosen]
+            pieces = pieces_of[generation]
             echo = prompt.text if completion.body.echo else ""
             text = echo + "".join(piece.text for piece in pieces)
             logprobs = None

@@ -310,6 +310,14 @@ class Metrics:
         self._cached_tokens = self.counter("tgi_cached_prompt_tokens", "Prompt tokens found in the prefix cache")
         self._engine_restarts = self.counter("tgi_engine_restarts", "Times the engine was started again")
         self._engine_restarts.set(0)
+        malformed: Family[Number] = self.family(
+            "tgi_malformed_messages",
+            "counter",
+            "Messages that were dropped, by the process that could not read them",
+        )
+        self._dropped_by_api = malformed.keep(Number(), _label("by", "api"))
+        self._dropped_by_engine = malformed.keep(Number(), _label("by", "engine"))
+        self._loop_lag = self._duration("tgi_api_loop_lag_seconds", "How late the event loop of the api process runs")
         self._bucket_shapes = BucketSeries(self)
         start = self._gauge("process_start_time_seconds", "Start of the process, in seconds since 1970")
         start.set(round(time.time(), 3))
@@ -320,7 +328,7 @@ class Metrics:
         self._request_count.add()
 
     def fail_request(self, err: str) -> None:
-        """`err`: validation, overloaded, template, generation, incomplete or dropped."""
+        """`err`: validation, overloaded, template, generation, incomplete, dropped or slow_client."""
         if err not in self._failures:
             self._failures[err] = self._request_failure.keep(Number(), _label("err", err))
         self._failures[err].add()
@@ -363,14 +371,22 @@ class Metrics:
         """`result`: compiled, refused, overloaded or cancelled."""
         self._grammars.one("result", result).add()
 
+    def loop_lag(self, seconds: float) -> None:
+        self._loop_lag.observe(seconds)
+
     # -- the engine ------------------------------------------------------------------------------------------------
 
     def engine_ready(self, facts: ModelFacts) -> None:
         """The engine is up, for the first time or again."""
         self._kv_total.set(facts.num_blocks - 1)  # one is for padding and belongs to nobody
         self._set_kv_used(0)
-        for counter in (self._preemptions, self._prompt_tokens, self._cached_tokens, *self._bucket_shapes.counters):
+        followed = (self._preemptions, self._prompt_tokens, self._cached_tokens, self._dropped_by_engine)
+        for counter in (*followed, *self._bucket_shapes.counters):
             counter.follow_from_zero()
+
+    def drop_message(self) -> None:
+        """The engine sent what cannot be read."""
+        self._dropped_by_api.add()
 
     def engine_restarted(self) -> None:
         self._engine_restarts.add()
@@ -411,6 +427,7 @@ class Metrics:
         self._preemptions.follow(load.num_preemptions)
         self._prompt_tokens.follow(load.num_prompt_tokens)
         self._cached_tokens.follow(load.num_cached_prompt_tokens)
+        self._dropped_by_engine.follow(load.num_malformed)
         if load.buckets is not None:
             self._bucket_shapes.set(load.buckets)
 

@@ -23,6 +23,7 @@ from tgi.api.bodies import (
     Token,
 )
 from tgi.api.call import Call
+from tgi.api.choices import take_all
 from tgi.api.errors import decode_body, describe
 from tgi.api.generation import Generation, NativeText, Piece
 from tgi.api.http import KEEP_ALIVE, frame, json_response
@@ -91,7 +92,7 @@ async def _run(call: Call, inputs: str, parameters: GenerateParameters) -> tuple
         request = await _prepare(call, inputs, parameters)
         arrived = call.request.arrived
         generations = [service.start(request, NativeText, arrived, permit, best_of > 1) for _ in range(best_of)]
-        outcomes: list[list[Piece]] = [await generation.take_all() for generation in generations]
+        outcomes = await take_all(generations)
         best = pick_best([generation.sum_logprobs / generation.num_tokens for generation in generations])
         call.succeed(generations[best])
     chosen = generations[best]

@@ -30,6 +30,7 @@ from tgi.api.trace import Tracer
 from tgi.config import failpoints_asked
 from tgi.engine.client import EngineClient
 from tgi.engine.parent import end_with_parent
+from tgi.engine.wire import max_to_engine
 from tgi.errors import EngineError, TgiError
 
 log = logging.getLogger("tgi.api")
@@ -39,6 +40,7 @@ _LAST_WORDS_S = 3.0  # for errors to reach the clients once the time to drain is
 _IDLE_CONNECTION_S = 75
 _ENGINE_ANSWERS_S = 60.0  # one that is in the middle of a long step answers after it
 _DRAIN_POLL_S = 0.05
+_LAG_POLL_S = 0.05
 
 _decode = msgspec.json.Decoder(FromLauncher).decode
 
@@ -100,7 +102,7 @@ class ApiProcess:
             self._stopping.set()
 
     async def _attach(self, path: Path) -> None:
-        client = self._joining = EngineClient(path)
+        client = self._joining = EngineClient(path, max_to_engine(self._config.payload_limit))
         try:
             client.on_failure = self._on_client_failure
             facts = await client.connect(_ENGINE_ANSWERS_S)
@@ -186,9 +188,16 @@ class ApiProcess:
 
 
 async def _tick(app: App) -> None:
+    """Looks often, so that whatever holds the event loop for long is seen; what is due every second is done then."""
+    next_wake = time.monotonic() + 1
     while True:
-        await asyncio.sleep(1)
-        app.keep_alive(time.monotonic(), KEEP_ALIVE_S)
+        due = time.monotonic() + _LAG_POLL_S
+        await asyncio.sleep(_LAG_POLL_S)
+        now = time.monotonic()
+        app.service.metrics.loop_lag(max(0.0, now - due))
+        if now >= next_wake:
+            next_wake = now + 1
+            app.keep_alive(now, KEEP_ALIVE_S)
 
 
 async def _main() -> None:

@@ -84,9 +84,15 @@ class Service:
         self.facts = facts  # the limits of another start may be others
         engine.on_step = self.metrics.step
         engine.on_load = self.metrics.load
+        engine.on_malformed = self.metrics.drop_message
+        engine.on_slow_client = self._on_slow_client
         engine.on_step_failure = lambda: self.metrics.fail_step(prefill=False)
         self.engine = engine
         self.metrics.engine_ready(self.facts)
+
+    def _on_slow_client(self) -> None:
+        self.metrics.fail_request("slow_client")
+        log.warning("A request was ended: its client did not read what was generated for it")
 
     def detach(self, reason: str) -> EngineClient | None:
         """The engine is lost: requests in flight end with an error, new ones are refused, until the next `attach`."""

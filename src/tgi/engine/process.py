@@ -20,7 +20,9 @@ import zmq
 
 from tgi import failpoints
 from tgi.config import ServerConfig, failpoints_asked
+from tgi.engine import wire
 from tgi.engine.build import Engine, start_engine
+from tgi.engine.outbox import ClientLink
 from tgi.engine.parent import end_with_parent
 from tgi.engine.profile import Profiling
 from tgi.engine.status import EXIT_ENGINE_FAILED, EXIT_START_FAILED, EngineStarted, FromEngineProcess, Stage
@@ -48,28 +50,12 @@ from tgi.types import (
     TopTokens,
 )
 
-_CLIENT_SHIFT = 48  # an engine-wide id is the client's number and its own id
+_CLIENT_SHIFT = 48  # an engine-wide id is the client's number and its own id, which is below `wire.MAX_ID`
+_MESSAGES_PER_TURN = 1_000  # between two steps, whoever sends more
+_FULL = "the api process did not take the tokens in time"
 _SECONDS_BETWEEN_CHECKS = 0.5
 _COMPILING_POLL_MS = 2
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(ToEngine).decode
-
-
-class _Client:
-    def __init__(self, address: bytes, number: int, pid: int) -> None:
-        self.address, self.number, self.pid = address, number, pid
-        self.requests: set[int] = set()  # engine-wide ids
-
-    @property
-    def alive(self) -> bool:
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        return True
+_BEHIND_POLL_MS = 10
 
 
 class EngineServer:
@@ -78,18 +64,20 @@ class EngineServer:
         self._profiling = profiling or Profiling(ServerConfig())
         self._loop = engine.loop
         self._socket = socket
-        self._clients: dict[bytes, _Client] = {}
+        self._clients: dict[bytes, ClientLink] = {}
         self._numbers = count(1)  # of clients
         self._next_check = 0.0
         self._last_load: EngineLoad | None = None
         self._waiting_tokens = self._running_limit = 0  # as of the last check
         self._routed_ns = self._filter_ns = 0
         self._retractions = 0
+        self._num_malformed = 0
+        self._told_malformed = 0.0  # when
         # Grammars are compiled beside the loop: nobody else waits for them, nor do those that take milliseconds for
         # those that may take seconds.
         self._compilers = [ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-grammar") for _ in range(2)]
         self._grammars: dict[int, CompiledGrammar] = {}  # of requests in the engine, so that the runner finds them
-        self._compiling: dict[int, tuple[_Client, GenerationRequest, Future[CompiledGrammar]]] = {}  # by engine-wide id
+        self._compiling: dict[int, tuple[ClientLink, GenerationRequest, Future[CompiledGrammar]]] = {}  # by their ids
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Serve until told to stop. Raises `EngineError` when the device fails; clients are told first."""
@@ -141,18 +129,39 @@ class EngineServer:
     def _receive(self) -> None:
         """Take all messages that are there; without work wait for one, a while."""
         wait_ms = _COMPILING_POLL_MS if self._compiling else int(_SECONDS_BETWEEN_CHECKS * 1000)
+        if any(client.is_behind for client in self._clients.values()):
+            wait_ms = min(wait_ms, _BEHIND_POLL_MS)
         if self._loop.has_work:
             wait_ms = 0
-        while self._socket.poll(wait_ms):
-            address, payload = self._socket.recv_multipart()
-            failpoint("engine.receive")
-            self._handle(address, _decode(payload))
+        for _ in range(_MESSAGES_PER_TURN):
+            if not self._socket.poll(wait_ms):
+                break
             wait_ms = 0
+            address, *frames = self._socket.recv_multipart()
+            failpoint("engine.receive")
+            try:
+                message = wire.decode_to_engine(b"".join(frames))
+            except wire.MalformedError as error:
+                self._drop(frames, error)
+            else:
+                self._handle(address, message)
+
+    def _drop(self, frames: list[bytes], error: wire.MalformedError) -> None:
+        """A message that means nothing. Said at most once in a while: whoever sends one may send many."""
+        self._num_malformed += 1
+        now = time.monotonic()
+        if now >= self._told_malformed + _SECONDS_BETWEEN_CHECKS:
+            self._told_malformed = now
+            size, count = sum(map(len, frames)), self._num_malformed
+            text = f"a malformed message of {size} bytes was dropped ({count} since the start): {error}"
+            print(text[:300], file=sys.stderr, flush=True)
 
     def _handle(self, address: bytes, message: ToEngine) -> None:
         match message:
             case Hello(pid=pid):
-                client = self._clients[address] = _Client(address, next(self._numbers), pid)
+                client = self._clients.get(address)
+                if client is None:
+                    client = self._clients[address] = ClientLink(self._socket, address, next(self._numbers), pid)
                 self._send(client, Ready(self._engine.facts))
             case Submit(request=request):
                 client = self._clients.get(address)
@@ -167,10 +176,20 @@ class EngineServer:
                 if client is not None:
                     self._forget(client, client.number << _CLIENT_SHIFT | request_id)
 
-    def _submit(self, client: _Client, request: GenerationRequest) -> None:
+    def _submit(self, client: ClientLink, request: GenerationRequest) -> None:
         engine_id = client.number << _CLIENT_SHIFT | request.id
+        if engine_id in client.requests:
+            return  # twice the same: the first one goes on
         request = msgspec.structs.replace(request, id=engine_id)
         client.requests.add(engine_id)
+        try:
+            wire.check_submitted(request, self._engine.facts)
+        except ValidationError as error:
+            self._refuse(client, engine_id, str(error))
+            return
+        if client.is_full:
+            self._refuse(client, engine_id, _FULL)
+            return
         if request.grammar is not None:
             # Clients have compiled it themselves, and so found it harmless, before they sent it.
             lane = self._compilers[is_plain(request.grammar.kind, request.grammar.value)]
@@ -190,22 +209,22 @@ class EngineServer:
                 else:
                     self._refuse(client, engine_id, str(error))
 
-    def _add(self, client: _Client, request: GenerationRequest) -> None:
+    def _add(self, client: ClientLink, request: GenerationRequest) -> None:
         try:
             self._loop.add(request)
         except ValidationError as error:
             self._refuse(client, request.id, str(error))
 
-    def _refuse(self, client: _Client, engine_id: int, reason: str) -> None:
+    def _refuse(self, client: ClientLink, engine_id: int, reason: str) -> None:
         self._end(client, engine_id)
         own_id = engine_id - (client.number << _CLIENT_SHIFT)
         self._send(client, TokenOut(finished=[Finish(own_id, "error", reason, 0, 0, 0)]))
 
-    def _end(self, client: _Client, engine_id: int) -> None:
+    def _end(self, client: ClientLink, engine_id: int) -> None:
         client.requests.discard(engine_id)
         self._grammars.pop(engine_id, None)
 
-    def _forget(self, client: _Client, engine_id: int) -> None:
+    def _forget(self, client: ClientLink, engine_id: int) -> None:
         self._loop.abort(engine_id)
         self._end(client, engine_id)
         compiling = self._compiling.pop(engine_id, None)
@@ -222,20 +241,37 @@ class EngineServer:
                 for finish in mine.finished:
                     self._end(client, client.number << _CLIENT_SHIFT | finish.request_id)
                 self._send(client, mine)
+                if client.is_full:
+                    self._end_all(client, _FULL)
+
+    def _end_all(self, client: ClientLink, reason: str) -> None:
+        """End what a client asked for; it is told behind the tokens that it was sent."""
+        base = client.number << _CLIENT_SHIFT
+        ended = [Finish(engine_id - base, "error", reason, 0, 0, 0) for engine_id in client.requests]
+        for engine_id in list(client.requests):
+            self._forget(client, engine_id)
+        print(f"{reason}: {len(ended)} requests were ended", file=sys.stderr, flush=True)
+        self._send(client, TokenOut(finished=ended))
 
     def _check_clients(self) -> None:
-        """Every so often: end what dead clients asked for, and tell the living how busy the engine is."""
+        """What waits for clients goes out.
+
+        Every so often: end what dead clients asked for, and tell the living how busy the engine is.
+        """
+        for client in self._clients.values():
+            if client.is_behind:
+                client.flush()
         now = time.monotonic()
         if now < self._next_check:
             return
         self._next_check = now + _SECONDS_BETWEEN_CHECKS
-        for client in [client for client in self._clients.values() if not client.alive]:
+        for client in [client for client in self._clients.values() if client.is_lost or not client.alive]:
             for engine_id in list(client.requests):
                 self._forget(client, engine_id)
             del self._clients[client.address]
         self._waiting_tokens, self._running_limit = self._loop.scheduler.count_tokens()
         load = self._load()
-        if load != self._last_load:
+        if load != self._last_load and not any(client.is_behind for client in self._clients.values()):
             self._last_load = load
             self._tell_all(load)
 
@@ -266,13 +302,14 @@ class EngineServer:
             stats.num_prompt_tokens,
             stats.num_cached_prompt_tokens,
             self._engine.buckets.bucket_stats if self._engine.buckets is not None else None,
+            self._num_malformed,
         )
 
-    def _send(self, client: _Client, message: FromEngine) -> None:
+    def _send(self, client: ClientLink, message: FromEngine) -> None:
         failpoint("engine.encode")
-        payload = _encode(message)
+        payload = wire.encode(message)
         failpoint("engine.send")
-        self._socket.send_multipart([client.address, payload])
+        client.send(payload)
 
     def _tell_all(self, message: FromEngine) -> None:
         for client in self._clients.values():
@@ -316,7 +353,7 @@ def main() -> int:
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, 1000)
-    socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not stall the loop; its requests are bounded by admission
+    configure_socket(socket, config)
     try:
         engine = start_engine(config, lambda stage, done, total: _tell(Stage(stage, done, total)))
         engine.seconds["warm-up"] = warm_up(engine, not config.disable_grammar_support)
@@ -336,6 +373,14 @@ def main() -> int:
         socket.close()
         context.term()
     return 0
+
+
+def configure_socket(socket: "zmq.Socket[bytes]", config: ServerConfig) -> None:
+    """Limits in both directions. What a full client does not take is told, instead of being thrown away."""
+    socket.setsockopt(zmq.SNDHWM, wire.HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, wire.HIGH_WATER_MARK)
+    socket.setsockopt(zmq.MAXMSGSIZE, wire.max_to_engine(config.payload_limit))
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
 
 
 def _tell(message: FromEngineProcess) -> None:
