@@ -20,6 +20,15 @@ class ValidationError(TgiError):
     error_type = "validation"
 
 
+class ContextLengthError(ValidationError):
+    """Prompt and answer do not fit into what the model can take."""
+
+    def __init__(self, text: str, limit: int, num_input: int, num_new: int | None) -> None:
+        """`num_new` is None where the prompt alone is too long."""
+        super().__init__(text)
+        self.limit, self.num_input, self.num_new = limit, num_input, num_new
+
+
 class TemplateError(TgiError):
     """The chat template is missing, does not compile, or refused the messages."""
 

@@ -68,9 +68,11 @@ class _Job:
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         params = request.sampling
         stops = StopStrings(params.stop, params.include_stop)
-        end_ids = frozenset(request.stop_token_ids)
+        silent = frozenset(request.stop_token_ids if params.skip_special_tokens else ())
         self.request = request
-        self.text = RequestText(tokenizer, request.token_ids, stops, params.skip_special_tokens, end_ids)
+        self.text = RequestText(
+            tokenizer, request.token_ids, stops, params.skip_special_tokens, silent, params.min_tokens
+        )
         self.tokenizer = tokenizer
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []

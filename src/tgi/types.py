@@ -41,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     do_sample: bool = False  # any of temperature, top_k, top_p, typical_p, min_p also turns sampling on
     seed: int | None = None  # None: random
     max_new_tokens: int | None = None  # None: up to the model's or the server's limit
+    min_tokens: int = 0  # until there are so many, neither EOS nor a stop token may come and stop strings are only text
     stop: list[str] = []
     include_stop: bool = False  # keep the stop string in the text
     stop_token_ids: list[int] = []
@@ -88,6 +89,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require(0 <= self.min_p <= 1, "`min_p` must be >= 0.0 and <= 1.0")
         _require(0 <= self.top_k < 2**31, "`top_k` must be >= 0 and < 2^31")
         _require(self.max_new_tokens is None or self.max_new_tokens > 0, "`max_new_tokens` must be strictly positive")
+        _require(self.min_tokens >= 0, "`min_tokens` must be >= 0")
+        _require(
+            self.max_new_tokens is None or self.min_tokens <= self.max_new_tokens,
+            f"`min_tokens` must be <= `max_new_tokens`. Given: {self.min_tokens} and {self.max_new_tokens}",
+        )
         _require(not any(text == "" for text in self.stop), "`stop` must not contain an empty string")
         _require(
             all(len(text) <= MAX_STOP_CHARACTERS for text in self.stop),

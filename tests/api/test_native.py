@@ -493,9 +493,10 @@ def test_info(http: httpx.Client) -> None:
         "validation_workers": 2,
         "max_client_batch_size": 4,
         "router": "text-generation-router",
-        "version": version("text-generation-inference"),
+        "version": "3.3.6",  # TGI's, which clients look at to know what they may ask for
         "sha": None,
         "docker_label": None,
+        "server_version": version("text-generation-inference"),
     }
     keys = "model_id model_sha model_pipeline_tag max_concurrent_requests max_best_of max_stop_sequences"
     keys += (
@@ -648,7 +649,7 @@ def test_kserve(http: httpx.Client) -> None:
     metadata = http.get("/v2").json()
     assert metadata == {
         "name": "text-generation-inference",
-        "version": version("text-generation-inference"),
+        "version": "3.3.6",
         "extensions": ["health", "models", "metrics"],
     }
     model = http.get("/v2/models/my%20model/versions/7").json()

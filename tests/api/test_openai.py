@@ -244,7 +244,7 @@ def test_both_names_of_the_limit(http: httpx.Client) -> None:
     refused(http, CHAT, max_tokens=0)
     refused(http, CHAT, max_completion_tokens=0)
     refused(http, CHAT, max_tokens=-1)
-    assert "max_tokens" in refused(http, CHAT, max_tokens=5000)["message"].replace("max_new_tokens", "max_tokens")
+    assert refused(http, CHAT, max_tokens=5000)["code"] == "context_length_exceeded"
 
 
 def test_greedy_and_sampling(http: httpx.Client) -> None:
@@ -263,6 +263,7 @@ def test_greedy_and_sampling(http: httpx.Client) -> None:
     ("name", "value"),
     [
         ("temperature", -0.1),
+        ("temperature", 2.01),
         ("temperature", 1e39),
         ("top_p", 0),
         ("top_p", 1.1),
@@ -368,16 +369,16 @@ def test_roles(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_unknown_fields_are_refused_by_name(http: httpx.Client, path: str) -> None:
-    assert "`best_offf`" in refused(http, path, best_offf=1)["message"]
+def test_what_is_not_served_is_refused_by_name(http: httpx.Client, path: str) -> None:
+    values = {"guided_grammar": "root ::= a", "use_beam_search": True, "bad_words": ["a"], "allowed_token_ids": [1]}
+    values |= {"audio": {}, "web_search_options": {}} if path == CHAT else {"suffix": "x"}
+    for name, value in values.items():
+        error = refused(http, path, 400, **{name: value})
+        assert (error["param"], name in error["message"]) == (name, True)
+    assert refused(http, path, structured_outputs={"grammar": "root ::= a"})["param"] == "structured_outputs"
     if path == CHAT:
-        for name in ("functions", "function_call", "audio", "web_search_options"):
-            error = refused(http, path, 400, **{name: {}})
-            assert (error["param"], name in error["message"]) == (name, True)
         assert refused(http, path, modalities=["text", "audio"])["param"] == "modalities"
         assert chat(http, modalities=["text"], max_tokens=1)
-    else:
-        assert refused(http, path, suffix="x")["param"] == "suffix"
 
 
 def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
@@ -410,8 +411,77 @@ def test_malformed_bodies(http: httpx.Client, path: str) -> None:
         error = answer.json()["error"]
         assert error["type"] == "invalid_request_error"
         assert error["message"]
-    assert "`messages`" in http.post(CHAT, json={}).json()["error"]["message"]
-    assert "`prompt`" in http.post(COMPLETIONS, json={}).json()["error"]["message"]
+    name = "messages" if path == CHAT else "prompt"
+    error = http.post(path, json={}).json()["error"]
+    assert (f"`{name}`" in error["message"], error["param"]) == (True, name)
+    assert error["code"] == "missing_required_parameter"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_type"),
+        (CHAT, {"messages": [HELLO[0], {"content": "a"}]}, "messages[1].role", "missing_required_parameter"),
+        (CHAT, {"messages": "Hello"}, "messages", "invalid_type"),
+        (
+            CHAT,
+            {"messages": HELLO, "tools": [{"function": {}}]},
+            "tools[0].function.name",
+            "missing_required_parameter",
+        ),
+        (CHAT, {"messages": HELLO, "temperature": "hot"}, "temperature", "invalid_type"),
+        (CHAT, {"messages": HELLO, "max_tokens": -1}, "max_tokens", "invalid_value"),
+        (COMPLETIONS, {"prompt": {}}, "prompt", "invalid_type"),
+        (COMPLETIONS, {"prompt": "a", "n": "two"}, "n", "invalid_type"),
+    ],
+)
+def test_errors_of_types_name_their_place(http: httpx.Client, path: str, body: dict, param: str, code: str) -> None:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_context_overflow(http: httpx.Client, path: str) -> None:
+    """OpenAI's words and code: clients look for them to shorten a conversation."""
+    name = "messages" if path == CHAT else "prompt"
+    text = "word " * 990
+
+    def overflow(text: str, **more: object) -> str:
+        value = [{"role": "user", "content": text}] if path == CHAT else text
+        error = refused(http, path, 400, **{name: value, **more})
+        assert error["type"] == "invalid_request_error"
+        assert (error["param"], error["code"]) == (name, "context_length_exceeded")
+        return error["message"]
+
+    found = re.fullmatch(
+        r"This model's maximum context length is 1024 tokens. However, you requested (\d+) tokens "
+        rf"\((\d+) in the {name}, 500 in the completion\). "
+        rf"Please reduce the length of the {name} or completion.",
+        overflow(text, max_tokens=500),
+    )
+    assert found is not None
+    assert int(found[1]) == int(found[2]) + 500
+    assert 990 <= int(found[2]) <= 1024
+    found = re.fullmatch(
+        rf"This model's maximum context length is \d+ tokens. However, your {name} resulted in (\d+) tokens. "
+        rf"Please reduce the length of the {name}.",
+        overflow("word " * 3000),
+    )
+    assert found is not None
+    assert int(found[1]) >= 3000
+
+
+def test_own_names_in_errors(http: httpx.Client) -> None:
+    """`inputs` and `max_new_tokens` are names of the native routes."""
+    for path in (CHAT, COMPLETIONS):
+        for body in ({"max_tokens": 0}, {"truncate": 10_000}, {"truncate_prompt_tokens": 10_000}, {"min_tokens": 5000}):
+            message = refused(http, path, **{"max_tokens": 8, **body})["message"]
+            assert "inputs" not in message
+            assert "max_new_tokens" not in message
+    assert refused(http, COMPLETIONS, prompt=[49152])["param"] == "prompt"
+    assert refused(http, COMPLETIONS, prompt="")["param"] == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -463,16 +533,16 @@ def test_completion_stream(http: httpx.Client) -> None:
 
 
 def test_several_prompts(http: httpx.Client) -> None:
-    prompts = [COUNT, "The capital of France is", "1 2 3 4"]
+    prompts = [COUNT, "The capital of France is", "1 2 3 4", "a", "b", COUNT]  # more than a native client may send
     alone = [complete(http, prompt=prompt, max_tokens=5) for prompt in prompts]
     answer = http.post(COMPLETIONS, json={"prompt": prompts, "temperature": 0, "max_tokens": 5})
     found = answer.json()
-    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3, 4, 5]
     assert [choice["text"] for choice in found["choices"]] == [one["choices"][0]["text"] for one in alone]
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert found["usage"][name] == sum(one["usage"][name] for one in alone)
     assert answer.headers["x-compute-characters"] == str(sum(map(len, prompts)))
-    assert answer.headers["x-generated-tokens"] == "15"
+    assert answer.headers["x-generated-tokens"] == "30"
     chunks = stream(http, COMPLETIONS, prompt=prompts, max_tokens=5, stream_options={"include_usage": True})
     for index, one in enumerate(alone):
         choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
@@ -494,8 +564,10 @@ def test_token_ids_as_prompt(http: httpx.Client) -> None:
 def test_prompts_that_are_refused(http: httpx.Client) -> None:
     message = refused(http, COMPLETIONS, prompt=[])["message"]
     assert "Empty array detected. Do not use an empty array for the prompt." in message
-    message = refused(http, COMPLETIONS, prompt=list("abcde"))["message"]
-    assert message == "Number of prompts exceeds the maximum allowed batch size of 4"
+    error = refused(http, COMPLETIONS, prompt=["a"] * 129)
+    assert error["param"] == "prompt"
+    assert error["message"].endswith("`prompt` holds 129 prompts: at most 128 may run at a time on this server")
+    assert refused(http, COMPLETIONS, prompt=["a"] * 50, n=3)["param"] == "prompt"
     refused(http, COMPLETIONS, prompt="")
     refused(http, COMPLETIONS, prompt=["a", ""])
     refused(http, COMPLETIONS, prompt=None)
@@ -526,6 +598,31 @@ def test_echo_and_logprobs_of_completions(http: httpx.Client) -> None:
     assert "".join(tokens) == text
     assert complete(http, max_tokens=1, echo=True)["choices"][0]["text"] == COUNT + " three"
     assert refused(http, COMPLETIONS, logprobs=6)["param"] == "logprobs"
+
+
+def test_scoring_a_prompt(http: httpx.Client) -> None:
+    """`echo` with no token to generate: what evaluation programs ask for."""
+    longer = complete(http, max_tokens=1, echo=True, logprobs=2)["choices"][0]
+    found = complete(http, max_tokens=0, echo=True, logprobs=2)
+    (choice,) = found["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (COUNT, "length")
+    assert found["usage"]["completion_tokens"] == 0
+    assert found["usage"]["total_tokens"] == found["usage"]["prompt_tokens"] == len(choice["logprobs"]["tokens"])
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert choice["logprobs"][name] == longer["logprobs"][name][:-1]
+    several = complete(http, prompt=[COUNT, "Hello there"], max_tokens=0, echo=True, logprobs=0)["choices"]
+    assert [one["text"] for one in several] == [COUNT, "Hello there"]
+    assert several[0]["logprobs"]["token_logprobs"] == choice["logprobs"]["token_logprobs"]
+    options = {"include_usage": True}
+    chunks = stream(http, COMPLETIONS, max_tokens=0, echo=True, logprobs=0, stream_options=options)
+    assert [one["text"] for chunk in chunks for one in chunk["choices"]] == [COUNT]
+    assert chunks[0]["choices"][0]["finish_reason"] == "length"
+    assert chunks[0]["choices"][0]["logprobs"]["tokens"] == choice["logprobs"]["tokens"]
+    assert chunks[-1]["usage"]["completion_tokens"] == 0
+    assert complete(http, max_tokens=0, echo=True)["choices"][0]["text"] == COUNT
+    assert refused(http, COMPLETIONS, max_tokens=0)["param"] == "max_tokens"
+    assert refused(http, COMPLETIONS, max_tokens=0, logprobs=1)["param"] == "max_tokens"
+    assert refused(http, CHAT, max_tokens=0)["param"] == "max_tokens"
 
 
 def test_candidates_of_completions(http: httpx.Client) -> None:

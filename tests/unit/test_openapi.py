@@ -102,8 +102,13 @@ ABSENT = "left out rather than null, by TGI too"
 TOOL_TYPE = "`type` may be left out"
 
 # Each difference, exactly, with its reason. Sections are those of the reference on the HTTP API.
+_LIMITS = (
+    "'max_client_batch_size', 'max_concurrent_requests', 'max_input_tokens', 'max_stop_sequences', 'max_total_tokens'"
+)
 EXCEPTIONS = {
-    "Info: more ['model_device_type']": "TGI 2's field, here only where a device is emulated",
+    "Info: more ['model_device_type', 'server_version']": "TGI 2's field, only where a device is emulated; our version",
+    f"Info required: ['max_best_of', {_LIMITS}, 'model_id', 'router', 'validation_workers', 'version'] -> "
+    f"['max_best_of', {_LIMITS}, 'model_id', 'router', 'server_version', 'validation_workers', 'version']": "our version",
     "post /generate_stream 422 text/event-stream: ErrorResponse -> None": IN_STREAM,
     "post /generate_stream 424: missing": IN_STREAM,
     "post /generate_stream 429: missing": IN_STREAM,
@@ -145,14 +150,14 @@ EXCEPTIONS = {
     "OutputMessage: (TextMessage | ToolCallMessage) -> {content?: string or null, refusal?: string or null, "
     "role?: string, tool_calls?: [OutputToolCall]}": ONE_MESSAGE,
     "Message: (MessageBody & {name?: string or null, role: string}) -> {content?: MessageContent or null, "
-    "name?: string or null, reasoning_content?: string or null, role: string, tool_call_id?: string or null, "
-    "tool_calls?: [ToolCall] or null}": ONE_MESSAGE,
+    "function_call?: FunctionCall or null, name?: string or null, reasoning_content?: string or null, "
+    "refusal?: string or null, role: string, tool_call_id?: string or null, tool_calls?: [ToolCall] or null}": ONE_MESSAGE,
     "MessageBody: missing": ONE_MESSAGE,
     "TextMessage: missing": ONE_MESSAGE,
     "ToolCallMessage: missing": ONE_MESSAGE,
     "ToolCallDelta: missing": ONE_MESSAGE,
     "MessageChunk: ({image_url: Url, type: string of ['image_url']} | {text: string, type: string of ['text']}) -> "
-    "(ImagePart | TextPart)": "the same, with names",
+    "(ImagePart | RefusalPart | TextPart)": "the same, with names, and OpenAI's refusals",
     "ChatCompletionLogprob required: ['logprob', 'token', 'top_logprobs'] -> "
     "['bytes', 'logprob', 'token', 'top_logprobs']": BYTES,
     "ChatCompletionLogprob.logprob: number -> number or null": BYTES,
@@ -327,7 +332,7 @@ ANSWERS = [
     ),
     bodies.StreamResponse(1, TOKEN),
     bodies.StreamResponse(2, TOKEN, [TOKEN], "text", bodies.StreamDetails("eos_token", 2, 7, 5)),
-    bodies.Info("m", None, None, 1, 1, 1, 1, 1, 1, 1, "text-generation-router", "1", None, None),
+    bodies.Info("m", None, None, 1, 1, 1, 1, 1, 1, 1, "text-generation-router", "1", None, None, "2"),
     bodies.ChatTokenizeResponse([bodies.SimpleToken(1, "a", 0, 1)], "a"),
     bodies.ErrorResponse("e", "validation"),
     openai_bodies.ChatCompletion(
@@ -380,7 +385,7 @@ def test_answers_fit_their_schema(answer):
         ("ChatRequest", {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, True),
         ("ChatRequest", {"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, False),
         ("ChatRequest", {"messages": [], "tool_choice": {"type": "function", "function": {"name": "f"}}}, True),
-        ("ChatRequest", {"messages": [], "unknown": 1}, False),
+        ("ChatRequest", {"messages": [], "unknown": 1}, True),
         ("CompletionRequest", {"prompt": [1, 2]}, True),
         ("CompletionRequest", {"prompt": {}}, False),
     ],

@@ -185,7 +185,7 @@ class App:
         try:
             await route.endpoint(call)
         except TgiError as error:
-            response = (openai_error if openai else native_error)(error)
+            response = openai_error(error, request.path) if openai else native_error(error)
             call.fail(error, response.status)
             await self._answer(connection, response)
         except (HttpError, RecursionError) as error:  # or nested so deeply that decoding just managed
@@ -203,9 +203,11 @@ class App:
         except Exception:
             log.exception("a route failed", extra=fields(request_id=request.id, route=route.path))
             call.span.fail("internal")
+            error = InternalError()
             if connection.started and not connection.complete:
-                await connection.write(frame(openai_event(InternalError()) if openai else describe(InternalError())))
-            await self._answer(connection, (openai_error if openai else native_error)(InternalError()))
+                event = openai_event(error, request.path) if openai else describe(error)
+                await connection.write(frame(event))
+            await self._answer(connection, openai_error(error, request.path) if openai else native_error(error))
         finally:
             request.stop_watching()
 

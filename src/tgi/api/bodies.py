@@ -21,14 +21,6 @@ def check_u64(**values: int | None) -> None:
             raise ValueError(f"`{name}` must be < 2^64")
 
 
-def known_members(value: Any, kind: type[msgspec.Struct]) -> Any:
-    """A decoded object without the members that `kind` lacks: native routes ignore them, also for `/v1` bodies."""
-    if not isinstance(value, dict):
-        return value
-    names = {field.encode_name for field in msgspec.structs.fields(kind)}
-    return {name: member for name, member in value.items() if name in names}
-
-
 class GrammarType(msgspec.Struct):
     """What the output must match: `value` is a JSON schema (object or text), `{"name", "schema"}`, or an expression."""
 
@@ -153,9 +145,10 @@ class Info(msgspec.Struct):
     validation_workers: int
     max_client_batch_size: int
     router: str
-    version: str
+    version: str  # of TGI, whose API this is: clients look at it to know what they may ask for
     sha: str | None
     docker_label: str | None
+    server_version: str  # ours
     model_device_type: str | UnsetType = UNSET  # only where a device is played by another, which clients should know
 
 

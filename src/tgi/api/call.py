@@ -5,8 +5,9 @@ Level 8.
 
 import logging
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from tgi.api.errors import UnavailableError, describe
+from tgi.api.errors import UnavailableError, decode_body, describe
 from tgi.api.generation import Generation
 from tgi.api.http import Connection, Request
 from tgi.api.logs import log_success, span_fields
@@ -14,8 +15,10 @@ from tgi.api.metrics import Timings
 from tgi.api.refusals import field_of, log_refusal
 from tgi.api.service import Service
 from tgi.api.trace import Span
+from tgi.api.unknown_fields import BodyForm
 from tgi.errors import EngineError, OverloadedError, TgiError
 
+Body = TypeVar("Body")
 # Kinds of errors that TGI counts, by the label it gives them.
 _COUNTED = {
     "validation": "validation",
@@ -36,6 +39,13 @@ class Call:
     name: str  # of the span
     route: str  # its path in the table of routes
     streams: list[Generation] = field(default_factory=list)  # woken when the connection has been silent for long
+
+    async def read_body(self, form: BodyForm[Body]) -> Body:
+        """The JSON body. Fields that nobody knows are noted and otherwise ignored."""
+        data = await self.request.read_json()
+        body = decode_body(form.decode, data)
+        self.service.unknown_fields.note(form.unknown_names(data))
+        return body
 
     def succeed(self, generation: Generation) -> None:
         """A generation came to its end: count it, and say so in the log."""

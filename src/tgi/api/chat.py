@@ -7,40 +7,40 @@ grammar forces them only where the caller demands a call.
 import secrets
 import time
 
-import msgspec
-
 from tgi.api.call import Call
 from tgi.api.chat_answer import Chat, whole_choice
 from tgi.api.chat_prompt import plan_chat
 from tgi.api.chat_stream import stream_chat
-from tgi.api.choices import body_model, start_choices, take_all, usage_of
-from tgi.api.errors import decode_body
+from tgi.api.choices import body_model, rank_choices, start_choices, take_all, usage_of
 from tgi.api.generation import Generation
 from tgi.api.http import json_response
 from tgi.api.openai_bodies import ChatCompletion, ChatCompletionComplete, ChatRequest
-from tgi.api.openai_sampling import num_choices
+from tgi.api.openai_sampling import num_candidates, num_choices, prompt_limit
 from tgi.api.service import Permit
+from tgi.api.unknown_fields import BodyForm
 
-_decode = msgspec.json.Decoder(ChatRequest).decode
+_FORM = BodyForm(ChatRequest)
 
 
 async def chat_completions(call: Call) -> None:
-    await answer_chat(call, decode_body(_decode, await call.request.read_json()))
+    await answer_chat(call, await call.read_body(_FORM))
 
 
 async def answer_chat(call: Call, body: ChatRequest) -> None:
     service = call.service
     service.metrics.count_request()
     count = num_choices(body, service.config)
-    with service.admit(count) as permit:
-        chat = await _start(call, body, count, permit)
+    candidates = num_candidates(body, count)
+    with service.admit(candidates) as permit:
+        chat = await _start(call, body, candidates, permit)
         if body.stream:
             await stream_chat(call, chat)
             return
         choices: list[ChatCompletionComplete] = []
         outcomes = await take_all(chat.generations)
-        for index, (generation, pieces) in enumerate(zip(chat.generations, outcomes, strict=True)):
-            choices.append(whole_choice(index, chat, generation, pieces))
+        for index, chosen in enumerate(rank_choices(chat.generations, count)):
+            choices.append(whole_choice(index, chat, chat.generations[chosen], outcomes[chosen]))
+        for generation in chat.generations:
             call.succeed(generation)
     first = chat.generations[0]
     assert first.timings is not None
@@ -57,7 +57,11 @@ async def _start(call: Call, body: ChatRequest, count: int, permit: Permit) -> C
         lambda: plan_chat(body, service.config, service.template, service.tool_format), call.request.is_long
     )
     request = await service.prepare(
-        plan.prompt, plan.params, add_special_tokens=False, truncate=body.truncate, grammar=plan.grammar
+        plan.prompt,
+        plan.params,
+        add_special_tokens=bool(body.add_special_tokens),  # templates have those that are needed
+        truncate=prompt_limit(body, service.facts.max_input_tokens),
+        grammar=plan.grammar,
     )
     generations: list[Generation] = []
     keeps_special = plan.tool_format is not None and plan.tool_format.keeps_special_tokens

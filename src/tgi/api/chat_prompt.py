@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from tgi.api.errors import ToolError
 from tgi.api.openai_bodies import ChatRequest, NamedToolChoice, Tool
-from tgi.api.openai_sampling import check_served, check_tools, response_grammar, sampling_params, top_logprobs
+from tgi.api.openai_sampling import check_served, check_tools, output_grammar, sampling_params, top_logprobs
 from tgi.config import ServerConfig
 from tgi.errors import ValidationError
 from tgi.text.chat_template import ChatTemplate
@@ -37,7 +37,7 @@ def plan_chat(body: ChatRequest, config: ServerConfig, template: ChatTemplate, t
     check_tools(body)
     params = sampling_params(body, config, top_logprobs(body))
     tools = choose_tools(body)
-    grammar = response_grammar(body.response_format, config)
+    grammar = output_grammar(body, config)
     if tools and body.tool_choice not in (None, "auto"):
         if config.disable_grammar_support:
             raise ValidationError("grammar is not supported")
@@ -57,7 +57,7 @@ def choose_tools(body: ChatRequest) -> list[Tool]:
         if choice == "required" and not tools:
             raise ToolError("`tool_choice` is required, and `tools` is empty")
         return tools
-    name = choice.function.name if isinstance(choice, NamedToolChoice) else choice
+    name = choice.function.name if isinstance(choice, NamedToolChoice) and choice.function is not None else choice
     named = [tool for tool in tools if tool.function.name == name]
     if not named:
         raise ToolError(f"Tool with name {name} not found")

@@ -45,7 +45,7 @@ async def stream_chat(call: Call, chat: Chat) -> None:
             await connection.write(frame(_chunk(call, chat, [], usage)))
     except TgiError as error:
         call.fail(error)
-        await connection.write(frame(openai_event(error)))
+        await connection.write(frame(openai_event(error, call.request.path)))
     await connection.end_events(DONE)
 
 

@@ -14,6 +14,7 @@ from tgi.api.generation import Generation, Piece, openai_text
 from tgi.api.openai_bodies import PromptTokensDetails, Usage
 from tgi.api.service import Permit, Service
 from tgi.errors import TgiError
+from tgi.text.output import pick_best
 from tgi.types import GenerationRequest
 
 FINISH_REASONS = {"eos_token": "stop", "stop_sequence": "stop", "length": "length"}
@@ -46,6 +47,18 @@ def start_choices(
                 permit,
             )
         )
+
+
+def rank_choices(generations: list[Generation], count: int) -> list[int]:
+    """Those with the highest mean log-probability, in that order; all as they are when none is left out."""
+    left = list(range(len(generations)))
+    if len(left) == count:
+        return left
+    ranked: list[int] = []
+    while len(ranked) < count:
+        means = [generations[number].sum_logprobs / generations[number].num_tokens for number in left]
+        ranked.append(left.pop(pick_best(means)))
+    return ranked
 
 
 async def run_together(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

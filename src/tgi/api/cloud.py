@@ -19,7 +19,6 @@ from tgi.api.bodies import (
     VertexParameters,
     VertexRequest,
     VertexResponse,
-    known_members,
 )
 from tgi.api.call import Call
 from tgi.api.chat import answer_chat
@@ -32,10 +31,11 @@ from tgi.api.http import HttpError, Response, json_response
 from tgi.api.native import answer_compat
 from tgi.api.openai_bodies import ChatRequest, CompletionRequest
 from tgi.api.service import Permit
+from tgi.api.unknown_fields import unknown_names
 from tgi.api.validate import check_parameters
 from tgi.errors import TgiError
 from tgi.types import Grammar, SamplingParams
-from tgi.version import __version__
+from tgi.version import TGI_VERSION
 
 _FORMS: list[tuple[type[msgspec.Struct], str, Callable[[Call, Any], Awaitable[None]]]] = [
     (CompatGenerateRequest, "inputs", answer_compat),
@@ -51,10 +51,11 @@ async def invocations(call: Call) -> None:
     for kind, field, answer in _FORMS:
         if isinstance(value, dict) and field in value:
             try:
-                body = msgspec.convert(known_members(value, kind), kind)
+                body = msgspec.convert(value, kind)
             except (msgspec.ValidationError, RecursionError) as error:
                 reason = str(decode_error(error)).rpartition("target type: ")[2]
                 continue
+            call.service.unknown_fields.note(unknown_names(value, kind))
             await answer(call, body)
             return
     raise HttpError(
@@ -76,7 +77,7 @@ async def vertex(call: Call) -> None:
     service.metrics.count_request()
     value = _parse(await call.request.read_json())
     try:
-        instances = [_as_instance(item) for item in msgspec.convert(value, VertexRequest).instances]
+        instances = [_as_instance(call, item) for item in msgspec.convert(value, VertexRequest).instances]
     except (msgspec.ValidationError, RecursionError) as error:
         raise decode_error(error) from None
     if not instances:
@@ -99,9 +100,11 @@ def incomplete() -> Response:
     return json_response(ErrorResponse("Incomplete generation", "Incomplete generation"), 500)
 
 
-def _as_instance(item: Any) -> VertexInstance | ChatRequest:
+def _as_instance(call: Call, item: Any) -> VertexInstance | ChatRequest:
     kind = ChatRequest if isinstance(item, dict) and "messages" in item else VertexInstance
-    return msgspec.convert(known_members(item, kind), kind)
+    instance = msgspec.convert(item, kind)
+    call.service.unknown_fields.note(unknown_names(item, kind))
+    return instance
 
 
 async def _predict(call: Call, instance: VertexInstance | ChatRequest, permit: Permit) -> str:
@@ -152,7 +155,7 @@ async def kserve_ready(call: Call) -> None:
 async def kserve_metadata(call: Call) -> None:
     extensions = ["health", "models", "metrics"]
     name = "text-generation-inference"
-    await call.connection.respond(json_response({"name": name, "version": __version__, "extensions": extensions}))
+    await call.connection.respond(json_response({"name": name, "version": TGI_VERSION, "extensions": extensions}))
 
 
 async def kserve_model(call: Call) -> None:

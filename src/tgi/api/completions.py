@@ -11,10 +11,19 @@ from typing import cast
 import msgspec
 
 from tgi.api.call import Call
-from tgi.api.choices import FINISH_REASONS, body_model, finite, run_together, start_choices, take_all, usage_of
-from tgi.api.errors import UnsupportedError, decode_body, openai_event
+from tgi.api.choices import (
+    FINISH_REASONS,
+    body_model,
+    finite,
+    rank_choices,
+    run_together,
+    start_choices,
+    take_all,
+    usage_of,
+)
+from tgi.api.errors import BodyError, openai_event
 from tgi.api.generation import Generation, Piece
-from tgi.api.http import DONE, KEEP_ALIVE, HttpError, frame, json_response
+from tgi.api.http import DONE, KEEP_ALIVE, frame, json_response
 from tgi.api.metrics import Timings
 from tgi.api.openai_bodies import (
     Chunk,
@@ -24,20 +33,28 @@ from tgi.api.openai_bodies import (
     CompletionRequest,
     Usage,
 )
-from tgi.api.openai_sampling import num_choices, sampling_params
+from tgi.api.openai_sampling import (
+    check_served,
+    num_candidates,
+    num_choices,
+    output_grammar,
+    prompt_limit,
+    sampling_params,
+    scores_only,
+)
 from tgi.api.service import Permit, Service
+from tgi.api.unknown_fields import BodyForm
 from tgi.errors import TgiError, ValidationError
-from tgi.text.output import pick_best
 from tgi.text.token_bytes import token_text
 from tgi.text.tokenizer import Tokenizer
 
 _MAX_LOGPROBS = 5
-_decode = msgspec.json.Decoder(CompletionRequest).decode
+_FORM = BodyForm(CompletionRequest)
 Prompt = str | list[int]
 
 
 async def completions(call: Call) -> None:
-    await answer_completion(call, decode_body(_decode, await call.request.read_json()))
+    await answer_completion(call, await call.read_body(_FORM))
 
 
 @dataclass(slots=True)
@@ -65,9 +82,13 @@ class _Completion:
 async def answer_completion(call: Call, body: CompletionRequest) -> None:
     service = call.service
     service.metrics.count_request()
-    prompts = _read_prompts(body, service)
+    check_served(body)
+    prompts = _read_prompts(body)
     count = num_choices(body, service.config)
-    candidates = _num_candidates(body, count)
+    candidates = num_candidates(body, count)
+    _check_number(len(prompts), candidates, service)
+    if (body.logprobs or 0) > _MAX_LOGPROBS:
+        raise ValidationError(f"`logprobs` must be >= 0 and <= {_MAX_LOGPROBS}. Given: {body.logprobs}")
     with service.admit(len(prompts) * candidates) as permit:
         completion = _Completion(
             body, "cmpl-" + secrets.token_hex(12), int(time.time()), body_model(service, body.model), count, []
@@ -80,38 +101,29 @@ async def answer_completion(call: Call, body: CompletionRequest) -> None:
             await _answer(call, completion, characters)
 
 
-def _read_prompts(body: CompletionRequest, service: Service) -> list[Prompt]:
-    if body.suffix is not None:
-        text = "Suffix is not supported and can be achieved by preprocessing the prompt."
-        raise UnsupportedError("suffix", text)
+def _read_prompts(body: CompletionRequest) -> list[Prompt]:
     given = body.prompt
     if isinstance(given, str):
         return [given]
     if not given:
         where = "Failed to deserialize the JSON body into the target type: prompt: "
-        raise HttpError(422, where + "Empty array detected. Do not use an empty array for the prompt.")
+        text = where + "Empty array detected. Do not use an empty array for the prompt."
+        raise BodyError(422, text, "prompt", "invalid_value")
     if all(isinstance(item, int) for item in given):
         return [cast(list[int], given)]
     prompts = [item for item in given if not isinstance(item, int)]
     if len(prompts) != len(given) or len({type(item) for item in prompts}) != 1:
         raise ValidationError("`prompt` must hold texts alone, or token ids alone")
-    limit = service.config.max_client_batch_size
-    if len(prompts) > limit:
-        raise UnsupportedError("prompt", f"Number of prompts exceeds the maximum allowed batch size of {limit}")
     return cast(list[Prompt], prompts)
 
 
-def _num_candidates(body: CompletionRequest, count: int) -> int:
-    best_of = body.best_of or count
-    if best_of < count:
-        raise ValidationError(f"`best_of` must be >= `n`. Given: {best_of} and {count}")
-    if (body.best_of or 0) > 20:
-        raise ValidationError(f"`best_of` must be <= 20. Given: {best_of}")
-    if body.stream and best_of > count:
-        raise ValidationError("`best_of` > `n` is not supported when streaming tokens")
-    if (body.logprobs or 0) > _MAX_LOGPROBS:
-        raise ValidationError(f"`logprobs` must be >= 0 and <= {_MAX_LOGPROBS}. Given: {body.logprobs}")
-    return best_of
+def _check_number(num_prompts: int, candidates: int, service: Service) -> None:
+    """More than may run at a time would be turned away for ever."""
+    limit = service.config.max_concurrent_requests
+    if num_prompts * candidates > limit:
+        each = f" with {candidates} answers each" if candidates > 1 else ""
+        text = f"`prompt` holds {num_prompts} prompts{each}: at most {limit} may run at a time on this server"
+        raise ValidationError(text)
 
 
 async def _start(call: Call, completion: _Completion, prompts: list[Prompt], candidates: int, permit: Permit) -> None:
@@ -119,8 +131,12 @@ async def _start(call: Call, completion: _Completion, prompts: list[Prompt], can
     service, body = call.service, completion.body
     wants_prompt = bool(body.echo) and body.logprobs is not None
     params = sampling_params(body, service.config, body.logprobs or 0, wants_prompt)
+    grammar = await service.run_beside(lambda: output_grammar(body, service.config), call.request.is_long)
+    truncate = prompt_limit(body, service.facts.max_input_tokens)
+    special = body.add_special_tokens is not False
     requests = [
-        await service.prepare(prompt, params, add_special_tokens=True, truncate=body.truncate) for prompt in prompts
+        await service.prepare(prompt, params, add_special_tokens=special, truncate=truncate, grammar=grammar)
+        for prompt in prompts
     ]
     for prompt, request in zip(prompts, requests, strict=True):
         text = prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt, skip_special_tokens=False)
@@ -135,16 +151,16 @@ async def _answer(call: Call, completion: _Completion, characters: int) -> None:
     choices: list[CompletionComplete] = []
     pieces_of = dict(zip(completion.generations, await take_all(completion.generations), strict=True))
     for number, prompt in enumerate(completion.prompts):
-        ranked = _best(prompt.generations, completion.count)
+        ranked = rank_choices(prompt.generations, completion.count)
         for place, chosen in enumerate(ranked):
             generation = prompt.generations[chosen]
-            pieces = pieces_of[generation]
+            pieces = [] if scores_only(completion.body) else pieces_of[generation]
             echo = prompt.text if completion.body.echo else ""
             text = echo + "".join(piece.text for piece in pieces)
             logprobs = None
             if completion.body.logprobs is not None:
                 logprobs = _Logprobs(tokenizer, completion.body, generation, prompt.text).of(pieces)
-            reason = FINISH_REASONS[generation.finish_reason]
+            reason = "length" if scores_only(completion.body) else FINISH_REASONS[generation.finish_reason]
             choices.append(CompletionComplete(number * completion.count + place, text, logprobs, reason))
         for generation in prompt.generations:
             call.succeed(generation)
@@ -154,7 +170,7 @@ async def _answer(call: Call, completion: _Completion, characters: int) -> None:
         completion.model,
         service.fingerprint,
         choices,
-        usage_of(completion.generations, len(completion.prompts)),
+        _usage(completion),
     )
     headers = call.timing_headers(
         characters, sum(prompt.generations[0].input_length for prompt in completion.prompts), _sum_timings(completion)
@@ -163,16 +179,11 @@ async def _answer(call: Call, completion: _Completion, characters: int) -> None:
     await call.connection.respond(json_response(answer, headers=headers))
 
 
-def _best(generations: list[Generation], count: int) -> list[int]:
-    """The candidates with the highest mean log-probability, in that order; all as they are when none is left out."""
-    left = list(range(len(generations)))
-    if len(left) == count:
-        return left
-    ranked: list[int] = []
-    while len(ranked) < count:
-        means = [generations[number].sum_logprobs / generations[number].num_tokens for number in left]
-        ranked.append(left.pop(pick_best(means)))
-    return ranked
+def _usage(completion: _Completion) -> Usage:
+    usage = usage_of(completion.generations, len(completion.prompts))
+    if scores_only(completion.body):
+        usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+    return usage
 
 
 def _sum_timings(completion: _Completion) -> Timings:
@@ -236,11 +247,10 @@ async def _stream(call: Call, completion: _Completion, characters: int) -> None:
             await run_together(runs)
         options = completion.body.stream_options
         if options is not None and options.include_usage:
-            usage = usage_of(completion.generations, len(completion.prompts))
-            await connection.write(frame(_chunk(call, completion, [], usage)))
+            await connection.write(frame(_chunk(call, completion, [], _usage(completion))))
     except TgiError as error:
         call.fail(error)
-        await connection.write(frame(openai_event(error)))
+        await connection.write(frame(openai_event(error, call.request.path)))
     await connection.end_events(DONE)
 
 
@@ -259,9 +269,12 @@ async def _stream_choice(
         for piece in pieces:
             if not (piece.text or piece.last or echo or body.logprobs is not None):
                 continue
-            parts = logprobs.of([piece]) if body.logprobs is not None else None
-            reason = FINISH_REASONS[generation.finish_reason] if piece.last else None
-            choice = CompletionComplete(index, echo + piece.text, parts, reason)
+            text, told = (echo, []) if scores_only(body) else (echo + piece.text, [piece])
+            parts = logprobs.of(told) if body.logprobs is not None else None
+            reason = None
+            if piece.last:
+                reason = "length" if scores_only(body) else FINISH_REASONS[generation.finish_reason]
+            choice = CompletionComplete(index, text, parts, reason)
             echo = ""
             frames.append(frame(_chunk(call, completion, [choice])))
         if frames:

@@ -11,7 +11,15 @@ import msgspec
 from tgi.api.bodies import ErrorResponse
 from tgi.api.http import HttpError, Response, json_response, text_response
 from tgi.api.openai_bodies import OpenaiError, OpenaiErrorResponse
-from tgi.errors import EngineError, OverloadedError, RequestError, TemplateError, TgiError, ValidationError
+from tgi.errors import (
+    ContextLengthError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    TemplateError,
+    TgiError,
+    ValidationError,
+)
 
 Body = TypeVar("Body")
 RETRY_AFTER = {"retry-after": "1"}
@@ -49,8 +57,17 @@ class UnsupportedError(TgiError):
         self.param = param
 
 
+class BodyError(HttpError):
+    """A body that does not fit its struct."""
+
+    def __init__(self, status: int, text: str, field: str | None, code: str) -> None:
+        super().__init__(status, text, field=field)
+        self.code = code
+
+
 _PREFIXES = {
     ValidationError: "Input validation error: ",
+    ContextLengthError: "Input validation error: ",
     TemplateError: "Template error: ",
     ToolError: "Tool error: ",
     RequestError: "Request failed during generation: ",
@@ -84,36 +101,57 @@ def openai_status(error: TgiError) -> int:
     return {422: 400, 424: 500}.get(status, status)
 
 
-def openai_error(error: TgiError) -> Response:
+def openai_error(error: TgiError, path: str) -> Response:
     status = openai_status(error)
-    body = OpenaiErrorResponse(_openai_object(error, status))
+    body = OpenaiErrorResponse(_openai_object(error, status, path))
     return json_response(body, status, RETRY_AFTER if status in (429, 503) else None)
 
 
-def openai_event(error: TgiError) -> dict[str, object]:
+def openai_event(error: TgiError, path: str) -> dict[str, object]:
     """The error as an event of a stream that has begun, with TGI's status in it."""
-    inner = msgspec.to_builtins(_openai_object(error, openai_status(error)))
+    inner = msgspec.to_builtins(_openai_object(error, openai_status(error), path))
     return {"error": {**inner, "http_status_code": status_of(error)}}
 
 
-def _openai_object(error: TgiError, status: int) -> OpenaiError:
+def _openai_object(error: TgiError, status: int, path: str) -> OpenaiError:
     kind = _OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    prompt = "prompt" if path == "/v1/completions" else "messages"
+    if isinstance(error, ContextLengthError):
+        return OpenaiError(_context_length(error, prompt), kind, prompt, "context_length_exceeded")
+    text = describe(error).error
+    for native, ours in (("`inputs`", f"`{prompt}`"), ("`max_new_tokens`", "`max_tokens`")):
+        text = text.replace(native, ours)
     code = describe(error).error_type if status >= 429 else None
-    return OpenaiError(describe(error).error, kind, _param_of(error), code)
+    return OpenaiError(text, kind, _param_of(error, text), code)
 
 
-def _param_of(error: TgiError) -> str | None:
+def _context_length(error: ContextLengthError, prompt: str) -> str:
+    """In OpenAI's words, which clients look for."""
+    start = f"This model's maximum context length is {error.limit} tokens. However, "
+    if error.num_new is None:
+        return f"{start}your {prompt} resulted in {error.num_input} tokens. Please reduce the length of the {prompt}."
+    return (
+        f"{start}you requested {error.num_input + error.num_new} tokens ({error.num_input} in the {prompt},"
+        f" {error.num_new} in the completion). Please reduce the length of the {prompt} or completion."
+    )
+
+
+def _param_of(error: TgiError, text: str) -> str | None:
     """The field an error names first, in backticks."""
     if isinstance(error, UnsupportedError):
         return error.param
-    parts = str(error).split("`")
-    if not isinstance(error, ValidationError) or len(parts) < 3 or parts[0].strip():
-        return None
-    return None if parts[1] in ("inputs", "max_new_tokens") else parts[1]  # names of the native routes
+    return first_name(text.removeprefix(_PREFIXES[ValidationError])) if isinstance(error, ValidationError) else None
 
 
-def openai_plain(status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> Response:
-    return json_response(OpenaiErrorResponse(OpenaiError(message, kind, None, code)), status)
+def first_name(text: str) -> str | None:
+    """The field that a text begins with, in backticks."""
+    parts = text.split("`")
+    return parts[1] if len(parts) >= 3 and not parts[0].strip() else None
+
+
+def openai_plain(status: int, message: str, code: str | None = None, param: str | None = None) -> Response:
+    error = OpenaiError(message, "invalid_request_error", param, code)
+    return json_response(OpenaiErrorResponse(error), status)
 
 
 def decode_body(decode: Callable[[bytes], Body], data: bytes) -> Body:
@@ -132,21 +170,23 @@ def decode_error(error: Exception) -> HttpError:
         return HttpError(400, f"Failed to parse the request body as JSON: {error}")
     detail, _, place = str(error).partition(" - at `")
     path = place.rstrip("`").removeprefix("$").removeprefix(".")
-    field = path
+    field, code = path or first_name(detail), "invalid_value"
+    if ", got `" in detail:
+        code = "invalid_type"
     if detail.startswith("Object missing required field "):
-        missing = detail.removeprefix("Object missing required field ")
-        detail = "missing field " + missing
-        field = f"{path}.{missing.strip('`')}".removeprefix(".")
+        name = detail.removeprefix("Object missing required field ")
+        detail, code = "missing field " + name, "missing_required_parameter"
+        field = f"{path}.{name.strip('`')}".lstrip(".")
     where = f"{path}: " if path else ""
-    return HttpError(
-        422, f"Failed to deserialize the JSON body into the target type: {where}{detail}", field=field or None
-    )
+    text = f"Failed to deserialize the JSON body into the target type: {where}{detail}"
+    return BodyError(422, text, field, code)
 
 
 def plain_error(error: HttpError, openai: bool) -> Response:
     if not openai:
         return text_response(error.status, error.text, error.headers)
     status = 400 if error.status == 422 else error.status
-    response = openai_plain(status, error.text)
+    code, param = (error.code, error.field) if isinstance(error, BodyError) else (None, None)
+    response = openai_plain(status, error.text, code, param)
     response.headers = error.headers
     return response

@@ -79,11 +79,19 @@ class NativeText:
 
 
 def openai_text(tokenizer: Tokenizer, request: GenerationRequest, keep_special: bool = False) -> RequestText:
-    """Stop strings are cut; special tokens have no text unless `keep_special`."""
+    """Stop strings are cut; special tokens have no text unless `keep_special`, or unless the request wants them.
+
+    The token that ends a text has none in the second case either, unless the request wants to see what ended it.
+    """
     params = request.sampling
     stops = StopStrings(params.stop, params.include_stop, whole_pieces=isinstance(tokenizer, IdsAsText))
-    end_ids = frozenset(request.stop_token_ids) | tokenizer.eos_ids
-    return RequestText(tokenizer, request.token_ids, stops, not keep_special, end_ids)
+    ends = frozenset(request.stop_token_ids)
+    silent: frozenset[int] = frozenset()
+    if not keep_special:
+        own = frozenset[int]() if params.include_stop else ends
+        silent = own | tokenizer.eos_ids if params.skip_special_tokens else own
+    skips = params.skip_special_tokens and not keep_special
+    return RequestText(tokenizer, request.token_ids, stops, skips, silent, params.min_tokens)
 
 
 class Generation:

@@ -6,23 +6,23 @@ Level 8.
 from collections.abc import Callable
 from importlib.resources import files
 
-import msgspec
 from msgspec import UNSET
 
-from tgi.api.bodies import ChatTokenizeResponse, ErrorResponse, GenerateRequest, Info, SimpleToken, known_members
+from tgi.api.bodies import ChatTokenizeResponse, ErrorResponse, GenerateRequest, Info, SimpleToken
 from tgi.api.call import Call
 from tgi.api.chat_prompt import choose_tools, render_chat
-from tgi.api.errors import decode_body, openai_plain
+from tgi.api.errors import openai_plain
 from tgi.api.http import Response, json_response
 from tgi.api.metrics import CONTENT_TYPE
 from tgi.api.openai_bodies import ChatRequest, ModelInfo, ModelsInfo
 from tgi.api.openapi import build_document
 from tgi.api.service import LONG_TEXT
+from tgi.api.unknown_fields import BodyForm
 from tgi.errors import ValidationError
 from tgi.text.tokenizer import Tokenizer
-from tgi.version import __version__
+from tgi.version import TGI_VERSION, __version__
 
-_decode = msgspec.json.Decoder(GenerateRequest).decode
+_GENERATE, _CHAT = BodyForm(GenerateRequest), BodyForm(ChatRequest)
 
 
 async def health(call: Call) -> None:
@@ -49,9 +49,10 @@ async def info(call: Call) -> None:
                 validation_workers=config.validation_workers,
                 max_client_batch_size=config.max_client_batch_size,
                 router="text-generation-router",
-                version=__version__,
+                version=TGI_VERSION,
                 sha=None,
                 docker_label=None,
+                server_version=__version__,
                 model_device_type=facts.device if "emulated" in facts.device else UNSET,
             )
         )
@@ -78,20 +79,16 @@ async def metrics(call: Call) -> None:
 
 
 async def tokenize(call: Call) -> None:
-    body = decode_body(_decode, await call.request.read_json())
+    body = await call.read_body(_GENERATE)
     if not body.inputs:
         raise ValidationError("`inputs` cannot be empty")
     tokenizer, text = call.service.tokenizer, body.inputs
     await _respond_beside(call, lambda: json_response(simple_tokens(tokenizer, text, True)), text)
 
 
-def _decode_chat(data: bytes) -> ChatRequest:
-    return msgspec.convert(known_members(msgspec.json.decode(data), ChatRequest), ChatRequest)
-
-
 async def chat_tokenize(call: Call) -> None:
     call.service.metrics.count_request()
-    body = decode_body(_decode_chat, await call.request.read_json())
+    body = await call.read_body(_CHAT)
     template = call.service.template
     prompt = await call.service.run_beside(
         lambda: render_chat(body, template, choose_tools(body)), call.request.is_long

@@ -308,6 +308,7 @@ class Metrics:
         self._preemptions = self.counter("tgi_preemptions", "Requests that gave up their blocks to be computed again")
         self._prompt_tokens = self.counter("tgi_prompt_tokens", "Prompt tokens of admitted requests")
         self._cached_tokens = self.counter("tgi_cached_prompt_tokens", "Prompt tokens found in the prefix cache")
+        self._unknown_fields = self.counter("tgi_unknown_fields", "Fields of request bodies that were ignored")
         self._engine_restarts = self.counter("tgi_engine_restarts", "Times the engine was started again")
         self._engine_restarts.set(0)
         malformed: Family[Number] = self.family(
@@ -332,6 +333,9 @@ class Metrics:
         if err not in self._failures:
             self._failures[err] = self._request_failure.keep(Number(), _label("err", err))
         self._failures[err].add()
+
+    def count_unknown_fields(self, count: int) -> None:
+        self._unknown_fields.add(count)
 
     def validated(self, input_length: int, max_new_tokens: int) -> None:
         """`max_new_tokens` as far as it was checked, which is at most one chunk."""

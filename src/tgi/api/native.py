@@ -3,10 +3,9 @@
 Level 8. Errors before a stream begins are part of the stream, with status 200, as TGI's clients expect.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Sequence
+from typing import cast
 
-import msgspec
 from msgspec import UNSET
 
 from tgi.api.bodies import (
@@ -24,33 +23,32 @@ from tgi.api.bodies import (
 )
 from tgi.api.call import Call
 from tgi.api.choices import take_all
-from tgi.api.errors import decode_body, describe
+from tgi.api.errors import describe
 from tgi.api.generation import Generation, NativeText, Piece
 from tgi.api.http import KEEP_ALIVE, frame, json_response
+from tgi.api.unknown_fields import BodyForm
 from tgi.api.validate import check_best_of, check_parameters, check_streamable, native_grammar
 from tgi.errors import TgiError, ValidationError
 from tgi.text.output import pick_best
 from tgi.text.tokenizer import Tokenizer
 from tgi.types import GenerationRequest
 
-Body = TypeVar("Body")
-_decode_generate = msgspec.json.Decoder(GenerateRequest).decode
-_decode_compat = msgspec.json.Decoder(CompatGenerateRequest).decode
+_GENERATE, _COMPAT = BodyForm(GenerateRequest), BodyForm(CompatGenerateRequest)
 
 
 async def generate(call: Call) -> None:
-    body = await _read(call, _decode_generate)
+    body = await call.read_body(_GENERATE)
     response, headers = await _run(call, body.inputs, body.parameters)
     await call.connection.respond(json_response(response, headers=headers))
 
 
 async def generate_stream(call: Call) -> None:
-    body = await _read(call, _decode_generate)
+    body = await call.read_body(_GENERATE)
     await _stream(call, body.inputs, body.parameters)
 
 
 async def compat_generate(call: Call) -> None:
-    await answer_compat(call, await _read(call, _decode_compat))
+    await answer_compat(call, await call.read_body(_COMPAT))
 
 
 async def answer_compat(call: Call, body: CompatGenerateRequest) -> None:
@@ -62,10 +60,6 @@ async def answer_compat(call: Call, body: CompatGenerateRequest) -> None:
         return
     response, headers = await _run(call, body.inputs, body.parameters)
     await call.connection.respond(json_response([response], headers=headers))
-
-
-async def _read(call: Call, decode: Callable[[bytes], Body]) -> Body:
-    return decode_body(decode, await call.request.read_json())
 
 
 async def _prepare(call: Call, inputs: str, parameters: GenerateParameters) -> GenerationRequest:

@@ -29,7 +29,7 @@ def _type_of(struct: type[msgspec.Struct], name: str) -> Any:
 _NAMED: dict[str, Any] = {
     "FinishReason": bodies.FinishReason,
     "TokenizeResponse": _type_of(bodies.ChatTokenizeResponse, "tokenize_response"),
-    "MessageChunk": openai_bodies.TextPart | openai_bodies.ImagePart,
+    "MessageChunk": openai_bodies.TextPart | openai_bodies.ImagePart | openai_bodies.RefusalPart,
     "MessageContent": _type_of(openai_bodies.Message, "content"),
     "Prompt": _type_of(openai_bodies.CompletionRequest, "prompt"),
     "ToolChoice": _type_of(openai_bodies.ChatRequest, "tool_choice"),
@@ -41,7 +41,16 @@ _CHOICES = {
     "SagemakerStreamResponse": ("StreamResponse", "ChatCompletionChunk", "Chunk"),
 }
 # Fields that are known only to be refused with a clear text.
-_REFUSED = {"functions", "function_call", "audio", "web_search_options"}
+_REFUSED = {
+    "audio",
+    "web_search_options",
+    "guided_grammar",
+    "use_beam_search",
+    "bad_words",
+    "allowed_token_ids",
+    "logits_processors",
+    "StructuredOutputs.grammar",
+}
 # TGI's document does not require what may be null, with this exception.
 _REQUIRED_THOUGH_NULLABLE = "logprob"
 
@@ -148,7 +157,7 @@ class _Translation:
         properties: dict[str, Schema] = {}
         required: list[str] = []
         for key, raw in schema["properties"].items():
-            if key in _REFUSED:
+            if key in _REFUSED or f"{name}.{key}" in _REFUSED:
                 continue
             member = self._member(name, key, raw)
             properties[key] = member

@@ -62,6 +62,26 @@ FIELDS = {
     "documents": "Documents for templates that can show them.",
     "ignore_eos": "Go on after a token that ends the text.",
     "prompt": "One or more texts, or token ids.",
+    "min_tokens": "No end before so many tokens.",
+    "stop_token_ids": "Token ids that end the text.",
+    "include_stop_str_in_output": "Keep what ended the text.",
+    "skip_special_tokens": "Leave special tokens out of the text. The default.",
+    "add_special_tokens": "Let the tokenizer add its own tokens to the prompt.",
+    "truncate_prompt_tokens": "Another name of `truncate`. -1: as many as the model takes.",
+    "ChatRequest.max_new_tokens": "Another name of `max_tokens`.",
+    "CompletionRequest.max_new_tokens": "Another name of `max_tokens`.",
+    "CompletionRequest.max_tokens": "At most this many tokens. 0, with `echo`: only score the prompt.",
+    "CompletionRequest.return_full_text": "Another name of `echo`.",
+    "ChatRequest.do_sample": "False, without a `temperature`: always the most likely token.",
+    "CompletionRequest.do_sample": "False, without a `temperature`: always the most likely token.",
+    "guided_json": "A JSON schema that the text must match, as an object or as text.",
+    "guided_regex": "A regular expression that the text must match.",
+    "guided_choice": "Texts one of which must come.",
+    "structured_outputs": "What the text must match: one of `json`, `regex`, `choice` and `json_object`.",
+    "enable_thinking": "A variable of the chat template.",
+    "functions": "The older form of `tools`.",
+    "function_call": "The older form of a call.",
+    "ChatRequest.function_call": "The older form of `tool_choice`.",
     "echo": "Put the prompt before the text.",
     "suffix": "Not supported: put what comes after into the prompt.",
     "content": "The text, or its parts.",
@@ -97,7 +117,7 @@ _BETWEEN_0_AND_1 = {**_ABOVE_0, "maximum": 1, "exclusiveMaximum": True}
 _WITHIN_2 = {"minimum": -2, "maximum": 2}
 _REPETITION = {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY}
 _OPENAI_RANGES = {
-    "temperature": {"minimum": 0},
+    "temperature": {"minimum": 0, "maximum": 2},
     "max_tokens": {"minimum": 1},
     "max_completion_tokens": {"minimum": 1},
     "n": {"minimum": 1, "maximum": 128},
@@ -124,7 +144,7 @@ RANGES: dict[str, dict[str, dict[str, Any]]] = {
     "GenerateRequest": {"inputs": {"minLength": 1}},
     "CompatGenerateRequest": {"inputs": {"minLength": 1}},
     "ChatRequest": {**_OPENAI_RANGES, "top_logprobs": {"maximum": 20}},
-    "CompletionRequest": _OPENAI_RANGES,
+    "CompletionRequest": {**_OPENAI_RANGES, "max_tokens": {"minimum": 0}},
 }
 
 

@@ -20,6 +20,7 @@ from tgi.api.grammars import GrammarQueue
 from tgi.api.metrics import Metrics
 from tgi.api.trace import Tracer
 from tgi.api.turns import Turns
+from tgi.api.unknown_fields import UnknownFields
 from tgi.api.validate import CHUNK_TOKENS
 from tgi.config import ServerConfig
 from tgi.engine.client import EngineClient
@@ -56,6 +57,7 @@ class Service:
             with suppress(ValidationError):  # a tokenizer that cannot be constrained: each request is told so
                 self.grammars.prepare()
         self.metrics = Metrics(facts.max_input_tokens, facts.max_total_tokens)
+        self.unknown_fields = UnknownFields(self.metrics.count_unknown_fields)
         self.tracer = tracer or Tracer.start(None, "")
         self.engine: EngineClient | None = None
         self.unavailable = "the engine is starting"  # why, while there is no engine

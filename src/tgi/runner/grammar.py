@@ -1,8 +1,11 @@
-"""Which tokens the grammars of the running requests allow next.
+"""Which tokens the running requests allow next: those of their grammars, and no end before its time.
 
-Level 6. Each constrained slot has a matcher, made on admission, advanced by the sampled tokens, dropped on release.
+Level 6. Each slot with a grammar has a matcher, made on admission, advanced by the sampled tokens, dropped on release.
 Matchers work on a thread of their own: as soon as a step's tokens are known the masks for the next step are computed,
 while the model runs; `masks` waits for them. Whatever fails here is remembered as the error of one request.
+
+A request with `min_tokens` has its ends masked for so many tokens. That depends on their number alone: every call of
+`masks` is one token more, and nobody waits.
 """
 
 import os
@@ -44,6 +47,14 @@ class _Constraint:
 
 
 @dataclass(slots=True)
+class _HeldEnds:
+    """Ends that may not come yet."""
+
+    ends: frozenset[int]
+    num_tokens: int  # for so many tokens more
+
+
+@dataclass(slots=True)
 class _Vocabulary:
     """What of the tokenizer the masks depend on."""
 
@@ -60,6 +71,7 @@ class SlotGrammars:
         self._compiler = compiler
         self._num_slots, self._vocab_size, self._device = num_slots, vocab_size, device
         self._constraints: dict[int, _Constraint] = {}  # by slot
+        self._held: dict[int, _HeldEnds] = {}  # by slot, while ends are masked
         # Made when the first constrained request comes:
         self._vocabulary: _Vocabulary | None = None
         self._executor: LLExecutor | None = None
@@ -69,39 +81,64 @@ class SlotGrammars:
     def admit(self, admission: Admission) -> None:
         """Begin to match, or go on behind the tokens generated before a preemption."""
         request = admission.request
+        ends = frozenset(token_id for token_id in request.stop_token_ids if token_id < self._vocab_size)
+        num_held = request.sampling.min_tokens - len(admission.output_ids)
+        if num_held > 0 and ends:
+            self._held[admission.slot] = _HeldEnds(ends, num_held)
         if request.grammar is None:
             return
-        ends = frozenset(token_id for token_id in request.stop_token_ids if token_id < self._vocab_size)
         constraint = _Constraint(admission.slot, request.grammar, ends)
         self._constraints[admission.slot] = constraint
         self._submit([constraint], lambda: self._begin(constraint, admission.output_ids))
 
     @property
     def active(self) -> bool:
+        """Whether some mask depends on tokens that the host must have seen."""
         return bool(self._constraints)
 
     def release(self, slots: Sequence[int]) -> None:
-        if self._constraints:
+        if self._constraints or self._held:
             for slot in slots:
                 self._constraints.pop(slot, None)
+                self._held.pop(slot, None)
 
     def masks(self, rows: list[int]) -> RowMasks | None:
-        """What the constrained ones among the rows (slots) allow; None when all are free."""
-        if not self._constraints:
+        """What the constrained ones among the rows (slots) allow; None when all are free. Called once for a token."""
+        if not (self._constraints or self._held):
             return None
-        found = [(row, self._constraints[slot]) for row, slot in enumerate(rows) if slot in self._constraints]
+        found = [(row, slot) for row, slot in enumerate(rows) if slot in self._constraints or slot in self._held]
         if not found:
             return None
-        if self._pending is not None:
+        if self._pending is not None and any(slot in self._constraints for _, slot in found):
             self._pending.result()
-        errors = {row: constraint.error for row, constraint in found if constraint.error is not None}
-        matched = [(row, constraint.slot) for row, constraint in found if constraint.error is None]
-        index = torch.tensor([row for row, _ in matched], dtype=torch.int64, device=self._device)
-        if self._vocabulary is None:
-            allowed = torch.empty((0, 0), dtype=torch.int32, device=self._device)
-        else:
-            allowed = self._vocabulary.masks[[slot for _, slot in matched]].to(self._device)
-        return RowMasks(index, allowed, errors)
+        errors = {
+            row: error
+            for row, slot in found
+            if slot in self._constraints and (error := self._constraints[slot].error) is not None
+        }
+        masked = [(row, slot) for row, slot in found if row not in errors]
+        num_words = -(-self._vocab_size // 32) if self._vocabulary is None else self._vocabulary.words.shape[1]
+        words = np.full((len(masked), num_words), 0xFFFFFFFF, dtype=np.uint32)
+        for place, (_, slot) in enumerate(masked):
+            if slot in self._constraints:
+                assert self._vocabulary is not None
+                words[place] = self._vocabulary.words[slot]
+            if slot in self._held:
+                self._hold_ends(slot, words[place])
+        index = torch.tensor([row for row, _ in masked], dtype=torch.int64, device=self._device)
+        return RowMasks(index, torch.from_numpy(words.view(np.int32)).to(self._device), errors)
+
+    def _hold_ends(self, slot: int, words: np.ndarray) -> None:
+        """Take the ends from a mask, for one token. Where a grammar allows nothing else they stay."""
+        held = self._held[slot]
+        before = words.copy()
+        for token_id in held.ends:
+            words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+        if not words.any():
+            words[:] = before
+        held.num_tokens -= 1
+        if held.num_tokens == 0:
+            del self._held[slot]
 
     def advance(self, rows: list[int], token_ids: list[int]) -> None:
         """Take what was sampled for the rows (slots), and begin with the masks of the next step."""

@@ -118,7 +118,8 @@ def way_of(request: GenerationRequest) -> float:
     params = request.sampling
     if params.samples:
         return DRAWS
-    more = params.watermark or params.penalises or params.logit_bias or params.top_n_tokens or request.grammar
+    masked = request.grammar is not None or params.min_tokens > 0
+    more = masked or params.watermark or params.penalises or params.logit_bias or params.top_n_tokens
     return ADJUSTED if more else PLAIN
 
 

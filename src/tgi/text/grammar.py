@@ -7,9 +7,10 @@ Who compiles when is for others to say: here everything happens in the caller's 
 or torch.
 """
 
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -38,6 +39,8 @@ _PLAIN_SIZE, _PLAIN_PATTERNS = 4000, 6
 # Steps are bounded more tightly than llguidance does by itself: the whole batch waits for the slowest mask.
 _STEP_LIMITS: dict[str, Any] = {"step_lexer_fuel": 50_000, "max_lexer_states": 50_000}
 _LIMITS = LLParserLimits(**_STEP_LIMITS, verbose_errors=False)
+
+_MEANINGFUL = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")  # in an expression
 
 # One optional space between the tokens of JSON. All are given, so that a schema cannot choose its own.
 _JSON_STYLE: dict[str, Any] = {
@@ -72,6 +75,13 @@ def regex_grammar(expression: str) -> Grammar:
     """Text that an expression matches from its start to its end."""
     _check_size(expression, MAX_REGEX)
     return Grammar("regex", expression)
+
+
+def choice_grammar(choices: Sequence[str]) -> Grammar:
+    """One of some texts, and nothing else."""
+    if not choices or "" in choices:
+        raise ValidationError("grammar is not valid: choices must be texts that are not empty")
+    return regex_grammar("|".join(_MEANINGFUL.sub(r"\\\g<0>", choice) for choice in choices))
 
 
 def any_json() -> Grammar:

@@ -22,17 +22,20 @@ class RequestText:
         prompt_ids: Sequence[int],
         stops: StopStrings,
         skip_special_tokens: bool = True,
-        end_ids: frozenset[int] | None = None,
+        silent_ids: frozenset[int] | None = None,
+        min_tokens: int = 0,
     ) -> None:
-        """`end_ids` are the tokens that end this request: the tokenizer's EOS ids when not given.
+        """`silent_ids` have no text, whether or not the tokenizer flags them as special.
 
-        They have no text when special tokens are skipped, even those the tokenizer does not flag as special.
+        When they are not given they are the tokenizer's EOS ids, unless special tokens are kept. Stop strings are
+        looked for behind the first `min_tokens` tokens.
         """
         self._stream = open_stream(tokenizer, prompt_ids, skip_special_tokens)
         self._stops = stops
-        end_ids = tokenizer.eos_ids if end_ids is None else end_ids
-        silent = skip_special_tokens and not isinstance(tokenizer, IdsAsText)
-        self._silent_ids = end_ids if silent else frozenset[int]()
+        if silent_ids is None:
+            silent_ids = tokenizer.eos_ids if skip_special_tokens else frozenset[int]()
+        self._silent_ids = frozenset[int]() if isinstance(tokenizer, IdsAsText) else silent_ids
+        self._num_unsearched = min_tokens
         self._pieces: list[str] = []
 
     @property
@@ -48,7 +51,11 @@ class RequestText:
     def push(self, token_id: int) -> tuple[str, bool]:
         """Take the next token; return the text to give out, and whether a stop string ends the request here."""
         new_text = "" if token_id in self._silent_ids else self._stream.push(token_id)
-        piece, stopped = self._stops.push(new_text)
+        if self._num_unsearched:
+            self._num_unsearched -= 1
+            piece, stopped = new_text, False
+        else:
+            piece, stopped = self._stops.push(new_text)
         self._pieces.append(piece)
         return piece, stopped
 

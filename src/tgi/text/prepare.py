@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tgi.errors import ValidationError
+from tgi.errors import ContextLengthError, ValidationError
 from tgi.text.tokenizer import Tokenizer
 from tgi.types import MIN_TEMPERATURE, GenerationRequest, Grammar, ModelFacts, SamplingParams
 
@@ -39,14 +39,12 @@ def prepare_request(
         )
     if not isinstance(cache_salt, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValidationError("`cache_salt` must be a string")
-    if len(prompt) == 0:
-        raise ValidationError("`inputs` cannot be empty")
     if isinstance(prompt, str):
         token_ids = tokenizer.encode(prompt, add_special_tokens, truncate)
     else:
         token_ids = list(prompt)[-truncate:] if truncate else list(prompt)
     _check_ids(token_ids, facts.vocab_size)  # a tokenizer may know tokens that the model lacks
-    if not token_ids:
+    if not token_ids:  # an empty text may have a token all the same: the one that some models begin with
         raise ValidationError("`inputs` cannot be empty")
     stop_ids = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *tokenizer.eos_ids}
     return GenerationRequest(
@@ -78,10 +76,18 @@ def _max_new_tokens(input_length: int, params: SamplingParams, facts: ModelFacts
     if chunk is not None:
         required = min(required, chunk)
     if input_length + required > facts.max_total_tokens:
-        raise ValidationError(
+        raise ContextLengthError(
             f"`inputs` tokens + `max_new_tokens` must be <= {facts.max_total_tokens}."
-            f" Given: {input_length} `inputs` tokens and {required} `max_new_tokens`"
+            f" Given: {input_length} `inputs` tokens and {required} `max_new_tokens`",
+            facts.max_total_tokens,
+            input_length,
+            asked if input_length <= facts.max_total_tokens else None,
         )
     if input_length > facts.max_input_tokens:
-        raise ValidationError(f"`inputs` must have less than {facts.max_input_tokens} tokens. Given: {input_length}")
+        raise ContextLengthError(
+            f"`inputs` must have less than {facts.max_input_tokens} tokens. Given: {input_length}",
+            facts.max_input_tokens,
+            input_length,
+            None,
+        )
     return room if asked is None else min(asked, room)
