@@ -14,7 +14,7 @@ import pytest
 import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, run, start
 from queue_on_cpu import QueueOnCpu
-from test_engine import PARAMS, on_cpu, requests, same, wait_for_device
+from test_engine import MIN_TOKENS, PARAMS, ends_in_time, on_cpu, requests, same, wait_for_device
 from torch import Tensor
 
 from tgi.config import ServerConfig
@@ -91,6 +91,14 @@ def test_every_way_to_choose(tiny_llama: Tiny, start_bucketed: Start, settings: 
     same(run(engine, asked), expected)
     same(run(engine, asked, arrivals=[n // 2 for n in range(30)]), expected)
     check_shapes(engine)
+
+
+def test_no_end_before_its_time(tiny_llama: Tiny, start_bucketed: Start) -> None:
+    asked = requests(MIN_TOKENS)
+    expected = on_cpu(tiny_llama.folder, asked)
+    ends_in_time(asked, expected)
+    engine = start_bucketed(tiny_llama.folder)
+    same(run(engine, asked, arrivals=[n // 2 for n in range(len(asked))]), expected)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])

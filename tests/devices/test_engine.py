@@ -342,6 +342,36 @@ def test_grammars(start_here: Start) -> None:
             assert re.match(r"[0-9]{3}-[a-c]*", text), text
 
 
+MIN_TOKENS = [  # most ids end the request
+    {"min_tokens": 6, "stop_token_ids": list(range(300))},
+    {},
+    {"min_tokens": 9, "stop_token_ids": list(range(310)), "do_sample": True},
+    {"min_tokens": 4, "stop_token_ids": list(range(250)), "top_n_tokens": 2, "repetition_penalty": 1.2},
+    {"stop_token_ids": list(range(300))},
+]
+
+
+def ends_in_time(asked: list[GenerationRequest], outputs: list[Output]) -> None:
+    for request, output in zip(asked, outputs, strict=True):
+        held = request.sampling.min_tokens
+        assert len(output.token_ids) > held
+        assert not set(output.token_ids[:held]) & set(request.stop_token_ids)
+    assert {output.reason for output in outputs} == {"length", "eos_token"}
+
+
+def test_no_end_before_its_time(tiny_llama: Tiny, start_here: Start) -> None:
+    asked = requests(MIN_TOKENS)
+    expected = on_cpu(tiny_llama.folder, asked)
+    ends_in_time(asked, expected)
+    engine = start_here(tiny_llama.folder, max_batch_prefill_tokens=33)
+    same(run(engine, asked), expected)
+    same(run(engine, asked, arrivals=[0, 1, 3, 3, 10, 12, 12, 30]), expected)
+    same(run(engine, requests([{}])), on_cpu(tiny_llama.folder, requests([{}])))  # nothing is left behind
+    crowded = start_here(tiny_llama.folder, max_batch_total_tokens=256)
+    same(run(crowded, asked), expected)
+    assert crowded.loop.scheduler.stats.num_preemptions > 0
+
+
 def test_nothing_is_collected_while_a_step_is_captured(tiny_llama: Tiny, start_here: Start, device_name: str) -> None:
     """Pinned memory that were freed then would break the next allocation of such memory."""
     if device_name != "cuda":
