@@ -500,7 +500,8 @@ def test_info(http: httpx.Client) -> None:
     }
     keys = "model_id model_sha model_pipeline_tag max_concurrent_requests max_best_of max_stop_sequences"
     keys += (
-        " max_input_tokens max_total_tokens validation_workers max_client_batch_size router version sha docker_label"
+        " max_input_tokens max_total_tokens validation_workers max_client_batch_size router version sha"
+        " docker_label server_version"
     )
     assert " ".join(found) == keys
 

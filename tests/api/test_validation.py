@@ -243,7 +243,9 @@ def test_content_types_that_are_json(http: httpx.Client, kind: str) -> None:
 
 
 @pytest.mark.parametrize("path", POST_ROUTES)
-@pytest.mark.parametrize("content", [b"", b"{", b'{"inputs":', b"{'inputs':'a'}", b"nonsense", b'{"inputs":"a"} x'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"inputs":', b"{'inputs':'a'}", b"nonsense", b'{"inputs":"a","messages":[]} x']
+)
 def test_not_json(http: httpx.Client, path: str, content: bytes) -> None:
     answer = http.post(path, content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400

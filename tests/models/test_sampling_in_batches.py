@@ -192,6 +192,17 @@ def test_penalties_of_the_output_survive_preemption(tiny_llama: Tiny) -> None:
     small.close()
 
 
+def test_tokens_before_a_preemption_count_among_min_tokens(tiny_llama: Tiny) -> None:
+    params = {"min_tokens": 30, "stop_token_ids": list(range(316))}
+    asked = [make_request(n, p, 40, **params) for n, p in enumerate(random_prompts(320, [8] * 6, seed=5))]
+    small = start(tiny_llama.folder, max_batch_total_tokens=96, max_total_tokens=64)
+    for output in run(small, asked):
+        assert not set(output.token_ids[:30]) & set(range(316))
+        assert 31 <= len(output.token_ids) < 40  # most ids end it then
+    assert small.loop.scheduler.stats.num_preemptions > 0
+    small.close()
+
+
 def test_seeds_over_the_whole_range_differ(tiny_llama: Tiny) -> None:
     engine = start(tiny_llama.folder)
     seeds = [0, 1, 2**62, 2**62 + 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1]
