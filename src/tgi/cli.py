@@ -61,6 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
+class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, unless the help says so in words or there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, []) or "default:" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tgi", description="Text Generation Inference")
     parser.add_argument("-V", "--version", action="version", version=f"tgi {__version__}")
@@ -71,7 +80,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "generate",
         help="answer prompts without a server",
         description="Answer prompts from the arguments or, without any, from standard input (one per line).",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Defaults,
     )
     generate.set_defaults(run=_generate)
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; '-' reads lines from standard input")
@@ -86,15 +95,21 @@ def _build_parser() -> argparse.ArgumentParser:
 
 def _add_model_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--model", help="embedded, a model folder, a .gguf file, or a hub id (default: embedded)")
-    group.add_argument("--revision", help="hub revision")
-    group.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the device's best")
-    group.add_argument("--device", help="auto or cpu (default: auto)")
+    group.add_argument("--revision", help="hub revision (default: main)")
+    group.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="(default: the device's best)")
+    group.add_argument("--device", help="auto, cpu, cuda or hpu (default: auto)")
     group.add_argument("--load-format", choices=("safetensors", "dummy"), help="dummy: random weights from the config")
     group.add_argument("--max-total-tokens", type=int, metavar="N", help="longest prompt and answer together")
     group.add_argument("--max-batch-total-tokens", type=int, metavar="N", help="tokens in the KV cache")
     group.add_argument("--max-batch-prefill-tokens", type=int, metavar="N", help="prompt tokens computed in one step")
     group.add_argument("--max-batch-size", type=int, metavar="N", help="prompts computed at a time")
-    group.add_argument("--no-prefix-caching", dest="prefix_caching", action="store_false", default=None, help="off")
+    group.add_argument(
+        "--no-prefix-caching",
+        dest="prefix_caching",
+        action="store_false",
+        default=None,
+        help="compute every prompt in full",
+    )
     group.add_argument(
         "--no-custom-kernels", dest="custom_kernels", action="store_false", default=None, help="torch only"
     )

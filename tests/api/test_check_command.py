@@ -13,8 +13,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fake_hub import running_hub
+from terminal import run_on_terminal
+from tgi.config import ServerConfig
+from tgi.engine.build import start_engine
+from tgi.errors import StartError
 from tgi.launch.arguments import build_parser, read_arguments
-from tgi.launch.check import check_model, main
+from tgi.launch.check import check_model, main, render
+from tgi.models.registry import read_config, read_spec
+from tgi.weights.download import HubAccess
+from tgi.weights.source import resolve_model
 from unit import tiny_gguf
 
 TINY = {
@@ -137,11 +144,77 @@ def test_dummy_weights_need_no_weights(tiny: Path, tmp_path: Path) -> None:
         ({"num_hidden_layers": 2}, "hold the tensor model.layers.2."),
         ({"hidden_size": 2**20, "head_dim": 2**18, "vocab_size": 2**30, "num_hidden_layers": 3}, "has shape"),
         ({"quantization_config": {"quant_method": "gptq"}}, "`quant_method` 'gptq' is not supported"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "`quant_method` 'mlx' is not supported"),
     ],
 )
 def test_why_not(tiny: Path, tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
     found = report(str(copy(tiny, tmp_path / "m", **changes)))
     assert not found["fits"] and len(found["problems"]) == 1 and problem in found["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("config", "beside", "name"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {}, "gptq, 4 bits"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "awq, 4 bits"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, {}, "bitsandbytes, 4 bits"),
+        ({"quantization_config": {"quant_method": "exl2", "bits": 4.65}}, {}, "exl2"),
+        ({}, {"quantize_config.json": {"bits": 8, "group_size": 128}}, "gptq, 8 bits"),
+        ({}, {"quant_config.json": {"w_bit": 4, "version": "GEMM"}}, "awq, 4 bits"),
+        ({}, {"hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4"}}}, "modelopt"),
+    ],
+)
+def test_quantised_checkpoints_are_named(tiny: Path, tmp_path: Path, config: dict, beside: dict, name: str) -> None:
+    """Their weights look like nothing that is known, and may be missing: the method is what must be said, first."""
+    folder = copy(tiny, tmp_path / "m", **config)
+    for file, content in beside.items():
+        (folder / file).write_text(json.dumps(content))
+    (folder / "model.safetensors").unlink()
+    found = report(str(folder))
+    assert found["quantization"] == name and not found["quantization_is_supported"] and found["is_supported"]
+    (problem,) = found["problems"]
+    assert f"`quant_method` '{name.split(',')[0]}' is not supported" in problem
+    shown = render(check_model(ServerConfig(model_id=str(folder))))
+    assert "LlamaForCausalLM, supported" in shown and f"{name}: not supported" in shown
+    with pytest.raises(StartError, match=f"`quant_method` '{name.split(',')[0]}' is not supported"):
+        start_engine(ServerConfig(model_id=str(folder)))
+
+
+def test_unsupported_comes_before_missing_weights(tiny: Path, tmp_path: Path) -> None:
+    folder = copy(tiny, tmp_path / "m", architectures=["FrobForCausalLM"])
+    (folder / "model.safetensors").unlink()
+    (folder / "tokenizer.json").unlink()
+    (problem,) = report(str(folder))["problems"]
+    assert "architecture 'FrobForCausalLM' is not supported" in problem
+    config = ServerConfig(model_id=str(folder), weights_cache_override=str(tmp_path / "absent"))
+    with pytest.raises(StartError, match="architecture 'FrobForCausalLM' is not supported"):
+        start_engine(config)
+
+
+def test_the_launcher_judges_a_model_before_fetching_it(tiny: Path, tmp_path: Path, monkeypatch) -> None:
+    with running_hub() as hub:
+        hub.files = {path.name: path.read_bytes() for path in tiny.iterdir()}
+        odd = {**json.loads((tiny / "config.json").read_text()), "architectures": ["FrobForCausalLM"]}
+        hub.files["config.json"] = json.dumps(odd).encode()
+        access = HubAccess(cache_dir=tmp_path, endpoint=hub.url)
+        with pytest.raises(StartError, match="architecture 'FrobForCausalLM' is not supported"):
+            resolve_model(
+                "org/model",
+                tmp_path,
+                hub_cache=access.cache_dir,
+                endpoint=access.endpoint,
+                judge=lambda folder: read_spec(read_config(folder)),
+            )
+        assert not any("model.safetensors" in line for line in hub.asked if "/resolve/" in line)
+
+
+@pytest.mark.parametrize("width", [30, 59, 80])
+def test_the_report_fits_the_terminal(tiny: Path, width: int) -> None:
+    command = [sys.executable, "-m", "tgi.launch.check", str(tiny), "--cuda-graphs", "0"]
+    status, shown = run_on_terminal(command, width)
+    lines = shown.splitlines()
+    assert status == 0 and max(map(len, lines[1:])) <= width  # the first one is the model's path
+    assert "--cuda-graphs has no effect: the CPU captures no graphs" in " ".join(shown.split())
 
 
 def test_too_large(tiny: Path, tmp_path: Path) -> None:
@@ -170,7 +243,7 @@ def test_text_is_missing(tiny: Path, tmp_path: Path) -> None:
         ("config.json", b"[]", "must hold a JSON object"),
         ("model.safetensors", b"\xff" * 100, "is not a sound safetensors file"),
         ("model.safetensors", b"", "is not a sound safetensors file"),
-        ("chat_template.jinja", b"{% for %}", "xpected"),
+        ("chat_template.jinja", b"{% for %}", "/chat_template.jinja: the chat template is broken: Expected"),
         ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja"),
     ],
 )

@@ -197,6 +197,9 @@ def test_several_runs_share_charts(tmp_path: Path) -> None:
     figure = next(part for part in page.split("<figure>") if "<b>Time to first token</b>" in part)
     assert re.findall(r'<g class="run (s\d)"', figure) == ["s3", "s2", "s1"]
     assert all(name in figure for name in names)
+    figure = next(part for part in page.split("<figure>") if "requests/s asked for" in part)
+    assert "<b>Throughput</b>" in figure
+    assert all(name in figure for name in names)  # the closed loop too, which no rate was asked of
     assert "users at a time" in page and "share of values up to a time" in page
 
 

@@ -43,7 +43,7 @@ from tgi.text.tokenizer import Tokenizer
         (["--mode", "rate", "--rates", "0"], "above 0"),
         (["--mode", "rate", "--rates", "nan"], "above 0"),
         (["--mode", "rate", "--rates", "1,fast"], "'1,fast'"),
-        (["--mode", "rate", "--rates", "20000"], "more than 1,000,000 requests"),
+        (["--mode", "rate", "--rates", "20000", "--duration", "2m"], "more than 1,000,000 requests"),
         (["--max-vus", "0"], "--max-vus"),
         (["--num-rates", "0"], "--num-rates"),
         (["--num-requests", "0"], "--num-requests"),
@@ -77,7 +77,14 @@ def test_mistakes_are_told_at_once(arguments: list[str], text: str, capsys: pyte
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_KEY", "from-outside")
     task = read_task([])
-    assert (task.profile, task.prompt, task.api_key) == ("fixed-length", exactly(200), "from-outside")
+    assert (task.profile, task.prompt, task.output) == ("quick", exactly(64), exactly(32))
+    assert (task.modes.mode, task.modes.users, task.modes.num_rates) == ("sweep", 16, 4)
+    assert (task.modes.seconds, task.modes.warmup_seconds, task.timeout_s) == (10, 5, 600)
+    assert task.api_key == "from-outside"
+    planned = task.modes.warmup_seconds + (1 + task.modes.num_rates) * task.modes.seconds
+    assert planned <= 60  # answers that have to end come on top
+    task = read_task(["--profile", "fixed-length"])
+    assert (task.profile, task.prompt) == ("fixed-length", exactly(200))
     assert (task.modes.mode, task.modes.users, task.modes.num_rates) == ("sweep", 128, 10)
     assert (task.modes.seconds, task.modes.warmup_seconds, task.timeout_s) == (120, 30, 600)
     task = read_task(

@@ -651,3 +651,24 @@ def test_same_folder_as_transformers(tmp_path: Path) -> None:
         for messages in (CONVERSATIONS["turns"], CONVERSATIONS["unicode"]):
             expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             assert ours.render(messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "broken"),
+    [
+        ({"chat_template.jinja": "{{ messages }}\n{% for %}"}, "chat_template.jinja"),
+        ({"tokenizer_config.json": '{"chat_template": "{{ messages }}\\n{% for %}"}'}, "tokenizer_config.json"),
+        (
+            {"chat_template.jinja": "{{ messages }}", "additional_chat_templates/rag.jinja": "x\n{% for %}"},
+            "additional_chat_templates/rag.jinja",
+        ),
+    ],
+)
+def test_a_broken_template_names_its_file_and_line(tmp_path, files, broken):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ModelFormatError) as raised:
+        ChatTemplate.load(tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path / broken}: the chat template is broken: Expected")
+    assert str(raised.value).endswith("(line 2)")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tgi.bench import fit
 from tgi.bench import report as reports
 from tgi.bench.command_line import EXIT_INTERRUPTED
 from tgi.bench.generation_flags import describe_throughput
@@ -271,11 +272,11 @@ class _Run:
 
     def show(self) -> None:
         if self.report.rows:
-            print(reports.rows_table(self.report.rows))
+            fit.show(reports.rows_table(self.report.rows))
         if self.report.rows and self.task.asked is not None:
-            print(f"\n{describe_throughput(self.report.rows[0])}")
+            fit.show(f"\n{describe_throughput(self.report.rows[0])}")
         if self.report.profile is not None:
-            print(f"\n{reports.profile_table(self.report.profile)}")
+            fit.show(f"\n{reports.profile_table(self.report.profile)}")
 
     def save(self) -> None:
         if self.task.json_path is not None:

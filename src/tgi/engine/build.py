@@ -80,7 +80,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     cache_dir = cache_folder(config)
     check_present(config)
     with _timed(seconds, "resolve"):
-        source = find_model(config, progress)
+        source = find_model(config, progress, judge=lambda folder: read_spec(read_config(folder)))
         spec = read_spec(read_config(source.path))
     with _timed(seconds, "device"):
         device = choose_device(

@@ -7,8 +7,10 @@ are imported when a model is looked at.
 
 import math
 import os
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from tgi.models.decoder import CausalLM
     from tgi.weights.quantization import Quantization
 
+Shapes = dict[str, tuple[int, ...]]
+_NARROW = 60  # columns below which values stand under their names
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -33,10 +37,10 @@ class Facts(msgspec.Struct, kw_only=True):
 
     config: Mapping[str, Any]
     source: str  # where the config was read
-    shapes: dict[str, tuple[int, ...]]
+    read_shapes: Callable[[], "Shapes"]  # of the weights: asked once the config is known to be served
     blocks: dict[str, tuple[str, int]] = {}  # matrices in quantised blocks: kind and bytes
     has_tokenizer: bool
-    has_chat_template: bool
+    finds_chat_template: Callable[[], bool]
     download_bytes: int = 0  # not yet in the cache
 
 
@@ -50,6 +54,8 @@ class Report(msgspec.Struct, kw_only=True):
     gpu: dict[str, str] = {}  # what is known of the GPU, where there is one
     architecture: str | None = None
     is_supported: bool = False  # the architecture, wherever it runs
+    quantization: str | None = None  # as the checkpoint names it
+    quantization_is_supported: bool = False
     parameters: int | None = None
     dtype: str | None = None
     weight_bytes: int | None = None  # on the device, as it would be loaded
@@ -84,7 +90,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "tgi check") -> int
 def _run(config: ServerConfig, notes: list[str], as_json: bool) -> int:
     report = check_model(config)
     report.notes = [*notes, *report.notes]
-    print(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else render(report))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else render(report, width))
     return 0 if report.fits else EXIT_ERROR
 
 
@@ -152,22 +159,21 @@ def _look_at_gguf(path: Path) -> Facts:
     return Facts(
         config=config,
         source=str(path),
-        shapes={plan.name: plan.shape for plan in plans},
+        read_shapes=lambda: {plan.name: plan.shape for plan in plans},
         blocks={
             plan.name: (plan.source.type_name, plan.source.num_bytes)
             for plan in plans
             if plan.source is not None and plan.source.type_name in GGML_TYPES and len(plan.shape) == 2
         },
         has_tokenizer=True,
-        has_chat_template=bool(file.metadata.get("tokenizer.chat_template")),
+        finds_chat_template=lambda: bool(file.metadata.get("tokenizer.chat_template")),
     )
 
 
 def _look_at_folder(config: ServerConfig, folder: Path) -> Facts:
-    shapes: dict[str, tuple[int, ...]] = {}
-    if config.load_format != "dummy":
-        shapes = _local_shapes(Path(config.weights_cache_override or folder).expanduser())
-    return _describe(folder, shapes, (folder / "tokenizer.json").is_file())
+    weights = Path(config.weights_cache_override or folder).expanduser()
+    dummy = config.load_format == "dummy"
+    return _describe(folder, lambda: {} if dummy else _local_shapes(weights), (folder / "tokenizer.json").is_file())
 
 
 def _look_at_hub(config: ServerConfig) -> Facts:
@@ -184,13 +190,13 @@ def _look_at_hub(config: ServerConfig) -> Facts:
     if elsewhere or (weights and all(weights)):
         facts = _look_at_folder(config, folder)
     else:
-        facts = _describe(folder, read_shapes(model, revision, access), False)
+        facts = _describe(folder, lambda: read_shapes(model, revision, access), False)
     facts.has_tokenizer = any(file.name == "tokenizer.json" for file in files)
     facts.download_bytes = sum(file.num_bytes for file in files if not file.is_cached)
     return facts
 
 
-def _describe(folder: Path, shapes: dict[str, tuple[int, ...]], has_tokenizer: bool) -> Facts:
+def _describe(folder: Path, read_shapes: Callable[[], Shapes], has_tokenizer: bool) -> Facts:
     from tgi.models.registry import read_config
     from tgi.text.chat_template import ChatTemplate
 
@@ -198,13 +204,13 @@ def _describe(folder: Path, shapes: dict[str, tuple[int, ...]], has_tokenizer: b
     return Facts(
         config=config.fields,
         source=config.source,
-        shapes=shapes,
+        read_shapes=read_shapes,
         has_tokenizer=has_tokenizer,
-        has_chat_template=ChatTemplate.load(folder).found,
+        finds_chat_template=lambda: ChatTemplate.load(folder).found,
     )
 
 
-def _local_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def _local_shapes(folder: Path) -> Shapes:
     from tgi.weights.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(folder)
@@ -221,22 +227,26 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     from tgi.engine.build import choose_dtype
     from tgi.engine.memory import check_precision, check_weights_fit, weight_bytes
     from tgi.models.decoder import CausalLM
-    from tgi.models.registry import read_spec
+    from tgi.models.registry import ARCHITECTURES, read_spec
     from tgi.models.spec import Config
     from tgi.parallel import SINGLE
     from tgi.runner import kv_cache
-    from tgi.weights.quantization import choose_quantization
+    from tgi.weights.quantization import choose_quantization, name_quantization
 
-    report.tokenizer, report.chat_template = facts.has_tokenizer, facts.has_chat_template
     report.download_bytes = facts.download_bytes
     architectures = facts.config.get("architectures")
     report.architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else None
-    if not facts.has_tokenizer:
-        report.problems = ["there is no tokenizer.json, so text cannot be turned into tokens"]
-    if not facts.has_chat_template:
-        report.notes = ["there is no chat template: chat requests will be refused"]
+    report.is_supported = report.architecture in ARCHITECTURES
+    report.quantization = name_quantization(facts.config)
     spec = read_spec(Config(facts.config, facts.source))
     report.is_supported = True
+    report.quantization_is_supported = report.quantization is not None
+    report.tokenizer = facts.has_tokenizer
+    if not facts.has_tokenizer:
+        report.problems = ["there is no tokenizer.json, so text cannot be turned into tokens"]
+    report.chat_template = facts.finds_chat_template()
+    if not report.chat_template:
+        report.notes = ["there is no chat template: chat requests will be refused"]
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     custom_kernels = config.custom_kernels and on_gpu  # those of the CPU would be compiled now
     device = choose_device(
@@ -253,7 +263,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     if quantization is not None:
         report.weight_bytes = weight_bytes(model, dtype, quantization)
     if config.load_format != "dummy":
-        _check_tensors(model, facts, quantization)
+        _check_tensors(model, facts.read_shapes(), quantization)
     cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, dtype)
     report.kv_bytes_per_token = spec.kv_bytes_per_token(spec.num_kv_heads, cache_dtype.itemsize)
     if on_gpu:
@@ -294,23 +304,23 @@ def _weigh(model: "CausalLM", facts: Facts, dtypes: list[str]) -> tuple[int, dic
     return parameters, by_dtype, in_blocks
 
 
-def _check_tensors(model: "CausalLM", facts: Facts, quantization: "Quantization | None") -> None:
+def _check_tensors(model: "CausalLM", stored: Shapes, quantization: "Quantization | None") -> None:
     """As strict as loading: every declared tensor is there in its shape, and nothing is left over."""
     from tgi.weights.load import expected_tensors
 
     if quantization is not None:
-        quantization = quantization.named_as_in(list(facts.shapes))
+        quantization = quantization.named_as_in(list(stored))
     needed, optional = expected_tensors(model, quantization)
     for name in needed:
-        if name not in facts.shapes:
+        if name not in stored:
             raise StartError(f"the weights lack the tensor {name}")
     for name, shapes in {**needed, **optional}.items():
-        found = facts.shapes.get(name)
+        found = stored.get(name)
         if found is not None and found not in shapes:
             expected = " or ".join(str(list(shape)) for shape in shapes)
             raise StartError(f"tensor {name} has shape {list(found)}, the config makes it {expected}")
     patterns = [*model.ignored, *(quantization.may_leave if quantization else ())]
-    for name in sorted(facts.shapes.keys() - needed.keys() - optional.keys()):
+    for name in sorted(stored.keys() - needed.keys() - optional.keys()):
         if not any(fnmatch(name, pattern) for pattern in patterns):
             raise StartError(f"the weights hold the tensor {name}, which this architecture does not use")
 
@@ -318,8 +328,8 @@ def _check_tensors(model: "CausalLM", facts: Facts, quantization: "Quantization 
 # -- how it is shown -----------------------------------------------------------------------------------------------
 
 
-def render(report: Report) -> str:
-    """The report for a reader."""
+def render(report: Report, width: int | None = None) -> str:
+    """The report for a reader, in lines of at most `width` columns if that is given."""
     rows: list[tuple[str, str]] = []
     if report.gpu:
         rows.append(("GPU", f"{report.gpu['name']}, {report.gpu['memory']}, capability {report.gpu['capability']}"))
@@ -327,6 +337,9 @@ def render(report: Report) -> str:
     if report.architecture is not None:
         known = "supported" if report.is_supported else "not supported"
         rows.append(("architecture", f"{report.architecture}, {known}"))
+    if report.quantization is not None:
+        known = "supported" if report.quantization_is_supported else "not supported"
+        rows.append(("quantised with", f"{report.quantization}: {known}"))
     if report.parameters is not None:
         rows.append(("parameters", f"{report.parameters / 1e6:,.1f} million"))
     if report.weight_bytes is not None:
@@ -345,10 +358,25 @@ def render(report: Report) -> str:
         rows.append(("chat template", "found" if report.chat_template else "missing"))
     if report.download_bytes:
         rows.append(("to download", _gigabytes(report.download_bytes)))
-    lines = [f"  {name:<25} {text}" for name, text in rows]
-    lines += [f"  note: {note}" for note in report.notes]
     verdict = "it fits" if report.fits else f"it cannot be served: {'; '.join(report.problems)}"
-    return "\n".join([report.model, *lines, f"  {'verdict':<25} {verdict}"])
+    lines = [report.model]
+    for name, text in rows:
+        lines += _row(name, text, width)
+    for note in report.notes:
+        lines += _wrap(f"  note: {note}", width, 8)
+    return "\n".join([*lines, *_row("verdict", verdict, width)])
+
+
+def _row(name: str, text: str, width: int | None) -> list[str]:
+    if width is None or width >= _NARROW:
+        return _wrap(f"  {name:<25} {text}", width, 28)
+    return [*([f"  {name}"[:width]] if name else []), *_wrap(f"    {text}", width, 4)]
+
+
+def _wrap(line: str, width: int | None, indent: int) -> list[str]:
+    if width is None or len(line) <= width:
+        return [line]
+    return textwrap.wrap(line, max(width, 2 * indent), subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def _gigabytes(num_bytes: int) -> str:

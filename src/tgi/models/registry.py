@@ -11,7 +11,7 @@ from typing import Any
 
 from tgi.errors import ModelFormatError, ModelNotFoundError
 from tgi.models.spec import Config, DecoderSpec
-from tgi.weights.quantization import read_quantization
+from tgi.weights.quantization import quantization_beside, read_quantization
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -30,7 +30,7 @@ def read_config(folder: Path) -> Config:
         raise ModelFormatError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ModelFormatError(f"{path} must hold a JSON object")
-    return Config(fields, str(path))
+    return Config({**fields, **quantization_beside(fields, folder)}, str(path))
 
 
 def read_spec(config: Config) -> DecoderSpec:
@@ -38,9 +38,9 @@ def read_spec(config: Config) -> DecoderSpec:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ModelFormatError(f"{config.source}: `architectures` is missing, so the model cannot be recognised")
-    quantization = read_quantization(config.fields, config.source)
     for name in architectures:
         if isinstance(name, str) and name in ARCHITECTURES:
+            quantization = read_quantization(config.fields, config.source)
             spec = import_module(f"tgi.models.{ARCHITECTURES[name]}").read_spec(config)
             return replace(spec, quantization=quantization)
     raise ModelFormatError(

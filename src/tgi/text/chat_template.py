@@ -39,14 +39,10 @@ class ChatTemplate:
         """
         named = {"default": source} if isinstance(source, str) else source or {}
         environment = ChatEnvironment()
-        budget = template_budget.current.set(Budget(0))
-        try:
-            self._templates = {name: environment.from_string(text) for name, text in named.items()}
-            self._names = {name: undeclared_names(environment, text) for name, text in named.items()}
-        except jinja2.TemplateError as error:
-            raise TemplateError(str(error)) from error
-        finally:
-            template_budget.current.reset(budget)
+        self._templates: dict[str, jinja2.Template] = {}
+        self._names: dict[str, frozenset[str]] = {}
+        for name, text in named.items():
+            self._templates[name], self._names[name] = _compile(environment, text)
         # A token the model lacks stays undefined, which renders as nothing; None would render as "None".
         tokens = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         self._tokens = {role: text for role, text in tokens.items() if text is not None}
@@ -62,10 +58,14 @@ class ChatTemplate:
         folder = Path(folder)
         config = None if tokenizer_config_path is None else read_tokenizer_config(Path(tokenizer_config_path))
         tokens = read_special_tokens(folder, config).texts()
-        source = _read_source(folder)
+        texts = _read_texts(folder)
         if config is not None and config.get("chat_template") is not None:
-            source = _parse_source(config["chat_template"], Path(str(tokenizer_config_path)))
-        return cls(source, tokens.get("bos_token"), tokens.get("eos_token"), tokens)
+            texts = _parse_texts(config["chat_template"], Path(str(tokenizer_config_path)))
+        sources = {name: text for name, (text, _) in texts.items()}
+        try:
+            return cls(sources, tokens.get("bos_token"), tokens.get("eos_token"), tokens)
+        except TemplateError as error:
+            raise ModelFormatError(f"{_first_broken(texts)}: the chat template is broken: {error}") from error
 
     @property
     def found(self) -> bool:
@@ -161,6 +161,29 @@ class ChatTemplate:
         raise TemplateError("template not found")
 
 
+def _compile(environment: ChatEnvironment, text: str) -> tuple[jinja2.Template, frozenset[str]]:
+    """A template, and the names that it expects to be given."""
+    budget = template_budget.current.set(Budget(0))
+    try:
+        return environment.from_string(text), frozenset(undeclared_names(environment, text))
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateError(f"{error.message} (line {error.lineno})") from error
+    except jinja2.TemplateError as error:
+        raise TemplateError(str(error)) from error
+    finally:
+        template_budget.current.reset(budget)
+
+
+def _first_broken(texts: "_Texts") -> Path:
+    environment = ChatEnvironment()
+    for text, path in texts.values():
+        try:
+            _compile(environment, text)
+        except TemplateError:
+            return path
+    raise AssertionError("all templates compile")
+
+
 def _render(template: jinja2.Template, context: dict[str, Any]) -> str:
     budget = Budget(template_budget.weigh(context))
     token = template_budget.current.set(budget)
@@ -208,18 +231,21 @@ def _cut_at_mark(rendered: str, final_text: str) -> str:
     return rendered[:end] if rendered.startswith(_MARK, end) else rendered[:end].rstrip()
 
 
-def _read_source(folder: Path) -> str | dict[str, str] | None:
+_Texts = dict[str, tuple[str, Path]]  # templates by name, each with the file that it is from
+
+
+def _read_texts(folder: Path) -> _Texts:
     """The templates of a folder. Separate files come before the entry in the tokenizer's settings."""
     files = {"default": folder / "chat_template.jinja"}
     files.update({path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))})
-    from_files = {name: _read_text(path) for name, path in files.items() if path.is_file()}
+    from_files = {name: (_read_text(path), path) for name, path in files.items() if path.is_file()}
     if from_files:
         return from_files
     for name in ("chat_template.json", "tokenizer_config.json", "processor_config.json"):
         value: object = read_json(folder, name).get("chat_template")
         if value is not None:
-            return _parse_source(value, folder / name)
-    return None
+            return _parse_texts(value, folder / name)
+    return {}
 
 
 def _read_text(path: Path) -> str:
@@ -229,17 +255,17 @@ def _read_text(path: Path) -> str:
         raise ModelFormatError(f"{path} cannot be read as text: {error}. Download the model again.") from error
 
 
-def _parse_source(value: object, path: Path) -> str | dict[str, str]:
+def _parse_texts(value: object, path: Path) -> _Texts:
     """One template, or several as a list of `{"name", "template"}` or as an object by name."""
     if isinstance(value, str):
-        return value
+        return {"default": (value, path)}
     named: dict[object, object] = {}
     if isinstance(value, dict):
         named = cast(dict[object, object], value)
     elif isinstance(value, list):
         entries = [cast(dict[str, object], entry) for entry in cast(list[object], value) if isinstance(entry, dict)]
         named = {entry.get("name"): entry.get("template") for entry in entries}
-    templates = {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+    templates = {name: (text, path) for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
     if not templates or len(templates) != len(named):
         raise ModelFormatError(f"{path}: `chat_template` must be a text or a list of named ones.")
     return templates

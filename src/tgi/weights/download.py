@@ -26,12 +26,13 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import tqdm
 
 from tgi.errors import ModelFormatError, ModelNotFoundError, ResourceError, StartError
-from tgi.weights.model_files import CONFIG, explain_pickles
+from tgi.weights.model_files import CONFIG, QUANTIZATION_BESIDE, explain_pickles
 from tgi.weights.progress import Progress, silent
 
 _WEIGHTS = ["*.safetensors"]
 _OTHERS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
-_DESCRIPTION = ["config.json", "tokenizer_config.json", "chat_template.jinja"]  # small, and enough to judge a model
+# Small, and enough to judge a model.
+_DESCRIPTION = ["config.json", "tokenizer_config.json", "chat_template.jinja", *QUANTIZATION_BESIDE]
 _IGNORED = ["original/*", "onnx/*", "openvino/*", "consolidated*.safetensors"]
 _LOG_IN = "To use your own access rights, set HF_TOKEN or run `hf auth login`"
 

@@ -3,6 +3,8 @@
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Files in which older tools say what config.json leaves out, and the tool that writes each.
+QUANTIZATION_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 BLOCKS = "ggml.safetensors"  # quantised blocks of a converted GGUF file: metadata gives the ggml type of each tensor
 
 

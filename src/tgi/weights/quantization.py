@@ -4,15 +4,18 @@ Level 2. Three ways to write the same thing down (`fp8`, `compressed-tensors`, `
 what is not FP8 is refused with the reason. The matrices themselves are read in `fp8_matrix`.
 """
 
+import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tgi.errors import ModelFormatError, StartError
 from tgi.weights.calibration import StaticScales
 from tgi.weights.declare import Declared
+from tgi.weights.model_files import QUANTIZATION_BESIDE
 
 _WAY_OUT = (
     "Matrices in FP8 (e4m3) are: `fp8`, `compressed-tensors` with float weights of 8 bits, and `fbgemm_fp8`. Use such a"
@@ -85,6 +88,36 @@ def choose_quantization(asked: str | None, stored: Quantization | None) -> Quant
     if asked == "fp8" and stored is None:
         return ON_LOADING
     return stored
+
+
+def quantization_beside(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What a quantised checkpoint says elsewhere than in `quantization_config`, as that would say it."""
+    if config.get("quantization_config") or config.get("compression_config"):
+        return {}
+    elsewhere = config.get("quantization")
+    if isinstance(elsewhere, Mapping) and "bits" in elsewhere:
+        return {"quantization_config": {"quant_method": "mlx", **elsewhere}}
+    for name, method in QUANTIZATION_BESIDE.items():
+        try:
+            found: Any = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, Mapping):
+            return {"quantization_config": {"quant_method": method, **found}}
+    return {}
+
+
+def name_quantization(config: Mapping[str, Any]) -> str | None:
+    """The method by its name, with the number of bits where it says so; None: matrices are stored plainly."""
+    found = config.get("quantization_config") or config.get("compression_config")
+    if not found:
+        return None
+    fields: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    bits = next((fields[name] for name in ("bits", "w_bit", "weight_bits") if name in fields), None)
+    for name, width in (("load_in_4bit", 4), ("load_in_8bit", 8)):
+        bits = width if fields.get(name) is True else bits
+    method = str(fields.get("quant_method") or "a method without a name")
+    return f"{method}, {bits} bits" if isinstance(bits, int) else method
 
 
 def read_quantization(config: Mapping[str, Any], source: str) -> Quantization | None:

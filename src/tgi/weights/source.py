@@ -5,6 +5,7 @@ name may take.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from tgi.weights import embedded
 from tgi.weights.cache import is_complete
 from tgi.weights.convert import cache_folder as converted_folder
 from tgi.weights.convert import convert_gguf, probe_digest
-from tgi.weights.download import HubAccess, download_model
+from tgi.weights.download import HubAccess, download_description, download_model
 from tgi.weights.model_files import CONFIG
 from tgi.weights.progress import Progress, silent
 
@@ -39,7 +40,9 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         return self.weights or self.path
 
 
-def find_model(config: ServerConfig, progress: Progress = silent) -> ModelFolder:
+def find_model(
+    config: ServerConfig, progress: Progress = silent, judge: Callable[[Path], object] | None = None
+) -> ModelFolder:
     """`resolve_model` with everything that the configuration says about files."""
     access = hub_access(config)
     return resolve_model(
@@ -51,6 +54,7 @@ def find_model(config: ServerConfig, progress: Progress = silent) -> ModelFolder
         hub_cache=access.cache_dir,
         token=access.token,
         weights_override=config.weights_cache_override,
+        judge=judge,
     )
 
 
@@ -70,9 +74,12 @@ def resolve_model(
     endpoint: str | None = None,
     token: str | None = None,
     weights_override: str | None = None,
+    judge: Callable[[Path], object] | None = None,
 ) -> ModelFolder:
-    """Find `model`; converted weights go to `cache_dir`, downloads to `hub_cache` or the hub library's own cache."""
-    weights = None if weights_override is None else _weights_folder(weights_override)
+    """Find `model`; converted weights go to `cache_dir`, downloads to `hub_cache` or the hub library's own cache.
+
+    `judge` sees the folder of a config.json before its weights are fetched or looked for, and may refuse the model.
+    """
     if model == embedded.NAME:
         found = _resolve_embedded(cache_dir, progress)
     elif model and (path := Path(model).expanduser()).is_dir():
@@ -81,10 +88,14 @@ def resolve_model(
         found = _resolve_file(model, path, cache_dir, progress)
     elif may_be_hub_id(model):
         access = HubAccess(offline=offline, cache_dir=hub_cache, endpoint=endpoint, token=token)
-        found = _resolve_hub(model, revision, access, weights is None, progress)
+        found = _resolve_hub(model, revision, access, weights_override is None, progress, judge)
     else:
         raise not_found(model)
-    return found if weights is None else msgspec.structs.replace(found, weights=weights)
+    if weights_override is None:
+        return found
+    if judge is not None:
+        judge(found.path)
+    return msgspec.structs.replace(found, weights=_weights_folder(weights_override))
 
 
 def not_found(model: str) -> ModelNotFoundError:
@@ -101,8 +112,17 @@ def _weights_folder(override: str) -> Path:
     return folder
 
 
-def _resolve_hub(model: str, revision: str | None, access: HubAccess, weights: bool, progress: Progress) -> ModelFolder:
+def _resolve_hub(
+    model: str,
+    revision: str | None,
+    access: HubAccess,
+    weights: bool,
+    progress: Progress,
+    judge: Callable[[Path], object] | None,
+) -> ModelFolder:
     try:
+        if judge is not None:
+            judge(download_description(model, revision, access))
         folder = download_model(model, revision, access, weights=weights, progress=progress)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(f"{error} There is no file or folder of that name either. {_FORMS}") from error

@@ -99,10 +99,11 @@ def _throughput_by_rate(pairs: Pairs) -> Markup | None:
         apart = [
             Point(phase.qps, phase.output_tokens_per_s, _throughput_text(phase))
             for phase in _shown(report)
-            if _is_closed(phase) and points
+            if _is_closed(phase)
         ]
         lines.append(Line(run.name, run.slot, points, apart))
-    return line_chart(Chart("Throughput", "tokens/s; hollow: closed loop", "requests/s asked for", lines, y_log=False))
+    x_name = "requests/s asked for; closed loop: reached"
+    return line_chart(Chart("Throughput", "tokens/s; hollow: closed loop", x_name, lines, y_log=False))
 
 
 def _throughput_by_users(pairs: Pairs) -> Markup | None:

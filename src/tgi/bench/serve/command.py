@@ -12,7 +12,7 @@ import msgspec
 
 from tgi.bench.command_line import Parser, run
 from tgi.bench.serve.modes import Modes
-from tgi.bench.serve.profiles import PROFILES, Lengths, exactly, parse_lengths
+from tgi.bench.serve.profiles import PROFILES, QUICK, Lengths, exactly, parse_lengths
 from tgi.config import read_environment
 from tgi.errors import StartError
 
@@ -21,6 +21,19 @@ MODES = ("sweep", "rate", "throughput")
 LIMITS = ("ttft", "itl", "tpot", "e2e")
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _MOST_USERS, _MOST_RATE, _MOST_PROCESSES, _MOST_REQUESTS = 100_000, 100_000.0, 256, 1_000_000
+
+
+class Load(msgspec.Struct, frozen=True):
+    """How hard and how long, unless flags say otherwise."""
+
+    users: int
+    num_rates: int
+    seconds: float
+    warmup: str
+
+
+# 5 s + 10 s + 4 x 10 s, and what answers take to end; a profile of inference-benchmarker brings its figures along.
+_QUICK, _PUBLISHED = Load(16, 4, 10.0, "5s"), Load(128, 10, 120.0, "30s")
 
 
 class Task(msgspec.Struct, kw_only=True):
@@ -62,7 +75,7 @@ def main(arguments: Sequence[str], prog: str = "tgi bench serve") -> int:
 def read_task(arguments: Sequence[str], prog: str = "tgi bench serve") -> Task:
     """Raises `StartError` naming the first flag that makes no sense."""
     options = _build_parser(prog).parse_args(list(arguments))
-    profile = PROFILES[options.profile]
+    profile = QUICK if options.profile is None else PROFILES[options.profile]
     prompt, output = profile.prompt, profile.output
     if options.prompt_options is not None:
         prompt = parse_lengths(options.prompt_options, "--prompt-tokens")
@@ -89,7 +102,7 @@ def read_task(arguments: Sequence[str], prog: str = "tgi bench serve") -> Task:
         model_name=options.model_name,
         tokenizer=options.tokenizer_name,
         revision=options.revision,
-        profile=options.profile,
+        profile=options.profile or "quick",
         prompt=prompt,
         prompt_is_given=options.prompt_options is not None,
         output=output,
@@ -109,8 +122,11 @@ def read_task(arguments: Sequence[str], prog: str = "tgi bench serve") -> Task:
 
 
 def _read_modes(options) -> Modes:  # noqa: ANN001 - argparse's namespace
-    _between(options.max_vus, 1, _MOST_USERS, "--max-vus")
-    _between(options.num_rates, 1, 1000, "--num-rates")
+    usual = _QUICK if options.profile is None else _PUBLISHED
+    users = usual.users if options.max_vus is None else options.max_vus
+    num_rates = usual.num_rates if options.num_rates is None else options.num_rates
+    _between(users, 1, _MOST_USERS, "--max-vus")
+    _between(num_rates, 1, 1000, "--num-rates")
     rates = [rate for text in options.rates or [] for rate in _parse_rates(text)]
     if options.benchmark_kind == "rate" and not rates:
         raise StartError("--benchmark-kind rate needs at least one --rates, such as --rates 1.5")
@@ -120,17 +136,17 @@ def _read_modes(options) -> Modes:  # noqa: ANN001 - argparse's namespace
         _between(options.num_requests, 1, _MOST_REQUESTS, "--num-requests")
     seconds = None if options.duration is None else parse_seconds(options.duration, "--duration")
     if seconds is None and options.num_requests is None:
-        seconds = 120.0
+        seconds = usual.seconds
     if options.num_requests is None and max(rates, default=0) * (seconds or 0) > _MOST_REQUESTS:
         raise StartError(f"--rates and --duration ask for more than {_MOST_REQUESTS:,} requests: shorten it")
     return Modes(
         mode=options.benchmark_kind,
         arrivals=options.arrivals,
-        users=options.max_vus,
+        users=users,
         seconds=None if seconds is None else _above_zero(seconds, "--duration"),
-        warmup_seconds=parse_seconds(options.warmup, "--warmup"),
+        warmup_seconds=parse_seconds(options.warmup or usual.warmup, "--warmup"),
         rates=rates,
-        num_rates=options.num_rates,
+        num_rates=num_rates,
         num_requests=options.num_requests,
     )
 
@@ -140,7 +156,9 @@ def _build_parser(prog: str) -> Parser:
         prog,
         usage="%(prog)s --url URL [OPTIONS]",
         description="Measure a server over HTTP, TGI's or any with OpenAI's streaming API: time to the first token,"
-        " time between tokens, requests and tokens per second. What each column means: docs/benchmarking.md.",
+        " time between tokens, requests and tokens per second. Without options it ends after a minute or two; with a"
+        " --profile of inference-benchmarker it takes that program's 23 minutes unless --duration says otherwise. What"
+        " each column means: docs/benchmarking.md.",
     )
     server = parser.add_argument_group("server")
     server.add_argument("--url", default="http://localhost:3000", help="default: %(default)s; https too")
@@ -158,7 +176,7 @@ def _build_parser(prog: str) -> Parser:
     work.add_argument("--revision", metavar="NAME", help="commit, branch or tag of the tokenizer on the hub")
     lengths = "; ".join(f"{name}: {profile.prompt} in, {profile.output} out" for name, profile in PROFILES.items())
     work.add_argument(
-        "--profile", choices=list(PROFILES), default="fixed-length", help=f"{lengths} (default: %(default)s)"
+        "--profile", choices=list(PROFILES), help=f"{lengths} (default: {QUICK.prompt} in, {QUICK.output} out)"
     )
     work.add_argument(
         "--prompt-tokens",
@@ -195,14 +213,18 @@ def _build_parser(prog: str) -> Parser:
         help="sweep (default): warm-up, maximum, then rates up to 1.2 times that; rate: at given rates; throughput:"
         " users, each with one request at a time",
     )
-    load.add_argument("--max-vus", type=int, default=128, metavar="N", help="users of the maximum (default: 128)")
+    load.add_argument(
+        "--max-vus", type=int, metavar="N", help="users of the maximum (default: 16; with --profile: 128)"
+    )
     load.add_argument(
         "--rates", action="append", metavar="X", help="requests per second; again or with commas for more"
     )
-    load.add_argument("--num-rates", type=int, default=10, metavar="N", help="of a sweep (default: 10)")
+    load.add_argument("--num-rates", type=int, metavar="N", help="of a sweep (default: 4; with --profile: 10)")
     load.add_argument("--arrivals", choices=("constant", "poisson"), default="constant", help="default: constant")
-    load.add_argument("--duration", metavar="TIME", help="of each phase, such as 30s or 2m (default: 120s)")
-    load.add_argument("--warmup", default="30s", metavar="TIME", help="with one user (default: 30s); 0: none")
+    load.add_argument(
+        "--duration", metavar="TIME", help="of each phase, such as 30s or 2m (default: 10s; with --profile: 120s)"
+    )
+    load.add_argument("--warmup", metavar="TIME", help="with one user; 0: none (default: 5s; with --profile: 30s)")
     load.add_argument("--num-requests", type=int, metavar="N", help="in each phase, in place of --duration or at most")
     load.add_argument(
         "--timeout", default="600s", metavar="TIME", help="a request that has not ended by then failed (default: 600s)"

@@ -43,6 +43,8 @@ class Profile(msgspec.Struct, frozen=True):
     output: Lengths
 
 
+# For a first look that ends within a minute or two on a CPU as well.
+QUICK = Profile(exactly(64), exactly(32))
 PROFILES = {
     "fixed-length": Profile(exactly(200), Lengths(800, 50, 800, 100)),
     # inference-benchmarker takes the prompts of `chat` from a file of conversations; without one, lengths of our own.

@@ -16,6 +16,7 @@ from typing import Any
 
 from tgi.bench import report as reports
 from tgi.bench.command_line import EXIT_ERROR, EXIT_INTERRUPTED
+from tgi.bench.fit import show
 from tgi.bench.row_progress import Lines, describe_seconds, draw_bar
 from tgi.bench.serve.apis import Call
 from tgi.bench.serve.command import Task
@@ -75,7 +76,7 @@ def _run_phases(task: Task, session: Session, report: ServeReport, lines: Lines,
     finally:  # whatever ended it, what was measured is shown
         lines.clear()
         if report.phases:
-            print(tables(report.phases), flush=True)
+            show(tables(report.phases))
     succeeded = any(phase.num_successful for phase in report.phases)
     for note in report.notes if succeeded else []:
         print(f"note: {note}", file=sys.stderr)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tgi.bench import report as reports
+from tgi.bench.fit import show
 from tgi.bench.hardware import describe_hardware
 from tgi.bench.static.display import Display, Lines, Moment, Quit, Silence
 from tgi.bench.static.prompt import make_prompt
@@ -156,7 +157,7 @@ def _measure(task: Task, config: ServerConfig, engine: Engine, prompt: list[int]
             save()
         finally:
             if report.batches:
-                print(all_tables(task, report.batches), flush=True)
+                show(all_tables(task, report.batches))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a step in flight is waited for; Ctrl-C need not
     if ended or quit_early:
         _say(f"ended early: {_describe_progress(state)}")
