@@ -38,11 +38,11 @@ test-hpu:  ## run the device suite on Gaudi cards, write hpu-report.txt (PYTHON:
 DEVICE ?= cpu
 IMAGE ?= tgi-$(DEVICE)
 PIP_ARGS ?=
-HABANA_ARGS := $(foreach name,HABANA_VERSION HABANA_BUILD PYTORCH_VERSION,$(if $($(name)),--build-arg $(name)=$($(name))))
+BUILD_ARGS := $(foreach name,BASE_IMAGE HABANA_VERSION HABANA_BUILD PYTORCH_VERSION,$(if $($(name)),--build-arg $(name)=$($(name))))
 
-image:  ## build a container image (DEVICE=cpu, cuda or gaudi; IMAGE=name, PIP_ARGS for pip)
+image:  ## build a container image (DEVICE=cpu, cuda or gaudi; IMAGE=name, BASE_IMAGE=name:tag@sha256:..., PIP_ARGS for pip)
 	docker build --ulimit nofile=4096 --file docker/$(DEVICE).Dockerfile --tag $(IMAGE) \
-		$(if $(PIP_ARGS),--build-arg "PIP_ARGS=$(PIP_ARGS)") $(HABANA_ARGS) .
+		$(if $(PIP_ARGS),--build-arg "PIP_ARGS=$(PIP_ARGS)") $(BUILD_ARGS) .
 
 lint: $(READY)  ## style, types and import levels
 	$(BIN)/ruff check .
@@ -59,14 +59,20 @@ bench: $(READY)  ## the figures of bench/RESULTS.md (takes minutes; wants a quie
 	$(BIN)/python bench/front_end.py
 	$(BIN)/python bench/server.py
 
-# The lock file is complete, so nothing is resolved and nothing beyond it is installed.
-$(READY): requirements.lock pyproject.toml
+# The lock files are complete, so nothing is resolved and nothing beyond them is installed; every file must have its hash.
+# A torch without CUDA is taken where one is offered; torch for CUDA needs libraries that stand in a file of their own.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+LOCKS := requirements.lock requirements-cpu.lock requirements-cuda.lock
+
+$(READY): $(LOCKS) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "Python 3.11 to 3.13 is needed; set PYTHON=python3.12, say")'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing the packages of requirements.lock (torch is large: this can take some minutes) ..."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(INSTALL) --require-hashes -r requirements-cpu.lock 2>$(VENV)/cpu.log || echo "No torch without CUDA is offered here"
+	$(INSTALL) --require-hashes -r requirements.lock
+	@if $(BIN)/python docker/needs_cuda.py; then $(INSTALL) --require-hashes -r requirements-cuda.lock; fi
+	$(INSTALL) --no-build-isolation -e .
 	@touch $(READY)
 
-clean:  ## remove the environment
+clean:  ## remove the environments
 	rm -rf $(VENV)

