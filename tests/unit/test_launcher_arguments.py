@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -10,9 +11,12 @@ import msgspec
 import pytest
 
 from tgi.config import ServerConfig, variable_of
+from tgi.devices.buckets import BucketPlan
+from tgi.engine.bucketing import describe_plan
 from tgi.errors import StartError
 from tgi.launch.arguments import FLAGS, Launch, build_parser, count_devices, explain, read_arguments
 from tgi.launch.variables import setting_names
+from tgi.types import BucketStats
 
 # flag, environment variable, text, field, value. An empty text: a switch.
 TABLE: list[tuple[str, str, str, str, Any]] = [
@@ -333,10 +337,21 @@ def test_what_has_no_effect_says_so() -> None:
     ]
 
 
+def test_nothing_is_said_of_what_nobody_set() -> None:
+    assert read().notes == []
+    stats = BucketStats(*[0] * len(BucketStats.__struct_fields__))
+    (note,) = describe_plan(ServerConfig(bucketing=True), BucketPlan([], []), stats)
+    assert note.startswith("bucket plan, ")
+
+
 def test_hostname() -> None:
     launch = read(HOSTNAME="3f2a9c1b77aa")
     assert launch.config.hostname == "0.0.0.0"
     assert launch.notes == ["Invalid hostname, defaulting to 0.0.0.0: '3f2a9c1b77aa' is not an IP address"]
+    own_name = socket.gethostname()  # a container has it in the environment: nobody set anything
+    launch = read(HOSTNAME=own_name)
+    assert launch.config.hostname == "0.0.0.0" and launch.notes == []
+    assert len(read("--hostname", own_name).notes) == 1
     assert read("--hostname", "::1").config.hostname == "::1"
     assert read("--hostname", "localhost").config.hostname == "127.0.0.1"
 

@@ -89,8 +89,4 @@ def warms_up(config: ServerConfig) -> bool:
 def describe_plan(config: ServerConfig, plan: BucketPlan, stats: BucketStats) -> list[str]:
     shapes = f"{len(plan.prefill)} shapes for prompts, {len(plan.decode)} for decoding"
     ready = f"{stats.num_captured} graphs" if warms_up(config) else "not warmed up: each is met when it is first needed"
-    notes = [f"bucket plan, {choose_strategy(config)}: {shapes}, {ready}"]
-    switched_off = [name for name in ("prefix_caching", "prefill_chunking") if getattr(config, name)]
-    if switched_off:
-        notes.append(f"{', '.join(switched_off)}: no effect, with `bucketing` a prompt is computed whole, in one step")
-    return notes
+    return [f"bucket plan, {choose_strategy(config)}: {shapes}, {ready}"]

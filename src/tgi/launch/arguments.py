@@ -7,6 +7,7 @@ which beats the default. `read_arguments` is pure but for counting devices when 
 import argparse
 import ipaddress
 import shutil
+import socket
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
@@ -224,7 +225,8 @@ def read_arguments(options: argparse.Namespace, environment: Mapping[str, str]) 
     if config.aip_http_port is not None:
         port = by_flag.get("port", config.aip_http_port)
         config = msgspec.structs.replace(config, port=port, aip_http_port=port)
-    config = msgspec.structs.replace(config, hostname=_choose_hostname(config.hostname, notes))
+    is_own_name = "hostname" not in by_flag and config.hostname == socket.gethostname()  # containers set HOSTNAME so
+    config = msgspec.structs.replace(config, hostname=_choose_hostname(config.hostname, [] if is_own_name else notes))
     if environment.get("TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN", "true") not in ("true", "false", ""):
         notes.append("TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN has no effect: only the text true, as it is here, counts")
     known = {name for name in variables.NO_EFFECT if kept.get(name)}
