@@ -106,6 +106,15 @@ def test_hub_chat(hub: Any) -> None:
     assert same.choices[0].message.content == text
 
 
+def test_hub_appends_what_comes(hub: Any) -> None:
+    """As TGI's examples do, in Python as in JavaScript: without a look at what is appended."""
+    text = ""
+    for chunk in hub.chat_completion(HELLO, max_tokens=30, temperature=0, stream=True):
+        text += chunk.choices[0].delta.content
+        assert chunk.choices[0].delta.role == "assistant"
+    assert text == hub.chat_completion(HELLO, max_tokens=30, temperature=0).choices[0].message.content
+
+
 def test_hub_chat_with_tools_and_formats(hub: Any) -> None:
     found = hub.chat_completion(
         [{"role": "user", "content": "Weather in Paris?"}], tools=[WEATHER_TOOL], tool_choice="required", max_tokens=60
@@ -287,8 +296,44 @@ def test_openai_stream_helper(openai_client: Any) -> None:
         final = events.get_final_completion()
     assert "tool_calls.function.arguments.delta" in kinds
     assert "tool_calls.function.arguments.done" in kinds
-    call = final.choices[0].message.tool_calls[0]
-    assert "city" in json.loads(call.function.arguments)
+    message = final.choices[0].message
+    assert "city" in json.loads(message.tool_calls[0].function.arguments)
+    # What the helper put together can be sent back.
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Sunny."}
+    create = openai_client.chat.completions.create
+    fed_back = create(messages=[*HELLO, message, result], tools=[WEATHER_TOOL], tool_choice="none", **settings)
+    plain = {"role": "assistant", "content": message.content, "tool_calls": message.to_dict()["tool_calls"]}
+    same = create(messages=[*HELLO, plain, result], tools=[WEATHER_TOOL], tool_choice="none", **settings)
+    assert fed_back.choices[0].message.content == same.choices[0].message.content
+    assert fed_back.usage.prompt_tokens == same.usage.prompt_tokens
+
+
+def test_openai_parse_with_tools(openai_client: Any) -> None:
+    """`parse` sends the format of the answer and the tools together."""
+    from openai import pydantic_function_tool
+    from pydantic import BaseModel, Field
+
+    class Person(BaseModel):
+        name: str = Field(max_length=12)
+        age: int = Field(le=120)
+
+    class GetWeather(BaseModel):
+        city: str = Field(max_length=12)
+
+    for question in ("Describe a person.", "What is the weather in Paris?"):
+        found = openai_client.chat.completions.parse(
+            model="tgi",
+            messages=[{"role": "user", "content": question}],
+            response_format=Person,
+            tools=[pydantic_function_tool(GetWeather)],
+            max_tokens=150,
+            temperature=0,
+        )
+        message = found.choices[0].message
+        if message.tool_calls:
+            assert isinstance(message.tool_calls[0].function.parsed_arguments, GetWeather)
+        else:
+            assert isinstance(message.parsed, Person)
 
 
 def test_openai_async(server: Server) -> None:

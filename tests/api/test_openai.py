@@ -108,10 +108,10 @@ def test_chat_stream(http: httpx.Client) -> None:
         assert list(chunk) == ["object", "id", "created", "model", "system_fingerprint", "choices"]
         assert chunk["object"] == "chat.completion.chunk"
         assert list(chunk["choices"][0]) == ["index", "delta", "logprobs", "finish_reason"]
-    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert all("role" not in chunk["choices"][0]["delta"] for chunk in chunks[1:])
-    assert joined(chunks) == whole["message"]["content"]
-    assert chunks[-1]["choices"][0]["delta"] == {}
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert all(list(delta) == ["role", "content"] and delta["role"] == "assistant" for delta in deltas)
+    assert deltas[0]["content"] == deltas[-1]["content"] == ""
+    assert "".join(delta["content"] for delta in deltas) == whole["message"]["content"]  # as TGI's examples append it
     assert reasons(chunks) == [whole["finish_reason"]] == ["stop"]
 
 
@@ -127,6 +127,32 @@ def test_usage_in_streams(http: httpx.Client) -> None:
         assert usage["completion_tokens"] == 3
         assert usage["total_tokens"] == usage["prompt_tokens"] + 3
         assert all("usage" not in chunk for chunk in stream(http, path, max_tokens=1, stream_options=None))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"logprobs": True}, {"tools": "some"}, {"tools": "some", "logprobs": True}, {"n": 2}, {"stop": "e"}],
+    ids=str,
+)
+def test_every_text_delta_can_be_appended(http: httpx.Client, more: dict) -> None:
+    """Whatever else a chunk carries, and where a parser for calls reads the text first."""
+    body = {"temperature": 0, "max_tokens": 12, **more, **({"tools": TOOLS} if "tools" in more else {})}
+    choices = [choice for chunk in stream(http, CHAT, **body) for choice in chunk["choices"]]
+    for choice in choices:
+        delta = choice["delta"]
+        assert delta["role"] == "assistant"
+        assert ("tool_calls" in delta and "content" not in delta) or isinstance(delta["content"], str)
+    assert choices[-1]["finish_reason"]
+
+
+def test_options_of_streams_may_be_null(http: httpx.Client) -> None:
+    """Unlike TGI, which refuses it; OpenAI's clients send it. It is as if nothing were said."""
+    for path in (CHAT, COMPLETIONS):
+        for options in (None, {}, {"include_usage": False}):
+            chunks = stream(http, path, max_tokens=2, stream_options=options)
+            assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
+        base = {"messages": HELLO} if path == CHAT else {"prompt": COUNT}
+        assert http.post(path, json={**base, "max_tokens": 1, "stream_options": None}).status_code == 200
 
 
 def test_seeded_streams_concatenate_to_the_whole_text(http: httpx.Client) -> None:
@@ -340,6 +366,38 @@ def test_continuing_the_assistants_words(http: httpx.Client) -> None:
     refused(http, CHAT, messages=messages, continue_final_message=True, add_generation_prompt=True)
     refused(http, CHAT, messages=HELLO, continue_final_message=True, add_generation_prompt=True)
     assert not rendered(http, messages=HELLO, add_generation_prompt=False).endswith("assistant\n")
+
+
+def test_continued_words_are_trimmed_at_the_right(http: httpx.Client) -> None:
+    """As TGI: what ends the prompt is the last character that is no space."""
+    for content in (COUNT + "  \n\t ", [{"type": "text", "text": COUNT + " "}, {"type": "text", "text": " \n"}]):
+        messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": content}]
+        assert rendered(http, messages=messages).endswith("<|im_start|>assistant\n" + COUNT)
+        found = chat(http, messages=messages, temperature=0, max_tokens=4)["choices"][0]["message"]["content"]
+        assert found.startswith(" three")
+    messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": COUNT + " "}]
+    # Whoever asks in transformers' way gets what transformers makes.
+    assert rendered(http, messages=messages, continue_final_message=True).endswith(COUNT + " ")
+    assert rendered(http, messages=messages, add_generation_prompt=True).endswith("assistant\n")
+
+
+@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
+def test_messages_without_content(http: httpx.Client, role: str) -> None:
+    for message in ({"role": role}, {"role": role, "content": None}):
+        messages = [{"role": "user", "content": "Hi"}, message]
+        error = refused(http, CHAT, messages=messages)
+        assert (error["type"], error["param"]) == ("invalid_request_error", "messages[1].content")
+        assert "`messages[1].content` is missing" in error["message"]
+        native = http.post("/chat_tokenize", json={"messages": messages})
+        assert (native.status_code, native.json()["error_type"]) == (422, "validation")
+        assert native.json()["error"].startswith("Input validation error: `messages[1].content` is missing")
+    assert chat(http, messages=[{"role": "user", "content": ""}], max_tokens=1)
+    assert chat(http, messages=[{"role": "user", "content": []}], max_tokens=1)
+
+
+def test_images_are_text(http: httpx.Client) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}, {"type": "text", "text": "What is it?"}]
+    assert "![](http://x/y.png)What is it?<|im_end|>" in rendered(http, messages=[{"role": "user", "content": parts}])
 
 
 def test_chat_template_kwargs(http: httpx.Client) -> None:
@@ -719,10 +777,67 @@ def test_formats_that_are_refused(http: httpx.Client, form: object) -> None:
     assert re.search("grammar|response_format", error["message"])
 
 
-def test_a_format_and_tools_exclude_each_other(http: httpx.Client) -> None:
-    error = refused(http, CHAT, tools=TOOLS, response_format={"type": "json_object"})
-    assert error["message"] == "Tool error: Grammar and tools are mutually exclusive"
+PERSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+
+
+def told(message: dict) -> str:
+    """Whether a message is a call or a person, and that it is nothing else."""
+    if "tool_calls" in message:
+        assert not message["content"]
+        for call in check_calls(message, {"get_weather", "add"}):
+            arguments = json.loads(call["function"]["arguments"])
+            assert list(arguments) == (["city", "days"] if call["function"]["name"] == "get_weather" else ["a", "b"])
+        return "call"
+    person = json.loads(message["content"])
+    assert list(person) == ["name", "age"] and isinstance(person["age"], int)
+    return "person"
+
+
+def test_a_call_or_an_answer_in_the_format(http: httpx.Client) -> None:
+    """The model chooses; the seeds are such that it takes either way."""
+    body = {"tools": TOOLS, "response_format": PERSON_FORMAT, "max_tokens": 80, "n": 4, "seed": 3}
+    kinds: set[str] = set()
+    for choice, messages in ((None, ASK), ("auto", WEATHER)):
+        found = chat(http, **body, messages=messages, tool_choice=choice)["choices"]
+        for whole in found:
+            if whole["finish_reason"] == "length":
+                continue
+            kinds.add(told(whole["message"]))
+            assert whole["finish_reason"] == ("tool_calls" if "tool_calls" in whole["message"] else "stop")
+        chunks = stream(http, CHAT, **body, messages=messages, tool_choice=choice)
+        for whole in found:
+            index = whole["index"]
+            assert joined(chunks, index) == (whole["message"]["content"] or "")
+            assert streamed_calls(chunks, index) == [
+                call["function"] for call in whole["message"].get("tool_calls", [])
+            ]
+            assert reasons(chunks, index) == [whole["finish_reason"]]
+    assert kinds == {"call", "person"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind"),
+    [("none", "person"), ("required", "call"), ("add", "call"), ({"function": {"name": "get_weather"}}, "call")],
+    ids=str,
+)
+def test_a_choice_of_tools_beside_a_format(http: httpx.Client, choice: object, kind: str) -> None:
+    body = {"tools": TOOLS, "tool_choice": choice, "response_format": PERSON_FORMAT, "temperature": 0}
+    message = chat(http, **body, messages=WEATHER, max_tokens=150)["choices"][0]["message"]
+    assert told(message) == kind
+
+
+def test_formats_beside_tools(http: httpx.Client) -> None:
+    """One call only where several are refused; formats that demand nothing; other forms; no tools at all."""
+    many = chat(http, tools=TOOLS, response_format=PERSON_FORMAT, parallel_tool_calls=False, n=4, seed=3, max_tokens=80)
+    assert all(len(choice["message"].get("tool_calls", [])) <= 1 for choice in many["choices"])
     assert chat(http, tools=TOOLS, response_format={"type": "text"}, max_tokens=1)
+    regex = {"type": "regex", "value": "(yes|no)!"}
+    for choice in chat(http, tools=TOOLS, response_format=regex, n=4, seed=1, max_tokens=99)["choices"]:
+        assert "tool_calls" in choice["message"] or choice["message"]["content"] in ("yes!", "no!")
+    empty = chat(http, messages=ASK, tools=[], response_format=PERSON_FORMAT, temperature=0, max_tokens=80)
+    assert told(empty["choices"][0]["message"]) == "person"
+    error = refused(http, CHAT, tools=TOOLS, response_format={"type": "json", "value": {"type": "nothing"}})
+    assert "grammar is not valid" in error["message"]
 
 
 # -- tools ---------------------------------------------------------------------------------------------------------
@@ -743,6 +858,17 @@ TOOLS = [
     tool("add", a={"type": "integer", "maximum": 99}, b={"type": "integer", "maximum": 99}),
 ]
 WEATHER = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+
+def streamed_calls(chunks: list[dict], index: int = 0) -> list[dict]:
+    """The calls of a stream as whole answers have them."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    calls: list[dict] = []
+    for delta in (delta for choice in choices for delta in choice["delta"].get("tool_calls", [])):
+        if delta["index"] == len(calls):
+            calls.append({"name": delta["function"]["name"], "arguments": ""})
+        calls[delta["index"]]["arguments"] += delta["function"]["arguments"]
+    return calls
 
 
 def check_calls(message: dict, names: set[str]) -> list[dict]:
@@ -805,10 +931,26 @@ def test_forced_calls(http: httpx.Client, choice: object, names: set[str], paral
 
 
 def test_call_that_is_cut_off(http: httpx.Client) -> None:
-    body = {"messages": WEATHER, "tools": TOOLS, "tool_choice": "required", "max_tokens": 12, "temperature": 0}
-    whole = chat(http, **body)["choices"][0]
-    assert whole["finish_reason"] == "length"
-    assert reasons(stream(http, CHAT, **body)) == ["length"]
+    """As far as it came, and never as text: `{"name": "get_weather", "parameters": {"city": "Paris", ...`."""
+    body = {"messages": WEATHER, "tools": TOOLS, "tool_choice": "get_weather", "temperature": 0}
+    complete = chat(http, **body, max_tokens=150)["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+    lengths: list[int] = []
+    for size in (1, 3, 6, 9, 12, 15):
+        whole = chat(http, **body, max_tokens=size)["choices"][0]
+        assert whole["finish_reason"] == "length"
+        assert not whole["message"]["content"]
+        (call,) = whole["message"]["tool_calls"]
+        assert call["function"]["name"] == "get_weather"
+        assert complete.startswith(call["function"]["arguments"])
+        lengths.append(len(call["function"]["arguments"]))
+        chunks = stream(http, CHAT, **body, max_tokens=size)
+        assert reasons(chunks) == ["length"]
+        assert joined(chunks) == ""
+        assert streamed_calls(chunks) == [call["function"]]
+    assert lengths[0] == 0 < lengths[-1] < len(complete)
+    # Which of several it would have been is not known yet.
+    unknown = chat(http, **{**body, "tool_choice": "required"}, max_tokens=2)["choices"][0]
+    assert (unknown["message"]["content"], unknown["finish_reason"]) == ("", "length")
 
 
 def test_tools_that_may_be_left_alone(http: httpx.Client) -> None:

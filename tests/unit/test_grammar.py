@@ -372,6 +372,7 @@ def test_preparing_leaves_the_original_alone() -> None:
         (Grammar("json", '{"type":"integer","minimum":3,"maximum":2}'), "cannot compile regex from schema: Unsatisfiable"),
         (Grammar("json", '{"$ref":"#"}'), "cannot compile regex from schema: there is no token that it allows"),
         (Grammar("json", json.dumps({"allOf": [{"pattern": f"a{n}"} for n in range(40)]})), "cannot compile regex from schema: it takes more than 2 s or 1024 MiB to compile"),
+        (Grammar("lark", "start: <[3000]> a\na: %json " + json.dumps({"allOf": [{"pattern": f"a{n}"} for n in range(40)]})), "grammar is not valid: it takes more than 2 s or 1024 MiB to compile"),
         (Grammar("lark", "start: " + "%json " + json.dumps({"allOf": [{"pattern": f"a{n}"} for n in range(40)]})), "grammar is not valid: it takes more than 2 s or 1024 MiB to compile"),
         (Grammar("lark", "start: nothing"), "grammar is not valid: "),
         (Grammar("ebnf", "x"), "grammar is not supported"),

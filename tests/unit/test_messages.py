@@ -75,9 +75,32 @@ def test_parts_become_text() -> None:
     assert normalise_messages([{"role": "user", "content": []}]) == [{"role": "user", "content": ""}]
 
 
-def test_parts_stay_where_the_template_reads_them() -> None:
+FIRST_PART = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
+
+
+@pytest.mark.parametrize("reader", [template("gemma3"), ChatTemplate(FIRST_PART)], ids=["gemma3", "first part"])
+def test_no_part_is_lost_where_the_template_reads_parts(reader: ChatTemplate) -> None:
+    """Gemma's shows no part of the type `image_url`, others look at the first part alone."""
+    assert reader.reads_content_parts
     messages = [{"role": "user", "content": PARTS}]
-    assert normalise_messages(messages, template("gemma3")) == messages
+    normal = normalise_messages(messages, reader)
+    assert normal == [{"role": "user", "content": [{"type": "text", "text": "Look: ![](http://x/y.png)\nwell?"}]}]
+    assert "Look: ![](http://x/y.png)\nwell?" in reader.render(normal)
+    assert normalise_messages([{"role": "user", "content": []}], reader) == [{"role": "user", "content": ""}]
+
+
+def test_parts_with_calls_become_text() -> None:
+    messages = [{"role": "assistant", "content": PARTS, "tool_calls": [call({})]}]
+    (normal,) = normalise_messages(messages, template("gemma3"))
+    assert normal["content"] == 'Look: ![](http://x/y.png)\nwell?\n{"name": "f", "parameters": {}}'
+
+
+def test_a_role_added_up_from_chunks() -> None:
+    """OpenAI's Python client makes one text of the role in every chunk."""
+    for role in ("assistant", "assistantassistant", "assistant" * 50):
+        assert normalise_messages([{"role": role, "content": "x"}]) == [{"role": "assistant", "content": "x"}]
+    for role in ("assistants", "user", "useruser", ""):
+        assert normalise_messages([{"role": role, "content": "x"}]) == [{"role": role, "content": "x"}]
 
 
 def test_calls_become_text_where_the_template_shows_none() -> None:

@@ -145,7 +145,7 @@ EXCEPTIONS = {
     "Chunk: more ['object', 'usage']": "as above; the last part may hold the token counts",
     "Completion: ((Chunk & {object: string of ['text_completion']}) | (CompletionFinal & {object: string of "
     "['text_completion']})) -> (Chunk | CompletionFinal)": "`object` is part of both",
-    "ChatCompletionDelta: (TextMessage | ToolCallDelta) -> {content?: string or null, role?: string, "
+    "ChatCompletionDelta: (TextMessage | ToolCallDelta) -> {content?: string, role?: string, "
     "tool_calls?: [DeltaToolCall]}": ONE_MESSAGE,
     "OutputMessage: (TextMessage | ToolCallMessage) -> {content?: string or null, refusal?: string or null, "
     "role?: string, tool_calls?: [OutputToolCall]}": ONE_MESSAGE,

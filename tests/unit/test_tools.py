@@ -14,9 +14,19 @@ from tokenizers import Tokenizer as Backend
 
 from tgi.errors import ValidationError
 from tgi.text.chat_template import ChatTemplate
+from tgi.text.grammar import json_grammar, regex_grammar
 from tgi.text.model_folder import SpecialTokens
 from tgi.text.tokenizer import Tokenizer
-from tgi.text.tools import CallArguments, CallStart, Content, ToolFormat, ToolParser, detect_tool_format, forced_grammar
+from tgi.text.tools import (
+    CallArguments,
+    CallStart,
+    Content,
+    Shape,
+    ToolFormat,
+    ToolParser,
+    detect_tool_format,
+    forced_grammar,
+)
 from tgi.weights.embedded import find_embedded
 from tgi.weights.gguf import GgufFile
 from tgi.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
@@ -44,9 +54,15 @@ DS = (
 Result = tuple[str, list[tuple[str, str]]]  # content, and each call with its arguments
 
 
-def collect(tool_format: ToolFormat, pieces: Sequence[str], names: Sequence[str] = NAMES) -> Result:
-    parser = ToolParser(tool_format, names)
-    events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+def collect(
+    tool_format: ToolFormat,
+    pieces: Sequence[str],
+    names: Sequence[str] = NAMES,
+    shape: Shape = "mixed",
+    cut: bool = False,
+) -> Result:
+    parser = ToolParser(tool_format, names, shape)
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.finish(cut)
     content = ""
     calls: list[tuple[str, str]] = []
     for event in events:
@@ -302,6 +318,93 @@ def test_content_is_streamed() -> None:
     assert parser.push(": 1") == [Content(": 1")]
 
 
+# -- calls that a limit cuts off -----------------------------------------------------------------------------------
+
+CUT: list[tuple[str, str, Result]] = [
+    ("hermes", '<tool_call>\n{"name": "f"', ("", [("f", "")])),
+    ("hermes", 'So: <tool_call>\n{"name": "f", "argu', ("So:", [("f", "")])),
+    ("hermes", '<tool_call>{"name": "sea', ("", [("search", "")])),  # which can only be one
+    ("hermes", '<tool_call>{"na', ("", [])),  # which may be any: nothing is told
+    ("hermes", '<tool_call>{"name": "f", "arguments": nul', ("", [("f", "")])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b\\', ("", [("f", '{"a": "b\\')])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool_c', ("", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_', ("", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call> So it', (" So it", [("f", "{}")])),
+    ("hermes", "<tool_call>nothing of the ki", ("<tool_call>nothing of the ki", [])),
+    ("hermes", "a < b and <tool_", ("a < b and <tool_", [])),  # no call yet
+    ("llama3", '{"name": "search", "para', ("", [("search", "")])),
+    ("llama3", '<|python_tag|>{"name": "sea', ("", [("search", "")])),
+    ("llama3", '{"name": "f", "parameters": {}}; {"name": "sea', ("", [("f", "{}"), ("search", "")])),
+    ("llama3", '{"name": "sea', ('{"name": "sea', [])),  # may be an answer in JSON
+    ("llama3", '{"answer": 4', ('{"answer": 4', [])),
+    ("mistral", '[TOOL_CALLS][{"name": "search", "ar', ("", [("search", "")])),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "get_',
+        ("", [("f", "{}"), ("get_weather", "")]),
+    ),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, ', ("", [("f", "{}")])),
+    ("mistral", "[TOOL_CALLS]sea", ("", [("search", "")])),
+    ("args", "[TOOL_CALLS]sea", ("", [("search", "")])),
+    ("args", "[TOOL_CALLS]f[AR", ("", [("f", "")])),
+    ("args", "[TOOL_CALLS]f[CALL_ID]12", ("", [("f", "")])),
+    ("args", '[TOOL_CALLS]f[ARGS]{"a', ("", [("f", '{"a')])),
+    ("args", "[TOOL_CALLS]", ("", [])),
+    ("deepseek", f"{DS[0]}{DS[1]}func", ("", [])),
+    ("deepseek", f"{DS[0]}{DS[1]}function{DS[2]}sea", ("", [("search", "")])),
+    ("deepseek", f"{DS[1]}function{DS[2]}f\n```js", ("", [("f", "")])),
+    ("deepseek", f'{DS[1]}function{DS[2]}f\n```json\n{{"a": 1}}\n``', ("", [("f", '{"a": 1}')])),
+    ("deepseek", f"{DS[1]}sea", ("", [("search", "")])),
+    ("deepseek", f"{DS[1]}search{DS[2]}", ("", [("search", "")])),
+    ("json", '{"name": "search"', ("", [("search", "")])),
+    ("json", '```json\n[{"name": "search", "par', ("", [("search", "")])),
+    ("json", '{"name": "Bob", "age"', ('{"name": "Bob", "age"', [])),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "expected"), CUT)
+def test_calls_that_are_cut_off(family: str, text: str, expected: Result) -> None:
+    tool_format = FORMATS[family]
+    for pieces in ([text], list(text), [text, ""]):
+        assert collect(tool_format, pieces, cut=True) == expected
+
+
+@pytest.mark.parametrize("shape", ["calls", "either"])
+@pytest.mark.parametrize("family", FORMATS)
+def test_calls_cut_off_anywhere(family: str, shape: Shape) -> None:
+    """Where nothing but calls may come, or a marker says so, no part of a call is ever content."""
+    tool_format = FORMATS[family]
+    written = [("get_weather", KOELN), ("search", '{"q": 1}')]
+    text = write_forced("mistral_args" if family == "args" else family, written)
+    names = ["get_weather", "search"]
+    for size in range(1, len(text)):
+        content, calls = collect(tool_format, [text[:size]], names, shape, cut=True)
+        assert collect(tool_format, list(text[:size]), names, shape, cut=True) == (content, calls)
+        if shape == "calls" or not tool_format.bare:
+            assert content == ""
+        for call, (name, arguments) in zip(calls, written, strict=False):
+            assert call[0] == name and arguments.startswith(call[1])
+        begun = [name for name, arguments in written if f"{arguments[:8]}" in text[:size]]
+        assert [name for name, _ in calls[: len(begun)]] == begun
+
+
+def test_one_tool_is_known_from_the_start() -> None:
+    for family, tool_format in FORMATS.items():
+        text = write_forced("mistral_args" if family == "args" else family, [("search", "{}")])
+        assert collect(tool_format, [text[:4]], ["search"], "calls", cut=True) == ("", [("search", "")])
+
+
+def test_an_answer_that_mentions_calls() -> None:
+    """Behind the beginning of an answer in a format, there is no call."""
+    inner = '<tool_call>{"name": "f", "arguments": {}}</tool_call>[TOOL_CALLS]f[ARGS]{}' + DS[1]
+    answer = json.dumps({"note": inner, "name": "f"}, ensure_ascii=False)
+    for tool_format in FORMATS.values():
+        for pieces in ([answer], list(answer)):
+            assert collect(tool_format, pieces, shape="either") == (answer, [])
+    people = '{"name": "f", "age": 3}\n{"name": "f", "arguments": {}}'
+    assert collect(JSON, list(people), shape="either") == (people, [])
+
+
 def test_thousand_calls() -> None:
     for family in FORMATS:
         text = "".join(write_call(family, "f", json.dumps({"n": n})) for n in range(1000))
@@ -506,6 +609,76 @@ def test_forced_grammars_refuse_everything_else(family: str, tokenizer: Tokenize
         assert not accepts(tokenizer, named, write_forced(family, calls)), calls
     for text in ("", "Hello", "{}", write_forced(family, [ONE])[:-1], write_forced(family, [ONE]) + " and more"):
         assert not accepts(tokenizer, named, text), text
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"$ref": "#/$defs/Name"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "$defs": {"Name": {"type": "string"}},
+}
+NODE = {
+    "type": "object",
+    "properties": {"value": {"$ref": "#/$defs/Value"}, "next": {"$ref": "#"}},
+    "required": ["value"],
+    "additionalProperties": False,
+    "$defs": {"Value": {"enum": [1, 2]}},
+}
+
+
+@TOKENIZERS
+@pytest.mark.parametrize("family", SOURCES)
+def test_a_call_or_an_answer_in_a_format(family: str, tokenizer: Tokenizer) -> None:
+    tool_format = detect_tool_format(ChatTemplate(SOURCES[family]), tokenizer)
+    names = ["get_weather", "search", "f", "f-g_2"]
+    between = "\n" if family == "json" else None  # a list would begin unlike one call
+
+    def written(calls: Sequence[tuple[str, str]]) -> str:
+        if between is not None:
+            return between.join(write_forced(family, [call]) for call in calls)
+        return write_forced(family, calls)
+
+    def read(text: str) -> Result:
+        shown = tokenizer.decode(tokenizer.encode(text), skip_special_tokens=not tool_format.keeps_special_tokens)
+        return collect(tool_format, list(shown), names, "either")
+
+    either = forced_grammar(tool_format, TOOLS, None, True, json_grammar(PERSON))
+    for calls in ([ONE], [TWO], [ANY], [("f", "{}")], [ONE, TWO]):
+        assert accepts(tokenizer, either, written(calls))
+        assert read(written(calls)) == ("", list(calls))
+    for answer in ('{"name": "Bob", "age": 3}', '{"name":"get_weather","age":3}', '{"name": "getting", "age": 3}'):
+        assert accepts(tokenizer, either, answer)
+        assert read(answer) == (answer, [])
+    for text in (
+        "",
+        "Hello",
+        '{"name": "Bob"}',
+        '{"name": "Bob", "age": 3}' + written([ONE]),
+        written([("no_such", "{}")]),
+        written([("get_weather", '{"place": 3}')]),
+        written([ONE])[:-1],
+        written([ONE]) + '{"name": "Bob", "age": 3}',
+    ):
+        assert not accepts(tokenizer, either, text), text
+    assert not accepts(
+        tokenizer, forced_grammar(tool_format, TOOLS, None, False, json_grammar(PERSON)), written([ONE, TWO])
+    )
+    if family == "llama3":
+        assert accepts(tokenizer, either, "<|python_tag|>" + written([ONE]))
+    expression = forced_grammar(tool_format, TOOLS, None, True, regex_grammar(r"(yes|no)/\d+"))
+    assert accepts(tokenizer, expression, "yes/12")
+    assert accepts(tokenizer, expression, written([ONE]))
+    assert not accepts(tokenizer, expression, "yes")
+
+
+@pytest.mark.parametrize("family", SOURCES)
+def test_schemas_that_refer_to_themselves(family: str) -> None:
+    tool_format = detect_tool_format(ChatTemplate(SOURCES[family]), MARKED)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": NODE}}]
+    for instead in (None, json_grammar(PERSON)):
+        grammar = forced_grammar(tool_format, tools, None, False, instead)
+        assert accepts(MARKED, grammar, write_forced(family, [("f", '{"value": 1, "next": {"value": 2}}')]))
+        assert not accepts(MARKED, grammar, write_forced(family, [("f", '{"value": 1, "next": {"value": 3}}')]))
 
 
 def test_forced_grammar_with_the_embedded_tokenizer(embedded: Tokenizer) -> None:

@@ -38,7 +38,8 @@ class Chat:
     created: int
 
     def parser(self) -> ToolParser | None:
-        return None if self.plan.tool_format is None else ToolParser(self.plan.tool_format, self.plan.tool_names)
+        plan = self.plan
+        return None if plan.tool_format is None else ToolParser(plan.tool_format, plan.tool_names, plan.shape)
 
     def keeps(self, part: Content | CallStart | CallArguments) -> bool:
         """Whether a part of the text is told. Without leave for parallel calls only the first call is."""
@@ -58,7 +59,8 @@ def whole_choice(index: int, chat: Chat, generation: Generation, pieces: list[Pi
     calls: list[tuple[str, list[str]]] = []
     parts = [Content(piece.text) for piece in pieces]
     if parser is not None:
-        parts = [part for piece in pieces for part in parser.push(piece.text)] + parser.finish()
+        parts = [part for piece in pieces for part in parser.push(piece.text)]
+        parts += parser.finish(cut=generation.finish_reason == "length")
     for part in filter(chat.keeps, parts):
         match part:
             case Content(text=text):

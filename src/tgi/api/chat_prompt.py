@@ -10,13 +10,13 @@ import msgspec
 from msgspec import UNSET
 
 from tgi.api.errors import ToolError
-from tgi.api.openai_bodies import ChatRequest, NamedToolChoice, Tool
-from tgi.api.openai_sampling import check_served, check_tools, output_grammar, sampling_params, top_logprobs
+from tgi.api.openai_bodies import ChatRequest, Message, NamedToolChoice, Tool
+from tgi.api.openai_sampling import check_served, output_grammar, sampling_params, top_logprobs
 from tgi.config import ServerConfig
 from tgi.errors import ValidationError
 from tgi.text.chat_template import ChatTemplate
 from tgi.text.messages import append_tool_prompt, normalise_messages
-from tgi.text.tools import ToolFormat, forced_grammar
+from tgi.text.tools import Shape, ToolFormat, forced_grammar
 from tgi.types import Grammar, SamplingParams
 
 _OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "template_name")
@@ -29,23 +29,27 @@ class ChatPlan:
     grammar: Grammar | None
     tool_format: ToolFormat | None  # set when the text may hold tool calls
     tool_names: list[str]
+    shape: Shape  # what the text may be when it may hold calls
 
 
 def plan_chat(body: ChatRequest, config: ServerConfig, template: ChatTemplate, tool_format: ToolFormat) -> ChatPlan:
     """Raises what is wrong with the request."""
     check_served(body)
-    check_tools(body)
     params = sampling_params(body, config, top_logprobs(body))
     tools = choose_tools(body)
     grammar = output_grammar(body, config)
-    if tools and body.tool_choice not in (None, "auto"):
+    forced = body.tool_choice not in (None, "auto")
+    shape: Shape = "mixed"
+    if tools and (forced or grammar is not None):
         if config.disable_grammar_support:
             raise ValidationError("grammar is not supported")
-        named = tools[0].function.name if body.tool_choice != "required" else None
+        named = tools[0].function.name if forced and body.tool_choice != "required" else None
         parallel = body.parallel_tool_calls is not False
-        grammar = forced_grammar(tool_format, [tool_as_json(tool) for tool in tools], named, parallel)
+        # A call that is demanded leaves no room for the format; otherwise the model has the choice between the two.
+        shape, instead = ("calls", None) if forced else ("either", grammar)
+        grammar = forced_grammar(tool_format, [tool_as_json(tool) for tool in tools], named, parallel, instead)
     names = [tool.function.name for tool in tools]
-    return ChatPlan(render_chat(body, template, tools), params, grammar, tool_format if tools else None, names)
+    return ChatPlan(render_chat(body, template, tools), params, grammar, tool_format if tools else None, names, shape)
 
 
 def choose_tools(body: ChatRequest) -> list[Tool]:
@@ -78,24 +82,37 @@ def tool_as_json(tool: Tool) -> dict[str, Any]:
 
 def render_chat(body: ChatRequest, template: ChatTemplate, tools: list[Tool]) -> str:
     """The prompt. A conversation that ends with the assistant's words is continued, unless that is turned off."""
-    if not body.messages:
-        raise ValidationError("`messages` cannot be empty")
+    _check_messages(body.messages)
     described = [tool_as_json(tool) for tool in tools]
     messages = normalise_messages([_as_plain(message) for message in body.messages], template)
     if described:
         messages = append_tool_prompt(messages, described, body.tool_prompt, template.uses_tools)
     continues = body.continue_final_message
     if continues is None:
-        continues = body.messages[-1].role == "assistant" and not body.add_generation_prompt
+        # A last message whose calls the template shows is complete.
+        calls = "tool_calls" in messages[-1] and template.shows_tool_calls
+        continues = messages[-1]["role"] == "assistant" and not calls and not body.add_generation_prompt
     if continues and body.add_generation_prompt:
         raise ValidationError("`continue_final_message` and `add_generation_prompt` exclude each other")
-    return template.render(
+    prompt = template.render(
         messages,
         tools=described if described and template.uses_tools else None,
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
         continue_final_message=continues,
         **_variables(body),
     )
+    # As TGI, spaces at the end are not continued, where the caller does not ask in transformers' way.
+    return prompt.rstrip() if continues and body.continue_final_message is None else prompt
+
+
+def _check_messages(messages: list[Message]) -> None:
+    if not messages:
+        raise ValidationError("`messages` cannot be empty")
+    for index, message in enumerate(messages):
+        if message.content is None and message.tool_calls is None and message.reasoning_content is None:
+            raise ValidationError(
+                f"`messages[{index}].content` is missing; only a message with `tool_calls` needs none"
+            )
 
 
 def _variables(body: ChatRequest) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """A chat answer as OpenAI's stream of chunks.
 
-Level 8. The usual chunk, a piece of text and nothing else, is put together from bytes made once per choice.
+Level 8. The usual chunk, a piece of text and nothing else, is put together from bytes made once per choice. Every delta
+has a role, and each that holds no tool call a `content` that is a string, the last one too: clients written for TGI
+append it unseen.
 """
 
 import secrets
@@ -72,7 +74,7 @@ class _ChoiceStream:
 
     async def run(self) -> None:
         connection, generation = self._call.connection, self._generation
-        await connection.write(self._frame(ChatCompletionDelta(role="assistant", content="")))
+        await connection.write(self._frame(ChatCompletionDelta(content="")))
         plain = self._parser is None and not self._chat.body.logprobs
         while not generation.finish_reason:
             pieces = await generation.take()
@@ -84,7 +86,8 @@ class _ChoiceStream:
             else:
                 frames = [data for piece in pieces for data in self._frames(piece)]
             if generation.finish_reason:
-                frames.append(self._frame(ChatCompletionDelta(), finish=finish_of(generation, bool(self._calls))))
+                last = ChatCompletionDelta(content="")
+                frames.append(self._frame(last, finish=finish_of(generation, bool(self._calls))))
             if frames:
                 await connection.write(b"".join(frames))
         self._call.succeed(generation)
@@ -97,7 +100,7 @@ class _ChoiceStream:
         if self._parser is not None:
             parts = self._parser.push(piece.text)
             if piece.last:
-                parts += self._parser.finish()
+                parts += self._parser.finish(cut=self._generation.finish_reason == "length")
         if not parts and logprobs is not None:
             parts = [Content("")]
         frames: list[bytes] = []

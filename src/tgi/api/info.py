@@ -18,7 +18,6 @@ from tgi.api.openai_bodies import ChatRequest, ModelInfo, ModelsInfo
 from tgi.api.openapi import build_document
 from tgi.api.service import LONG_TEXT
 from tgi.api.unknown_fields import BodyForm
-from tgi.errors import ValidationError
 from tgi.text.tokenizer import Tokenizer
 from tgi.version import TGI_VERSION, __version__
 
@@ -80,8 +79,6 @@ async def metrics(call: Call) -> None:
 
 async def tokenize(call: Call) -> None:
     body = await call.read_body(_GENERATE)
-    if not body.inputs:
-        raise ValidationError("`inputs` cannot be empty")
     tokenizer, text = call.service.tokenizer, body.inputs
     await _respond_beside(call, lambda: json_response(simple_tokens(tokenizer, text, True)), text)
 

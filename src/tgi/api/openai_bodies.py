@@ -357,8 +357,10 @@ class DeltaToolCall(msgspec.Struct):
 
 
 class ChatCompletionDelta(msgspec.Struct, kw_only=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType | None = UNSET
+    """As TGI's: text or tool calls, never both, and the role with either."""
+
+    role: str = "assistant"
+    content: str | UnsetType = UNSET
     tool_calls: list[DeltaToolCall] | UnsetType = UNSET
 
 

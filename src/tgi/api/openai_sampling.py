@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from tgi.api.errors import ToolError, UnsupportedError
+from tgi.api.errors import UnsupportedError
 from tgi.api.openai_bodies import ChatRequest, CompletionRequest, ResponseFormat, StructuredOutputs
 from tgi.config import ServerConfig
 from tgi.errors import ValidationError
@@ -239,11 +239,6 @@ def response_grammar(form: ResponseFormat | None, config: ServerConfig) -> Gramm
         _require(form.type == "json_object", "`response_format` of type json needs a `value`")
         return any_json()
     return json_grammar(_parsed(value))
-
-
-def check_tools(body: ChatRequest) -> None:
-    if body.tools is not None and body.response_format is not None and body.response_format.type != "text":
-        raise ToolError("Grammar and tools are mutually exclusive")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -96,6 +96,16 @@ def lark_json(schema: object) -> str:
     return f"%json {_encode({**prepare_schema(schema), 'x-guidance': style})}"
 
 
+def lark_term(grammar: Grammar) -> str:
+    """A grammar of JSON or of an expression as a term of a Lark grammar."""
+    if grammar.kind == "json":
+        return f"%json {_encode({**prepare_schema(_decode(grammar.value)), 'x-guidance': _JSON_STYLE})}"
+    if grammar.kind == "regex":
+        source = msgspec.json.decode(LLMatcher.grammar_from_regex(grammar.value))
+        return source["grammars"][0]["lark_grammar"].removeprefix("start: ")
+    raise ValidationError("grammar is not supported")
+
+
 class CompiledGrammar:
     """A grammar for one vocabulary."""
 

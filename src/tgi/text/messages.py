@@ -4,6 +4,7 @@ On the way in, before `ChatTemplate.render`. Messages are plain dicts; the calle
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -15,14 +16,20 @@ TOOL_PROMPT = (
     "name and its value}.Do not use variables.\n"
 )
 
+# As TGI, the server tells the role in every chunk of a stream; OpenAI's Python client adds all of them up and sends the
+# sum back with the message.
+_REPEATED_ASSISTANT = re.compile("(assistant)+")
+
 
 def normalise_messages(
     messages: Sequence[Mapping[str, Any]], template: ChatTemplate | None = None
 ) -> list[dict[str, Any]]:
     """Contents as text and the arguments of calls as objects.
 
-    With `template`, in the form it reads best: parts stay parts where it knows them, calls become text where it shows
-    none, and a message that only calls has the empty content the template asks for.
+    With `template`, in the form it reads best: text is one part where it knows parts, calls become text where it shows
+    none, and a message that only calls has the empty content the template asks for. As in TGI all parts are one text,
+    images too: a template may read the first part alone, and would leave out an image or put a mark for it that stands
+    for nothing, because no model here sees one.
     """
     return [_normalise(message, template) for message in messages]
 
@@ -53,9 +60,14 @@ def append_tool_prompt(
 
 def _normalise(message: Mapping[str, Any], template: ChatTemplate | None) -> dict[str, Any]:
     result = dict(message)
+    if _REPEATED_ASSISTANT.fullmatch(str(result.get("role"))):
+        result["role"] = "assistant"
     content: object = result.get("content")
-    if isinstance(content, list | tuple) and not (template is not None and template.reads_content_parts):
-        result["content"] = "".join(_part_text(part) for part in cast(Sequence[Mapping[str, Any]], content))
+    text = content if isinstance(content, str) else ""
+    if isinstance(content, list | tuple):
+        text = "".join(_part_text(part) for part in cast(Sequence[Mapping[str, Any]], content))
+        reads_parts = template is not None and template.reads_content_parts
+        result["content"] = [{"type": "text", "text": text}] if reads_parts and content else text
     calls: object = result.get("tool_calls")
     if not calls:
         result.pop("tool_calls", None)
@@ -64,7 +76,7 @@ def _normalise(message: Mapping[str, Any], template: ChatTemplate | None) -> dic
         return result
     result["tool_calls"] = [_normalise_call(call) for call in cast(Sequence[Mapping[str, Any]], calls)]
     if template is not None and not template.shows_tool_calls:
-        lines = [result["content"]] if result.get("content") else []
+        lines = [text] if text else []
         result["content"] = "\n".join([*lines, *(_call_text(call) for call in result["tool_calls"])])
     elif content is None:
         result["content"] = None if template is not None and template.needs_null_content else ""

@@ -33,6 +33,8 @@ MARKERS: dict[Family, tuple[str, ...]] = {
     ),
     "json": (),
 }
+# The families whose calls may come without a marker, and are told from content by what they hold.
+BARE: frozenset[Family] = frozenset({"llama3", "json"})
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class ToolFormat:
     def keeps_special_tokens(self) -> bool:
         """Whether the parser must be given the text of special tokens too."""
         return bool(self.special_markers)
+
+    @property
+    def bare(self) -> bool:
+        """Whether a call may come without a marker."""
+        return self.family in BARE
 
     @property
     def short_ids(self) -> bool:

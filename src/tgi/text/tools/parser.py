@@ -4,7 +4,8 @@ On the way out, behind detokenising and stop strings. What is no call is content
 calls. How the text is cut into pieces makes no difference to what comes out in all.
 
 A call is announced as soon as its function is known and its arguments begin; from then on the arguments are passed on
-as the model writes them. What looked like a call and turns out before that point not to be one becomes content.
+as the model writes them. What looked like a call and turns out before that point not to be one becomes content. A call
+that a limit cuts off is told as far as it came, and never as content.
 """
 
 import json
@@ -12,7 +13,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from tgi.text.tools.formats import MARKERS, Family, ToolFormat
 from tgi.text.tools.reader import EndOfTextError, MalformedError, Reader, Steps
@@ -42,8 +43,11 @@ class CallArguments:
 
 
 Event = Content | CallStart | CallArguments
+# What the text may be: content and calls in turn; all content or all calls; calls alone. A grammar sees to the latter.
+Shape = Literal["mixed", "either", "calls"]
 
 _NAME = re.compile(r"[\w.-]+")
+_CUT_NAME = re.compile(r'"(?:name|function)"\s*:\s*"([^"\\]*)\Z')
 _MAX_NAME = 256
 _MAX_SPACE = 64
 # Where a call without a marker may begin: at the start of a line, in a code fence or not.
@@ -56,12 +60,13 @@ _CALL_KEYS = {"name", "function", "type", "id", "arguments", "parameters"}
 class ToolParser:
     """The content and the calls in one answer."""
 
-    def __init__(self, tool_format: ToolFormat, tool_names: Collection[str]) -> None:
+    def __init__(self, tool_format: ToolFormat, tool_names: Collection[str], shape: Shape = "mixed") -> None:
+        self._shape: Shape = shape
         self._family: Family = tool_format.family
         self._special = tool_format.special_markers
         self._names = frozenset(tool_names)
         self._hidden = _HiddenTexts(tool_format.hidden_texts) if tool_format.hidden_texts else None
-        self._bare = self._family in ("llama3", "json")
+        self._bare = tool_format.bare
         self._starts = _start_pattern(self._family, self._bare)
         self._reader = Reader()
         self._events: list[Event] = []
@@ -69,6 +74,8 @@ class ToolParser:
         self._space = ""  # white space that is content only if content follows
         self._long_space = False  # more of it than is worth holding back
         self._after_call = False
+        self._has_content = False
+        self._name: str | None = None  # of the call that is being read and has not begun
         self._steps = self._run()
 
     def push(self, text: str) -> list[Event]:
@@ -79,11 +86,11 @@ class ToolParser:
         next(self._steps, None)
         return self._take_events()
 
-    def finish(self) -> list[Event]:
-        """What is left, when no more text will come."""
+    def finish(self, cut: bool = False) -> list[Event]:
+        """What is left, when no more text will come; `cut` when a limit ended it."""
         if self._hidden is not None:
             self._reader.feed(self._hidden.flush())
-        self._reader.ended = True
+        self._reader.ended, self._reader.cut = True, cut
         next(self._steps, None)
         if not self._after_call:
             self._add_content(self._space)
@@ -112,6 +119,7 @@ class ToolParser:
         if body:
             self._add_content(self._space + body)
             self._space, self._long_space, self._after_call = "", False, False
+            self._has_content = True
         self._space += text[len(body) :]
         if self._long_space or len(self._space) > _MAX_SPACE:
             self._add_content(self._space)
@@ -125,7 +133,7 @@ class ToolParser:
         self._events.append(CallStart(self._num_calls, name))
         self._num_calls += 1
         self._space, self._long_space, self._after_call = "", False, True
-        self._reader.taken = None
+        self._reader.taken = self._name = None
 
     def _arguments(self, text: str) -> None:
         if text:
@@ -139,12 +147,16 @@ class ToolParser:
             num_calls = self._num_calls
             # A special token is hidden from content, as it is everywhere.
             reader.taken = [] if start in self._special else [start]
+            self._name = None
             try:
                 yield from self._read_calls(start.strip())
-            except (MalformedError, EndOfTextError):
+            except (MalformedError, EndOfTextError) as error:
                 taken = "".join(reader.taken or ())
+                another = self._num_calls > num_calls
+                if isinstance(error, EndOfTextError) and reader.cut and (another or self._is_call(start)):
+                    self._cut_call(taken + reader.take(len(reader.unread)), another)
                 # Behind a call, what separates it from the next one is no content.
-                if self._num_calls == num_calls or taken.strip(" \t\r\n,;]`"):
+                elif not another or taken.strip(" \t\r\n,;]`"):
                     self._content(taken)
             reader.taken = None
 
@@ -152,15 +164,44 @@ class ToolParser:
         """Give out content up to where a call may begin, and take what begins it. None at the end of the text."""
         reader = self._reader
         while True:
-            match = self._starts.search(reader.text, reader.position)
+            match = None if self._is_answer else self._starts.search(reader.text, reader.position)
             end = len(reader.text) if match is None else match.start()
             self._content(reader.take(end - reader.position))
-            if match is not None and match["start"] is not None:
+            if self._is_answer:
+                self._content(reader.take(len(reader.unread)))
+            elif match is not None and match["start"] is not None:
                 return reader.take(len(match["start"]))
             if reader.ended:
-                self._content(reader.take(len(reader.unread)))
+                rest = reader.take(len(reader.unread))
+                begins = any(marker.startswith(rest) for marker in MARKERS[self._family])
+                if rest and reader.cut and begins and (self._after_call or self._shape != "mixed"):
+                    self._cut_call("", self._after_call)
+                else:
+                    self._content(rest)
                 return None
             yield
+
+    @property
+    def _is_answer(self) -> bool:
+        """Whether the text is known to hold no calls."""
+        return self._shape == "either" and self._has_content
+
+    def _is_call(self, start: str) -> bool:
+        """Whether what begins so, and no more is known of than has been read, is a call."""
+        return self._name is not None or self._shape == "calls" or start in MARKERS[self._family]
+
+    def _cut_call(self, text: str, another: bool) -> None:
+        """Tell the call whose function is not known or has no arguments yet, if it can only be one.
+
+        `text` is what there is of it. Behind `another` it may be no more than what separates the two.
+        """
+        name = self._name
+        if name is None and (not another or "{" in text):
+            written = _cut_name(self._family, text)
+            names = [name for name in self._names if name.startswith(written)]
+            name = names[0] if len(names) == 1 else None
+        if name is not None:
+            self._start(name)
 
     def _read_calls(self, start: str) -> Steps[None]:
         reader = self._reader
@@ -214,6 +255,7 @@ class ToolParser:
         reader = self._reader
         name: str | None = None
         arguments: str | None = None  # until the name is known, or for good
+        self._name = None
         num_calls = self._num_calls
         while True:
             yield from reader.skip_space()
@@ -231,6 +273,7 @@ class ToolParser:
             elif key == "name" or (key == "function" and first == '"'):
                 name = yield from reader.take_string()
                 self._check_name(name, names)
+                self._name = name
             elif key == "function" and first == "{":
                 name, arguments = _read_function((yield from self._buffer_value()))
                 self._check_name(name, names)
@@ -284,6 +327,8 @@ class ToolParser:
             yield from self._read_json(None)
             return
         name = yield from reader.take_all(_NAME)
+        known = bool(name) and reader.position < len(reader.text)
+        self._name = name if known else None
         if (yield from reader.try_literal("[CALL_ID]")):
             yield from reader.take_until("[ARGS]", _MAX_NAME)
         else:
@@ -299,9 +344,11 @@ class ToolParser:
         name = yield from reader.take_until(separator, _MAX_NAME)
         if name.strip() == "function":
             name = yield from reader.take_until("\n", _MAX_NAME)
+            self._name = name.strip() or None
             yield from reader.skip_space()
             yield from reader.try_literal("```json")
             yield from reader.skip_space()
+        self._name = name.strip() or None
         yield from self._read_arguments(name.strip())
         reader.taken = []
         for literal in ("```", end):
@@ -346,6 +393,18 @@ def _as_object(text: str) -> str:
     if not (text.startswith("{") and text.endswith("}")):
         raise MalformedError
     return text
+
+
+def _cut_name(family: Family, text: str) -> str:
+    """What a call that was cut off says of its function's name: the beginning of it, or nothing."""
+    text = text.removeprefix(MARKERS[family][0] if MARKERS[family] else "").strip()
+    if family == "deepseek":
+        name = text.removeprefix("function").removeprefix(MARKERS["deepseek"][2])
+        return "" if "function".startswith(name) else name
+    if family.startswith("mistral") and _NAME.fullmatch(text):
+        return text
+    match = _CUT_NAME.search(text)
+    return "" if match is None else match[1]
 
 
 def _ignore(text: str) -> None:

@@ -33,6 +33,7 @@ class Reader:
         self.text = ""
         self.position = 0
         self.ended = False
+        self.cut = False  # ended by a limit, not by the one who writes
         self.taken: list[str] | None = None
 
     def feed(self, text: str) -> None:
@@ -87,7 +88,11 @@ class Reader:
             if unread == literal:
                 self.take(len(literal))
                 return True
-            if self.ended or not literal.startswith(unread):
+            if not literal.startswith(unread):
+                return False
+            if self.ended:
+                if self.cut and unread:
+                    raise EndOfTextError
                 return False
             yield
 
@@ -133,6 +138,8 @@ class Reader:
             emit(json.dumps((yield from self.take_string()), ensure_ascii=False))
         else:
             scalar = yield from self.take_all(_SCALAR)
+            if self.cut and self.position == len(self.text):
+                raise EndOfTextError
             if not scalar:
                 raise MalformedError
             emit(scalar)
