@@ -104,6 +104,10 @@ def check_make(command: Command) -> None:
 
 
 def check_docker(command: Command) -> None:
+    if "inspect" in command.words:  # of a base
+        bases = "".join(path.read_text() for path in (ROOT / "docker").glob("*.Dockerfile"))
+        assert any(f"BASE_IMAGE={word}\n" in bases for word in command.words)
+        return
     assert command.words[1] == "run"
     place, image = next((n, word) for n, word in enumerate(command.words) if word.startswith("tgi-"))
     assert (ROOT / "docker" / f"{image.removeprefix('tgi-')}.Dockerfile").is_file()
@@ -142,14 +146,19 @@ READ: dict[str, Callable[[Command], object]] = {
 }
 
 
+PROGRAMS = {name.split()[0] for name in RUN | READ.keys()}
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=name_of)
 def test_a_block_says_what_it_is(block):
     if block.language == "json":
         json.loads(block.text)
     elif block.language == "bash":
         assert [command.text for command in commands_of(block) if command.program not in RUN | READ.keys()] == []
+    elif block.language == "text":  # what a program shows: no command hides there
+        assert not any(line.split()[:1] and line.split()[0] in PROGRAMS for line in block.text.splitlines())
     else:
-        assert block.language in ("python", "text")
+        assert block.language == "python"
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.program in READ], ids=name_of)
@@ -200,6 +209,15 @@ def test_files_that_the_docs_name_exist():
         for path in re.findall(r"`((?:tests|bench|docker|src|docs)/[\w./-]+\.\w+)(?: [^`]*)?`", page.read_text())
     }
     assert len(named) > 10 and [path for path in sorted(named) if not (ROOT / path).is_file()] == []
+
+
+def test_metrics_of_the_docs_are_those_of_the_server():
+    source = (ROOT / "src" / "tgi" / "api" / "metrics.py").read_text()
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("observability.md", "buckets.md"))
+    made = set(re.findall(r'"(tgi_[a-z_]+)"', source))
+    assert len(made) > 30 and made == {
+        re.sub(r"_(bucket|sum)$", "", name) for name in re.findall(r"\b(tgi_[a-z_]+)", pages)
+    }
 
 
 # -- running -------------------------------------------------------------------------------------------------------
