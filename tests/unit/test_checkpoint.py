@@ -116,7 +116,7 @@ def test_index_places_a_tensor_wrongly(tmp_path: Path) -> None:
         ("{", "not valid JSON"),
         ("[" * 100000, "not valid JSON"),
         ("\xff", "not valid JSON"),
-        ("[]", "no `weight_map`"),
+        ("[]", "must hold a JSON object"),
         ("{}", "no `weight_map`"),
         ('{"weight_map": {"a": 5}}', "no .safetensors file of this folder"),
         ('{"weight_map": {"a": "../model-1.safetensors"}}', "no .safetensors file of this folder"),

@@ -66,7 +66,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 def test_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ModelFormatError, match="cannot be read"):
+    with pytest.raises(ModelFormatError, match="is a folder, not a file"):
         GgufFile.open(tmp_path)
 
 

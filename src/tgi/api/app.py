@@ -30,6 +30,7 @@ from tgi.api.logs import fields
 from tgi.api.refusals import log_refusal
 from tgi.api.service import Service
 from tgi.errors import TgiError
+from tgi.text.panics import reraise_unless_failure
 
 log = logging.getLogger("tgi.api")
 
@@ -200,7 +201,8 @@ class App:
                 raise
             task.uncancel()
             call.drop()
-        except Exception:
+        except BaseException as error:
+            reraise_unless_failure(error)
             log.exception("a route failed", extra=fields(request_id=request.id, route=route.path))
             call.span.fail("internal")
             error = InternalError()

@@ -243,6 +243,17 @@ def cache_folder(config: ServerConfig, environment: Mapping[str, str] | None = N
     """Where converted models and compiled kernels are kept."""
     environment = os.environ if environment is None else environment
     if config.cache_dir:
-        return Path(config.cache_dir).expanduser()
-    base = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return expand_home(config.cache_dir, "cache_dir")
+    base = environment.get("XDG_CACHE_HOME") or expand_home("~/.cache", "cache_dir")
     return Path(base) / "tgi"
+
+
+def expand_home(path: str, setting: str) -> Path:
+    """A path that may begin with `~`. Raises `StartError` where nobody knows what that is, as in bare containers."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise StartError(
+            f"`{setting}`: {path} cannot be found: nothing says where that home folder is (neither HOME nor an entry in"
+            f" passwd). Set HOME, or give `{setting}` as a path from the root."
+        ) from None

@@ -266,7 +266,32 @@ _NOT_NEGATIVE = (
     "graceful_termination_timeout",
     "speculate",
 )
+# Names and paths, which are looked for on disk or on the hub.
+_NAMES = (
+    "model_id",
+    "revision",
+    "tokenizer_config_path",
+    "huggingface_hub_cache",
+    "weights_cache_override",
+    "cache_dir",
+    "quant_config",
+    "client_header",
+)
+_MAX_NAME, _MAX_PART = 4096, 255  # bytes: the longest path there can be, and the longest name in it
 PORTS = ("port", "prometheus_port", "master_port", "aip_http_port")
+
+
+def _check_name(name: str, value: str | None) -> None:
+    if value is None:
+        return
+    size = len(value.encode(errors="replace"))
+    if size > _MAX_NAME:
+        raise StartError(f"`{name}` has {size} bytes, and no name or path has more than {_MAX_NAME}")
+    longest = max(len(part.encode(errors="replace")) for part in value.split("/"))
+    if longest > _MAX_PART:
+        raise StartError(f"`{name}` has a name of {longest} bytes in it, and no file has one of more than {_MAX_PART}")
+    if any(ord(character) < 32 or character == "\x7f" for character in value):
+        raise StartError(f"`{name}` holds control characters, which no name or path has. Given: {value[:60]!r}")
 
 
 def _check_values(config: ServerConfig) -> None:
@@ -274,6 +299,8 @@ def _check_values(config: ServerConfig) -> None:
         value = getattr(config, name)
         if value is not None and value not in choices:
             raise StartError(f"`{name}` must be one of {', '.join(choices)}. Given: {value}")
+    for name in _NAMES:
+        _check_name(name, getattr(config, name))
     for name in _POSITIVE:
         value = getattr(config, name)
         if value is not None and value <= 0:

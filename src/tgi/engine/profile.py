@@ -4,9 +4,8 @@ Level 7. The server's loop looks at `is_on` after each step, and does nothing mo
 """
 
 import sys
-from pathlib import Path
 
-from tgi.config import ServerConfig
+from tgi.config import ServerConfig, expand_home
 from tgi.errors import StartError
 from tgi.runner.profile import StepProfiler, check_folder
 from tgi.types import Profile, Profiled
@@ -16,7 +15,7 @@ _RANK = 0
 
 class Profiling:
     def __init__(self, config: ServerConfig) -> None:
-        self._folder = Path(config.prof_path).expanduser()
+        self._folder = expand_home(config.prof_path, "prof_path")
         self._record_shapes = config.prof_record_shapes
         self._profiler: StepProfiler | None = None
         self.is_on = False

@@ -7,14 +7,15 @@ import time
 from contextlib import suppress
 
 from tgi.engine.build import Engine
-from tgi.errors import ValidationError
+from tgi.errors import ModelFormatError, ValidationError
 from tgi.types import GenerationRequest, SamplingParams
 
 _PROMPT_TOKENS, _NEW_TOKENS = 8, 3
 
 
 def warm_up(engine: Engine, grammars: bool = True) -> float:
-    """Seconds it took. Raises `EngineError` if the device cannot compute. Leaves nothing in the prefix cache's way."""
+    """Seconds it took. Raises `EngineError` if the device cannot compute, `ModelFormatError` if the
+    model's scores are not finite. Leaves nothing in the prefix cache's way."""
     started = time.perf_counter()
     resolved = engine.resolved
     new_tokens = min(_NEW_TOKENS, resolved.max_total_tokens - 1)
@@ -42,4 +43,10 @@ def _run(engine: Engine, lengths: list[int], new_tokens: int) -> None:
         )
         engine.loop.add(request)
     while engine.loop.has_work:
-        engine.loop.step()
+        out = engine.loop.step()
+        failed = [finish for finish in out.finished if finish.reason == "error"] if out is not None else []
+        if failed:
+            raise ModelFormatError(
+                f"{engine.facts.model_id}: the first steps failed: {failed[0].error}. The weights are damaged (NaN or"
+                f" infinite values), or too large for {engine.facts.dtype}: download them again or change `dtype`."
+            )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tgi.config import ModelSize, ServerConfig, cache_folder, resolve
+from tgi.config import ModelSize, ServerConfig, cache_folder, expand_home, resolve
 from tgi.devices.driver import read_driver
 from tgi.errors import StartError, TgiError
 from tgi.launch.arguments import build_parser, read_arguments
@@ -41,6 +41,7 @@ class Facts(msgspec.Struct, kw_only=True):
     blocks: dict[str, tuple[str, int]] = {}  # matrices in quantised blocks: kind and bytes
     has_tokenizer: bool
     finds_chat_template: Callable[[], bool]
+    check_tokenizer: Callable[[], object] = lambda: None  # raises when it cannot be used
     download_bytes: int = 0  # not yet in the cache
 
 
@@ -78,12 +79,13 @@ def main(arguments: Sequence[str] | None = None, prog: str = "tgi check") -> int
         parser.add_argument("--json", action="store_true", default=False, help="the report as JSON")
         options = parser.parse_args(arguments)
         launch = read_arguments(options, os.environ)
+        config = launch.config
+        if getattr(options, "model", None) is not None:
+            config = msgspec.structs.replace(config, model_id=options.model)
+            config.check()
     except TgiError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    config = launch.config
-    if getattr(options, "model", None) is not None:
-        config = msgspec.structs.replace(config, model_id=options.model)
     return run_guarded(lambda: _run(config, launch.notes, options.json))
 
 
@@ -134,13 +136,13 @@ def _look_at(config: ServerConfig) -> Facts:
     from tgi.weights.source import find_only_gguf, may_be_hub_id, not_found
 
     model = config.model_id
-    path = Path(model).expanduser()
+    path = expand_home(model, "model_id")
     if model == embedded.NAME:
         return _look_at_gguf(embedded.find_embedded())
     if model and path.is_file():
         return _look_at_gguf(path)
     if model and path.is_dir():
-        return _look_at_folder(config, path) if (path / CONFIG).is_file() else _look_at_gguf(find_only_gguf(path))
+        return _look_at_folder(config, path) if (path / CONFIG).exists() else _look_at_gguf(find_only_gguf(path))
     if not may_be_hub_id(model):
         raise not_found(model)
     return _look_at_hub(config)
@@ -171,9 +173,9 @@ def _look_at_gguf(path: Path) -> Facts:
 
 
 def _look_at_folder(config: ServerConfig, folder: Path) -> Facts:
-    weights = Path(config.weights_cache_override or folder).expanduser()
+    weights = expand_home(config.weights_cache_override or str(folder), "weights_cache_override")
     dummy = config.load_format == "dummy"
-    return _describe(folder, lambda: {} if dummy else _local_shapes(weights), (folder / "tokenizer.json").is_file())
+    return _describe(folder, lambda: {} if dummy else _local_shapes(weights), (folder / "tokenizer.json").exists())
 
 
 def _look_at_hub(config: ServerConfig) -> Facts:
@@ -199,6 +201,7 @@ def _look_at_hub(config: ServerConfig) -> Facts:
 def _describe(folder: Path, read_shapes: Callable[[], Shapes], has_tokenizer: bool) -> Facts:
     from tgi.models.registry import read_config
     from tgi.text.chat_template import ChatTemplate
+    from tgi.text.tokenizer import Tokenizer
 
     config = read_config(folder)
     return Facts(
@@ -207,6 +210,7 @@ def _describe(folder: Path, read_shapes: Callable[[], Shapes], has_tokenizer: bo
         read_shapes=read_shapes,
         has_tokenizer=has_tokenizer,
         finds_chat_template=lambda: ChatTemplate.load(folder).found,
+        check_tokenizer=lambda: Tokenizer.load(folder) if has_tokenizer else None,
     )
 
 
@@ -235,7 +239,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
 
     report.download_bytes = facts.download_bytes
     architectures = facts.config.get("architectures")
-    report.architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else None
+    report.architecture = str(architectures[0])[:80] if isinstance(architectures, list) and architectures else None
     report.is_supported = report.architecture in ARCHITECTURES
     report.quantization = name_quantization(facts.config)
     spec = read_spec(Config(facts.config, facts.source))
@@ -244,6 +248,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     report.tokenizer = facts.has_tokenizer
     if not facts.has_tokenizer:
         report.problems = ["there is no tokenizer.json, so text cannot be turned into tokens"]
+    facts.check_tokenizer()
     report.chat_template = facts.finds_chat_template()
     if not report.chat_template:
         report.notes = ["there is no chat template: chat requests will be refused"]

@@ -3,13 +3,12 @@
 Level 5. One line per architecture; modules are imported when they are needed.
 """
 
-import json
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from tgi.errors import ModelFormatError, ModelNotFoundError
+from tgi.files import read_json_object, shorten
 from tgi.models.spec import Config, DecoderSpec
 from tgi.weights.quantization import quantization_beside, read_quantization
 
@@ -23,13 +22,9 @@ ARCHITECTURES = {
 def read_config(folder: Path) -> Config:
     path = folder / "config.json"
     try:
-        fields: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        fields = read_json_object(path)
+    except (FileNotFoundError, NotADirectoryError):
         raise ModelNotFoundError(f"{folder} has no config.json: it is not a model folder") from None
-    except (ValueError, OSError) as error:
-        raise ModelFormatError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ModelFormatError(f"{path} must hold a JSON object")
     return Config({**fields, **quantization_beside(fields, folder)}, str(path))
 
 
@@ -43,6 +38,7 @@ def read_spec(config: Config) -> DecoderSpec:
             quantization = read_quantization(config.fields, config.source)
             spec = import_module(f"tgi.models.{ARCHITECTURES[name]}").read_spec(config)
             return replace(spec, quantization=quantization)
+    name = shorten(architectures[0])
     raise ModelFormatError(
-        f"{config.source}: architecture {architectures[0]!r} is not supported. Supported: {', '.join(ARCHITECTURES)}"
+        f"{config.source}: architecture {name} is not supported. Supported: {', '.join(ARCHITECTURES)}"
     )

@@ -3,12 +3,12 @@
 Level 5.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tgi.errors import ModelFormatError
+from tgi.files import shorten
 from tgi.layers.rotary import RopeSpec
 from tgi.weights.quantization import Quantization
 
@@ -41,6 +41,20 @@ class DecoderSpec:
         return 2 * self.num_layers * num_kv_heads * self.head_dim * element_bytes
 
 
+# Far beyond any model, and small enough that what follows from them can be computed before anything is allocated.
+_MOST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+}
+_MOST_OF_ANY = 2**62
+_LARGEST = 10**30
+
+
 class Config:
     """A Hugging Face config whose missing or wrong fields are named in the error."""
 
@@ -52,33 +66,39 @@ class Config:
         value = self.fields.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ModelFormatError(f"{self.source}: `{name}` must be a positive integer, it is {value!r}")
+            raise ModelFormatError(f"{self.source}: `{name}` must be a positive integer, it is {shorten(value)}")
+        most = _MOST.get(name, _MOST_OF_ANY)
+        if value > most:
+            raise ModelFormatError(f"{self.source}: `{name}` must be at most {most}, it is {shorten(value)}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self.fields.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelFormatError(f"{self.source}: `{name}` must be a number, it is {value!r}")
-        return float(value)
+            raise ModelFormatError(f"{self.source}: `{name}` must be a number, it is {shorten(value)}")
+        return float(max(-_LARGEST, min(value, _LARGEST))) if isinstance(value, int) else value  # others overflow
 
     def positive(self, name: str, default: float | None = None) -> float:
         value = self.number(name, default)
-        if not (math.isfinite(value) and value > 0):
-            raise ModelFormatError(f"{self.source}: `{name}` must be > 0, it is {value}")
+        if not 0 < value < _LARGEST:  # nor may it be NaN
+            raise ModelFormatError(f"{self.source}: `{name}` must be > 0 and < {_LARGEST:g}, it is {value}")
         return value
 
     def optional_integer(self, name: str) -> int | None:
         return None if self.fields.get(name) is None else self.integer(name)
 
     def optional_number(self, name: str) -> float | None:
-        return None if self.fields.get(name) is None else self.number(name)
+        value = None if self.fields.get(name) is None else self.number(name)
+        if value is not None and not abs(value) < _LARGEST:
+            raise ModelFormatError(f"{self.source}: `{name}` must be finite, it is {value}")
+        return value
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.fields.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise ModelFormatError(f"{self.source}: `{name}` must be true or false, it is {value!r}")
+            raise ModelFormatError(f"{self.source}: `{name}` must be true or false, it is {shorten(value)}")
         return value
 
     def text(self, name: str, default: str) -> str:
@@ -93,7 +113,7 @@ def read_rope(config: Config, head_dim: int, max_positions: int) -> RopeSpec:
     """Rotary facts from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones)."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
-        raise ModelFormatError(f"{config.source}: the rotary settings must be an object, they are {scaling!r}")
+        raise ModelFormatError(f"{config.source}: the rotary settings must be an object, they are {shorten(scaling)}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     inner = Config({"rope_theta": config.get("rope_theta"), **scaling}, config.source)
     share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))

@@ -4,7 +4,6 @@ First step of loading, shared by the tokenizer and the chat template so that bot
 be absent; a file that is present must be readable. Knows nothing of the model's weights or dimensions.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +11,7 @@ from typing import Any, cast
 from tokenizers import AddedToken
 
 from tgi.errors import ModelFormatError
+from tgi.files import read_json_object
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,9 @@ def read_tokenizer_config(path: Path) -> dict[str, Any]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value: object = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except OSError as error:
-        raise ModelFormatError(f"{path} cannot be read: {error.strerror}. Check the file's permissions.") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{path} is not valid JSON: {error}. Download the model again.") from error
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{path} must hold a JSON object. Download the model again.")
-    return cast(dict[str, Any], value)
 
 
 def read_special_tokens(folder: Path, config: dict[str, Any] | None = None) -> SpecialTokens:

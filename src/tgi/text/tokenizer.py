@@ -14,7 +14,9 @@ from typing import Any, Self, cast
 import tokenizers
 
 from tgi.errors import ModelFormatError, ValidationError
+from tgi.files import MAX_JSON_BYTES, check_plain_file, shorten
 from tgi.text.model_folder import SpecialTokens, read_json, read_special_tokens
+from tgi.text.panics import reraise_unless_failure
 from tgi.text.token_texts import TokenTexts, decodes_tokens_apart
 
 # Folders write "no limit" as a huge number; no model reads this many tokens.
@@ -110,7 +112,8 @@ class Tokenizer:
             return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         except (TypeError, UnicodeError) as error:  # a lone surrogate, which no UTF-8 text holds
             raise ValidationError(f"tokenizer error {error}") from error
-        except Exception as error:  # plain ones of the library: a text that has neither tokens nor an unknown token
+        except BaseException as error:  # plain ones of the library: a text that has neither tokens nor an unknown token
+            reraise_unless_failure(error)  # a panic: its expressions have limits of their own
             raise ValidationError(
                 f"tokenizer error `inputs` holds text that this model's tokenizer cannot encode: {error}"
             ) from error
@@ -141,14 +144,18 @@ class Tokenizer:
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
+    if not path.exists():
         raise ModelFormatError(
             f"{path} is missing, and it holds the tokenizer. Download the model again, or write the file with "
             "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers."
         )
     try:
+        check_plain_file(path, MAX_JSON_BYTES)
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception for every kind of bad file
+    except ModelFormatError:
+        raise
+    except BaseException as error:  # the library raises plain Exception for every kind of bad file
+        reraise_unless_failure(error)
         raise ModelFormatError(f"{path} is not a valid tokenizer: {error}. Download the model again.") from error
 
 
@@ -185,7 +192,8 @@ def read_ids(folder: Path, file: str, key: str) -> frozenset[int]:
     values = cast(list[object], value) if isinstance(value, list) else [value]
     ids: set[int] = set()
     for item in values:
-        if not isinstance(item, int):
-            raise ModelFormatError(f"{folder / file}: `{key}` must be a token id or a list of them, found {value!r}.")
+        if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < 2**31:
+            shown = shorten(cast(object, value))
+            raise ModelFormatError(f"{folder / file}: `{key}` must be a token id or a list of them, found {shown}.")
         ids.add(item)
     return frozenset(ids)

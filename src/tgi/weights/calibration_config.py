@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tgi.config import expand_home
 from tgi.errors import StartError
 from tgi.weights.calibration_scales import (
     DEFAULT_METHOD,
@@ -144,7 +145,7 @@ class CalibrationConfig:
 
 def read_calibration(path: Path) -> CalibrationConfig:
     try:
-        value = json.loads(path.expanduser().read_text(encoding="utf-8"))
+        value = json.loads(expand_home(str(path), "quant_config").read_text(encoding="utf-8"))
     except OSError as error:
         raise StartError(
             f"`quant_config` {path} cannot be read: {error.strerror}. It is the JSON file that says what to measure or"
@@ -208,7 +209,7 @@ class _Reader:
 
     def _stats(self) -> Path:
         text = self._text("dump_stats_path", "stats")
-        path = Path(text).expanduser()
+        path = expand_home(text, "dump_stats_path")
         if not path.name:
             raise self.refuse("dump_stats_path", "it is a folder and the first part of file names, such as out/measure")
         return path

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tgi.errors import ModelFormatError
+from tgi.files import check_plain_file, read_json_object
 from tgi.weights.model_files import BLOCKS, INDEX, WEIGHTS, explain_pickles
 from tgi.weights.upload import Identity, Span, Upload, identify
 
@@ -193,12 +194,13 @@ def _range(wanted: Wanted, shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _open(path: Path) -> _File:
     try:
-        opened = safe_open(path, framework="pt").__enter__()
-        with path.open("rb") as file:
+        check_plain_file(path)
+        with path.open("rb") as file:  # which tells why a file cannot be read; safetensors says that it is not there
+            opened = safe_open(path, framework="pt").__enter__()
             identity = identify(file.fileno())
             header_bytes = int.from_bytes(file.read(8), "little")
-            tensors = json.loads(file.read(header_bytes).decode())
-    except (SafetensorError, OSError, ValueError) as error:
+            tensors = json.loads(file.read(header_bytes).decode(), object_pairs_hook=_without_duplicates)
+    except (SafetensorError, OSError, ValueError, RecursionError, MemoryError) as error:
         cause = " ".join(str(error).split())
         raise ModelFormatError(
             f"{path}: is not a sound safetensors file: {cause}. Download or copy the file again."
@@ -209,11 +211,19 @@ def _open(path: Path) -> _File:
     return _File(path, opened, identity, 8 + header_bytes, tensors)
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """One name for two places would be read here as one of them and by safetensors as the other."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is in its header twice")
+    return found
+
+
 def _weight_files(folder: Path, listed: dict[str, str]) -> list[Path]:
     if listed:
         paths = [folder / name for name in sorted(set(listed.values()))]
         for path in paths:
-            if not path.is_file():
+            if not path.exists():
                 raise ModelFormatError(f"{path}: is listed in {INDEX} but missing. Download the model again.")
         return paths
     if (folder / WEIGHTS).is_file():
@@ -229,11 +239,7 @@ def _weight_files(folder: Path, listed: dict[str, str]) -> list[Path]:
 
 def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{path}: is not valid JSON ({error}). Download the file again.") from error
-    listed = content.get("weight_map") if isinstance(content, dict) else None
+    listed = read_json_object(path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ModelFormatError(f"{path}: has no `weight_map`. Download the file again.")
     for name in listed.values():

@@ -18,6 +18,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from tgi.errors import ModelFormatError, ModelNotFoundError
+from tgi.files import check_plain_file
 
 AGAIN = "Download or copy the file again"
 UNSUPPORTED = "Use a GGUF file of a Llama or Qwen2 model, or the original model with safetensors weights"
@@ -55,6 +56,7 @@ class GgufFile:
     def open(cls, path: Path) -> "GgufFile":
         """Map `path` and read its header; raises `ModelFormatError` for anything that is not a sound GGUF file."""
         try:
+            check_plain_file(path)
             with path.open("rb") as file:
                 size = file.seek(0, 2)
                 if size < 24:

@@ -4,7 +4,6 @@ Level 2. Three ways to write the same thing down (`fp8`, `compressed-tensors`, `
 what is not FP8 is refused with the reason. The matrices themselves are read in `fp8_matrix`.
 """
 
-import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tgi.errors import ModelFormatError, StartError
+from tgi.files import read_json_object
 from tgi.weights.calibration import StaticScales
 from tgi.weights.declare import Declared
 from tgi.weights.model_files import QUANTIZATION_BESIDE
@@ -99,11 +99,10 @@ def quantization_beside(config: Mapping[str, Any], folder: Path) -> dict[str, An
         return {"quantization_config": {"quant_method": "mlx", **elsewhere}}
     for name, method in QUANTIZATION_BESIDE.items():
         try:
-            found: Any = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found = read_json_object(folder / name)
+        except (OSError, ModelFormatError):
             continue
-        if isinstance(found, Mapping):
-            return {"quantization_config": {"quant_method": method, **found}}
+        return {"quantization_config": {"quant_method": method, **found}}
     return {}
 
 

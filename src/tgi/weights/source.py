@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from tgi.config import ServerConfig, cache_folder, hub_token
+from tgi.config import ServerConfig, cache_folder, expand_home, hub_token
 from tgi.errors import ModelFormatError, ModelNotFoundError
+from tgi.files import check_plain_file, shorten
 from tgi.weights import embedded
 from tgi.weights.cache import is_complete
 from tgi.weights.convert import cache_folder as converted_folder
@@ -60,7 +61,11 @@ def find_model(
 
 def hub_access(config: ServerConfig) -> HubAccess:
     cache = config.huggingface_hub_cache
-    return HubAccess(offline=config.offline, cache_dir=Path(cache).expanduser() if cache else None, token=hub_token())
+    return HubAccess(
+        offline=config.offline,
+        cache_dir=expand_home(cache, "huggingface_hub_cache") if cache else None,
+        token=hub_token(),
+    )
 
 
 def resolve_model(
@@ -82,7 +87,7 @@ def resolve_model(
     """
     if model == embedded.NAME:
         found = _resolve_embedded(cache_dir, progress)
-    elif model and (path := Path(model).expanduser()).is_dir():
+    elif model and (path := expand_home(model, "model_id")).is_dir():
         found = _resolve_folder(model, path, cache_dir, progress)
     elif model and path.is_file():
         found = _resolve_file(model, path, cache_dir, progress)
@@ -99,11 +104,11 @@ def resolve_model(
 
 
 def not_found(model: str) -> ModelNotFoundError:
-    return ModelNotFoundError(f"Model {model!r} not found: there is no such file or folder. {_FORMS}")
+    return ModelNotFoundError(f"Model {shorten(model)} not found: there is no such file or folder. {_FORMS}")
 
 
 def _weights_folder(override: str) -> Path:
-    folder = Path(override).expanduser()
+    folder = expand_home(override, "weights_cache_override")
     if not folder.is_dir() or not any(folder.glob("*.safetensors")):
         raise ModelNotFoundError(
             f"`weights_cache_override` {override!r} is no folder with .safetensors files. Leave it out to use the"
@@ -142,7 +147,7 @@ def _resolve_embedded(cache_dir: Path, progress: Progress) -> ModelFolder:
 
 
 def _resolve_folder(model: str, path: Path, cache_dir: Path, progress: Progress) -> ModelFolder:
-    if (path / CONFIG).is_file():
+    if (path / CONFIG).exists():
         return ModelFolder(model_id=model, path=path, note=f"files in {path}")
     return _resolve_file(model, find_only_gguf(path), cache_dir, progress)
 
@@ -160,6 +165,7 @@ def find_only_gguf(folder: Path) -> Path:
 
 def _resolve_file(model: str, path: Path, cache_dir: Path, progress: Progress) -> ModelFolder:
     try:
+        check_plain_file(path)
         digest = probe_digest(path)
     except OSError as error:
         raise ModelFormatError(f"{path}: cannot be read: {error.strerror}. Check the path and its rights.") from error
