@@ -26,7 +26,8 @@ check: lint  ## what to run before each commit: lint, then the fast tests (under
 
 # Tests of the server start processes and want the machine for themselves; the others share it, a file at a time.
 test: $(READY)  ## run all tests
-	$(BIN)/python -m pytest tests/api tests/faults
+	-@$(BIN)/python tests/clients/install.py
+	$(BIN)/python -m pytest tests/api tests/faults tests/clients
 	$(BIN)/python -m pytest $(SHARED) tests/models tests/devices $(FAST_TESTS)
 
 test-cuda:  ## run the device suite on a GPU (PYTHON: one with torch for CUDA, Triton and the test packages)
@@ -75,4 +76,4 @@ $(READY): $(LOCKS) pyproject.toml
 	@touch $(READY)
 
 clean:  ## remove the environments
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-clients tests/clients/node/node_modules

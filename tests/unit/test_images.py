@@ -207,7 +207,16 @@ def test_images_install_all_that_the_program_needs_and_nothing_else() -> None:
     assert all(block in lock for block in blocks.values())
 
 
-@pytest.mark.parametrize("lock", ["requirements.lock", "requirements-cpu.lock", "requirements-cuda.lock"])
+LOCKS = [
+    "requirements.lock",
+    "requirements-cpu.lock",
+    "requirements-cuda.lock",
+    "tests/clients/python/openai2.lock",
+    "tests/clients/python/openai3.lock",
+]
+
+
+@pytest.mark.parametrize("lock", LOCKS)
 def test_every_version_is_exact_and_has_hashes(lock: str) -> None:
     text = (ROOT / lock).read_text()
     assert not re.search(r"https?://|--\w*-?index|--find-links", text)
@@ -216,7 +225,20 @@ def test_every_version_is_exact_and_has_hashes(lock: str) -> None:
     for line in pins:
         assert re.fullmatch(r"[a-z0-9-]+==[^\s;]+( ; .+)? \\", line), line
         assert lines[lines.index(line) + 1].startswith("    --hash=sha256:")
-    assert len(pins) == len({line.partition("==")[0] for line in pins})
+    assert len(pins) == len({(line.partition("==")[0], line.partition(" ; ")[2]) for line in pins})
+    assert ("torch" in {line.partition("==")[0] for line in pins}) == (
+        lock in ("requirements.lock", "requirements-cpu.lock")
+    )
+
+
+def test_npm_packages_have_hashes_and_no_host() -> None:
+    lock = json.loads((ROOT / "tests/clients/node/package-lock.json").read_text())
+    packages = {name: package for name, package in lock["packages"].items() if name}
+    assert len(packages) > 10
+    for name, package in packages.items():
+        assert package["integrity"].startswith("sha512-") and "resolved" not in package, name
+    wanted = json.loads((ROOT / "tests/clients/node/package.json").read_text())["dependencies"]
+    assert all(re.fullmatch(r"[0-9.]+", version) for version in wanted.values())
 
 
 # -- the entrypoint ------------------------------------------------------------------------------------------------
