@@ -50,6 +50,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     best_of: int = 1
     top_n_tokens: int = 0
     decoder_input_details: bool = False  # log-probabilities of the prompt
+    prompt_top_n_tokens: int = 0  # and so many of the best ids in the place of each of its tokens, where a device can
 
     @property
     def samples(self) -> bool:
@@ -102,6 +103,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require(self.seed is None or 0 <= self.seed <= MAX_SEED, "`seed` must be >= 0 and < 2^64")
         _require(self.seed is None or self.best_of == 1, "`seed` must not be set when `best_of` > 1")
         _require(self.top_n_tokens >= 0, "`top_n_tokens` must be >= 0")
+        _require(0 <= self.prompt_top_n_tokens <= 100, "`prompt_top_n_tokens` must be >= 0 and <= 100")
         for token_id, bias in self.logit_bias.items():
             if not abs(bias) <= MAX_BIAS:
                 raise ValidationError(
@@ -228,6 +230,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     row: int
     start: int
     logprobs: list[float]
+    top_ids: list[list[int]] = []  # the best in each place, best first; none where nobody asked
+    top_logprobs: list[list[float]] = []
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -658,6 +658,47 @@ def test_echo_and_logprobs_of_completions(http: httpx.Client) -> None:
     assert refused(http, COMPLETIONS, logprobs=6)["param"] == "logprobs"
 
 
+def test_best_tokens_in_the_places_of_the_prompt(http: httpx.Client) -> None:
+    """A prompt's token is the greedy choice in its place if it is as likely as the best one there."""
+    text = COUNT + " three, four, five"
+    logprobs = complete(http, prompt=text, max_tokens=0, echo=True, logprobs=3)["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"][0] is None
+    assert all(len(tops) == 3 for tops in logprobs["top_logprobs"][1:])
+    parallel = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+    for token, value, tops in list(parallel)[1:]:
+        assert list(tops.values()) == sorted(tops.values(), reverse=True)
+        assert value <= max(tops.values())
+        assert token not in tops or tops[token] == value
+    greedy = [next(iter(tops)) for tops in logprobs["top_logprobs"][-5:]]
+    assert greedy == logprobs["tokens"][-5:] == [" three", ",", " four", ",", " five"]
+    last = zip(logprobs["token_logprobs"][-5:], logprobs["top_logprobs"][-5:], strict=True)
+    assert all(value == max(tops.values()) for value, tops in last)
+
+
+def test_tokens_cut_inside_a_character(http: httpx.Client) -> None:
+    """They are told byte by byte, as OpenAI does: two of them never look alike, and nothing is lost."""
+    text = "Emoji: 😀 and 鑫 end"
+    found = complete(http, prompt=text, max_tokens=0, echo=True, logprobs=2)["choices"][0]["logprobs"]
+    cut = [token for token in found["tokens"] if token.startswith("bytes:")]
+    assert len(cut) >= 2
+    assert "\ufffd" not in "".join(found["tokens"])
+    data = b"".join(
+        re.sub(rb"\\x([0-9a-f]{2})", lambda match: bytes.fromhex(match[1].decode()), token[6:].encode())
+        if token.startswith("bytes:")
+        else token.encode()
+        for token in found["tokens"]
+    )
+    assert data.decode() == text
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        assert token.startswith("bytes:") or text[offset:].startswith(token)
+    messages = [{"role": "user", "content": "Repeat: 😏"}, {"role": "assistant", "content": "Emoji: 😀😃😄"}]
+    choice = chat(http, messages=messages, temperature=0, max_tokens=9, logprobs=True)["choices"][0]
+    cut = [entry for entry in choice["logprobs"]["content"] if "\\x" in entry["token"]]
+    assert cut
+    for entry in cut:
+        assert bytes(entry["bytes"]).decode(errors="backslashreplace") == entry["token"]
+
+
 def test_scoring_a_prompt(http: httpx.Client) -> None:
     """`echo` with no token to generate: what evaluation programs ask for."""
     longer = complete(http, max_tokens=1, echo=True, logprobs=2)["choices"][0]

@@ -286,4 +286,20 @@ def test_named_functions_of_older_clients(http: httpx.Client) -> None:
     ]
     new = http.post("/chat_tokenize", json={"messages": new_messages, "tools": TOOLS}).json()["templated_text"]
     assert old == new
+    forced = {"functions": functions, "function_call": {"name": "sub"}, "max_tokens": 60}
+    choice = post(http, CHAT, **forced)["choices"][0]
+    assert choice["finish_reason"] == "function_call"
+    assert "tool_calls" not in choice["message"]
+    assert choice["message"]["content"] is None
+    call = choice["message"]["function_call"]
+    assert (call["name"], json.loads(call["arguments"])) == ("sub", {"x": 1})
+    answer = http.post(CHAT, json={"messages": HELLO, "temperature": 0, "stream": True, **forced})
+    choices = [event["choices"][0] for event in read_events(answer.content)[:-1]]
+    assert not any("tool_calls" in one["delta"] for one in choices)
+    parts = [one["delta"]["function_call"] for one in choices if "function_call" in one["delta"]]
+    assert [part["name"] for part in parts if "name" in part] == ["sub"]
+    assert "".join(part["arguments"] for part in parts) == call["arguments"]
+    assert choices[-1]["finish_reason"] == "function_call"
+    quiet = post(http, CHAT, functions=functions, function_call="none", max_tokens=5)["choices"][0]
+    assert "function_call" not in quiet["message"]
     assert refused(http, CHAT, functions=functions, tools=TOOLS)["param"] == "functions"

@@ -342,6 +342,22 @@ def test_grammars(start_here: Start) -> None:
             assert re.match(r"[0-9]{3}-[a-c]*", text), text
 
 
+def test_best_ids_in_the_places_of_a_prompt(tiny_llama: Tiny, start_here: Start) -> None:
+    asked = requests([{"decoder_input_details": True, "prompt_top_n_tokens": 3}, {"decoder_input_details": True}])
+    expected = on_cpu(tiny_llama.folder, asked)
+    engine = start_here(tiny_llama.folder, max_batch_prefill_tokens=33)
+    for request, mine, theirs in zip(asked, run(engine, asked), expected, strict=True):
+        places = range(1, len(request.token_ids)) if request.sampling.prompt_top_n_tokens else ()
+        assert sorted(mine.prompt_tops) == sorted(theirs.prompt_tops) == list(places)
+        for place in places:
+            tops = mine.prompt_tops[place]
+            assert list(tops) == list(theirs.prompt_tops[place])
+            assert list(tops.values()) == pytest.approx(list(theirs.prompt_tops[place].values()), abs=2e-4)
+            assert list(tops.values()) == sorted(tops.values(), reverse=True)
+            found = mine.prompt_logprobs[place]
+            assert tops.get(request.token_ids[place], found) == found <= max(tops.values())
+
+
 MIN_TOKENS = [  # most ids end the request
     {"min_tokens": 6, "stop_token_ids": list(range(300))},
     {},

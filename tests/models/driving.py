@@ -24,6 +24,7 @@ class Output:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: dict[int, float] = field(default_factory=dict)
+    prompt_tops: dict[int, dict[int, float]] = field(default_factory=dict)  # by place
     top_tokens: list[dict[int, float]] = field(default_factory=list)
     reason: str | None = None
     error: str | None = None
@@ -75,6 +76,8 @@ def collect(out: TokenOut | None, outputs: dict[int, Output]) -> None:
                 outputs[number].top_tokens.append(dict(zip(top.token_ids, top.logprobs, strict=True)))
     for prompt in out.prompt_logprobs:
         outputs[prompt.row].prompt_logprobs.update(enumerate(prompt.logprobs, prompt.start))
+        tops = [dict(zip(*pair, strict=True)) for pair in zip(prompt.top_ids, prompt.top_logprobs, strict=True)]
+        outputs[prompt.row].prompt_tops.update(enumerate(tops, prompt.start))
     for finish in out.finished:
         outputs[finish.request_id].reason = finish.reason
         outputs[finish.request_id].error = finish.error

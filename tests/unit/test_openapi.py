@@ -145,9 +145,11 @@ EXCEPTIONS = {
     "Chunk: more ['object', 'usage']": "as above; the last part may hold the token counts",
     "Completion: ((Chunk & {object: string of ['text_completion']}) | (CompletionFinal & {object: string of "
     "['text_completion']})) -> (Chunk | CompletionFinal)": "`object` is part of both",
-    "ChatCompletionDelta: (TextMessage | ToolCallDelta) -> {content?: string, role?: string, "
+    "ChatCompletionDelta: (TextMessage | ToolCallDelta) -> {content?: string, "
+    "function_call?: Function, role?: string, "
     "tool_calls?: [DeltaToolCall]}": ONE_MESSAGE,
-    "OutputMessage: (TextMessage | ToolCallMessage) -> {content?: string or null, refusal?: string or null, "
+    "OutputMessage: (TextMessage | ToolCallMessage) -> {content?: string or null, "
+    "function_call?: OutputFunction, refusal?: string or null, "
     "role?: string, tool_calls?: [OutputToolCall]}": ONE_MESSAGE,
     "Message: (MessageBody & {name?: string or null, role: string}) -> {content?: MessageContent or null, "
     "function_call?: FunctionCall or null, name?: string or null, reasoning_content?: string or null, "

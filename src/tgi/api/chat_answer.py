@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tgi.api.chat_prompt import ChatPlan
 from tgi.api.choices import FINISH_REASONS, finite
 from tgi.api.generation import Generation, Piece
+from tgi.api.older_calls import older_message, wants_older
 from tgi.api.openai_bodies import (
     ChatCompletionComplete,
     ChatCompletionLogprob,
@@ -20,7 +21,7 @@ from tgi.api.openai_bodies import (
     OutputMessage,
     OutputToolCall,
 )
-from tgi.text.token_bytes import token_bytes, token_text
+from tgi.text.token_bytes import token_bytes, token_name
 from tgi.text.tokenizer import Tokenizer
 from tgi.text.tools import CallArguments, CallStart, Content, ToolParser
 
@@ -79,12 +80,16 @@ def whole_choice(index: int, chat: Chat, generation: Generation, pieces: list[Pi
     logprobs = None
     if chat.body.logprobs:
         logprobs = ChatCompletionLogprobs([logprob_of(chat, piece) for piece in pieces])
-    return ChatCompletionComplete(index, message, logprobs, finish_of(generation, bool(calls)))
+    if wants_older(chat.body):
+        older_message(message)
+    return ChatCompletionComplete(index, message, logprobs, finish_of(chat, generation, bool(calls)))
 
 
-def finish_of(generation: Generation, calls: bool) -> str:
+def finish_of(chat: Chat, generation: Generation, calls: bool) -> str:
     reason = FINISH_REASONS[generation.finish_reason]
-    return "tool_calls" if calls and reason == "stop" else reason
+    if calls and reason == "stop":
+        return "function_call" if wants_older(chat.body) else "tool_calls"
+    return reason
 
 
 def logprob_of(chat: Chat, piece: Piece) -> ChatCompletionLogprob:
@@ -97,4 +102,4 @@ def logprob_of(chat: Chat, piece: Piece) -> ChatCompletionLogprob:
 
 
 def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
-    return token_text(tokenizer, token_id), finite(logprob), list(token_bytes(tokenizer, token_id))
+    return token_name(tokenizer, token_id), finite(logprob), list(token_bytes(tokenizer, token_id))

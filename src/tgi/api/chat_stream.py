@@ -16,6 +16,7 @@ from tgi.api.choices import run_together, usage_of
 from tgi.api.errors import openai_event
 from tgi.api.generation import Generation, Piece
 from tgi.api.http import DONE, KEEP_ALIVE, frame
+from tgi.api.older_calls import older_delta, wants_older
 from tgi.api.openai_bodies import (
     ChatCompletionChoice,
     ChatCompletionChunk,
@@ -87,7 +88,7 @@ class _ChoiceStream:
                 frames = [data for piece in pieces for data in self._frames(piece)]
             if generation.finish_reason:
                 last = ChatCompletionDelta(content="")
-                frames.append(self._frame(last, finish=finish_of(generation, bool(self._calls))))
+                frames.append(self._frame(last, finish=finish_of(self._chat, generation, bool(self._calls))))
             if frames:
                 await connection.write(b"".join(frames))
         self._call.succeed(generation)
@@ -120,6 +121,8 @@ class _ChoiceStream:
     def _frame(
         self, delta: ChatCompletionDelta, logprobs: ChatCompletionLogprobs | None = None, finish: str | None = None
     ) -> bytes:
+        if wants_older(self._chat.body):
+            older_delta(delta)
         choice = ChatCompletionChoice(self._index, delta, logprobs, finish)
         return frame(_chunk(self._call, self._chat, [choice]))
 

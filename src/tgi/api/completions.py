@@ -45,7 +45,7 @@ from tgi.api.openai_sampling import (
 from tgi.api.service import Permit, Service
 from tgi.api.unknown_fields import BodyForm
 from tgi.errors import TgiError, ValidationError
-from tgi.text.token_bytes import token_text
+from tgi.text.token_bytes import num_characters, token_name, token_text
 from tgi.text.tokenizer import Tokenizer
 
 _MAX_LOGPROBS = 5
@@ -210,22 +210,27 @@ class _Logprobs:
         if self._echo:
             self._echo = False
             for place, token_id in enumerate(self._generation.request.token_ids):
-                self._add(result, self._decode(token_id), self._generation.prompt_logprobs.get(place), None)
+                tops = self._generation.prompt_top_tokens.get(place)
+                self._add(result, token_id, self._generation.prompt_logprobs.get(place), tops)
         for piece in pieces:
-            tops = {self._decode(token_id): finite(logprob) for token_id, logprob in piece.top_tokens[: self._count]}
-            self._add(result, self._decode(piece.token_id), finite(piece.logprob), tops)
+            self._add(result, piece.token_id, finite(piece.logprob), piece.top_tokens)
         return result
 
-    def _add(self, result: CompletionLogprobs, token: str, logprob: float | None, tops: dict | None) -> None:
-        result.tokens.append(token)
+    def _add(
+        self, result: CompletionLogprobs, token_id: int, logprob: float | None, tops: list[tuple[int, float]] | None
+    ) -> None:
+        result.tokens.append(self._name(token_id))
         result.token_logprobs.append(logprob)
         result.text_offset.append(self._offset)
         if result.top_logprobs is not None:
-            result.top_logprobs.append(tops)
-        self._offset += len(token)
+            found = None if tops is None else {self._name(top): finite(value) for top, value in tops[: self._count]}
+            result.top_logprobs.append(found)
+        self._offset += num_characters(self._tokenizer, token_id)
 
-    def _decode(self, token_id: int) -> str:
-        return token_text(self._tokenizer, token_id)
+    def _name(self, token_id: int) -> str:
+        """As OpenAI: a token that begins or ends inside a character is told byte by byte."""
+        name = token_name(self._tokenizer, token_id)
+        return name if name == token_text(self._tokenizer, token_id) else "bytes:" + name
 
 
 # -- streams -------------------------------------------------------------------------------------------------------

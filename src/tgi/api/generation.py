@@ -113,6 +113,7 @@ class Generation:
         self.num_cached_tokens: int | None = None
         self.sum_logprobs = 0.0
         self.prompt_logprobs: dict[int, float] = {}  # by position
+        self.prompt_top_tokens: dict[int, list[tuple[int, float]]] = {}  # likewise, best first
         self.timings: Timings | None = None
         self.on_first_token: Callable[[Generation], None] | None = None
         self._queue_s = 0.0
@@ -155,6 +156,7 @@ class Generation:
             if event.prompt_logprobs:
                 for start, values in event.prompt_logprobs:
                     self.prompt_logprobs.update(enumerate(values, start))
+                self.prompt_top_tokens.update(event.prompt_top_tokens)
             if event.token_id is not None:
                 pieces.append(self._push(event, event.token_id))
             if event.finish is not None and not self.finish_reason:

@@ -306,6 +306,7 @@ class OutputMessage(msgspec.Struct, kw_only=True):
     content: str | None = None
     refusal: str | None = None
     tool_calls: list[OutputToolCall] | UnsetType = UNSET
+    function_call: OutputFunction | UnsetType = UNSET
 
 
 class ChatCompletionTopLogprob(msgspec.Struct):
@@ -362,6 +363,7 @@ class ChatCompletionDelta(msgspec.Struct, kw_only=True):
     role: str = "assistant"
     content: str | UnsetType = UNSET
     tool_calls: list[DeltaToolCall] | UnsetType = UNSET
+    function_call: Function | UnsetType = UNSET
 
 
 class ChatCompletionChoice(msgspec.Struct):

@@ -84,6 +84,7 @@ def sampling_params(
         skip_special_tokens=body.skip_special_tokens is not False,
         top_n_tokens=top_n_tokens,
         decoder_input_details=prompt_logprobs,
+        prompt_top_n_tokens=top_n_tokens if prompt_logprobs else 0,
     )
 
 

@@ -61,6 +61,7 @@ class TokenEvent(msgspec.Struct, gc=False):
     logprob: float = 0.0
     top_tokens: list[tuple[int, float]] = []
     prompt_logprobs: list[tuple[int, list[float]]] = []  # (first token, values)
+    prompt_top_tokens: dict[int, list[tuple[int, float]]] = {}  # by place, best first
     admitted: Admitted | None = None
     finish: Finish | None = None
 
@@ -363,6 +364,9 @@ class EngineClient:
         for prompt in out.prompt_logprobs:
             event = events.setdefault(prompt.row, TokenEvent())
             event.prompt_logprobs = [*event.prompt_logprobs, (prompt.start, shortest_floats(prompt.logprobs))]
+            for place, ids in enumerate(prompt.top_ids):
+                values = shortest_floats(prompt.top_logprobs[place])
+                event.prompt_top_tokens[prompt.start + place] = list(zip(ids, values, strict=True))
         for admitted in out.admitted:
             events.setdefault(admitted.request_id, TokenEvent()).admitted = admitted
         for finish in out.finished:

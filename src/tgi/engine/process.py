@@ -41,7 +41,6 @@ from tgi.types import (
     GenerationRequest,
     Hello,
     Profile,
-    PromptLogprobs,
     Ready,
     StepStats,
     Submit,
@@ -326,7 +325,7 @@ def _tokens_of(out: TokenOut, number: int, stats: StepStats) -> TokenOut:
         [out.token_ids[row] for row in rows],
         [out.logprobs[row] for row in rows],
         [TopTokens(new_row[t.row], t.token_ids, t.logprobs) for t in out.top_tokens if t.row in new_row],
-        [PromptLogprobs(p.row - low, p.start, p.logprobs) for p in out.prompt_logprobs if low <= p.row < high],
+        [msgspec.structs.replace(p, row=p.row - low) for p in out.prompt_logprobs if low <= p.row < high],
         [
             msgspec.structs.replace(finish, request_id=finish.request_id - low)
             for finish in out.finished

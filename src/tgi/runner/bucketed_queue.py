@@ -15,6 +15,7 @@ from tgi.kernels.padded import PaddedBatch
 from tgi.models.decoder import CausalLM
 from tgi.runner.padded_inputs import HostBooks, describe_decode, describe_prefill
 from tgi.runner.padded_passes import PaddedPasses
+from tgi.runner.prompt_scores import PromptScores
 from tgi.runner.queued import QueuedRunner
 from tgi.text.grammar import GrammarCompiler
 from tgi.types import BucketStats, Chunk, StepPlan
@@ -72,7 +73,7 @@ class BucketedQueuedRunner(QueuedRunner):
 
     def _compute(
         self, plan: StepPlan, rows: list[int]
-    ) -> tuple[Tensor | None, Tensor, list[tuple[int, int, list[Tensor]]]]:
+    ) -> tuple[Tensor | None, Tensor, list[tuple[int, int, list[PromptScores]]]]:
         if not rows and not plan.chunks:
             return super()._compute(plan, rows)
         if not plan.chunks:
@@ -89,12 +90,12 @@ class BucketedQueuedRunner(QueuedRunner):
         for chunks in self.passes.group(plain):
             slots += [chunk.slot for chunk in chunks]
             parts.append(self._prompt_pass(chunks)[: len(chunks)].clone())  # the next one overwrites it
-        prompts: list[tuple[int, int, list[Tensor]]] = []
+        prompts: list[tuple[int, int, list[PromptScores]]] = []
         for chunk in scored:
             logits, logprobs = self._scored_pass(chunk)
             slots.append(chunk.slot)
             parts.append(logits)
-            prompts.append((rows.index(chunk.slot), 1, [logprobs]))
+            prompts.append((rows.index(chunk.slot), 1, [PromptScores(logprobs)]))
             del self._prompt_logprobs[chunk.slot]
         logits = torch.cat(parts)
         place = {slot: row for row, slot in enumerate(slots)}

@@ -24,9 +24,10 @@ from tgi.runner.chosen import Chosen, ResultWords
 from tgi.runner.demands import Demands
 from tgi.runner.grammar import RowMasks, SlotGrammars
 from tgi.runner.mixed import MixedSize, describe, find_size
+from tgi.runner.prompt_scores import PromptScores, read_scores, score
 from tgi.runner.resident import ResidentSlots, Staging
 from tgi.text.grammar import GrammarCompiler
-from tgi.types import Chunk, PromptLogprobs, StepPlan, StepResult
+from tgi.types import Chunk, StepPlan, StepResult
 
 _FEW_ROWS = 8  # above them the two kernels of a draw without filters are queued: a graph takes the device longer
 _LOGIT_ROWS = 128  # prompt positions whose logits are held at a time
@@ -67,7 +68,8 @@ class QueuedRunner:
         self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size, torch.device("cpu"))
         self._results = ResultWords(device, num_slots)
         self._last: Future[StepResult] | None = None
-        self._prompt_logprobs: dict[int, int] = {}  # slot -> prompt tokens, while their log-probabilities are owed
+        # slot -> prompt tokens and how many of the best ids in their places, while they are owed
+        self._prompt_logprobs: dict[int, tuple[int, int]] = {}
         self.sizes = device.decode_sizes(num_slots)
         wanted = self.sizes if capture_sizes is None else capture_sizes
         self._to_capture = {size for size in wanted if 0 < size <= num_slots}
@@ -151,7 +153,7 @@ class QueuedRunner:
 
     def _compute(
         self, plan: StepPlan, rows: list[int]
-    ) -> tuple[Tensor | None, Tensor, list[tuple[int, int, list[Tensor]]]]:
+    ) -> tuple[Tensor | None, Tensor, list[tuple[int, int, list[PromptScores]]]]:
         """(logits of the sampling rows, perhaps of padding after them; their slots on the device; scored prompts).
 
         Plain rows have their tokens then.
@@ -189,7 +191,8 @@ class QueuedRunner:
             self.demands.admit(admission)
             self.grammars.admit(admission)
             if admission.request.sampling.decoder_input_details and not admission.output_ids:
-                self._prompt_logprobs[admission.slot] = len(admission.request.token_ids)
+                wanted = (len(admission.request.token_ids), admission.request.sampling.prompt_top_n_tokens)
+                self._prompt_logprobs[admission.slot] = wanted
 
     def _decode_pass(self, size: int, model: CausalLM) -> Tensor:
         """Logits `[size, vocab]` of the decode set's next tokens, from what is on the device alone."""
@@ -307,23 +310,23 @@ class QueuedRunner:
 
     def _score_prompts(
         self, plan: StepPlan, chunks: list[Chunk], hidden: Tensor
-    ) -> list[tuple[int, int, list[Tensor]]]:
+    ) -> list[tuple[int, int, list[PromptScores]]]:
         """Log-probabilities of the prompt tokens that follow each chunk token: (row, first position, values)."""
         num_decode = len(self._decoding(plan))
         row_of = {chunk.slot: num_decode + number for number, chunk in enumerate(plan.chunks)}
-        scored: list[tuple[int, int, list[Tensor]]] = []
+        scored: list[tuple[int, int, list[PromptScores]]] = []
         first = 0
         for chunk in chunks:
-            last = min(chunk.end, self._prompt_logprobs[chunk.slot] - 1)
-            values: list[Tensor] = []
+            num_tokens, num_top = self._prompt_logprobs[chunk.slot]
+            last = min(chunk.end, num_tokens - 1)
+            parts: list[PromptScores] = []
             for start in range(chunk.start, last, _LOGIT_ROWS):
                 end = min(start + _LOGIT_ROWS, last)
                 rows = hidden[first + start - chunk.start : first + end - chunk.start]
                 scores = self.model.logits(rows).float()
-                targets = self.slots.tokens[chunk.slot, start + 1 : end + 1].long()[:, None]
-                values.append(scores.gather(1, targets)[:, 0] - scores.logsumexp(dim=-1))
-            if values:
-                scored.append((row_of[chunk.slot], chunk.start + 1, values))
+                parts.append(score(scores, self.slots.tokens[chunk.slot, start + 1 : end + 1].long(), num_top))
+            if parts:
+                scored.append((row_of[chunk.slot], chunk.start + 1, parts))
             if chunk.samples:
                 del self._prompt_logprobs[chunk.slot]
             first += chunk.end - chunk.start
@@ -337,12 +340,9 @@ class QueuedRunner:
         rows: list[int],
         chosen: Chosen | None,
         masks: RowMasks | None,
-        prompts: list[tuple[int, int, list[Tensor]]],
+        prompts: list[tuple[int, int, list[PromptScores]]],
     ) -> StepResult:
-        scored = [
-            PromptLogprobs(row, start, [value for part in values for value in part.tolist()])
-            for row, start, values in prompts
-        ]
+        scored = [read_scores(row, start, parts) for row, start, parts in prompts]
         if chosen is None:
             return StepResult(plan.step, [], [], prompt_logprobs=scored)
         token_ids, logprobs = chosen.read_tokens()

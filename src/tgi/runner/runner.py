@@ -13,6 +13,7 @@ from tgi.devices.device import Device
 from tgi.models.decoder import CausalLM
 from tgi.runner.grammar import SlotGrammars
 from tgi.runner.inputs import build_batch
+from tgi.runner.prompt_scores import PromptScores, read_scores, score
 from tgi.runner.sampler import Sampler
 from tgi.runner.slots import Slots
 from tgi.text.grammar import GrammarCompiler
@@ -39,7 +40,8 @@ class Runner:
         self.slots = Slots(num_slots, max_total_tokens, kv_cache[0][0].shape[1], device.torch_device)
         self.sampler = Sampler(device.ops, self.slots, num_slots, *watermark)
         self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size, device.torch_device)
-        self._prompt_logprobs: dict[int, int] = {}  # slot -> prompt tokens, while their log-probabilities are owed
+        # slot -> prompt tokens and how many of the best ids in their places, while they are owed
+        self._prompt_logprobs: dict[int, tuple[int, int]] = {}
 
     def launch(self, plan: StepPlan) -> "Future[StepResult]":
         """Start a step; steps run in the order of launching."""
@@ -83,7 +85,8 @@ class Runner:
             self.sampler.admit(admission)
             self.grammars.admit(admission)
             if admission.request.sampling.decoder_input_details and not admission.output_ids:
-                self._prompt_logprobs[admission.slot] = len(admission.request.token_ids)
+                wanted = (len(admission.request.token_ids), admission.request.sampling.prompt_top_n_tokens)
+                self._prompt_logprobs[admission.slot] = wanted
 
     def _score_prompts(self, plan: StepPlan, chunks: list[Chunk], hidden: Tensor) -> list[PromptLogprobs]:
         """Log-probabilities of the prompt tokens that follow each chunk token. hidden `[chunk tokens, hidden]`."""
@@ -92,16 +95,16 @@ class Runner:
         row_of = {chunk.slot: num_decode + number for number, chunk in enumerate(plan.chunks)}
         first = 0
         for chunk in chunks:
-            last = min(chunk.end, self._prompt_logprobs[chunk.slot] - 1)
-            values: list[float] = []
+            num_tokens, num_top = self._prompt_logprobs[chunk.slot]
+            last = min(chunk.end, num_tokens - 1)
+            parts: list[PromptScores] = []
             for start in range(chunk.start, last, _LOGIT_ROWS):
                 end = min(start + _LOGIT_ROWS, last)
                 rows = hidden[first + start - chunk.start : first + end - chunk.start]
                 scores = self.model.logits(rows).float()
-                targets = self.slots.tokens[chunk.slot, start + 1 : end + 1].long()[:, None]
-                values += (scores.gather(1, targets)[:, 0] - scores.logsumexp(dim=-1)).tolist()
-            if values:
-                scored.append(PromptLogprobs(row_of[chunk.slot], chunk.start + 1, values))
+                parts.append(score(scores, self.slots.tokens[chunk.slot, start + 1 : end + 1].long(), num_top))
+            if parts:
+                scored.append(read_scores(row_of[chunk.slot], chunk.start + 1, parts))
             if chunk.samples:
                 del self._prompt_logprobs[chunk.slot]
             first += chunk.end - chunk.start

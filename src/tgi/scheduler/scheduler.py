@@ -32,7 +32,6 @@ from tgi.types import (
     Chunk,
     Finish,
     GenerationRequest,
-    PromptLogprobs,
     StepPlan,
     StepResult,
     TokenOut,
@@ -186,7 +185,7 @@ class Scheduler:
         self._limit.on_step(bool(rows))
         assert len(rows) == len(result.token_ids)
         scored = [(flight.chunk_rows[p.row - len(flight.decode_rows)], p) for p in result.prompt_logprobs]
-        prompts = [PromptLogprobs(request.id, p.start, p.logprobs) for request, p in scored if not request.finished]
+        prompts = [msgspec.structs.replace(p, row=request.id) for request, p in scored if not request.finished]
         failed = dict(result.errors)
         top_by_row = {top.row: top for top in result.top_tokens}
         ids: list[int] = []

@@ -28,6 +28,20 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     return tokenizer.decode([token_id], skip_special_tokens=False) if text is None else text
 
 
+def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+    r"""The text of a token among log-probabilities. What is no character is written as OpenAI does: `\xe2\x80`."""
+    text = token_text(tokenizer, token_id)
+    return token_bytes(tokenizer, token_id).decode(errors="backslashreplace") if _NO_CHARACTER in text else text
+
+
+def num_characters(tokenizer: Tokenizer, token_id: int) -> int:
+    """How many characters begin in a token."""
+    text = token_text(tokenizer, token_id)
+    if _NO_CHARACTER not in text:
+        return len(text)
+    return sum(byte & 0xC0 != 0x80 for byte in token_bytes(tokenizer, token_id))
+
+
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     """The bytes a token adds to the text."""
     text = token_text(tokenizer, token_id)
