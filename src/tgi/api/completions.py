@@ -223,8 +223,10 @@ class _Logprobs:
         result.token_logprobs.append(logprob)
         result.text_offset.append(self._offset)
         if result.top_logprobs is not None:
-            found = None if tops is None else {self._name(top): finite(value) for top, value in tops[: self._count]}
-            result.top_logprobs.append(found)
+            best = tops[: self._count] if tops is not None else None
+            result.top_logprobs.append(
+                None if best is None else {self._name(top): finite(value) for top, value in best}
+            )
         self._offset += num_characters(self._tokenizer, token_id)
 
     def _name(self, token_id: int) -> str:
