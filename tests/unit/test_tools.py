@@ -1,6 +1,7 @@
 """Tool calls: told from templates and tokens, read from text in pieces, forced by grammars that the same parser reads."""
 
 import json
+import random
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -240,14 +241,19 @@ PARTS = [
 
 @pytest.mark.parametrize("family", FORMATS)
 @settings(max_examples=300, deadline=None)
-@given(parts=st.lists(st.sampled_from(PARTS), max_size=25), cuts=st.lists(st.integers(0, 300), max_size=8))
-def test_cuts_make_no_difference(family: str, parts: list[str], cuts: list[int]) -> None:
+@given(
+    parts=st.lists(st.sampled_from(PARTS), max_size=25),
+    cuts=st.lists(st.integers(0, 300), max_size=8),
+    shape=st.sampled_from(["mixed", "either", "calls"]),
+    cut_off=st.booleans(),
+)
+def test_cuts_make_no_difference(family: str, parts: list[str], cuts: list[int], shape: Shape, cut_off: bool) -> None:
     text = "".join(parts)
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[start:end] for start, end in pairwise(places)]
-    whole = collect(FORMATS[family], [text])
-    assert collect(FORMATS[family], pieces) == whole
-    assert collect(FORMATS[family], list(text)) == whole
+    whole = collect(FORMATS[family], [text], NAMES, shape, cut_off)
+    assert collect(FORMATS[family], pieces, NAMES, shape, cut_off) == whole
+    assert collect(FORMATS[family], list(text), NAMES, shape, cut_off) == whole
 
 
 @pytest.mark.parametrize("family", FORMATS)
@@ -669,6 +675,50 @@ def test_a_call_or_an_answer_in_a_format(family: str, tokenizer: Tokenizer) -> N
     assert accepts(tokenizer, expression, "yes/12")
     assert accepts(tokenizer, expression, written([ONE]))
     assert not accepts(tokenizer, expression, "yes")
+
+
+def walk(tokenizer: Tokenizer, grammar: Any, rng: random.Random) -> list[int]:
+    """Tokens as a model without an opinion would write them under the masks of the grammar."""
+    import numpy as np
+    from llguidance import LLMatcher, LLTokenizer
+
+    backend = tokenizer._backend.to_str()  # pyright: ignore[reportPrivateUsage]
+    vocabulary = LLTokenizer(backend, eos_token=sorted(tokenizer.eos_ids))
+    matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(grammar.value))
+    ids: list[int] = []
+    while len(ids) < 5000:
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        chosen = int(rng.choice(np.flatnonzero(bits).tolist()))
+        if chosen in tokenizer.eos_ids:
+            return ids
+        ids.append(chosen)
+        matcher.consume_token(chosen)
+    raise AssertionError("the text has no end")
+
+
+@TOKENIZERS
+@pytest.mark.parametrize("family", SOURCES)
+def test_whatever_the_masks_allow_is_a_call_or_an_answer(family: str, tokenizer: Tokenizer) -> None:
+    tool_format = detect_tool_format(ChatTemplate(SOURCES[family]), tokenizer)
+    word = {"enum": ["a<", 'b}"', "get_weather"]}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"properties": {"q": word}, "required": ["q"]}}}
+        for name in ("get_weather", "get")
+    ]
+    person = {"properties": {"name": word, "age": {"enum": [1, 20]}}, "required": ["name", "age"]}
+    either = forced_grammar(tool_format, tools, None, True, json_grammar(person))
+    kinds: set[str] = set()
+    for seed in range(40):
+        ids = walk(tokenizer, either, random.Random(seed))
+        shown = tokenizer.decode(ids, skip_special_tokens=not tool_format.keeps_special_tokens)
+        content, calls = collect(tool_format, list(shown), ["get_weather", "get"], "either")
+        kinds.add("calls" if calls else "answer")
+        if calls:
+            assert content == ""
+            assert all(name in ("get_weather", "get") and list(json.loads(text)) == ["q"] for name, text in calls)
+        else:
+            assert list(json.loads(content)) == ["name", "age"]
+    assert kinds == {"calls", "answer"}
 
 
 @pytest.mark.parametrize("family", SOURCES)
