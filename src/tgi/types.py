@@ -175,6 +175,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int]  # generation ends after one of these; empty when EOS is ignored
     seed: int
     cache_salt: str = ""  # requests share cached prefixes only when this is equal
+    caller: str = ""  # callers take turns
     adapter: str | None = None
     grammar: Grammar | None = None
     images: dict[str, Any] = {}  # pixel tensors by content hash

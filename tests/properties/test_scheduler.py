@@ -191,6 +191,7 @@ def scenarios(draw: st.DrawFn) -> dict:
             stop_token_ids=draw(st.sampled_from([[], [], [EOS], [EOS, 0]])),
             seed=0,
             cache_salt=draw(st.sampled_from(["", "", "a"])),
+            caller=draw(st.sampled_from(["", "one", "two"])),
         )
         for number in range(draw(st.integers(1, 14)))
     ]
@@ -547,3 +548,20 @@ def test_an_abort_while_two_steps_are_in_flight() -> None:
         harness.scheduler.abort(0)
         harness.scheduler.check()
         harness.drain()
+
+
+def test_callers_take_turns() -> None:
+    """A caller with many requests delays another by one of them."""
+    scheduler = Scheduler(policy(max_batch_size=1), BlockPool(100, 4), lambda: 0)
+    runner = OracleRunner(100, 4, 1)
+    for number in range(20):
+        scheduler.add(msgspec.structs.replace(make(number, [1, 2, number % 7], 2), caller="flood"))
+    for number in (100, 101):
+        scheduler.add(msgspec.structs.replace(make(number, [3, 4], 2), caller="honest"))
+    ended: list[int] = []
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        assert plan is not None
+        ended += [finish.request_id for finish in scheduler.apply(runner.execute(plan)).finished]
+        scheduler.check()
+    assert ended == [0, 100, 1, 101, *range(2, 20)]

@@ -6,6 +6,7 @@ present connection to the engine, which the launcher may replace.
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tgi.api.callers import current_caller
 from tgi.api.errors import UnavailableError
 from tgi.api.generation import Generation, OutputText
 from tgi.api.grammars import GrammarQueue
@@ -25,6 +27,7 @@ from tgi.api.validate import CHUNK_TOKENS
 from tgi.config import ServerConfig
 from tgi.engine.client import EngineClient
 from tgi.errors import EngineError, OverloadedError, ValidationError
+from tgi.scheduler.shares import Shares
 from tgi.text.chat_template import ChatTemplate
 from tgi.text.grammar import GrammarCompiler
 from tgi.text.ids_as_text import IdsAsText
@@ -62,7 +65,7 @@ class Service:
         self.engine: EngineClient | None = None
         self.unavailable = "the engine is starting"  # why, while there is no engine
         self.draining = False
-        self.num_running = 0  # generations admitted
+        self._shares = Shares(config.max_concurrent_requests)
         self.num_queued_tokens = 0  # prompt tokens of those that have no token yet
         pool_tokens = (facts.num_blocks - 1) * facts.block_size
         self._max_queued_tokens = config.max_queued_tokens or _QUEUE_FACTOR * pool_tokens
@@ -74,6 +77,15 @@ class Service:
         self.generations: set[Generation] = set()
         self.fingerprint = f"{__version__}-native"
         self.compute_type = config.compute_type or f"1-{facts.device}"
+
+    @property
+    def num_running(self) -> int:
+        """Generations admitted."""
+        return self._shares.num_held
+
+    def give_back(self, count: int, caller: str) -> None:
+        self._shares.give_back(caller, count)
+        self.metrics.in_flight(self.num_running)
 
     @property
     def healthy(self) -> bool:
@@ -112,11 +124,14 @@ class Service:
         """Leave to run `count` generations. Raises `OverloadedError` or `UnavailableError` at once."""
         if not self.healthy:
             raise UnavailableError("the server is shutting down" if self.draining else self.unavailable)
-        if self.num_running + count > self.config.max_concurrent_requests:
+        caller = current_caller.get()
+        self._shares.see(caller, time.monotonic_ns())
+        if self.num_queued_tokens > self._max_queued_tokens and not self._shares.is_small(caller, count):
             raise OverloadedError("Model is overloaded")
-        if self.num_queued_tokens > self._max_queued_tokens:
+        if not self._shares.may_take(caller, count):
             raise OverloadedError("Model is overloaded")
-        return Permit(self, count)
+        self._shares.take(caller, count)
+        return Permit(self, count, caller)
 
     async def prepare(
         self,
@@ -175,7 +190,8 @@ class Service:
         engine = self.engine
         if engine is None:
             raise UnavailableError(self.unavailable)
-        changes = {"id": engine.next_id()} | ({"seed": secrets.randbits(64)} if new_seed else {})
+        changes = {"id": engine.next_id(), "caller": current_caller.get()}
+        changes |= {"seed": secrets.randbits(64)} if new_seed else {}
         request = msgspec.structs.replace(request, **changes)
         stream = engine.submit(request)
         generation = Generation(
@@ -192,12 +208,11 @@ class Service:
 class Permit:
     """Leave to run some generations; a context that gives everything back however it is left."""
 
-    def __init__(self, service: Service, count: int) -> None:
+    def __init__(self, service: Service, count: int, caller: str) -> None:
         self._service = service
-        self._count = count
+        self._count, self._caller = count, caller
         self._generations: list[Generation] = []
         self._queued: set[Generation] = set()  # those without a token yet
-        service.num_running += count
         service.metrics.in_flight(service.num_running)
 
     def add(self, generation: Generation) -> None:
@@ -216,8 +231,7 @@ class Permit:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._service.num_running -= self._count
-        self._service.metrics.in_flight(self._service.num_running)
+        self._service.give_back(self._count, self._caller)
         for generation in self._generations:
             generation.close()
             generation.on_first_token = None  # which is this permit's: no cycle of the two

@@ -1,35 +1,89 @@
 """Who waits, and in which order they are let in.
 
-Level 1, pure Python. Without a threshold: as they came, which a deque does by itself. With one (`QUEUE_THRESHOLD_MS`):
-shorter prompts first, so that a long one does not hold up many short ones; but whoever has waited longer than the
-threshold goes before all that have not, oldest first, so nobody waits forever. A request that was preempted comes back
-to the head in either case: it has had its turn, and holds a place.
+Level 1, pure Python. Without a threshold: callers take turns, and the requests of one caller as they came, so that a
+caller with a thousand requests delays another by one of them; a caller that may not run another one now is passed over.
+With one (`QUEUE_THRESHOLD_MS`): shorter prompts first, whoever sent them, so that a long one does not hold up many
+short ones; but whoever has waited longer than the threshold goes before all that have not, oldest first, so nobody
+waits forever. A request that was preempted comes back to the head in either case: it has had its turn, and holds a
+place.
 """
 
 import heapq
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 
 from tgi.scheduler.request import Request
 
+MayRun = Callable[[str], bool]  # whether a caller may run another request now
 _NS_PER_MS = 1_000_000
 _MOST_GONE = 64  # entries of the heap whose request was taken as overdue
 
 
-def make_queue(threshold_ms: int | None, clock: Callable[[], int]) -> "AsTheyCame | ShorterFirst":
-    return AsTheyCame() if threshold_ms is None else ShorterFirst(threshold_ms, clock)
+def make_queue(threshold_ms: int | None, clock: Callable[[], int]) -> "TakingTurns | ShorterFirst":
+    return TakingTurns() if threshold_ms is None else ShorterFirst(threshold_ms, clock)
 
 
-class AsTheyCame(deque[Request]):
+class TakingTurns:
+    """A queue for each caller, and their heads one after the other."""
+
+    def __init__(self) -> None:
+        self._returned: deque[Request] = deque()  # preempted ones, head first
+        self._by_caller: OrderedDict[str, deque[Request]] = OrderedDict()  # whose turn is next first
+        self._num_waiting = 0  # without those returned
+
+    def append(self, request: Request) -> None:
+        self._by_caller.setdefault(request.source.caller, deque()).append(request)
+        self._num_waiting += 1
+
+    def appendleft(self, request: Request) -> None:
+        self._returned.appendleft(request)
+
+    def head(self, may_run: MayRun) -> Request | None:
+        """Who is next; None if nobody may run now."""
+        if self._returned:
+            return self._returned[0]
+        return next((waiting[0] for caller, waiting in self._by_caller.items() if may_run(caller)), None)
+
+    def take(self, head: Request) -> None:
+        """Remove the head that was looked at last."""
+        if self._returned and self._returned[0] is head:
+            self._returned.popleft()
+            return
+        caller = head.source.caller
+        waiting = self._by_caller[caller]
+        waiting.popleft()
+        self._num_waiting -= 1
+        if not waiting:
+            del self._by_caller[caller]
+        elif not head.finished:  # one that ended while it waited was no turn
+            self._by_caller.move_to_end(caller)
+
     def drop_finished(self) -> None:
         """Requests that ended while they waited go."""
-        left = [request for request in self if not request.finished]
-        self.clear()
-        self.extend(left)
+        self._returned = deque(request for request in self._returned if not request.finished)
+        left = {
+            caller: deque(request for request in waiting if not request.finished)
+            for caller, waiting in self._by_caller.items()
+        }
+        self._by_caller = OrderedDict((caller, waiting) for caller, waiting in left.items() if waiting)
+        self._num_waiting = sum(map(len, self._by_caller.values()))
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    def __len__(self) -> int:
+        return len(self._returned) + self._num_waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        """All, in the order in which they would be let in."""
+        yield from self._returned
+        for heads in zip_longest(*self._by_caller.values()):
+            yield from (request for request in heads if request is not None)
 
 
 class ShorterFirst:
-    """A queue that orders by length until a request is overdue. The calls are those of a deque."""
+    """A queue that orders by length until a request is overdue."""
 
     def __init__(self, threshold_ms: int, clock: Callable[[], int]) -> None:
         self._threshold_ns = threshold_ms * _NS_PER_MS
@@ -37,7 +91,7 @@ class ShorterFirst:
         self._returned: deque[Request] = deque()  # preempted ones, head first
         self._waiting: dict[Request, None] = {}  # the others, oldest first
         self._by_length: list[tuple[int, int, Request]] = []  # a heap; may hold ones that are gone
-        self._head: Request | None = None  # as seen last, so that `popleft` takes the same
+        self._head: Request | None = None  # as seen last
 
     def append(self, request: Request) -> None:
         self._waiting[request] = None
@@ -47,15 +101,13 @@ class ShorterFirst:
         self._returned.appendleft(request)
         self._head = None
 
-    def __getitem__(self, place: int) -> Request:
-        """The head; no other place can be asked for."""
-        assert place == 0
-        self._head = self._find_head()
+    def head(self, may_run: MayRun) -> Request | None:
+        """Who is next, whoever sent it; None if nobody waits."""
+        self._head = self._find_head() if self else None
         return self._head
 
-    def popleft(self) -> Request:
-        """Take the head that was looked at last: time may have made another one overdue since."""
-        head = self._find_head() if self._head is None else self._head
+    def take(self, head: Request) -> None:
+        """Remove the head that was looked at last: time may have made another one overdue since."""
         self._head = None
         if self._returned and self._returned[0] is head:
             self._returned.popleft()
@@ -64,7 +116,6 @@ class ShorterFirst:
         if len(self._by_length) > 2 * len(self._waiting) + _MOST_GONE:
             self._by_length = [entry for entry in self._by_length if entry[2] in self._waiting]
             heapq.heapify(self._by_length)
-        return head
 
     def drop_finished(self) -> None:
         """Requests that ended while they waited go."""

@@ -26,6 +26,7 @@ from tgi.scheduler.pace import StepPace, StepRoom, StepWork, attended
 from tgi.scheduler.policy import BatchPolicy, StepLimit
 from tgi.scheduler.queue import make_queue
 from tgi.scheduler.request import Request
+from tgi.scheduler.shares import Shares
 from tgi.types import (
     Admission,
     Admitted,
@@ -91,6 +92,7 @@ class Scheduler:
         self._prefilling: list[Request] = []  # running, outside the decode set, oldest first
         self._decode_rows: list[Request] = []  # replaced, never changed in place: steps in flight refer to it
         self._free_slots = list(range(policy.max_batch_size - 1, -1, -1))
+        self._shares = Shares(policy.max_batch_size)  # of the slots
         self._num_arrived = 0
         self._step = 0  # last planned step
         self._applied_step = 0  # last step whose result came back
@@ -131,6 +133,7 @@ class Scheduler:
         self._num_arrived += 1
         request = Request(source, self._num_arrived, self._now())
         self._requests[source.id] = request
+        self._shares.see(source.caller, request.arrived_ns)
         self._waiting.append(request)
 
     def abort(self, request_id: int) -> bool:
@@ -246,6 +249,7 @@ class Scheduler:
         slots = [request.slot for request in running if not request.finished]
         assert len(set(slots)) == len(slots), "two requests share a slot"
         assert sorted([*slots, *self._free_slots]) == list(range(self.policy.max_batch_size)), "slots do not balance"
+        assert self._shares.num_held == len(slots), "shares of slots do not balance"
         for request in running:
             assert not request.finished and request.running
             assert len(request.blocks) * self.pool.block_size >= self._num_computed(request)
@@ -365,10 +369,12 @@ class Scheduler:
         minimum = self.policy.min_newcomers(num_decode, self._steps_since_join)
         if minimum > 1 and not self._could_join(minimum, room.tokens):
             return admit, chunks, rows
-        while room.is_open and self._waiting and self._free_slots and self.num_running < self._limit.rows:
-            request = self._waiting[0]
+        while room.is_open and self._free_slots and self.num_running < self._limit.rows:
+            request = self._waiting.head(self._shares.may_take)
+            if request is None:
+                break
             if request.finished:
-                self._waiting.popleft()
+                self._waiting.take(request)
                 continue
             if request.busy_until > self._applied_step:
                 break
@@ -383,7 +389,7 @@ class Scheduler:
             if not self._try_hold_blocks(request):
                 self._blocked = (request, self.pool.num_free, self.num_running)
                 break
-            self._waiting.popleft()
+            self._waiting.take(request)
             admit.append(self._start(request))
             chunks.append(self._chunk(request, room))
             rows.append(request)
@@ -427,6 +433,7 @@ class Scheduler:
 
     def _start(self, request: Request) -> Admission:
         request.slot = self._free_slots.pop()
+        self._shares.take(request.source.caller)
         self._prefilling.append(request)
         if request.admitted_ns is None:
             request.admitted_ns = self._now()
@@ -503,6 +510,7 @@ class Scheduler:
         self.pool.free(request.blocks, forget)
         self._release.append(request.slot)
         self._free_slots.append(request.slot)
+        self._shares.give_back(request.source.caller)
         request.slot = -1
         self._forget_progress(request)
 
