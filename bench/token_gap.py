@@ -49,9 +49,7 @@ async def measure(server: Server, num_tokens: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompt", type=int, default=8000, help="tokens of the long prompt (%(default)s)")
-    parser.add_argument(
-        "--limits", type=int, nargs="+", default=[0, 250, 100], help="--max-step-ms to try (%(default)s)"
-    )
+    parser.add_argument("--limits", type=int, nargs="+", default=[0, 250, 100], help="of --max-step-ms (%(default)s)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: dict[int, dict[str, float]] = {}
@@ -61,9 +59,7 @@ def main() -> None:
             rows[limit] = asyncio.run(measure(server, options.prompt))
         finally:
             server.stop()
-    print(
-        "| --max-step-ms | token alone, ms | prompt's first token, s | tokens meanwhile | median gap, ms | worst gap, ms |"
-    )
+    print("| --max-step-ms | token alone, ms | prompt, s | tokens meanwhile | median gap, ms | worst gap, ms |")
     print("|---|---|---|---|---|---|")
     for limit, row in rows.items():
         print(

@@ -28,11 +28,19 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="the device that tests/devices runs on: cpu, cuda or hpu")
+    parser.addoption(
+        "--long", action="store_true", help="tests/faults in full: every fault at every place, longer soaks"
+    )
 
 
 @pytest.fixture(scope="session")
 def device_name(request: pytest.FixtureRequest) -> str:
     return request.config.getoption("--device")
+
+
+@pytest.fixture(scope="session")
+def long_run(request: pytest.FixtureRequest) -> bool:
+    return request.config.getoption("--long")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,147 @@
+"""A fault at every boundary between a plan and the client: typed errors for those concerned, the right text for all others,
+and a server that serves again.
+
+Each fault happens once. What may come back is the right text or a typed error, never silence, never other text.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from serving import Server
+from traffic import Event, client_of, counting, follow, native, running
+
+from tgi.failpoints import PLACES
+
+ENGINE = [place for place in PLACES if place.startswith("engine.")]
+PROMPT = native(counting(3), 30)
+OTHER = native(counting(40), 60)
+PATIENCE_S = 60
+
+
+def faults_of(long: bool) -> list[str]:
+    """As many as one server survives without being given up, in each list."""
+    actions = ("raise", "memory", "kill") if long else ("raise",)
+    # The second time: in the middle of what two requests do.
+    return [f"{place}={action}@2" for action in actions for place in ENGINE]
+
+
+class Faulty:
+    """A server whose faults a test turns on and off."""
+
+    def __init__(self, server: Server, file: Path) -> None:
+        self.server, self._file = server, file
+
+    @contextmanager
+    def asked(self, faults: str) -> Iterator[None]:
+        self._file.write_text(faults)
+        try:
+            yield
+        finally:
+            self._file.write_text("")
+
+    def wait_until_healthy(self) -> None:
+        def healthy() -> bool:
+            try:
+                return httpx.get(self.server.url + "/health", timeout=10).status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        self.server.wait_for(healthy, "the server to be healthy again")
+
+
+@contextmanager
+def faulty(tmp_path: Path, cache: Path) -> Iterator[Faulty]:
+    file = tmp_path / "failpoints"
+    file.write_text("")
+    arguments = ("--max-total-tokens", "1024", "--max-batch-total-tokens", "8192")
+    with running(*arguments, cache=cache, TGI_FAILPOINTS=f"@{file}") as server:
+        yield Faulty(server, file)
+
+
+async def tokens_or_error(client: httpx.AsyncClient, request: tuple[str, Event]) -> list[int] | str:
+    """The tokens of a stream, or the kind of error that ended it."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            events = await follow(client, *request)
+    except httpx.HTTPError as error:  # its process is gone
+        return type(error).__name__
+    for event in events:
+        if "error" in event:
+            assert event["error_type"] in ("generation", "unavailable", "internal"), event
+            return event["error_type"]
+    return [event["token"]["id"] for event in events]
+
+
+async def together(url: str, *requests: tuple[str, Event]) -> list[list[int] | str]:
+    async with client_of(url) as client:
+        return list(await asyncio.gather(*(tokens_or_error(client, request) for request in requests)))
+
+
+def alone(url: str, *requests: tuple[str, Event]) -> list[Any]:
+    return [asyncio.run(together(url, request))[0] for request in requests]
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_engine(part: int, tmp_path: Path, model_cache: Path, long_run: bool) -> None:
+    every = faults_of(long_run)
+    for number in range(part, len(every), 6):  # a server is given up after six failures in a row
+        with faulty(tmp_path, model_cache) as one:
+            right = alone(one.server.url, PROMPT, OTHER)
+            assert all(isinstance(answer, list) for answer in right), right
+            for fault in every[number : number + 6 : 2]:
+                with one.asked(fault):
+                    answers = asyncio.run(together(one.server.url, PROMPT, OTHER))
+                for answer, expected in zip(answers, right, strict=True):
+                    assert isinstance(answer, str) or answer == expected, fault
+                assert any(isinstance(answer, str) for answer in answers), f"{fault} did not happen"
+                one.wait_until_healthy()
+                assert alone(one.server.url, PROMPT, OTHER) == right, fault
+            assert one.server.stop() == 0, one.server.log[-3000:]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory, model_cache: Path) -> Iterator[Faulty]:
+    with faulty(tmp_path_factory.mktemp("faults"), model_cache) as server:
+        yield server
+        assert server.server.stop() == 0, server.server.log[-3000:]
+
+
+@pytest.mark.parametrize("place", ["api.submit", "api.write"])
+def test_one_request_can_only_fail_itself(place: str, one: Faulty) -> None:
+    right = alone(one.server.url, PROMPT, OTHER)
+    pids = one.server.children()
+    with one.asked(f"{place}=raise@2"):
+        answers = asyncio.run(together(one.server.url, PROMPT, OTHER))
+    failed = [answer for answer, expected in zip(answers, right, strict=True) if answer != expected]
+    assert failed == ["internal"], answers
+    assert one.server.children() == pids, "a process was lost"
+    assert alone(one.server.url, PROMPT, OTHER) == right
+
+
+def test_every_delay_only_delays(one: Faulty) -> None:
+    right = alone(one.server.url, PROMPT, OTHER)
+    for place in PLACES:
+        with one.asked(f"{place}=delay:0.5@2"):
+            assert asyncio.run(together(one.server.url, PROMPT, OTHER)) == right, place
+
+
+def test_events_that_cannot_be_delivered(one: Faulty) -> None:
+    """The api process cannot know what it missed: it starts again, and the engine drops what it asked for."""
+    right = alone(one.server.url, PROMPT)
+    pids = one.server.children()
+    with one.asked("api.deliver=raise@3"):
+        answers = asyncio.run(together(one.server.url, PROMPT))
+    assert isinstance(answers[0], str)
+    one.server.wait_for(lambda: one.server.children().get("api") not in (None, pids["api"]), "another api process")
+    one.wait_until_healthy()
+    assert one.server.children()["engine"] == pids["engine"]
+    end = time.monotonic() + PATIENCE_S
+    while one.server.metrics().get("tgi_batch_current_size", 0) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert alone(one.server.url, PROMPT) == right
