@@ -373,13 +373,11 @@ def test_body_that_ends_early(server: Server) -> None:
             assert b"200 OK" not in read_all(sock)
 
 
-def test_half_closed_connection_still_gets_its_answer_or_ends(server: Server) -> None:
-    """A client that closes its sending side has either left or waits: both must end."""
+def test_half_closed_connection_still_gets_its_answer(server: Server) -> None:
     with connect(server) as sock:
         sock.sendall(head("/generate", f"Content-Length: {len(GOOD)}") + GOOD)
         sock.shutdown(socket.SHUT_WR)
-        found = read_all(sock)
-        assert found == b"" or b"generated_text" in found
+        assert b"generated_text" in read_all(sock)
 
 
 def test_connections_that_say_nothing(server: Server, http: httpx.Client) -> None:
@@ -477,8 +475,8 @@ def test_expect_continue(server: Server) -> None:
         (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"a" * 100_000 + b": b\r\n\r\n", 431),
         (b"nonsense\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), 400),  # TLS
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-        (b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+        (b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n", 505),
         (b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
         (b"POST /generate HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello", 400),

@@ -77,6 +77,7 @@ TABLE: list[tuple[str, str, str, str, Any]] = [
     ("--load-format", "LOAD_FORMAT", "dummy", "load_format", "dummy"),
     ("--num-threads", "TGI_NUM_THREADS", "2", "num_threads", 2),
     ("--max-queued-tokens", "MAX_QUEUED_TOKENS", "5000", "max_queued_tokens", 5000),
+    ("--max-connections", "MAX_CONNECTIONS", "500", "max_connections", 500),
     ("--no-prefix-caching", "", "", "prefix_caching", False),
     ("--cache-dir", "TGI_CACHE_DIR", "/c", "cache_dir", "/c"),
     ("--bucketing", "BUCKETING", "true", "bucketing", True),
@@ -277,6 +278,7 @@ def test_errors_in_the_words_of_the_reference(arguments: str, error: str) -> Non
         ("--sharded true", "not enough cuda devices: `sharded` is true but only found 0 CUDA devices"),
         ("--max-concurrent-requests 0", "`max_concurrent_requests` must be > 0"),
         ("--max-queued-tokens 0", "`max_queued_tokens` must be > 0"),
+        ("--max-connections 0", "`max_connections` must be > 0"),
     ],
 )
 def test_bad_values_are_named(arguments: str, error: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from tgi.api import chat, cloud, completions, info, native, profiler
 from tgi.api.call import Call
 from tgi.api.callers import caller_of, current_caller
+from tgi.api.connections import BodyBudget
 from tgi.api.errors import (
     InternalError,
     decode_error,
@@ -81,6 +82,7 @@ class App:
 
     def __init__(self, service: Service) -> None:
         self.service = service
+        self._bodies = BodyBudget(service.config.payload_limit, service.metrics)
         config = service.config
         self.routes = list(ROUTES)
         self.routes += [  # these ask for a key of their own
@@ -100,7 +102,7 @@ class App:
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        request = Request(scope, receive, self.service.config.payload_limit)
+        request = Request(scope, receive, self.service.config.payload_limit, self._bodies)
         given_id = request.headers.get("x-request-id", "")
         request.id = given_id if _REQUEST_ID.fullmatch(given_id) else secrets.token_hex(16)
         current_caller.set(caller_of(scope, request.headers, self.service.config.client_header))

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tgi.api.connections import BodyBudget
 from tgi.failpoints import failpoint
 
 Message = MutableMapping[str, Any]
@@ -17,6 +18,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 BODY_TIMEOUT_S, BODY_TOTAL_TIMEOUT_S = 30.0, 120.0  # between two pieces of a body, and for all of it
+CLOSE = {"connection": "close"}
+_RETRY = {"retry-after": "1", **CLOSE}
 _LONG_BODY = 4_000  # bytes
 _MAX_DISCARDED = 64_000_000  # bytes beyond the limit that are read before the connection is closed
 KEEP_ALIVE_S = 15.0  # a stream that has been silent this long gets a comment
@@ -42,7 +45,7 @@ class ClientGoneError(Exception):
 class Request:
     """One HTTP request."""
 
-    def __init__(self, scope: Mapping[str, Any], receive: Receive, payload_limit: int) -> None:
+    def __init__(self, scope: Mapping[str, Any], receive: Receive, payload_limit: int, budget: BodyBudget) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -51,6 +54,7 @@ class Request:
         self.variables: tuple[str, ...] = ()  # parts of the path that a route leaves open
         self._receive = receive
         self._limit = payload_limit
+        self._budget = budget
         self._complete = False
         self.num_body_bytes = 0
         self.gone = False  # the client left before it had its answer
@@ -71,28 +75,44 @@ class Request:
 
     async def read_body(self) -> bytes:
         """All of it. What comes beyond the limit is read and thrown away, so that the client gets to see the answer."""
-        pieces: list[bytes] = []
-        size = 0
-        deadline = time.monotonic() + BODY_TOTAL_TIMEOUT_S
+        coding = self.headers.get("content-encoding", "identity").strip().lower()
+        if coding != "identity":
+            raise HttpError(415, f"Content-Encoding `{coding[:32]}` is not supported: send the body as it is", CLOSE)
         length = self.headers.get("content-length", "")
         too_large = length.isdecimal() and int(length) > self._limit
-        while not self._complete:
-            message = await self._next_message(min(BODY_TIMEOUT_S, deadline - time.monotonic()))
-            piece = message.get("body", b"")
-            size += len(piece)
-            too_large = too_large or size > self._limit
-            if too_large:
-                pieces = []
-                if size > self._limit + _MAX_DISCARDED:
-                    raise _too_large()
-            else:
-                pieces.append(piece)
-            self._complete = not message.get("more_body", False)
-        if too_large:
-            raise _too_large()
-        self.num_body_bytes = size
+        if too_large and "expect" in self.headers:
+            raise _too_large()  # the client asked before it sends
+        body = await self._read_pieces(too_large)
+        self.num_body_bytes = len(body)
         if self._watched is not None:
             self._watcher = asyncio.create_task(self._watch())
+        return body
+
+    async def _read_pieces(self, too_large: bool) -> bytes:
+        pieces: list[bytes] = []
+        size = num_kept = 0
+        deadline = time.monotonic() + BODY_TOTAL_TIMEOUT_S
+        try:
+            while not self._complete:
+                message = await self._next_message(min(BODY_TIMEOUT_S, deadline - time.monotonic()))
+                piece = message.get("body", b"")
+                size += len(piece)
+                too_large = too_large or size > self._limit
+                if size > self._limit + _MAX_DISCARDED:
+                    raise _too_large()
+                if too_large:
+                    self._budget.give_back(num_kept)
+                    pieces, num_kept = [], 0
+                elif self._budget.take(len(piece), size):
+                    num_kept += len(piece)
+                    pieces.append(piece)
+                else:
+                    raise HttpError(503, "Failed to buffer the request body: the server is overloaded", _RETRY)
+                self._complete = not message.get("more_body", False)
+        finally:
+            self._budget.give_back(num_kept)
+        if too_large:
+            raise _too_large()
         return b"".join(pieces)
 
     async def _next_message(self, timeout_s: float) -> Message:
@@ -100,7 +120,7 @@ class Request:
             message = await asyncio.wait_for(self._receive(), timeout_s)
         except TimeoutError:
             text = "Failed to buffer the request body: it did not come in time"
-            raise HttpError(408, text, {"connection": "close"}) from None
+            raise HttpError(408, text, CLOSE) from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         return message
@@ -129,7 +149,7 @@ class Request:
 
 def _too_large() -> HttpError:
     text = "Failed to buffer the request body: length limit exceeded"
-    return HttpError(413, text, {"connection": "close"})
+    return HttpError(413, text, CLOSE)
 
 
 class Response:

@@ -319,6 +319,12 @@ class Metrics:
         self._dropped_by_api = malformed.keep(Number(), _label("by", "api"))
         self._dropped_by_engine = malformed.keep(Number(), _label("by", "engine"))
         self._loop_lag = self._duration("tgi_api_loop_lag_seconds", "How late the event loop of the api process runs")
+        self._connections = self._gauge("tgi_http_connections", "Open connections")
+        self._evicted = self.counter("tgi_http_evicted", "Idle connections closed to make room for new ones")
+        self._buffered = self._gauge("tgi_http_buffered_bytes", "Bytes of request bodies that are not complete yet")
+        self._http_refused: Family[Number] = self.family(
+            "tgi_http_refused", "counter", "What was turned away before a route saw it, by reason"
+        )
         self._bucket_shapes = BucketSeries(self)
         start = self._gauge("process_start_time_seconds", "Start of the process, in seconds since 1970")
         start.set(round(time.time(), 3))
@@ -377,6 +383,21 @@ class Metrics:
 
     def loop_lag(self, seconds: float) -> None:
         self._loop_lag.observe(seconds)
+
+    # -- connections -----------------------------------------------------------------------------------------------
+
+    def connections(self, count: int) -> None:
+        self._connections.set(count)
+
+    def evict_connection(self) -> None:
+        self._evicted.add()
+
+    def buffered_bodies(self, num_bytes: int) -> None:
+        self._buffered.set(num_bytes)
+
+    def refuse_http(self, reason: str) -> None:
+        """`reason`: connections, body_bytes, malformed or not_reading."""
+        self._http_refused.one("reason", reason).add()
 
     # -- the engine ------------------------------------------------------------------------------------------------
 

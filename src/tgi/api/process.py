@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ import uvloop
 
 from tgi import failpoints
 from tgi.api.app import App
+from tgi.api.connections import Connections, derive_limits, raise_descriptor_limit
 from tgi.api.control import EngineLost, EngineReady, FromLauncher, Start
 from tgi.api.http import KEEP_ALIVE_S
 from tgi.api.logs import configure_logging, fields
@@ -135,10 +137,13 @@ class ApiProcess:
 
     async def _open(self, service: Service) -> None:
         """Listen, and tell the launcher."""
+        limit, spare = derive_limits(raise_descriptor_limit(), self._config.max_connections)
+        log.debug("Limits of connections", extra=fields(connections=limit, spare=spare))
+        self._connections = connections = Connections(limit, spare, service.metrics)
         app = App(service)
         config = uvicorn.Config(
             app,
-            http=LimitedProtocol,
+            http=partial(LimitedProtocol, connections),  # pyright: ignore[reportArgumentType]
             ws="none",
             lifespan="off",
             loop="none",
@@ -152,7 +157,7 @@ class ApiProcess:
         )
         self._http = _HttpServer(config)
         self._serving = asyncio.create_task(self._http.serve(sockets=[self._socket]))
-        self._ticking = asyncio.create_task(_tick(app))
+        self._ticking = asyncio.create_task(_tick(app, connections))
         while not self._http.started:
             if self._serving.done():
                 self._serving.result()  # raises why it cannot listen
@@ -165,6 +170,7 @@ class ApiProcess:
         """Drain, then end what is left with an error. Until then the port is open, and who comes is told to go away."""
         assert self._http is not None
         service.draining = True
+        self._connections.drain()
         now = asyncio.get_running_loop().time
         end = now() + self._config.graceful_termination_timeout
         if service.num_running:
@@ -187,7 +193,7 @@ class ApiProcess:
         service.close()
 
 
-async def _tick(app: App) -> None:
+async def _tick(app: App, connections: Connections) -> None:
     """Looks often, so that whatever holds the event loop for long is seen; what is due every second is done then."""
     next_wake = time.monotonic() + 1
     while True:
@@ -198,6 +204,7 @@ async def _tick(app: App) -> None:
         if now >= next_wake:
             next_wake = now + 1
             app.keep_alive(now, KEEP_ALIVE_S)
+            connections.check_progress()
 
 
 async def _main() -> None:

@@ -117,6 +117,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cors_allow_origin: list[str] = []  # empty: any
     graceful_termination_timeout: int = 90  # seconds
     client_header: str | None = None  # a proxy's header that names the client; None: clients are told by their address
+    max_connections: int | None = None  # open at a time; None: as many as descriptors allow, up to 16,384
     validation_workers: int = 2
     compute_type: str | None = None  # of the `x-compute-type` header; None: derived
     aip_http_port: int | None = None  # Vertex AI: listens here instead of on `port`
@@ -246,6 +247,7 @@ _POSITIVE = (
     "max_best_of",
     "max_client_batch_size",
     "payload_limit",
+    "max_connections",
     "num_threads",
     "batch_bucket_size",
     "prefill_batch_bucket_size",

@@ -82,6 +82,7 @@ FLAGS: dict[str, list[Flag]] = {
         Flag("--admin-api-key", "key for what only an administrator may do", "KEY", default="nobody may"),
         Flag("--cors-allow-origin", "origin that browsers may call from (repeatable)", "ORIGIN", default="any"),
         Flag("--client-header", "header in which a proxy names the client", "NAME", default="the connection's address"),
+        Flag("--max-connections", "connections open at a time; beyond, status 503", "N", default="derived"),
         Flag("--validation-workers", "threads that check and tokenise requests", "N"),
         Flag("--graceful-termination-timeout", "seconds for requests to end after SIGTERM", "SECONDS", short="-g"),
     ],
