@@ -43,21 +43,12 @@ def install_python(name: str) -> None:
     folder = ENVIRONMENTS / name
     shutil.rmtree(folder, ignore_errors=True)
     run(sys.executable, "-m", "venv", folder)
-    install = (
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-compile",
-        "--require-hashes",
-        "--no-deps",
-    )
-    run(folder / "bin" / "python", *install, "--retries", "1", "-r", HERE / "python" / f"{name}.lock")
+    options = ("--quiet", "--disable-pip-version-check", "--no-compile", "--require-hashes", "--no-deps")
+    run(folder / "bin" / "python", "-m", "pip", "install", *options, "-r", HERE / "python" / f"{name}.lock")
 
 
 def install_node(npm: str) -> None:
-    run(npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error", "--fetch-retries=1", cwd=NODE)
+    run(npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error", cwd=NODE)
 
 
 def main() -> int:
