@@ -30,6 +30,7 @@ from tgi.api.http import ClientGoneError, Connection, HttpError, Receive, Reques
 from tgi.api.logs import fields
 from tgi.api.refusals import log_refusal
 from tgi.api.service import Service
+from tgi.api.tenants import current_key, key_of
 from tgi.errors import TgiError
 from tgi.text.panics import reraise_unless_failure
 
@@ -105,6 +106,7 @@ class App:
         request = Request(scope, receive, self.service.config.payload_limit, self._bodies)
         given_id = request.headers.get("x-request-id", "")
         request.id = given_id if _REQUEST_ID.fullmatch(given_id) else secrets.token_hex(16)
+        current_key.set(key_of(request.headers))
         current_caller.set(caller_of(scope, request.headers, self.service.config.client_header))
         headers = [(b"x-request-id", request.id.encode()), *self._cors_headers(request)]
         connection = Connection(send, headers)

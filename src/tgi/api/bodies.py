@@ -54,6 +54,7 @@ class GenerateParameters(msgspec.Struct, kw_only=True):
     top_n_tokens: U32 | None = None
     grammar: GrammarType | None = None
     adapter_id: str | None = None
+    cache_salt: str | None = None  # ours
 
     def __post_init__(self) -> None:
         check_u64(best_of=self.best_of, truncate=self.truncate, seed=self.seed)
@@ -172,6 +173,7 @@ class VertexParameters(msgspec.Struct):
 
     max_new_tokens: U32 | None = None
     seed: U64 | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         check_u64(seed=self.seed)

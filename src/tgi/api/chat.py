@@ -11,10 +11,10 @@ from tgi.api.call import Call
 from tgi.api.chat_answer import Chat, whole_choice
 from tgi.api.chat_prompt import plan_chat
 from tgi.api.chat_stream import stream_chat
-from tgi.api.choices import body_model, rank_choices, start_choices, take_all, usage_of
+from tgi.api.choices import body_model, num_items, rank_choices, start_choices, take_all, usage_of
 from tgi.api.generation import Generation
 from tgi.api.http import json_response
-from tgi.api.openai_bodies import ChatCompletion, ChatCompletionComplete, ChatRequest
+from tgi.api.openai_bodies import ChatCompletion, ChatRequest
 from tgi.api.openai_sampling import num_candidates, num_choices, prompt_limit
 from tgi.api.service import Permit
 from tgi.api.unknown_fields import BodyForm
@@ -36,15 +36,20 @@ async def answer_chat(call: Call, body: ChatRequest) -> None:
         if body.stream:
             await stream_chat(call, chat)
             return
-        choices: list[ChatCompletionComplete] = []
         outcomes = await take_all(chat.generations)
-        for index, chosen in enumerate(rank_choices(chat.generations, count)):
-            choices.append(whole_choice(index, chat, chat.generations[chosen], outcomes[chosen]))
+        ranked = rank_choices(chat.generations, count)
+        choices = await service.build(
+            lambda: [
+                whole_choice(index, chat, chat.generations[chosen], outcomes[chosen])
+                for index, chosen in enumerate(ranked)
+            ],
+            num_items(chat.generations),
+        )
         for generation in chat.generations:
             call.succeed(generation)
     first = chat.generations[0]
     assert first.timings is not None
-    usage = usage_of(chat.generations)
+    usage = usage_of(service, chat.generations)
     answer = ChatCompletion(chat.id, chat.created, chat.model, service.fingerprint, choices, usage)
     headers = call.timing_headers(len(chat.plan.prompt), first.input_length, first.timings)
     await call.connection.respond(json_response(answer, headers=headers))
@@ -62,6 +67,7 @@ async def _start(call: Call, body: ChatRequest, count: int, permit: Permit) -> C
         add_special_tokens=bool(body.add_special_tokens),  # templates have those that are needed
         truncate=prompt_limit(body, service.facts.max_input_tokens),
         grammar=plan.grammar,
+        cache_salt=body.cache_salt,
     )
     generations: list[Generation] = []
     keeps_special = plan.tool_format is not None and plan.tool_format.keeps_special_tokens

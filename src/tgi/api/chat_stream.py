@@ -44,7 +44,7 @@ async def stream_chat(call: Call, chat: Chat) -> None:
         else:
             await run_together([choice.run() for choice in choices])
         if _wants_usage(chat):
-            usage = usage_of(chat.generations)
+            usage = usage_of(call.service, chat.generations)
             await connection.write(frame(_chunk(call, chat, [], usage)))
     except TgiError as error:
         call.fail(error)

@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from tgi.api.call import Call
 from tgi.api.generation import Generation, Piece, openai_text
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 def body_model(service: Service, given: str | None) -> str:
     """As TGI: `tgi` and nothing are the served model, any other name is taken for it and told back."""
-    return service.facts.model_id if given in (None, "", "tgi") else given
+    return service.model_name if given in (None, "", "tgi") else given
 
 
 def start_choices(
@@ -78,14 +79,20 @@ async def take_all(generations: list[Generation]) -> list[list[Piece]]:
     return await run_together(generation.take_all() for generation in generations)
 
 
-def usage_of(generations: list[Generation], num_prompts: int = 1) -> Usage:
+def num_items(generations: list[Generation]) -> int:
+    """What the details of an answer have to tell: each token, and its best ones."""
+    return sum(generation.num_tokens * (1 + generation.request.sampling.top_n_tokens) for generation in generations)
+
+
+def usage_of(service: Service, generations: list[Generation], num_prompts: int = 1) -> Usage:
     """Prompts count once, however many choices they have."""
     per_prompt = len(generations) // num_prompts
     prompts = generations[::per_prompt]
     prompt_tokens = sum(generation.input_length for generation in prompts)
     completion = sum(generation.num_tokens for generation in generations)
     cached = sum(generation.num_cached_tokens or 0 for generation in prompts)
-    return Usage(prompt_tokens, completion, prompt_tokens + completion, PromptTokensDetails(cached))
+    details = UNSET if service.config.hide_cached_tokens else PromptTokensDetails(cached)
+    return Usage(prompt_tokens, completion, prompt_tokens + completion, details)
 
 
 def finite(value: float) -> float:

@@ -111,11 +111,12 @@ async def _predict(call: Call, instance: VertexInstance | ChatRequest, permit: P
     service = call.service
     if not isinstance(instance, ChatRequest):
         params = _plain_params(call, instance.inputs, instance.parameters)
-        return await _generate(call, instance.inputs, params, permit)
+        salt = instance.parameters.cache_salt if instance.parameters is not None else None
+        return await _generate(call, instance.inputs, params, permit, cache_salt=salt)
     plan = await service.run_beside(
         lambda: plan_chat(instance, service.config, service.template, service.tool_format), call.request.is_long
     )
-    return await _generate(call, plan.prompt, plan.params, permit, False, plan.grammar)
+    return await _generate(call, plan.prompt, plan.params, permit, False, plan.grammar, instance.cache_salt)
 
 
 def _plain_params(call: Call, prompt: str, given: VertexParameters | None) -> SamplingParams:
@@ -131,10 +132,13 @@ async def _generate(
     permit: Permit,
     add_special_tokens: bool = True,
     grammar: Grammar | None = None,
+    cache_salt: str | None = None,
 ) -> str:
     service = call.service
     service.metrics.count_request()
-    request = await service.prepare(prompt, params, add_special_tokens=add_special_tokens, grammar=grammar)
+    request = await service.prepare(
+        prompt, params, add_special_tokens=add_special_tokens, grammar=grammar, cache_salt=cache_salt
+    )
     generation = service.start(request, NativeText, call.request.arrived, permit)
     await generation.take_all()
     call.succeed(generation)
@@ -182,8 +186,10 @@ async def kserve_infer(call: Call) -> None:
     with call.service.admit(max(1, len(prompts))) as permit:
         try:
             params = [_plain_params(call, prompt, body.parameters) for prompt in prompts]
+            salt = body.parameters.cache_salt if body.parameters is not None else None
             texts = await run_together(
-                _generate(call, prompt, one, permit, True) for prompt, one in zip(prompts, params, strict=True)
+                _generate(call, prompt, one, permit, cache_salt=salt)
+                for prompt, one in zip(prompts, params, strict=True)
             )
         except TgiError as error:
             response = incomplete()

@@ -6,6 +6,7 @@ Level 8. Several prompts, several choices of each, `best_of`, `echo` and log-pro
 import secrets
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -15,6 +16,7 @@ from tgi.api.choices import (
     FINISH_REASONS,
     body_model,
     finite,
+    num_items,
     rank_choices,
     run_together,
     start_choices,
@@ -135,7 +137,14 @@ async def _start(call: Call, completion: _Completion, prompts: list[Prompt], can
     truncate = prompt_limit(body, service.facts.max_input_tokens)
     special = body.add_special_tokens is not False
     requests = [
-        await service.prepare(prompt, params, add_special_tokens=special, truncate=truncate, grammar=grammar)
+        await service.prepare(
+            prompt,
+            params,
+            add_special_tokens=special,
+            truncate=truncate,
+            grammar=grammar,
+            cache_salt=body.cache_salt,
+        )
         for prompt in prompts
     ]
     for prompt, request in zip(prompts, requests, strict=True):
@@ -159,7 +168,9 @@ async def _answer(call: Call, completion: _Completion, characters: int) -> None:
             text = echo + "".join(piece.text for piece in pieces)
             logprobs = None
             if completion.body.logprobs is not None:
-                logprobs = _Logprobs(tokenizer, completion.body, generation, prompt.text).of(pieces)
+                made = _Logprobs(tokenizer, completion.body, generation, prompt.text)
+                size = num_items([generation]) + generation.input_length * bool(completion.body.echo)
+                logprobs = await service.build(partial(made.of, pieces), size)
             reason = "length" if scores_only(completion.body) else FINISH_REASONS[generation.finish_reason]
             choices.append(CompletionComplete(number * completion.count + place, text, logprobs, reason))
         for generation in prompt.generations:
@@ -170,7 +181,7 @@ async def _answer(call: Call, completion: _Completion, characters: int) -> None:
         completion.model,
         service.fingerprint,
         choices,
-        _usage(completion),
+        _usage(service, completion),
     )
     headers = call.timing_headers(
         characters, sum(prompt.generations[0].input_length for prompt in completion.prompts), _sum_timings(completion)
@@ -179,8 +190,8 @@ async def _answer(call: Call, completion: _Completion, characters: int) -> None:
     await call.connection.respond(json_response(answer, headers=headers))
 
 
-def _usage(completion: _Completion) -> Usage:
-    usage = usage_of(completion.generations, len(completion.prompts))
+def _usage(service: Service, completion: _Completion) -> Usage:
+    usage = usage_of(service, completion.generations, len(completion.prompts))
     if scores_only(completion.body):
         usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
     return usage
@@ -254,7 +265,7 @@ async def _stream(call: Call, completion: _Completion, characters: int) -> None:
             await run_together(runs)
         options = completion.body.stream_options
         if options is not None and options.include_usage:
-            await connection.write(frame(_chunk(call, completion, [], _usage(completion))))
+            await connection.write(frame(_chunk(call, completion, [], _usage(call.service, completion))))
     except TgiError as error:
         call.fail(error)
         await connection.write(frame(openai_event(error, call.request.path)))

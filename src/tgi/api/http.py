@@ -207,6 +207,12 @@ class Connection:
         all_headers += [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": 200, "headers": all_headers + self._headers})
 
+    async def start_json(self) -> None:
+        """A whole answer that is sent in pieces."""
+        self.started, self.status = True, 200
+        headers = [(b"content-type", b"application/json"), *self._headers]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
     async def write(self, data: bytes) -> None:
         """One or more events. Waits while the client does not read."""
         failpoint("api.write")

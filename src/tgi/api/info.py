@@ -3,12 +3,12 @@
 Level 8.
 """
 
-from collections.abc import Callable
 from importlib.resources import files
 
+import msgspec
 from msgspec import UNSET
 
-from tgi.api.bodies import ChatTokenizeResponse, ErrorResponse, GenerateRequest, Info, SimpleToken
+from tgi.api.bodies import ErrorResponse, GenerateRequest, Info
 from tgi.api.call import Call
 from tgi.api.chat_prompt import choose_tools, render_chat
 from tgi.api.errors import openai_plain
@@ -16,9 +16,8 @@ from tgi.api.http import Response, json_response
 from tgi.api.metrics import CONTENT_TYPE
 from tgi.api.openai_bodies import ChatRequest, ModelInfo, ModelsInfo
 from tgi.api.openapi import build_document
-from tgi.api.service import LONG_TEXT
+from tgi.api.tokens import answer_tokens
 from tgi.api.unknown_fields import BodyForm
-from tgi.text.tokenizer import Tokenizer
 from tgi.version import TGI_VERSION, __version__
 
 _GENERATE, _CHAT = BodyForm(GenerateRequest), BodyForm(ChatRequest)
@@ -37,7 +36,7 @@ async def info(call: Call) -> None:
     await call.connection.respond(
         json_response(
             Info(
-                model_id=facts.model_id,
+                model_id=call.service.model_name,
                 model_sha=facts.sha,
                 model_pipeline_tag=None,
                 max_concurrent_requests=config.max_concurrent_requests,
@@ -59,14 +58,14 @@ async def info(call: Call) -> None:
 
 
 async def models(call: Call) -> None:
-    name = call.service.facts.model_id
+    name = call.service.model_name
     await call.connection.respond(json_response(ModelsInfo("list", [ModelInfo(name, "model", 0, name)])))
 
 
 async def model(call: Call) -> None:
     """One model by its name. There is one."""
-    name = call.service.facts.model_id
-    if call.request.variables[0] not in (name, "tgi"):
+    name = call.service.model_name
+    if call.request.variables[0] not in (name, call.service.facts.model_id, "tgi"):
         text = f"The model '{call.request.variables[0]}' does not exist"
         await call.connection.respond(openai_plain(404, text, code="model_not_found"))
         return
@@ -79,37 +78,20 @@ async def metrics(call: Call) -> None:
 
 async def tokenize(call: Call) -> None:
     body = await call.read_body(_GENERATE)
-    tokenizer, text = call.service.tokenizer, body.inputs
-    await _respond_beside(call, lambda: json_response(simple_tokens(tokenizer, text, True)), text)
+    with call.service.admit():
+        await answer_tokens(call, body.inputs, "inputs", True)
 
 
 async def chat_tokenize(call: Call) -> None:
     call.service.metrics.count_request()
     body = await call.read_body(_CHAT)
     template = call.service.template
-    prompt = await call.service.run_beside(
-        lambda: render_chat(body, template, choose_tools(body)), call.request.is_long
-    )
-    tokenizer = call.service.tokenizer
-
-    def work() -> Response:
-        return json_response(ChatTokenizeResponse(simple_tokens(tokenizer, prompt, False), prompt))
-
-    await _respond_beside(call, work, prompt)
-
-
-async def _respond_beside(call: Call, make: Callable[[], Response], text: str) -> None:
-    """The answer is made whole in a worker thread, so that few token lists of long texts exist at a time."""
-    await call.connection.respond(await call.service.run_beside(make, len(text) > LONG_TEXT))
-
-
-def simple_tokens(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[SimpleToken]:
-    """Tokens with their byte ranges; one that stands for no text of the input has none."""
-    data = text.encode()
-    return [
-        SimpleToken(token_id, data[start:stop].decode(errors="replace"), start, stop)
-        for token_id, start, stop in tokenizer.encode_with_offsets(text, add_special_tokens)
-    ]
+    with call.service.admit():
+        prompt = await call.service.run_beside(
+            lambda: render_chat(body, template, choose_tools(body)), call.request.is_long
+        )
+        after = b',"templated_text":' + msgspec.json.encode(prompt) + b"}"
+        await answer_tokens(call, prompt, "messages", False, b'{"tokenize_response":', after)
 
 
 async def openapi(call: Call) -> None:

@@ -22,7 +22,7 @@ from tgi.api.bodies import (
     Token,
 )
 from tgi.api.call import Call
-from tgi.api.choices import take_all
+from tgi.api.choices import num_items, take_all
 from tgi.api.errors import describe
 from tgi.api.generation import Generation, NativeText, Piece
 from tgi.api.http import KEEP_ALIVE, frame, json_response
@@ -72,7 +72,9 @@ async def _prepare(call: Call, inputs: str, parameters: GenerateParameters) -> G
     except ValidationError:  # lengths come first in TGI's order
         await service.prepare(inputs, params, truncate=parameters.truncate)
         raise
-    return await service.prepare(inputs, params, truncate=parameters.truncate, grammar=grammar)
+    return await service.prepare(
+        inputs, params, truncate=parameters.truncate, grammar=grammar, cache_salt=parameters.cache_salt
+    )
 
 
 # -- whole answers -------------------------------------------------------------------------------------------------
@@ -92,14 +94,20 @@ async def _run(call: Call, inputs: str, parameters: GenerateParameters) -> tuple
     chosen = generations[best]
     prefix = service.tokenizer.before_output(inputs) if parameters.return_full_text else ""
     response = GenerateResponse(prefix + _text(chosen))
-    if parameters.details or parameters.decoder_input_details:
-        response.details = _details(service.tokenizer, chosen, outcomes[best])
+
+    def tell() -> Details:
+        details = _details(service.tokenizer, chosen, outcomes[best])
         if best_of > 1:
-            response.details.best_of_sequences = [
+            details.best_of_sequences = [
                 _sequence(service.tokenizer, generation, pieces, prefix)
                 for number, (generation, pieces) in enumerate(zip(generations, outcomes, strict=True))
                 if number != best
             ]
+        return details
+
+    if parameters.details or parameters.decoder_input_details:
+        size = num_items(generations) + chosen.input_length * parameters.decoder_input_details
+        response.details = await service.build(tell, size)
     assert chosen.timings is not None
     return response, call.timing_headers(len(inputs), chosen.input_length, chosen.timings)
 

@@ -177,6 +177,7 @@ class _Sampling(msgspec.Struct, kw_only=True):
     truncate: U64 | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # the same; -1: to what the model takes
     ignore_eos: bool | None = None
+    cache_salt: str | None = None
     min_tokens: U32 | None = None
     max_new_tokens: U32 | None = None  # TGI's name of `max_tokens`
     do_sample: bool | None = None

@@ -24,6 +24,7 @@ FIELDS = {
     "modalities": "Only text is generated.",
     "top_p": "Choose among the most likely tokens that together reach this probability.",
     "typical_p": "Choose among the tokens of typical information that together reach this probability.",
+    "cache_salt": "Cached prefixes are shared only between requests with the same one.",
     "min_p": "Leave out tokens less likely than this share of the most likely one.",
     "do_sample": "Draw tokens at random by their probability instead of always taking the most likely one.",
     "max_new_tokens": "At most this many tokens. Without it, as many as the server's limits allow.",

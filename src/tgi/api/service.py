@@ -4,6 +4,7 @@ Level 8. Owns the tokenizer, the chat template, the worker threads for long text
 present connection to the engine, which the launcher may replace.
 """
 
+import asyncio
 import logging
 import secrets
 import time
@@ -19,7 +20,9 @@ from tgi.api.callers import current_caller
 from tgi.api.errors import UnavailableError
 from tgi.api.generation import Generation, OutputText
 from tgi.api.grammars import GrammarQueue
+from tgi.api.memory import release_memory
 from tgi.api.metrics import Metrics
+from tgi.api.tenants import make_salt
 from tgi.api.trace import Tracer
 from tgi.api.turns import Turns
 from tgi.api.unknown_fields import UnknownFields
@@ -43,6 +46,7 @@ Prompt = str | Sequence[int]
 T = TypeVar("T")
 LONG_TEXT = 2_000  # characters; longer ones are worked on beside the event loop
 _MAX_WAIT_S = 30.0  # for one of the threads that work on long texts
+_MANY_ITEMS = 2_000  # tokens in an answer, some 20 ms of work
 _QUEUE_FACTOR = 4  # prompt tokens that may wait, in multiples of the KV cache
 
 
@@ -75,6 +79,7 @@ class Service:
         )
         self._grammar_queue = GrammarQueue(self.grammars, self.metrics)
         self.generations: set[Generation] = set()
+        self.model_name = public_name(facts.model_id)
         self.fingerprint = f"{__version__}-native"
         self.compute_type = config.compute_type or f"1-{facts.device}"
 
@@ -141,12 +146,22 @@ class Service:
         add_special_tokens: bool = True,
         truncate: int | None = None,
         grammar: Grammar | None = None,
+        cache_salt: str | None = None,
     ) -> GenerationRequest:
         """Tokenise, check lengths, compile the grammar. Raises `ValidationError`."""
         if self.config.ignore_eos_token:
             params = msgspec.structs.replace(params, ignore_eos=True)
 
+        salt = make_salt(cache_salt, self.config.cache_salt_by_key)
+
         def work() -> GenerationRequest:
+            try:
+                return tokenize()
+            finally:
+                if isinstance(prompt, str):
+                    release_memory(len(prompt))
+
+        def tokenize() -> GenerationRequest:
             return prepare_request(
                 0,
                 prompt,
@@ -155,6 +170,7 @@ class Service:
                 self.facts,
                 add_special_tokens=add_special_tokens,
                 truncate=truncate,
+                cache_salt=salt,
                 chunk=CHUNK_TOKENS,
                 grammar=grammar,
             )
@@ -177,6 +193,10 @@ class Service:
         except OverloadedError:
             self.metrics.refuse_waiting("validate")
             raise
+
+    async def build(self, make: Callable[[], T], num_items: int) -> T:
+        """Put an answer together: in a thread if it has so much to tell that others would notice."""
+        return await asyncio.to_thread(make) if num_items > _MANY_ITEMS else make()
 
     def start(
         self,
@@ -203,6 +223,13 @@ class Service:
     def close(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._grammar_queue.close()
+
+
+def public_name(model_id: str) -> str:
+    """A model as callers know it: of one that is a file or a folder here, the last part of its path."""
+    path = Path(model_id).expanduser()
+    is_path = path.is_absolute() or model_id.startswith(".") or model_id.count("/") > 1 or path.exists()
+    return path.name or "model" if is_path else model_id
 
 
 class Permit:

@@ -118,6 +118,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     graceful_termination_timeout: int = 90  # seconds
     client_header: str | None = None  # a proxy's header that names the client; None: clients are told by their address
     max_connections: int | None = None  # open at a time; None: as many as descriptors allow, up to 16,384
+    cache_salt_by_key: bool = False  # cached prefixes are shared only under the same `Authorization`
+    hide_cached_tokens: bool = False  # `usage` does not tell how much of a prompt was cached
     validation_workers: int = 2
     compute_type: str | None = None  # of the `x-compute-type` header; None: derived
     aip_http_port: int | None = None  # Vertex AI: listens here instead of on `port`

@@ -326,7 +326,8 @@ class EngineClient:
             case EngineFailed(error=error):
                 if self.on_step_failure is not None:
                     self.on_step_failure()
-                self.fail(EngineError(error))
+                log.error("The engine failed: %s", error)
+                self.fail(EngineError("a step failed on the device"))  # clients are told: no words of the device's own
 
     def _deliver(self, out: TokenOut) -> None:
         """One event per request of the step."""

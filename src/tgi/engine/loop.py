@@ -168,8 +168,8 @@ class EngineLoop:
             forget_slots()
         except Exception as failure:
             raise EngineError(f"the device did not recover from a lack of memory: {_summary(failure)}") from failure
-        words = _summary(error).split(". ")[0]
-        return self.scheduler.retract(f"not enough memory on the device for this request alone: {words}")
+        words = ": CUDA out of memory" if "CUDA out of memory" in str(error) else ""
+        return self.scheduler.retract(f"not enough memory on the device for this request alone{words}")
 
 
 def _summary(error: BaseException) -> str:

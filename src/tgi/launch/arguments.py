@@ -81,6 +81,8 @@ FLAGS: dict[str, list[Flag]] = {
         Flag("--api-key", "key that clients must send as a bearer token", "KEY", default="no key is asked for"),
         Flag("--admin-api-key", "key for what only an administrator may do", "KEY", default="nobody may"),
         Flag("--cors-allow-origin", "origin that browsers may call from (repeatable)", "ORIGIN", default="any"),
+        Flag("--cache-salt-by-key", "share cached prefixes only between requests with the same API key"),
+        Flag("--hide-cached-tokens", "do not tell in `usage` how many prompt tokens were cached"),
         Flag("--client-header", "header in which a proxy names the client", "NAME", default="the connection's address"),
         Flag("--max-connections", "connections open at a time; beyond, status 503", "N", default="derived"),
         Flag("--validation-workers", "threads that check and tokenise requests", "N"),

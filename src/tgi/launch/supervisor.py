@@ -129,8 +129,7 @@ class _Child:
             how = f"was killed by {signal.Signals(-status).name}"
         else:
             how = f"ended with status {status}"
-        words = self.last_words[-1] if self.last_words else ""
-        return f"the {self.name} process {how}" + (f": {words}" if words else "")
+        return f"the {self.name} process {how}"  # clients are told: what it said last is in the log alone
 
     def pause_s(self) -> float:
         return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self.failures - 1))
