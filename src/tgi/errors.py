@@ -57,6 +57,13 @@ class SlowClientError(TgiError):
     error_type = "slow_client"
 
 
+class DeadlineError(TgiError):
+    """A request took longer than `request_timeout_s`."""
+
+    status = 504
+    error_type = "timeout"
+
+
 class IncompleteError(TgiError):
     """A generation ended without a word why."""
 

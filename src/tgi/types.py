@@ -397,3 +397,4 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     memory_share: float  # of the memory free after loading, how much the KV cache may take
     ops: list[str] = []  # fast ops available, by name
     buckets: bool = False  # every step has a shape of the bucket plan, unless the user says otherwise
+    step_timeout_s: float = 60.0  # a step that takes longer never ends, unless the user says otherwise

@@ -97,6 +97,45 @@ def test_stopping_under_load_loses_nothing(model_cache: Path) -> None:
         assert "Traceback" not in server.log
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_other_signals_that_end_programs_drain_too(model_cache: Path, number: signal.Signals) -> None:
+    with running(*SIZES, cache=model_cache) as server:
+        pids, folder = (
+            [server.process.pid, *server.children().values()],
+            socket_path(server.children()["engine"]).parent,
+        )
+
+        async def run() -> list[Event]:
+            started = Started(1)
+            async with client_of(server.url) as client:
+                stream = asyncio.create_task(follow(client, *native(counting(1), 60), started.stream()))
+                await started.wait([stream])
+                for pid in pids:  # a service manager signals all of them
+                    os.kill(pid, number)
+                return await stream
+
+        events = asyncio.run(run())
+        assert len(events) == 60 and events[-1]["generated_text"]
+        assert server.process.wait(60) == 0, server.log
+        assert not folder.exists()
+
+
+def test_a_closed_window_does_not_end_what_runs_under_nohup(model_cache: Path) -> None:
+    usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it to what it starts
+    try:
+        server = Server(*SIZES, cache=model_cache)
+    finally:
+        signal.signal(signal.SIGHUP, usual)
+    try:
+        for pid in (server.process.pid, *server.children().values()):
+            os.kill(pid, signal.SIGHUP)
+        time.sleep(0.5)
+        assert httpx.get(server.url + "/health", timeout=60).status_code == 200
+        assert "stopping" not in server.log
+    finally:
+        assert server.stop() == 0, server.log
+
+
 def test_a_second_signal_ends_at_once(model_cache: Path) -> None:
     with running(*SIZES, cache=model_cache) as server:
         children, folder = server.children(), socket_path(server.children()["engine"]).parent

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import shutil
 import signal
 import socket
 import stat
@@ -35,7 +34,7 @@ from traffic import (
 
 from tgi.api.control import EngineLost, EngineReady, Start
 from tgi.config import ServerConfig
-from tgi.launch.supervisor import make_private_folder
+from tgi.launch.private_folder import PrivateFolder, remove_abandoned
 
 PROMPT = "The capital of France is"
 
@@ -246,7 +245,9 @@ def test_death_of_the_launcher_leaves_nobody(victim: Server) -> None:
     wait_until_gone(list(children.values()))
     # The last thread of a process that is already called dead may still hold the port for a moment.
     victim.wait_for(lambda: is_free(victim.port), "the port")
-    shutil.rmtree(folder)  # nobody was left to do it
+    assert folder.exists()  # nobody was left to remove it
+    remove_abandoned(folder.parent)  # the next start does
+    assert not folder.exists()
 
 
 def is_free(port: int) -> bool:
@@ -275,7 +276,9 @@ def test_death_of_the_launcher_while_its_processes_are_starting(model_cache: Pat
         server.process.kill()
         server.process.wait()
         wait_until_gone(list(children.values()))
-        shutil.rmtree(folder)
+        with running("--model-id", "/no/such/model", wait=False) as other:  # the next start removes what is left
+            assert other.process.wait(60) == 3
+        assert not folder.exists()
 
 
 # -- starts that fail ----------------------------------------------------------------------------------------------
@@ -357,11 +360,32 @@ def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pyt
     long = tmp_path / ("long" * 20)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    folder = make_private_folder()
+    folder = PrivateFolder()
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(str(folder / "engine-100.sock"))
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    shutil.rmtree(folder)
+        sock.bind(str(folder.path / "engine-100.sock"))
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    folder.remove()
+    assert not folder.path.exists()
+
+
+def test_only_folders_of_dead_launchers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    living = PrivateFolder()
+    dead = tmp_path / "tgi-dead"
+    dead.mkdir()
+    (dead / "launcher.lock").touch()
+    (dead / "engine-1.sock").touch()
+    just_made = tmp_path / "tgi-just-made"  # its launcher has not got its lock yet
+    just_made.mkdir()
+    (just_made / "new.lock").touch()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "launcher.lock").touch()
+    (tmp_path / "tgi-link").symlink_to(elsewhere)
+    remove_abandoned(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {living.path.name, "tgi-just-made", "elsewhere", "tgi-link"}
+    assert (elsewhere / "launcher.lock").exists()
+    living.remove()
 
 
 def test_death_of_the_engine_while_requests_are_drained(model_cache: Path) -> None:

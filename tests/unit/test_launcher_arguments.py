@@ -82,6 +82,8 @@ TABLE: list[tuple[str, str, str, str, Any]] = [
     ("--max-connections", "MAX_CONNECTIONS", "500", "max_connections", 500),
     ("--no-prefix-caching", "", "", "prefix_caching", False),
     ("--cache-dir", "TGI_CACHE_DIR", "/c", "cache_dir", "/c"),
+    ("--step-timeout-s", "STEP_TIMEOUT_S", "2.5", "step_timeout_s", 2.5),
+    ("--request-timeout-s", "REQUEST_TIMEOUT_S", "30", "request_timeout_s", 30.0),
     ("--bucketing", "BUCKETING", "true", "bucketing", True),
     ("--bucket-strategy", "VLLM_BUCKETING_STRATEGY", "linear", "bucket_strategy", "linear"),
     ("--quant-config", "QUANT_CONFIG", "q.json", "quant_config", "q.json"),

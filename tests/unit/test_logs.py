@@ -8,11 +8,14 @@ import pty
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tgi.api.log_queue import QueuedHandler
 from tgi.api.logs import configure_logging, duration_text, fields, log_success, parse_level
 from tgi.api.metrics import Timings
 
@@ -240,3 +243,58 @@ def test_colours_on_a_terminal_only():
     os.close(theirs)
     os.close(ours)
     assert b"\x1b[33m WARN\x1b[0m tgi.api.logs: hello" in shown
+
+
+# -- lines that nobody reads ---------------------------------------------------------------------------------------
+
+
+def logger_into(descriptor: int, max_bytes: int = 20_000) -> tuple[logging.Logger, QueuedHandler]:
+    handler = QueuedHandler(descriptor, max_bytes)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.Logger("unread")
+    logger.addHandler(handler)
+    return logger, handler
+
+
+def test_a_pipe_that_nobody_reads_drops_lines_and_tells():
+    theirs, ours = os.pipe()
+    logger, handler = logger_into(ours)
+    for number in range(5_000):  # far more than a pipe and the queue hold; a handler that waits never gets past it
+        logger.warning("%05d %s", number, "x" * 90)
+    assert 3_000 < handler.num_dropped < 5_000
+    with ThreadPoolExecutor(1) as pool, os.fdopen(theirs) as pipe:
+        reading = pool.submit(pipe.read)
+        handler.flush()  # somebody reads now
+        logger.warning("flows again")
+        handler.close()
+        os.close(ours)
+        *lines, last = reading.result(30).splitlines()
+    assert last == "flows again"
+    told = [line for line in lines if line == "Nobody read the log: lines were dropped"]
+    numbers = [int(line[:5]) for line in lines if line not in told]
+    assert told and numbers == sorted(numbers)  # in order, none in part
+    assert len(numbers) + handler.num_dropped == 5_000
+
+
+def test_the_end_waits_for_nobody():
+    theirs, ours = os.pipe()
+    logger, handler = logger_into(ours)
+    for _ in range(2_000):
+        logger.warning("x" * 90)
+    begin = time.monotonic()
+    handler.close()
+    assert time.monotonic() - begin < 10
+    os.close(theirs)
+    os.close(ours)
+
+
+def test_last_words_are_not_lost():
+    script = (
+        "import logging; from tgi.api.logs import configure_logging, log; configure_logging('info', False)\n"
+        "for number in range(3000): log.warning('line %d', number)\n"
+        "raise RuntimeError('the end')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    lines = [line.rsplit(b" ", 1)[1] for line in done.stderr.splitlines() if b": line " in line]
+    assert lines == [b"%d" % number for number in range(3000)]
+    assert b"RuntimeError: the end" in done.stderr

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tgi.api.control import Restarts
 from tgi.api.metrics import CONTENT_TYPE, DURATION_BOUNDS, Metrics, Timings
 from tgi.types import EngineLoad, ModelFacts, StepStats
 
@@ -42,6 +43,7 @@ def metrics() -> Metrics:
 
 def record_everything(metrics: Metrics) -> None:
     metrics.engine_ready(FACTS)
+    metrics.heartbeat_age(0.1)
     metrics.count_request()
     for err in ("validation", "overloaded", "template", "generation", "incomplete", "dropped"):
         metrics.fail_request(err)
@@ -121,6 +123,11 @@ OURS = {
     "tgi_engine_restarts": "counter",
     "tgi_malformed_messages": "counter",
     "tgi_api_loop_lag_seconds": "histogram",
+    "tgi_engine_hangs": "counter",
+    "tgi_api_restarts": "counter",
+    "tgi_api_hangs": "counter",
+    "tgi_engine_heartbeat_age_seconds": "gauge",
+    "tgi_log_lines_dropped": "counter",
     "process_start_time_seconds": "gauge",
 }
 
@@ -148,7 +155,14 @@ def test_the_page_lists_every_metric(metrics):
 
 def test_nothing_of_the_reference_appears_before_it_is_recorded(metrics):
     names = set(re.findall(r"^# TYPE (\S+)", metrics.render().decode(), re.M))
-    assert names == {"tgi_engine_restarts", "process_start_time_seconds"}
+    assert names == {
+        "tgi_engine_restarts",
+        "tgi_engine_hangs",
+        "tgi_api_restarts",
+        "tgi_api_hangs",
+        "tgi_log_lines_dropped",
+        "process_start_time_seconds",
+    }
     metrics.count_request()
     assert "\ntgi_request_count 1\n" in "\n" + metrics.render().decode()
     assert "tgi_request_success" not in metrics.render().decode()
@@ -275,7 +289,7 @@ def test_counters_go_on_when_the_engine_starts_again(metrics):
     metrics.engine_ready(FACTS)
     metrics.load(EngineLoad(0, 1, 60, 2, 100, 10))
     metrics.load(EngineLoad(0, 1, 60, 3, 150, 60))
-    metrics.engine_restarted()
+    metrics.restarts(Restarts(engine=1, engine_hangs=1))
     metrics.engine_ready(FACTS)
     assert value(metrics, "tgi_kv_blocks_used") == 0
     metrics.load(EngineLoad(0, 1, 60, 4, 200, 0))

@@ -70,7 +70,7 @@ ROUTES = [
     Route("POST", "/invocations", cloud.invocations, "sagemaker_compatibility"),
     Route("POST", "/vertex", cloud.vertex, "vertex_compatibility"),
     Route("GET", "/v2", cloud.kserve_metadata, "kserve_metadata", public=True),
-    Route("GET", "/v2/health/live", cloud.kserve_ready, "health", public=True),
+    Route("GET", "/v2/health/live", cloud.kserve_live, "health", public=True),
     Route("GET", "/v2/health/ready", cloud.kserve_ready, "health", public=True),
     Route("GET", "/v2/models/{}/versions/{}", cloud.kserve_model, "kserve_model", public=True),
     Route("GET", "/v2/models/{}/versions/{}/ready", cloud.kserve_ready, "health", public=True),

@@ -16,7 +16,7 @@ from tgi.api.refusals import field_of, log_refusal
 from tgi.api.service import Service
 from tgi.api.trace import Span
 from tgi.api.unknown_fields import BodyForm
-from tgi.errors import EngineError, OverloadedError, TgiError
+from tgi.errors import DeadlineError, EngineError, OverloadedError, TgiError
 
 Body = TypeVar("Body")
 # Kinds of errors that TGI counts, by the label it gives them.
@@ -26,8 +26,10 @@ _COUNTED = {
     "generation": "generation",
     "template_error": "template",
     "incomplete_generation": "incomplete",
+    "timeout": "timeout",
 }
-_WITHOUT_USER_TEXT = (EngineError, OverloadedError, UnavailableError)  # other texts may repeat what the client sent
+# Other texts may repeat what the client sent.
+_WITHOUT_USER_TEXT = (DeadlineError, EngineError, OverloadedError, UnavailableError)
 
 
 @dataclass(slots=True, eq=False)

@@ -149,6 +149,11 @@ async def _generate(
 # -- KServe v2 -----------------------------------------------------------------------------------------------------
 
 
+async def kserve_live(call: Call) -> None:
+    """This process answers; whether it has an engine is what `ready` tells."""
+    await call.connection.respond(json_response({"live": True}))
+
+
 async def kserve_ready(call: Call) -> None:
     if call.service.healthy:
         await call.connection.respond(json_response({"live": True}))

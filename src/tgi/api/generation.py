@@ -13,7 +13,7 @@ import msgspec
 
 from tgi.api.metrics import Metrics, Timings
 from tgi.engine.client import TokenEvent, TokenStream
-from tgi.errors import IncompleteError, RequestError
+from tgi.errors import IncompleteError, RequestError, TgiError
 from tgi.text.detokenize import open_stream
 from tgi.text.ids_as_text import IdsAsText
 from tgi.text.output import RequestText
@@ -176,6 +176,10 @@ class Generation:
 
     def wake(self) -> None:
         self._stream.wake()
+
+    def fail(self, error: TgiError) -> None:
+        """Let `take` raise this once it has handed out what is there."""
+        self._stream.fail(error)
 
     def close(self) -> None:
         """Free what the engine holds for it, if it has not ended."""

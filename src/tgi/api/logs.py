@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from tgi.api.log_queue import QueuedHandler
 from tgi.api.metrics import Timings
 
 log = logging.getLogger(__name__)
@@ -45,14 +46,14 @@ def configure_logging(
     colours: bool | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Send what `tgi` logs at `level`, and warnings of everything else, to stderr.
+    """Send what `tgi` logs at `level`, and warnings of everything else, to stderr, without ever waiting for a reader.
 
     `nested` puts message and fields under `fields`, as TGI's launcher does; its router has them at the top.
     `colours` of None means: on a terminal.
     """
     output: TextIO = sys.stderr if stream is None else stream
     hidden = sorted({secret for secret in secrets if secret and len(secret) >= _MIN_SECRET}, key=len, reverse=True)
-    handler = logging.StreamHandler(output)
+    handler = _make_handler(output) if stream is None else logging.StreamHandler(output)
     if json_output:
         handler.setFormatter(JsonLines(hidden, nested))
     else:
@@ -60,6 +61,8 @@ def configure_logging(
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
+        if isinstance(old, QueuedHandler):
+            old.close()
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     parsed = parse_level(level)
@@ -68,6 +71,18 @@ def configure_logging(
         log.warning(
             "LOG_LEVEL is no filter: use error, warn, info or debug. Logging at info", extra=fields(given=level)
         )
+
+
+def _make_handler(output: TextIO) -> logging.Handler:
+    try:
+        return QueuedHandler(output.fileno())
+    except (OSError, ValueError):  # no descriptor behind it
+        return logging.StreamHandler(output)
+
+
+def num_dropped_lines() -> int:
+    """Lines of this process that nobody read in time."""
+    return sum(handler.num_dropped for handler in logging.getLogger().handlers if isinstance(handler, QueuedHandler))
 
 
 def parse_level(text: str) -> int | None:

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from tgi.api.control import Restarts
 from tgi.types import BucketStats, EngineLoad, ModelFacts, StepStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -310,7 +311,6 @@ class Metrics:
         self._cached_tokens = self.counter("tgi_cached_prompt_tokens", "Prompt tokens found in the prefix cache")
         self._unknown_fields = self.counter("tgi_unknown_fields", "Fields of request bodies that were ignored")
         self._engine_restarts = self.counter("tgi_engine_restarts", "Times the engine was started again")
-        self._engine_restarts.set(0)
         malformed: Family[Number] = self.family(
             "tgi_malformed_messages",
             "counter",
@@ -325,6 +325,14 @@ class Metrics:
         self._http_refused: Family[Number] = self.family(
             "tgi_http_refused", "counter", "What was turned away before a route saw it, by reason"
         )
+        self._engine_hangs = self.counter("tgi_engine_hangs", "Times the engine was ended because it hung")
+        self._api_restarts = self.counter("tgi_api_restarts", "Times the api process was started again")
+        self._api_hangs = self.counter("tgi_api_hangs", "Times the api process was ended because it hung")
+        for number in (self._engine_restarts, self._engine_hangs, self._api_restarts, self._api_hangs):
+            number.set(0)
+        self._dropped_lines = self.counter("tgi_log_lines_dropped", "Log lines that nobody read in time")
+        self._dropped_lines.set(0)
+        self._heartbeat_age = self._gauge("tgi_engine_heartbeat_age_seconds", "Since the engine's last sign of life")
         self._bucket_shapes = BucketSeries(self)
         start = self._gauge("process_start_time_seconds", "Start of the process, in seconds since 1970")
         start.set(round(time.time(), 3))
@@ -413,8 +421,18 @@ class Metrics:
         """The engine sent what cannot be read."""
         self._dropped_by_api.add()
 
-    def engine_restarted(self) -> None:
-        self._engine_restarts.add()
+    def restarts(self, restarts: Restarts) -> None:
+        """Since the launcher started."""
+        self._engine_restarts.set(restarts.engine)
+        self._engine_hangs.set(restarts.engine_hangs)
+        self._api_restarts.set(restarts.api)
+        self._api_hangs.set(restarts.api_hangs)
+
+    def dropped_lines(self, count: int) -> None:
+        self._dropped_lines.set(count)
+
+    def heartbeat_age(self, seconds: float) -> None:
+        self._heartbeat_age.set(round(seconds, 3))
 
     def step(self, stats: StepStats) -> None:
         """A step ended well."""

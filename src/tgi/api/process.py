@@ -8,13 +8,15 @@ requests, the running ones get the time that `graceful_termination_timeout` allo
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import uvicorn
@@ -23,14 +25,15 @@ import uvloop
 from tgi import failpoints
 from tgi.api.app import App
 from tgi.api.connections import Connections, derive_limits, raise_descriptor_limit
-from tgi.api.control import EngineLost, EngineReady, FromLauncher, Start
+from tgi.api.control import EngineLost, EngineReady, FromLauncher, Restarts, Start
 from tgi.api.http import KEEP_ALIVE_S
-from tgi.api.logs import configure_logging, fields
+from tgi.api.logs import configure_logging, fields, num_dropped_lines
 from tgi.api.protocol import LimitedProtocol
 from tgi.api.service import Service
 from tgi.api.trace import Tracer
 from tgi.config import failpoints_asked
 from tgi.engine.client import EngineClient
+from tgi.engine.heartbeat import Heartbeat, Watch, heartbeat_path
 from tgi.engine.parent import end_with_parent
 from tgi.engine.wire import max_to_engine
 from tgi.errors import EngineError, TgiError
@@ -43,6 +46,8 @@ _IDLE_CONNECTION_S = 75
 _ENGINE_ANSWERS_S = 60.0  # one that is in the middle of a long step answers after it
 _DRAIN_POLL_S = 0.05
 _LAG_POLL_S = 0.05
+_BLOCKED_LIMIT_S = 30.0  # for the event loop
+_SILENCE_S = 5.0  # an engine that gives no sign of life for so long gets no requests until it does
 
 _decode = msgspec.json.Decoder(FromLauncher).decode
 
@@ -65,10 +70,17 @@ class ApiProcess:
         self._failure: Exception | None = None
         self._tracer = Tracer.start(start.config.otlp_endpoint, start.config.otlp_service_name)
         self._stopping = asyncio.Event()
+        self._heartbeat: Heartbeat | None = None
+        if start.heartbeat:
+            limit_s = min(_BLOCKED_LIMIT_S, start.config.step_timeout_s or _BLOCKED_LIMIT_S)
+            self._heartbeat = Heartbeat(Path(start.heartbeat), limit_s)
+        self._watch: Watch | None = None  # of the engine
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._stopping.set)
+        for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._stopping.set)
         listener = asyncio.create_task(self._listen_to_launcher())
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -87,23 +99,25 @@ class ApiProcess:
     async def _listen_to_launcher(self) -> None:
         while line := await self._messages.readline():
             match _decode(line):
-                case EngineReady(socket=path):
-                    self._attaching = asyncio.create_task(self._attach_or_stop(Path(path)))
-                case EngineLost(reason=reason):
+                case EngineReady(socket=path, restarts=restarts):
+                    self._attaching = asyncio.create_task(self._attach_or_stop(Path(path), restarts))
+                case EngineLost(reason=reason, restarts=restarts):
                     if self._joining is not None:
                         self._joining.fail(EngineError(reason))  # it will not answer any more
                     await self._detach(reason)
+                    if self._service is not None:
+                        self._service.metrics.restarts(restarts)
                 case Start():
                     pass
 
-    async def _attach_or_stop(self, path: Path) -> None:
+    async def _attach_or_stop(self, path: Path, restarts: Restarts) -> None:
         try:
-            await self._attach(path)
+            await self._attach(path, restarts)
         except Exception as error:
             self._failure = error
             self._stopping.set()
 
-    async def _attach(self, path: Path) -> None:
+    async def _attach(self, path: Path, restarts: Restarts) -> None:
         client = self._joining = EngineClient(path, max_to_engine(self._config.payload_limit))
         try:
             client.on_failure = self._on_client_failure
@@ -117,12 +131,34 @@ class ApiProcess:
             self._joining = None
         if self._service is None:
             self._service = Service(self._config, facts, self._tracer)
+            self._watch_engine(path, self._service)
             self._service.attach(client, facts)
+            self._service.metrics.restarts(restarts)
             await self._open(self._service)
         else:
+            self._watch_engine(path, self._service)
             self._service.attach(client, facts)
-            self._service.metrics.engine_restarted()
+            self._service.metrics.restarts(restarts)
             log.info("The engine is back")
+
+    def _watch_engine(self, path: Path, service: Service) -> None:
+        self._stop_watching()
+        with suppress(OSError):  # it is lost already
+            self._watch = Watch(heartbeat_path(path))
+        service.engine_responds = True
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _look_at_engine(self, service: Service) -> None:
+        """Whether it gives signs of life. What becomes of one that does not is the launcher's to decide."""
+        if self._watch is None:
+            return
+        signs = self._watch.look()
+        service.metrics.heartbeat_age(signs.silent_s)
+        service.engine_responds = not signs.is_stuck and signs.silent_s <= min(_SILENCE_S, signs.limit_s)
 
     def _on_client_failure(self, error: Exception) -> None:
         """The engine's messages cannot be read although it lives: only a new process helps."""
@@ -130,6 +166,7 @@ class ApiProcess:
         self._stopping.set()
 
     async def _detach(self, reason: str) -> None:
+        self._stop_watching()
         if self._service is not None:
             client = self._service.detach(reason)
             if client is not None:
@@ -157,7 +194,7 @@ class ApiProcess:
         )
         self._http = _HttpServer(config)
         self._serving = asyncio.create_task(self._http.serve(sockets=[self._socket]))
-        self._ticking = asyncio.create_task(_tick(app, connections))
+        self._ticking = asyncio.create_task(self._tick(app, connections))
         while not self._http.started:
             if self._serving.done():
                 self._serving.result()  # raises why it cannot listen
@@ -165,6 +202,25 @@ class ApiProcess:
         gc.collect()
         gc.freeze()  # what is there now stays, and need not be looked at again
         print(msgspec.json.encode({"serving": True}).decode(), flush=True)
+
+    async def _tick(self, app: App, connections: Connections) -> None:
+        """Looks often, so that whatever holds the event loop up is seen; what is due every second is done then."""
+        service = app.service
+        next_wake = time.monotonic() + 1
+        while True:
+            due = time.monotonic() + _LAG_POLL_S
+            await asyncio.sleep(_LAG_POLL_S)
+            now = time.monotonic()
+            service.metrics.loop_lag(max(0.0, now - due))
+            if self._heartbeat is not None:
+                self._heartbeat.beat()
+            self._look_at_engine(service)
+            if now >= next_wake:
+                next_wake = now + 1
+                connections.check_progress()
+                service.metrics.dropped_lines(num_dropped_lines())
+                if service.engine_responds:  # silence tells clients the truth about one that does not
+                    app.keep_alive(now, KEEP_ALIVE_S)
 
     async def _close(self, service: Service) -> None:
         """Drain, then end what is left with an error. Until then the port is open, and who comes is told to go away."""
@@ -193,20 +249,6 @@ class ApiProcess:
         service.close()
 
 
-async def _tick(app: App, connections: Connections) -> None:
-    """Looks often, so that whatever holds the event loop for long is seen; what is due every second is done then."""
-    next_wake = time.monotonic() + 1
-    while True:
-        due = time.monotonic() + _LAG_POLL_S
-        await asyncio.sleep(_LAG_POLL_S)
-        now = time.monotonic()
-        app.service.metrics.loop_lag(max(0.0, now - due))
-        if now >= next_wake:
-            next_wake = now + 1
-            app.keep_alive(now, KEEP_ALIVE_S)
-            connections.check_progress()
-
-
 async def _main() -> None:
     messages = asyncio.StreamReader(limit=2**22)
     loop = asyncio.get_running_loop()
@@ -232,5 +274,11 @@ def main() -> int:
     return 0
 
 
+def run() -> NoReturn:
+    status = main()
+    logging.shutdown()
+    os._exit(status)  # a worker thread that is busy, or hangs, holds nobody up
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -29,7 +29,8 @@ from tgi.api.unknown_fields import UnknownFields
 from tgi.api.validate import CHUNK_TOKENS
 from tgi.config import ServerConfig
 from tgi.engine.client import EngineClient
-from tgi.errors import EngineError, OverloadedError, ValidationError
+from tgi.errors import DeadlineError, EngineError, OverloadedError, ValidationError
+from tgi.failpoints import failpoint
 from tgi.scheduler.shares import Shares
 from tgi.text.chat_template import ChatTemplate
 from tgi.text.grammar import GrammarCompiler
@@ -68,6 +69,7 @@ class Service:
         self.tracer = tracer or Tracer.start(None, "")
         self.engine: EngineClient | None = None
         self.unavailable = "the engine is starting"  # why, while there is no engine
+        self.engine_responds = True  # as far as its signs of life tell
         self.draining = False
         self._shares = Shares(config.max_concurrent_requests)
         self.num_queued_tokens = 0  # prompt tokens of those that have no token yet
@@ -94,7 +96,8 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        return self.engine is not None and self.engine.failure is None and not self.draining
+        alive = self.engine is not None and self.engine.failure is None and self.engine_responds
+        return alive and not self.draining
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
@@ -128,7 +131,7 @@ class Service:
     def admit(self, count: int = 1) -> "Permit":
         """Leave to run `count` generations. Raises `OverloadedError` or `UnavailableError` at once."""
         if not self.healthy:
-            raise UnavailableError("the server is shutting down" if self.draining else self.unavailable)
+            raise UnavailableError(self._why_unavailable())
         caller = current_caller.get()
         self._shares.see(caller, time.monotonic_ns())
         if self.num_queued_tokens > self._max_queued_tokens and not self._shares.is_small(caller, count):
@@ -137,6 +140,11 @@ class Service:
             raise OverloadedError("Model is overloaded")
         self._shares.take(caller, count)
         return Permit(self, count, caller)
+
+    def _why_unavailable(self) -> str:
+        if self.draining:
+            return "the server is shutting down"
+        return self.unavailable if self.engine is None or self.engine_responds else "the engine does not respond"
 
     async def prepare(
         self,
@@ -155,6 +163,7 @@ class Service:
         salt = make_salt(cache_salt, self.config.cache_salt_by_key)
 
         def work() -> GenerationRequest:
+            failpoint("api.validate")
             try:
                 return tokenize()
             finally:
@@ -233,14 +242,35 @@ def public_name(model_id: str) -> str:
 
 
 class Permit:
-    """Leave to run some generations; a context that gives everything back however it is left."""
+    """Leave to run some generations; a context that gives everything back however it is left.
+
+    With a `request_timeout_s` whatever runs in it then ends with a `DeadlineError`: the generations if there are any,
+    else the task that prepares them.
+    """
 
     def __init__(self, service: Service, count: int, caller: str) -> None:
         self._service = service
         self._count, self._caller = count, caller
         self._generations: list[Generation] = []
         self._queued: set[Generation] = set()  # those without a token yet
+        self._expired = self._cancelled = False
+        self._timer: asyncio.TimerHandle | None = None
+        limit_s = service.config.request_timeout_s
+        if limit_s is not None:
+            self._task = asyncio.current_task()
+            self._timer = asyncio.get_running_loop().call_later(limit_s, self._expire)
         service.metrics.in_flight(service.num_running)
+
+    def _expire(self) -> None:
+        self._expired = True
+        for generation in self._generations:
+            generation.fail(self._deadline_error())
+        if not self._generations:
+            assert self._task is not None
+            self._cancelled = self._task.cancel()
+
+    def _deadline_error(self) -> DeadlineError:
+        return DeadlineError(f"the request took longer than {self._service.config.request_timeout_s:g} s")
 
     def add(self, generation: Generation) -> None:
         self._generations.append(generation)
@@ -248,6 +278,8 @@ class Permit:
         self._service.generations.add(generation)
         self._service.num_queued_tokens += generation.input_length
         generation.on_first_token = self._leave_queue
+        if self._expired:
+            generation.fail(self._deadline_error())
 
     def _leave_queue(self, generation: Generation) -> None:
         if generation in self._queued:
@@ -257,10 +289,16 @@ class Permit:
     def __enter__(self) -> "Permit":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._service.give_back(self._count, self._caller)
         for generation in self._generations:
             generation.close()
             generation.on_first_token = None  # which is this permit's: no cycle of the two
             self._service.generations.discard(generation)
             self._leave_queue(generation)
+        if self._cancelled and self._task is not None:
+            is_ours = self._task.uncancel() == 0  # else the client has left as well
+            if is_ours and kind is asyncio.CancelledError:
+                raise self._deadline_error()

@@ -120,6 +120,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: int | None = None  # open at a time; None: as many as descriptors allow, up to 16,384
     cache_salt_by_key: bool = False  # cached prefixes are shared only under the same `Authorization`
     hide_cached_tokens: bool = False  # `usage` does not tell how much of a prompt was cached
+    step_timeout_s: float | None = None  # a step that takes longer hangs: the engine is started again; None: derived
+    request_timeout_s: float | None = None  # a request that takes longer ends with an error
     validation_workers: int = 2
     compute_type: str | None = None  # of the `x-compute-type` header; None: derived
     aip_http_port: int | None = None  # Vertex AI: listens here instead of on `port`
@@ -251,6 +253,8 @@ _POSITIVE = (
     "payload_limit",
     "max_connections",
     "num_threads",
+    "step_timeout_s",
+    "request_timeout_s",
     "batch_bucket_size",
     "prefill_batch_bucket_size",
     *BUCKET_RANGES,

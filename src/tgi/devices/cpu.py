@@ -14,8 +14,11 @@ import numpy as np
 import torch
 
 from tgi.devices.device import Ops
+from tgi.devices.host_memory import available_bytes
 from tgi.kernels.cpu.ops import BLOCK_BYTES, load_ops
 from tgi.types import Limits
+
+_WORKING_BYTES = 512 << 20
 
 
 class CpuDevice:
@@ -41,9 +44,10 @@ class CpuDevice:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cpu")
 
     def free_bytes(self) -> int:
-        with open("/proc/meminfo") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        """Without what steps and the process that answers HTTP will take: pages of the cache are handed out when they
+        are first touched, and must be there then."""
+        free = available_bytes()
+        return free - min(_WORKING_BYTES, free // 4)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Pages that the system hands out, zeroed, when they are first touched: an unused cache costs nothing."""

@@ -65,6 +65,7 @@ class CudaDevice:
             max_batch_size=1024,
             max_batch_prefill_tokens=8192,
             memory_share=1.0,
+            step_timeout_s=300.0,  # a kernel may have to be compiled
         )
         self._memory_fraction = memory_fraction
         if memory_fraction < 1:

@@ -91,6 +91,7 @@ class HpuDevice:
             max_batch_prefill_tokens=4096,
             memory_share=1 - self.settings.graph_share if captures else 1.0,
             buckets=True,
+            step_timeout_s=1800.0,  # a shape that was not warmed up is compiled
         )
         self.ops = self._load_ops(custom_kernels)
         self._runtime_bytes: int | None = None  # never given away

@@ -5,15 +5,18 @@ clients may connect; ids are the client's own. What a client asked for ends when
 when its parent does.
 """
 
+import io
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import msgspec
 import zmq
@@ -22,6 +25,7 @@ from tgi import failpoints
 from tgi.config import ServerConfig, failpoints_asked
 from tgi.engine import wire
 from tgi.engine.build import Engine, start_engine
+from tgi.engine.heartbeat import Heartbeat, heartbeat_path
 from tgi.engine.outbox import ClientLink
 from tgi.engine.parent import end_with_parent
 from tgi.engine.profile import Profiling
@@ -39,6 +43,7 @@ from tgi.types import (
     Finish,
     FromEngine,
     GenerationRequest,
+    Grammar,
     Hello,
     Profile,
     Ready,
@@ -58,8 +63,15 @@ _BEHIND_POLL_MS = 10
 
 
 class EngineServer:
-    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]", profiling: Profiling | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        socket: "zmq.Socket[bytes]",
+        profiling: Profiling | None = None,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
         self._engine = engine
+        self._heartbeat = heartbeat
         self._profiling = profiling or Profiling(ServerConfig())
         self._loop = engine.loop
         self._socket = socket
@@ -81,6 +93,8 @@ class EngineServer:
     def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Serve until told to stop. Raises `EngineError` when the device fails; clients are told first."""
         while not stopped():
+            if self._heartbeat is not None:
+                self._heartbeat.turn()
             self._receive()
             self._check_clients()
             if self._compiling:
@@ -100,12 +114,18 @@ class EngineServer:
                 self._route(out)
                 self._filter_ns = time.monotonic_ns() - self._routed_ns
                 if self._profiling.is_on:
+                    self._pause_watch()  # it may write a large file
                     self._profiling.step()
+
+    def _pause_watch(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.pause()
 
     def _save_measured(self, recorder: Recorder) -> None:
         """An engine that measures writes what it has when nothing is left to do, before anybody hears of that."""
         if not (recorder.is_due or (recorder.has_news and not self._loop.has_work)):
             return
+        self._pause_watch()
         try:
             recorder.save()
         except TgiError as error:
@@ -169,6 +189,7 @@ class EngineServer:
             case Profile() as profile:
                 client = self._clients.get(address)
                 if client is not None:
+                    self._pause_watch()
                     self._send(client, self._profiling.handle(profile))
             case Abort(request_id=request_id):
                 client = self._clients.get(address)
@@ -190,12 +211,16 @@ class EngineServer:
             self._refuse(client, engine_id, _FULL)
             return
         if request.grammar is not None:
-            # Clients have compiled it themselves, and so found it harmless, before they sent it.
             lane = self._compilers[is_plain(request.grammar.kind, request.grammar.value)]
-            compiled = lane.submit(self._engine.grammars.compile, request.grammar, tried=True)
+            compiled = lane.submit(self._compile, request.grammar)
             self._compiling[engine_id] = (client, request, compiled)
         else:
             self._add(client, request)
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Clients have compiled it themselves, and so found it harmless, before they sent it."""
+        failpoint("engine.compile")
+        return self._engine.grammars.compile(grammar, tried=True)
 
     def _add_compiled(self) -> None:
         for engine_id, (client, request, compiled) in list(self._compiling.items()):
@@ -345,7 +370,9 @@ def main() -> int:
     end_with_parent()
     # Who stops a whole group or service signals this process too; the parent ends it, once requests are drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    _never_wait_for_readers()
     failpoints.configure(failpoints_asked())
     socket_path = Path(sys.argv[1])
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
@@ -359,9 +386,13 @@ def main() -> int:
         if engine.recorder is not None:
             engine.recorder.reset()  # prompts of our own do not count
         profiling = Profiling(config)  # nor do their steps
+        grows = config.step_timeout_s is None
+        limit_s = engine.device.limits.step_timeout_s if config.step_timeout_s is None else config.step_timeout_s
+        heartbeat = Heartbeat(heartbeat_path(socket_path), limit_s, grows)
+        heartbeat.beat_in_thread()
         socket.bind(f"ipc://{socket_path}")
         _tell(EngineStarted(engine.seconds, engine.facts.notes))
-        EngineServer(engine, socket, profiling).run()
+        EngineServer(engine, socket, profiling, heartbeat).run()
     except EngineError as error:
         print(f"engine failed: {error}", file=sys.stderr, flush=True)
         return EXIT_ENGINE_FAILED
@@ -385,6 +416,31 @@ def configure_socket(socket: "zmq.Socket[bytes]", config: ServerConfig) -> None:
 def _tell(message: FromEngineProcess) -> None:
     """One line for whoever started this process."""
     print(msgspec.json.encode(message).decode(), flush=True)
+
+
+def _never_wait_for_readers() -> None:
+    """What is said on standard error is lost, rather than waited for, while nobody takes it: the pipe is this
+    process's own, and steps go on when the one who reads it is stopped."""
+    if stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode):
+        os.set_blocking(sys.stderr.fileno(), False)
+        sys.stderr = _LossyLines(sys.stderr)
+
+
+class _LossyLines(io.TextIOBase):
+    """Text to a descriptor that does not block."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        data = text.encode(errors="replace")
+        with suppress(BlockingIOError):
+            while data:
+                data = data[os.write(self._stream.fileno(), data) :]
+        return len(text)
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
 
 
 def run() -> NoReturn:

@@ -87,6 +87,8 @@ FLAGS: dict[str, list[Flag]] = {
         Flag("--max-connections", "connections open at a time; beyond, status 503", "N", default="derived"),
         Flag("--validation-workers", "threads that check and tokenise requests", "N"),
         Flag("--graceful-termination-timeout", "seconds for requests to end after SIGTERM", "SECONDS", short="-g"),
+        Flag("--request-timeout-s", "seconds after which a request ends with status 504", "SECONDS", default="none"),
+        Flag("--step-timeout-s", "seconds after which a step counts as hung", "SECONDS", default="the device's"),
     ],
     "hub": [
         Flag("--huggingface-hub-cache", "folder of downloaded models", "DIR", default="the hub library's"),

@@ -3,7 +3,7 @@
 Level 9. The launcher holds the address from the first moment, so a port that is taken is found at once, and listens
 when the model is ready; the api process takes the connections. A process that dies is started again, later each time; a
 model that cannot start at all ends the launcher. When the launcher dies, however that happens, the kernel ends both
-processes.
+processes. One that lives but hangs is killed, and so started again like one that died.
 """
 
 import asyncio
@@ -11,11 +11,9 @@ import errno
 import ipaddress
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections import deque
 from contextlib import suppress
@@ -24,11 +22,14 @@ from typing import Any
 
 import msgspec
 
-from tgi.api.control import EngineLost, EngineReady, Start
+from tgi.api.control import EngineLost, EngineReady, Restarts, Start
 from tgi.api.logs import fields
 from tgi.config import ServerConfig, child_environment
+from tgi.engine.heartbeat import Watch, heartbeat_path
 from tgi.engine.status import EXIT_START_FAILED, EngineStarted, FromEngineProcess, Stage
 from tgi.errors import StartError
+from tgi.launch.hangs import find_hang
+from tgi.launch.private_folder import PrivateFolder
 from tgi.progress import StageBars
 
 log = logging.getLogger("tgi.launch")
@@ -39,7 +40,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _GOOD_RUN_S = 60.0  # a process that lived this long had no failure in a row
 _TELL_EVERY_S = 10.0
 _KILL_AFTER_S = 10.0  # beyond the time to drain
-_LONGEST_FOLDER = 75  # characters; the path of a unix socket has at most 107
+_LOOK_EVERY_S = 0.25
 _BACKLOG = 2048  # connections that nobody has taken yet
 _decode_engine = msgspec.json.Decoder(FromEngineProcess).decode
 
@@ -75,12 +76,6 @@ def describe_port(port: int, error: OSError) -> str:
     return f"Cannot listen on port {port}: {error.strerror}"
 
 
-def make_private_folder() -> Path:
-    """For sockets, open to this user only. Their paths must be short, which not every TMPDIR allows."""
-    usual = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="tgi-", dir=usual if len(usual) <= _LONGEST_FOLDER else "/tmp"))  # 0700
-
-
 class _Child:
     """A process that is kept running: what it wrote last, and how often it failed in a row."""
 
@@ -90,9 +85,12 @@ class _Child:
         self.process: asyncio.subprocess.Process | None = None
         self.last_words: deque[str] = deque(maxlen=20)
         self.failures = 0
+        self.hang = ""  # why the launcher ended it
+        self._watch: Watch | None = None
 
     async def start(self, module: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:
         self.last_words.clear()
+        self.hang = ""
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -106,6 +104,21 @@ class _Child:
             **options,
         )
         return self.process
+
+    def watch(self, heartbeat: Path) -> None:
+        """From now on a hang is seen."""
+        self.stop_watching()
+        self._watch = Watch(heartbeat)
+
+    def stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def find_hang(self) -> str | None:
+        if self._watch is None or self.process is None or self.process.returncode is not None or self.hang:
+            return None
+        return find_hang(self._watch, self.process.pid)
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -125,6 +138,8 @@ class _Child:
             await self.process.wait()
 
     def describe_end(self, status: int) -> str:
+        if self.hang:
+            return f"the {self.name} process {self.hang}"
         if status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
         else:
@@ -167,6 +182,7 @@ class Supervisor:
         self._api = _Child("api", environment)
         self._engine_socket: str | None = None  # of the engine that is ready
         self._ready_at: float | None = None  # when that was
+        self._restarts = Restarts()
         self._stopping = asyncio.Event()
         self._status = 0
         self._started = time.monotonic()
@@ -175,11 +191,14 @@ class Supervisor:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
-        self._folder = make_private_folder()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # else: under nohup
+                loop.add_signal_handler(number, self._on_signal, number)
+        self._private = PrivateFolder()
+        self._folder = self._private.path
         tasks = [asyncio.create_task(self._keep_engine()), asyncio.create_task(self._keep_api())]
         stopping = asyncio.create_task(self._stopping.wait())
+        watching = asyncio.create_task(self._watch_children())
         try:
             await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
             self._stopping.set()
@@ -194,8 +213,9 @@ class Supervisor:
                     self._status = self._status or 1
         finally:
             stopping.cancel()
+            watching.cancel()
             self._stages.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._private.remove()
             self._listener.close()
         if self._status == 0:
             log.info("Stopped")
@@ -206,10 +226,31 @@ class Supervisor:
             log.warning("Second signal: ending at once")
             for child in (self._api, self._engine):
                 child.send_signal(signal.SIGKILL)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._private.remove()
+            logging.shutdown()  # what is said reaches its reader before the end
             os._exit(128 + number)
         log.info("%s: stopping; a second one ends at once", signal.Signals(number).name)
         self._stopping.set()
+
+    async def _watch_children(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            for child in (self._engine, self._api):
+                if child is self._api and self._stopping.is_set():
+                    continue  # it is given time to end, and no more than that
+                hang = child.find_hang()
+                if hang is not None:
+                    self._end_hung(child, hang)
+
+    def _end_hung(self, child: _Child, hang: str) -> None:
+        child.hang = hang
+        log.error("The %s process %s: killed", child.name, hang)
+        if child is self._engine:
+            self._restarts.engine_hangs += 1
+            self._lose_engine(f"the engine process {hang}")  # at once: it may take its time to die
+        else:
+            self._restarts.api_hangs += 1
+        child.send_signal(signal.SIGKILL)
 
     def _give_up(self, status: int) -> None:
         self._status = status
@@ -236,13 +277,17 @@ class Supervisor:
                     case Stage(name=name, done=done, total=total):
                         self._stages.update(name, done, total)
                     case EngineStarted() as ready:
+                        self._restarts.engine += ever_ready
                         ever_ready = True
                         self._on_ready(ready, path)
             status = await process.wait()
             await errors
-            self._engine_socket = None
+            self._engine.stop_watching()
             reason = self._engine.describe_end(status)
-            self._send(EngineLost(reason))  # also while stopping: what is drained must not wait for it
+            if not self._engine.hang:
+                self._lose_engine(reason)  # also while stopping: what is drained must not wait for it
+            for left in (Path(path), heartbeat_path(path)):
+                left.unlink(missing_ok=True)
             if self._stopping.is_set():
                 return
             if not ever_ready:
@@ -253,9 +298,14 @@ class Supervisor:
             if not await self._pause_after(self._engine, reason, self._ready_at or time.monotonic(), EXIT_ENGINE):
                 return
 
+    def _lose_engine(self, reason: str) -> None:
+        self._engine_socket = None
+        self._send(EngineLost(reason, self._restarts))
+
     def _on_ready(self, ready: EngineStarted, path: str) -> None:
         if not self._listen():
             return
+        self._engine.watch(heartbeat_path(path))
         self._stages.close()
         self._engine_socket = path
         self._ready_at = time.monotonic()
@@ -263,7 +313,7 @@ class Supervisor:
         log.info("Engine ready: %s", stages)
         for note in ready.notes:
             log.info("%s", note)
-        self._send(EngineReady(path))
+        self._send(EngineReady(path, self._restarts))
 
     def _listen(self) -> bool:
         """Connections wait from here on until the api process takes them. False if another program was faster."""
@@ -302,19 +352,25 @@ class Supervisor:
     # -- the api ---------------------------------------------------------------------------------------------------
 
     async def _keep_api(self) -> None:
+        number = 0
         while not self._stopping.is_set():
+            number += 1
+            heartbeat = self._folder / f"api-{number}.beat"
             started = time.monotonic()
             descriptor = self._listener.fileno()
             process = await self._api.start("tgi.api.process", pass_fds=(descriptor,))
             if self._stopping.is_set():
                 self._api.send_signal(signal.SIGTERM)
-            self._send(Start(self._config, descriptor))
+            self._send(Start(self._config, descriptor, str(heartbeat)))
             if self._engine_socket is not None:
-                self._send(EngineReady(self._engine_socket))
+                self._send(EngineReady(self._engine_socket, self._restarts))
             assert process.stdout is not None
             async for _ in process.stdout:  # it has one thing to say: that it serves
+                self._api.watch(heartbeat)
                 self._on_serving()
             status = await process.wait()
+            self._api.stop_watching()
+            heartbeat.unlink(missing_ok=True)
             if self._stopping.is_set():
                 if status not in (0, -signal.SIGTERM):  # by the signal: it had not got far enough to catch it
                     self._status = self._status or EXIT_API
@@ -326,6 +382,7 @@ class Supervisor:
                 return
             if not await self._pause_after(self._api, reason, started, EXIT_API):
                 return
+            self._restarts.api += 1
 
     def _on_serving(self) -> None:
         host, port = self._address

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tgi.devices.device import Device
+from tgi.failpoints import failpoint
 from tgi.models.decoder import CausalLM
 from tgi.runner.grammar import SlotGrammars
 from tgi.runner.inputs import build_batch
@@ -49,6 +50,7 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
+        failpoint("engine.compute")
         self._update(plan)
         prompt_chunks = [chunk for chunk in plan.chunks if chunk.slot in self._prompt_logprobs]
         batch = build_batch(plan, self.slots, prompt_chunks)

@@ -1,0 +1,284 @@
+"""Processes that live and do nothing, steps that never end: seen within the limit, told to clients, got over.
+
+Each server here calls four seconds without progress a hang, and faults are put into a file that it reads as it runs.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+from serving import Server
+from traffic import DONE, Event, Started, chat, client_of, counting, follow, is_gone, native, socket_path
+
+LIMIT_S = 4.0  # far above what a step takes here when others use the machine as well
+SLACK_S = 8.0  # for a loaded machine; without the watch nothing ends at all
+REQUEST_TIMEOUT_S = 9.0
+PROMPT = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 12, "details": True}}
+
+
+class Victim:
+    """A server, its faults, and what it had before anything happened to it."""
+
+    def __init__(self, cache: Path, folder: Path) -> None:
+        self.folder = folder / "tmp"
+        self.folder.mkdir()
+        self.faults = folder / "faults"
+        self.faults.touch()
+        self.server = Server(
+            *("--max-total-tokens", "1024", "--max-batch-total-tokens", "32768"),
+            *("--step-timeout-s", str(LIMIT_S), "--request-timeout-s", str(REQUEST_TIMEOUT_S)),
+            cache=cache,
+            TMPDIR=str(self.folder),
+            TGI_FAILPOINTS=f"@{self.faults}",
+        )
+        self.expected = self.greedy()
+        self.files = self.count_files()
+
+    def greedy(self) -> list[int]:
+        answer = httpx.post(self.server.url + "/generate", json=PROMPT, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return [token["id"] for token in answer.json()["details"]["tokens"]]
+
+    def status(self, path: str = "/health") -> int:
+        """0: nobody answers."""
+        try:
+            return httpx.get(self.server.url + path, timeout=1).status_code
+        except httpx.TransportError:
+            return 0
+
+    def wait_for_status(self, status: int, timeout_s: float = 60) -> None:
+        self.server.wait_for(lambda: self.status() == status, f"/health to be {status}", timeout_s)
+
+    def count_files(self) -> list[int]:
+        """Open ones, of each process; connections that end are not counted."""
+        pids = [self.server.process.pid, *(pid for _, pid in sorted(self.server.children().items()))]
+        kinds = [[os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")] for pid in pids]
+        return [sum(not name.startswith("socket:") for name in names) for names in kinds]
+
+    def assert_recovered(self, before: dict[str, int], restarted: set[str]) -> None:
+        """It serves as before, with new processes in place of those that hung, and nothing of them is left."""
+        self.wait_for_status(200)
+        assert self.greedy() == self.expected
+        after = self.server.children()
+        assert {role for role in after if after[role] != before[role]} == restarted
+        assert all(is_gone(before[role]) for role in restarted)
+        assert self.status("/v2/health/live") == 200
+        self.server.wait_for(lambda: self.count_files() == self.files, "files to be closed", 10)
+        (folder,) = self.folder.glob("tgi-*")
+        assert len([*folder.iterdir()]) == 4  # lock, socket and two heartbeats
+        self.server.wait_for(lambda: self.server.metrics()["tgi_requests_in_flight"] == 0, "requests to end", 10)
+
+
+@pytest.fixture(scope="module")
+def victims(model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Victim]]:
+    """Two, because a process that fails often is started again later each time."""
+    found = [Victim(model_cache, tmp_path_factory.mktemp("victim")) for _ in range(2)]
+    yield found
+    for victim in found:
+        assert victim.server.stop() == 0, victim.server.log[-3000:]
+        assert not [*victim.folder.glob("tgi-*")]
+        assert "Traceback" not in victim.server.log
+
+
+def ready(victim: Victim) -> Victim:
+    victim.wait_for_status(200)
+    return victim
+
+
+async def streams_until_error(victim: Victim, harm: str) -> tuple[list[list[Event]], list[httpx.Response], float]:
+    """Streams and whole answers while `harm` (a fault, or a signal to a role) happens; how long they took to end."""
+    started = Started(4)
+    async with client_of(victim.server.url) as client:
+        streams = [
+            asyncio.create_task(follow(client, *(native if n % 2 else chat)(counting(n), 900), started.stream()))
+            for n in range(4)
+        ]
+        whole = [
+            asyncio.create_task(client.post("/generate", json=native(counting(8), 900)[1])),
+            asyncio.create_task(client.post("/v1/chat/completions", json=chat("Hi", 900, stream=False)[1])),
+        ]
+        await started.wait(streams)
+        begin = time.monotonic()
+        if harm.startswith("stop "):
+            os.kill(victim.server.children()[harm.removeprefix("stop ")], signal.SIGSTOP)
+        else:
+            victim.faults.write_text(harm)
+        await asyncio.wait([*streams, *whole])
+        victim.faults.write_text("")
+        errors = [error for task in (*streams, *whole) if (error := task.exception())]
+        if errors:
+            assert len(errors) == 6
+            raise errors[0]
+        return [task.result() for task in streams], [task.result() for task in whole], time.monotonic() - begin
+
+
+# -- the engine ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "harm", "words"),
+    [
+        (0, "stop engine", "stopped"),
+        (0, "engine.plan=hang", "a step has been running"),
+        (1, "engine.compute=hang", "a step has been running"),  # on the thread of the device
+        (1, "engine.send=hang", "a step has been running"),
+    ],
+)
+def test_an_engine_that_hangs(victims: list[Victim], place: int, harm: str, words: str) -> None:
+    victim = ready(victims[place])
+    before, metrics = victim.server.children(), victim.server.metrics()
+    streams, (whole_native, whole_chat), took_s = asyncio.run(streams_until_error(victim, harm))
+    assert took_s < LIMIT_S + SLACK_S
+    for number, events in enumerate(streams):
+        if number % 2:
+            assert (events[-1]["error_type"], words in events[-1]["error"]) == ("generation", True), events[-1]
+        else:
+            assert (events[-2]["error"]["type"], words in events[-2]["error"]["message"]) == ("server_error", True)
+            assert events[-1] is DONE
+    assert (whole_native.status_code, whole_native.json()["error_type"]) == (424, "generation")
+    assert (whole_chat.status_code, whole_chat.json()["error"]["type"]) == (500, "server_error")
+    victim.assert_recovered(before, {"engine"})
+    after = victim.server.metrics()
+    for name in ("tgi_engine_hangs", "tgi_engine_restarts"):
+        assert after[name] == metrics[name] + 1
+
+
+def test_health_tells_of_an_engine_that_is_stopped_while_idle(victims: list[Victim]) -> None:
+    """Red before the limit is over for requests; alive all the while; and green again if it only paused."""
+    victim = ready(victims[1])
+    before = victim.server.children()
+    os.kill(before["engine"], signal.SIGSTOP)
+    victim.wait_for_status(503, LIMIT_S + SLACK_S)
+    assert victim.status("/v2/health/live") == 200
+    assert victim.status("/v2/health/ready") == 503
+    refused = httpx.post(victim.server.url + "/generate", json=PROMPT, timeout=60)
+    assert (refused.status_code, refused.json()["error_type"]) == (503, "unavailable")
+    victim.assert_recovered(before, {"engine"})
+
+
+# -- the api process -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("harm", ["stop api", "api.deliver=hang", "api.write=hang"])
+def test_an_api_process_that_hangs(victims: list[Victim], harm: str) -> None:
+    """Connections break, which is all that a process can say that does not run; the next ones are served."""
+    victim = ready(victims[0])
+    before, metrics = victim.server.children(), victim.server.metrics()
+    begin = time.monotonic()
+    with pytest.raises(httpx.TransportError):
+        asyncio.run(streams_until_error(victim, harm))
+    assert time.monotonic() - begin < LIMIT_S + SLACK_S
+    victim.assert_recovered(before, {"api"})
+    after = victim.server.metrics()
+    assert (after["tgi_api_hangs"], after["tgi_api_restarts"]) == (
+        metrics["tgi_api_hangs"] + 1,
+        metrics["tgi_api_restarts"] + 1,
+    )
+    assert after["tgi_engine_restarts"] == metrics["tgi_engine_restarts"]
+
+
+# -- threads whose work one request waits for ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "body"),
+    [
+        ("api.validate=delay:30@1", {"inputs": "word " * 900}),  # long enough for a worker thread
+        ("engine.compile=delay:30@1", {"inputs": "x", "parameters": {"grammar": {"type": "regex", "value": "ab+c"}}}),
+    ],
+)
+def test_a_worker_thread_that_hangs_ends_one_request(victims: list[Victim], fault: str, body: Event) -> None:
+    victim = ready(victims[1])
+    before = victim.server.children()
+    victim.faults.write_text(fault)
+
+    async def run() -> tuple[httpx.Response, list[int]]:
+        async with client_of(victim.server.url) as client:
+            stuck = asyncio.create_task(client.post("/generate", json=body))
+            await asyncio.sleep(0.5)
+            others = [await client.post("/generate", json=PROMPT) for _ in range(2)]
+            assert not stuck.done()
+            return await stuck, [other.status_code for other in others]
+
+    answer, others = asyncio.run(run())
+    victim.faults.write_text("")
+    assert others == [200, 200]
+    assert answer.status_code == 504
+    assert answer.json() == {"error": "the request took longer than 9 s", "error_type": "timeout"}
+    victim.assert_recovered(before, set())
+
+
+def test_a_stream_past_its_deadline_ends_with_an_error(victims: list[Victim]) -> None:
+    victim = ready(victims[1])
+    victim.faults.write_text("engine.plan=delay:0.2")
+
+    async def run() -> list[list[Event]]:
+        async with client_of(victim.server.url) as client:
+            return await asyncio.gather(
+                follow(client, *native(counting(1), 900)),
+                follow(client, *chat(counting(1), 900)),
+                follow(client, "/v1/completions", {"prompt": counting(1), "max_tokens": 900, "stream": True}),
+            )
+
+    native_events, chat_events, completion_events = asyncio.run(run())
+    victim.faults.write_text("")
+    assert len(native_events) > 3
+    assert native_events[-1] == {"error": "the request took longer than 9 s", "error_type": "timeout"}
+    for events in (chat_events, completion_events):
+        error = events[-2]["error"]
+        assert (error["type"], error["code"], error["http_status_code"]) == ("server_error", "timeout", 504)
+        assert events[-1] is DONE
+    victim.server.wait_for(lambda: victim.server.metrics()["tgi_batch_current_size"] == 0, "the engine to be free", 10)
+    assert victim.server.metrics()['tgi_request_failure{err="timeout"}'] >= 3
+
+
+# -- what is no hang -----------------------------------------------------------------------------------------------
+
+SLOW_PLACES = (
+    *("engine.receive", "engine.plan", "engine.launch", "engine.compute", "engine.apply", "engine.encode"),
+    *("engine.send", "api.validate", "api.submit", "api.deliver", "api.write"),
+)
+
+
+def test_slow_is_not_hung(victims: list[Victim]) -> None:
+    """At every place, one after the other."""
+    victim = ready(victims[1])
+    before = victim.server.children()
+    victim.faults.write_text("; ".join(f"{place}=delay:{LIMIT_S / 32}@1" for place in SLOW_PLACES))
+    events = asyncio.run(_follow_one(victim))
+    assert len(events) == 12 and events[-1]["generated_text"]
+    victim.faults.write_text("")
+    victim.assert_recovered(before, set())
+
+
+async def _follow_one(victim: Victim) -> list[Event]:
+    async with client_of(victim.server.url) as client:
+        return await follow(client, *native(PROMPT["inputs"], 12))
+
+
+@pytest.mark.parametrize("roles", [("launcher",), ("launcher", "engine", "api")], ids=["launcher", "all"])
+def test_a_launcher_that_was_away_blames_nobody(victims: list[Victim], roles: tuple[str, ...]) -> None:
+    """Stopped alone, its processes serve on; stopped together, as a machine that sleeps, all go on."""
+    victim = ready(victims[1])
+    before, metrics = victim.server.children(), victim.server.metrics()
+    pids = {**before, "launcher": victim.server.process.pid}
+    for role in roles:
+        os.kill(pids[role], signal.SIGSTOP)
+    try:
+        if roles == ("launcher",):
+            assert victim.greedy() == victim.expected
+        time.sleep(LIMIT_S + 1)
+        if roles == ("launcher",):
+            assert victim.greedy() == victim.expected
+    finally:
+        for role in reversed(roles):
+            os.kill(pids[role], signal.SIGCONT)
+    time.sleep(1)  # it looks several times
+    victim.assert_recovered(before, set())
+    assert victim.server.metrics()["tgi_engine_hangs"] == metrics["tgi_engine_hangs"]
+    assert socket_path(before["engine"]).exists()
