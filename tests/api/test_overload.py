@@ -163,3 +163,30 @@ def test_queued_tokens_of_those_who_left_are_forgotten(small: Server) -> None:
             assert (await staying).status_code == 200
 
     asyncio.run(run())
+
+
+def test_who_holds_most_leaves_the_last_place_to_others(small: Server) -> None:
+    """127.0.0.2 is another client than 127.0.0.1, and takes whatever there is."""
+    long = native("Hi", 40)[1]
+
+    async def run() -> None:
+        transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        flooder = httpx.AsyncClient(base_url=small.url, timeout=120, transport=transport)
+        async with flooder, client_of(small.url) as honest:
+            with stopped(small.children()["engine"]):
+                flood = [asyncio.create_task(flooder.post("/generate", json=long)) for _ in range(LIMIT)]
+                while in_flight(small) != LIMIT:
+                    await asyncio.sleep(0.01)
+                assert_refused(await honest.post("/generate", json=long))
+                flood.pop().cancel()
+                while in_flight(small) != LIMIT - 1:
+                    await asyncio.sleep(0.01)
+                assert_refused(await flooder.post("/generate", json=long))
+                waiting = asyncio.create_task(honest.post("/generate", json=long))
+                while in_flight(small) != LIMIT:
+                    await asyncio.sleep(0.01)
+                    assert not waiting.done(), waiting.result().text
+            assert [(await answer).status_code for answer in (*flood, waiting)] == [200] * LIMIT
+
+    asyncio.run(run())
+    assert in_flight(small) == 0
