@@ -278,6 +278,7 @@ def test_text_that_the_tokenizer_has_no_token_for(engine: Process, tmp_path: Pat
                 name = b"prompt" if path.startswith("/v1") else b"inputs"
                 expected = b"tokenizer error `%s` holds text that this model's tokenizer cannot encode" % name
                 told = expected in answer.body
+                assert (b'"param":"prompt"' in answer.body) == (told and path.startswith("/v1"))
                 assert told == (status != 200) == (b"error" in answer.body), answer.body
         await client.close()
 

@@ -78,6 +78,9 @@ def test_unknown_names():
     body = b'{"inputs":"a", "parameters" : {"seed":1,"x":2}, "z":{}}'
     assert sorted(generate.unknown_names(body)) == ["parameters.x", "z"]
     assert generate.unknown_names(b'{"inputs":"a"}') == []
+    crowd = msgspec.json.encode({"inputs": "a", **{f"name{number}": 1 for number in range(30_000)}})
+    assert generate.unknown_names(crowd) == []  # too many to be looked at on the event loop
+    assert generate.unknown_names(b'{"inputs":"' + b"word " * 100_000 + b'","z":1}') == ["z"]
 
 
 def test_names_are_logged_once_and_bounded(caplog: pytest.LogCaptureFixture):

@@ -140,7 +140,9 @@ def _param_of(error: TgiError, text: str) -> str | None:
     """The field an error names first, in backticks."""
     if isinstance(error, UnsupportedError):
         return error.param
-    return first_name(text.removeprefix(_PREFIXES[ValidationError])) if isinstance(error, ValidationError) else None
+    if not isinstance(error, ValidationError):
+        return None
+    return first_name(text.removeprefix(_PREFIXES[ValidationError]).removeprefix("tokenizer error "))
 
 
 def first_name(text: str) -> str | None:
