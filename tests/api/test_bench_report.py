@@ -89,7 +89,7 @@ def test_time_left_on_a_terminal_and_ctrl_c(tiny: Path) -> None:
     os.close(theirs)
     told = ""
     try:
-        while not re.search(r"8/180 x16 \(row 1 of 1\): ·{20} [0-9,]{5,} of 14,400,000 tokens \(\d%\), \d+:\d\d", told):
+        while not re.search(r"8/180 x16 \(row 1 of 1\): ·{20} [0-9,]{6,} of 14,400,000 tokens \(\d%\), \d+:\d\d", told):
             assert select.select([ours], [], [], 60)[0], told[-2000:]
             told += os.read(ours, 65536).decode()
         process.send_signal(signal.SIGINT)
