@@ -134,9 +134,9 @@ def test_salts_keep_prefixes_apart(http: httpx.Client, path: str) -> None:
     text = f"tenants of {path} are kept apart " * 12
     assert cached(http, text, path, cache_salt="one") == 0
     assert cached(http, text, path, cache_salt="two") == 0
-    assert cached(http, text, path) == 0
-    assert cached(http, text, path, cache_salt="one") > 0
-    assert cached(http, text, path) > 0
+    assert cached(http, text, path) <= 32  # what a template puts before every chat may be there
+    assert cached(http, text, path, cache_salt="one") > 64
+    assert cached(http, text, path) > 64
 
 
 NATIVE = [
