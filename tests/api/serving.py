@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx2 as httpx
@@ -70,11 +71,12 @@ class Server:
         """Process ids by role: `engine` and `api`."""
         found: dict[str, int] = {}
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            for pid in (task / "children").read_text().split():
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                for role in ("engine", "api"):
-                    if f"tgi.{role}.process".encode() in command:
-                        found[role] = int(pid)
+            with suppress(FileNotFoundError, ProcessLookupError):  # a thread or a process that has just ended
+                for pid in (task / "children").read_text().split():
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                    for role in ("engine", "api"):
+                        if f"tgi.{role}.process".encode() in command:
+                            found[role] = int(pid)
         return found
 
     def client(self, **options) -> httpx.Client:

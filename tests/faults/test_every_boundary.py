@@ -5,7 +5,6 @@ Each fault happens once. What may come back is the right text or a typed error, 
 """
 
 import asyncio
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,8 @@ from traffic import Event, client_of, counting, follow, native, running
 
 from tgi.failpoints import PLACES
 
-ENGINE = [place for place in PLACES if place.startswith("engine.")]
+# Grammars are compiled beside the loop, and only for requests that have one.
+ENGINE = [place for place in PLACES if place.startswith("engine.") and place != "engine.compile"]
 PROMPT = native(counting(3), 30)
 OTHER = native(counting(40), 60)
 PATIENCE_S = 60
@@ -132,16 +132,12 @@ def test_every_delay_only_delays(one: Faulty) -> None:
 
 
 def test_events_that_cannot_be_delivered(one: Faulty) -> None:
-    """The api process cannot know what it missed: it starts again, and the engine drops what it asked for."""
+    """What was in a message that cannot be read is not known: those in flight end with an error, and nobody else."""
     right = alone(one.server.url, PROMPT)
     pids = one.server.children()
     with one.asked("api.deliver=raise@3"):
         answers = asyncio.run(together(one.server.url, PROMPT))
-    assert isinstance(answers[0], str)
-    one.server.wait_for(lambda: one.server.children().get("api") not in (None, pids["api"]), "another api process")
-    one.wait_until_healthy()
-    assert one.server.children()["engine"] == pids["engine"]
-    end = time.monotonic() + PATIENCE_S
-    while one.server.metrics().get("tgi_batch_current_size", 0) and time.monotonic() < end:
-        time.sleep(0.05)
+    assert answers == ["generation"]
+    one.server.wait_for(lambda: not one.server.metrics().get("tgi_batch_current_size"), "the engine to drop it")
     assert alone(one.server.url, PROMPT) == right
+    assert one.server.children() == pids, "a process was lost"
