@@ -72,10 +72,10 @@ def test_unknown_fields_are_ignored_counted_and_logged_once(server: Server, http
 
 
 def test_names_of_unknown_fields_cannot_harm_the_log(server: Server, http: httpx.Client) -> None:
-    post(http, COMPLETIONS, max_tokens=1, **{"line\nfeed": 1, "x" * 10_000: 1, "": 1})
+    post(http, COMPLETIONS, max_tokens=1, **{"line\nfeed": 1, "z" * 10_000: 1, "": 1})
     assert http.post(COMPLETIONS, content=b'{"prompt":"a","max_tokens":1,"\\ud800":1}').status_code in (200, 400, 415)
     assert not any(line.startswith("feed") for line in server.lines)
-    assert "x" * 65 not in server.log
+    assert "z" * 65 not in server.log
 
 
 def test_fields_that_are_known_are_not_logged(server: Server, http: httpx.Client) -> None:

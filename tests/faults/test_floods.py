@@ -125,7 +125,7 @@ def test_overload_by_grammars_on_the_other_routes(server: Server) -> None:
 
     async def run() -> tuple[httpx.Response, httpx.Response]:
         async with client_from(server, FLOODER) as flooder:
-            flood = [asyncio.create_task(flooder.post("/generate", json=bomb(f"other{n}x"))) for n in range(20)]
+            flood = [asyncio.create_task(flooder.post("/generate", json=bomb(f"other{n}x"))) for n in range(100)]
             await asyncio.sleep(0.3)
             native, chat = await asyncio.gather(
                 flooder.post("/generate_stream", json=constrained(schema)),

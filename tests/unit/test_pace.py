@@ -101,6 +101,21 @@ def test_a_single_pause_does_not_stay():
     assert steps[-2][1] > 0.7 * TARGET_S
 
 
+def test_after_small_prompts_a_long_one_keeps_to_the_limit():
+    """A GPU: small steps are held up by the host, and tell nothing of how long large ones take."""
+    for host_s in (0.0, 0.03):
+        device = Device(0.005 + host_s, 2.2e-5, 1.5e-9)
+        pace = StepPace(0.1, 16)
+        for _ in range(20):
+            work = StepWork(0, 512, 8 * attended(0, 64))
+            pace.on_step(work, max(host_s, device.seconds(work)))
+        for _ in range(20):
+            pace.on_step(StepWork(64, 0, 0), 0.005)
+        steps = compute_prompt(pace, device, 32_000, budget=8192)
+        assert max(seconds for _, seconds in steps) < 0.25, steps
+        assert sum(tokens for tokens, _ in steps[-6:-1]) / 5 > 500, "chunks stayed small"
+
+
 def test_several_chunks_share_a_step():
     device = Device(0.0, 1e-3, 0)
     pace = warmed(device)

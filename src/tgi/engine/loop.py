@@ -63,9 +63,9 @@ class _Step:
 
     __slots__ = ("_done", "future", "plan", "planned_ns")
 
-    def __init__(self, plan: StepPlan, future: "Future[StepResult]") -> None:
+    def __init__(self, plan: StepPlan, future: "Future[StepResult]", planned_ns: int) -> None:
         self.plan, self.future = plan, future
-        self.planned_ns = time.monotonic_ns()
+        self.planned_ns = planned_ns  # before it was launched: queuing a step may take longer than computing it
         self._done = _DoneTime(future)
 
     @property
@@ -125,7 +125,8 @@ class EngineLoop:
         plan = self.scheduler.plan()
         if plan is not None:
             failpoint("engine.launch")
-            self._pending.append(_Step(plan, self._runner.launch(plan)))
+            planned_ns = time.monotonic_ns()
+            self._pending.append(_Step(plan, self._runner.launch(plan), planned_ns))
         return bool(self._pending) and (plan is None or len(self._pending) > self._depth)
 
     def wait(self, seconds: float | None = None) -> bool:

@@ -58,7 +58,7 @@ FLAGS: dict[str, list[Flag]] = {
         Flag("--max-best-of", "most candidates of best_of", "N"),
         Flag("--max-stop-sequences", "most stop sequences", "N"),
         Flag("--max-top-n-tokens", "most alternatives reported for a token", "N"),
-        Flag("--max-client-batch-size", "most prompts in one call of /v1/completions", "N"),
+        Flag("--max-client-batch-size", "told by /info alone: no native route takes several prompts", "N"),
         Flag("--payload-limit", "bytes of a request body", "N"),
         Flag("--enable-prefill-logprobs", "allow decoder_input_details: the logprobs of a prompt"),
     ],

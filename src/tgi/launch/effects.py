@@ -20,6 +20,7 @@ NO_EFFECT = {
     "master_port": "one process serves the model",
     "prometheus_port": "nothing is served there; /metrics is on the main port",
     "usage_stats": "nothing is ever sent",
+    "max_client_batch_size": "/v1/completions takes as many prompts as --max-concurrent-requests lets run",
     "ngrok_authtoken": "no tunnel is opened",
     "ngrok_edge": "no tunnel is opened",
     "attention": "the device has one kind of attention",  # but see _reason_of_attention

@@ -184,6 +184,7 @@ class Supervisor:
         self._ready_at: float | None = None  # when that was
         self._restarts = Restarts()
         self._stopping = asyncio.Event()
+        self._caught: list[signal.Signals] = []  # signals with a handler of ours
         self._status = 0
         self._started = time.monotonic()
         self._serving = False
@@ -194,6 +195,7 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # else: under nohup
                 loop.add_signal_handler(number, self._on_signal, number)
+                self._caught.append(number)
         self._private = PrivateFolder()
         self._folder = self._private.path
         tasks = [asyncio.create_task(self._keep_engine()), asyncio.create_task(self._keep_api())]
@@ -219,6 +221,9 @@ class Supervisor:
             self._listener.close()
         if self._status == 0:
             log.info("Stopped")
+        for number in self._caught:  # one more of them must not change the exit status now
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
         return self._status
 
     def _on_signal(self, number: signal.Signals) -> None:

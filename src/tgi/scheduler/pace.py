@@ -13,7 +13,7 @@ _MANY_BLOCKS = 4  # a chunk of fewer is not cut to whole ones
 _DECODE_SHARE = 0.5  # a step with prompts may at least take twice as long as one without: prompts must get on too
 _FORGET = 0.9  # weight of what was learnt before, with each step
 _LEAST_SPREAD = 1e-3  # of two kinds of work, below which they cannot be told apart
-_MOST_OFF = 4.0  # a step that took so many times as long as expected is taken for one that took this many
+_MOST_OFF = 4.0  # a decode step that took so many times as long as those before is taken for one that took this many
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +94,13 @@ class StepPace:
             self._decode_s = _between(self._decode_s, seconds)
             return
         seconds = max(seconds - (self._decode_s if work.decode_rows else 0.0), seconds / 10)
-        expected = work.prompt_tokens * self._per_token + work.attended * self._per_attended
-        if expected > 0:
-            seconds = min(seconds, _MOST_OFF * expected)
         self._add(work.prompt_tokens, work.attended, seconds)
         self._solve()
 
     def _add(self, tokens: int, looked_at: int, seconds: float) -> None:
-        weight = 1 / (seconds * seconds)  # so that what counts is by how much a step was off, not how long it was
+        # What counts is by how much a step was off, not how long it was: one that was held up by something else, and
+        # took many times as long as its work, weighs little.
+        weight = 1 / (seconds * seconds)
         self._tt = _FORGET * self._tt + weight * tokens * tokens
         self._ta = _FORGET * self._ta + weight * tokens * looked_at
         self._aa = _FORGET * self._aa + weight * looked_at * looked_at
