@@ -82,3 +82,11 @@ def server(model_cache: Path) -> Iterator[Server]:
 def http(server: Server) -> Iterator[httpx.Client]:
     with server.client() as client:
         yield client
+
+
+@pytest.fixture
+def prompt_event_loop(server: Server) -> Iterator[None]:
+    """Whatever a test sends, the api process's event loop is never held up for long: others would notice."""
+    before = server.num_late()
+    yield
+    assert server.num_late() == before

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx2 as httpx
 
 READY = re.compile(r"Serving .* on http://")
+_BOUND = re.compile(r'tgi_api_loop_lag_seconds_bucket\{le="([0-9.e-]+)"\}')
 
 
 def free_port() -> int:
@@ -87,6 +88,12 @@ class Server:
         text = httpx.get(self.url + "/metrics", timeout=30).text
         pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
+
+    def num_late(self) -> float:
+        """How often the event loop of the api process was held up for a quarter of a second (of a third, exactly)."""
+        metrics = self.metrics()
+        bounds = [(float(_BOUND.search(name)[1]), value) for name, value in metrics.items() if _BOUND.search(name)]
+        return metrics["tgi_api_loop_lag_seconds_count"] - min(pair for pair in bounds if pair[0] >= 0.25)[1]
 
     def wait_for(self, condition, what: str, timeout_s: float = 60) -> None:
         end = time.monotonic() + timeout_s

@@ -12,6 +12,8 @@ import pytest
 from events import read_events
 from serving import Server
 
+pytestmark = pytest.mark.usefixtures("prompt_event_loop")
+
 GOOD = b'{"inputs":"Count: one, two,","parameters":{"max_new_tokens":2}}'
 JSON = {"content-type": "application/json"}
 GENERATING = ["/generate", "/generate_stream", "/", "/invocations", "/v1/completions", "/v1/chat/completions"]

@@ -5,6 +5,8 @@ import pytest
 from amplifying import Case, cases, measure
 from serving import Server
 
+pytestmark = pytest.mark.usefixtures("prompt_event_loop")
+
 # What an answer may hold beside what was generated or sent.
 FIXED_BYTES = {"/metrics": 400_000, "/api-doc/openapi.json": 200_000, "/docs": 100_000}
 PER_TOKEN, PER_TOP, MORE_TOPS = 700, 160, 8  # a chat chunk with everything; an alternative; ties beyond those asked for

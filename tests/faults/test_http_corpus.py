@@ -16,6 +16,8 @@ from dropping import Books
 from raw_http import CASES, Case, Outcome, connect, exchange
 from serving import Server, free_port
 
+pytestmark = pytest.mark.usefixtures("prompt_event_loop")
+
 LAG_S = 5.0  # far more than an answer takes, far less than what a stalled loop costs
 
 
