@@ -108,6 +108,7 @@ def test_draining_closes_connections_with_their_answers(small: Server) -> None:
             data += piece
         events = [line for line in data.split(b"\n") if line.startswith(b"data:")]
         assert json.loads(events[-1].partition(b":")[2])["generated_text"]
+    assert small.process.wait(60) == 0, small.log[-3000:]
 
 
 def test_clients_that_half_close(server: Server) -> None:
