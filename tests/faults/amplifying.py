@@ -17,7 +17,7 @@ HOT = 1e8  # a temperature at which all tokens are as likely
 SPACES = " " * 4000
 TOOLS = [
     {"type": "function", "function": {"name": f"f{n}", "parameters": {"type": "object", "properties": {}}}}
-    for n in range(64)
+    for n in range(12)
 ]
 
 
@@ -53,7 +53,6 @@ def cases() -> list[Case]:
         native("warmest", "x", 100, details=True, tops=5, temperature=2.0),
         native("penalties", "x", 100, repetition_penalty=1e30, frequency_penalty=2.0),
         native("best of", "x", 100, details=True, tops=5, do_sample=True, best_of=2),
-        native("prompt's log-probabilities", "x " * 900, 1, decoder_input_details=True, details=True),
         native("full text", "x " * 900, 1, return_full_text=True),
         native("seed", "x", 100, seed=2**64 - 1, do_sample=True),
         native("stops", "x", 100, stop=["q" * 900] * 4),
@@ -72,6 +71,13 @@ def cases() -> list[Case]:
             "/v1/completions",
             {"prompt": "x " * 400, "max_tokens": 50, "logprobs": 5, "echo": True, "n": 2, "stream": True},
             100,
+            5,
+        ),
+        Case(
+            "a prompt that is scored",
+            "/v1/completions",
+            {"prompt": "x " * 450, "max_tokens": 0, "logprobs": 5, "echo": True},
+            900,  # a word and a space each; none is generated, all are told
             5,
         ),
         Case("tokenize", "/tokenize", {"inputs": "a b" * 5000}),
