@@ -92,6 +92,8 @@ class Server:
     def num_late(self) -> float:
         """How often the event loop of the api process was held up for a quarter of a second (of a third, exactly)."""
         metrics = self.metrics()
+        if "tgi_api_loop_lag_seconds_count" not in metrics:  # a server so young that its loop was not looked at yet
+            return 0
         bounds = [(float(_BOUND.search(name)[1]), value) for name, value in metrics.items() if _BOUND.search(name)]
         return metrics["tgi_api_loop_lag_seconds_count"] - min(pair for pair in bounds if pair[0] >= 0.25)[1]
 
