@@ -34,7 +34,7 @@ def tell(level: int, seconds: float, **more: float) -> None:
 
 
 def run_ours(seed: int) -> None:
-    from tgi import LLM, SamplingParams
+    from text_generation_inference import LLM, SamplingParams
 
     llm = LLM(progress=False, max_total_tokens=512, prefix_caching=False)
     params = SamplingParams(max_new_tokens=NUM_OUT, ignore_eos=True)
@@ -53,8 +53,8 @@ def run_transformers(seed: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tgi.config import ServerConfig, cache_folder
-    from tgi.weights.source import resolve_model
+    from text_generation_inference.config import ServerConfig, cache_folder
+    from text_generation_inference.weights.source import resolve_model
 
     torch.set_grad_enabled(False)
     folder = resolve_model("embedded", cache_folder(ServerConfig())).path
@@ -116,9 +116,9 @@ def floors() -> tuple[dict[int, float], str]:
     """Tokens per second that the machine could reach at each level, and the ceilings behind that."""
     import torch
 
-    from tgi.config import ServerConfig, cache_folder
-    from tgi.kernels.cpu.ops import load_ops
-    from tgi.weights.source import resolve_model
+    from text_generation_inference.config import ServerConfig, cache_folder
+    from text_generation_inference.kernels.cpu.ops import load_ops
+    from text_generation_inference.weights.source import resolve_model
 
     native = load_ops(cache_folder(ServerConfig()))
     if isinstance(native, str):
@@ -149,7 +149,7 @@ def main() -> None:
         runs = {"ours": run_ours, "transformers": run_transformers}
         run_llamacpp(options.seed, options.gguf) if options.run == "llamacpp" else runs[options.run](options.seed)
         return
-    from tgi.weights.embedded import find_embedded
+    from text_generation_inference.weights.embedded import find_embedded
 
     contestants = ["ours", "transformers"] + (["llamacpp"] if options.peer_python else [])
     rounds: list[dict[str, dict[int, float]]] = []

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.kernels import reference
-from tgi.kernels.batch import ForwardBatch
-from tgi.kernels.cpu.ops import BLOCK_BYTES, NativeOps, Packed, StackLayer, load_ops
+from text_generation_inference.kernels import reference
+from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.cpu.ops import BLOCK_BYTES, NativeOps, Packed, StackLayer, load_ops
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 30, 576, 9, 3, 64, 1536, 49152
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM

@@ -19,11 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgi.kernels import fp8, reference
-from tgi.kernels.batch import PREFILL_TILE, ForwardBatch
-from tgi.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
-from tgi.kernels.triton import launch, quantize, small
-from tgi.kernels.triton.attention import DecodeChoice, PagedAttention, PrefillChoice, choose_decode, choose_prefill
+from text_generation_inference.kernels import fp8, reference
+from text_generation_inference.kernels.batch import PREFILL_TILE, ForwardBatch
+from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
+from text_generation_inference.kernels.triton import launch, quantize, small
+from text_generation_inference.kernels.triton.attention import (
+    DecodeChoice,
+    PagedAttention,
+    PrefillChoice,
+    choose_decode,
+    choose_prefill,
+)
 
 CUDA = torch.device("cuda")
 PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
@@ -185,7 +191,7 @@ def own_from(cache: Tensor, scale: float, batch: ForwardBatch, chunks: list[tupl
 def compiling() -> Iterator[None]:
     """Everything called inside is compiled on many threads, not run; without that tool it is just run."""
     try:
-        from tgi.kernels.triton.compile_ahead import compile_only
+        from text_generation_inference.kernels.triton.compile_ahead import compile_only
     except ImportError as error:
         print("compiling one by one:", error)
         yield

@@ -23,12 +23,12 @@ from pathlib import Path
 
 import torch
 
-from tgi.bench.shapes import SHAPES, config_of
-from tgi.config import ServerConfig
-from tgi.engine.build import Engine, start_engine
-from tgi.engine.warm_up import warm_up
-from tgi.progress import StageBars
-from tgi.types import GenerationRequest, SamplingParams
+from text_generation_inference.bench.shapes import SHAPES, config_of
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import Engine, start_engine
+from text_generation_inference.engine.warm_up import warm_up
+from text_generation_inference.progress import StageBars
+from text_generation_inference.types import GenerationRequest, SamplingParams
 
 TINY = {
     "hidden_size": 64,

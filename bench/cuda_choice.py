@@ -13,9 +13,9 @@ import time
 import torch
 from torch import Tensor
 
-from tgi.kernels import resident, sampling
-from tgi.kernels.resident import FILTERS, PENALTIES, Adjustments, Asked, SlotState, Tops
-from tgi.kernels.triton.choice import Choice, greedy_into
+from text_generation_inference.kernels import resident, sampling
+from text_generation_inference.kernels.resident import FILTERS, PENALTIES, Adjustments, Asked, SlotState, Tops
+from text_generation_inference.kernels.triton.choice import Choice, greedy_into
 
 NEUTRAL = dict(zip(FILTERS, (1.0, 0.0, 1.0, 1.0, 0.0, 1.0), strict=True))
 WAYS: dict[str, dict[str, float]] = {

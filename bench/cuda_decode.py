@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 
-from tgi.bench.report import markdown
-from tgi.bench.shapes import SHAPES, write_shape
-from tgi.config import ServerConfig
-from tgi.engine.build import start_engine
-from tgi.engine.loop import EngineLoop
-from tgi.engine.warm_up import warm_up
-from tgi.runner.queued import QueuedRunner
-from tgi.types import GenerationRequest, SamplingParams
+from text_generation_inference.bench.report import markdown
+from text_generation_inference.bench.shapes import SHAPES, write_shape
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import start_engine
+from text_generation_inference.engine.loop import EngineLoop
+from text_generation_inference.engine.warm_up import warm_up
+from text_generation_inference.runner.queued import QueuedRunner
+from text_generation_inference.types import GenerationRequest, SamplingParams
 
 WAYS = {
     "best": SamplingParams(),

@@ -22,8 +22,8 @@ from queue import SimpleQueue
 import torch
 from safetensors.torch import save_file
 
-from tgi.bench.report import markdown
-from tgi.bench.shapes import SHAPES, write_shape
+from text_generation_inference.bench.report import markdown
+from text_generation_inference.bench.shapes import SHAPES, write_shape
 
 LAYERS_PER_FILE = 4
 PIECE = 16 << 20
@@ -31,8 +31,8 @@ THREADS = min(16, max(8, os.cpu_count() or 1))
 # The stage of a whole start of the engine, in a process that has loaded nothing before.
 ENGINE = """
 import sys
-from tgi.config import ServerConfig
-from tgi.engine.build import start_engine
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import start_engine
 engine = start_engine(ServerConfig(model_id=sys.argv[1], device=sys.argv[2], max_batch_size=1, max_total_tokens=64))
 print("load", engine.seconds["load"])
 engine.close()
@@ -42,8 +42,8 @@ UPLOAD = """
 import sys, time
 from pathlib import Path
 import torch
-from tgi.weights.checkpoint import Checkpoint, Wanted
-from tgi.weights.upload import Upload
+from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
+from text_generation_inference.weights.upload import Upload
 device = torch.device(sys.argv[2])
 torch.zeros(1, device=device)
 began = time.perf_counter()

@@ -19,8 +19,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tgi.bench.report import markdown
-from tgi.bench.shapes import write_shape
+from text_generation_inference.bench.report import markdown
+from text_generation_inference.bench.shapes import write_shape
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,7 +71,18 @@ def run_child(command: list[str], environment: dict[str, str], file: Path, limit
 def run_ours(shape: str, precision: str, rows: list[str], options: argparse.Namespace, folder: Path) -> dict | None:
     file = folder / f"ours-{shape}.json"
     fp8 = ["--quantize", "fp8", "--kv-cache-dtype", "fp8_e4m3fn"] if precision == "fp8" else ["--dtype", "bfloat16"]
-    command = [options.python, "-m", "tgi.cli", "bench", "offline", "--shape", shape, "--device", options.device, *fp8]
+    command = [
+        options.python,
+        "-m",
+        "text_generation_inference.cli",
+        "bench",
+        "offline",
+        "--shape",
+        shape,
+        "--device",
+        options.device,
+        *fp8,
+    ]
     command += ["--json", str(file), *options.ours_args, *rows]
     if options.floor:
         command.append("--floor")
@@ -102,7 +113,17 @@ def time_startup(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     caches = {"TRITON_CACHE_DIR": str(folder / "triton"), "TGI_CACHE_DIR": str(folder / "tgi")}
     for name in ("cold", "warm"):
         file = folder / f"startup-{name}.json"
-        command = [options.python, "-m", "tgi.cli", "bench", "offline", "--shape", MODELS[0][0], "--dtype", "bfloat16"]
+        command = [
+            options.python,
+            "-m",
+            "text_generation_inference.cli",
+            "bench",
+            "offline",
+            "--shape",
+            MODELS[0][0],
+            "--dtype",
+            "bfloat16",
+        ]
         command += ["--device", options.device, "--warmup", "0", "--max-batch-size", "256", "--json", str(file)]
         report = run_child([*command, "200/2/1"], our_environment(**caches), file, options.limit)
         if report is not None and report.get("ready_seconds"):

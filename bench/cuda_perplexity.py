@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 
-from tgi.bench.report import markdown
-from tgi.config import ServerConfig
-from tgi.engine.build import Engine, start_engine
-from tgi.errors import TgiError
-from tgi.text.tokenizer import Tokenizer
-from tgi.types import GenerationRequest, SamplingParams
+from text_generation_inference.bench.report import markdown
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import Engine, start_engine
+from text_generation_inference.errors import TgiError
+from text_generation_inference.text.tokenizer import Tokenizer
+from text_generation_inference.types import GenerationRequest, SamplingParams
 
 TEXT = Path(__file__).parent / "data/perplexity.txt"
 FP8, FP8_CACHE = {"quantize": "fp8"}, {"kv_cache_dtype": "fp8_e4m3fn"}
@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument("--transformers-dtype", default="bfloat16", help="precision of transformers to compare")
     parser.add_argument("--json")
     options = parser.parse_args()
-    from tgi.weights.source import find_model
+    from text_generation_inference.weights.source import find_model
 
     folder = find_model(ServerConfig(model_id=options.model_id)).path
     tokenizer = Tokenizer.load(folder)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tgi.kernels import fp8, reference
-from tgi.kernels.triton import launch, small
-from tgi.kernels.triton.quantize import quantize_rows
-from tgi.kernels.triton.skinny import SkinnyProduct
-from tgi.kernels.triton.vector import vector_product
-from tgi.kernels.triton.vector8 import VectorProduct8
+from text_generation_inference.kernels import fp8, reference
+from text_generation_inference.kernels.triton import launch, small
+from text_generation_inference.kernels.triton.quantize import quantize_rows
+from text_generation_inference.kernels.triton.skinny import SkinnyProduct
+from text_generation_inference.kernels.triton.vector import vector_product
+from text_generation_inference.kernels.triton.vector8 import VectorProduct8
 
 LLAMA_3_8B, LLAMA_2_7B = (4096, 14336, 6144, 128256), (4096, 11008, 12288, 32000)  # hidden, width, qkv, vocabulary
 NUM_LAYERS = 32

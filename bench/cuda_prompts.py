@@ -14,12 +14,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from tgi.bench.report import markdown
-from tgi.bench.shapes import SHAPES, write_shape
-from tgi.config import ServerConfig
-from tgi.engine.build import Engine, start_engine
-from tgi.engine.warm_up import warm_up
-from tgi.types import GenerationRequest, SamplingParams
+from text_generation_inference.bench.report import markdown
+from text_generation_inference.bench.shapes import SHAPES, write_shape
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import Engine, start_engine
+from text_generation_inference.engine.warm_up import warm_up
+from text_generation_inference.types import GenerationRequest, SamplingParams
 
 BESIDE = (0, 16, 64, 250)
 LENGTHS = (8, 60, 128, 200, 380, 512, 700, 1000, 1400, 2000)

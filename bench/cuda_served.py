@@ -25,7 +25,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
-from tgi.bench.shapes import SHAPES, config_of
+from text_generation_inference.bench.shapes import SHAPES, config_of
 
 EVENT = b"data:"
 
@@ -34,8 +34,8 @@ def make_folder(options: argparse.Namespace, folder: Path) -> Path:
     """A model folder in which nothing names an end-of-text token."""
     folder.mkdir()
     if options.embedded:
-        from tgi.config import ServerConfig
-        from tgi.weights.source import find_model
+        from text_generation_inference.config import ServerConfig
+        from text_generation_inference.weights.source import find_model
 
         source = find_model(ServerConfig()).path
         for file in source.iterdir():
@@ -77,7 +77,15 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "tgi.launch.command", "--model-id", str(folder), "--port", str(self.port)]
+        command = [
+            sys.executable,
+            "-m",
+            "text_generation_inference.launch.command",
+            "--model-id",
+            str(folder),
+            "--port",
+            str(self.port),
+        ]
         command += ["--hostname", "127.0.0.1", "--max-concurrent-requests", str(2 * options.streams)]
         command += ["--max-queued-tokens", str(2 * options.streams * options.inputs)]
         command += engine_flags(options)
@@ -238,7 +246,16 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 
 def run_offline(folder: Path, options: argparse.Namespace, file: Path) -> dict | None:
     row = f"{options.inputs}/{options.outputs}/{options.streams}"
-    command = [sys.executable, "-m", "tgi.cli", "bench", "offline", "--model-id", str(folder), *engine_flags(options)]
+    command = [
+        sys.executable,
+        "-m",
+        "text_generation_inference.cli",
+        "bench",
+        "offline",
+        "--model-id",
+        str(folder),
+        *engine_flags(options),
+    ]
     subprocess.run([*command, "--json", str(file), row], stdout=subprocess.DEVNULL, check=False, timeout=options.limit)
     rows = json.loads(file.read_text())["rows"] if file.is_file() else []
     return rows[0] if rows else None

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from cuda_served import write_tokenizer
 
-from tgi.bench.shapes import SHAPES, write_shape
-from tgi.config import ServerConfig
-from tgi.engine.build import Engine, start_engine
-from tgi.engine.warm_up import warm_up
-from tgi.errors import TgiError
-from tgi.types import GenerationRequest, Grammar, SamplingParams
+from text_generation_inference.bench.shapes import SHAPES, write_shape
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import Engine, start_engine
+from text_generation_inference.engine.warm_up import warm_up
+from text_generation_inference.errors import TgiError
+from text_generation_inference.types import GenerationRequest, Grammar, SamplingParams
 
 KINDS: list[dict[str, Any]] = [
     {},

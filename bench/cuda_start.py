@@ -15,21 +15,21 @@ import tempfile
 import time
 from pathlib import Path
 
-from tgi.bench.shapes import SHAPES, write_shape
+from text_generation_inference.bench.shapes import SHAPES, write_shape
 
 # The engine process, which after its start runs requests of odd sizes and reports what was compiled for them.
 PROGRAM = """
 import json, random, sys, time
 began = float(sys.argv[1])
 seconds = {"python": time.time() - began}
-from tgi.config import ServerConfig
-from tgi.engine.build import start_engine
-from tgi.engine.warm_up import warm_up
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import start_engine
+from text_generation_inference.engine.warm_up import warm_up
 seconds["imports"] = time.time() - began - sum(seconds.values())
 import msgspec
 config = msgspec.json.decode(sys.argv[2], type=ServerConfig)
 from contextlib import contextmanager
-from tgi.devices.cuda import CudaDevice
+from text_generation_inference.devices.cuda import CudaDevice
 rehearsed, here = {}, []
 def timed(part, work):
     start = time.time()
@@ -63,7 +63,7 @@ try:
     knobs.runtime.jit_post_compile_hook = lambda **facts: late.append(facts["repr"].split("(")[0])
 except ImportError:
     pass
-from tgi.types import GenerationRequest, SamplingParams
+from text_generation_inference.types import GenerationRequest, SamplingParams
 rng = random.Random(0)
 number = 0
 waits = []

@@ -20,11 +20,11 @@ from typing import Any
 
 from cuda_perplexity import TEXT, differences, run, score, start, stop
 
-from tgi.bench.report import markdown
-from tgi.config import ServerConfig
-from tgi.errors import TgiError
-from tgi.text.tokenizer import Tokenizer
-from tgi.weights.source import find_model
+from text_generation_inference.bench.report import markdown
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.errors import TgiError
+from text_generation_inference.text.tokenizer import Tokenizer
+from text_generation_inference.weights.source import find_model
 
 LAST_LAYER = r"layers\.29\.(self_attn\.[qkvo]_proj|mlp\.)"
 EXACT = {"scale_value_type": "MAXABS", "rounding_method": "IDENTITY"}

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from tgi.text.tokenizer import Tokenizer
-from tgi.types import Abort, Finish, Hello, ModelFacts, Ready, Submit, ToEngine, TokenOut
+from text_generation_inference.text.tokenizer import Tokenizer
+from text_generation_inference.types import Abort, Finish, Hello, ModelFacts, Ready, Submit, ToEngine, TokenOut
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(ToEngine).decode

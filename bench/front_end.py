@@ -23,9 +23,9 @@ from pathlib import Path
 
 import msgspec
 
-from tgi.api.control import EngineReady, Start
-from tgi.config import ServerConfig, cache_folder
-from tgi.weights.source import resolve_model
+from text_generation_inference.api.control import EngineReady, Start
+from text_generation_inference.config import ServerConfig, cache_folder
+from text_generation_inference.weights.source import resolve_model
 
 DOUBLE = Path(__file__).with_name("engine_double.py")
 BARE = """
@@ -127,7 +127,7 @@ def main() -> None:
         double.stdout.readline()
         sock = listener()
         api = subprocess.Popen(
-            [sys.executable, "-m", "tgi.api.process"],
+            [sys.executable, "-m", "text_generation_inference.api.process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[sock.fileno()],

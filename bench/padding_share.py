@@ -14,12 +14,12 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from tgi.bench.serve.profiles import PROFILES, Profile
-from tgi.devices.buckets import BucketPlan, BucketSettings, PlanLimits, plan_buckets
-from tgi.scheduler.blocks import BlockPool
-from tgi.scheduler.policy import BatchPolicy
-from tgi.scheduler.scheduler import Scheduler
-from tgi.types import GenerationRequest, SamplingParams, StepPlan, StepResult
+from text_generation_inference.bench.serve.profiles import PROFILES, Profile
+from text_generation_inference.devices.buckets import BucketPlan, BucketSettings, PlanLimits, plan_buckets
+from text_generation_inference.scheduler.blocks import BlockPool
+from text_generation_inference.scheduler.policy import BatchPolicy
+from text_generation_inference.scheduler.scheduler import Scheduler
+from text_generation_inference.types import GenerationRequest, SamplingParams, StepPlan, StepResult
 
 BLOCK_SIZE = 128
 LIMITS = {"fixed-length": (512, 1536, 256, 131072), "chat": (1024, 2048, 256, 131072)}

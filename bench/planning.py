@@ -9,10 +9,10 @@ told beside it; it hands out N tokens.
 import statistics
 import time
 
-from tgi.scheduler.blocks import BlockPool
-from tgi.scheduler.policy import BatchPolicy
-from tgi.scheduler.scheduler import Scheduler
-from tgi.types import GenerationRequest, SamplingParams, StepResult
+from text_generation_inference.scheduler.blocks import BlockPool
+from text_generation_inference.scheduler.policy import BatchPolicy
+from text_generation_inference.scheduler.scheduler import Scheduler
+from text_generation_inference.types import GenerationRequest, SamplingParams, StepResult
 
 STEPS = 2000
 

@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 
-from tgi import LLM, SamplingParams
+from text_generation_inference import LLM, SamplingParams
 
 PROMPT_TOKENS, ROUNDS = 1000, 7
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cuda_served import Server, make_folder
 
-from tgi.bench.shapes import SHAPES
+from text_generation_inference.bench.shapes import SHAPES
 
 PUBLISHED = """Published for one Gaudi 2 (Llama-3.1-8B, bf16), measured by others: one user 104.11 tokens/s, 9.40 ms
 between tokens; maximum 3,253.86 tokens/s at 4.30 requests/s; then ten constant rates from 0.52 to 5.16 requests/s."""
@@ -44,7 +44,15 @@ def main() -> int:
         server = Server(folder, options, Path(name) / "server.log")
         try:
             print(f"server ready after {server.ready_seconds:.1f} s", file=sys.stderr, flush=True)
-            command = [sys.executable, "-m", "tgi.cli", "bench", "serve", "--url", f"http://127.0.0.1:{server.port}"]
+            command = [
+                sys.executable,
+                "-m",
+                "text_generation_inference.cli",
+                "bench",
+                "serve",
+                "--url",
+                f"http://127.0.0.1:{server.port}",
+            ]
             command += ["--tokenizer", str(folder), "--profile", "fixed-length", "--max-vus", str(options.users)]
             command += ["--num-rates", str(options.rates), "--duration", options.duration, "--warmup", options.warmup]
             command += ["--seed", "1", "--json", options.json]

@@ -30,7 +30,9 @@ class Server:
             self.port = probe.getsockname()[1]
         arguments = ["--port", str(self.port), "--max-total-tokens", "2048", "--no-prefix-caching"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tgi.launch.command", *arguments], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "text_generation_inference.launch.command", *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stderr is not None
         for line in self.process.stderr:
@@ -127,7 +129,7 @@ class Offline:
 
 
 def offline_worker() -> None:
-    from tgi import LLM, SamplingParams
+    from text_generation_inference import LLM, SamplingParams
 
     llm = LLM(progress=False, max_total_tokens=2048, prefix_caching=False)
     params = SamplingParams(max_new_tokens=NUM_OUT, ignore_eos=True)
@@ -179,7 +181,7 @@ def main() -> None:
     if options.offline_worker:
         offline_worker()
         return
-    from tgi.weights.embedded import find_embedded
+    from text_generation_inference.weights.embedded import find_embedded
 
     rounds, health = alternate(options.rounds)
     if options.peer_python:

@@ -14,7 +14,7 @@ import time
 CHILD = """
 import json, resource, sys, time
 begin = time.perf_counter()
-from tgi import LLM, SamplingParams
+from text_generation_inference import LLM, SamplingParams
 imported = time.perf_counter()
 limits = {"max_batch_total_tokens": 16 * 704, "max_total_tokens": 704, "max_batch_size": 16}
 llm = LLM(progress=False, cache_dir=sys.argv[1], **limits)

@@ -8,8 +8,8 @@ import statistics
 import time
 from collections import defaultdict
 
-from tgi import LLM, SamplingParams
-from tgi.runner import runner as runner_module
+from text_generation_inference import LLM, SamplingParams
+from text_generation_inference.runner import runner as runner_module
 
 PARTS: dict[str, list[float]] = defaultdict(list)
 

@@ -4,9 +4,17 @@ import math
 import random
 from typing import Any
 
-from tgi.bench.results import Kernel, OfflineReport, Published, Row, RowResult, SkippedRow, StepProfile
-from tgi.bench.serve.results import Goodput, Histogram, Phase, ServeReport, Spread
-from tgi.bench.static.results import BatchResult, StaticReport
+from text_generation_inference.bench.results import (
+    Kernel,
+    OfflineReport,
+    Published,
+    Row,
+    RowResult,
+    SkippedRow,
+    StepProfile,
+)
+from text_generation_inference.bench.serve.results import Goodput, Histogram, Phase, ServeReport, Spread
+from text_generation_inference.bench.static.results import BatchResult, StaticReport
 
 # A model folder without weights needs no more: --load-format dummy.
 TINY_CONFIG: dict[str, Any] = {

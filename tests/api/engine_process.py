@@ -7,8 +7,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tgi.engine.client import EngineClient
-from tgi.types import GenerationRequest, ModelFacts, SamplingParams
+from text_generation_inference.engine.client import EngineClient
+from text_generation_inference.types import GenerationRequest, ModelFacts, SamplingParams
 
 SETTINGS = {"max_batch_total_tokens": 2048, "max_total_tokens": 512}
 
@@ -19,7 +19,7 @@ class Process:
     def __init__(self, cache: Path, **settings: object) -> None:
         self.folder = tempfile.TemporaryDirectory()  # short path: a unix socket's is limited
         self.socket = Path(self.folder.name) / "engine.sock"
-        command = [sys.executable, "-m", "tgi.engine.process", str(self.socket)]
+        command = [sys.executable, "-m", "text_generation_inference.engine.process", str(self.socket)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -34,7 +34,14 @@ class Server:
         self._serving = threading.Event()  # or ended
         self._ready = False
         self._folder = tempfile.TemporaryDirectory()
-        command = [sys.executable, "-m", "tgi.launch.command", "--port", str(self.port), *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "text_generation_inference.launch.command",
+            "--port",
+            str(self.port),
+            *arguments,
+        ]
         kept = {key: value for key, value in os.environ.items() if key not in ("API_KEY", "PORT", "MODEL_ID")}
         if cache is not None:
             environment["TGI_CACHE_DIR"] = str(cache)
@@ -76,7 +83,7 @@ class Server:
                 for pid in (task / "children").read_text().split():
                     command = Path(f"/proc/{pid}/cmdline").read_bytes()
                     for role in ("engine", "api"):
-                        if f"tgi.{role}.process".encode() in command:
+                        if f"text_generation_inference.{role}.process".encode() in command:
                             found[role] = int(pid)
         return found
 

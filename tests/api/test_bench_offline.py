@@ -10,10 +10,16 @@ from pathlib import Path
 import pytest
 
 from bench_samples import TINY_CONFIG
-from tgi.bench.results import Row
-from tgi.bench.work import make_requests
+from text_generation_inference.bench.results import Row
+from text_generation_inference.bench.work import make_requests
 
-COMMAND = [sys.executable, "-c", "from tgi.cli import main; import sys; sys.exit(main())", "bench", "offline"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from text_generation_inference.cli import main; import sys; sys.exit(main())",
+    "bench",
+    "offline",
+]
 
 
 def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -15,9 +15,9 @@ import pytest
 
 from bench_samples import offline_report, serve_report, static_report, users_report
 from browser import CHROMIUM, WHY_NOT, Tab, open_tab
-from tgi.bench.report import write_report
+from text_generation_inference.bench.report import write_report
 
-TGI = [sys.executable, "-c", "from tgi.cli import main; import sys; sys.exit(main())"]
+TGI = [sys.executable, "-c", "from text_generation_inference.cli import main; import sys; sys.exit(main())"]
 PAGES = {
     "phone": {"width": 360, "height": 740},
     "desktop": {"width": 1200},

@@ -16,14 +16,14 @@ from tokenizers.models import WordLevel
 
 from fake_hub import running_hub
 from terminal import run_on_terminal
-from tgi.config import ServerConfig
-from tgi.engine.build import start_engine
-from tgi.errors import StartError
-from tgi.launch.arguments import build_parser, read_arguments
-from tgi.launch.check import check_model, main, render
-from tgi.models.registry import read_config, read_spec
-from tgi.weights.download import HubAccess
-from tgi.weights.source import resolve_model
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import start_engine
+from text_generation_inference.errors import StartError
+from text_generation_inference.launch.arguments import build_parser, read_arguments
+from text_generation_inference.launch.check import check_model, main, render
+from text_generation_inference.models.registry import read_config, read_spec
+from text_generation_inference.weights.download import HubAccess
+from text_generation_inference.weights.source import resolve_model
 from unit import tiny_gguf
 
 TINY = {
@@ -41,7 +41,13 @@ KV_BYTES = 2 * 3 * 2 * 16  # elements of a token
 def check(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: text for name, text in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     return subprocess.run(
-        [sys.executable, "-c", "from tgi.cli import main; import sys; sys.exit(main())", "check", *arguments],
+        [
+            sys.executable,
+            "-c",
+            "from text_generation_inference.cli import main; import sys; sys.exit(main())",
+            "check",
+            *arguments,
+        ],
         env={**inherited, **environment},
         capture_output=True,
         text=True,
@@ -214,7 +220,7 @@ def test_the_launcher_judges_a_model_before_fetching_it(tiny: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("width", [30, 59, 80])
 def test_the_report_fits_the_terminal(tiny: Path, width: int) -> None:
-    command = [sys.executable, "-m", "tgi.launch.check", str(tiny), "--cuda-graphs", "0"]
+    command = [sys.executable, "-m", "text_generation_inference.launch.check", str(tiny), "--cuda-graphs", "0"]
     status, shown = run_on_terminal(command, width)
     lines = shown.splitlines()
     assert status == 0 and max(map(len, lines[1:])) <= width  # the first one is the model's path

@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import pytest
 
-from tgi import cli
-from tgi.bench import offline_command
-from tgi.bench.page import command as report_command
-from tgi.bench.serve import command as serve_command
-from tgi.bench.static import task as static_task
-from tgi.launch import measure_command
-from tgi.launch.arguments import build_parser, read_arguments
+from text_generation_inference import cli
+from text_generation_inference.bench import offline_command
+from text_generation_inference.bench.page import command as report_command
+from text_generation_inference.bench.serve import command as serve_command
+from text_generation_inference.bench.static import task as static_task
+from text_generation_inference.launch import measure_command
+from text_generation_inference.launch.arguments import build_parser, read_arguments
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -212,7 +212,7 @@ def test_files_that_the_docs_name_exist():
 
 
 def test_metrics_of_the_docs_are_those_of_the_server():
-    source = (ROOT / "src" / "tgi" / "api" / "metrics.py").read_text()
+    source = (ROOT / "src" / "text_generation_inference" / "api" / "metrics.py").read_text()
     pages = "".join((ROOT / "docs" / name).read_text() for name in ("observability.md", "buckets.md"))
     made = set(re.findall(r'"(tgi_[a-z_]+)"', source))
     assert len(made) > 30 and made == {
@@ -228,7 +228,7 @@ def shell(server, model_cache, tmp_path):
     """Runs a text as bash or python would, with our programs on the path and the server's port for 8080."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    (programs / "tgi").write_text(f'#!/bin/sh\nexec {sys.executable} -m tgi.cli "$@"\n')
+    (programs / "tgi").write_text(f'#!/bin/sh\nexec {sys.executable} -m text_generation_inference.cli "$@"\n')
     (programs / "tgi").chmod(0o755)
     (tmp_path / "prompts.txt").write_text("The capital of France is\n2, 3, 5, 7,\n")
 

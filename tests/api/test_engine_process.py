@@ -20,13 +20,13 @@ import pytest
 import tokenizers
 from engine_process import SETTINGS, Process, collect, connected, make
 
-from tgi.api.app import App
-from tgi.api.generation import Generation
-from tgi.api.http import Request
-from tgi.api.service import Permit, Service
-from tgi.config import ServerConfig
-from tgi.engine.client import EngineClient
-from tgi.errors import EngineError
+from text_generation_inference.api.app import App
+from text_generation_inference.api.generation import Generation
+from text_generation_inference.api.http import Request
+from text_generation_inference.api.service import Permit, Service
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.client import EngineClient
+from text_generation_inference.errors import EngineError
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,8 @@ def test_requests_of_a_dead_client_end(engine: Process) -> None:
     program = """
 import asyncio, sys
 from pathlib import Path
-from tgi.engine.client import EngineClient
-from tgi.types import GenerationRequest, SamplingParams
+from text_generation_inference.engine.client import EngineClient
+from text_generation_inference.types import GenerationRequest, SamplingParams
 async def run():
     client = EngineClient(Path(sys.argv[1]))
     await client.connect()
@@ -159,7 +159,7 @@ def test_the_engine_ends_with_its_parent(cache: Path) -> None:
         socket = Path(folder) / "engine.sock"
         program = f"""
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-m", "tgi.engine.process", {str(socket)!r}], stdin=subprocess.PIPE)
+child = subprocess.Popen([sys.executable, "-m", "text_generation_inference.engine.process", {str(socket)!r}], stdin=subprocess.PIPE)
 child.stdin.write({json.dumps({"cache_dir": str(cache), **SETTINGS}).encode()!r})
 child.stdin.close()
 print(child.pid, flush=True)

@@ -14,9 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from tgi import LLM, SamplingParams
-from tgi.errors import EngineError, ModelFormatError, ModelNotFoundError, ResourceError, StartError, ValidationError
-from tgi.types import Grammar
+from text_generation_inference import LLM, SamplingParams
+from text_generation_inference.errors import (
+    EngineError,
+    ModelFormatError,
+    ModelNotFoundError,
+    ResourceError,
+    StartError,
+    ValidationError,
+)
+from text_generation_inference.types import Grammar
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +362,7 @@ def test_dummy_weights_need_no_checkpoint(llm: LLM, tmp_path: Path) -> None:
 
 
 def tgi(cache: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tgi.cli", *arguments]
+    command = [sys.executable, "-m", "text_generation_inference.cli", *arguments]
     environment = {**os.environ, "TGI_CACHE_DIR": str(cache)}
     return subprocess.run(command, input=stdin, capture_output=True, text=True, env=environment, timeout=120)
 
@@ -397,7 +404,16 @@ def test_mistakes_get_one_clear_line(cache: Path, arguments: list[str], code: in
 
 
 def test_interrupting_ends_cleanly(llm: LLM, cache: Path) -> None:
-    command = [sys.executable, "-m", "tgi.cli", "generate", "Once upon a time", "-n", "900", "--ignore-eos"]
+    command = [
+        sys.executable,
+        "-m",
+        "text_generation_inference.cli",
+        "generate",
+        "Once upon a time",
+        "-n",
+        "900",
+        "--ignore-eos",
+    ]
     environment = {**os.environ, "TGI_CACHE_DIR": str(cache)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     assert process.stdout is not None

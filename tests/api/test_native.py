@@ -12,8 +12,8 @@ import pytest
 from events import encode_like_serde, read_events
 from serving import Server
 
-from tgi import LLM, SamplingParams
-from tgi.text.tokenizer import Tokenizer
+from text_generation_inference import LLM, SamplingParams
+from text_generation_inference.text.tokenizer import Tokenizer
 
 COUNT = "Count: one, two,"  # greedy: " three, four, five, six, ..."
 EMOJI = "Emoji: 😀😃😄"  # greedy: emoji of three tokens each

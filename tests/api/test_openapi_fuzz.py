@@ -11,8 +11,8 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis.checks import not_a_server_error
 from serving import Server
 
-from tgi.api.openapi import build_document
-from tgi.version import __version__
+from text_generation_inference.api.openapi import build_document
+from text_generation_inference.version import __version__
 
 MAX_EXAMPLES = 10  # of each operation and mode; making them up takes longer than sending them
 DOCUMENT = json.loads(msgspec.json.encode(build_document(__version__)))

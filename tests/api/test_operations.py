@@ -31,14 +31,14 @@ from traffic import (
     stopped,
 )
 
-from tgi.api.app import App
-from tgi.api.http import KEEP_ALIVE_S
-from tgi.api.service import Service
-from tgi.config import ServerConfig
-from tgi.engine.client import EngineClient
+from text_generation_inference.api.app import App
+from text_generation_inference.api.http import KEEP_ALIVE_S
+from text_generation_inference.api.service import Service
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.client import EngineClient
 
 SIZES = ("--max-total-tokens", "1024", "--max-batch-total-tokens", "32768")
-SOURCES = Path(__file__).parents[2] / "src" / "tgi"
+SOURCES = Path(__file__).parents[2] / "src" / "text_generation_inference"
 
 
 # -- stopping ------------------------------------------------------------------------------------------------------
@@ -281,7 +281,11 @@ def test_the_log_of_a_whole_life(logged: Server, spy_folder: Path) -> None:
     assert "Traceback" not in logged.log
 
     spied = (spy_folder / "unpickled.on").read_text()
-    for process in ("tgi.launch.command", "tgi.engine.process", "tgi.api.process"):
+    for process in (
+        "text_generation_inference.launch.command",
+        "text_generation_inference.engine.process",
+        "text_generation_inference.api.process",
+    ):
         assert process in spied
     assert not (spy_folder / "unpickled").exists(), (spy_folder / "unpickled").read_text()
 

@@ -32,9 +32,9 @@ from traffic import (
     socket_path,
 )
 
-from tgi.api.control import EngineLost, EngineReady, Start
-from tgi.config import ServerConfig
-from tgi.launch.private_folder import PrivateFolder, remove_abandoned
+from text_generation_inference.api.control import EngineLost, EngineReady, Start
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.launch.private_folder import PrivateFolder, remove_abandoned
 
 PROMPT = "The capital of France is"
 
@@ -187,7 +187,7 @@ class Api:
         self._listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         descriptor = self._listener.fileno()
-        command = [sys.executable, "-m", "tgi.api.process"]
+        command = [sys.executable, "-m", "text_generation_inference.api.process"]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[descriptor])
         assert self.process.stdin is not None

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 from serving import Server
 
-COMMAND = [sys.executable, "-c", "from tgi.cli import main; import sys; sys.exit(main())", "bench", "serve"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from text_generation_inference.cli import main; import sys; sys.exit(main())",
+    "bench",
+    "serve",
+]
 SHORT = ["--prompt-tokens", "24", "--max-new-tokens", "12"]
 
 

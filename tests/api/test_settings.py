@@ -10,7 +10,7 @@ import pytest
 from events import read_events
 from serving import Server
 
-from tgi.api.app import ROUTES
+from text_generation_inference.api.app import ROUTES
 
 KEY = "SeCret-Key-123"
 ORIGINS = ["https://a.example", "https://b.example:8443"]

@@ -22,17 +22,17 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from bench_samples import TINY_CONFIG
-from tgi.bench.static import round as rounds
-from tgi.bench.static.command import main
-from tgi.bench.static.display import Moment, Silence
-from tgi.bench.static.round import make_requests, run_round
-from tgi.bench.static.run import _terminating
-from tgi.config import ServerConfig
-from tgi.engine.build import Engine, start_engine
-from tgi.errors import EngineError
-from tgi.types import SamplingParams
+from text_generation_inference.bench.static import round as rounds
+from text_generation_inference.bench.static.command import main
+from text_generation_inference.bench.static.display import Moment, Silence
+from text_generation_inference.bench.static.round import make_requests, run_round
+from text_generation_inference.bench.static.run import _terminating
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import Engine, start_engine
+from text_generation_inference.errors import EngineError
+from text_generation_inference.types import SamplingParams
 
-MAIN = "import sys; from tgi.bench.static.command import main; sys.exit(main())"
+MAIN = "import sys; from text_generation_inference.bench.static.command import main; sys.exit(main())"
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_signals() -> None:
 PROGRAM = """
 import fcntl, json, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from tgi.bench.static.command import main
+from text_generation_inference.bench.static.command import main
 import torch
 torch.set_num_threads(1)
 print("ready", flush=True)

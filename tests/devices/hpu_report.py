@@ -35,14 +35,14 @@ PACKAGES = ["torch", "habana-torch-plugin", "habana-torch-dataloader", "transfor
 TIMEOUT_S = 7200
 
 NAME_CARD = """
-from tgi.devices.hpu import HpuDevice, HpuSettings
+from text_generation_inference.devices.hpu import HpuDevice, HpuSettings
 device = HpuDevice(HpuSettings())
 print(device.description, "| FP8 up to", device.fp8_max, "|", device.bridge.torch_hpu.device_count(), "cards seen")
 """
 
 ADD_UP = """
 import importlib, os, torch, torch.distributed as dist
-from tgi.kernels.hpu.bridge import load_bridge
+from text_generation_inference.kernels.hpu.bridge import load_bridge
 bridge = load_bridge()
 hccl = importlib.import_module("habana_frameworks.torch.distributed.hccl")
 world, rank, _ = hccl.initialize_distributed_hpu()

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgi.devices.buckets import decode_sizes, mixed_sizes
-from tgi.devices.cpu import CpuDevice
-from tgi.devices.device import GraphForward, Mark, Ops
-from tgi.devices.graphs import CapturedForward
-from tgi.kernels.padded import PaddedBatch
+from text_generation_inference.devices.buckets import decode_sizes, mixed_sizes
+from text_generation_inference.devices.cpu import CpuDevice
+from text_generation_inference.devices.device import GraphForward, Mark, Ops
+from text_generation_inference.devices.graphs import CapturedForward
+from text_generation_inference.kernels.padded import PaddedBatch
 
 
 class _Done:

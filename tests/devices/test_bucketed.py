@@ -17,16 +17,16 @@ from queue_on_cpu import QueueOnCpu
 from test_engine import MIN_TOKENS, PARAMS, ends_in_time, on_cpu, requests, same, wait_for_device
 from torch import Tensor
 
-from tgi.config import ServerConfig
-from tgi.devices.buckets import Bucket
-from tgi.engine.build import Engine, start_engine
-from tgi.errors import ValidationError
-from tgi.kernels import padded, reference
-from tgi.kernels.batch import ForwardBatch
-from tgi.kernels.fp8 import FP8
-from tgi.kernels.padded import PaddedBatch
-from tgi.runner.padded_inputs import HostBooks, describe_decode, describe_prefill
-from tgi.types import Grammar
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.devices.buckets import Bucket
+from text_generation_inference.engine.build import Engine, start_engine
+from text_generation_inference.errors import ValidationError
+from text_generation_inference.kernels import padded, reference
+from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.fp8 import FP8
+from text_generation_inference.kernels.padded import PaddedBatch
+from text_generation_inference.runner.padded_inputs import HostBooks, describe_decode, describe_prefill
+from text_generation_inference.types import Grammar
 
 Start = Callable[..., Engine]
 LIMITS: dict[str, object] = {
@@ -57,7 +57,7 @@ def start_bucketed(way: str, device_name: str, tmp_path: Path, monkeypatch: pyte
 
     def start_engine(folder: Path, **settings: object) -> Engine:
         if device_name == "cpu" and way == "ahead":
-            monkeypatch.setattr("tgi.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path))
+            monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path))
         engine = start(folder, **{"device": device_name, **LIMITS, **settings})
         monkeypatch.undo()
         engines.append(engine)
@@ -306,7 +306,7 @@ def test_a_measured_device_meets_every_shape(
     if device_name != "cpu":
         pytest.skip("with a device double")
     device = Measured(tmp_path)
-    monkeypatch.setattr("tgi.engine.build.choose_device", lambda *_: device)
+    monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
     told: list[tuple[str, int, int]] = []
     config = ServerConfig(model_id=str(tiny_llama.folder), dtype="float32", cache_dir=str(tmp_path), **LIMITS)
     engine = start_engine(config, lambda *progress: told.append(progress))
@@ -324,7 +324,7 @@ def test_a_measured_device_meets_every_shape(
     record = next((tmp_path / "warmed").glob("*.json"))
     assert len(json.loads(record.read_text())["shapes"]) == stats.num_planned
     told.clear()
-    monkeypatch.setattr("tgi.engine.build.choose_device", lambda *_: Measured(tmp_path))
+    monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: Measured(tmp_path))
     start_engine(config, lambda *progress: told.append(progress)).close()
     assert told[-1][1] == told[-1][2] > stats.num_planned, "the next start knows how many milliseconds each shape takes"
 
@@ -418,7 +418,7 @@ def test_prefill_attention(how: str) -> None:
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_kernels_that_read_tables_and_tiles(phase: str, device_name: str) -> None:
     """They take a padded pass as `as_forward_batch` puts it."""
-    from tgi.kernels.triton.ops import load_ops
+    from text_generation_inference.kernels.triton.ops import load_ops
 
     loaded = load_ops(4)
     assert not isinstance(loaded, str)

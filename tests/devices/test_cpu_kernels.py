@@ -15,10 +15,10 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from tgi.kernels import reference
-from tgi.kernels.batch import ForwardBatch
-from tgi.kernels.cpu import build
-from tgi.kernels.cpu.ops import NativeOps, Packed, StackLayer, greedy, load_ops
+from text_generation_inference.kernels import reference
+from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.cpu import build
+from text_generation_inference.kernels.cpu.ops import NativeOps, Packed, StackLayer, greedy, load_ops
 
 QUANTS = {"q4_0": GGMLQuantizationType.Q4_0, "q4_1": GGMLQuantizationType.Q4_1, "q8_0": GGMLQuantizationType.Q8_0}
 MARCHES = ["native", "x86-64-v3"]  # the second is the AVX2 path, which every machine that runs the first can run

@@ -14,13 +14,13 @@ import torch
 from driving import Output, Tiny, make_request, make_tiny, random_prompts, run, start
 from queue_on_cpu import QueueOnCpu
 
-from tgi.config import ServerConfig
-from tgi.devices.device import Ops
-from tgi.engine.build import Engine
-from tgi.engine.memory import most_captured_tokens
-from tgi.models.registry import read_config, read_spec
-from tgi.text.tokenizer import Tokenizer
-from tgi.types import GenerationRequest, Grammar
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.devices.device import Ops
+from text_generation_inference.engine.build import Engine
+from text_generation_inference.engine.memory import most_captured_tokens
+from text_generation_inference.models.registry import read_config, read_spec
+from text_generation_inference.text.tokenizer import Tokenizer
+from text_generation_inference.types import GenerationRequest, Grammar
 
 NEW = 18
 LENGTHS = [1, 2, 5, 17, 40, 90, 33, 16]
@@ -53,7 +53,9 @@ def start_here(device_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def start_engine(folder: Path, ops: Ops | None = None, **settings: object) -> Engine:
         if device_name == "cpu":
-            monkeypatch.setattr("tgi.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path, ops))
+            monkeypatch.setattr(
+                "text_generation_inference.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path, ops)
+            )
             engine = start(folder, **{"max_batch_size": 11, "max_total_tokens": 160, **settings})
             monkeypatch.undo()
         else:
@@ -313,7 +315,7 @@ def test_triton_ops_under_the_runner(tiny_llama: Tiny, start_here: Start, device
     """On the GPU every other test does this; here the interpreter runs a short one."""
     if device_name != "cpu":
         pytest.skip("done by the other tests")
-    from tgi.kernels.triton.ops import load_ops
+    from text_generation_inference.kernels.triton.ops import load_ops
 
     loaded = load_ops(4)
     assert not isinstance(loaded, str)

@@ -17,12 +17,12 @@ import torch
 from driving import Output, Tiny, collect, make_request, make_tiny, random_prompts, start
 from queue_on_cpu import QueueOnCpu
 
-from tgi.config import ServerConfig
-from tgi.engine.build import Engine
-from tgi.engine.client import EngineClient
-from tgi.engine.status import EXIT_ENGINE_FAILED
-from tgi.errors import EngineError
-from tgi.types import GenerationRequest, StepPlan
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import Engine
+from text_generation_inference.engine.client import EngineClient
+from text_generation_inference.engine.status import EXIT_ENGINE_FAILED
+from text_generation_inference.errors import EngineError
+from text_generation_inference.types import GenerationRequest, StepPlan
 
 NEW = 14
 PARAMS: list[dict] = [
@@ -94,7 +94,7 @@ def engines(cpu_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def start_engine(folder: Path, **settings: object) -> tuple[Engine, Faulty]:
         device = Faulty(tmp_path)
         with monkeypatch.context() as patched:
-            patched.setattr("tgi.engine.build.choose_device", lambda *_: device)
+            patched.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
             engine = start(folder, **{"max_batch_size": 8, "max_total_tokens": 120, **settings})
         device.num_op_calls = device.num_results = 0
         started.append(engine)
@@ -198,7 +198,7 @@ def test_steps_shrink_until_they_fit(
     expected = run(calm, ask(), [0] * 9)
     device = TooLarge(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("tgi.engine.build.choose_device", lambda *_: device)
+        patched.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
         engine = start(tiny.folder, max_batch_size=8, max_total_tokens=120)
     device.room = room
     same(run(engine, ask(), [0] * 9), expected)
@@ -248,8 +248,8 @@ def test_any_other_error_ends_the_engine(tiny: Tiny, engines: Any, where: str) -
 PROGRAM = """
 import sys, torch
 from concurrent.futures import Future
-from tgi.engine import process
-from tgi.engine.loop import EngineLoop
+from text_generation_inference.engine import process
+from text_generation_inference.engine.loop import EngineLoop
 
 launch = EngineLoop.launch
 count = 0

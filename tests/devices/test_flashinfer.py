@@ -10,9 +10,9 @@ from driving import make_request, make_tiny, random_prompts, run, start
 from queue_on_cpu import QueueOnCpu
 from torch import Tensor
 
-from tgi.devices.device import Ops
-from tgi.kernels import flashinfer_prompts
-from tgi.kernels.batch import PREFILL_TILE, ForwardBatch
+from text_generation_inference.devices.device import Ops
+from text_generation_inference.kernels import flashinfer_prompts
+from text_generation_inference.kernels.batch import PREFILL_TILE, ForwardBatch
 
 HEADS, KV_HEADS, D, BLOCK = 8, 2, 128, 16
 
@@ -56,7 +56,7 @@ def inputs(batch: ForwardBatch, device: torch.device) -> tuple[Tensor, Tensor, T
 
 
 def test_equals_ours(device: torch.device) -> None:
-    from tgi.kernels.triton.attention import PagedAttention
+    from text_generation_inference.kernels.triton.attention import PagedAttention
 
     torch.manual_seed(0)
     ours, other = PagedAttention(132, bulk_copies=True), PagedAttention(132, bulk_copies=True)
@@ -97,8 +97,8 @@ def test_its_place_in_the_engine(device_name: str, tmp_path: Path, monkeypatch: 
     """Some other kernel for whole prompts: asked for every layer of every step with prompts, it changes no answer."""
     if device_name != "cpu" or importlib.util.find_spec("triton") is None:
         pytest.skip("runs in Triton's interpreter")
-    from tgi.kernels.triton import small
-    from tgi.kernels.triton.attention import PagedAttention
+    from text_generation_inference.kernels.triton import small
+    from text_generation_inference.kernels.triton.attention import PagedAttention
 
     tiny = make_tiny("Llama", {}, tmp_path / "model")
     asked = [make_request(n, prompt, 3) for n, prompt in enumerate(random_prompts(320, [20, 9, 50, 4], 5))]
@@ -123,7 +123,7 @@ def test_its_place_in_the_engine(device_name: str, tmp_path: Path, monkeypatch: 
     attention = PagedAttention(1)
     attention.prompts = whole_prompts
     ops = Ops("other prompts", attention=attention, rotary_and_cache=small.rotary_and_cache)
-    monkeypatch.setattr("tgi.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path, ops))
+    monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path, ops))
     engine = start(tiny.folder, max_batch_size=4, max_total_tokens=64, max_batch_prefill_tokens=48)
     taken.clear()
     assert [found.token_ids for found in run(engine, asked)] == [found.token_ids for found in expected]

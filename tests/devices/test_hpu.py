@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tgi.config import ServerConfig
-from tgi.engine.build import Engine
-from tgi.engine.warm_shapes import WarmUp
-from tgi.errors import ResourceError, StartError
-from tgi.kernels import fp8, padded, reference
-from tgi.kernels.padded import PaddedBatch
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import Engine
+from text_generation_inference.engine.warm_shapes import WarmUp
+from text_generation_inference.errors import ResourceError, StartError
+from text_generation_inference.kernels import fp8, padded, reference
+from text_generation_inference.kernels.padded import PaddedBatch
 
 SIZE = 128  # tokens of a block
 
@@ -39,7 +39,7 @@ def hpu(device_name: str):
         pytest.skip("needs Gaudi, or the CPU in its role")
     if device_name == "cpu":
         use_stand_in()
-    from tgi.devices.hpu import HpuDevice
+    from text_generation_inference.devices.hpu import HpuDevice
 
     device = HpuDevice()
     yield device
@@ -155,8 +155,8 @@ def test_prefill_attention(hpu, data):
 
 
 def load_plain(device):
-    from tgi.devices.device import Ops
-    from tgi.kernels.hpu.ops import load_ops
+    from text_generation_inference.devices.device import Ops
+    from text_generation_inference.kernels.hpu.ops import load_ops
 
     return Ops("without the fused attention", **load_ops(device.bridge, flash=False))
 
@@ -208,7 +208,7 @@ def test_norms_and_gates(hpu, dtype):
 def fp8_ops(hpu):
     if not hpu.supports_fp8:
         pytest.skip("this card has no FP8")
-    from tgi.kernels.hpu.fp8 import Fp8Ops
+    from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
 
     return Fp8Ops(hpu.bridge)
 
@@ -263,7 +263,7 @@ def test_fp8_cache(hpu, fp8_ops):
 
 @pytest.mark.parametrize("per_call", [-1, 3])
 def test_experts(hpu, per_call):
-    from tgi.kernels.hpu.experts import experts
+    from text_generation_inference.kernels.hpu.experts import experts
 
     x, gate_up, down = torch.randn(6, 32), torch.randn(8, 48, 32) / 6, torch.randn(8, 32, 24) / 5
     shares, chosen = torch.randn(6, 8).softmax(-1).topk(2)
@@ -484,8 +484,8 @@ def test_how_it_names_itself(hpu, start_hpu, tiny):
 
 
 def test_eight_bits_need_gaudi_2(hpu):
-    from tgi.devices.hpu import HpuDevice
-    from tgi.engine.memory import check_precision
+    from text_generation_inference.devices.hpu import HpuDevice
+    from text_generation_inference.engine.memory import check_precision
 
     device = HpuDevice()
     device.fp8_max = 0.0
@@ -497,7 +497,7 @@ def test_eight_bits_need_gaudi_2(hpu):
 
 
 def test_memory_figures(hpu, monkeypatch):
-    from tgi.devices.hpu import HpuDevice, HpuSettings
+    from text_generation_inference.devices.hpu import HpuDevice, HpuSettings
 
     device = HpuDevice(HpuSettings(memory_fraction=0.5, graph_share=0.25))
     figures = [1000, 600]
@@ -533,7 +533,7 @@ def test_a_card_with_little_memory(hpu, start_hpu, tiny, on_cpu, monkeypatch):
 
 
 def test_without_the_software(hpu, monkeypatch):
-    from tgi.kernels.hpu import bridge
+    from text_generation_inference.kernels.hpu import bridge
 
     for name in [name for name in sys.modules if name.startswith("habana_frameworks")]:
         monkeypatch.delitem(sys.modules, name)
@@ -543,7 +543,7 @@ def test_without_the_software(hpu, monkeypatch):
 
 
 def test_without_a_card(hpu, monkeypatch):
-    from tgi.kernels.hpu import bridge
+    from text_generation_inference.kernels.hpu import bridge
 
     monkeypatch.setattr(hpu.bridge.torch_hpu, "is_available", lambda: False)
     with pytest.raises(StartError, match="no Gaudi card.*hl-smi"):
@@ -554,7 +554,7 @@ def test_without_a_card(hpu, monkeypatch):
 
 
 def test_the_stand_in_is_not_chosen_by_itself(hpu, tmp_path):
-    from tgi.devices.device import choose_device
+    from text_generation_inference.devices.device import choose_device
 
     if not hpu.bridge.emulated:
         pytest.skip("there is a card")

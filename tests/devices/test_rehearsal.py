@@ -15,9 +15,9 @@ import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start
 from queue_on_cpu import QueueOnCpu
 
-from tgi.config import ServerConfig
-from tgi.engine.build import start_engine
-from tgi.errors import ResourceError, StartError
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import start_engine
+from text_generation_inference.errors import ResourceError, StartError
 
 
 class Measured(QueueOnCpu):
@@ -63,7 +63,7 @@ def device(device_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     if device_name != "cpu":
         pytest.skip("with a device double")
     device = Measured(tmp_path)
-    monkeypatch.setattr("tgi.engine.build.choose_device", lambda *_: device)
+    monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
     return device
 
 
@@ -147,11 +147,11 @@ class NoCard:
 
 driver.set_active(NoCard())
 from queue_on_cpu import QueueOnCpu
-from tgi.devices.device import Ops
-from tgi.kernels.triton.compile_ahead import compile_only
-from tgi.kernels.triton.ops import load_ops
+from text_generation_inference.devices.device import Ops
+from text_generation_inference.kernels.triton.compile_ahead import compile_only
+from text_generation_inference.kernels.triton.ops import load_ops
 from driving import start
-import tgi.engine.build
+import text_generation_inference.engine.build
 
 
 class OnlyCompiles(QueueOnCpu):
@@ -178,7 +178,7 @@ def remember(self, *arguments, **options):
     functions.append(self)
 jit.JITFunction.__init__ = remember
 device = OnlyCompiles(Path(sys.argv[2]), Ops("Triton", **load_ops(132)))
-tgi.engine.build.choose_device = lambda *_: device
+text_generation_inference.engine.build.choose_device = lambda *_: device
 start(Path(sys.argv[1]), max_batch_size=40, max_batch_prefill_tokens=64, max_total_tokens=120)
 """
 

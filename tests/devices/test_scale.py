@@ -13,9 +13,9 @@ import torch
 from driving import Output, Tiny, collect, make_request, make_tiny, run, start
 from queue_on_cpu import QueueOnCpu
 
-from tgi.engine.build import Engine
-from tgi.scheduler.request import Request
-from tgi.types import GenerationRequest
+from text_generation_inference.engine.build import Engine
+from text_generation_inference.scheduler.request import Request
+from text_generation_inference.types import GenerationRequest
 
 TIE = 2e-3  # two best tokens whose log-probabilities are this near may change places with the number of rows
 BLOCK = 16
@@ -57,7 +57,7 @@ def start_here(device_name: str, tiny_llama: Tiny, tmp_path_factory: pytest.Temp
     def start_engine(**settings: object) -> Engine:
         if device_name == "cpu":
             device = QueueOnCpu(tmp_path_factory.mktemp("cache"))
-            patch.setattr("tgi.engine.build.choose_device", lambda *_: device)
+            patch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
         engine = start(tiny_llama.folder, device=device_name, **{"max_total_tokens": 192, **settings})
         patch.undo()
         engines.append(engine)

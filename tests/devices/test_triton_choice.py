@@ -16,17 +16,17 @@ from queue_on_cpu import QueueOnCpu
 from test_triton_compiles import PROGRAM
 from torch import Tensor
 
-from tgi.devices.device import Ops
-from tgi.kernels import resident, sampling
-from tgi.kernels.resident import FILTERS, PENALTIES, Adjustments, Asked, SlotState, Tops
+from text_generation_inference.devices.device import Ops
+from text_generation_inference.kernels import resident, sampling
+from text_generation_inference.kernels.resident import FILTERS, PENALTIES, Adjustments, Asked, SlotState, Tops
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tgi.kernels.triton import adjust as adjust_module
-from tgi.kernels.triton import filters
-from tgi.kernels.triton.adjust import Adjust
-from tgi.kernels.triton.choice import Choice, greedy_into
+from text_generation_inference.kernels.triton import adjust as adjust_module
+from text_generation_inference.kernels.triton import filters
+from text_generation_inference.kernels.triton.adjust import Adjust
+from text_generation_inference.kernels.triton.choice import Choice, greedy_into
 
 NEUTRAL = [1.0, 0.0, 1.0, 1.0, 0.0, resident.ADJUSTED]
 
@@ -547,7 +547,7 @@ def test_under_the_runner(device_name: str, tmp_path: Path, monkeypatch: pytest.
     expected = run(plain, asked)
     plain.close()
     ops = Ops("choice in Triton", greedy_into=greedy_into, choose_into=small_choice(8192, 512))
-    monkeypatch.setattr("tgi.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path, ops))
+    monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path, ops))
     engine = start(tiny.folder, max_batch_size=5, max_total_tokens=64)
     for ours, theirs in zip(run(engine, asked), expected, strict=True):
         assert ours.token_ids == theirs.token_ids

@@ -15,8 +15,8 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tgi.kernels.triton.vector import choose_shape as vector_shape
-from tgi.kernels.triton.vector8 import choose_shape as vector8_shape
+from text_generation_inference.kernels.triton.vector import choose_shape as vector_shape
+from text_generation_inference.kernels.triton.vector8 import choose_shape as vector8_shape
 
 BF16, FP32, FP8 = "*bf16", "*fp32", "*fp8e4nv"
 STRIDES = "q_token q_head out_token k_block k_token k_head v_block v_token v_head table_stride"
@@ -218,7 +218,7 @@ from triton.compiler import ASTSource
 def build(asked):
     capability, (module, name, types, values, options) = asked
     fast = options.pop("fast", False)
-    kernel = getattr(importlib.import_module(f"tgi.kernels.triton.{module}"), name)
+    kernel = getattr(importlib.import_module(f"text_generation_inference.kernels.triton.{module}"), name)
     signature = {parameter.name: types.get(parameter.name, "constexpr") for parameter in kernel.params}
     # What is passed is aligned: without that, loads are of single values.
     attributes = {

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tgi.kernels import fp8, reference, resident
-from tgi.kernels.batch import PREFILL_TILE, ForwardBatch
-from tgi.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
-from tgi.kernels.resident import SlotState
+from text_generation_inference.kernels import fp8, reference, resident
+from text_generation_inference.kernels.batch import PREFILL_TILE, ForwardBatch
+from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
+from text_generation_inference.kernels.resident import SlotState
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 import triton.language as tl
 
-from tgi.kernels.triton import attention, quantize, small, state
-from tgi.kernels.triton.attention import DecodeChoice, PrefillChoice
+from text_generation_inference.kernels.triton import attention, quantize, small, state
+from text_generation_inference.kernels.triton.attention import DecodeChoice, PrefillChoice
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 DTYPES = list(TOLERANCES)

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tgi.kernels import fp8, reference
-from tgi.kernels.batch import ForwardBatch
+from text_generation_inference.kernels import fp8, reference
+from text_generation_inference.kernels.batch import ForwardBatch
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tgi.kernels.triton import small
-from tgi.kernels.triton.linear import Linear
-from tgi.kernels.triton.quantize import quantize_rows
-from tgi.kernels.triton.skinny import SkinnyProduct, choose_tiling
-from tgi.kernels.triton.vector import vector_product
-from tgi.kernels.triton.vector8 import VectorProduct8
+from text_generation_inference.kernels.triton import small
+from text_generation_inference.kernels.triton.linear import Linear
+from text_generation_inference.kernels.triton.quantize import quantize_rows
+from text_generation_inference.kernels.triton.skinny import SkinnyProduct, choose_tiling
+from text_generation_inference.kernels.triton.vector import vector_product
+from text_generation_inference.kernels.triton.vector8 import VectorProduct8
 
 
 @pytest.fixture(scope="module")

@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from tgi.devices.device import Ops
-from tgi.kernels.batch import ForwardBatch
-from tgi.kernels.fp8 import FP8, Fp8Weight
-from tgi.models.decoder import CausalLM
-from tgi.models.registry import read_spec
-from tgi.models.spec import Config
-from tgi.parallel import SINGLE
-from tgi.weights.load import load_dummy
-from tgi.weights.quantization import ON_LOADING, Fp8Scheme, Quantization
+from text_generation_inference.devices.device import Ops
+from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.fp8 import FP8, Fp8Weight
+from text_generation_inference.models.decoder import CausalLM
+from text_generation_inference.models.registry import read_spec
+from text_generation_inference.models.spec import Config
+from text_generation_inference.parallel import SINGLE
+from text_generation_inference.weights.load import load_dummy
+from text_generation_inference.weights.quantization import ON_LOADING, Fp8Scheme, Quantization
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tgi.kernels.triton.linear import Linear
-from tgi.kernels.triton.ops import load_ops
-from tgi.kernels.triton.stack import make_stack
+from text_generation_inference.kernels.triton.linear import Linear
+from text_generation_inference.kernels.triton.ops import load_ops
+from text_generation_inference.kernels.triton.stack import make_stack
 
 CPU = torch.device("cpu")
 STATIC = Fp8Scheme(input_scale_name="input_scale")

@@ -10,10 +10,17 @@ from functools import partial
 import uvicorn
 import uvloop
 
-from tgi.api.connections import BodyBudget, Connections
-from tgi.api.http import ClientGoneError, Connection, HttpError, Request, json_response, text_response
-from tgi.api.metrics import Metrics
-from tgi.api.protocol import LimitedProtocol
+from text_generation_inference.api.connections import BodyBudget, Connections
+from text_generation_inference.api.http import (
+    ClientGoneError,
+    Connection,
+    HttpError,
+    Request,
+    json_response,
+    text_response,
+)
+from text_generation_inference.api.metrics import Metrics
+from text_generation_inference.api.protocol import LimitedProtocol
 
 
 class ServedHere:

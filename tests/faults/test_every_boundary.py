@@ -15,7 +15,7 @@ import pytest
 from serving import Server
 from traffic import Event, client_of, counting, follow, native, running
 
-from tgi.failpoints import PLACES
+from text_generation_inference.failpoints import PLACES
 
 # Grammars are compiled beside the loop, and only for requests that have one.
 ENGINE = [place for place in PLACES if place.startswith("engine.") and place != "engine.compile"]

@@ -13,8 +13,8 @@ import pytest
 from raw_http import Answers, connect
 from served_here import ServedHere
 
-from tgi.api import connections, http, protocol
-from tgi.api.connections import derive_limits
+from text_generation_inference.api import connections, http, protocol
+from text_generation_inference.api.connections import derive_limits
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -71,7 +71,7 @@ def test_the_soft_limit_is_raised() -> None:
     code = (
         "import resource; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard));"
-        "from tgi.api.connections import raise_descriptor_limit;"
+        "from text_generation_inference.api.connections import raise_descriptor_limit;"
         "assert raise_descriptor_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -79,7 +79,11 @@ def test_the_soft_limit_is_raised() -> None:
 
 def test_half_bodies_on_every_connection_leave_health_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Whoever comes later and has a body is told to come again; what has no body is answered."""
-    with ServedHere(connections=20, spare=5) as here, ExitStack() as held, caplog.at_level(logging.WARNING, "tgi.api"):
+    with (
+        ServedHere(connections=20, spare=5) as here,
+        ExitStack() as held,
+        caplog.at_level(logging.WARNING, "text_generation_inference.api"),
+    ):
         half = post("/tokenize", b"{", length=1000)
         for _ in range(20):
             held.enter_context(connect(here.port)).sendall(half)

@@ -17,14 +17,14 @@ import pytest
 import zmq
 from engine_process import Process, collect, connected, make
 
-from tgi.config import ServerConfig
-from tgi.engine import client as client_module
-from tgi.engine import outbox, wire
-from tgi.engine.client import EngineClient, TokenEvent
-from tgi.engine.loop import StepTimes
-from tgi.engine.process import EngineServer, configure_socket
-from tgi.errors import OverloadedError, RequestError, SlowClientError, ValidationError
-from tgi.types import (
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine import client as client_module
+from text_generation_inference.engine import outbox, wire
+from text_generation_inference.engine.client import EngineClient, TokenEvent
+from text_generation_inference.engine.loop import StepTimes
+from text_generation_inference.engine.process import EngineServer, configure_socket
+from text_generation_inference.errors import OverloadedError, RequestError, SlowClientError, ValidationError
+from text_generation_inference.types import (
     Abort,
     Finish,
     GenerationRequest,

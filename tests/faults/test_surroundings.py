@@ -24,7 +24,15 @@ PROMPT = {"inputs": "The capital of France is", "parameters": {"max_new_tokens":
 def test_a_log_that_nobody_reads_does_not_hold_requests_up(server: Server, model_cache: Path) -> None:
     expected = httpx.post(server.url + "/generate", json=PROMPT, timeout=60).json()
     port = free_port()
-    command = [sys.executable, "-m", "tgi.launch.command", "--port", str(port), "--max-total-tokens", "1024"]
+    command = [
+        sys.executable,
+        "-m",
+        "text_generation_inference.launch.command",
+        "--port",
+        str(port),
+        "--max-total-tokens",
+        "1024",
+    ]
     environment = {**os.environ, "TGI_CACHE_DIR": str(model_cache), "LOG_LEVEL": "debug"}
     unread = subprocess.Popen([*command, "--max-batch-total-tokens", "8192"], env=environment, stderr=subprocess.PIPE)
 

@@ -15,9 +15,9 @@ import pytest
 from model_folders import FOLDERS, make_sound, panicking_tokenizer
 from serving import Server
 
-from tgi.errors import ValidationError
-from tgi.launch.check import main as check_command
-from tgi.text.tokenizer import Tokenizer
+from text_generation_inference.errors import ValidationError
+from text_generation_inference.launch.check import main as check_command
+from text_generation_inference.text.tokenizer import Tokenizer
 
 EACH_S = 20  # seconds; those that are refused take milliseconds
 
@@ -27,12 +27,12 @@ import faulthandler, json, resource, signal, sys, time
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 import torch
-from tgi.config import ServerConfig
-from tgi.engine.build import start_engine
-from tgi.engine.warm_up import warm_up
-from tgi.errors import TgiError
-from tgi.launch.check import check_model
-from tgi.text.tokenizer import Tokenizer
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import start_engine
+from text_generation_inference.engine.warm_up import warm_up
+from text_generation_inference.errors import TgiError
+from text_generation_inference.launch.check import check_model
+from text_generation_inference.text.tokenizer import Tokenizer
 torch.set_num_threads(1)
 
 def start(folder):
@@ -131,10 +131,10 @@ def test_names_that_can_be_no_model(name: str, words: str, capsys: pytest.Captur
 NOBODY = r"""
 import os, sys
 import torch
-from tgi.config import ServerConfig
-from tgi.engine.build import start_engine
-from tgi.engine.warm_up import warm_up
-from tgi.errors import StartError
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import start_engine
+from text_generation_inference.engine.warm_up import warm_up
+from text_generation_inference.errors import StartError
 os.setgroups([])
 os.setgid(54321)
 os.setuid(54321)

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from tgi.config import ServerConfig
-from tgi.engine.build import Engine, start_engine
-from tgi.types import GenerationRequest, SamplingParams, TokenOut
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import Engine, start_engine
+from text_generation_inference.types import GenerationRequest, SamplingParams, TokenOut
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Output:
 
 def make_tiny(family: str, overrides: dict, folder: Path) -> Tiny:
     """A model with weights spread enough that its best token is never a near-tie, and its folder."""
-    tiny = import_module(f"tgi.models.{family.lower()}").TINY
+    tiny = import_module(f"text_generation_inference.models.{family.lower()}").TINY
     config = getattr(transformers, f"{family}Config")(**{**tiny, **overrides})
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()

@@ -10,14 +10,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from tgi.config import ServerConfig
-from tgi.devices.cpu import CpuDevice
-from tgi.engine.build import load_model
-from tgi.kernels.batch import ForwardBatch
-from tgi.models.registry import read_config, read_spec
-from tgi.parallel import Parallel
-from tgi.runner import kv_cache
-from tgi.weights.source import ModelFolder
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.devices.cpu import CpuDevice
+from text_generation_inference.engine.build import load_model
+from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.models.registry import read_config, read_spec
+from text_generation_inference.parallel import Parallel
+from text_generation_inference.runner import kv_cache
+from text_generation_inference.weights.source import ModelFolder
 
 PROMPT = [5, 9, 200, 31, 77, 8, 15, 300, 2]
 

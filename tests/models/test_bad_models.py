@@ -8,7 +8,7 @@ import torch
 from driving import Tiny, start
 from safetensors.torch import load_file, save_file
 
-from tgi.errors import ModelFormatError, ResourceError
+from text_generation_inference.errors import ModelFormatError, ResourceError
 
 
 def change(tiny: Tiny, folder: Path, config: dict | None = None, tensors: dict | None = None, drop: str = "") -> Path:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tgi import LLM, SamplingParams
+from text_generation_inference import LLM, SamplingParams
 
 TEXTS = [
     "A",

@@ -10,7 +10,7 @@ from fp8_writing import by_row, prompt_scores, round_fp8, write_fp8
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tgi.errors import ModelFormatError, ResourceError, StartError
+from text_generation_inference.errors import ModelFormatError, ResourceError, StartError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tgi.engine.build import Engine
-from tgi.errors import ModelFormatError, StartError
-from tgi.kernels.fp8 import Fp8Weight
-from tgi.runner.runner import Runner
+from text_generation_inference.engine.build import Engine
+from text_generation_inference.errors import ModelFormatError, StartError
+from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.runner.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,10 +17,10 @@ from driving import Output, Tiny, collect, make_request, random_prompts, run, st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from tgi import LLM, SamplingParams
-from tgi.engine.build import Engine
-from tgi.text.grammar import is_worn
-from tgi.types import GenerationRequest, Grammar, StepPlan, StepResult
+from text_generation_inference import LLM, SamplingParams
+from text_generation_inference.engine.build import Engine
+from text_generation_inference.text.grammar import is_worn
+from text_generation_inference.types import GenerationRequest, Grammar, StepPlan, StepResult
 
 WORD = {"type": "string", "maxLength": 20}
 SCHEMAS: list[dict[str, Any]] = [

@@ -16,12 +16,12 @@ from fp8_writing import by_row, is_matrix, make_oracle, prompt_scores, round_fp8
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tgi.engine.build import Engine
-from tgi.errors import ResourceError, StartError
-from tgi.kernels.fp8 import FP8, Fp8Weight
-from tgi.launch.server_command import main
-from tgi.runner.measure import Recorder
-from tgi.weights.calibration_config import CalibrationConfig
+from text_generation_inference.engine.build import Engine
+from text_generation_inference.errors import ResourceError, StartError
+from text_generation_inference.kernels.fp8 import FP8, Fp8Weight
+from text_generation_inference.launch.server_command import main
+from text_generation_inference.runner.measure import Recorder
+from text_generation_inference.weights.calibration_config import CalibrationConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -415,7 +415,14 @@ def test_interrupting_the_command_leaves_files_alone(tmp_path: Path) -> None:
     text.write_text(WORDS * 2000)
     earlier = tmp_path / "m_hooks_maxabs.json"
     earlier.write_text("{}")
-    command = [sys.executable, "-m", "tgi.launch.server_command", "measure", "--model-id", "embedded"]
+    command = [
+        sys.executable,
+        "-m",
+        "text_generation_inference.launch.server_command",
+        "measure",
+        "--model-id",
+        "embedded",
+    ]
     command += ["--text", str(text), "--quant-config", write_config(tmp_path, "MEASURE"), "--window", "32"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stderr is not None

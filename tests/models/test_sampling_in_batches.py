@@ -8,7 +8,7 @@ import pytest
 import torch
 from driving import Output, Tiny, make_request, random_prompts, run, start
 
-from tgi.types import GenerationRequest
+from text_generation_inference.types import GenerationRequest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,16 +20,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tgi.devices.buckets import Axis, BucketPlan, BucketSettings, PlanLimits, plan_buckets
-from tgi.devices.device import Ops
-from tgi.engine.warm_shapes import WarmUp
-from tgi.errors import ValidationError
-from tgi.kernels.padded import PaddedBatch
-from tgi.runner.bucketed import BucketedRunner
-from tgi.scheduler.blocks import BlockPool
-from tgi.scheduler.policy import BatchPolicy
-from tgi.scheduler.scheduler import Scheduler
-from tgi.types import GenerationRequest, SamplingParams, StepResult
+from text_generation_inference.devices.buckets import Axis, BucketPlan, BucketSettings, PlanLimits, plan_buckets
+from text_generation_inference.devices.device import Ops
+from text_generation_inference.engine.warm_shapes import WarmUp
+from text_generation_inference.errors import ValidationError
+from text_generation_inference.kernels.padded import PaddedBatch
+from text_generation_inference.runner.bucketed import BucketedRunner
+from text_generation_inference.scheduler.blocks import BlockPool
+from text_generation_inference.scheduler.policy import BatchPolicy
+from text_generation_inference.scheduler.scheduler import Scheduler
+from text_generation_inference.types import GenerationRequest, SamplingParams, StepResult
 
 VOCAB = 23
 EXAMPLES = int(os.environ.get("TGI_BUCKET_EXAMPLES", "25"))  # of traffic; each has up to 60 requests

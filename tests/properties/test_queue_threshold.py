@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import Harness, check_outputs, make, policy, scenarios
 
-from tgi.scheduler.policy import BatchPolicy
-from tgi.scheduler.queue import ShorterFirst, TakingTurns, make_queue
-from tgi.scheduler.request import Request
-from tgi.scheduler.scheduler import Scheduler
+from text_generation_inference.scheduler.policy import BatchPolicy
+from text_generation_inference.scheduler.queue import ShorterFirst, TakingTurns, make_queue
+from text_generation_inference.scheduler.request import Request
+from text_generation_inference.scheduler.scheduler import Scheduler
 
 THRESHOLD_MS = 5
 NS = 1_000_000

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_scheduler import Harness, OracleRunner, check_outputs, relaxed, scenarios
 
-from tgi.scheduler.blocks import BlockPool
-from tgi.scheduler.policy import BatchPolicy, StepLimit
-from tgi.scheduler.scheduler import Scheduler
-from tgi.types import GenerationRequest, SamplingParams, StepPlan, StepResult
+from text_generation_inference.scheduler.blocks import BlockPool
+from text_generation_inference.scheduler.policy import BatchPolicy, StepLimit
+from text_generation_inference.scheduler.scheduler import Scheduler
+from text_generation_inference.types import GenerationRequest, SamplingParams, StepPlan, StepResult
 
 
 class FaultyRunner(OracleRunner):

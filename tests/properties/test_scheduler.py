@@ -13,13 +13,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tgi.errors import ValidationError
-from tgi.scheduler.blocks import BlockPool
-from tgi.scheduler.policy import BatchPolicy
-from tgi.scheduler.prefix import PrefixIndex
-from tgi.scheduler.request import Request
-from tgi.scheduler.scheduler import Scheduler
-from tgi.types import GenerationRequest, PromptLogprobs, SamplingParams, StepPlan, StepResult, TopTokens
+from text_generation_inference.errors import ValidationError
+from text_generation_inference.scheduler.blocks import BlockPool
+from text_generation_inference.scheduler.policy import BatchPolicy
+from text_generation_inference.scheduler.prefix import PrefixIndex
+from text_generation_inference.scheduler.request import Request
+from text_generation_inference.scheduler.scheduler import Scheduler
+from text_generation_inference.types import (
+    GenerationRequest,
+    PromptLogprobs,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TopTokens,
+)
 
 EOS = 3
 VOCAB = 4  # few: generated text often equals prompts

@@ -7,23 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from tgi.bench.command import main
-from tgi.bench.floor import FloorModel
-from tgi.bench.offline import check_host_memory, choose_rows, find_lack, make_config
-from tgi.bench.offline_command import read_task
-from tgi.bench.presets import PRESETS
-from tgi.bench.report import check_writable, markdown, rows_table
-from tgi.bench.results import Published, Row, RowResult, parse_row
-from tgi.bench.row_progress import RowProgress, describe_seconds, draw_bar
-from tgi.bench.shapes import SHAPES, config_of, write_shape
-from tgi.bench.step_profile import find_steps, kind_of, summarise
-from tgi.bench.work import Iteration, Step
-from tgi.bench.work import summarise as summarise_row
-from tgi.config import Resolved
-from tgi.errors import ResourceError, StartError
-from tgi.layers.rotary import RopeSpec
-from tgi.models.registry import read_config, read_spec
-from tgi.models.spec import DecoderSpec
+from text_generation_inference.bench.command import main
+from text_generation_inference.bench.floor import FloorModel
+from text_generation_inference.bench.offline import check_host_memory, choose_rows, find_lack, make_config
+from text_generation_inference.bench.offline_command import read_task
+from text_generation_inference.bench.presets import PRESETS
+from text_generation_inference.bench.report import check_writable, markdown, rows_table
+from text_generation_inference.bench.results import Published, Row, RowResult, parse_row
+from text_generation_inference.bench.row_progress import RowProgress, describe_seconds, draw_bar
+from text_generation_inference.bench.shapes import SHAPES, config_of, write_shape
+from text_generation_inference.bench.step_profile import find_steps, kind_of, summarise
+from text_generation_inference.bench.work import Iteration, Step
+from text_generation_inference.bench.work import summarise as summarise_row
+from text_generation_inference.config import Resolved
+from text_generation_inference.errors import ResourceError, StartError
+from text_generation_inference.layers.rotary import RopeSpec
+from text_generation_inference.models.registry import read_config, read_spec
+from text_generation_inference.models.spec import DecoderSpec
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_rows_that_do_not_fit() -> None:
 
 def test_a_shape_beyond_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "huge", {**SHAPES["llama-2-70b"], "num_hidden_layers": 4096})
-    monkeypatch.setattr("tgi.bench.offline_command.SHAPES", SHAPES)
+    monkeypatch.setattr("text_generation_inference.bench.offline_command.SHAPES", SHAPES)
     spec = read_spec(read_config(write_shape("huge", tmp_path / "huge")))
     task = read_task(["--shape", "huge", "--device", "cpu", "1/1/1"])
     with pytest.raises(ResourceError, match="the weights of huge take about 14[0-9]{3} GB"):
@@ -246,7 +246,7 @@ def test_tables() -> None:
 
 
 def test_age_of_the_process() -> None:
-    program = "import time; time.sleep(0.3); from tgi.bench.report import *; print(seconds_since_process_start())"
+    program = "import time; time.sleep(0.3); from text_generation_inference.bench.report import *; print(seconds_since_process_start())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert 0.3 <= float(done.stdout) < 60
 

@@ -14,15 +14,15 @@ import msgspec
 import pytest
 
 from bench_samples import make_phase, offline_report, serve_report, static_report, users_report
-from tgi.bench.command import main
-from tgi.bench.page.markup import escape, tag
-from tgi.bench.page.page import make_page
-from tgi.bench.page.read import name_runs, read_runs
-from tgi.bench.page.scale import Scale, axis, linear_ticks, log_ticks, short
-from tgi.bench.report import write_report
-from tgi.bench.results import Report
-from tgi.bench.serve.results import Histogram, Spread
-from tgi.bench.static.results import BatchResult, summarise
+from text_generation_inference.bench.command import main
+from text_generation_inference.bench.page.markup import escape, tag
+from text_generation_inference.bench.page.page import make_page
+from text_generation_inference.bench.page.read import name_runs, read_runs
+from text_generation_inference.bench.page.scale import Scale, axis, linear_ticks, log_ticks, short
+from text_generation_inference.bench.report import write_report
+from text_generation_inference.bench.results import Report
+from text_generation_inference.bench.serve.results import Histogram, Spread
+from text_generation_inference.bench.static.results import BatchResult, summarise
 
 
 class Seen(HTMLParser):
@@ -494,6 +494,6 @@ def test_axes() -> None:
 
 
 def test_the_page_is_made_without_torch() -> None:
-    program = 'import sys; sys.modules["torch"] = None; import tgi.bench.page.command'
+    program = 'import sys; sys.modules["torch"] = None; import text_generation_inference.bench.page.command'
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -13,21 +13,21 @@ from scipy import stats
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from tgi.bench.serve import arrivals
-from tgi.bench.serve.apis import Answer, Call, describe_body
-from tgi.bench.serve.command import main, parse_limits, parse_seconds, read_task
-from tgi.bench.serve.crew import Record
-from tgi.bench.serve.measure import histogram_of, spread_of, summarise
-from tgi.bench.serve.modes import Modes, steps_of
-from tgi.bench.serve.orders import Finished, Outcome
-from tgi.bench.serve.profiles import PROFILES, Lengths, exactly, parse_lengths
-from tgi.bench.serve.prompts import Counter, FilePrompts, Prompt, PromptMaker, read_prompts
-from tgi.bench.serve.results import Phase, ServeReport
-from tgi.bench.serve.table import limit_line, tables
-from tgi.bench.serve.vocabulary import load_tokenizer
-from tgi.errors import StartError
-from tgi.text.model_folder import SpecialTokens
-from tgi.text.tokenizer import Tokenizer
+from text_generation_inference.bench.serve import arrivals
+from text_generation_inference.bench.serve.apis import Answer, Call, describe_body
+from text_generation_inference.bench.serve.command import main, parse_limits, parse_seconds, read_task
+from text_generation_inference.bench.serve.crew import Record
+from text_generation_inference.bench.serve.measure import histogram_of, spread_of, summarise
+from text_generation_inference.bench.serve.modes import Modes, steps_of
+from text_generation_inference.bench.serve.orders import Finished, Outcome
+from text_generation_inference.bench.serve.profiles import PROFILES, Lengths, exactly, parse_lengths
+from text_generation_inference.bench.serve.prompts import Counter, FilePrompts, Prompt, PromptMaker, read_prompts
+from text_generation_inference.bench.serve.results import Phase, ServeReport
+from text_generation_inference.bench.serve.table import limit_line, tables
+from text_generation_inference.bench.serve.vocabulary import load_tokenizer
+from text_generation_inference.errors import StartError
+from text_generation_inference.text.model_folder import SpecialTokens
+from text_generation_inference.text.tokenizer import Tokenizer
 
 # -- flags ---------------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("module", ["command", "run", "worker"])
 def test_torch_is_never_imported(module: str) -> None:
-    program = f"import sys; sys.modules['torch'] = None; import tgi.bench.serve.{module}"
+    program = f"import sys; sys.modules['torch'] = None; import text_generation_inference.bench.serve.{module}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 

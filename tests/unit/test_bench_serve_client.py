@@ -24,14 +24,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from streaming_double import StreamingDouble
-from tgi.bench.serve.apis import Call
-from tgi.bench.serve.client import Client, Exchange
-from tgi.bench.serve.command import main
-from tgi.bench.serve.link import Link
-from tgi.bench.serve.orders import FromClient, Need, Outcome, Outcomes, ToClient
-from tgi.bench.serve.target import find_target
-from tgi.bench.serve.vocabulary import load_tokenizer
-from tgi.errors import StartError
+from text_generation_inference.bench.serve.apis import Call
+from text_generation_inference.bench.serve.client import Client, Exchange
+from text_generation_inference.bench.serve.command import main
+from text_generation_inference.bench.serve.link import Link
+from text_generation_inference.bench.serve.orders import FromClient, Need, Outcome, Outcomes, ToClient
+from text_generation_inference.bench.serve.target import find_target
+from text_generation_inference.bench.serve.vocabulary import load_tokenizer
+from text_generation_inference.errors import StartError
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKEN = b'data:{"index":1,"token":{"id":1,"text":"x"},"generated_text":null,"details":null}\n\n'
@@ -84,7 +84,7 @@ def exchange(url: str, count: int = 1, timeout_s: float = 20.0) -> list[Exchange
 
 
 def find_address(host: str, port: int) -> Any:
-    from tgi.bench.serve.client import Address
+    from text_generation_inference.bench.serve.client import Address
 
     return Address(family=socket.AF_INET, place=(host, port))
 
@@ -429,7 +429,9 @@ def test_a_refusing_server_is_not_flooded(words: str, capsys: pytest.CaptureFixt
 def test_ctrl_c_shows_what_was_measured(words: str, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     with StreamingDouble("--tgi", ttft=0.01, itl=0.001) as double:
-        program = "from tgi.bench.serve.command import main; import sys; sys.exit(main(sys.argv[1:]))"
+        program = (
+            "from text_generation_inference.bench.serve.command import main; import sys; sys.exit(main(sys.argv[1:]))"
+        )
         command = [sys.executable, "-c", program, "--url", double.url, "--tokenizer", words, "--json", str(file)]
         command += ["--prompt-tokens", "9", "--max-new-tokens", "8", "--mode", "rate", "--rates", "30,31"]
         process = subprocess.Popen(

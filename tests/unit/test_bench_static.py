@@ -10,21 +10,21 @@ from rich.cells import cell_len
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
-from tgi.bench.static import display as displays
-from tgi.bench.static import state as states
-from tgi.bench.static.charts import Point, count_bins, histogram, scatter, short, ticks
-from tgi.bench.static.command import main
-from tgi.bench.static.display import Lines, Moment, clock
-from tgi.bench.static.prompt import make_prompt
-from tgi.bench.static.results import BatchResult, percentile, summarise
-from tgi.bench.static.state import State
-from tgi.bench.static.tables import all_tables
-from tgi.bench.static.task import Sampling, Task, read_task
-from tgi.bench.static.terminal import split_keys
-from tgi.bench.static.view import Look, draw
-from tgi.errors import StartError
-from tgi.text.model_folder import SpecialTokens
-from tgi.text.tokenizer import Tokenizer
+from text_generation_inference.bench.static import display as displays
+from text_generation_inference.bench.static import state as states
+from text_generation_inference.bench.static.charts import Point, count_bins, histogram, scatter, short, ticks
+from text_generation_inference.bench.static.command import main
+from text_generation_inference.bench.static.display import Lines, Moment, clock
+from text_generation_inference.bench.static.prompt import make_prompt
+from text_generation_inference.bench.static.results import BatchResult, percentile, summarise
+from text_generation_inference.bench.static.state import State
+from text_generation_inference.bench.static.tables import all_tables
+from text_generation_inference.bench.static.task import Sampling, Task, read_task
+from text_generation_inference.bench.static.terminal import split_keys
+from text_generation_inference.bench.static.view import Look, draw
+from text_generation_inference.errors import StartError
+from text_generation_inference.text.model_folder import SpecialTokens
+from text_generation_inference.text.tokenizer import Tokenizer
 
 PROG = "text-generation-benchmark"
 
@@ -217,7 +217,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_and_screen_need_no_torch() -> None:
-    program = "import sys; sys.modules['torch'] = None; import tgi.bench.static.command, tgi.bench.static.screen"
+    program = "import sys; sys.modules['torch'] = None; import text_generation_inference.bench.static.command, text_generation_inference.bench.static.screen"
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from tgi.api.metrics import Metrics
-from tgi.config import ServerConfig
-from tgi.devices.buckets import (
+from text_generation_inference.api.metrics import Metrics
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.devices.buckets import (
     Axis,
     Bucket,
     BucketPlan,
@@ -28,11 +28,18 @@ from tgi.devices.buckets import (
     spread,
     steps_up_to,
 )
-from tgi.engine.bucketing import choose_settings, choose_strategy, plan_from
-from tgi.engine.warm_shapes import Prediction, WarmRecord, WarmUp, read_record, record_path, write_record
-from tgi.errors import ResourceError, StartError
-from tgi.runner.shape_book import ShapeBook
-from tgi.types import BucketStats, EngineLoad, ModelFacts
+from text_generation_inference.engine.bucketing import choose_settings, choose_strategy, plan_from
+from text_generation_inference.engine.warm_shapes import (
+    Prediction,
+    WarmRecord,
+    WarmUp,
+    read_record,
+    record_path,
+    write_record,
+)
+from text_generation_inference.errors import ResourceError, StartError
+from text_generation_inference.runner.shape_book import ShapeBook
+from text_generation_inference.types import BucketStats, EngineLoad, ModelFacts
 
 LENGTHS_TO_1024 = list(range(128, 1025, 128))
 # max input / max total / batch / prefill tokens of published command lines: axes of the exponential plan, and how many

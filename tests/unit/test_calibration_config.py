@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tgi.errors import StartError
-from tgi.weights.calibration_config import KV_CACHE, LINEAR, CalibrationConfig, read_calibration
-from tgi.weights.calibration_scales import GAUDI2, METHODS, Method, Rounding, Rule, Value
+from text_generation_inference.errors import StartError
+from text_generation_inference.weights.calibration_config import KV_CACHE, LINEAR, CalibrationConfig, read_calibration
+from text_generation_inference.weights.calibration_scales import GAUDI2, METHODS, Method, Rounding, Rule, Value
 
 EMPTY = {"types": [], "names": []}
 # As the samples of the older toolkit have it, and of the newer one.

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tgi.errors import ResourceError, StartError
-from tgi.weights.calibration import StaticScales
-from tgi.weights.calibration_config import CalibrationConfig, Selection
-from tgi.weights.calibration_files import (
+from text_generation_inference.errors import ResourceError, StartError
+from text_generation_inference.weights.calibration import StaticScales
+from text_generation_inference.weights.calibration_config import CalibrationConfig, Selection
+from text_generation_inference.weights.calibration_files import (
     Node,
     check_writable,
     move_away,
@@ -17,7 +17,7 @@ from tgi.weights.calibration_files import (
     statistics_path,
     write_statistics,
 )
-from tgi.weights.calibration_scales import GAUDI2, GAUDI3
+from text_generation_inference.weights.calibration_scales import GAUDI2, GAUDI3
 
 ATTENTION = "model.layers.0.self_attn"
 NODES = {

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tgi.weights.calibration_scales import (
+from text_generation_inference.weights.calibration_scales import (
     GAUDI2,
     GAUDI3,
     METHODS,

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tgi.api.chat_prompt import render_chat
-from tgi.api.openai_bodies import ChatRequest
-from tgi.text.chat_template import ChatTemplate
+from text_generation_inference.api.chat_prompt import render_chat
+from text_generation_inference.api.openai_bodies import ChatRequest
+from text_generation_inference.text.chat_template import ChatTemplate
 
 FILES = Path(__file__).parent / "templates"
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from jinja2.exceptions import SecurityError
 
-from tgi.errors import ModelFormatError, TemplateError
-from tgi.text.chat_template import ChatTemplate
+from text_generation_inference.errors import ModelFormatError, TemplateError
+from text_generation_inference.text.chat_template import ChatTemplate
 
 BOS, EOS = "<s>", "</s>"
 

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tgi.errors import ModelFormatError, TgiError
-from tgi.weights.checkpoint import Checkpoint
-from tgi.weights.convert import convert_gguf
+from text_generation_inference.errors import ModelFormatError, TgiError
+from text_generation_inference.weights.checkpoint import Checkpoint
+from text_generation_inference.weights.convert import convert_gguf
 
 TENSORS = {
     "a": torch.arange(24, dtype=torch.float32).reshape(4, 6),

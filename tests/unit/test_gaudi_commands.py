@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
-from tgi.config import ModelSize, ServerConfig, choose_strategy, resolve
-from tgi.launch.arguments import Launch, build_parser, read_arguments
-from tgi.types import Limits
+from text_generation_inference.config import ModelSize, ServerConfig, choose_strategy, resolve
+from text_generation_inference.launch.arguments import Launch, build_parser, read_arguments
+from text_generation_inference.types import Limits
 
 # What docker/gaudi.Dockerfile sets.
 IMAGE = {

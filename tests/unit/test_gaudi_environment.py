@@ -10,11 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 
-import tgi
-from tgi.config import ALIASES, BUCKET_RANGES, ServerConfig, child_environment, choose_strategy, variable_of
-from tgi.errors import StartError
-from tgi.launch import effects, variables
-from tgi.launch.arguments import Launch, build_parser, read_arguments
+import text_generation_inference
+from text_generation_inference.config import (
+    ALIASES,
+    BUCKET_RANGES,
+    ServerConfig,
+    child_environment,
+    choose_strategy,
+    variable_of,
+)
+from text_generation_inference.errors import StartError
+from text_generation_inference.launch import effects, variables
+from text_generation_inference.launch.arguments import Launch, build_parser, read_arguments
 
 # The names of the reference: sections 1.1 to 1.7, beside those every TGI has.
 REFERENCE = [
@@ -134,7 +141,7 @@ REFERENCE = [
     "LIMIT_HPU_GRAPHS",
 ]
 ALL = sorted({name for pattern in REFERENCE for name in variables.expand(pattern)})
-SOURCES = Path(tgi.__file__).parent
+SOURCES = Path(text_generation_inference.__file__).parent
 PASSED_ON = {name for names in variables.PASSED_ON.values() for name in names}
 HUB = {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HOME"}  # read by the hub's library, or for it
 
@@ -245,7 +252,7 @@ def test_what_is_set_is_told() -> None:
 
 def test_help_shows_every_variable() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tgi.launch.command", "--help"],
+        [sys.executable, "-m", "text_generation_inference.launch.command", "--help"],
         env={**os.environ, "COLUMNS": "120"},
         capture_output=True,
         text=True,

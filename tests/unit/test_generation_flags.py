@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tgi.bench.generation_flags import NAMES, describe_throughput
-from tgi.bench.offline_command import Task, read_task
-from tgi.bench.presets import PRESETS
-from tgi.bench.results import Row, RowResult
-from tgi.errors import StartError
+from text_generation_inference.bench.generation_flags import NAMES, describe_throughput
+from text_generation_inference.bench.offline_command import Task, read_task
+from text_generation_inference.bench.presets import PRESETS
+from text_generation_inference.bench.results import Row, RowResult
+from text_generation_inference.errors import StartError
 
 # The flags of the published table; in/out, cards and batch come with each row.
 LLAMA = (
@@ -120,7 +120,10 @@ def test_defaults_of_the_reference() -> None:
 def test_every_flag_of_the_reference_is_known_and_explained() -> None:
     assert set(REFERENCE) == set(NAMES)
     text = subprocess.run(
-        [sys.executable, "-m", "tgi.cli", "bench", "offline", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "text_generation_inference.cli", "bench", "offline", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     for name in (*REFERENCE, "warmup", "seed"):
         assert re.search(rf"\n  --{name}\b[^\n]*(\n {{10,}}\S|  \S)", text), name
@@ -179,7 +182,7 @@ def test_a_run(tmp_path: Path) -> None:
     line = "--batch_size 2 --max_input_tokens 16 --max_new_tokens 4 --warmup 1 --n_iterations 2 --trim_logits"
     flags = [*line.split(), "--bucket_size", "128", "--output_dir", str(tmp_path / "out")]
     done = subprocess.run(
-        [sys.executable, "-m", "tgi.cli", "bench", "offline", *flags],
+        [sys.executable, "-m", "text_generation_inference.cli", "bench", "offline", *flags],
         capture_output=True,
         text=True,
         timeout=120,

@@ -13,10 +13,10 @@ import tiny_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tgi.errors import ModelFormatError, ModelNotFoundError, TgiError
-from tgi.weights.gguf import GgufFile, to_float32
-from tgi.weights.gguf_model import plan_tensors, read_config, read_generation_config
-from tgi.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
+from text_generation_inference.errors import ModelFormatError, ModelNotFoundError, TgiError
+from text_generation_inference.weights.gguf import GgufFile, to_float32
+from text_generation_inference.weights.gguf_model import plan_tensors, read_config, read_generation_config
+from text_generation_inference.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
 
 
 def read_all(path: Path) -> None:

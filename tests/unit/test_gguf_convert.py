@@ -18,9 +18,9 @@ from filelock import FileLock
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from tgi.errors import ModelFormatError, ResourceError
-from tgi.weights import cache
-from tgi.weights.convert import cache_folder, convert_gguf, probe_digest
+from text_generation_inference.errors import ModelFormatError, ResourceError
+from text_generation_inference.weights import cache
+from text_generation_inference.weights.convert import cache_folder, convert_gguf, probe_digest
 
 FILES = ["complete.json", "config.json", "generation_config.json", "ggml.safetensors", "model.safetensors"]
 FILES += ["tokenizer.json", "tokenizer_config.json"]
@@ -151,7 +151,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     """Both succeed and exactly one converts, whoever comes first."""
     path, out = tiny_gguf.write(tmp_path / "a.gguf"), tmp_path / "cache" / "out"
     code = (
-        "import sys, time; from pathlib import Path; from tgi.weights.convert import convert_gguf\n"
+        "import sys, time; from pathlib import Path; from text_generation_inference.weights.convert import convert_gguf\n"
         "slow = lambda stage, done, total: time.sleep(0.02)\n"
         "print(convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]), slow))"
     )

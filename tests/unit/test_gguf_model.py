@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from tgi.errors import ModelNotFoundError
-from tgi.weights.convert import convert_gguf
-from tgi.weights.embedded import find_embedded
-from tgi.weights.gguf import GgufFile
-from tgi.weights.gguf_model import plan_tensors, read_config, read_generation_config
+from text_generation_inference.errors import ModelNotFoundError
+from text_generation_inference.weights.convert import convert_gguf
+from text_generation_inference.weights.embedded import find_embedded
+from text_generation_inference.weights.gguf import GgufFile
+from text_generation_inference.weights.gguf_model import plan_tensors, read_config, read_generation_config
 
 STORED = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "o_proj": "attn_output"}
 STORED |= {f"{name}_proj": f"attn_{name}" for name in "qkv"}

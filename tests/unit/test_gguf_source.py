@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import tiny_gguf
 
-from tgi.errors import ModelFormatError, ModelNotFoundError
-from tgi.weights import embedded, source
-from tgi.weights.source import resolve_model
+from text_generation_inference.errors import ModelFormatError, ModelNotFoundError
+from text_generation_inference.weights import embedded, source
+from text_generation_inference.weights.source import resolve_model
 
 
 def test_gguf_file(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import tiny_gguf
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from tgi.errors import ModelNotFoundError
-from tgi.weights.convert import convert_gguf
-from tgi.weights.embedded import find_embedded
-from tgi.weights.gguf import GgufFile
-from tgi.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
+from text_generation_inference.errors import ModelNotFoundError
+from text_generation_inference.weights.convert import convert_gguf
+from text_generation_inference.weights.embedded import find_embedded
+from text_generation_inference.weights.gguf import GgufFile
+from text_generation_inference.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
 
 # Tokens that llama.cpp gives for the embedded model.
 EMBEDDED = [

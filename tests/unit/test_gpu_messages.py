@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tgi.bench.shapes import write_shape
-from tgi.config import ServerConfig
-from tgi.devices import cuda, driver
-from tgi.devices.driver import Driver, Gpu
-from tgi.errors import StartError
-from tgi.launch import arguments, check, effects
-from tgi.launch.arguments import build_parser, read_arguments
+from text_generation_inference.bench.shapes import write_shape
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.devices import cuda, driver
+from text_generation_inference.devices.driver import Driver, Gpu
+from text_generation_inference.errors import StartError
+from text_generation_inference.launch import arguments, check, effects
+from text_generation_inference.launch.arguments import build_parser, read_arguments
 
 H200 = Gpu("NVIDIA H200", 150_754_820_096, (9, 0))
 T4 = Gpu("Tesla T4", 15_828_320_256, (7, 5))
@@ -146,7 +146,7 @@ def test_check_does_not_blame_the_architecture(monkeypatch: pytest.MonkeyPatch, 
     def refuse(*_: object) -> None:
         raise StartError("no GPU")
 
-    monkeypatch.setattr("tgi.devices.device.choose_device", refuse)
+    monkeypatch.setattr("text_generation_inference.devices.device.choose_device", refuse)
     write_shape("smollm2-135m", tmp_path)
     report = check.check_model(arguments.ServerConfig(model_id=str(tmp_path), device="cuda", load_format="dummy"))
     assert report.problems[-1] == "no GPU"
@@ -154,9 +154,11 @@ def test_check_does_not_blame_the_architecture(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_missing_gpu_is_told_before_a_model_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tgi.engine import build
+    from text_generation_inference.engine import build
 
-    monkeypatch.setattr("tgi.devices.device.read_driver", lambda: Driver(problem="there is no NVIDIA driver here"))
+    monkeypatch.setattr(
+        "text_generation_inference.devices.device.read_driver", lambda: Driver(problem="there is no NVIDIA driver here")
+    )
     monkeypatch.setattr(build, "find_model", lambda *_: pytest.fail("a model was looked for"))
     with pytest.raises(StartError, match="`device` cuda"):
         build.start_engine(ServerConfig(model_id="somebody/a-large-model", device="cuda"))

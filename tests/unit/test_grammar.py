@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from tgi.errors import OverloadedError, ValidationError
-from tgi.kernels import sampling
-from tgi.runner.grammar import SlotGrammars
-from tgi.text.grammar import (
+from text_generation_inference.errors import OverloadedError, ValidationError
+from text_generation_inference.kernels import sampling
+from text_generation_inference.runner.grammar import SlotGrammars
+from text_generation_inference.text.grammar import (
     GrammarCompiler,
     any_json,
     check_native_schema,
@@ -31,13 +31,13 @@ from tgi.text.grammar import (
     lark_json,
     regex_grammar,
 )
-from tgi.text.grammar_trial import Trial
-from tgi.text.json_schema import IGNORED, prepare_schema
-from tgi.text.tokenizer import Tokenizer
-from tgi.types import Admission, GenerationRequest, Grammar, SamplingParams
-from tgi.weights.embedded import find_embedded
-from tgi.weights.gguf import GgufFile
-from tgi.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
+from text_generation_inference.text.grammar_trial import Trial
+from text_generation_inference.text.json_schema import IGNORED, prepare_schema
+from text_generation_inference.text.tokenizer import Tokenizer
+from text_generation_inference.types import Admission, GenerationRequest, Grammar, SamplingParams
+from text_generation_inference.weights.embedded import find_embedded
+from text_generation_inference.weights.gguf import GgufFile
+from text_generation_inference.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
 
 VOCAB, EOS = 49152, 2
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -485,9 +485,9 @@ BOMBS = r"""
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
-from tgi.errors import OverloadedError, ValidationError
-from tgi.text.grammar import GrammarCompiler, json_grammar, regex_grammar
-from tgi.text.tokenizer import Tokenizer
+from text_generation_inference.errors import OverloadedError, ValidationError
+from text_generation_inference.text.grammar import GrammarCompiler, json_grammar, regex_grammar
+from text_generation_inference.text.tokenizer import Tokenizer
 import random
 import numpy as np
 

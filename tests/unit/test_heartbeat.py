@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tgi.engine import heartbeat
-from tgi.engine.heartbeat import Heartbeat, Watch
-from tgi.launch import hangs
+from text_generation_inference.engine import heartbeat
+from text_generation_inference.engine.heartbeat import Heartbeat, Watch
+from text_generation_inference.launch import hangs
 
 MS = 1_000_000
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from tgi import cli
-from tgi.bench.static import command as static_command
-from tgi.launch import command, server_command
+from text_generation_inference import cli
+from text_generation_inference.bench.static import command as static_command
+from text_generation_inference.launch import command, server_command
 
 COMMANDS = {
     "tgi": (cli.main, []),

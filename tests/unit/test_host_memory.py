@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tgi.devices.host_memory import available_bytes
+from text_generation_inference.devices.host_memory import available_bytes
 
 GIB = 1 << 30
 

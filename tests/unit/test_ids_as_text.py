@@ -8,11 +8,11 @@ import pytest
 import tokenizers
 from tokenizers.models import WordLevel
 
-from tgi.errors import ValidationError
-from tgi.text.detokenize import open_stream
-from tgi.text.ids_as_text import IdsAsText
-from tgi.text.output import RequestText
-from tgi.text.stopping import StopStrings
+from text_generation_inference.errors import ValidationError
+from text_generation_inference.text.detokenize import open_stream
+from text_generation_inference.text.ids_as_text import IdsAsText
+from text_generation_inference.text.output import RequestText
+from text_generation_inference.text.stopping import StopStrings
 
 
 def folder(path: Path, generation: dict[str, Any], config: dict[str, Any]) -> Path:

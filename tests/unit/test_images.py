@@ -23,7 +23,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tgi.launch.arguments import build_parser, read_arguments
+from text_generation_inference.launch.arguments import build_parser, read_arguments
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ("cpu", "cuda", "gaudi")
@@ -114,9 +114,18 @@ def is_ignored(path: str) -> bool:
 
 
 def test_secrets_and_history_stay_outside() -> None:
-    for path in (".git", ".venv", "tests", "bench", "carry", ".env", "src/tgi/__pycache__", "src/tgi/x.pyc"):
+    for path in (
+        ".git",
+        ".venv",
+        "tests",
+        "bench",
+        "carry",
+        ".env",
+        "src/text_generation_inference/__pycache__",
+        "src/text_generation_inference/x.pyc",
+    ):
         assert is_ignored(path), path
-    assert not is_ignored("src/tgi/cli.py")
+    assert not is_ignored("src/text_generation_inference/cli.py")
 
 
 @pytest.mark.parametrize("image", IMAGES)

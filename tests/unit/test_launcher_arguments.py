@@ -10,13 +10,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from tgi.config import ServerConfig, variable_of
-from tgi.devices.buckets import BucketPlan
-from tgi.engine.bucketing import describe_plan
-from tgi.errors import StartError
-from tgi.launch.arguments import FLAGS, Launch, build_parser, count_devices, explain, read_arguments
-from tgi.launch.variables import setting_names
-from tgi.types import BucketStats
+from text_generation_inference.config import ServerConfig, variable_of
+from text_generation_inference.devices.buckets import BucketPlan
+from text_generation_inference.engine.bucketing import describe_plan
+from text_generation_inference.errors import StartError
+from text_generation_inference.launch.arguments import (
+    FLAGS,
+    Launch,
+    build_parser,
+    count_devices,
+    explain,
+    read_arguments,
+)
+from text_generation_inference.launch.variables import setting_names
+from text_generation_inference.types import BucketStats
 
 # flag, environment variable, text, field, value. An empty text: a switch.
 TABLE: list[tuple[str, str, str, str, Any]] = [
@@ -404,7 +411,9 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("command", [["tgi.launch.command"], ["tgi.cli", "serve"]])
+@pytest.mark.parametrize(
+    "command", [["text_generation_inference.launch.command"], ["text_generation_inference.cli", "serve"]]
+)
 def test_help_lists_every_flag_default_and_variable(command: list[str]) -> None:
     done = run(*command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
@@ -419,7 +428,9 @@ def test_help_lists_every_flag_default_and_variable(command: list[str]) -> None:
         assert f"{group}:" in done.stdout
 
 
-@pytest.mark.parametrize("command", [["tgi.launch.command"], ["tgi.cli", "serve"]])
+@pytest.mark.parametrize(
+    "command", [["text_generation_inference.launch.command"], ["text_generation_inference.cli", "serve"]]
+)
 def test_exit_codes(command: list[str]) -> None:
     assert re.fullmatch(r"(text-generation-launcher|tgi serve) \S+\n", run(*command, "-V").stdout)
     for arguments, environment in (

@@ -15,18 +15,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgi.api.log_queue import QueuedHandler
-from tgi.api.logs import configure_logging, duration_text, fields, log_success, parse_level
-from tgi.api.metrics import Timings
+from text_generation_inference.api.log_queue import QueuedHandler
+from text_generation_inference.api.logs import configure_logging, duration_text, fields, log_success, parse_level
+from text_generation_inference.api.metrics import Timings
 
-log = logging.getLogger("tgi.test")
+log = logging.getLogger("text_generation_inference.test")
 TIMINGS = Timings(total_s=1.25, validation_s=0.0005, queue_s=0.0123, inference_s=1.2, generated_tokens=100)
 
 
 @pytest.fixture
 def configure():
     """Configure logging into a buffer; the state before is restored."""
-    root, ours = logging.getLogger(), logging.getLogger("tgi")
+    root, ours = logging.getLogger(), logging.getLogger("text_generation_inference")
     before = root.handlers[:], root.level, ours.level
 
     def start(level: str = "info", json_output: bool = True, **options) -> io.StringIO:
@@ -62,7 +62,12 @@ def test_json_line_of_a_finished_generation(configure):
     assert line.pop("spans") == [span]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", line.pop("timestamp"))
     assert line.pop("filename") == "logs.py" and isinstance(line.pop("line_number"), int)
-    assert line == {"level": "INFO", "message": "Success", "target": "tgi.api.logs", "request_id": "abc-1"}
+    assert line == {
+        "level": "INFO",
+        "message": "Success",
+        "target": "text_generation_inference.api.logs",
+        "request_id": "abc-1",
+    }
 
 
 def test_text_line_of_a_finished_generation(configure):
@@ -85,7 +90,11 @@ def test_fields_are_flattened_and_nested(configure):
     log.error("Port taken", extra=fields(port=8080))
     line = json.loads(only_line(stream))
     del line["timestamp"]
-    assert line == {"level": "ERROR", "fields": {"port": 8080, "message": "Port taken"}, "target": "tgi.test"}
+    assert line == {
+        "level": "ERROR",
+        "fields": {"port": 8080, "message": "Port taken"},
+        "target": "text_generation_inference.test",
+    }
 
 
 def test_a_field_never_hides_the_message(configure):
@@ -139,7 +148,10 @@ def test_exceptions(configure):
     line = json.loads(only_line(fail()))
     assert line["message"] == "Engine failed" and "RuntimeError: with *** inside" in line["exception"]
     text = fail(json_output=False).getvalue().splitlines()
-    assert text[0].endswith("tgi.test: Engine failed") and text[-1] == "RuntimeError: with *** inside"
+    assert (
+        text[0].endswith("text_generation_inference.test: Engine failed")
+        and text[-1] == "RuntimeError: with *** inside"
+    )
 
 
 @pytest.mark.parametrize("json_output", [True, False])
@@ -230,7 +242,7 @@ def test_durations(seconds, text):
     assert duration_text(seconds) == text
 
 
-SCRIPT = "from tgi.api.logs import configure_logging, log; configure_logging('info', False); log.warning('hello')"
+SCRIPT = "from text_generation_inference.api.logs import configure_logging, log; configure_logging('info', False); log.warning('hello')"
 
 
 def test_colours_on_a_terminal_only():
@@ -242,7 +254,7 @@ def test_colours_on_a_terminal_only():
         shown = os.read(ours, 4096)
     os.close(theirs)
     os.close(ours)
-    assert b"\x1b[33m WARN\x1b[0m tgi.api.logs: hello" in shown
+    assert b"\x1b[33m WARN\x1b[0m text_generation_inference.api.logs: hello" in shown
 
 
 # -- lines that nobody reads ---------------------------------------------------------------------------------------
@@ -290,7 +302,7 @@ def test_the_end_waits_for_nobody():
 
 def test_last_words_are_not_lost():
     script = (
-        "import logging; from tgi.api.logs import configure_logging, log; configure_logging('info', False)\n"
+        "import logging; from text_generation_inference.api.logs import configure_logging, log; configure_logging('info', False)\n"
         "for number in range(3000): log.warning('line %d', number)\n"
         "raise RuntimeError('the end')"
     )

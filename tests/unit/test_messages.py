@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tgi.text.chat_template import ChatTemplate
-from tgi.text.messages import TOOL_PROMPT, append_tool_prompt, normalise_messages
+from text_generation_inference.text.chat_template import ChatTemplate
+from text_generation_inference.text.messages import TOOL_PROMPT, append_tool_prompt, normalise_messages
 
 FILES = Path(__file__).parent / "templates"
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "é", "parameters": {"type": "object"}}}]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tgi.api.control import Restarts
-from tgi.api.metrics import CONTENT_TYPE, DURATION_BOUNDS, Metrics, Timings
-from tgi.types import EngineLoad, ModelFacts, StepStats
+from text_generation_inference.api.control import Restarts
+from text_generation_inference.api.metrics import CONTENT_TYPE, DURATION_BOUNDS, Metrics, Timings
+from text_generation_inference.types import EngineLoad, ModelFacts, StepStats
 
 FACTS = ModelFacts(
     model_id="m",

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgi.devices.buckets import mixed_sizes
-from tgi.kernels.batch import PREFILL_TILE
-from tgi.runner.mixed import MixedSize, describe, find_size
-from tgi.types import Chunk
+from text_generation_inference.devices.buckets import mixed_sizes
+from text_generation_inference.kernels.batch import PREFILL_TILE
+from text_generation_inference.runner.mixed import MixedSize, describe, find_size
+from text_generation_inference.types import Chunk
 
 NUM_SLOTS = 40
 SIZES = [MixedSize.of(rows, tokens, NUM_SLOTS) for rows, tokens in mixed_sizes(NUM_SLOTS, 8192)]

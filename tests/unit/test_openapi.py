@@ -13,8 +13,8 @@ import jsonschema
 import msgspec
 import pytest
 
-from tgi.api import bodies, openai_bodies
-from tgi.api.openapi import build_document
+from text_generation_inference.api import bodies, openai_bodies
+from text_generation_inference.api.openapi import build_document
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "tgi-openapi.json").read_text())
 OURS = json.loads(json.dumps(build_document("1.2.3")))
@@ -238,7 +238,7 @@ def test_is_valid_openapi():
 
 
 def test_documents_every_route_of_the_server_and_no_other():
-    from tgi.api.app import ROUTES
+    from text_generation_inference.api.app import ROUTES
 
     served = {(route.method, plain_path(route.path)): route for route in ROUTES}
     del served["GET", "/docs/{}"]  # as /docs

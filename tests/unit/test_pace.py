@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tgi.scheduler.pace import StepPace, StepWork, attended
+from text_generation_inference.scheduler.pace import StepPace, StepWork, attended
 
 TARGET_S = 0.25
 

@@ -6,14 +6,14 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from tgi.api.bodies import GenerateRequest
-from tgi.api.openai_bodies import ChatRequest, CompletionRequest
-from tgi.api.openai_sampling import prompt_limit
-from tgi.api.unknown_fields import BodyForm, UnknownFields
-from tgi.errors import ContextLengthError, ValidationError
-from tgi.text.prepare import prepare_request
-from tgi.text.tokenizer import Tokenizer
-from tgi.types import ModelFacts, SamplingParams
+from text_generation_inference.api.bodies import GenerateRequest
+from text_generation_inference.api.openai_bodies import ChatRequest, CompletionRequest
+from text_generation_inference.api.openai_sampling import prompt_limit
+from text_generation_inference.api.unknown_fields import BodyForm, UnknownFields
+from text_generation_inference.errors import ContextLengthError, ValidationError
+from text_generation_inference.text.prepare import prepare_request
+from text_generation_inference.text.tokenizer import Tokenizer
+from text_generation_inference.types import ModelFacts, SamplingParams
 
 FACTS = ModelFacts(
     model_id="m",
@@ -86,7 +86,7 @@ def test_unknown_names():
 def test_names_are_logged_once_and_bounded(caplog: pytest.LogCaptureFixture):
     counted: list[int] = []
     fields = UnknownFields(counted.append)
-    with caplog.at_level("INFO", logger="tgi.api"):
+    with caplog.at_level("INFO", logger="text_generation_inference.api"):
         fields.note([])
         fields.note(["a", "b"])
         fields.note(["a", "x" * 1000])

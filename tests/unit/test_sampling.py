@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from tgi.kernels import sampling
+from text_generation_inference.kernels import sampling
 
 VOCAB = 40
 

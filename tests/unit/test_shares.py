@@ -1,6 +1,6 @@
 """Room for a caller with few requests while another has many."""
 
-from tgi.scheduler.shares import Shares
+from text_generation_inference.scheduler.shares import Shares
 
 
 def try_take(shares: Shares, caller: str, count: int = 1, now_s: int = 0) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgi.engine.client import shortest_floats
+from text_generation_inference.engine.client import shortest_floats
 
 SINGLES = st.floats(width=32, allow_nan=False, allow_subnormal=False)
 

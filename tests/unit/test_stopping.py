@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tgi.text.output import pick_best
-from tgi.text.stopping import StopStrings
+from text_generation_inference.text.output import pick_best
+from text_generation_inference.text.stopping import StopStrings
 
 # Few letters, so that stop strings overlap each other and themselves.
 letters = st.text("ab\n", max_size=30)

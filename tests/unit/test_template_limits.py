@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from tgi.errors import TemplateError
-from tgi.text import template_budget
-from tgi.text.chat_template import ChatTemplate
-from tgi.text.template_budget import LimitError
+from text_generation_inference.errors import TemplateError
+from text_generation_inference.text import template_budget
+from text_generation_inference.text.chat_template import ChatTemplate
+from text_generation_inference.text.template_budget import LimitError
 
 GROW = (
     "{% set ns = namespace(x='ab', y='ab') %}{% for i in range(60) %}{% set ns.x = EXPRESSION %}{% endfor %}{{ ns.x }}"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tgi.errors import ModelFormatError, ValidationError
-from tgi.text.tokenizer import Tokenizer
+from text_generation_inference.errors import ModelFormatError, ValidationError
+from text_generation_inference.text.tokenizer import Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, again and again.",

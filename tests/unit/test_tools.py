@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from tgi.errors import ValidationError
-from tgi.text.chat_template import ChatTemplate
-from tgi.text.grammar import json_grammar, regex_grammar
-from tgi.text.model_folder import SpecialTokens
-from tgi.text.tokenizer import Tokenizer
-from tgi.text.tools import (
+from text_generation_inference.errors import ValidationError
+from text_generation_inference.text.chat_template import ChatTemplate
+from text_generation_inference.text.grammar import json_grammar, regex_grammar
+from text_generation_inference.text.model_folder import SpecialTokens
+from text_generation_inference.text.tokenizer import Tokenizer
+from text_generation_inference.text.tools import (
     CallArguments,
     CallStart,
     Content,
@@ -28,9 +28,9 @@ from tgi.text.tools import (
     detect_tool_format,
     forced_grammar,
 )
-from tgi.weights.embedded import find_embedded
-from tgi.weights.gguf import GgufFile
-from tgi.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
+from text_generation_inference.weights.embedded import find_embedded
+from text_generation_inference.weights.gguf import GgufFile
+from text_generation_inference.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
 
 TEMPLATES = Path(__file__).parent / "templates"
 NAMES = ["get_weather", "search", "f"]

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from tgi.errors import ValidationError
-from tgi.kernels.resident import Asked, SlotState, Tops, choose_into
-from tgi.kernels.sampling import MORE_TIES
-from tgi.runner.chosen import Chosen
-from tgi.runner.sampler import top_tokens
-from tgi.text.prepare import prepare_request
-from tgi.types import MIN_TEMPERATURE, ModelFacts, SamplingParams
+from text_generation_inference.errors import ValidationError
+from text_generation_inference.kernels.resident import Asked, SlotState, Tops, choose_into
+from text_generation_inference.kernels.sampling import MORE_TIES
+from text_generation_inference.runner.chosen import Chosen
+from text_generation_inference.runner.sampler import top_tokens
+from text_generation_inference.text.prepare import prepare_request
+from text_generation_inference.types import MIN_TEMPERATURE, ModelFacts, SamplingParams
 
 VOCAB = 500
 

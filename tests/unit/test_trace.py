@@ -18,9 +18,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from tgi.api.logs import span_fields
-from tgi.api.metrics import Timings
-from tgi.api.trace import Tracer
+from text_generation_inference.api.logs import span_fields
+from text_generation_inference.api.metrics import Timings
+from text_generation_inference.api.trace import Tracer
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -176,7 +176,7 @@ def test_a_silent_collector_does_not_hold_up_the_end(collector, tracer, caplog):
 
 DEAD_COLLECTOR = """
 import sys
-from tgi.api.trace import Tracer
+from text_generation_inference.api.trace import Tracer
 tracer = Tracer.start(sys.argv[1], "service")
 for _ in range(5000):  # more than the queue holds
     with tracer.request_span("generate", {}) as span:

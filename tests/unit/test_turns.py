@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tgi.api.callers import caller_of, current_caller
-from tgi.api.turns import Turns
-from tgi.errors import OverloadedError
+from text_generation_inference.api.callers import caller_of, current_caller
+from text_generation_inference.api.turns import Turns
+from text_generation_inference.errors import OverloadedError
 
 
 class Desk:

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgi.errors import ModelFormatError
-from tgi.kernels.fp8 import Fp8Weight
-from tgi.weights.checkpoint import Checkpoint, Wanted
-from tgi.weights.declare import Declared, Module, Number, Part
-from tgi.weights.load import load_checkpoint
-from tgi.weights.quantization import ON_LOADING, Fp8Scheme, Quantization
-from tgi.weights.upload import Span, Upload, identify
+from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
+from text_generation_inference.weights.declare import Declared, Module, Number, Part
+from text_generation_inference.weights.load import load_checkpoint
+from text_generation_inference.weights.quantization import ON_LOADING, Fp8Scheme, Quantization
+from text_generation_inference.weights.upload import Span, Upload, identify
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, torch.device("cuda", 0)] if torch.cuda.is_available() else [CPU]

@@ -1,4 +1,4 @@
-"""Writes small GGUF files for the tests of `tgi.weights`."""
+"""Writes small GGUF files for the tests of `text_generation_inference.weights`."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,0 +1,262 @@
+"""The ASGI application: which route a request belongs to, who may call it, and what becomes of failures.
+
+`ROUTES` is the whole table. Routes of TGI answer errors in TGI's shape, those under `/v1` in OpenAI's.
+"""
+
+import asyncio
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from text_generation_inference.api import chat, cloud, completions, info, native, profiler
+from text_generation_inference.api.call import Call
+from text_generation_inference.api.callers import caller_of, current_caller
+from text_generation_inference.api.connections import BodyBudget
+from text_generation_inference.api.errors import (
+    InternalError,
+    decode_error,
+    describe,
+    native_error,
+    openai_error,
+    openai_event,
+    openai_plain,
+    plain_error,
+)
+from text_generation_inference.api.http import (
+    ClientGoneError,
+    Connection,
+    HttpError,
+    Receive,
+    Request,
+    Response,
+    Send,
+    frame,
+)
+from text_generation_inference.api.logs import fields
+from text_generation_inference.api.refusals import log_refusal
+from text_generation_inference.api.service import Service
+from text_generation_inference.api.tenants import current_key, key_of
+from text_generation_inference.errors import TgiError
+from text_generation_inference.text.panics import reraise_unless_failure
+
+log = logging.getLogger("text_generation_inference.api")
+
+Endpoint = Callable[[Call], Awaitable[None]]
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    method: str
+    path: str  # `{}` stands for one part of the path, a last `{*}` for the rest
+    endpoint: Endpoint
+    name: str
+    public: bool = False  # needs no API key
+
+
+ROUTES = [
+    Route("GET", "/", info.health, "health", public=True),
+    Route("GET", "/health", info.health, "health", public=True),
+    Route("GET", "/ping", info.health, "health", public=True),
+    Route("GET", "/info", info.info, "get_model_info", public=True),
+    Route("GET", "/metrics", info.metrics, "metrics", public=True),
+    Route("GET", "/docs", info.docs, "docs", public=True),
+    Route("GET", "/docs/{*}", info.docs, "docs", public=True),
+    Route("GET", "/api-doc/openapi.json", info.openapi, "openapi", public=True),
+    Route("GET", "/v1/models", info.models, "openai_get_model_info", public=True),
+    Route("GET", "/v1/models/{*}", info.model, "openai_get_model_info", public=True),
+    Route("POST", "/", native.compat_generate, "compat_generate"),
+    Route("POST", "/generate", native.generate, "generate"),
+    Route("POST", "/generate_stream", native.generate_stream, "generate_stream"),
+    Route("POST", "/tokenize", info.tokenize, "tokenize"),
+    Route("POST", "/chat_tokenize", info.chat_tokenize, "chat_tokenize"),
+    Route("POST", "/v1/chat/completions", chat.chat_completions, "chat_completions"),
+    Route("POST", "/v1/completions", completions.completions, "completions"),
+    Route("POST", "/invocations", cloud.invocations, "sagemaker_compatibility"),
+    Route("POST", "/vertex", cloud.vertex, "vertex_compatibility"),
+    Route("GET", "/v2", cloud.kserve_metadata, "kserve_metadata", public=True),
+    Route("GET", "/v2/health/live", cloud.kserve_live, "health", public=True),
+    Route("GET", "/v2/health/ready", cloud.kserve_ready, "health", public=True),
+    Route("GET", "/v2/models/{}/versions/{}", cloud.kserve_model, "kserve_model", public=True),
+    Route("GET", "/v2/models/{}/versions/{}/ready", cloud.kserve_ready, "health", public=True),
+    Route("POST", "/v2/models/{}/versions/{}/infer", cloud.kserve_infer, "kserve_infer"),
+]
+
+
+class App:
+    """Answers requests once there is a `Service`."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._bodies = BodyBudget(service.config.payload_limit, service.metrics)
+        config = service.config
+        self.routes = list(ROUTES)
+        self.routes += [  # these ask for a key of their own
+            Route("POST", "/start_profile", profiler.start, "start_profile", public=True),
+            Route("POST", "/stop_profile", profiler.stop, "stop_profile", public=True),
+        ]
+        if config.aip_predict_route:
+            self.routes.append(Route("POST", config.aip_predict_route, cloud.vertex, "vertex_compatibility"))
+        if config.aip_health_route:
+            self.routes.append(Route("GET", config.aip_health_route, info.health, "health", public=True))
+        self._exact = {(route.method, route.path): route for route in self.routes if "{" not in route.path}
+        self._patterns = [(_pattern(route.path), route) for route in self.routes if "{" in route.path]
+        self._key = config.api_key.encode() if config.api_key else None
+        self._origins = frozenset(config.cors_allow_origin)
+        self._calls: set[Call] = set()
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope, receive, self.service.config.payload_limit, self._bodies)
+        given_id = request.headers.get("x-request-id", "")
+        request.id = given_id if _REQUEST_ID.fullmatch(given_id) else secrets.token_hex(16)
+        current_key.set(key_of(request.headers))
+        current_caller.set(caller_of(scope, request.headers, self.service.config.client_header))
+        headers = [(b"x-request-id", request.id.encode()), *self._cors_headers(request)]
+        connection = Connection(send, headers)
+        if request.method == "OPTIONS" and "access-control-request-method" in request.headers:
+            await connection.respond(Response(200, headers=_PREFLIGHT))
+            return
+        await self._dispatch(request, connection)
+        if log.isEnabledFor(logging.DEBUG):
+            extra = fields(request_id=request.id, status=connection.status)
+            log.debug("%s %s", request.method, request.path, extra=extra)
+
+    # -- finding the route -----------------------------------------------------------------------------------------
+
+    async def _dispatch(self, request: Request, connection: Connection) -> None:
+        openai = request.path.startswith("/v1/") or request.path == "/v1"
+        route = self._find(request)
+        if route is None:
+            response = self._not_found(request, openai)
+            log_refusal(request.id, "unknown", response.status)
+            await connection.respond(response)
+        elif not route.public and not self._may(request):
+            log_refusal(request.id, route.path, 401, "authorization")
+            await connection.respond(_unauthorized(openai))
+        else:
+            with self.service.tracer.request_span(route.name, request.headers) as span:
+                call = Call(self.service, request, connection, span, route.name, route.path)
+                self._calls.add(call)
+                try:
+                    await self._run(call, route, openai)
+                finally:
+                    self._calls.discard(call)
+
+    def _find(self, request: Request) -> Route | None:
+        method = "GET" if request.method == "HEAD" else request.method
+        route = self._exact.get((method, request.path))
+        if route is not None:
+            return route
+        for pattern, candidate in self._patterns:
+            match = pattern.fullmatch(request.path) if candidate.method == method else None
+            if match:
+                request.variables = match.groups()
+                return candidate
+        return None
+
+    def _not_found(self, request: Request, openai: bool) -> Response:
+        allowed = [method for method, path in self._exact if path == request.path]
+        allowed += [route.method for pattern, route in self._patterns if pattern.fullmatch(request.path)]
+        if allowed:
+            headers = {"allow": ",".join(sorted({*allowed, *(["HEAD"] if "GET" in allowed else [])}))}
+            if not openai:
+                return Response(405, headers=headers)
+            response = openai_plain(405, f"{request.method} is not allowed on {request.path}")
+            response.headers = headers
+            return response
+        if openai:
+            return openai_plain(404, f"Unknown request URL: {request.method} {request.path}", code="unknown_url")
+        return Response(404)
+
+    def _may(self, request: Request) -> bool:
+        if self._key is None:
+            return True
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(key.encode("latin-1"), self._key)
+
+    def _cors_headers(self, request: Request) -> list[tuple[bytes, bytes]]:
+        if not self._origins:
+            return [(b"access-control-allow-origin", b"*")]
+        origin = request.headers.get("origin", "")
+        headers = [(b"vary", b"origin")]
+        if origin in self._origins:
+            headers.append((b"access-control-allow-origin", origin.encode("latin-1")))
+        return headers
+
+    # -- running it ------------------------------------------------------------------------------------------------
+
+    async def _run(self, call: Call, route: Route, openai: bool) -> None:
+        connection, request = call.connection, call.request
+        task = asyncio.current_task()
+        assert task is not None
+        request.watch(task, lambda: connection.complete)
+        try:
+            await route.endpoint(call)
+        except TgiError as error:
+            response = openai_error(error, request.path) if openai else native_error(error)
+            call.fail(error, response.status)
+            await self._answer(connection, response)
+        except (HttpError, RecursionError) as error:  # or nested so deeply that decoding just managed
+            refused = error if isinstance(error, HttpError) else decode_error(error)
+            response = plain_error(refused, openai)
+            call.refuse(response.status, refused.field)
+            await self._answer(connection, response)
+        except ClientGoneError:
+            call.drop()
+        except asyncio.CancelledError:
+            if not request.gone:
+                raise
+            task.uncancel()
+            call.drop()
+        except BaseException as error:
+            reraise_unless_failure(error)
+            log.exception("a route failed", extra=fields(request_id=request.id, route=route.path))
+            call.span.fail("internal")
+            error = InternalError()
+            if connection.started and not connection.complete:
+                event = openai_event(error, request.path) if openai else describe(error)
+                await connection.write(frame(event))
+            await self._answer(connection, openai_error(error, request.path) if openai else native_error(error))
+        finally:
+            request.stop_watching()
+
+    async def _answer(self, connection: Connection, response: Response) -> None:
+        if not connection.started:
+            await connection.respond(response)
+        elif not connection.complete:
+            await connection.end_events()
+
+    def keep_alive(self, now: float, silence_s: float) -> None:
+        """Wake the streams that have sent nothing for that long; they send a comment."""
+        for call in self._calls:
+            if not call.connection.complete and now - call.connection.last_write >= silence_s:
+                unfinished = [generation for generation in call.streams if not generation.finished]
+                if unfinished:  # one is enough: they share the connection
+                    unfinished[0].wake()
+
+
+_PREFLIGHT = {
+    "access-control-allow-methods": "GET,POST",
+    "access-control-allow-headers": "content-type",
+    "vary": "origin, access-control-request-method, access-control-request-headers",
+}
+
+
+def _unauthorized(openai: bool) -> Response:
+    if openai:
+        response = openai_plain(401, "Incorrect or missing API key", code="invalid_api_key")
+    else:
+        response = Response(401)
+    response.headers = {"www-authenticate": "Bearer"}
+    return response
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    parts = re.escape(path).replace(r"\{\}", "([^/]+)").replace(r"\{\*\}", "(.*)")
+    return re.compile(parts)

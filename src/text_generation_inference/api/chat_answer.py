@@ -1,0 +1,105 @@
+"""A chat answer in OpenAI's shape, from the pieces of its text.
+
+What whole and streamed answers share, and the whole one.
+"""
+
+import secrets
+import string
+from dataclasses import dataclass
+
+from text_generation_inference.api.chat_prompt import ChatPlan
+from text_generation_inference.api.choices import FINISH_REASONS, finite
+from text_generation_inference.api.generation import Generation, Piece
+from text_generation_inference.api.older_calls import older_message, wants_older
+from text_generation_inference.api.openai_bodies import (
+    ChatCompletionComplete,
+    ChatCompletionLogprob,
+    ChatCompletionLogprobs,
+    ChatCompletionTopLogprob,
+    ChatRequest,
+    OutputFunction,
+    OutputMessage,
+    OutputToolCall,
+)
+from text_generation_inference.text.token_bytes import token_bytes, token_name
+from text_generation_inference.text.tokenizer import Tokenizer
+from text_generation_inference.text.tools import CallArguments, CallStart, Content, ToolParser
+
+
+@dataclass(slots=True)
+class Chat:
+    """One chat request that is running: its choices share the prompt."""
+
+    body: ChatRequest
+    plan: ChatPlan
+    model: str
+    tokenizer: Tokenizer
+    generations: list[Generation]
+    id: str
+    created: int
+
+    def parser(self) -> ToolParser | None:
+        plan = self.plan
+        return None if plan.tool_format is None else ToolParser(plan.tool_format, plan.tool_names, plan.shape)
+
+    def keeps(self, part: Content | CallStart | CallArguments) -> bool:
+        """Whether a part of the text is told. Without leave for parallel calls only the first call is."""
+        return self.body.parallel_tool_calls is not False or isinstance(part, Content) or part.index == 0
+
+    def new_call_id(self) -> str:
+        """Unlike any other. Mistral's templates take nine letters and digits, everybody else takes OpenAI's form."""
+        if self.plan.tool_format is not None and self.plan.tool_format.short_ids:
+            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        return "call_" + secrets.token_hex(12)
+
+
+def whole_choice(index: int, chat: Chat, generation: Generation, pieces: list[Piece]) -> ChatCompletionComplete:
+    message = OutputMessage()
+    parser = chat.parser()
+    texts: list[str] = []
+    calls: list[tuple[str, list[str]]] = []
+    parts = [Content(piece.text) for piece in pieces]
+    if parser is not None:
+        parts = [part for piece in pieces for part in parser.push(piece.text)]
+        parts += parser.finish(cut=generation.finish_reason == "length")
+    for part in filter(chat.keeps, parts):
+        match part:
+            case Content(text=text):
+                texts.append(text)
+            case CallStart(name=name):
+                calls.append((name, []))
+            case CallArguments(index=number, text=text):
+                calls[number][1].append(text)
+    text = "".join(texts)
+    message.content = text if text or not calls else None
+    if calls:
+        message.tool_calls = [
+            OutputToolCall(chat.new_call_id(), "function", OutputFunction(name=name, arguments="".join(arguments)))
+            for name, arguments in calls
+        ]
+    logprobs = None
+    if chat.body.logprobs:
+        logprobs = ChatCompletionLogprobs([logprob_of(chat, piece) for piece in pieces])
+    if wants_older(chat.body):
+        older_message(message)
+    return ChatCompletionComplete(index, message, logprobs, finish_of(chat, generation, bool(calls)))
+
+
+def finish_of(chat: Chat, generation: Generation, calls: bool) -> str:
+    reason = FINISH_REASONS[generation.finish_reason]
+    if calls and reason == "stop":
+        return "function_call" if wants_older(chat.body) else "tool_calls"
+    return reason
+
+
+def logprob_of(chat: Chat, piece: Piece) -> ChatCompletionLogprob:
+    count = chat.body.top_logprobs or 0
+    tops = [
+        ChatCompletionTopLogprob(*_token(chat.tokenizer, token_id, logprob))
+        for token_id, logprob in piece.top_tokens[:count]
+    ]
+    return ChatCompletionLogprob(*_token(chat.tokenizer, piece.token_id, piece.logprob), tops)
+
+
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+    return token_name(tokenizer, token_id), finite(logprob), list(token_bytes(tokenizer, token_id))

@@ -1,0 +1,100 @@
+"""Routes that tell: health, info, models, metrics, tokens, documentation."""
+
+from importlib.resources import files
+
+import msgspec
+from msgspec import UNSET
+
+from text_generation_inference.api.bodies import ErrorResponse, GenerateRequest, Info
+from text_generation_inference.api.call import Call
+from text_generation_inference.api.chat_prompt import choose_tools, render_chat
+from text_generation_inference.api.errors import openai_plain
+from text_generation_inference.api.http import Response, json_response
+from text_generation_inference.api.metrics import CONTENT_TYPE
+from text_generation_inference.api.openai_bodies import ChatRequest, ModelInfo, ModelsInfo
+from text_generation_inference.api.openapi import build_document
+from text_generation_inference.api.tokens import answer_tokens
+from text_generation_inference.api.unknown_fields import BodyForm
+from text_generation_inference.version import TGI_VERSION, __version__
+
+_GENERATE, _CHAT = BodyForm(GenerateRequest), BodyForm(ChatRequest)
+
+
+async def health(call: Call) -> None:
+    await call.connection.respond(Response(200) if call.service.healthy else unhealthy())
+
+
+def unhealthy() -> Response:
+    return json_response(ErrorResponse("unhealthy", "healthcheck"), 503)
+
+
+async def info(call: Call) -> None:
+    config, facts = call.service.config, call.service.facts
+    await call.connection.respond(
+        json_response(
+            Info(
+                model_id=call.service.model_name,
+                model_sha=facts.sha,
+                model_pipeline_tag=None,
+                max_concurrent_requests=config.max_concurrent_requests,
+                max_best_of=config.max_best_of,
+                max_stop_sequences=config.max_stop_sequences,
+                max_input_tokens=facts.max_input_tokens,
+                max_total_tokens=facts.max_total_tokens,
+                validation_workers=config.validation_workers,
+                max_client_batch_size=config.max_client_batch_size,
+                router="text-generation-router",
+                version=TGI_VERSION,
+                sha=None,
+                docker_label=None,
+                server_version=__version__,
+                model_device_type=facts.device if "emulated" in facts.device else UNSET,
+            )
+        )
+    )
+
+
+async def models(call: Call) -> None:
+    name = call.service.model_name
+    await call.connection.respond(json_response(ModelsInfo("list", [ModelInfo(name, "model", 0, name)])))
+
+
+async def model(call: Call) -> None:
+    """One model by its name. There is one."""
+    name = call.service.model_name
+    if call.request.variables[0] not in (name, call.service.facts.model_id, "tgi"):
+        text = f"The model '{call.request.variables[0]}' does not exist"
+        await call.connection.respond(openai_plain(404, text, code="model_not_found"))
+        return
+    await call.connection.respond(json_response(ModelInfo(name, "model", 0, name)))
+
+
+async def metrics(call: Call) -> None:
+    await call.connection.respond(Response(200, call.service.metrics.render(), CONTENT_TYPE))
+
+
+async def tokenize(call: Call) -> None:
+    body = await call.read_body(_GENERATE)
+    with call.service.admit():
+        await answer_tokens(call, body.inputs, "inputs", True)
+
+
+async def chat_tokenize(call: Call) -> None:
+    call.service.metrics.count_request()
+    body = await call.read_body(_CHAT)
+    template = call.service.template
+    with call.service.admit():
+        prompt = await call.service.run_beside(
+            lambda: render_chat(body, template, choose_tools(body)), call.request.is_long
+        )
+        after = b',"templated_text":' + msgspec.json.encode(prompt) + b"}"
+        await answer_tokens(call, prompt, "messages", False, b'{"tokenize_response":', after)
+
+
+async def openapi(call: Call) -> None:
+    await call.connection.respond(json_response(build_document(__version__)))
+
+
+async def docs(call: Call) -> None:
+    page = files("text_generation_inference.api").joinpath("docs.html").read_bytes()
+    await call.connection.respond(Response(200, page, "text/html; charset=utf-8"))

@@ -1,0 +1,210 @@
+"""The OpenAPI document of the server, made from the structs that decode and encode its bodies.
+
+Owns the list of routes as documented, the words about fields, and the translation from JSON Schema, which
+msgspec writes, to the dialect of OpenAPI 3.0. Names of operations and components are those of TGI's own document, so
+that generated clients keep their names. It knows nothing of how routes are served.
+"""
+
+from functools import cache
+from typing import Any, get_args
+
+import msgspec
+from msgspec import UnsetType
+
+from text_generation_inference.api import bodies, openai_bodies
+from text_generation_inference.api.openapi_routes import ROUTES, Answer, Route
+from text_generation_inference.api.openapi_words import EXAMPLES, FIELDS, GRAMMAR, RANGES
+
+Schema = dict[str, Any]
+
+_REF = "#/components/schemas/"
+_TAG = "Text Generation Inference"
+
+
+def _type_of(struct: type[msgspec.Struct], name: str) -> Any:
+    return next(field.type for field in msgspec.structs.fields(struct) if field.name == name)
+
+
+# Shapes that are plain types here and have a name in TGI's document. An equal schema becomes a reference to it.
+_NAMED: dict[str, Any] = {
+    "FinishReason": bodies.FinishReason,
+    "TokenizeResponse": _type_of(bodies.ChatTokenizeResponse, "tokenize_response"),
+    "MessageChunk": openai_bodies.TextPart | openai_bodies.ImagePart | openai_bodies.RefusalPart,
+    "MessageContent": _type_of(openai_bodies.Message, "content"),
+    "Prompt": _type_of(openai_bodies.CompletionRequest, "prompt"),
+    "ToolChoice": _type_of(openai_bodies.ChatRequest, "tool_choice"),
+}
+_CHOICES = {
+    "Completion": ("Chunk", "CompletionFinal"),
+    "SagemakerRequest": ("CompatGenerateRequest", "ChatRequest", "CompletionRequest"),
+    "SagemakerResponse": ("GenerateResponse", "ChatCompletion", "CompletionFinal"),
+    "SagemakerStreamResponse": ("StreamResponse", "ChatCompletionChunk", "Chunk"),
+}
+# Fields that are known only to be refused with a clear text.
+_REFUSED = {
+    "audio",
+    "web_search_options",
+    "guided_grammar",
+    "use_beam_search",
+    "bad_words",
+    "allowed_token_ids",
+    "logits_processors",
+    "StructuredOutputs.grammar",
+}
+# TGI's document does not require what may be null, with this exception.
+_REQUIRED_THOUGH_NULLABLE = "logprob"
+
+
+@cache
+def build_document(version: str) -> dict[str, Any]:
+    """The document that `/api-doc/openapi.json` answers with."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method] = _operation(route)
+    return {
+        "openapi": "3.0.3",
+        "info": {
+            "title": "Text Generation Inference",
+            "description": "Text generation over HTTP: TGI's own routes, and OpenAI's under `/v1`.",
+            "license": {"name": "Apache 2.0", "url": "https://www.apache.org/licenses/LICENSE-2.0"},
+            "version": version,
+        },
+        "tags": [{"name": _TAG, "description": "The routes of the server"}],
+        "paths": paths,
+        "components": {
+            "schemas": _components(),
+            "securitySchemes": {"ApiKey": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "tags": [_TAG],
+        "summary": route.summary,
+        "operationId": route.operation,
+        "x-group": route.group,
+    }
+    if route.description:
+        operation["description"] = route.description
+    names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if route.body:
+        content = {"schema": {"$ref": _REF + route.body}, "example": route.example}
+        operation["requestBody"] = {"required": True, "content": {"application/json": content}}
+    if route.protected:
+        operation["security"] = [{}, {"ApiKey": []}]  # the key is asked for when the server was started with one
+    operation["responses"] = {str(answer.status): _response(answer) for answer in route.answers}
+    return operation
+
+
+def _response(answer: Answer) -> dict[str, Any]:
+    response: dict[str, Any] = {"description": answer.description}
+    if answer.headers:
+        response["headers"] = {
+            name: {"description": text, "schema": {"type": "string"}} for name, text in answer.headers.items()
+        }
+    if answer.content:
+        response["content"] = {media: {"schema": _named(name)} for media, name in answer.content.items()}
+        if answer.example is not None:
+            response["content"]["application/json"]["example"] = answer.example
+    return response
+
+
+def _named(name: str) -> Schema:
+    """`Name` or `[Name]`, or a plain type in lower case."""
+    if name.startswith("["):
+        return {"type": "array", "items": _named(name[1:-1])}
+    return {"type": name} if name.islower() else {"$ref": _REF + name}
+
+
+# -- components ----------------------------------------------------------------------------------------------------
+
+
+def _components() -> dict[str, Schema]:
+    structs = {
+        name: value
+        for module in (bodies, openai_bodies)
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, msgspec.Struct) and not name.startswith("_")
+    }
+    schemas, raw = msgspec.json.schema_components([*_NAMED.values(), *structs.values()], ref_template=_REF + "{name}")
+    translation = _Translation(dict(zip(_NAMED, schemas, strict=False)))
+    components = {name: translation.of_struct(name, raw[name], structs[name]) for name in structs}
+    components |= translation.named
+    components |= {name: {"oneOf": [{"$ref": _REF + part} for part in parts]} for name, parts in _CHOICES.items()}
+    components["GrammarType"] = GRAMMAR
+    return dict(sorted(components.items()))
+
+
+class _Translation:
+    """From JSON Schema as msgspec writes it to OpenAPI 3.0."""
+
+    def __init__(self, named: dict[str, Schema]) -> None:
+        self.named: dict[str, Schema] = {}
+        self._names: dict[bytes, str] = {}  # a translated schema -> its name
+        for name, raw in named.items():  # the inner ones come first
+            schema = self._translate(raw)
+            schema.pop("nullable", None)
+            self._names[_key(schema)] = name
+            self.named[name] = schema | ({"description": FIELDS[name]} if name in FIELDS else {})
+
+    def of_struct(self, name: str, schema: Schema, struct: type[msgspec.Struct]) -> Schema:
+        optional = {field.name for field in msgspec.structs.fields(struct) if UnsetType in get_args(field.type)}
+        properties: dict[str, Schema] = {}
+        required: list[str] = []
+        for key, raw in schema["properties"].items():
+            if key in _REFUSED or f"{name}.{key}" in _REFUSED:
+                continue
+            member = self._member(name, key, raw)
+            properties[key] = member
+            is_nullable = member.get("nullable", False) and key != _REQUIRED_THOUGH_NULLABLE
+            if key in schema["required"] and key not in optional and not is_nullable:
+                required.append(key)
+        result: Schema = {"type": "object", "properties": properties}
+        if required:
+            result["required"] = required
+        return result | {key: schema[key] for key in ("description", "additionalProperties") if key in schema}
+
+    def _member(self, struct: str, name: str, raw: Schema) -> Schema:
+        member = self._translate(raw)
+        more: Schema = dict(RANGES.get(struct, {}).get(name, {}))
+        for words, key in ((FIELDS, "description"), (EXAMPLES, "example")):
+            found = words.get(f"{struct}.{name}", words.get(name))
+            if found is not None:
+                more[key] = found
+        return {"allOf": [member], **more} if more and "$ref" in member else {**member, **more}
+
+    def _translate(self, schema: Schema) -> Schema:
+        schema = dict(schema)
+        schema.pop("title", None)
+        default = schema.pop("default", None)
+        variants = schema.pop("anyOf", None)
+        nullable = False
+        if variants is not None:
+            kept = [self._translate(variant) for variant in variants if variant.get("type") != "null"]
+            nullable = len(kept) < len(variants)
+            schema.update(kept[0] if len(kept) == 1 else {"anyOf": kept})
+        if "enum" in schema:
+            schema["type"] = "string"
+        if schema.get("type") == "null":
+            schema, nullable = {"type": "string", "enum": [None]}, True
+        if schema.get("type") == "number":
+            schema["format"] = "float"
+        if schema.get("type") == "integer":
+            schema["format"] = "int32" if schema.get("maximum", 2**31) < 2**31 else "int64"
+        for key in ("items", "additionalProperties"):
+            if isinstance(schema.get(key), dict):
+                schema[key] = self._translate(schema[key])
+        if name := self._names.get(_key(schema)):
+            schema = {"$ref": _REF + name}
+        if nullable:  # a reference has no room for more
+            schema = {"allOf": [schema], "nullable": True} if "$ref" in schema else {**schema, "nullable": True}
+        return schema if default is None else {**schema, "default": default}
+
+
+def _key(schema: Schema) -> bytes:
+    return msgspec.json.encode(schema, order="deterministic")

@@ -1,0 +1,355 @@
+"""The routes as the OpenAPI document shows them.
+
+Data for `openapi`: one entry per operation, with every status it can answer with.
+"""
+
+from typing import Any
+
+import msgspec
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What comes with one status. `content` maps a media type to a component, `[component]`, or a plain type."""
+
+    status: int
+    description: str
+    content: dict[str, str] = {}
+    example: Any = None
+    headers: dict[str, str] = {}
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    method: str
+    path: str
+    operation: str
+    group: str  # on the page at /docs
+    summary: str
+    description: str = ""
+    body: str = ""  # component of the request
+    example: Any = None
+    protected: bool = False  # by the API key, if there is one
+    answers: list[Answer]
+
+
+_JSON, _TEXT, _EVENTS = "application/json", "text/plain", "text/event-stream"
+
+_HEADERS = {
+    "x-compute-type": "What the model runs on",
+    "x-compute-characters": "Characters of the prompt",
+    "x-compute-time": "Total time in seconds",
+    "x-total-time": "Total time in ms",
+    "x-validation-time": "Time until queued, in ms",
+    "x-queue-time": "Time in the queue, in ms",
+    "x-inference-time": "Time in the batch, in ms",
+    "x-time-per-token": "Inference time per token, in ms",
+    "x-prompt-tokens": "Tokens of the prompt",
+    "x-generated-tokens": "Tokens generated",
+}
+_TIMES = "Times and token counts are in the `x-*` headers of the answer."
+
+
+def _error(status: int, description: str, error: str, kind: str, media: str = _JSON) -> Answer:
+    return Answer(status, description, {media: "ErrorResponse"}, {"error": error, "error_type": kind})
+
+
+def _ok(description: str, content: dict[str, str], headers: dict[str, str] | None = None) -> Answer:
+    return Answer(200, description, content, None, headers or {})
+
+
+_NO_KEY = Answer(401, "The API key is missing or wrong")
+# Answered before a body is looked at, as plain text.
+_UNREADABLE = [
+    Answer(400, "The body is not JSON", {_TEXT: "string"}),
+    Answer(408, "The body did not come in time", {_TEXT: "string"}),
+    Answer(413, "The body is larger than `--payload-limit`", {_TEXT: "string"}),
+    Answer(415, "The content type is not `application/json`", {_TEXT: "string"}),
+]
+_INVALID = Answer(
+    422,
+    "The input fails a check (JSON), or the body does not have the fields and types of the schema (text)",
+    {_JSON: "ErrorResponse", _TEXT: "string"},
+    {"error": "Input validation error: `temperature` must be strictly positive", "error_type": "validation"},
+)
+_OVERLOADED = _error(429, "Too many requests: try again later", "Model is overloaded", "overloaded")
+_NOT_READY = _error(503, "Starting, stopping, or without its engine", "the engine is starting", "unavailable")
+_NATIVE = [
+    *_UNREADABLE,
+    _NO_KEY,
+    _INVALID,
+    _error(424, "The engine failed", "Request failed during generation: ...", "generation"),
+    _OVERLOADED,
+    _error(500, "The generation ended before its time", "Incomplete generation", "incomplete_generation"),
+    _NOT_READY,
+]
+# A stream has begun when an input is checked, so errors come as events and the status stays 200.
+_STREAM = [*_UNREADABLE, _NO_KEY, Answer(422, "The body does not fit the schema", {_TEXT: "string"}), _NOT_READY]
+_TOKENIZE = [*_UNREADABLE, _NO_KEY, _INVALID, _error(500, "A defect of the server", "internal error", "internal")]
+_OPENAI = [
+    Answer(status, text, {_JSON: "OpenaiErrorResponse"})
+    for status, text in (
+        (400, "The body is not JSON, does not fit the schema, or fails a check"),
+        (401, "The API key is missing or wrong"),
+        (408, "The body did not come in time"),
+        (413, "The body is larger than `--payload-limit`"),
+        (415, "The content type is not `application/json`"),
+        (429, "Too many requests: try again later"),
+        (500, "The engine failed"),
+        (503, "Starting, stopping, or without its engine"),
+    )
+]
+_UNHEALTHY = _error(503, "The engine is not there", "unhealthy", "healthcheck")
+_HEALTH = [Answer(200, "Requests are served"), _UNHEALTHY]
+_LIVE = [_ok("Requests are served", {_JSON: "object"}), Answer(503, "The engine is not there", {_JSON: "object"})]
+
+_INPUTS = "My name is Olivier and I"
+_GENERATE = {"inputs": _INPUTS, "parameters": {"max_new_tokens": 20}}
+_CHAT = {"messages": [{"role": "user", "content": "What is Deep Learning?"}], "max_tokens": 64}
+
+_MODEL = "/v2/models/{model_name}/versions/{model_version}"
+
+GENERATE, OPENAI, CLOUDS, SERVER = "Generate", "OpenAI", "Clouds", "Server"
+
+ROUTES = [
+    Route(
+        method="post",
+        path="/generate",
+        operation="generate",
+        group=GENERATE,
+        summary="Generate text",
+        description=_TIMES,
+        body="GenerateRequest",
+        example={"inputs": _INPUTS, "parameters": {"max_new_tokens": 20, "details": True}},
+        protected=True,
+        answers=[_ok("The text", {_JSON: "GenerateResponse"}, _HEADERS), *_NATIVE],
+    ),
+    Route(
+        method="post",
+        path="/generate_stream",
+        operation="generate_stream",
+        group=GENERATE,
+        summary="Generate text as a stream of tokens",
+        description="Server-sent events, one per token. An error found later is an event with `error` and "
+        "`error_type`, and ends the stream; the status stays 200.",
+        body="GenerateRequest",
+        example=_GENERATE,
+        protected=True,
+        answers=[_ok("The tokens as they come", {_EVENTS: "StreamResponse"}), *_STREAM],
+    ),
+    Route(
+        method="post",
+        path="/",
+        operation="compat_generate",
+        group=GENERATE,
+        summary="Generate text, as a stream if `stream` is true",
+        description="Without `stream` the answer is a list with one element.",
+        body="CompatGenerateRequest",
+        example={**_GENERATE, "stream": False},
+        protected=True,
+        answers=[
+            _ok("The text, or its tokens as they come", {_JSON: "[GenerateResponse]", _EVENTS: "StreamResponse"}),
+            *_NATIVE,
+        ],
+    ),
+    Route(
+        method="post",
+        path="/tokenize",
+        operation="tokenize",
+        group=GENERATE,
+        summary="Split a text into tokens",
+        description="`start` and `stop` are places in bytes.",
+        body="GenerateRequest",
+        example={"inputs": _INPUTS},
+        protected=True,
+        answers=[_ok("The tokens", {_JSON: "TokenizeResponse"}), *_TOKENIZE],
+    ),
+    Route(
+        method="post",
+        path="/chat_tokenize",
+        operation="get_chat_tokenize",
+        group=GENERATE,
+        summary="Apply the chat template and split the prompt into tokens",
+        body="ChatRequest",
+        example=_CHAT,
+        protected=True,
+        answers=[_ok("The prompt and its tokens", {_JSON: "ChatTokenizeResponse"}), *_TOKENIZE],
+    ),
+    Route(
+        method="post",
+        path="/v1/chat/completions",
+        operation="chat_completions",
+        group=OPENAI,
+        summary="Answer a conversation",
+        description="OpenAI's chat route. TGI's own forms of `response_format` and tools are accepted too. "
+        "A stream ends with `data: [DONE]`.",
+        body="ChatRequest",
+        example={**_CHAT, "stream": True},
+        protected=True,
+        answers=[
+            _ok(
+                "The answer, or its parts as they come",
+                {_JSON: "ChatCompletion", _EVENTS: "ChatCompletionChunk"},
+                _HEADERS,
+            ),
+            *_OPENAI,
+        ],
+    ),
+    Route(
+        method="post",
+        path="/v1/completions",
+        operation="completions",
+        group=OPENAI,
+        summary="Continue one or more prompts",
+        description="OpenAI's text route. A stream ends with `data: [DONE]`.",
+        body="CompletionRequest",
+        example={"prompt": "Say this is a test.", "max_tokens": 20, "stream": True},
+        protected=True,
+        answers=[
+            _ok("The text, or its parts as they come", {_JSON: "CompletionFinal", _EVENTS: "Chunk"}, _HEADERS),
+            *_OPENAI,
+        ],
+    ),
+    Route(
+        method="get",
+        path="/v1/models",
+        operation="openai_get_model_info",
+        group=OPENAI,
+        summary="The model that is served",
+        answers=[_ok("A list with one model", {_JSON: "ModelsInfo"})],
+    ),
+    Route(
+        method="get",
+        path="/v1/models/{model}",
+        operation="openai_get_model",
+        group=OPENAI,
+        summary="A model by its name",
+        answers=[_ok("The model", {_JSON: "ModelInfo"})],
+    ),
+    Route(
+        method="post",
+        path="/invocations",
+        operation="sagemaker_compatibility",
+        group=CLOUDS,
+        summary="Amazon SageMaker: any of the three kinds of request",
+        description="A body with `inputs` goes to `/`, one with `messages` to `/v1/chat/completions`, one with "
+        "`prompt` to `/v1/completions`.",
+        body="SagemakerRequest",
+        example=_GENERATE,
+        protected=True,
+        answers=[
+            _ok(
+                "As the route it goes to",
+                {_JSON: "SagemakerResponse", _EVENTS: "SagemakerStreamResponse"},
+            ),
+            *_NATIVE,
+        ],
+    ),
+    Route(
+        method="post",
+        path="/vertex",
+        operation="vertex_compatibility",
+        group=CLOUDS,
+        summary="Google Vertex AI: several requests at a time",
+        body="VertexRequest",
+        example={"instances": [{"inputs": _INPUTS, "parameters": {"max_new_tokens": 20}}]},
+        protected=True,
+        answers=[_ok("A text for each instance", {_JSON: "VertexResponse"}), *_NATIVE],
+    ),
+    Route(
+        method="get",
+        path="/v2",
+        operation="kserve_metadata",
+        group=CLOUDS,
+        summary="KServe: the server",
+        answers=[_ok("Name, version and extensions", {_JSON: "object"})],
+    ),
+    Route(
+        method="get",
+        path="/v2/health/live",
+        operation="kserve_live",
+        group=CLOUDS,
+        summary="KServe: whether the server is alive",
+        answers=_LIVE,
+    ),
+    Route(
+        method="get",
+        path="/v2/health/ready",
+        operation="kserve_ready",
+        group=CLOUDS,
+        summary="KServe: whether the server takes requests",
+        answers=_LIVE,
+    ),
+    Route(
+        method="get",
+        path=_MODEL,
+        operation="kserve_model_metadata",
+        group=CLOUDS,
+        summary="KServe: the model",
+        answers=[_ok("Name, version and extensions", {_JSON: "object"})],
+    ),
+    Route(
+        method="get",
+        path=f"{_MODEL}/ready",
+        operation="kserve_model_ready",
+        group=CLOUDS,
+        summary="KServe: whether the model takes requests",
+        answers=_LIVE,
+    ),
+    Route(
+        method="post",
+        path=f"{_MODEL}/infer",
+        operation="kserve_infer",
+        group=CLOUDS,
+        summary="KServe: generate text",
+        description="Texts are lists of bytes.",
+        body="KserveRequest",
+        example={
+            "id": "1",
+            "inputs": [{"name": "prompt", "shape": [1, 5], "datatype": "BYTES", "data": list(b"Hello")}],
+            "outputs": [{"name": "text"}],
+        },
+        protected=True,
+        answers=[_ok("The texts", {_JSON: "KserveResponse"}), *_NATIVE],
+    ),
+    Route(
+        method="get",
+        path="/info",
+        operation="get_model_info",
+        group=SERVER,
+        summary="The model and the limits of the server",
+        answers=[_ok("What is served", {_JSON: "Info"})],
+    ),
+    Route(
+        method="get",
+        path="/health",
+        operation="health",
+        group=SERVER,
+        summary="Whether the server serves",
+        answers=_HEALTH,
+    ),
+    Route(method="get", path="/", operation="root_health", group=SERVER, summary="As `/health`", answers=_HEALTH),
+    Route(method="get", path="/ping", operation="ping", group=SERVER, summary="As `/health`", answers=_HEALTH),
+    Route(
+        method="get",
+        path="/metrics",
+        operation="metrics",
+        group=SERVER,
+        summary="Metrics for Prometheus",
+        answers=[_ok("The metrics", {_TEXT: "string"})],
+    ),
+    Route(
+        method="get",
+        path="/docs",
+        operation="docs",
+        group=SERVER,
+        summary="This page: all routes, to read and to try",
+        answers=[_ok("The page", {"text/html": "string"})],
+    ),
+    Route(
+        method="get",
+        path="/api-doc/openapi.json",
+        operation="openapi",
+        group=SERVER,
+        summary="This document",
+        answers=[_ok("The OpenAPI document", {_JSON: "object"})],
+    ),
+]

@@ -1,0 +1,195 @@
+"""The command `tgi bench offline`: how fast does a model run here, without a server?
+
+Reads the flags and says what is wrong with them before anything heavy is imported; `offline` does the work.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from text_generation_inference.bench import command_line, generation_flags
+from text_generation_inference.bench.generation_flags import Asked
+from text_generation_inference.bench.presets import PRESETS, Preset
+from text_generation_inference.bench.results import Published, Row, parse_row
+from text_generation_inference.bench.shapes import SHAPES
+from text_generation_inference.config import CHOICES, ENGINE_SETTINGS, ServerConfig, parse_value, read_environment
+from text_generation_inference.errors import StartError
+
+_DEFAULT_ROWS = ["64/128/1", "64/128/4", "64/128/16"]
+
+# Flags that set the field of `ServerConfig` with their name: (flag, what its value is called, help).
+_SETTINGS = (
+    ("--model-id", "MODEL", "embedded (the default), a model folder, a .gguf file, or a model on the hub"),
+    ("--revision", "NAME", "commit, branch or tag on the hub"),
+    ("--load-format", "FORMAT", f"{' or '.join(CHOICES['load_format'])}: random weights from config.json alone"),
+    ("--device", "NAME", "auto, cpu, cuda or hpu"),
+    ("--dtype", "TYPE", "of the weights: " + ", ".join(CHOICES["dtype"])),
+    ("--quantize", "METHOD", "such as fp8"),
+    ("--kv-cache-dtype", "TYPE", "of the KV cache: " + ", ".join(CHOICES["kv_cache_dtype"])),
+    ("--max-batch-prefill-tokens", "N", "prompt tokens computed in a step"),
+    ("--max-batch-total-tokens", "N", "tokens in the KV cache"),
+    ("--max-batch-size", "N", "requests computed at a time (default: the most of any row, at most 2048)"),
+    ("--max-total-tokens", "N", "longest prompt and answer together (default: the longest row)"),
+    ("--bucketing", "true|false", "pad every step to a shape that was warmed up"),
+    ("--bucket-strategy", "NAME", "its shapes: linear or exponential"),
+    ("--cuda-memory-fraction", "X", "share of the GPU's memory to use"),
+    ("--cuda-graphs", "LIST", "batch sizes to capture, separated by commas; 0: none"),
+    ("--num-threads", "N", "CPU threads"),
+    ("--cache-dir", "DIR", "converted models and compiled kernels"),
+)
+
+
+class Shown(NamedTuple):
+    """A decode step to take apart."""
+
+    rows: int
+    context: int
+
+
+class Task(msgspec.Struct, kw_only=True):
+    """What was asked for, checked as far as can be without the model."""
+
+    rows: list[Row]
+    shape: str | None
+    settings: dict[str, Any]  # fields of `ServerConfig`
+    preset: str | None
+    published: dict[Row, Published]
+    iterations: int
+    warmups: int
+    whole_warmups: bool = False  # of the whole row, not of a piece
+    asked: Asked | None = None  # by flags of run_generation
+    seed: int
+    floor: bool
+    profile: Shown | None
+    json_path: str | None
+    quiet: bool
+
+
+def main(arguments: Sequence[str], prog: str = "tgi bench offline") -> int:
+    return command_line.run(
+        lambda: read_task(list(arguments), prog), _run, interrupted="interrupted before anything was measured"
+    )
+
+
+def _run(task: Task) -> int:
+    from text_generation_inference.bench.offline import (
+        run_offline,  # loads torch, which takes seconds: mistakes in flags are told at once
+    )
+
+    return run_offline(task)
+
+
+def read_task(arguments: list[str], prog: str = "tgi bench offline") -> Task:
+    """Raises `StartError` naming the first flag or row that makes no sense."""
+    options = _build_parser(prog).parse_intermixed_args(arguments)
+    preset = None if options.preset is None else PRESETS[options.preset]
+    asked = generation_flags.read_flags(options)
+    if preset is not None:
+        _check_preset(options)
+    if asked is not None:
+        _check_asked(options, asked)
+    shape = options.shape or (preset.shape if preset is not None and options.model_id is None else None)
+    settings = read_environment(only=ENGINE_SETTINGS)
+    if preset is not None:
+        settings |= preset.settings
+    if asked is not None:
+        settings |= asked.settings
+    for flag, _, _ in _SETTINGS:
+        field = flag[2:].replace("-", "_")
+        text = getattr(options, field)
+        if text is not None:
+            settings[field] = parse_value(field, text, f"{flag} {text!r}")
+    settings["prefix_caching"] = options.prefix_caching
+    if shape is not None:
+        if options.model_id is not None:
+            raise StartError("--shape and --model-id both name a model: leave one out")
+        if settings.get("load_format", "dummy") != "dummy":
+            raise StartError("--shape has no weights of its own: leave --load-format out, or say dummy")
+        settings["load_format"] = "dummy"
+    if options.warmup is not None and options.warmup < 0:
+        raise StartError(f"--warmup must be >= 0. Given: {options.warmup}")
+    if options.iterations is not None and options.iterations < 1:
+        raise StartError(f"--iterations must be >= 1. Given: {options.iterations}")
+    profile = None
+    if options.profile is not None:
+        found = re.fullmatch(r"([1-9][0-9]{0,6})/([1-9][0-9]{0,8})", options.profile)
+        if found is None:
+            raise StartError(f"--profile {options.profile!r} is not ROWS/CONTEXT: two numbers above 0, such as 256/600")
+        profile = Shown(int(found[1]), int(found[2]))
+    ServerConfig(**settings).check()
+    return Task(
+        rows=_choose_rows(options, preset) if asked is None else [asked.row],
+        shape=shape,
+        settings=settings,
+        preset=options.preset,
+        published={found.row: found.published for found in preset.rows if found.published} if preset else {},
+        iterations=options.iterations or (preset or asked or _Defaults()).iterations,
+        warmups=(asked or _Defaults()).warmups if options.warmup is None else options.warmup,
+        whole_warmups=asked is not None,
+        asked=asked,
+        seed=options.seed,
+        floor=options.floor,
+        profile=profile,
+        json_path=options.json or (asked.json_path if asked is not None else None),
+        quiet=options.quiet,
+    )
+
+
+def _check_preset(options: argparse.Namespace) -> None:
+    if options.rows:
+        raise StartError(f"--preset {options.preset} has rows of its own: leave {options.rows[0]} out")
+    if options.shape is not None:
+        raise StartError(f"--preset {options.preset} names a model itself: leave --shape out, or give --model-id")
+
+
+def _check_asked(options: argparse.Namespace, asked: Asked) -> None:
+    """Flags of run_generation are a row: nothing else may say one, nor a model twice."""
+    if options.rows:
+        raise StartError(f"flags of run_generation are a row of their own: leave {options.rows[0]} out")
+    if options.preset is not None:
+        raise StartError(f"--preset {options.preset} has rows of its own: leave the flags of run_generation out")
+    if "model_id" in asked.settings and (options.model_id is not None or options.shape is not None):
+        raise StartError("--model_name_or_path names a model: leave --model-id and --shape out")
+
+
+class _Defaults(NamedTuple):
+    """Of a row that somebody wrote."""
+
+    iterations: int = 1
+    warmups: int = 1
+
+
+def _choose_rows(options: argparse.Namespace, preset: Preset | None) -> list[Row]:
+    if preset is not None:
+        return [found.row for found in preset.rows]
+    return [parse_row(text) for text in options.rows or ([] if options.profile else _DEFAULT_ROWS)]
+
+
+def _build_parser(prog: str) -> argparse.ArgumentParser:
+    parser = command_line.Parser(
+        prog,
+        usage="%(prog)s [OPTIONS] [IN/OUT/REQUESTS ...]",
+        description="Run an engine without a server: REQUESTS prompts of IN random tokens, OUT new tokens each, greedy,"
+        " nothing ends early, all there at the start. What each column means: docs/benchmarking.md.",
+    )
+    parser.add_argument("rows", nargs="*", metavar="IN/OUT/REQUESTS", help=f"default: {' '.join(_DEFAULT_ROWS)}")
+    presets = "; ".join(f"{name}: {preset.text}" for name, preset in PRESETS.items())
+    parser.add_argument("--preset", choices=list(PRESETS), metavar="NAME", help=f"rows and their model. {presets}")
+    model = parser.add_argument_group("model and engine (also from the environment, as for the server)")
+    model.add_argument("--shape", choices=list(SHAPES), help="the dimensions of a known model, random weights")
+    for flag, value, text in _SETTINGS:
+        model.add_argument(flag, metavar=value, help=text)
+    model.add_argument("--prefix-caching", action="store_true", help="reuse equal beginnings (default: off)")
+    measuring = parser.add_argument_group("measuring")
+    measuring.add_argument("--iterations", type=int, metavar="N", help="runs of each row (default: 1, or the preset's)")
+    measuring.add_argument("--warmup", type=int, metavar="N", help="short runs before each row (default: 1)")
+    measuring.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default: 0)")
+    measuring.add_argument("--floor", action="store_true", help="the least time the GPU could take, beside each row")
+    measuring.add_argument("--profile", metavar="ROWS/CONTEXT", help="take a decode step on a GPU apart")
+    measuring.add_argument("--json", metavar="FILE", help="also write everything there, after each row")
+    measuring.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    generation_flags.add_flags(parser)
+    return parser

@@ -1,0 +1,148 @@
+"""What follows from the settings, a model's size and a device's limits: every number the engine runs with, and why.
+
+Third of `config`. Pure functions.
+"""
+
+import msgspec
+
+from text_generation_inference.config.settings import LINEAR_SIZES, ServerConfig
+from text_generation_inference.errors import ResourceError, StartError
+from text_generation_inference.types import Limits
+
+
+class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
+    """What `resolve` must know of a model."""
+
+    max_positions: int  # longest sequence it was made for
+    kv_bytes_per_token: int  # on one rank, all layers
+
+
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """Every derived number, and for each the reason in words."""
+
+    block_size: int
+    num_blocks: int  # the padding block included
+    max_input_tokens: int
+    max_total_tokens: int
+    max_batch_prefill_tokens: int
+    max_batch_size: int
+    reasons: dict[str, str]
+
+    def explain(self) -> list[tuple[str, str]]:
+        """Each derived number (or what has no effect) with its reason, for people."""
+        values = {**msgspec.structs.asdict(self), "max_batch_total_tokens": (self.num_blocks - 1) * self.block_size}
+        return [(f"{name} {values[name]}" if name in values else name, why) for name, why in self.reasons.items()]
+
+
+LONGEST_PADDED = 4096  # tokens of a request where nobody says otherwise: each further length is a shape to warm up
+
+
+def uses_buckets(config: ServerConfig, limits: Limits) -> bool:
+    """Whether every step is padded to a shape of a plan, so that a prompt is computed whole."""
+    return limits.buckets if config.bucketing is None else config.bucketing
+
+
+def choose_strategy(config: ServerConfig) -> str:
+    """As asked, else linear if one of its sizes was given."""
+    if config.bucket_strategy is not None:
+        return config.bucket_strategy
+    if config.vllm_exponential_bucketing is not None:
+        return "exponential" if config.vllm_exponential_bucketing else "linear"
+    return "linear" if any(getattr(config, name) is not None for name in LINEAR_SIZES) else "exponential"
+
+
+def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: int) -> Resolved:
+    """Derive the engine's numbers. `free_bytes` is the memory free on the device once the weights are loaded."""
+    config.check()
+    reasons: dict[str, str] = {}
+    padded = uses_buckets(config, limits)
+    batch_size = config.max_batch_size or limits.max_batch_size
+    reasons["max_batch_size"] = "as given" if config.max_batch_size else "the device's default"
+    longest = size.max_positions
+    reasons["max_total_tokens"] = "positions of the model"
+    if padded and longest > LONGEST_PADDED:
+        longest = LONGEST_PADDED
+        reasons["max_total_tokens"] = "the default where batches are padded"
+    if config.max_total_tokens:
+        longest = config.max_total_tokens
+        reasons["max_total_tokens"] = "as given"
+        if longest > size.max_positions:
+            raise StartError(
+                f"`max_total_tokens` must be <= {size.max_positions}, the positions of the model. Given: {longest}"
+            )
+    if longest < 2:
+        raise StartError(f"`max_total_tokens` must be >= 2. Given: {longest}")
+    if padded and not config.max_batch_size and config.max_batch_total_tokens:
+        batch_size = max(1, config.max_batch_total_tokens // longest)
+        reasons["max_batch_size"] = "max_batch_total_tokens / max_total_tokens"
+    useful = batch_size * (-(-longest // limits.block_size) + 1) * limits.block_size  # each request has one to spare
+    num_tokens = _pool_tokens(config, size, limits, free_bytes, useful, reasons)
+    num_blocks = max(1, num_tokens // limits.block_size)
+    pool_tokens = num_blocks * limits.block_size
+    if pool_tokens < longest:
+        if config.max_total_tokens and config.max_batch_total_tokens:
+            raise StartError(
+                "`max_total_tokens` must be <= `max_batch_total_tokens`."
+                f" Given: {config.max_total_tokens} and {config.max_batch_total_tokens}"
+            )
+        if config.max_total_tokens:
+            raise ResourceError(
+                f"Not enough memory to handle `max_total_tokens={longest}`: the KV cache has room for {pool_tokens}"
+                f" tokens ({_gigabytes(free_bytes)} free). Lower `max_total_tokens` or free memory."
+            )
+        longest = pool_tokens
+        reasons["max_total_tokens"] = "tokens in the KV cache"
+    max_input = config.max_input_tokens or longest - 1
+    reasons["max_input_tokens"] = "as given" if config.max_input_tokens else "max_total_tokens - 1"
+    if max_input >= longest:
+        raise StartError(f"`max_input_tokens`({max_input}) must be < `max_total_tokens`({longest})")
+    prefill = config.max_batch_prefill_tokens or min(limits.max_batch_prefill_tokens, pool_tokens)
+    reasons["max_batch_prefill_tokens"] = "as given" if config.max_batch_prefill_tokens else "the device's default"
+    whole = padded or not limits.mixes_phases  # prompts are not computed in parts
+    if padded and not config.max_batch_prefill_tokens and prefill < max_input:
+        prefill = max_input
+        reasons["max_batch_prefill_tokens"] = "max_input_tokens"
+    if whole and prefill < max_input:
+        raise StartError(f"`max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: {prefill} and {max_input}")
+    if limits.mixes_phases:
+        reasons["waiting_served_ratio, max_waiting_tokens"] = "no effect: prefill and decode share a step here"
+    return Resolved(
+        block_size=limits.block_size,
+        num_blocks=num_blocks + 1,
+        max_input_tokens=max_input,
+        max_total_tokens=longest,
+        max_batch_prefill_tokens=prefill,
+        max_batch_size=batch_size,
+        reasons=reasons,
+    )
+
+
+def _pool_tokens(
+    config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: int, useful: int, reasons: dict[str, str]
+) -> int:
+    """Tokens the KV cache holds: as given, else what memory allows, at most what a full batch can use."""
+    affordable = int(free_bytes * limits.memory_share) // size.kv_bytes_per_token
+    if config.max_batch_total_tokens:
+        needed = config.max_batch_total_tokens * size.kv_bytes_per_token
+        if needed > free_bytes:
+            raise ResourceError(
+                f"Not enough memory for a KV cache of `max_batch_total_tokens={config.max_batch_total_tokens}`: it"
+                f" needs {_gigabytes(needed)}, {_gigabytes(free_bytes)} are free."
+                f" At most {free_bytes // size.kv_bytes_per_token} tokens fit."
+            )
+        reasons["max_batch_total_tokens"] = "as given"
+        return -(-config.max_batch_total_tokens // limits.block_size) * limits.block_size
+    if affordable < limits.block_size:
+        raise ResourceError(
+            f"Not enough memory for a KV cache: {_gigabytes(free_bytes)} are free once the weights are loaded, and one"
+            f" token takes {size.kv_bytes_per_token:,} bytes. Free memory or use a smaller model."
+        )
+    if useful <= affordable:
+        reasons["max_batch_total_tokens"] = "max_batch_size x max_total_tokens, in blocks"
+        return -(-useful // limits.block_size) * limits.block_size
+    reasons["max_batch_total_tokens"] = f"{limits.memory_share:.0%} of the {_gigabytes(free_bytes)} of memory free"
+    return affordable
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

@@ -1,0 +1,259 @@
+"""Settings from environment variables, and the environment of child processes.
+
+Second of `config`. The only readers of the environment are here; the names of variables and how their text is
+read, which flags share, as well.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from text_generation_inference.config.settings import BUCKET_RANGES, PORTS, SECRETS, ServerConfig
+from text_generation_inference.errors import StartError
+
+# Fields whose variable is not their name in capitals; None: no variable.
+_VARIABLES: dict[str, str | None] = {
+    "cache_dir": "TGI_CACHE_DIR",
+    "device": "TGI_DEVICE",
+    "num_threads": "TGI_NUM_THREADS",
+    "offline": "HF_HUB_OFFLINE",
+    "custom_kernels": "DISABLE_CUSTOM_KERNELS",
+    "ignore_eos_token": "TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN",
+    "bucket_strategy": "VLLM_BUCKETING_STRATEGY",
+    "seed": None,
+    "overlap": None,
+    "env": None,
+}
+_SAGEMAKER = {
+    "HF_MODEL_ID": "MODEL_ID",
+    "HF_MODEL_REVISION": "REVISION",
+    "SM_NUM_GPUS": "NUM_SHARD",
+    "HF_MODEL_QUANTIZE": "QUANTIZE",
+    "HF_MODEL_TRUST_REMOTE_CODE": "TRUST_REMOTE_CODE",
+}
+# Other names that releases gave to a variable.
+ALIASES = {
+    "LIMIT_HPU_GRAPHS": "LIMIT_HPU_GRAPH",
+    "VLLM_ENABLE_BUCKETING": "BUCKETING",
+    "VLLM_GRAPH_RESERVED_MEM": "TGI_GRAPH_RESERVED_MEM",
+    "VLLM_PROMPT_QUERY_BUCKET_MIN": "VLLM_PROMPT_SEQ_BUCKET_MIN",
+    "VLLM_PROMPT_QUERY_BUCKET_STEP": "VLLM_PROMPT_SEQ_BUCKET_STEP",
+    "VLLM_PROMPT_QUERY_BUCKET_MAX": "VLLM_PROMPT_SEQ_BUCKET_MAX",
+}
+_STRATEGIES = {"lin": "linear", "exp": "exponential"}  # as VLLM_BUCKETING_STRATEGY abbreviates them
+_TOKENS = ("HF_API_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
+def variable_of(field: str) -> str | None:
+    """The environment variable that sets a field."""
+    return _VARIABLES.get(field, field.upper())
+
+
+# What an engine without a server reads from the environment.
+ENGINE_SETTINGS = frozenset(
+    {
+        "revision",
+        "device",
+        "dtype",
+        "quantize",
+        "kv_cache_dtype",
+        "attention",
+        "load_format",
+        "max_input_tokens",
+        "max_total_tokens",
+        "max_batch_prefill_tokens",
+        "max_batch_total_tokens",
+        "max_batch_size",
+        "max_step_ms",
+        "waiting_served_ratio",
+        "max_waiting_tokens",
+        "prefix_caching",
+        "custom_kernels",
+        "watermark_gamma",
+        "watermark_delta",
+        "cache_dir",
+        "offline",
+        "huggingface_hub_cache",
+        "weights_cache_override",
+        "cuda_graphs",
+        "cuda_memory_fraction",
+        "queue_threshold_ms",
+        "quant_config",
+        "bucketing",
+        "bucket_strategy",
+        "vllm_exponential_bucketing",
+        "batch_bucket_size",
+        "prefill_batch_bucket_size",
+        "pad_sequence_to_multiple_of",
+        *BUCKET_RANGES,
+        "warmup_enabled",
+        "vllm_skip_warmup",
+        "pt_hpu_lazy_mode",
+        "enable_hpu_graph",
+        "limit_hpu_graph",
+        "use_flash_attention",
+        "flash_attention_recompute",
+        "hpu_memory_fraction",
+        "tgi_graph_reserved_mem",
+        "vllm_fp32_softmax",
+    }
+)
+
+
+def read_environment(
+    environment: Mapping[str, str] | None = None, only: Collection[str] | None = None
+) -> dict[str, Any]:
+    """`ServerConfig` fields (or only some) given by environment variables. An empty variable counts as not set."""
+    environment = _rename_aliases(_map_sagemaker(os.environ if environment is None else environment))
+    given: dict[str, Any] = {}
+    for field in msgspec.structs.fields(ServerConfig):
+        variable = variable_of(field.name) if only is None or field.name in only else None
+        text = environment.get(variable) if variable else None
+        # Kubernetes sets PROMETHEUS_PORT=tcp://... for a service called prometheus: not meant for us.
+        if text and variable and not (field.name in PORTS and text.startswith("tcp://")):
+            shown = "***" if field.name in SECRETS else repr(text)
+            given[field.name] = parse_value(field.name, text, f"environment variable {variable}={shown}")
+    if "custom_kernels" in given:
+        given["custom_kernels"] = not given["custom_kernels"]
+    return given
+
+
+def _map_sagemaker(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """On SageMaker the model is named `HF_MODEL_ID` and the server is expected on port 8080."""
+    if not environment.get("HF_MODEL_ID") or environment.get("MODEL_ID"):
+        return environment
+    mapped = {new: environment[old] for old, new in _SAGEMAKER.items() if environment.get(old)}
+    if mapped.get("NUM_SHARD") == "0":  # a machine without accelerators
+        del mapped["NUM_SHARD"]
+    return {**environment, "PORT": "8080", **mapped}
+
+
+def _rename_aliases(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Variables by the names this program uses. Raises `StartError` when two names of one have different values."""
+    renamed = dict(environment)
+    for alias, name in ALIASES.items():
+        text = environment.get(alias)
+        if not text:
+            continue
+        if environment.get(name, text) not in (text, ""):
+            raise StartError(f"{alias}={text!r} and {name}={environment[name]!r} mean the same setting: leave one out")
+        renamed[name] = text
+    return renamed
+
+
+def hub_token(environment: Mapping[str, str] | None = None) -> str | None:
+    """The access token for the hub; None leaves it to the hub's library to find one on disk."""
+    environment = os.environ if environment is None else environment
+    return next((environment[name] for name in _TOKENS if environment.get(name)), None)
+
+
+def failpoints_asked(environment: Mapping[str, str] | None = None) -> str | None:
+    """Faults that a test wants, see `failpoints`."""
+    return (os.environ if environment is None else environment).get("TGI_FAILPOINTS")
+
+
+def child_environment(config: ServerConfig, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for the processes of a server: the hub's settings as its library reads them, and no API key."""
+    child = dict(os.environ if environment is None else environment)
+    child.pop("API_KEY", None)
+    child.pop("ADMIN_API_KEY", None)
+    child.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    token = hub_token(child)
+    if token:
+        child["HF_TOKEN"] = token
+    if config.offline:
+        child["HF_HUB_OFFLINE"] = "1"
+    if config.huggingface_hub_cache:
+        child["HF_HUB_CACHE"] = child["HUGGINGFACE_HUB_CACHE"] = config.huggingface_hub_cache
+    return child
+
+
+def parse_value(field: str, text: str, origin: str) -> Any:
+    """The value of a field from text. `origin` says in the error where the text came from."""
+    kind = _KINDS[field]
+    if field == "ignore_eos_token":
+        return text == "true"  # TGI's rule, which everybody who sets it relies on
+    if field == "bucket_strategy":
+        text = _STRATEGIES.get(text, text)
+    try:
+        return _PARSERS[kind](text)
+    except ValueError:
+        raise StartError(f"{origin} is not valid: it must be {_EXPECTED[kind]}") from None
+
+
+def _parse_bool(text: str) -> bool:
+    if text.strip().lower() in ("true", "1", "yes", "on"):
+        return True
+    if text.strip().lower() in ("false", "0", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
+def _parse_int(text: str) -> int:
+    if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):  # 18 digits: what fits a message
+        raise ValueError(text)
+    return int(text)
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _parse_str(text: str) -> str:
+    text.encode()  # an argument that is not UTF-8 cannot be passed on
+    return text
+
+
+def _parse_list(text: str) -> list[str]:
+    return [item.strip() for item in _parse_str(text).split(",") if item.strip()]
+
+
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    bool: _parse_bool,
+    int: _parse_int,
+    float: _parse_float,
+    str: _parse_str,
+    list[str]: _parse_list,
+    list[int]: lambda text: [_parse_int(item) for item in _parse_list(text)],
+}
+_EXPECTED: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "UTF-8 text",
+    list[str]: "UTF-8 text",
+    list[int]: "whole numbers separated by commas",
+}
+# The type of each field when it is set.
+_KINDS: dict[str, Any] = {
+    field.name: next((kind for kind in get_args(field.type) if type(None) in get_args(field.type) and kind), field.type)
+    for field in msgspec.structs.fields(ServerConfig)
+}
+
+
+def cache_folder(config: ServerConfig, environment: Mapping[str, str] | None = None) -> Path:
+    """Where converted models and compiled kernels are kept."""
+    environment = os.environ if environment is None else environment
+    if config.cache_dir:
+        return expand_home(config.cache_dir, "cache_dir")
+    base = environment.get("XDG_CACHE_HOME") or expand_home("~/.cache", "cache_dir")
+    return Path(base) / "tgi"
+
+
+def expand_home(path: str, setting: str) -> Path:
+    """A path that may begin with `~`. Raises `StartError` where nobody knows what that is, as in bare containers."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise StartError(
+            f"`{setting}`: {path} cannot be found: nothing says where that home folder is (neither HOME nor an entry in"
+            f" passwd). Set HOME, or give `{setting}` as a path from the root."
+        ) from None

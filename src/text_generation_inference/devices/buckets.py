@@ -1,0 +1,342 @@
+"""The shapes of steps on a device that prepares one graph for each: one plan, computed the same way for every device.
+
+Pure Python, whole numbers only: a plan is the same on every machine. Sizes round up, and the largest permitted
+shape is always in the plan, so everything within the limits finds a bucket.
+
+Two strategies. *Linear*: multiples of a step. *Exponential*: a given number of sizes, each larger than the one before
+by the same factor, then rounded up to a step. An axis that has settings of its own under the linear strategy starts
+with powers of two below its step. Shapes that no step can have are left out.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, islice, pairwise
+
+LINEAR, EXPONENTIAL = "linear", "exponential"
+_LENGTH_STEP = 128  # tokens of a prompt, under the exponential strategy
+_BLOCK_STEP = 128
+_RAMP_BATCH_STEP = 32
+MOST_SHAPES = 20_000  # of a phase; nobody would wait for more
+_MOST_MIXED_ROWS = 256
+_PASS_TOKENS = 256  # a pass reads all weights, which takes about as long as computing so many tokens
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """A padded shape: `batch` rows; `length` prompt tokens of each (prefill), or cached blocks of all (decode)."""
+
+    phase: str  # "prefill" or "decode"
+    batch: int
+    length: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch * self.length if self.phase == "prefill" else self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLimits:
+    max_input_tokens: int
+    max_total_tokens: int
+    max_batch_size: int
+    max_batch_prefill_tokens: int
+    block_size: int
+    num_blocks: int | None = None  # that requests can hold; None: as many as they could want
+
+    def __post_init__(self) -> None:
+        if self.max_batch_prefill_tokens < self.max_input_tokens:
+            raise ValueError(
+                f"a prompt of {self.max_input_tokens} tokens is more than the {self.max_batch_prefill_tokens} of a step"
+            )
+
+    @property
+    def blocks_per_row(self) -> int:
+        return -(-self.max_total_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Settings of one axis; None: the default."""
+
+    minimum: int | None = None
+    step: int | None = None
+    maximum: int | None = None
+    count: int | None = None  # of sizes, exponential only
+
+    @property
+    def has_ramp(self) -> bool:
+        return not (self.minimum is self.step is self.maximum is None)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSettings:
+    strategy: str = EXPONENTIAL
+    batch_step: int = 8  # these three: linear only
+    prefill_batch_step: int = 4
+    length_step: int = 128  # tokens; 0: every prompt is padded to the longest
+    prompt_batches: Axis = Axis()
+    prompt_lengths: Axis = Axis()
+    decode_batches: Axis = Axis()
+    decode_blocks: Axis = Axis()
+
+
+class BucketPlan:
+    """Every shape to prepare, and which of them a step takes."""
+
+    def __init__(self, prefill: Sequence[Bucket], decode: Sequence[Bucket], pass_tokens: int = _PASS_TOKENS) -> None:
+        self.pass_tokens = pass_tokens  # what a pass costs beside its tokens
+        self.prefill = tuple(sorted(prefill, key=lambda b: (b.num_tokens, b.length)))
+        self.decode = tuple(sorted(decode, key=lambda b: (b.batch, b.length)))
+
+    @property
+    def shapes(self) -> tuple[Bucket, ...]:
+        return self.prefill + self.decode
+
+    def find_prefill(self, rows: int, longest: int) -> Bucket | None:
+        """The shape for so many prompts, the longest of so many tokens; None if they cannot share a step."""
+        lengths, batches = self._prefill_axes
+        length = _at_least(lengths, longest)
+        batch = _at_least(batches[length], rows) if length is not None else None
+        return None if length is None or batch is None else Bucket("prefill", batch, length)
+
+    def find_decode(self, rows: int, blocks: int) -> Bucket | None:
+        """The shape for so many rows, which have so many blocks in all; None if that is more than the limits allow."""
+        batches, lengths = self._decode_axes
+        batch = _at_least(batches, rows)
+        length = _at_least(lengths[batch], blocks) if batch is not None else None
+        return None if length is None or batch is None else Bucket("decode", batch, length)
+
+    def fits(self, rows: int, longest: int) -> bool:
+        """Whether so many prompts, the longest of so many tokens, can share a step."""
+        return self.find_prefill(rows, longest) is not None
+
+    def group(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Prompts of a step (places in `lengths`) that share a pass: those of like length, where it saves padding.
+
+        Prompts that no shape holds together are alone.
+        """
+        if not lengths:
+            return []
+        order = sorted(range(len(lengths)), key=lambda place: lengths[place])
+        sizes = [_at_least(self._prefill_axes[0], lengths[place]) for place in order]
+        cuts = [place for place in range(1, len(order)) if sizes[place] != sizes[place - 1]]
+        best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # first places -> what they cost at least, where to cut
+        for end in (*cuts, len(order)):
+            for start, (cost, before) in list(best.items()):
+                bucket = self.find_prefill(end - start, lengths[order[end - 1]])
+                if bucket is not None:
+                    total = cost + bucket.num_tokens + self.pass_tokens
+                    best[end] = min(best.get(end, (total, [*before, end])), (total, [*before, end]))
+        if len(order) not in best:
+            return [[place] for place in range(len(lengths))]
+        return [sorted(order[start:end]) for start, end in pairwise((0, *best[len(order)][1]))]
+
+    @cached_property
+    def _prefill_axes(self) -> tuple[list[int], dict[int, list[int]]]:
+        by_length = sorted(self.prefill, key=lambda b: (b.length, b.batch))
+        batches = {length: [b.batch for b in group] for length, group in groupby(by_length, lambda b: b.length)}
+        return list(batches), batches
+
+    @cached_property
+    def _decode_axes(self) -> tuple[list[int], dict[int, list[int]]]:
+        lengths = {batch: [b.length for b in group] for batch, group in groupby(self.decode, lambda b: b.batch)}
+        return list(lengths), lengths
+
+
+def plan_buckets(limits: PlanLimits, settings: BucketSettings) -> BucketPlan:
+    """Raises `ValueError` if there would be more shapes than anybody can use."""
+    if settings.strategy == LINEAR:
+        return BucketPlan(_collect(_linear_prefill(limits, settings)), _collect(_linear_decode(limits, settings)))
+    return BucketPlan(_collect(_exponential_prefill(limits, settings)), _collect(_exponential_decode(limits, settings)))
+
+
+def _collect(shapes: Iterable[Bucket]) -> list[Bucket]:
+    found = list(islice(shapes, MOST_SHAPES + 1))
+    if len(found) > MOST_SHAPES:
+        raise ValueError(f"there would be more than {MOST_SHAPES:,} shapes of {found[0].phase} steps")
+    return found
+
+
+# -- linear --------------------------------------------------------------------------------------------------------
+
+
+def _linear_prefill(limits: PlanLimits, settings: BucketSettings) -> Iterator[Bucket]:
+    longest = limits.max_input_tokens
+    if settings.prompt_lengths.has_ramp:
+        lengths = _ramp(settings.prompt_lengths, 128, 128, longest)
+    else:
+        lengths = steps_up_to(settings.length_step or longest, longest)
+    for length in lengths:
+        most = min(limits.max_batch_size, limits.max_batch_prefill_tokens // length)
+        if settings.prompt_batches.has_ramp:
+            batches = _ramp(settings.prompt_batches, 1, _RAMP_BATCH_STEP, most)
+        else:
+            batches = steps_up_to(settings.prefill_batch_step, most)
+        yield from (Bucket("prefill", batch, length) for batch in batches)
+
+
+def _linear_decode(limits: PlanLimits, settings: BucketSettings) -> Iterator[Bucket]:
+    """Without settings for blocks a row may have as many as the longest request: one shape for each batch."""
+    most = limits.max_batch_size
+    if settings.decode_batches.has_ramp:
+        batches = _ramp(settings.decode_batches, 1, _RAMP_BATCH_STEP, most)
+    else:
+        batches = steps_up_to(settings.batch_step, most)
+    usable = _usable_blocks(limits, settings.decode_blocks)
+    if settings.decode_blocks.has_ramp:
+        return _reachable(limits, batches, _ramp(settings.decode_blocks, 128, _BLOCK_STEP, usable))
+    return (Bucket("decode", batch, min(usable, batch * limits.blocks_per_row)) for batch in batches)
+
+
+def steps_up_to(step: int, maximum: int) -> list[int]:
+    """step, 2 * step, ... and always `maximum` as the last."""
+    if step < 1 or maximum < 1:
+        raise ValueError(f"bucket step {step} and maximum {maximum} must be at least 1")
+    return [*range(step, maximum, step), maximum]
+
+
+def _ramp(axis: Axis, minimum: int, step: int, largest: int) -> list[int]:
+    """minimum, 2 * minimum, 4 * minimum, ... below the step, then its multiples; `largest` is always the last."""
+    minimum, step = axis.minimum or minimum, axis.step or step
+    maximum = min(axis.maximum or largest, largest)
+    sizes: list[int] = []
+    size = minimum
+    while size < min(step, maximum):
+        sizes.append(size)
+        size *= 2
+    sizes += [size for size in range(step, maximum + 1, step) if size >= minimum]
+    return sorted({*sizes, maximum, largest})
+
+
+# -- exponential ---------------------------------------------------------------------------------------------------
+
+
+def _exponential_prefill(limits: PlanLimits, settings: BucketSettings) -> Iterator[Bucket]:
+    most, longest = limits.max_batch_size, limits.max_input_tokens
+    batches = spread(1, 1, most, settings.prompt_batches.count or num_sizes(most))
+    lengths = spread(_LENGTH_STEP, _LENGTH_STEP, longest, settings.prompt_lengths.count or num_sizes(longest))
+    for length in lengths:
+        rows = limits.max_batch_prefill_tokens // length
+        fitting = [batch for batch in batches if batch <= rows]
+        yield from (Bucket("prefill", batch, length) for batch in fitting or [min(most, rows)])
+
+
+def _exponential_decode(limits: PlanLimits, settings: BucketSettings) -> Iterator[Bucket]:
+    most, axis = limits.max_batch_size, settings.decode_blocks
+    batches = spread(1, 1, most, settings.decode_batches.count or num_sizes(most))
+    count = axis.count or num_sizes(_wanted_blocks(limits, axis))
+    blocks = spread(_BLOCK_STEP, _BLOCK_STEP, _usable_blocks(limits, axis), count)
+    return _reachable(limits, batches, blocks)
+
+
+def num_sizes(maximum: int) -> int:
+    """One more than the logarithm to base 2, rounded up."""
+    return (maximum - 1).bit_length() + 1
+
+
+def spread(minimum: int, step: int, maximum: int, count: int) -> list[int]:
+    """Up to `count` sizes from minimum to maximum by equal factors, each rounded up to a multiple of the step.
+
+    Size i is `minimum * (maximum / minimum) ** (i / (count - 1))`: an irrational number that is compared with whole
+    ones by raising both to the power of count - 1. Where rounding meets a size that is taken, the nearest free multiple
+    (or the maximum) takes its place.
+    """
+    if count <= 1 or minimum >= maximum:
+        return [maximum]
+    root = count - 1
+    free = sorted({*range(minimum, maximum + 1, step), maximum})
+    taken: set[int] = set()
+    for i in range(count):
+        power = minimum ** (root - i) * maximum**i  # of the size
+        size = min(maximum, _smallest_multiple(step, maximum, root, power))
+        if size in taken:
+            if not free:
+                break
+            size = nearest(free, root, power)
+        taken.add(size)
+        if size in free:
+            free.remove(size)
+    return sorted(taken)
+
+
+def _smallest_multiple(step: int, maximum: int, root: int, power: int) -> int:
+    """The smallest multiple of the step whose `root`-th power is at least `power`, which is at most that of maximum."""
+    low, high = 1, -(-maximum // step)
+    while low < high:
+        middle = (low + high) // 2
+        if (middle * step) ** root >= power:
+            high = middle
+        else:
+            low = middle + 1
+    return low * step
+
+
+def nearest(sizes: Sequence[int], root: int, power: int) -> int:
+    """Of ascending sizes the one nearest to the `root`-th root of `power`; the smaller of two."""
+    above = next((place for place, size in enumerate(sizes) if size**root > power), len(sizes))
+    if above in (0, len(sizes)):
+        return sizes[max(0, above - 1)]
+    small, large = sizes[above - 1], sizes[above]
+    return small if 2**root * power <= (small + large) ** root else large
+
+
+# -- both ----------------------------------------------------------------------------------------------------------
+
+
+def _wanted_blocks(limits: PlanLimits, axis: Axis) -> int:
+    """Blocks of a full batch of the longest requests, and a step more."""
+    size, rows = limits.block_size, limits.max_batch_size
+    longest = limits.blocks_per_row * size + -(-(axis.step or _BLOCK_STEP) * size // rows)
+    return max(_BLOCK_STEP, rows * longest // size)
+
+
+def _usable_blocks(limits: PlanLimits, axis: Axis) -> int:
+    wanted = _wanted_blocks(limits, axis)
+    return wanted if limits.num_blocks is None else min(wanted, limits.num_blocks)
+
+
+def _reachable(limits: PlanLimits, batches: Sequence[int], blocks: Sequence[int]) -> Iterator[Bucket]:
+    """The product of both axes, without what no step looks up: each row has at least one block and at most so many."""
+    for before, batch in pairwise((0, *batches)):
+        first = bisect_left(blocks, before + 1)
+        last = bisect_left(blocks, min(blocks[-1], batch * limits.blocks_per_row))
+        yield from (Bucket("decode", batch, length) for length in blocks[first : last + 1])
+
+
+def _at_least(sizes: Sequence[int], size: int) -> int | None:
+    index = bisect_left(sizes, size)
+    return sizes[index] if index < len(sizes) else None
+
+
+# -- decode steps that are captured without a plan ------------------------------------------------------------------
+
+
+def decode_sizes(maximum: int) -> list[int]:
+    """Numbers of rows to capture decode steps for, up to `maximum`: in steps so small that padding costs little."""
+    if maximum < 1:
+        raise ValueError(f"maximum {maximum} must be at least 1")
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32)]
+    sizes += range(512, max(513, maximum), 64)
+    return [*(size for size in sizes if size < maximum), maximum]
+
+
+def mixed_sizes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+    """(decode rows, prompt tokens) to capture steps with prompt tokens for, ascending in their sum.
+
+    At most `max_tokens` together. `max_rows` is how many requests there may be.
+    """
+    beside = min(max_rows - 1, _MOST_MIXED_ROWS)  # one of the requests has the prompt
+    rows = {0, *(size for size in (16, 64, 128) if size < beside), beside}
+    tokens = (32, 64, 128, 256, 384, 512, 768, *range(1024, 2049, 256))
+    found = [(row, token) for row in rows for token in tokens if row + token <= max_tokens]
+    return sorted(found, key=lambda size: (sum(size), size))
+
+
+def round_up(sizes: Sequence[int], size: int) -> int:
+    """The smallest of the ascending sizes that is at least `size`."""
+    index = bisect_left(sizes, size)
+    if index == len(sizes):
+        raise ValueError(f"{size} exceeds the largest bucket, {sizes[-1]}")
+    return sizes[index]

@@ -1,0 +1,85 @@
+"""The CPU as a device.
+
+Steps run on one worker thread, so that planning overlaps with computing; torch and the native kernels spread
+each op over all cores.
+"""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from text_generation_inference.devices.device import Ops
+from text_generation_inference.devices.host_memory import available_bytes
+from text_generation_inference.kernels.cpu.ops import BLOCK_BYTES, load_ops
+from text_generation_inference.types import Limits
+
+_WORKING_BYTES = 512 << 20
+
+
+class CpuDevice:
+    name = "cpu"
+    comm_backend = "gloo"
+    runs_ahead = False
+    cache_by_head = False
+
+    def __init__(self, cache_dir: Path, custom_kernels: bool = True, num_threads: int | None = None) -> None:
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self.torch_device = torch.device("cpu")
+        self.limits = Limits(
+            block_size=16,
+            dtypes=["float32", "bfloat16", "float16"],
+            mixes_phases=True,
+            pads=False,
+            max_batch_size=64,
+            max_batch_prefill_tokens=512,
+            memory_share=0.5,
+        )
+        self.ops = _load_ops(cache_dir) if custom_kernels else Ops()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cpu")
+
+    def free_bytes(self) -> int:
+        """Without what steps and the process that answers HTTP will take: pages of the cache are handed out when they
+        are first touched, and must be there then."""
+        free = available_bytes()
+        return free - min(_WORKING_BYTES, free // 4)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Pages that the system hands out, zeroed, when they are first touched: an unused cache costs nothing."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        pages = np.zeros(num_bytes, dtype=np.uint8)
+        return torch.from_numpy(pages).view(dtype).view(shape)  # pyright: ignore[reportUnknownMemberType]
+
+    def submit(self, work: Callable[[], Any]) -> "Future[Any]":
+        return self._worker.submit(work)
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True)
+
+
+def _load_ops(cache_dir: Path) -> Ops:
+    native = load_ops(cache_dir)
+    if isinstance(native, str):
+        return Ops(f"torch ops, slower than native kernels: {native}")
+    return Ops(
+        native.description,
+        pack_linear=native.pack_linear,
+        pack_blocks=native.pack_quantized,
+        block_kinds=frozenset(BLOCK_BYTES),
+        linear=native.linear,
+        embedding=native.embedding,
+        rms_norm=native.rms_norm,
+        add_rms_norm=native.add_rms_norm,
+        silu_mul=native.silu_mul,
+        gelu_tanh_mul=native.gelu_tanh_mul,
+        rotary_and_cache=native.rotary_and_cache,
+        attention=native.attention,
+        greedy=native.greedy,
+        make_stack=native.make_stack,
+        run_stack=native.run_stack,
+    )

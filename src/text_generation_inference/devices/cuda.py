@@ -1,0 +1,247 @@
+"""An NVIDIA GPU as a device.
+
+Work goes to one stream; the planning thread queues it and never waits. Results come back through pinned memory
+with an event, which a thread of its own waits for.
+"""
+
+import gc
+import importlib.util
+import os
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.devices.buckets import decode_sizes, mixed_sizes
+from text_generation_inference.devices.device import GraphForward, Mark, Ops
+from text_generation_inference.devices.driver import Driver, read_driver
+from text_generation_inference.devices.graphs import CapturedForward
+from text_generation_inference.errors import StartError
+from text_generation_inference.kernels import flashinfer_prompts
+from text_generation_inference.kernels.padded import PaddedBatch, as_forward_batch
+from text_generation_inference.kernels.triton.ops import load_ops
+from text_generation_inference.types import Limits
+
+_MIN_CAPABILITY, _BFLOAT16, _FP8 = (7, 5), (8, 0), (8, 9)
+_MARGIN_BYTES = 1 << 30  # what captured steps take beside what torch counts, and what holes between tensors waste
+_COMPILE_THREADS = 16
+_MANY_CORES = 4  # so many compile faster in processes than in threads
+
+
+class CudaDevice:
+    name = "cuda"
+    comm_backend = "nccl"
+    runs_ahead = True
+    cache_by_head = True
+
+    def __init__(
+        self,
+        custom_kernels: bool = True,
+        memory_fraction: float = 1.0,
+        cache_dir: Path | None = None,
+        attention: str | None = None,
+    ) -> None:
+        explain_missing(torch.__version__, torch.version.cuda, read_driver(), custom_kernels)
+        if cache_dir is not None:  # before Triton is imported
+            os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir / "triton"))
+        if not torch.cuda.is_available():
+            raise StartError(
+                f"`device` cuda: PyTorch {torch.__version__} cannot use the GPU that the driver shows. `nvidia-smi` may"
+                " say why; `device` cpu runs without one."
+            )
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        properties = _read_properties(self.torch_device)
+        self.capability = (properties.major, properties.minor)
+        self.description = f"{properties.name} (capability {properties.major}.{properties.minor})"
+        self.limits = Limits(
+            block_size=16,
+            dtypes=["bfloat16", "float16", "float32"] if self.capability >= _BFLOAT16 else ["float16", "float32"],
+            mixes_phases=True,
+            pads=True,
+            max_batch_size=1024,
+            max_batch_prefill_tokens=8192,
+            memory_share=1.0,
+            step_timeout_s=300.0,  # a kernel may have to be compiled
+        )
+        self._memory_fraction = memory_fraction
+        if memory_fraction < 1:
+            torch.cuda.set_per_process_memory_fraction(memory_fraction, self.torch_device)  # pyright: ignore
+        flashinfer = attention == "flashinfer" and flashinfer_prompts.is_installed()
+        faster = "custom kernels are off"
+        if custom_kernels:
+            faster = load_ops(properties.multi_processor_count, flashinfer)
+        self._has_kernels = not isinstance(faster, str)
+        if isinstance(faster, str):
+            self.ops = Ops(f"torch ops, much slower than Triton kernels: {faster}")
+        else:
+            kinds = "Triton kernels, flashinfer for prompts," if flashinfer else "Triton kernels"
+            self.ops = Ops(f"{kinds} on {properties.name}", **faster, from_padded=as_forward_batch)
+        self.stream = torch.cuda.Stream(self.torch_device)
+        self._pool: Any = None  # memory that all captured steps share
+        self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cuda")
+
+    @property
+    def supports_fp8(self) -> bool:
+        return self.capability >= _FP8
+
+    def free_bytes(self) -> int:
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return max(0, free - int((1 - self._memory_fraction) * total) - _MARGIN_BYTES)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with self.scope():  # it is filled in the queue that reads it
+            return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+
+    def submit(self, work: Callable[[], Any]) -> "Future[Any]":
+        return self._finisher.submit(work)
+
+    def close(self) -> None:
+        self._finisher.shutdown(wait=True)
+        torch.cuda.synchronize(self.torch_device)
+
+    # -- before the first request ----------------------------------------------------------------------------------
+
+    def compiling(self) -> AbstractContextManager[Any]:
+        if not self._has_kernels:
+            return nullcontext()
+        from text_generation_inference.kernels.triton.compile_ahead import compile_only
+
+        cores = len(os.sched_getaffinity(0))
+        return compile_only(min(_COMPILE_THREADS, cores), processes=cores >= _MANY_CORES)
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_reserved(self.torch_device)
+        work()
+        torch.cuda.synchronize(self.torch_device)
+        return max(0, torch.cuda.max_memory_reserved(self.torch_device) - before)
+
+    def forget_captures(self) -> None:
+        self._pool = None  # torch takes no new capture into a pool whose graphs are all gone
+
+    # -- the queue -------------------------------------------------------------------------------------------------
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.stream)
+
+    def _after_loading(self) -> None:
+        """Weights and cache were filled outside the queue."""
+        self.stream.wait_stream(torch.cuda.default_stream(self.torch_device))
+
+    def host_words(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(blocking=True)
+        event.record(self.stream)
+        return _EventMark(event)
+
+    def later(self, mark: Mark, finish: Callable[[], Any]) -> "Future[Any]":
+        def wait_and_finish() -> Any:
+            mark.wait()
+            return finish()
+
+        return self._finisher.submit(wait_and_finish)
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Kernels and workspaces that work needs must be there already: such a step was queued before."""
+        if not self._has_kernels:  # torch's own ops look at values on the host, which a capture may not
+
+            def again() -> None:
+                work()
+
+            return again, work()
+        self._after_loading()
+        with self.scope():
+            self.stream.synchronize()
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            # Not `torch.cuda.graph`, which collects garbage and empties caches each time.
+            with _no_collection():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = work()
+                except BaseException:
+                    with suppress(RuntimeError):  # the first error is the one to tell
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        return graph.replay, result
+
+    def decode_sizes(self, maximum: int) -> list[int]:
+        return decode_sizes(maximum)
+
+    def mixed_sizes(self, max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+        return mixed_sizes(max_rows, max_tokens) if self._has_kernels else []  # nothing is captured without them
+
+    def wrap_graphs(
+        self, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None
+    ) -> GraphForward:
+        return CapturedForward(self, forward, first)
+
+
+@contextmanager
+def _no_collection() -> Generator[None, None, None]:
+    """Pinned memory freed during a capture leaves an event in it, and torch fails when it asks for that later."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _read_properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)  # pyright: ignore
+
+
+class _EventMark:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def explain_missing(torch_version: str, torch_cuda: str | None, driver: Driver, custom_kernels: bool) -> None:
+    """Raise `StartError` with the way out if no GPU can be used here."""
+    instead = "`device` cpu runs without a GPU."
+    if torch_cuda is None:
+        raise StartError(
+            f"`device` cuda needs a PyTorch built for CUDA; {torch_version} is not. Install one, or: {instead}"
+        )
+    if driver.problem:
+        raise StartError(f"`device` cuda: no GPU can be used, {driver.problem}. {instead}")
+    built_for = tuple(int(part) for part in torch_cuda.split(".")[:2])
+    if driver.cuda is not None and driver.cuda[0] < built_for[0]:
+        can = f"{driver.cuda[0]}.{driver.cuda[1]}"
+        raise StartError(
+            f"`device` cuda: the NVIDIA driver is too old. It runs CUDA up to {can}, PyTorch {torch_version} is built"
+            f" for CUDA {torch_cuda}. Update the driver, or install a PyTorch built for CUDA {can} or older. {instead}"
+        )
+    gpu = driver.gpus[0]
+    if gpu.capability < _MIN_CAPABILITY:
+        raise StartError(
+            f"`device` cuda: {gpu.name} has compute capability {_dotted(gpu.capability)}, at least"
+            f" {_dotted(_MIN_CAPABILITY)} is needed. CUDA_VISIBLE_DEVICES chooses another GPU. {instead}"
+        )
+    if custom_kernels and importlib.util.find_spec("triton") is None:
+        raise StartError(
+            "`device` cuda needs Triton, which is not installed: install the package triton that belongs to PyTorch"
+            f" {torch_version}. Without it `--disable-custom-kernels` computes with torch's own ops, many times"
+            f" slower. {instead}"
+        )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

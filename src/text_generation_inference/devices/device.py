@@ -1,0 +1,251 @@
+"""What the engine asks of a device, and which one to use.
+
+A device is one file beside this one. Everything above works with `Device` and `Ops` and never hears a device's
+name.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.devices.driver import read_driver
+from text_generation_inference.errors import StartError
+from text_generation_inference.kernels import fp8, padded, reference, resident
+from text_generation_inference.kernels.padded import PaddedBatch
+from text_generation_inference.types import Limits
+
+
+class Ops:
+    """The kernels of a device, by name: the reference ops, with faster ones in their place where there are any."""
+
+    def __init__(self, description: str = "reference ops", **faster: Any) -> None:
+        self.description = description
+        self.pack_linear: Callable[..., Any] = reference.pack_linear
+        self.pack_fp8: Callable[..., Any] = fp8.pack_fp8
+        self.pack_blocks: Callable[..., Any] = _no_blocks
+        self.block_kinds: frozenset[str] = frozenset()  # quantised blocks that `pack_blocks` takes
+        self.linear: Callable[..., Any] = reference.linear
+        self.quantize_rows: Callable[..., Any] = fp8.quantize_rows
+        self.product: Callable[..., Any] | None = None  # `linear` of eight bits that may leave scales: `ScaledRows`
+        self.logits: Callable[..., Any] = reference.logits
+        self.embedding: Callable[..., Any] = reference.embedding
+        self.rms_norm: Callable[..., Any] = reference.rms_norm
+        self.add_rms_norm: Callable[..., Any] = reference.add_rms_norm
+        self.silu_mul: Callable[..., Any] = reference.silu_mul
+        self.gelu_tanh_mul: Callable[..., Any] = reference.gelu_tanh_mul
+        self.rotary_and_cache: Callable[..., Any] = reference.rotary_and_cache
+        self.attention: Callable[..., Any] = reference.attention
+        self.prefill_attention: Callable[..., Any] = padded.prefill_attention
+        self.decode_attention: Callable[..., Any] = padded.decode_attention
+        self.from_padded: Callable[..., Any] | None = None  # for a device whose `attention` is as good on padded passes
+        self.greedy: Callable[..., Any] = reference.greedy
+        self.samples_on_host = False  # all of the choice but `greedy`, from padded logits
+        self.apply_writes: Callable[..., Any] = resident.apply_writes
+        self.gather_inputs: Callable[..., Any] = resident.gather_inputs
+        self.greedy_into: Callable[..., Any] = resident.greedy_into
+        self.choose_into: Callable[..., Any] = resident.choose_into
+        self.make_stack: Callable[..., Any] | None = None  # see `kernels.stack`
+        self.run_stack: Callable[..., Any] | None = None
+        for name, op in faster.items():
+            assert hasattr(self, name), f"{name} is not an op"
+            setattr(self, name, op)
+
+
+def _no_blocks(kind: str, data: torch.Tensor, in_features: int) -> object:
+    raise AssertionError("this device does not compute from quantised blocks")
+
+
+class Device(Protocol):
+    name: str
+    torch_device: torch.device
+    limits: Limits
+    comm_backend: str
+    runs_ahead: bool  # work is queued and done later: see `QueueDevice`
+    cache_by_head: bool  # the tokens of a block lie together for each head, rather than the heads for each token
+
+    @property
+    def ops(self) -> Ops: ...
+
+    def free_bytes(self) -> int:
+        """Memory that a KV cache could take now."""
+        ...
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A large long-lived buffer."""
+        ...
+
+    def submit(self, work: Callable[[], Any]) -> "Future[Any]":
+        """Run work in order after what was submitted before, without waiting for it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Mark(Protocol):
+    """A place in the queue of a device."""
+
+    def wait(self) -> None:
+        """Until everything before it is done."""
+        ...
+
+
+class QueueDevice(Device, Protocol):
+    """A device that takes work faster than it does it. Nothing here waits for it except `Mark.wait`."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Inside, torch ops go to this device's queue."""
+        ...
+
+    def host_words(self, count: int) -> Tensor:
+        """int32 on the host that the queue copies from and to by itself."""
+        ...
+
+    def mark(self) -> Mark: ...
+
+    def later(self, mark: Mark, finish: Callable[[], Any]) -> "Future[Any]":
+        """Call `finish` on another thread once the queue is past the mark; in order."""
+        ...
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Record what `work` queues: (how to queue all of it again, its result).
+
+        Captures share memory: what one leaves is good until another is replayed. A result that stays allocated costs
+        memory of its own, so `work` had better return a long-lived buffer.
+        """
+        ...
+
+    def decode_sizes(self, maximum: int) -> list[int]:
+        """Numbers of rows to capture, up to `maximum`, which is the last."""
+        ...
+
+    def mixed_sizes(self, max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+        """(decode rows, prompt tokens) to capture steps with prompt tokens for, ascending in their sum."""
+        ...
+
+
+class GraphForward(Protocol):
+    """A padded pass that is captured when its shapes are first seen, and replayed afterwards."""
+
+    @property
+    def num_captured(self) -> int: ...
+
+    def __call__(self, batch: PaddedBatch, bypass: bool = False) -> Tensor:
+        """The result is good until the next call. `bypass`: without a graph."""
+        ...
+
+
+class GraphDevice(Device, Protocol):
+    """A device that can prepare a graph for each shape."""
+
+    def wrap_graphs(
+        self, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None
+    ) -> GraphForward:
+        """`first` is the same pass through fewer layers; it loads what a capture must find loaded."""
+        ...
+
+
+class MeasuredDevice(QueueDevice, Protocol):
+    """A device whose free memory all goes to the cache, so that what the largest step takes is measured before."""
+
+    def compiling(self) -> AbstractContextManager[Any]:
+        """Inside, steps only compile their kernels and compute nothing; afterwards all those are ready."""
+        ...
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """The most memory that work held at a time, beside what was held before."""
+        ...
+
+    def forget_captures(self) -> None:
+        """Nobody has a capture any more: those to come share no memory with the earlier ones."""
+        ...
+
+
+class SharingDevice(Device, Protocol):
+    """A device that keeps a part of its memory for passes without a graph; graphs and the cache leave it alone."""
+
+    @property
+    def runtime_bytes(self) -> int: ...
+
+    def all_free_bytes(self) -> int:
+        """With that part."""
+        ...
+
+    def peak_during(self, work: Callable[[], object]) -> int:
+        """The most memory that work held at a time, beside what was held before."""
+        ...
+
+
+def is_queue(device: Device) -> TypeGuard[QueueDevice]:
+    return device.runs_ahead
+
+
+def is_measured(device: Device) -> TypeGuard[MeasuredDevice]:
+    return hasattr(device, "peak_bytes")
+
+
+def is_sharing(device: Device) -> TypeGuard[SharingDevice]:
+    return hasattr(device, "peak_during")
+
+
+class _PlainForward:
+    """On a device without graphs."""
+
+    num_captured = 0
+
+    def __init__(self, forward: Callable[[PaddedBatch], Tensor]) -> None:
+        self._forward = forward
+
+    def __call__(self, batch: PaddedBatch, bypass: bool = False) -> Tensor:
+        return self._forward(batch)
+
+
+def has_graphs(device: Device) -> TypeGuard[GraphDevice]:
+    return hasattr(device, "wrap_graphs")
+
+
+def wrap_graphs(
+    device: Device, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None
+) -> GraphForward:
+    return device.wrap_graphs(forward, first) if has_graphs(device) else _PlainForward(forward)
+
+
+def check_present(config: ServerConfig) -> None:
+    """Raise `StartError` with the way out where a GPU is asked for and there is none: before anything is fetched."""
+    if config.device == "cuda":
+        from text_generation_inference.devices.cuda import explain_missing
+
+        explain_missing(torch.__version__, torch.version.cuda, read_driver(), config.custom_kernels)
+
+
+def choose_device(
+    name: str,
+    cache_dir: Path,
+    custom_kernels: bool,
+    num_threads: int | None,
+    memory_fraction: float = 1.0,
+    config: ServerConfig | None = None,  # for a device with settings of its own
+) -> Device:
+    """The device asked for; "auto" takes the fastest one present."""
+    from text_generation_inference.devices import hpu
+    from text_generation_inference.devices.cpu import CpuDevice  # a device's libraries load only when it is chosen
+
+    known: Sequence[str] = ("auto", "cpu", "cuda", "hpu")
+    if name not in known:
+        raise StartError(f"`device` must be one of {', '.join(known)}. Given: {name}")
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        from text_generation_inference.devices.cuda import CudaDevice
+
+        return CudaDevice(custom_kernels, memory_fraction, cache_dir, config.attention if config else None)
+    settings = hpu.HpuSettings.of(config or ServerConfig())
+    if name == "hpu" or (name == "auto" and hpu.is_present(settings.lazy)):
+        return hpu.HpuDevice(settings, custom_kernels)
+    device = CpuDevice(cache_dir, custom_kernels, num_threads)
+    if name == "auto" and (gpus := read_driver().gpus):
+        device.ops.description += f". {gpus[0].name} is not used: `device` cuda says why"
+    return device

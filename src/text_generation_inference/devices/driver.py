@@ -1,0 +1,73 @@
+"""What the NVIDIA driver says of its GPUs, without torch and without touching their memory.
+
+Standard library only, so that the launcher can ask. Honours CUDA_VISIBLE_DEVICES, as the driver does.
+"""
+
+import ctypes
+from ctypes import byref, c_char_p, c_int, c_size_t, create_string_buffer
+from dataclasses import dataclass, field
+from functools import cache
+
+_LIBRARY = "libcuda.so.1"
+_MAJOR, _MINOR = 75, 76  # attributes of a device: its compute capability
+_NO_DEVICE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """`cuda` is the newest CUDA that the driver runs, such as (13, 0); None without a driver."""
+
+    cuda: tuple[int, int] | None = None
+    gpus: list[Gpu] = field(default_factory=list[Gpu])
+    problem: str = ""  # why there are no GPUs
+
+
+@cache
+def read_driver() -> Driver:
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return Driver(problem="there is no NVIDIA driver here")
+    try:
+        return _ask(library)
+    except AttributeError as error:
+        return Driver(problem=f"the NVIDIA driver lacks a function ({error})")
+
+
+def _ask(library: ctypes.CDLL) -> Driver:
+    number = c_int()
+    cuda = None
+    if library.cuDriverGetVersion(byref(number)) == 0 and number.value:
+        cuda = (number.value // 1000, number.value % 1000 // 10)
+    status = library.cuInit(0)
+    if status == _NO_DEVICE:
+        return Driver(cuda, problem="the NVIDIA driver sees no GPU (is CUDA_VISIBLE_DEVICES set?)")
+    if status != 0:
+        return Driver(cuda, problem=f"the NVIDIA driver does not start: {_explain(library, status)}")
+    library.cuDeviceGetCount(byref(number))
+    gpus = [_ask_gpu(library, place) for place in range(number.value)]
+    return Driver(cuda, gpus, "" if gpus else "the NVIDIA driver sees no GPU (is CUDA_VISIBLE_DEVICES set?)")
+
+
+def _ask_gpu(library: ctypes.CDLL, place: int) -> Gpu:
+    handle, name, memory = c_int(), create_string_buffer(256), c_size_t()
+    major, minor = c_int(), c_int()
+    library.cuDeviceGet(byref(handle), place)
+    library.cuDeviceGetName(name, len(name), handle)
+    library.cuDeviceTotalMem_v2(byref(memory), handle)
+    library.cuDeviceGetAttribute(byref(major), _MAJOR, handle)
+    library.cuDeviceGetAttribute(byref(minor), _MINOR, handle)
+    return Gpu(name.value.decode(errors="replace"), memory.value, (major.value, minor.value))
+
+
+def _explain(library: ctypes.CDLL, status: int) -> str:
+    text = c_char_p()
+    library.cuGetErrorString(status, byref(text))
+    return text.value.decode(errors="replace") if text.value else f"error {status}"

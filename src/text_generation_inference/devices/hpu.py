@@ -1,0 +1,226 @@
+"""An Intel Gaudi card as a device.
+
+The card's compiler makes a program for every shape it meets, so steps are padded to the bucket plan and the
+passes of the plan become graphs. In lazy mode ops are gathered until `mark_step`, and a pass is captured whole; without
+it `torch.compile` does the same. Steps run on one worker thread, so that planning overlaps with computing.
+`habana_frameworks` is met in `kernels/hpu/bridge.py` alone.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.devices.device import GraphForward, Ops
+from text_generation_inference.kernels.hpu.bridge import Bridge, is_present, load_bridge, memory_errors
+from text_generation_inference.kernels.hpu.ops import Choice, load_ops
+from text_generation_inference.kernels.padded import PaddedBatch
+from text_generation_inference.types import Limits
+
+BLOCK_SIZE = 128
+_torch: Any = torch  # for what torch leaves without types
+_COMPILED_SHAPES = 4096  # torch.compile gives up on a function with more; the bucket plan says how many there are
+# What the software wants to find in the environment where matrices are in eight bits, unless the user has set it.
+_FP8_ENVIRONMENT = {
+    "ENABLE_EXPERIMENTAL_FLAGS": "true",
+    "USE_DEFAULT_QUANT_PARAM": "true",
+    "UPDATE_GRAPH_OUTPUT_MME": "false",
+    "ENABLE_CALC_DYNAMIC_RANGE": "false",
+    "UPDATE_MME_OUTPUT_PRECISION_FILTER": "v_proj,matmul_av",
+    "EXPERIMENTAL_WEIGHT_SHARING": "FALSE",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HpuSettings:
+    lazy: bool | None = None  # None: as the environment says
+    graphs: bool = True
+    flash_attention: bool = True
+    flash_attention_recompute: bool = True
+    wide_softmax: bool = True  # when decoding
+    memory_fraction: float = 0.8  # of what is free after loading; the rest is left to the run time
+    graph_share: float = 0.1  # of that, for graphs
+    fp8: bool = False  # matrices in eight bits are asked for
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> "HpuSettings":
+        return cls(
+            lazy=config.pt_hpu_lazy_mode,
+            graphs=config.enable_hpu_graph,
+            flash_attention=config.use_flash_attention,
+            flash_attention_recompute=config.flash_attention_recompute,
+            wide_softmax=config.vllm_fp32_softmax is not False,
+            memory_fraction=config.hpu_memory_fraction,
+            graph_share=config.tgi_graph_reserved_mem,
+            fp8=config.quantize is not None or config.quant_config is not None,
+        )
+
+
+class HpuDevice:
+    runs_ahead = False
+    cache_by_head = False
+    fp8_needs = "Gaudi 2 or later"
+    limits_graphs = True  # prompts run without graphs, unless `limit_hpu_graph` says otherwise
+
+    def __init__(self, settings: HpuSettings | None = None, custom_kernels: bool = True) -> None:
+        self.settings = settings or HpuSettings()
+        if self.settings.fp8:
+            for name, value in _FP8_ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+        self.bridge = bridge = load_bridge(self.settings.lazy)
+        self.name = "hpu (emulated)" if bridge.emulated else "hpu"
+        self.comm_backend = "gloo" if bridge.emulated else "hccl"
+        self.torch_device = bridge.device
+        self.description = f"{self.name}: {bridge.card}, software {bridge.software}"
+        self.fp8_max = bridge.fp8_max
+        self.holds_fp8 = not bridge.emulated  # in-place writes to bytes seen as numbers would copy the cache
+        prepare = getattr(bridge.core, "hpu_set_inference_env", None) or bridge.core.hpu_set_env
+        prepare()
+        captures = self.settings.graphs and bridge.lazy
+        self.limits = Limits(
+            block_size=BLOCK_SIZE,
+            dtypes=["bfloat16", "float32"],
+            mixes_phases=True,
+            pads=True,
+            max_batch_size=32,
+            max_batch_prefill_tokens=4096,
+            memory_share=1 - self.settings.graph_share if captures else 1.0,
+            buckets=True,
+            step_timeout_s=1800.0,  # a shape that was not warmed up is compiled
+        )
+        self.ops = self._load_ops(custom_kernels)
+        self._runtime_bytes: int | None = None  # never given away
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-hpu")
+
+    def _load_ops(self, custom_kernels: bool) -> Ops:
+        settings, bridge = self.settings, self.bridge
+        if bridge.lazy:
+            mode = "lazy mode, HPU graphs" if settings.graphs else "lazy mode, no graphs"
+        else:
+            mode = "eager mode, torch.compile"
+        if not custom_kernels:
+            slower = f"torch ops on {self.description}, {mode}: slower than the card's own kernels"
+            return Ops(slower, samples_on_host=True, greedy=Choice(bridge).greedy)
+        faster = load_ops(bridge, settings.flash_attention, settings.flash_attention_recompute, settings.wide_softmax)
+        return Ops(f"fused kernels on {self.description}, {mode}", **faster)
+
+    @property
+    def supports_fp8(self) -> bool:
+        return self.fp8_max > 0
+
+    def free_bytes(self) -> int:
+        """Less what the run time keeps: a share of what was free when this was first asked, once weights are loaded."""
+        free = self.all_free_bytes()
+        if self._runtime_bytes is None:
+            self._runtime_bytes = int(free * (1 - self.settings.memory_fraction))
+        return max(0, free - self._runtime_bytes)
+
+    def all_free_bytes(self) -> int:
+        """With what the run time keeps: passes without a graph compute in it."""
+        self.bridge.synchronize()
+        return int(self.bridge.torch_hpu.mem_get_info()[0])
+
+    @property
+    def runtime_bytes(self) -> int:
+        return self._runtime_bytes or 0
+
+    def peak_during(self, work: Callable[[], object]) -> int:
+        """The most memory that work held at a time, beside what was held before."""
+        card = self.bridge.torch_hpu
+        self.bridge.synchronize()
+        card.reset_peak_memory_stats()
+        before = int(card.memory_allocated())
+        work()
+        self.bridge.synchronize()
+        return max(0, int(card.max_memory_allocated()) - before)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A cache of four dimensions is a view of one that has the places of all blocks in one: see `kernels.hpu`."""
+        if len(shape) != 4:
+            return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+        blocks, block_size, *rest = shape
+        return torch.zeros((blocks * block_size, *rest), dtype=dtype, device=self.torch_device).view(shape)
+
+    def submit(self, work: Callable[[], Any]) -> "Future[Any]":
+        return self._worker.submit(work)
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True)
+        self.bridge.synchronize()
+
+    def wrap_graphs(
+        self, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None
+    ) -> GraphForward:
+        self.bridge.synchronize()  # weights and caches were filled by another thread
+        module = _PaddedPass(forward)
+        if not self.settings.graphs:
+            call = _ungraphed(module)
+        else:
+            call = _hpu_graphs(self.bridge, module) if self.bridge.lazy else _compiled(module)
+        return _Passes(self.bridge, call, self.settings.graphs)
+
+
+class _PaddedPass(nn.Module):
+    """A graph is found by the shapes of tensors in dicts and lists; any other object would be known by its address."""
+
+    def __init__(self, forward: Callable[[PaddedBatch], Tensor]) -> None:
+        super().__init__()
+        self._pass = forward
+
+    def forward(self, tensors: dict[str, Tensor]) -> Tensor:
+        return self._pass(PaddedBatch(**tensors))
+
+
+def _take_apart(batch: PaddedBatch) -> dict[str, Tensor]:
+    found = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+class _Passes:
+    """Runs passes by the given call: (tensors, bypass) -> logits. On one thread, as ops are gathered by thread."""
+
+    def __init__(self, bridge: Bridge, call: Callable[[dict[str, Tensor], bool], Tensor], captures: bool) -> None:
+        self._bridge, self._call, self._captures = bridge, call, captures
+        self._captured: set[object] = set()  # keys
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
+
+    def __call__(self, batch: PaddedBatch, bypass: bool = False) -> Tensor:
+        with memory_errors():
+            out = self._call(_take_apart(batch), bypass)
+            self._bridge.mark_step()
+        if self._captures and not bypass:
+            self._captured.add(batch.key())
+        return out
+
+
+def _ungraphed(module: nn.Module) -> Callable[[dict[str, Tensor], bool], Tensor]:
+    return lambda tensors, _: module(tensors)
+
+
+def _hpu_graphs(bridge: Bridge, module: nn.Module) -> Callable[[dict[str, Tensor], bool], Tensor]:
+    """Lazy mode. The result is the same tensor for every replay of a graph."""
+    # Inputs are bound to a graph rather than copied into it, so that it holds no memory for them.
+    graphed = bridge.torch_hpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
+    return lambda tensors, bypass: graphed(tensors, bypass_hpu_graphs=True) if bypass else graphed(tensors)
+
+
+def _compiled(module: nn.Module) -> Callable[[dict[str, Tensor], bool], Tensor]:
+    """Without lazy mode: a program for each shape, made by torch.compile."""
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(_COMPILED_SHAPES, dynamo.recompile_limit)
+    dynamo.accumulated_recompile_limit = max(_COMPILED_SHAPES, dynamo.accumulated_recompile_limit)
+    options = {"keep_input_mutations": True}
+    compiled = _torch.compile(module, backend="hpu_backend", dynamic=False, options=options)
+    return lambda tensors, bypass: (module if bypass else compiled)(tensors)
+
+
+__all__ = ["BLOCK_SIZE", "HpuDevice", "HpuSettings", "is_present"]

@@ -1,0 +1,303 @@
+"""Brings an engine up from a configuration: resolve, load, allocate, ready."""
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from text_generation_inference.config import ModelSize, Resolved, ServerConfig, cache_folder, resolve, uses_buckets
+from text_generation_inference.devices.buckets import BucketPlan
+from text_generation_inference.devices.device import (
+    Device,
+    MeasuredDevice,
+    check_present,
+    choose_device,
+    is_measured,
+    is_queue,
+)
+from text_generation_inference.engine.bucketing import (
+    describe_plan,
+    fit_prompts,
+    guess_limits,
+    limits_graphs,
+    make_plan,
+    plan_from,
+)
+from text_generation_inference.engine.calibrate import choose_cache, make_recorder, quantize_spec, read_quant_config
+from text_generation_inference.engine.loop import EngineLoop, StepRunner, is_out_of_memory
+from text_generation_inference.engine.memory import (
+    check_precision,
+    check_weights_fit,
+    measure_steps,
+    most_captured_tokens,
+)
+from text_generation_inference.engine.warm_shapes import StepBytes, measure_shapes, warm_shapes
+from text_generation_inference.errors import EngineError, ResourceError, StartError
+from text_generation_inference.models.decoder import CausalLM
+from text_generation_inference.models.registry import read_config, read_spec
+from text_generation_inference.models.spec import DecoderSpec
+from text_generation_inference.parallel import SINGLE, Parallel
+from text_generation_inference.runner import kv_cache, retract
+from text_generation_inference.runner.bucketed import BucketedRunner
+from text_generation_inference.runner.bucketed_queue import BucketedQueuedRunner
+from text_generation_inference.runner.measure import Recorder
+from text_generation_inference.runner.queued import QueuedRunner
+from text_generation_inference.runner.runner import Runner
+from text_generation_inference.scheduler.blocks import BlockPool
+from text_generation_inference.scheduler.policy import BatchPolicy
+from text_generation_inference.scheduler.scheduler import Scheduler
+from text_generation_inference.text.grammar import GrammarCompiler
+from text_generation_inference.text.tokenizer import Tokenizer
+from text_generation_inference.types import ModelFacts
+from text_generation_inference.weights.checkpoint import Checkpoint
+from text_generation_inference.weights.load import load_checkpoint, load_dummy
+from text_generation_inference.weights.progress import Progress, silent
+from text_generation_inference.weights.quantization import choose_quantization
+from text_generation_inference.weights.source import ModelFolder, find_model
+from text_generation_inference.weights.upload import Upload
+
+
+@dataclass
+class Engine:
+    """Everything that runs: the loop, and what the front end must know."""
+
+    loop: EngineLoop
+    facts: ModelFacts
+    folder: Path
+    device: Device
+    resolved: Resolved
+    grammars: GrammarCompiler  # shared with the runner: what is compiled here need not be there
+    seconds: dict[str, float] = field(default_factory=dict)  # start-up stages
+    notes: list[str] = field(default_factory=list)
+    recorder: Recorder | None = None  # measures every pass
+    buckets: BucketedRunner | BucketedQueuedRunner | None = None  # the runner, where steps have the shapes of a plan
+
+    def close(self) -> None:
+        self.device.close()
+        if self.recorder is not None and self.recorder.has_news:
+            self.recorder.save()
+
+
+def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
+    config.check()
+    calibrated = read_quant_config(config)
+    config = calibrated.config
+    seconds: dict[str, float] = {}
+    cache_dir = cache_folder(config)
+    check_present(config)
+    with _timed(seconds, "resolve"):
+        source = find_model(config, progress, judge=lambda folder: read_spec(read_config(folder)))
+        spec = read_spec(read_config(source.path))
+    with _timed(seconds, "device"):
+        device = choose_device(
+            config.device, cache_dir, config.custom_kernels, config.num_threads, config.cuda_memory_fraction, config
+        )
+        if calibrated.measures and device.ops.block_kinds:  # its kernels keep matrices in forms of their own
+            device.close()
+            device = choose_device(
+                config.device, cache_dir, False, config.num_threads, config.cuda_memory_fraction, config
+            )
+        spec = replace(spec, quantization=quantize_spec(calibrated, spec, device))
+        dtype = choose_dtype(config, device)
+        check_precision(config, spec, device)
+    with _timed(seconds, "load"):
+        model = load_model(config, source, spec, device, dtype, SINGLE, progress)
+    grammars = GrammarCompiler(lambda: Tokenizer.load(source.path), spec.vocab_size)
+    cache_setting = choose_cache(config, spec, model)
+    cache_dtype = kv_cache.choose_dtype(cache_setting, dtype)
+
+    def allocate(num_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        heads, dim, block_size = spec.num_kv_heads, spec.head_dim, device.limits.block_size
+        return kv_cache.allocate(device, spec.num_layers, num_blocks, block_size, heads, dim, cache_dtype)
+
+    bucketed = uses_buckets(config, device.limits)
+    step_bytes = StepBytes()
+    if is_measured(device):
+        progress("compile kernels", 0, 0)
+        with _timed(seconds, "rehearse"):
+            shallow = model.shallow()
+            small = allocate(1)[: len(shallow.model.layers)]
+            step_bytes = _measure(config, spec, device, shallow, small)
+            del small
+    with _timed(seconds, "cache"):
+        size = ModelSize(
+            max_positions=spec.max_positions,
+            kv_bytes_per_token=spec.kv_bytes_per_token(spec.num_kv_heads, cache_dtype.itemsize),
+        )
+        resolved = resolve(config, size, device.limits, max(0, device.free_bytes() - step_bytes.total))
+        if bucketed:
+            resolved = fit_prompts(config, resolved)
+        cache = allocate(resolved.num_blocks)
+    rows, length = resolved.max_batch_size, resolved.max_total_tokens
+    plan = make_plan(config, resolved) if bucketed else None
+    buckets = None
+    try:
+        with _timed(seconds, "prepare"):
+            if plan is not None:
+                runner = buckets = make_bucketed(config, device, model, cache, plan, rows, length, grammars)
+                warm_shapes(
+                    config, resolved, device, buckets, source.model_id, cache_dir, progress, step_bytes.without_graph
+                )
+            else:
+                runner = make_runner(config, device, model, cache, rows, length, grammars)
+                if isinstance(runner, QueuedRunner):
+                    runner.prepare(progress)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise EngineError(f"the device cannot compute: {error}") from error
+        raise ResourceError(
+            f"Not enough memory for {rows} requests of {length} tokens:"
+            f" lower `max_batch_size` or `max_total_tokens` ({error})"
+        ) from None
+    policy = BatchPolicy(
+        max_batch_prefill_tokens=resolved.max_batch_prefill_tokens,
+        max_batch_size=resolved.max_batch_size,
+        max_total_tokens=resolved.max_total_tokens,
+        mixes_phases=device.limits.mixes_phases,
+        max_step_ms=config.max_step_ms,
+        waiting_served_ratio=config.waiting_served_ratio,
+        max_waiting_tokens=config.max_waiting_tokens,
+    )
+    pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching and not bucketed)
+    notes = [note for note in (source.note, device.ops.description) if note]
+    notes += describe_precision(config, spec, cache_setting) + calibrated.describe(spec, model)
+    notes += [f"{name}: {reason}" for name, reason in resolved.explain()]
+    if plan is not None and buckets is not None:
+        notes += describe_plan(config, plan, buckets.bucket_stats)
+    facts = ModelFacts(
+        model_id=source.model_id,
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=spec.vocab_size,
+        max_input_tokens=resolved.max_input_tokens,
+        max_total_tokens=resolved.max_total_tokens,
+        num_blocks=resolved.num_blocks,
+        block_size=resolved.block_size,
+        device=device.name,
+        folder=str(source.path),
+        sha=source.sha,
+        notes=notes,
+    )
+    forget_slots = None
+    if isinstance(runner, QueuedRunner):
+        forget_slots = partial(retract.forget_slots, runner)
+    elif isinstance(runner, BucketedRunner):
+        forget_slots = runner.forget_slots
+    prompts_fit = plan.fits if plan is not None else None
+    scheduler = Scheduler(policy, pool, prompts_fit=prompts_fit, queue_threshold_ms=config.queue_threshold_ms)
+    loop = EngineLoop(scheduler, runner, config.overlap, forget_slots)
+    recorder = make_recorder(calibrated, model, resolved.block_size)
+    return Engine(loop, facts, source.path, device, resolved, grammars, seconds, notes, recorder, buckets)
+
+
+def _measure(
+    config: ServerConfig,
+    spec: DecoderSpec,
+    device: MeasuredDevice,
+    model: CausalLM,
+    cache: list[tuple[torch.Tensor, torch.Tensor]],  # of one block
+) -> StepBytes:
+    if uses_buckets(config, device.limits):
+        plan = plan_from(guess_limits(config, spec.max_positions, device), config)
+        length = config.max_total_tokens or spec.max_positions
+        return measure_shapes(device, plan, partial(make_bucketed, config, device, model, cache), length)
+    return StepBytes(
+        measure_steps(
+            config,
+            spec,
+            device,
+            lambda rows, length: make_runner(config, device, model, cache, rows, length, None),
+        )
+    )
+
+
+def make_runner(
+    config: ServerConfig,
+    device: Device,
+    model: CausalLM,
+    cache: list[tuple[torch.Tensor, torch.Tensor]],
+    num_slots: int,
+    max_total_tokens: int,
+    grammars: GrammarCompiler | None,
+) -> StepRunner:
+    watermark = (config.watermark_gamma, config.watermark_delta)
+    if not is_queue(device):
+        return Runner(device, model, cache, num_slots, max_total_tokens, watermark, grammars)
+    most_tokens = most_captured_tokens(config, model.spec, device, num_slots, max_total_tokens)
+    return QueuedRunner(
+        device, model, cache, num_slots, max_total_tokens, watermark, grammars, config.cuda_graphs, most_tokens
+    )
+
+
+def make_bucketed(
+    config: ServerConfig,
+    device: Device,
+    model: CausalLM,
+    cache: list[tuple[torch.Tensor, torch.Tensor]],
+    plan: BucketPlan,
+    num_slots: int,
+    max_total_tokens: int,
+    grammars: GrammarCompiler | None = None,
+) -> BucketedRunner | BucketedQueuedRunner:
+    watermark = (config.watermark_gamma, config.watermark_delta)
+    limit = limits_graphs(config, device)
+    if is_queue(device):
+        return BucketedQueuedRunner(device, model, cache, num_slots, max_total_tokens, plan, watermark, grammars, limit)
+    return BucketedRunner(device, model, cache, num_slots, max_total_tokens, plan, watermark, grammars, limit)
+
+
+def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:
+    """As asked, else the device's preference."""
+    name = config.dtype or device.limits.dtypes[0]
+    if name not in device.limits.dtypes:
+        raise StartError(f"`dtype` {name} does not run on {device.name}: choose {', '.join(device.limits.dtypes)}")
+    return getattr(torch, name)
+
+
+def describe_precision(config: ServerConfig, spec: DecoderSpec, cache_setting: str | None) -> list[str]:
+    """What is computed or kept in eight bits."""
+    notes: list[str] = []
+    quantization = choose_quantization(config.quantize, spec.quantization)
+    if quantization is not None and quantization.static is None:
+        origin = (
+            "quantised on loading" if quantization.on_loading else f"as the checkpoint has them ({quantization.method})"
+        )
+        notes.append(f"matrices in FP8, {origin}")
+    if cache_setting is not None:
+        notes.append(f"KV cache in {cache_setting}")
+    return notes
+
+
+def load_model(
+    config: ServerConfig,
+    source: ModelFolder,
+    spec: DecoderSpec,
+    device: Device,
+    dtype: torch.dtype,
+    parallel: Parallel,
+    progress: Progress,
+) -> CausalLM:
+    model = CausalLM(device.ops, parallel, spec, device.torch_device)
+    check_weights_fit(config, spec, model, dtype, device)
+    quantization = choose_quantization(config.quantize, spec.quantization)
+    if config.load_format == "dummy":
+        load_dummy(model, dtype, device.torch_device, config.seed, quantization)
+    else:
+        checkpoint = Checkpoint.open(source.weights_path)
+        copies_by_itself = device.runs_ahead and device.torch_device.type != "cpu"
+        with Upload(device.torch_device) if copies_by_itself else nullcontext() as checkpoint.upload:
+            load_checkpoint(model, checkpoint, dtype, device.torch_device, model.ignored, progress, quantization)
+    return model
+
+
+class _timed:
+    def __init__(self, seconds: dict[str, float], stage: str) -> None:
+        self.seconds, self.stage = seconds, stage
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds[self.stage] = time.perf_counter() - self.start

@@ -1,0 +1,125 @@
+"""What QUANT_CONFIG makes of a configuration: an engine that measures, or one that serves with measured scales."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.devices.device import Device
+from text_generation_inference.errors import StartError
+from text_generation_inference.layers.linear import Linear
+from text_generation_inference.models.decoder import CausalLM
+from text_generation_inference.models.spec import DecoderSpec
+from text_generation_inference.runner.measure import Recorder
+from text_generation_inference.weights.calibration import StaticScales
+from text_generation_inference.weights.calibration_config import CalibrationConfig, read_calibration
+from text_generation_inference.weights.calibration_files import check_writable, statistics_path
+from text_generation_inference.weights.quantization import Quantization
+
+FP8_CACHE = "fp8_e4m3fn"
+_SHOWN = 3  # matrices in a note
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """A configuration with what follows from `quant_config`."""
+
+    config: ServerConfig
+    file: CalibrationConfig | None = None
+
+    @property
+    def measures(self) -> bool:
+        return self.file is not None and self.file.mode == "MEASURE"
+
+    @property
+    def quantizes(self) -> bool:
+        return self.file is not None and self.file.mode == "QUANTIZE"
+
+    def describe(self, spec: DecoderSpec, model: CausalLM) -> list[str]:
+        """Notes for the log."""
+        if self.file is None:
+            return []
+        path = statistics_path(self.file.stats, self.file.observer)
+        static = spec.quantization.static if spec.quantization is not None else None
+        if static is not None:
+            origin = f"from {path}" if self.file.methods.need_statistics else "that are fixed"
+            notes = [f"static scales {origin}: {_describe_matrices(static, model)}"]
+        elif self.measures:
+            notes = [f"measuring: the largest values go to {path}"]
+        else:
+            notes = ["QUANT_CONFIG has no effect: its `mode` is NONE"]
+        return [*notes, *self.file.notes]
+
+
+def read_quant_config(config: ServerConfig) -> Calibrated:
+    """Raises `StartError` if the file cannot be used, or other settings say something else."""
+    if not config.quant_config:
+        return Calibrated(config)
+    file = read_calibration(Path(config.quant_config))
+    if file.mode != "MEASURE":
+        return Calibrated(config, file)
+    if config.kv_cache_dtype is not None:
+        raise StartError("`kv_cache_dtype` cannot be set while measuring: values are measured before they are rounded")
+    check_writable(file.stats)
+    # Hooks between modules see passes that run op by op.
+    changes = {"cuda_graphs": [], "enable_hpu_graph": False, "bucketing": None}
+    return Calibrated(msgspec.structs.replace(config, **changes), file)
+
+
+def quantize_spec(calibrated: Calibrated, spec: DecoderSpec, device: Device) -> Quantization | None:
+    """How matrices are stored and loaded."""
+    file, stored = calibrated.file, spec.quantization
+    if file is None or file.mode == "NONE":
+        return stored
+    if stored is not None:
+        raise StartError(
+            "`quant_config` is for models in bfloat16, float16 or float32, but this one is stored in FP8"
+            f" ({stored.method}). Leave QUANT_CONFIG out."
+        )
+    if calibrated.measures:
+        return None
+    scales = StaticScales.load(file, getattr(device, "fp8_max", 448.0))
+    return Quantization("static", on_loading=True, static=scales)
+
+
+def choose_cache(config: ServerConfig, spec: DecoderSpec, model: CausalLM) -> str | None:
+    """The setting `kv_cache_dtype`, or what measured scales make of it. Scales that nothing has are refused."""
+    static = spec.quantization.static if spec.quantization is not None else None
+    if config.kv_cache_dtype is not None or static is None:
+        return config.kv_cache_dtype
+    attentions = [f"model.{layer.name}.{layer.attention.name}" for layer in model.model.layers]
+    if static.quantizes_cache(attentions):
+        return FP8_CACHE
+    if not any(static.find(matrices) for matrices in _list_matrices(model)):
+        raise StartError(
+            f"{static.config.source}: nothing of this model would be in FP8, because the lists leave nothing or the"
+            " measurement has none of its modules. Leave QUANT_CONFIG out to serve the model as it is."
+        )
+    return None
+
+
+def _list_matrices(model: CausalLM) -> list[list[str]]:
+    """The matrices of a checkpoint, each with those that it is multiplied at once with."""
+    return [
+        [prefix + part.name.removesuffix(".weight") for part in module.parts]
+        for prefix, module in model.walk()
+        if isinstance(module, Linear)
+    ]
+
+
+def _describe_matrices(static: StaticScales, model: CausalLM) -> str:
+    matrices = _list_matrices(model)
+    plain = [name for names in matrices if static.find(names) is None for name in names]
+    total = sum(map(len, matrices))
+    text = f"{total - len(plain)} of {total} matrices are in FP8"
+    if not plain:
+        return text
+    more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""
+    return f"{text}; as they were stay {', '.join(plain[:_SHOWN])}{more}"
+
+
+def make_recorder(calibrated: Calibrated, model: CausalLM, block_size: int) -> Recorder | None:
+    if calibrated.file is None or not calibrated.measures:
+        return None
+    return Recorder(model, calibrated.file, block_size)

@@ -1,0 +1,117 @@
+"""Whether a model fits its device, before it is loaded; what its steps take, before there is a KV cache."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.devices.device import Device, MeasuredDevice, is_measured
+from text_generation_inference.engine.loop import StepRunner, is_out_of_memory
+from text_generation_inference.engine.rehearse import SHORTEST, rehearse
+from text_generation_inference.errors import EngineError, ResourceError, StartError
+from text_generation_inference.models.decoder import CausalLM
+from text_generation_inference.models.spec import DecoderSpec
+from text_generation_inference.weights.quantization import Quantization, choose_quantization
+
+_MOST_CAPTURED, _MOST_CAPTURED_IN_EIGHT_BITS = 1024, 2048
+
+
+def weight_bytes(model: CausalLM, dtype: torch.dtype, quantization: Quantization | None) -> int:
+    """What the declared tensors take on the device."""
+    total = 0
+    for prefix, module in model.walk():
+        for declared in module.declare():
+            matrices = [(prefix + part.name).removesuffix(".weight") for part in declared.parts]
+            small = quantization is not None and (
+                quantization.quantizes(declared, matrices)
+                or (declared.quantizable and quantization.scheme_of(matrices[0]) is not None)
+            )
+            each = 1 if small else 4 if declared.keep_float32 else dtype.itemsize
+            total += math.prod(declared.shape) * each
+    return total
+
+
+def check_precision(config: ServerConfig, spec: DecoderSpec, device: Device) -> None:
+    """Raise `StartError` if something is asked for in FP8 that the device cannot compute in it."""
+    if getattr(device, "supports_fp8", True):
+        return
+    asked = {
+        "`quantize` fp8": config.quantize is not None,
+        "`quant_config`": spec.quantization is not None and spec.quantization.static is not None,
+        "this checkpoint, whose matrices are in FP8,": spec.quantization is not None,
+        "`kv_cache_dtype` fp8_e4m3fn": config.kv_cache_dtype is not None,
+    }
+    what = next((name for name, given in asked.items() if given), None)
+    if what is not None:
+        where = getattr(device, "description", device.name)
+        needed = getattr(device, "fp8_needs", "a GPU of compute capability 8.9 or later (Ada, Hopper or newer)")
+        raise StartError(
+            f"{what} needs {needed}, not {where}. Use the model in float16 or bfloat16 without FP8 settings."
+        )
+
+
+def check_weights_fit(
+    config: ServerConfig, spec: DecoderSpec, model: CausalLM, dtype: torch.dtype, device: Device
+) -> None:
+    """Raise `ResourceError` if the weights alone are larger than the device's memory."""
+    if not is_measured(device) and config.load_format != "dummy":  # the host maps files, and may keep them smaller
+        return
+    quantization = choose_quantization(config.quantize, spec.quantization)
+    needed, free = weight_bytes(model, dtype, quantization), device.free_bytes()
+    if needed < free:
+        return
+    ways = [f"a {'GPU' if is_measured(device) else 'machine'} with more memory", "a smaller model"]
+    if is_measured(device) and config.cuda_memory_fraction < 1:
+        ways.insert(0, f"a `cuda_memory_fraction` above {config.cuda_memory_fraction}")
+    if quantization is None and getattr(device, "supports_fp8", False):
+        in_fp8 = weight_bytes(model, dtype, choose_quantization("fp8", None))
+        if in_fp8 < free:
+            ways.insert(0, f"`quantize` fp8 ({_gigabytes(in_fp8)})")
+    raise ResourceError(
+        f"The model is too large: its weights take {_gigabytes(needed)} in {str(dtype).removeprefix('torch.')},"
+        f" {_gigabytes(free)} of memory are free on {getattr(device, 'description', device.name)}. What would help:"
+        f" {', '.join(ways)}."
+    )
+
+
+def most_prompt_tokens(config: ServerConfig, device: Device, rows: int, length: int) -> int:
+    """Of a step of at most so many requests, each of at most so many tokens."""
+    return min(config.max_batch_prefill_tokens or device.limits.max_batch_prefill_tokens, rows * (length - 1))
+
+
+def most_captured_tokens(config: ServerConfig, spec: DecoderSpec, device: Device, rows: int, length: int) -> int:
+    """Of a captured step with prompt tokens: a large model computes more of them for longer than the host takes to
+    queue the step op by op."""
+    in_eight_bits = choose_quantization(config.quantize, spec.quantization) is not None
+    most = _MOST_CAPTURED_IN_EIGHT_BITS if in_eight_bits else _MOST_CAPTURED
+    return min(most, most_prompt_tokens(config, device, rows, length))
+
+
+def measure_steps(
+    config: ServerConfig,
+    spec: DecoderSpec,
+    device: MeasuredDevice,
+    make_runner: Callable[[int, int], StepRunner],  # for so many requests of so many tokens, over a cache of one block
+) -> int:
+    """Bytes that slots, captured steps and the largest permitted step take beside weights and cache."""
+    rows = config.max_batch_size or device.limits.max_batch_size
+    tokens = max(rows, config.max_batch_prefill_tokens or device.limits.max_batch_prefill_tokens)
+    length = max(SHORTEST, config.max_total_tokens or spec.max_positions)
+    wanted = device.decode_sizes(rows) if config.cuda_graphs is None else config.cuda_graphs
+    capture = [size for size in wanted if 0 < size <= rows]
+    mixed = device.mixed_sizes(rows, most_captured_tokens(config, spec, device, rows, length)) if capture else []
+    largest = max((sum(size) for size in mixed), default=0)
+    try:
+        return rehearse(device, lambda: make_runner(rows, length), rows, tokens, length, capture, largest)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise EngineError(f"the device cannot compute: {error}") from error
+        raise ResourceError(
+            f"Not enough memory for a step of {tokens} tokens and {rows} requests once the weights are loaded: lower"
+            f" `max_batch_prefill_tokens` or `max_batch_size` ({str(error).split('. ')[0]})"
+        ) from None
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

@@ -1,0 +1,479 @@
+"""The ops of `kernels.reference` over the native CPU kernels.
+
+Owns the packed weight form and the checks that let a tensor's memory be read directly. What a kernel does
+not take (another dtype, eight bits, an odd layout or head size) goes to the reference op.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from ctypes import c_double, c_float, c_int, c_long, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.kernels import reference
+from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.cpu import build
+from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight
+from text_generation_inference.kernels.stack import StackLayer
+
+KINDS = {"float32": 0, "q4_0": 1, "q4_1": 2, "q8_0": 3}
+BLOCK_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}  # of 32 weights
+ACTIVATIONS = ("silu", "gelu_tanh")
+MAX_HEAD_DIM = 512
+
+_float32 = torch.float32
+_int64 = torch.int64
+_int32 = torch.int32
+_empty = torch.empty
+
+_SIGNATURES: dict[str, tuple[type | None, str]] = {
+    # p: pointer, l: long, f: float, i: int
+    "tgi_vector_bits": (c_int, ""),
+    "tgi_uses_amx": (c_int, ""),
+    "tgi_advise_large_pages": (None, "pl"),
+    "tgi_packed_bytes": (c_long, "ill"),
+    "tgi_pack": (None, "ppli"),
+    "tgi_linear": (None, "pllpppli"),
+    "tgi_embedding": (c_int, "plppi"),
+    "tgi_rms_norm": (None, "plplpfllppi"),
+    "tgi_gate": (None, "iplllpi"),
+    "tgi_rotary_and_cache": (c_int, "pllpllpllpllpplppplllli"),
+    "tgi_attention": (c_int, "pllppllpllpllpplllflfpi"),
+    "tgi_greedy": (None, "plllppi"),
+    "tgi_run_stack": (c_int, "pplpppllpllpppi"),
+    "tgi_probe_fma": (c_double, "i"),
+    "tgi_probe_read": (c_double, "pli"),
+}
+_ARGUMENTS = {"p": c_void_p, "l": c_long, "f": c_float, "i": c_int}
+
+
+class _WeightStruct(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("data", c_void_p),
+    )
+
+
+class Packed:
+    """A weight `[out, in]` in the panels the kernels read. `kind` is a key of KINDS."""
+
+    __slots__ = ("_struct", "address", "data", "in_features", "kind", "out_features", "shape")
+
+    def __init__(self, kind: str, out_features: int, in_features: int, data: Tensor) -> None:
+        self.kind = kind
+        self.out_features = out_features
+        self.in_features = in_features
+        self.shape = torch.Size((out_features, in_features))
+        self.data = data  # uint8; opaque
+        self._struct = _WeightStruct(KINDS[kind], out_features, in_features, data.data_ptr())
+        self.address = ctypes.addressof(self._struct)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+class _LayerStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "qkv", "o", "gate_up", "down")),
+        *((name, c_void_p) for name in ("qkv_bias", "o_bias", "gate_up_bias", "down_bias", "k_cache", "v_cache")),
+        ("window", ctypes.c_int64),
+    )
+
+
+class _StackStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("layers", "final_norm", "cos_sin")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_layers", "heads", "kv_heads", "head_dim", "rotary_dim", "positions")
+        ),
+        *((name, ctypes.c_int64) for name in ("blocks", "block_size", "activation")),
+        *((name, c_float) for name in ("eps", "scale", "softcap")),
+    )
+
+
+class Stack:
+    """The layers of a decoder, ready for `NativeOps.run_stack`. Keeps alive all memory it points to."""
+
+    __slots__ = ("_kept", "address", "hidden")
+
+    def __init__(self, hidden: int, address: int, kept: object) -> None:
+        self.hidden = hidden
+        self.address = address
+        self._kept = kept
+
+
+class NativeOps:
+    """Overrides for a device's `ops`; each method has the meaning of its namesake in `kernels.reference`."""
+
+    def __init__(self, library: ctypes.CDLL, threads: int | None = None) -> None:
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype = result
+            function.argtypes = [_ARGUMENTS[letter] for letter in arguments]
+        self._library = library
+        self._linear = library.tgi_linear
+        self._norm = library.tgi_rms_norm
+        self._gate = library.tgi_gate
+        self._rotary = library.tgi_rotary_and_cache
+        self._attention = library.tgi_attention
+        self._threads: Callable[[], int] = torch.get_num_threads if threads is None else lambda: threads
+        vectors = {512: "AVX-512", 256: "AVX2"}[library.tgi_vector_bits()]
+        if library.tgi_uses_amx():
+            vectors += " and AMX"
+        self.description = f"native {vectors} kernels, {self._threads()} threads"
+
+    def pack_linear(self, weight: Tensor) -> Packed | Tensor:
+        """Bring a weight `[out, in]` into panels; a weight that is not float32 stays as it is."""
+        if weight.dtype is not _float32 or weight.dim() != 2 or weight.device.type != "cpu":
+            return weight
+        weight = weight.detach()
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        return self._pack("float32", weight, weight.shape[1])
+
+    def pack_quantized(self, kind: str, blocks: Tensor, in_features: int) -> Packed:
+        """Pack rows of GGML blocks (uint8 `[rows, bytes_per_row]`); `kind` is q4_0, q4_1 or q8_0."""
+        if kind not in BLOCK_BYTES:
+            raise ValueError(f"cannot pack {kind}: this takes {', '.join(BLOCK_BYTES)}")
+        if (
+            in_features % 32
+            or blocks.shape[1] != in_features // 32 * BLOCK_BYTES[kind]
+            or blocks.dtype is not torch.uint8
+        ):
+            raise ValueError(
+                f"{tuple(blocks.shape)} {blocks.dtype} are not {kind} blocks of {in_features} weights a row"
+            )
+        return self._pack(kind, blocks if blocks.stride(1) == 1 else blocks.contiguous(), in_features)
+
+    def _pack(self, kind: str, rows: Tensor, in_features: int) -> Packed:
+        size = self._library.tgi_packed_bytes(KINDS[kind], rows.shape[0], in_features)
+        # torch aligns to 64 bytes.
+        data = torch.empty(size, dtype=torch.uint8)
+        self._library.tgi_advise_large_pages(data.data_ptr(), size)
+        packed = Packed(kind, rows.shape[0], in_features, data)
+        self._library.tgi_pack(packed.address, rows.data_ptr(), rows.stride(0) * rows.element_size(), self._threads())
+        return packed
+
+    def unpack(self, weight: Packed) -> Tensor:
+        """The weight as float32 `[out, in]`."""
+        return self.embedding(torch.arange(weight.out_features), weight)
+
+    def linear(
+        self,
+        x: Tensor | Fp8Rows,
+        weight: Packed | Tensor | Fp8Weight,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x `[tokens, in]` times weight transposed -> `[tokens, out]`."""
+        if not isinstance(weight, Packed) or not isinstance(x, Tensor):
+            assert not isinstance(weight, Packed)
+            return reference.linear(x, weight, bias, dtype)
+        if x.dtype is not _float32 or x.dim() != 2 or x.stride(1) != 1:
+            wide = x.float().reshape(-1, x.shape[-1]).contiguous()
+            return self.linear(wide, weight, bias).to(x.dtype).view(*x.shape[:-1], weight.out_features)
+        rows, width = x.shape
+        if width != weight.in_features:
+            raise ValueError(f"input of {width} features for a weight of {weight.in_features}")
+        if bias is not None and (bias.dtype is not _float32 or not bias.is_contiguous()):
+            bias = bias.float().contiguous()
+        out_features = weight.out_features
+        out = _empty((rows, out_features))
+        self._linear(
+            x.data_ptr(),
+            rows,
+            x.stride(0),
+            weight.address,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            out_features,
+            self._threads(),
+        )
+        return out
+
+    def embedding(self, ids: Tensor, weight: Packed | Tensor) -> Tensor:
+        """ids `[tokens]`, weight `[vocab, hidden]` -> `[tokens, hidden]`."""
+        if not isinstance(weight, Packed):
+            return reference.embedding(ids, weight)
+        ids = ids.to(_int64).contiguous()
+        out = _empty((*ids.shape, weight.in_features))
+        if self._library.tgi_embedding(ids.data_ptr(), ids.numel(), weight.address, out.data_ptr(), self._threads()):
+            raise IndexError(f"a token id is not below {weight.out_features}")
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+        """x `[tokens, hidden]`."""
+        if into is not None or not _rows(x) or not _vector(weight):
+            return reference.rms_norm(x, weight, eps, into)
+        rows, width = x.shape
+        out = _empty((rows, width))
+        self._norm(
+            x.data_ptr(),
+            x.stride(0),
+            None,
+            0,
+            weight.data_ptr(),
+            eps,
+            rows,
+            width,
+            out.data_ptr(),
+            None,
+            self._threads(),
+        )
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None
+    ) -> tuple[Tensor | Fp8Rows, Tensor]:
+        """Add x to the residual, then normalise: (normalised, new residual)."""
+        if into is not None or not _rows(x) or not _rows(residual) or not _vector(weight):
+            return reference.add_rms_norm(x, residual, weight, eps, into)
+        rows, width = x.shape
+        out = _empty((rows, width))
+        total = _empty((rows, width))
+        self._norm(
+            x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(), eps, rows, width,
+            out.data_ptr(), total.data_ptr(), self._threads(),
+        )  # fmt: skip
+        return out, total
+
+    def silu_mul(self, gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+        """gate_up `[tokens, 2 * width]` -> silu(gate) * up `[tokens, width]`."""
+        if into is not None or not _rows(gate_up):
+            return reference.silu_mul(gate_up, into)
+        return self._gated(0, gate_up)
+
+    def gelu_tanh_mul(self, gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+        """gate_up `[tokens, 2 * width]` -> gelu(gate, tanh form) * up `[tokens, width]`."""
+        if into is not None or not _rows(gate_up):
+            return reference.gelu_tanh_mul(gate_up, into)
+        return self._gated(1, gate_up)
+
+    def _gated(self, kind: int, gate_up: Tensor) -> Tensor:
+        rows, width = gate_up.shape
+        width //= 2
+        out = _empty((rows, width))
+        self._gate(kind, gate_up.data_ptr(), gate_up.stride(0), rows, width, out.data_ptr(), self._threads())
+        return out
+
+    def rotary_and_cache(
+        self,
+        q: Tensor,  # [tokens, heads, head_dim]
+        k: Tensor,  # [tokens, kv_heads, head_dim]
+        v: Tensor,  # [tokens, kv_heads, head_dim]
+        cos_sin: Tensor,  # [positions, rotary_dim] float32: cosines, then sines
+        batch: ForwardBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor:
+        """Rotate q and k by position, write k and v into the cache; return the rotated q."""
+        if not (
+            q.dtype is k.dtype is v.dtype is cos_sin.dtype is k_cache.dtype is v_cache.dtype is _float32
+            and q.stride(2) == k.stride(2) == v.stride(2) == 1
+            and k_cache.is_contiguous()
+            and v_cache.is_contiguous()
+            and cos_sin.is_contiguous()
+            and batch.positions.is_contiguous()
+            and batch.kv_index.is_contiguous()
+        ):
+            return reference.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales)
+        tokens, heads, head_dim = q.shape
+        blocks, block_size, kv_heads, _ = k_cache.shape
+        positions, rotary_dim = cos_sin.shape
+        out = _empty((tokens, heads, head_dim))
+        q_token, q_head, _ = q.stride()
+        k_token, k_head, _ = k.stride()
+        v_token, v_head, _ = v.stride()
+        if self._rotary(
+            q.data_ptr(), q_token, q_head, k.data_ptr(), k_token, k_head, v.data_ptr(), v_token, v_head,
+            cos_sin.data_ptr(), rotary_dim, positions, batch.positions.data_ptr(), batch.kv_index.data_ptr(),
+            blocks * block_size, out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tokens, heads, kv_heads,
+            head_dim, self._threads(),
+        ):  # fmt: skip
+            raise IndexError("a token's position or cache index is out of range")
+        return out
+
+    def attention(
+        self,
+        q: Tensor,  # [tokens, heads, head_dim]
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        window: int | None = None,  # a token sees itself and the `window - 1` tokens before it
+        softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
+        tokens, heads, head_dim = q.shape
+        tables = batch.block_tables
+        seq_lens = batch.seq_lens
+        if not (
+            q.dtype is k_cache.dtype is v_cache.dtype is _float32
+            and head_dim % 8 == 0
+            and head_dim <= MAX_HEAD_DIM
+            and q.stride(2) == 1
+            and k_cache.is_contiguous()
+            and v_cache.is_contiguous()
+            and tables.dtype is seq_lens.dtype is _int32
+            and tables.stride(1) == 1
+            and seq_lens.is_contiguous()
+        ):
+            return reference.attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+        blocks, block_size, kv_heads, _ = k_cache.shape
+        starts = ends = None
+        num_chunks = len(batch.chunk_starts_cpu)
+        if num_chunks:
+            starts = (ctypes.c_int64 * num_chunks)(*batch.chunk_starts_cpu)
+            ends = (ctypes.c_int64 * num_chunks)(*batch.chunk_ends_cpu)
+        out = _empty((tokens, heads * head_dim))
+        if self._attention(
+            q.data_ptr(), q.stride(0), q.stride(1), k_cache.data_ptr(), v_cache.data_ptr(), blocks, block_size,
+            tables.data_ptr(), tables.stride(0), tables.shape[1], seq_lens.data_ptr(), batch.num_decode, num_chunks,
+            starts, ends, heads, kv_heads, head_dim, scale, window or 0, softcap or 0.0, out.data_ptr(),
+            self._threads(),
+        ):  # fmt: skip
+            raise IndexError("a row's block table does not cover its tokens with blocks of the cache")
+        return out
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits `[rows, vocab]` -> (first index of the maximum int64 `[rows]`, its log-probability `[rows]`).
+
+        A row whose maximum is not finite has log-probability NaN.
+        """
+        if not _rows(logits):
+            return greedy(logits)
+        rows, vocab = logits.shape
+        index = _empty(rows, dtype=_int64)
+        logprob = _empty(rows)
+        self._library.tgi_greedy(
+            logits.data_ptr(), logits.stride(0), rows, vocab, index.data_ptr(), logprob.data_ptr(), self._threads()
+        )
+        return index, logprob
+
+    def make_stack(
+        self,
+        layers: Sequence[StackLayer],
+        final_norm: Tensor,
+        cos_sin: Tensor,
+        *,
+        heads: int,
+        eps: float,
+        scale: float,
+        softcap: float | None = None,
+        activation: str = "silu",  # or gelu_tanh
+    ) -> Stack | None:
+        """All layers as one op, or None where something in them has no native kernel."""
+        _, block_size, kv_heads, head_dim = layers[0].k_cache.shape
+        tensors = [final_norm, cos_sin]
+        structs = (_LayerStruct * len(layers))()
+        for layer, struct in zip(layers, structs, strict=True):
+            for name in ("qkv", "o", "gate_up", "down"):
+                weight = getattr(layer, name)
+                if not isinstance(weight, Packed) or weight.shape != getattr(layers[0], name).shape:
+                    return None
+                setattr(struct, name, weight.address)
+            for name in (field[0] for field in _LayerStruct._fields_):
+                value = getattr(layer, name)
+                if isinstance(value, Tensor):
+                    tensors.append(value)
+                    setattr(struct, name, value.data_ptr())
+            if layer.k_cache.shape != layers[0].k_cache.shape or layer.v_cache.shape != layers[0].k_cache.shape:
+                return None
+            struct.window = layer.window or 0
+        first, hidden, width = layers[0], layers[0].o.shape[0], heads * head_dim
+        shapes = {
+            "qkv": (width + 2 * kv_heads * head_dim, hidden),
+            "o": (hidden, width),
+            "down": (hidden, first.down.shape[1]),
+        }
+        shapes["gate_up"] = (2 * first.down.shape[1], hidden)
+        if any(tuple(getattr(first, name).shape) != shape for name, shape in shapes.items()):
+            raise ValueError("the matrices of a stack layer do not fit each other")
+        if head_dim % 8 or head_dim > MAX_HEAD_DIM or cos_sin.shape[1] > head_dim or activation not in ACTIVATIONS:
+            return None
+        if not all(t.dtype is _float32 and t.is_contiguous() and t.device.type == "cpu" for t in tensors):
+            return None
+        stack = _StackStruct(
+            ctypes.addressof(structs), final_norm.data_ptr(), cos_sin.data_ptr(), len(layers), heads, kv_heads,
+            head_dim, cos_sin.shape[1], cos_sin.shape[0], layers[0].k_cache.shape[0], block_size,
+            ACTIVATIONS.index(activation), eps, scale, softcap or 0.0,
+        )  # fmt: skip
+        return Stack(layers[0].o.shape[0], ctypes.addressof(stack), (stack, structs, tuple(layers), tensors))
+
+    def run_stack(self, x: Tensor, stack: Stack, batch: ForwardBatch) -> Tensor:
+        """x `[tokens, hidden]` (embeddings) through all layers and the final norm -> `[tokens, hidden]`."""
+        tokens = x.shape[0]
+        tables, seq_lens = batch.block_tables, batch.seq_lens
+        if not (
+            _rows(x)
+            and x.is_contiguous()
+            and x.shape[1] == stack.hidden
+            and tables.dtype is seq_lens.dtype is _int32
+            and batch.positions.dtype is batch.kv_index.dtype is _int64
+            and len(batch.positions) == len(batch.kv_index) == tokens
+            and tables.stride(1) == 1
+            and seq_lens.is_contiguous()
+            and batch.positions.is_contiguous()
+            and batch.kv_index.is_contiguous()
+        ):
+            raise ValueError("a batch for run_stack holds contiguous float32, int64 and int32 tensors of one length")
+        num_chunks = len(batch.chunk_starts_cpu)
+        starts = ends = None
+        if num_chunks:
+            starts = (ctypes.c_int64 * num_chunks)(*batch.chunk_starts_cpu)
+            ends = (ctypes.c_int64 * num_chunks)(*batch.chunk_ends_cpu)
+        out = _empty((tokens, stack.hidden))
+        if self._library.tgi_run_stack(
+            stack.address, x.data_ptr(), tokens, batch.positions.data_ptr(), batch.kv_index.data_ptr(),
+            tables.data_ptr(), tables.stride(0), tables.shape[1], seq_lens.data_ptr(), batch.num_decode, num_chunks,
+            starts, ends, out.data_ptr(), self._threads(),
+        ):  # fmt: skip
+            raise IndexError("a position, a cache index or a block id of the batch is out of range")
+        return out
+
+    def probe_fma(self, threads: int) -> float:
+        """Floating-point operations a second that this machine can do, for benchmarks."""
+        return self._library.tgi_probe_fma(threads)
+
+    def probe_read(self, memory: Tensor, threads: int) -> float:
+        """Bytes a second at which this machine reads a tensor, for benchmarks."""
+        return self._library.tgi_probe_read(memory.data_ptr(), memory.nbytes, threads)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`NativeOps.greedy` in plain torch."""
+    wide = logits.float()
+    top = wide.amax(-1, keepdim=True)
+    index = torch.where(top.isnan(), wide.isnan(), wide == top).int().argmax(-1)
+    logprob = wide.log_softmax(-1).gather(-1, index[:, None])[:, 0]
+    return index, logprob.masked_fill(~top[:, 0].isfinite(), math.nan)
+
+
+def _rows(x: Tensor) -> bool:
+    return x.dtype is _float32 and x.dim() == 2 and x.stride(1) == 1
+
+
+def _vector(weight: Tensor) -> bool:
+    return weight.dtype is _float32 and weight.is_contiguous()
+
+
+def load_ops(
+    cache_dir: Path,
+    threads: int | None = None,  # None: as many as torch uses at the time of each call
+    compilers: Sequence[str] = build.COMPILERS,
+    march: str = "native",
+) -> NativeOps | str:
+    """The native ops, or the reason why the reference ops have to do."""
+    library = build.load_library(cache_dir, compilers, march)
+    return library if isinstance(library, str) else NativeOps(library, threads)

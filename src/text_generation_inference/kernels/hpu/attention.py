@@ -1,0 +1,228 @@
+"""Rotation, the cache and attention on Gaudi, over padded passes.
+
+Prompts go through the fused attention op, which reads the keys and values of the pass itself. Decoding looks
+at each cached block by itself with the query of the row that owns it, then adds up the blocks of a row: a product with
+a 0/1 matrix, which keeps the matrix engine busy where a scatter would not. In memory a cache is
+`[blocks * block_size, kv_heads, head_dim]`, written by `index_copy_` on the whole tensor: in-place writes to a view of
+it would copy it.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.kernels import reference
+from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.fp8 import FP8
+from text_generation_inference.kernels.hpu.bridge import Bridge
+from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
+from text_generation_inference.kernels.padded import PaddedBatch
+
+_LEAST = -1e30  # below any score. Not -inf: a block outside the window has nothing else, and inf - inf is no number
+
+
+class Attention:
+    def __init__(
+        self, bridge: Bridge, fp8: Fp8Ops, flash: bool = True, recompute: bool = True, wide_softmax: bool = True
+    ) -> None:
+        self._bridge = bridge
+        self._fp8 = fp8
+        self._flash = flash
+        self._recompute = recompute
+        self._wide_softmax = wide_softmax  # scores of decoding in float32 rather than the model's type
+        self._adjust: Any = torch.ops.hpu.block_softmax_adjustment if bridge.generation >= 3 else None
+        self._own: tuple[Tensor, Tensor] | None = None  # keys and values of the layer that is running, as cached
+
+    # -- positions and the cache -----------------------------------------------------------------------------------
+
+    def rotary_and_cache(
+        self,
+        q: Tensor,  # [tokens, heads, head_dim]
+        k: Tensor,  # [tokens, kv_heads, head_dim]
+        v: Tensor,  # [tokens, kv_heads, head_dim]
+        cos_sin: Tensor,  # [positions, rotary_dim] float32: cosines, then sines
+        batch: PaddedBatch | ForwardBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor:
+        if isinstance(batch, ForwardBatch):  # without buckets, each step is compiled anew
+            return reference.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales)
+        self._bridge.mark_step()  # once in a layer: all layers are then the same piece
+        cos, sin = cos_sin.index_select(0, batch.positions).to(q.dtype)[:, None, :].chunk(2, dim=-1)
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        keys = self._write(self._rotate(k, cos, sin), k_cache, batch.kv_index, kv_scales[0])
+        values = self._write(v, v_cache, batch.kv_index, kv_scales[1])
+        self._own = (keys, values) if batch.is_prefill else None
+        return self._rotate(q, cos, sin)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        kernels, width = self._bridge.kernels, cos.shape[-1]
+        half_turn = kernels.RotaryPosEmbeddingMode.BLOCKWISE
+        if width == x.shape[-1]:
+            return kernels.apply_rotary_pos_emb(x, cos, sin, None, 0, half_turn)
+        turned = kernels.apply_rotary_pos_emb(x[..., :width], cos, sin, None, 0, half_turn)
+        return torch.cat((turned, x[..., width:]), dim=-1)
+
+    def _write(self, values: Tensor, cache: Tensor, index: Tensor, scale: float) -> Tensor:
+        """Into the cache; returns what can be read from it."""
+        stored = values.to(cache.dtype) if cache.dtype is not FP8 else self._fp8.to_cache(values, scale)
+        flat = _flat(cache)
+        flat.index_copy_(0, index, stored.view(flat.dtype))
+        return values if cache.dtype is not FP8 else self._fp8.from_cache(stored, scale, values.dtype)
+
+    def _read(self, cache: Tensor, blocks: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        """-> `[len(blocks), kv_heads, block_size, head_dim]`"""
+        flat = _flat(cache)
+        found = flat.view(-1, cache.shape[1], *flat.shape[1:]).index_select(0, blocks)
+        found = found.to(dtype) if cache.dtype is not FP8 else self._fp8.from_cache(found.view(FP8), scale, dtype)
+        return found.transpose(1, 2)
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def prefill_attention(
+        self,
+        q: Tensor,  # [tokens, heads, head_dim]
+        k: Tensor,  # not rotated: what `rotary_and_cache` has made of it is kept here
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PaddedBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor:
+        """Causal attention of whole prompts over themselves -> `[tokens, heads * head_dim]`."""
+        assert self._own is not None, "rotary_and_cache comes first"
+        keys, values = self._own
+        self._own = None
+        q, keys, values = (
+            x.reshape(batch.batch, batch.length, *x.shape[1:]).transpose(1, 2) for x in (q, keys, values)
+        )
+        narrow = window is not None and window < batch.length
+        if softcap is not None or not self._flash:
+            out = _matmul_attention(q, keys, values, _causal_mask(batch, window), scale, softcap)
+        elif narrow:  # the op takes lengths with the causal mask alone
+            mask = _causal_mask(batch, window).expand(batch.batch, 1, -1, -1)
+            out = self._sdpa(q, keys, values, mask, False, scale, None)
+        else:
+            # Rows of padding look at their first token: with nothing to look at, they would have no numbers.
+            out = self._sdpa(q, keys, values, None, True, scale, batch.seq_lens.clamp(min=1))
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def _sdpa(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        lengths: Tensor | None,
+    ) -> Tensor:
+        apply = self._bridge.kernels.FusedSDPA.apply  # takes arguments by position alone
+        return apply(q, k, v, mask, 0.0, causal, scale, "None", self._recompute, lengths, "right")
+
+    # -- decoding --------------------------------------------------------------------------------------------------
+
+    def decode_attention(
+        self,
+        q: Tensor,  # [batch, heads, head_dim]
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PaddedBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor:
+        """Attention of each row's one token over its blocks -> `[batch, heads * head_dim]`; padding gets 0."""
+        assert batch.block_list is not None and batch.block_groups is not None
+        kv_heads, rows, groups = k_cache.shape[2], batch.batch, batch.block_groups
+        mapping = (groups[:, None] == torch.arange(rows, device=q.device)).to(q.dtype)  # [blocks, batch]
+        seen = _seen(batch, mapping, k_cache.shape[1], window)  # [blocks, block_size]
+        keys = self._read(k_cache, batch.block_list, kv_scales[0], q.dtype)
+        values = self._read(v_cache, batch.block_list, kv_scales[1], q.dtype)
+        # What is not seen may be anything, even no number, and a weight of zero does not undo that.
+        values = torch.where(seen[:, None, :, None], values, 0)
+        queries = (q * scale).index_select(0, groups.clamp(min=0)).view(len(groups), kv_heads, -1, q.shape[-1])
+        scores = queries @ keys.transpose(-1, -2)  # [blocks, kv_heads, group, block_size]
+        scores = scores.float() if self._wide_softmax else scores
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.where(seen[:, None, None, :], scores, _LEAST)
+        largest = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - largest)
+        factors = self._join(largest, weights.sum(-1, keepdim=True), groups, mapping)
+        mixed = (weights.to(q.dtype) @ values) * factors.to(q.dtype)
+        return _add_up(mixed.flatten(1), mapping)
+
+    def _join(self, largest: Tensor, sums: Tensor, groups: Tensor, mapping: Tensor) -> Tensor:
+        """What each block's result is multiplied with so that the blocks of a row add up to a softmax."""
+        blocks, rows = mapping.shape
+        owner = torch.where(groups < 0, rows, groups)  # fillers have a group of their own
+        if self._adjust is not None:
+            shape = (*largest.shape, 1)  # the op wants five dimensions
+            factors = self._adjust(largest.view(shape), sums.to(largest.dtype).view(shape), owner, rows + 1)
+            return factors.view(largest.shape)
+        best = torch.full((rows + 1, *largest.shape[1:]), _LEAST, dtype=largest.dtype, device=largest.device)
+        best = best.index_reduce_(0, owner.long(), largest, "amax")
+        change = torch.exp(largest - best.index_select(0, owner))
+        scaled = (sums * change).view(blocks, -1)
+        total = mapping.to(scaled.dtype) @ _sum_rows(scaled, mapping)
+        return change / torch.maximum(total, scaled).view(change.shape)  # a filler's total is 0 by itself
+
+
+def _sum_rows(x: Tensor, mapping: Tensor) -> Tensor:
+    """x `[blocks, width]` added up by row; what is no number counts nothing."""
+    return mapping.transpose(0, 1).to(x.dtype) @ torch.where(torch.isfinite(x), x, 0)
+
+
+def _add_up(x: Tensor, mapping: Tensor) -> Tensor:
+    """x `[blocks, width]` -> `[batch, width]`. A row that has something that is no number becomes that, no other does:
+    zero times it is not zero, and every row's sum runs over all blocks."""
+    broken = (~torch.isfinite(x)).any(-1, keepdim=True).to(x.dtype)
+    return _sum_rows(x, mapping).masked_fill(_sum_rows(broken, mapping) > 0, math.nan)
+
+
+def _flat(cache: Tensor) -> Tensor:
+    """`[blocks * block_size, kv_heads, head_dim]`: the tensor that the cache is a view of, where the device made it."""
+    if cache.dtype is FP8 and cache.device.type == "cpu":  # where torch moves eight bits as bytes only
+        return cache.view(torch.uint8).flatten(0, 1)
+    base = cache._base
+    return base if base is not None and base.dim() == 3 and base.dtype is cache.dtype else cache.flatten(0, 1)
+
+
+def _seen(batch: PaddedBatch, mapping: Tensor, block_size: int, window: int | None) -> Tensor:
+    """bool `[blocks, block_size]`: which places of its blocks a row's token looks at."""
+    assert batch.block_usage is not None and batch.block_groups is not None and batch.row_starts is not None
+    place = torch.arange(block_size, device=mapping.device)
+    seen = (place < batch.block_usage[:, None]) & (batch.block_groups >= 0)[:, None]
+    if window is not None:
+        number = torch.arange(mapping.shape[0], device=mapping.device)
+        # Products with the mapping rather than look-ups by -1. float32 holds these integers exactly.
+        facts = torch.stack((batch.row_starts, batch.seq_lens), dim=-1).float()
+        start, length = (mapping.float() @ facts).unbind(-1)
+        seen = seen & ((number - start)[:, None] * block_size + place >= (length - window)[:, None])
+    return seen
+
+
+def _causal_mask(batch: PaddedBatch, window: int | None) -> Tensor:
+    """bool `[length, length]`"""
+    position = torch.arange(batch.length, device=batch.seq_lens.device)
+    distance = position[:, None] - position
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+
+
+def _matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """q `[batch, heads, length, head_dim]`, k and v with fewer heads -> like q."""
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, *q.shape[2:])
+    scores = (grouped @ k[:, :, None].transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype)
+    return (weights @ v[:, :, None]).flatten(1, 2)

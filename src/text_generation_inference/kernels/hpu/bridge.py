@@ -1,0 +1,143 @@
+"""Intel's software for Gaudi cards (`habana_frameworks`), loaded when the device is chosen: the only import of it.
+
+Everything else here asks a `Bridge` which card and mode it runs in. The package registers the torch device
+`hpu` and the ops under `torch.ops.hpu` as it is imported, and reads lazy mode then, once.
+"""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from text_generation_inference.errors import StartError
+
+PACKAGE = "habana_frameworks"
+_INSTEAD = "`device` cpu runs without a card; docs/gaudi.md tells what a machine with Gaudi cards needs."
+_NO_MEMORY = "PT_DEVMEM"  # the part of the software that speaks when the card has no memory left
+_FP8_RANGE = {1: 0.0, 2: 240.0, 3: 448.0}  # largest number of the card's e4m3; Gaudi 1 has none
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    generation: int  # 1, 2 or 3
+    lazy: bool  # ops are gathered and launched by `mark_step`; graphs can be captured
+    emulated: bool  # the stand-in of the tests: no card, tensors on the CPU
+    software: str
+    device: torch.device
+    torch_hpu: Any  # habana_frameworks.torch.hpu
+    core: Any  # habana_frameworks.torch.core
+    kernels: Any  # habana_frameworks.torch.hpex.kernels
+    normalization: Any  # habana_frameworks.torch.hpex.normalization
+
+    @property
+    def card(self) -> str:
+        return "Gaudi" if self.generation == 1 else f"Gaudi{self.generation}"
+
+    @property
+    def fp8_max(self) -> float:
+        return _FP8_RANGE[self.generation]
+
+    def mark_step(self) -> None:
+        """Launch what was gathered. Between pieces that repeat, so that each is compiled once."""
+        if self.lazy:
+            self.core.mark_step()
+
+    def synchronize(self) -> None:
+        self.mark_step()
+        self.torch_hpu.synchronize()
+
+    def count_compilations(self) -> int:
+        """Graphs and segments compiled in this process since its start."""
+        metric = importlib.import_module(f"{PACKAGE}.torch.hpu.metrics").metric_global("graph_compilation")
+        return int(dict(metric.stats())["TotalNumber"])
+
+
+@contextmanager
+def memory_errors() -> Generator[None]:
+    """The card's lack of memory becomes torch's error for it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _NO_MEMORY not in str(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error
+
+
+@cache
+def load_bridge(lazy: bool | None = None) -> Bridge:
+    """Raises `StartError` with the way out if there is no card, or none that can run in this mode.
+
+    None: as the environment says, else lazy.
+    """
+    os.environ.setdefault("PT_HPU_LAZY_MODE", "0" if lazy is False else "1")
+    try:
+        habana = importlib.import_module(f"{PACKAGE}.torch")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(PACKAGE):
+            raise
+        raise StartError(f"`device` hpu needs Intel's package {PACKAGE}, which is not installed. {_INSTEAD}") from None
+    except (ImportError, OSError, AssertionError) as error:
+        # Versions of PyTorch and the package that do not belong together are found by an assertion as it is imported.
+        raise StartError(f"`device` hpu: {PACKAGE} {_version()} cannot be used: {error}. {_INSTEAD}") from error
+    parts = {name: _part(name) for name in ("hpu", "core", "hpex.kernels", "hpex.normalization")}
+    if not parts["hpu"].is_available():
+        raise StartError(
+            "`device` hpu: no Gaudi card can be used. `hl-smi` shows those that the driver sees, HABANA_VISIBLE_DEVICES"
+            f" those that a container gets; a card serves one process at a time. {_INSTEAD}"
+        )
+    is_lazy = bool(_part("utils.internal").is_lazy())
+    if lazy is not None and is_lazy is not lazy:
+        raise StartError(
+            f"PT_HPU_LAZY_MODE is {os.environ['PT_HPU_LAZY_MODE']} in the environment, but `pt_hpu_lazy_mode`"
+            f" {str(lazy).lower()} is asked for: {PACKAGE} reads the variable as it is imported. Give one of them."
+        )
+    emulated = bool(getattr(habana, "EMULATED", False))
+    return Bridge(
+        generation=_generation(),
+        lazy=is_lazy,
+        emulated=emulated,
+        software=_version(),
+        device=torch.device("cpu" if emulated else "hpu"),
+        torch_hpu=parts["hpu"],
+        core=parts["core"],
+        kernels=parts["hpex.kernels"],
+        normalization=parts["hpex.normalization"],
+    )
+
+
+def is_present(lazy: bool | None) -> bool:
+    """Whether there is a real card, to be chosen without being told to."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return False
+    try:
+        return not load_bridge(lazy).emulated
+    except StartError:
+        return False
+
+
+def _part(name: str) -> ModuleType:
+    return importlib.import_module(f"{PACKAGE}.torch.{name}")
+
+
+def _generation() -> int:
+    experimental = _part("utils.experimental")
+    found, known = experimental._get_device_type(), experimental.synDeviceType
+    names = {"synDeviceGaudi": 1, "synDeviceGaudi2": 2, "synDeviceGaudi3": 3}
+    for name, generation in names.items():
+        if found == getattr(known, name, None):
+            return generation
+    raise StartError(f"`device` hpu: {found} is not a Gaudi card that is known here. {_INSTEAD}")
+
+
+def _version() -> str:
+    try:
+        return str(_part("version").__version__)
+    except ImportError:
+        return "of unknown version"

@@ -1,0 +1,81 @@
+"""Products in eight bits on Gaudi.
+
+The card's e4m3 ends at 240 (Gaudi 2) or 448 (Gaudi 3): bits that mean more are no numbers on Gaudi 2, so
+weights that were made for 448 are fitted first. Weights have a scale per output row; those with a scale per square are
+brought to that form when they are loaded.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.kernels import fp8
+from text_generation_inference.kernels.fp8 import FP8, FP8_MAX, Fp8Rows, Fp8Weight
+from text_generation_inference.kernels.hpu.bridge import Bridge
+
+_SMALLEST = 1e-8  # of a row of zeros
+_ROWS_AT_A_TIME = 1024
+
+
+class Fp8Ops:
+    def __init__(self, bridge: Bridge) -> None:
+        self._full_scale = bridge.fp8_max
+        self._ops: Any = torch.ops.hpu
+
+    def pack_fp8(self, weight: Fp8Weight) -> Fp8Weight:
+        """The weight in the form and range that the card multiplies. Called once after loading, on any device."""
+        if not weight.by_square and float(weight.data.cpu().float().abs().max()) <= self._full_scale:
+            return weight
+        data = torch.empty_like(weight.data)
+        scales: list[Tensor] = []
+        rows = weight.shape[0]
+        for first in range(0, rows, _ROWS_AT_A_TIME):  # a few at a time, as they are widened
+            part = slice(first, min(first + _ROWS_AT_A_TIME, rows))
+            wide = weight.data[part].cpu().float() * _spread(weight, part).cpu()  # the card would read some as NaN
+            scale = (wide.abs().amax(-1) / self._full_scale).clamp(min=_SMALLEST)
+            data[part] = (wide / scale[:, None]).clamp(-self._full_scale, self._full_scale).to(FP8).to(data.device)
+            scales.append(scale)
+        scale = torch.cat(scales).to(weight.scale.device)
+        input_scale = weight.input_scale
+        if input_scale is not None:  # whoever made the weight for 448 has chosen it for 448, too
+            input_scale = input_scale * (FP8_MAX / self._full_scale)
+        return Fp8Weight(data, scale, input_scale, weight.dtype, weight.input_bound)
+
+    def quantize_rows(self, x: Tensor, into: Fp8Weight) -> Fp8Rows:
+        """x `[tokens, in]`, with the one scale that was measured for this weight's inputs, else one per row."""
+        if into.input_scale is not None:
+            scale = into.input_scale
+        else:
+            scale = ((x.abs().amax(-1, keepdim=True) + _SMALLEST) / self._full_scale).float()
+        data = self._ops.cast_to_fp8_v2(x, scale.reciprocal(), False, False, FP8)[0]
+        return Fp8Rows(data, scale)
+
+    def linear(
+        self,
+        x: Tensor | Fp8Rows,
+        weight: Tensor | Fp8Weight,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        if isinstance(weight, Tensor):
+            assert isinstance(x, Tensor)
+            return torch.nn.functional.linear(x, weight, bias)
+        if isinstance(x, Tensor):
+            dtype = dtype or x.dtype
+            x = self.quantize_rows(x, weight)
+        out_dtype = dtype or weight.dtype
+        return self._ops.fp8_gemm_v2(
+            x.data, False, weight.data, True, None, out_dtype, x.scale, weight.scale, bias, False
+        )
+
+    def to_cache(self, values: Tensor, scale: float) -> Tensor:
+        """What a cache in eight bits holds of values."""
+        return self._ops.cast_to_fp8_v2(values, 1 / scale, False, False, FP8)[0]
+
+    def from_cache(self, stored: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        return self._ops.cast_from_fp8(stored, scale, dtype)
+
+
+def _spread(weight: Fp8Weight, rows: slice) -> Tensor:
+    return fp8.spread(weight.scale, *weight.shape).expand(weight.shape[0], -1)[rows]

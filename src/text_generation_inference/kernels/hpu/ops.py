@@ -1,0 +1,75 @@
+"""The table of ops for Gaudi; the only entrance.
+
+Whatever is not here is computed by the reference ops, which the card's compiler fuses.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.kernels import reference
+from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight
+from text_generation_inference.kernels.hpu.attention import Attention
+from text_generation_inference.kernels.hpu.bridge import Bridge
+from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
+
+
+class _Norms:
+    def __init__(self, bridge: Bridge, fp8: Fp8Ops) -> None:
+        self._fused: Any = bridge.normalization.FusedRMSNorm
+        self._fp8 = fp8
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+        normed = self._fused.apply(x[None], weight, eps)[0]  # the op wants three dimensions
+        return normed if into is None else self._fp8.quantize_rows(normed, into)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None
+    ) -> tuple[Tensor | Fp8Rows, Tensor]:
+        residual = residual + x
+        return self.rms_norm(residual, weight, eps, into), residual
+
+    def silu_mul(self, gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self._pass_on(torch.nn.functional.silu(gate) * up, into)
+
+    def gelu_tanh_mul(self, gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self._pass_on(torch.nn.functional.gelu(gate, approximate="tanh") * up, into)
+
+    def _pass_on(self, x: Tensor, into: Fp8Weight | None) -> Tensor | Fp8Rows:
+        return x if into is None else self._fp8.quantize_rows(x, into)
+
+
+class Choice:
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Launched at once: gathered with what the next pass begins with, it would be a new piece for each pair."""
+        chosen = reference.greedy(logits)
+        self._bridge.mark_step()
+        return chosen
+
+
+def load_ops(bridge: Bridge, flash: bool = True, recompute: bool = True, wide_softmax: bool = True) -> dict[str, Any]:
+    """The faster ops by name, for `Ops`. `flash`: prompts through the fused attention op, which may `recompute`."""
+    fp8 = Fp8Ops(bridge)
+    norms = _Norms(bridge, fp8)
+    attention = Attention(bridge, fp8, flash, recompute, wide_softmax)
+    return {
+        # The card has no 64-bit integers, which noise is made of, and every op that is new to it is compiled.
+        "samples_on_host": True,
+        "greedy": Choice(bridge).greedy,
+        "pack_fp8": fp8.pack_fp8,
+        "linear": fp8.linear,
+        "quantize_rows": fp8.quantize_rows,
+        "rms_norm": norms.rms_norm,
+        "add_rms_norm": norms.add_rms_norm,
+        "silu_mul": norms.silu_mul,
+        "gelu_tanh_mul": norms.gelu_tanh_mul,
+        "rotary_and_cache": attention.rotary_and_cache,
+        "prefill_attention": attention.prefill_attention,
+        "decode_attention": attention.decode_attention,
+    }

@@ -1,0 +1,182 @@
+"""`PaddedBatch`: one padded pass of one phase, and attention over it in plain torch: the definition.
+
+For devices that prepare one graph for each shape: a batch holds tensors only, as scalars would make new
+graphs, and which of them are None depends on the phase alone. Nothing here reads a value on the host, so that every
+pass with the same shapes does the same work. Padding writes to block 0, which no request owns.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from text_generation_inference.kernels import fp8
+from text_generation_inference.kernels.batch import PREFILL_TILE, ForwardBatch
+
+_LEAST = -1e30  # below any score: whoever has seen nothing adds exp(-1e30) = 0
+
+
+@dataclass(slots=True)
+class PaddedBatch:
+    """Prefill: `batch` whole prompts of up to `length` tokens, padded on the right. Decode: one token of each row.
+
+    tokens = batch * length, row after row.
+    """
+
+    input_ids: Tensor  # [tokens] int64; padding 0
+    positions: Tensor  # [tokens] int64; padding 0
+    kv_index: Tensor  # [tokens] int64: block id * block size + offset; padding 0
+    seq_lens: Tensor  # [batch] int32: cached tokens once this pass has written its own; 0: a row of padding
+    logit_tokens: Tensor | None = None  # prefill [wanted] int64: tokens whose logits are needed; decode: all
+    block_list: Tensor | None = None  # decode [blocks] int32: what rows have in the cache, row after row; filler 0
+    block_groups: Tensor | None = None  # decode [blocks] int32: the row each belongs to; filler -1
+    block_usage: Tensor | None = None  # decode [blocks] int32: filled places of each; filler 1
+    row_starts: Tensor | None = None  # decode [batch] int32: where in `block_list` a row begins; padding -1
+
+    @property
+    def batch(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.input_ids.shape[0] // self.batch
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.block_list is None
+
+    def tensors(self) -> list[Tensor | None]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def key(self) -> tuple[tuple[int, ...] | None, ...]:
+        """What a graph is found by."""
+        return tuple(None if tensor is None else tuple(tensor.shape) for tensor in self.tensors())
+
+
+def prefill_attention(
+    q: Tensor,  # [tokens, heads, head_dim]
+    k: Tensor,  # [tokens, kv_heads, head_dim] as `rotary_and_cache` has left them:
+    v: Tensor,  # for devices where that is what the cache holds
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PaddedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """Causal attention of whole prompts over themselves -> `[tokens, heads * head_dim]`.
+
+    Padding lies behind what real tokens look at, so the causal mask is all they need.
+    """
+    rows, length = batch.batch, batch.length
+    block, place = batch.kv_index // k_cache.shape[1], batch.kv_index % k_cache.shape[1]
+    keys = _read(k_cache, block, place, kv_scales[0], q.dtype)
+    values = _read(v_cache, block, place, kv_scales[1], q.dtype)
+    queries, keys, values = (x.reshape(rows, length, *x.shape[1:]).transpose(1, 2) for x in (q, keys, values))
+    position = torch.arange(length, device=q.device)
+    distance = position[:, None] - position
+    mask = distance >= 0
+    if window is not None:
+        mask = mask & (distance < window)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+    else:
+        groups = queries.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+        scores = softcap * torch.tanh((queries @ keys.transpose(-1, -2)).float() * (scale / softcap))
+        out = scores.masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype) @ values
+    return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def decode_attention(
+    q: Tensor,  # [batch, heads, head_dim]
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PaddedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """Attention of each row's one token over its blocks -> `[batch, heads * head_dim]`; padding gets 0.
+
+    Each block is looked at by itself, with the query of the row that owns it; then the blocks of a row are joined.
+    """
+    assert batch.block_list is not None and batch.block_groups is not None
+    assert batch.block_usage is not None and batch.row_starts is not None
+    rows, size, kv_heads = batch.batch, k_cache.shape[1], k_cache.shape[2]
+    blocks = batch.block_list.long()
+    filler = batch.block_groups < 0
+    owner = batch.block_groups.clamp(min=0).long()
+    place = torch.arange(size, device=q.device)
+    seen = (place < batch.block_usage[:, None]) & ~filler[:, None]  # [blocks, block_size]
+    if window is not None:
+        number = torch.arange(blocks.shape[0], device=q.device) - batch.row_starts[owner]
+        seen = seen & (number[:, None] * size + place >= batch.seq_lens[owner, None] - window)
+    # What is not seen may be anything, even NaN, and a weight of zero does not undo that.
+    unseen = ~seen[..., None, None]
+    keys = _read(k_cache, blocks, None, kv_scales[0], q.dtype).masked_fill(unseen, 0).float()
+    values = _read(v_cache, blocks, None, kv_scales[1], q.dtype).masked_fill(unseen, 0).float()
+    grouped = q.float().reshape(rows, kv_heads, -1, q.shape[2]) * scale
+    queries = grouped[owner]  # [blocks, kv_heads, group, head_dim]
+    scores = torch.einsum("bhgd,bshd->bhgs", queries, keys)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.where(seen[:, None, None, :], scores, _LEAST)
+    best = torch.full((rows, *scores.shape[1:3]), _LEAST, device=q.device)
+    index = owner[:, None, None].expand(-1, *scores.shape[1:3])
+    best = best.scatter_reduce(0, index, scores.amax(-1), "amax")
+    weights = torch.exp(scores - best[owner][..., None]) * seen[:, None, None, :]
+    mixed = torch.einsum("bhgs,bshd->bhgd", weights, values)
+    total = torch.zeros_like(best).index_add(0, owner, weights.sum(-1))
+    out = torch.zeros((rows, *mixed.shape[1:]), device=q.device).index_add(0, owner, mixed)
+    return (out / total.clamp(min=1e-30)[..., None]).to(q.dtype).flatten(1)
+
+
+def _read(cache: Tensor, block: Tensor, place: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+    """Whole blocks of a cache, or one place in each, in the type that attention computes in."""
+    stored = cache.view(torch.uint8) if cache.dtype is fp8.FP8 else cache
+    found = stored[block] if place is None else stored[block, place]
+    return (found.view(fp8.FP8).float() * scale).to(dtype) if cache.dtype is fp8.FP8 else found.to(dtype)
+
+
+def as_forward_batch(batch: PaddedBatch) -> ForwardBatch:
+    """The same pass for kernels that read block tables and tiles of prompts; made on the device."""
+    rows, length, device = batch.batch, batch.length, batch.seq_lens.device
+    if batch.block_list is not None:
+        assert batch.row_starts is not None
+        return ForwardBatch(
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            kv_index=batch.kv_index,
+            block_tables=batch.block_list[:, None],  # a row's table is what follows its start
+            seq_lens=batch.seq_lens,
+            num_decode=rows,
+            chunk_starts_cpu=[],
+            chunk_ends_cpu=[],
+            max_seq_len=0,
+            logit_tokens=None,
+            table_rows=batch.row_starts,
+        )
+    offsets = torch.arange(0, length, PREFILL_TILE, dtype=torch.int32, device=device)
+    row = torch.arange(rows, dtype=torch.int32, device=device)[:, None].expand(-1, offsets.shape[0])
+    at = offsets.expand(rows, -1)
+    counts = (batch.seq_lens[:, None] - at).clamp(0, PREFILL_TILE)
+    tiles = torch.stack((row, row * length + at, at, counts, torch.zeros_like(at)), dim=-1)
+    return ForwardBatch(
+        input_ids=batch.input_ids,
+        positions=batch.positions,
+        kv_index=batch.kv_index,
+        block_tables=batch.seq_lens[:, None],  # not read: nothing is cached before these prompts
+        seq_lens=batch.seq_lens,
+        num_decode=0,
+        chunk_starts_cpu=[0] * rows,
+        chunk_ends_cpu=[length] * rows,
+        max_seq_len=length,
+        logit_tokens=batch.logit_tokens,
+        table_rows=row[:, 0],
+        prefill_tiles=tiles.flatten(0, 1),
+    )

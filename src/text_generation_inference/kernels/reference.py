@@ -1,0 +1,214 @@
+"""Every op of a model pass in plain torch: the definition that faster kernels are tested against.
+
+An op reads and writes tensors only. A device's `ops` starts as this module and overrides what is faster.
+KV caches are `[blocks, block_size, kv_heads, head_dim]`, in the model's type or in eight bits (`kernels.fp8`) with a
+scale for all keys and one for all values of a layer. An op that is told the matrix its result goes `into` returns it
+quantised for that matrix.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from text_generation_inference.kernels import fp8
+from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight
+
+
+def pack_linear(weight: Tensor) -> Tensor:
+    """Bring a weight `[out, in]` into the form `linear` wants. Called once after loading."""
+    return weight
+
+
+def linear(
+    x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x `[tokens, in]` times weight transposed -> `[tokens, out]` of x's type, or of `dtype` where x is quantised."""
+    if isinstance(weight, Tensor):
+        assert isinstance(x, Tensor)
+        return F.linear(x, weight, bias)
+    if isinstance(x, Tensor):
+        return fp8.linear(fp8.quantize_rows(x, weight), weight, bias, dtype or x.dtype)
+    return fp8.linear(x, weight, bias, dtype or weight.dtype)
+
+
+def _pass_on(x: Tensor, into: Fp8Weight | None) -> Tensor | Fp8Rows:
+    return x if into is None else fp8.quantize_rows(x, into)
+
+
+def logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """hidden `[tokens, hidden]` times weight `[vocab, hidden]` transposed, into `out` if there is one (float32)."""
+    result = F.linear(hidden, weight)
+    return result if out is None else out.copy_(result)
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """ids `[tokens]`, weight `[vocab, hidden]` -> `[tokens, hidden]`."""
+    return F.embedding(ids, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    """x `[tokens, hidden]`, normalised in float32."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return _pass_on(weight * wide.to(x.dtype), into)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None
+) -> tuple[Tensor | Fp8Rows, Tensor]:
+    """Add x to the residual, then normalise: (normalised, new residual)."""
+    residual = residual + x
+    return rms_norm(residual, weight, eps, into), residual
+
+
+def silu_mul(gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    """gate_up `[tokens, 2 * width]` -> silu(gate) * up `[tokens, width]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _pass_on(F.silu(gate) * up, into)
+
+
+def gelu_tanh_mul(gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    """gate_up `[tokens, 2 * width]` -> gelu(gate, tanh form) * up `[tokens, width]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _pass_on(F.gelu(gate, approximate="tanh") * up, into)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the halves of x `[tokens, heads, head_dim]`; cos, sin `[tokens, 1, rotary_dim / 2]`."""
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def rotary_and_cache(
+    q: Tensor,  # [tokens, heads, head_dim]
+    k: Tensor,  # [tokens, kv_heads, head_dim]
+    v: Tensor,  # [tokens, kv_heads, head_dim]
+    cos_sin: Tensor,  # [positions, rotary_dim] float32: cosines, then sines
+    batch: ForwardBatch,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in eight bits
+) -> Tensor:
+    """Rotate q and k by position, write k and v into the cache; return the rotated q.
+
+    With a cache in eight bits k and v become what can be read from it.
+    """
+    cos, sin = cos_sin[batch.positions].to(q.dtype)[:, None, :].chunk(2, dim=-1)
+    _write(rotate(k, cos, sin), k, k_cache, batch.kv_index, kv_scales[0])
+    _write(v, v, v_cache, batch.kv_index, kv_scales[1])
+    return rotate(q, cos, sin)
+
+
+def _write(values: Tensor, rounded: Tensor, cache: Tensor, index: Tensor, scale: float) -> None:
+    """Values into the cache; what can be read from a cache in eight bits is left in `rounded`."""
+    if cache.dtype is fp8.FP8:
+        stored = fp8.to_fp8(values.float() / scale)
+        rounded.copy_(_read(stored, scale, values.dtype))
+        values, cache = stored.view(torch.uint8), cache.view(torch.uint8)
+    block_size = cache.shape[1]
+    cache[index // block_size, index % block_size] = values.to(cache.dtype)
+
+
+def _read(stored: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """What a cache holds, in the type that attention computes in."""
+    return (stored.float() * scale).to(dtype) if stored.dtype is fp8.FP8 else stored.to(dtype)
+
+
+def attention(
+    q: Tensor,  # [tokens, heads, head_dim]
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: ForwardBatch,
+    scale: float,
+    window: int | None = None,  # a token sees itself and the `window - 1` tokens before it
+    softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
+    kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in eight bits
+    k: Tensor | None = None,  # [tokens, kv_heads, head_dim] that this step has put into the cache, as it holds them:
+    v: Tensor | None = None,  # for kernels that would rather read them here
+) -> Tensor:
+    """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
+    prompts: list[tuple[Tensor, int, int, int]] = []  # blocks, first token, position of it, position after the last
+    if batch.prefill_tiles is not None and not batch.chunk_starts_cpu:  # a padded step, which only the device describes
+        tiles: list[list[int]] = batch.prefill_tiles[batch.prefill_tiles[:, 3] > 0].tolist()  # pyright: ignore
+        prompts = [(batch.block_tables[slot, None], token, at, at + count) for slot, token, at, count, _ in tiles]
+    if batch.table_rows is not None:
+        tables = batch.block_tables[batch.table_rows.clamp(min=0).long()]
+        seq_lens = batch.seq_lens.clamp(min=1)  # padding looks at one token of block 0
+        batch = replace(batch, block_tables=tables, seq_lens=seq_lens, table_rows=None)
+    out = torch.empty_like(q)
+    n = batch.num_decode
+    if n:
+        out[:n] = _decode_attention(q[:n], k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+    token = n
+    for row, (start, end) in enumerate(zip(batch.chunk_starts_cpu, batch.chunk_ends_cpu, strict=True), n):
+        prompts.append((batch.block_tables[row, None], token, start, end))
+        token += end - start
+    for table, token, start, end in prompts:
+        count = end - start
+        keys = _read(_gather(k_cache, table, end), kv_scales[0], q.dtype)
+        values = _read(_gather(v_cache, table, end), kv_scales[1], q.dtype)
+        query_positions = torch.arange(start, end, device=q.device)
+        mask = _mask(query_positions[None, :], end, window)
+        out[token : token + count] = _attend(q[None, token : token + count], keys, values, mask, scale, softcap)[0]
+    return out.flatten(1)
+
+
+def _decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: ForwardBatch,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    kv_scales: tuple[float, float],
+) -> Tensor:
+    n, length, tables = batch.num_decode, batch.max_seq_len, batch.block_tables[: batch.num_decode]
+    # Past a row's end a block may hold anything, even NaN, and a weight of zero does not undo that.
+    beyond = (torch.arange(length, device=q.device) >= batch.seq_lens[:n, None])[..., None, None]
+    keys = _read(_gather(k_cache, tables, length), kv_scales[0], q.dtype).masked_fill(beyond, 0)
+    values = _read(_gather(v_cache, tables, length), kv_scales[1], q.dtype).masked_fill(beyond, 0)
+    mask = _mask(batch.seq_lens[:n, None] - 1, length, window)
+    return _attend(q[:, None], keys, values, mask, scale, softcap)[:, 0]
+
+
+def _gather(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
+    """The first `length` cached tokens of each row -> `[rows, length, kv_heads, head_dim]`."""
+    block_size = cache.shape[1]
+    blocks = block_tables[:, : -(-length // block_size)].long()
+    return cache[blocks].flatten(1, 2)[:, :length]
+
+
+def _mask(query_positions: Tensor, length: int, window: int | None) -> Tensor:
+    """query_positions `[rows, queries]` -> bool `[rows, 1, queries, length]`: may this query see this token."""
+    tokens = torch.arange(length, device=query_positions.device)
+    distance = query_positions[:, :, None] - tokens
+    mask = distance >= 0
+    if window is not None:
+        mask &= distance < window
+    return mask[:, None]
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """q `[rows, queries, heads, head_dim]`, keys and values `[rows, length, kv_heads, head_dim]` -> like q."""
+    q, keys, values = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)
+    groups = q.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    scores = (q @ keys.transpose(-1, -2)).float() * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype)
+    return (weights @ values).transpose(1, 2)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits `[rows, vocab]` float32 -> best token `[rows]` and its log-probability `[rows]`."""
+    best, tokens = logits.max(dim=-1)
+    return tokens, best - logits.logsumexp(dim=-1)

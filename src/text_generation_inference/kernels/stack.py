@@ -1,0 +1,32 @@
+"""All layers of a plain decoder as one op, for devices where the calls between small ops cost as much as the ops.
+
+A device that can do this offers `Ops.make_stack` and `Ops.run_stack`; either may return None for a model or a
+batch it is not made for. Elsewhere layers run one by one.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StackLayer:
+    """What one layer of a plain pre-norm decoder reads. Matrices are results of `pack_linear` or `pack_blocks`."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Any  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    o: Any
+    post_norm: Tensor  # [hidden]
+    gate_up: Any  # [2 * intermediate, hidden]
+    down: Any
+    k_cache: Tensor
+    v_cache: Tensor
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    q_norm: Tensor | None = None  # [head_dim]: each head is normalised before it is rotated
+    k_norm: Tensor | None = None
+    window: int | None = None
+    kv_scales: tuple[float, float] = (1.0, 1.0)  # of a cache in eight bits

@@ -1,0 +1,243 @@
+# pyright: basic, reportMissingImports=false
+"""The op `attention` over the paged cache, and every choice of how its kernels are launched.
+
+Caches are `[blocks, block_size, kv_heads, head_dim]` by shape; any order in memory will do as long as head_dim
+is contiguous.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from text_generation_inference.kernels import reference
+from text_generation_inference.kernels.batch import PREFILL_TILE, ForwardBatch
+from text_generation_inference.kernels.fp8 import FP8
+from text_generation_inference.kernels.triton.bulk_attention import prefill_in_bulk
+from text_generation_inference.kernels.triton.decode_attention import decode_by_group, decode_by_lane
+from text_generation_inference.kernels.triton.launch import dependent_launch
+from text_generation_inference.kernels.triton.prefill_attention import prefill
+
+_MAX_SPLITS = 32
+_SOME_ROWS, _MANY_ROWS = 80, 512  # many have short contexts, as memory goes
+_LONG_PROMPT = 512  # tokens on average: shorter ones leave large tiles empty
+_MANY_TILES = 8  # of prompts: fewer are done before the copy engine has been told what to bring
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeChoice:
+    block: int  # tokens at a time
+    warps: int
+    stages: int
+    splits: int  # parts of a row
+    lanes: int = 0  # 0: on tensor cores
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChoice:
+    queries: int  # at most PREFILL_TILE
+    block: int  # tokens at a time
+    warps: int
+    stages: int
+    bulk: bool = False  # tiles are brought by the copy engine
+
+
+def choose_decode(
+    rows: int, kv_heads: int, group: int, d_pad: int, dtype: torch.dtype, cache_dtype: torch.dtype, num_processors: int,
+    async_copies: bool = True,
+) -> DecodeChoice:  # fmt: skip
+    """`async_copies`: what is loaded ahead needs no registers."""
+    splits = num_splits(rows, kv_heads, num_processors)
+    if dtype is torch.float32 or d_pad > 128:
+        return DecodeChoice(32, 4, 2, splits)
+    one_warp = async_copies and group <= 8  # else its registers do not suffice
+    if group == 1 and cache_dtype is FP8:
+        # Lanes: tokens that one load of 16 bytes in each thread brings.
+        if splits > 1:
+            return DecodeChoice(64, 2, 2, splits, lanes=min(32, 1024 // d_pad))
+        if rows >= _MANY_ROWS:
+            return DecodeChoice(32, 1, 3, splits, lanes=min(32, 512 // d_pad))
+        return DecodeChoice(64, 4, 3, splits, lanes=min(64, 2048 // d_pad))
+    if splits > 1:
+        return DecodeChoice(64, 2, 3, splits)
+    # With many programs each may be small: one waits while the others load, and a row's last tile is less empty.
+    if rows >= _SOME_ROWS and one_warp:
+        return DecodeChoice(32, 1, 5 if cache_dtype is FP8 else 4, splits)
+    return DecodeChoice(64, 2 if cache_dtype is FP8 else 4, 3, splits)
+
+
+def choose_prefill(d_pad: int, dtype: torch.dtype, prefix: bool, bulk: bool = False) -> PrefillChoice:
+    """`prefix`: some of the tokens are read from the cache; `bulk`: the copy engine can bring the others."""
+    if bulk and not prefix:
+        return PrefillChoice(128, 64, 8, 3, bulk=True) if d_pad <= 128 else PrefillChoice(64, 32, 4, 2, bulk=True)
+    if dtype is torch.float32:
+        return PrefillChoice(32, 32, 4, 1)
+    if d_pad > 128:
+        return PrefillChoice(64, 32, 4, 2)
+    return PrefillChoice(PREFILL_TILE if prefix else 64, 32, 4, 3)
+
+
+def num_splits(rows: int, kv_heads: int, num_processors: int) -> int:
+    """Parts per row so that there is work for each processor, however few rows there are."""
+    places = rows * kv_heads
+    wanted = -(-(2 * num_processors - places // 4) // places)  # a few too few parts are better than twice as many
+    return 1 if wanted <= 1 else min(_MAX_SPLITS, triton.next_power_of_2(wanted))
+
+
+class Workspace:
+    """Where the parts of split rows meet. Shared by all layers: kernels run one after the other."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._outgrown: list[Tensor] = []  # captured steps still use them
+
+    def take(self, device: torch.device, num_parts: int, heads: int, d: int, num_places: int) -> tuple[Tensor, ...]:
+        """(partial results, their statistics, counters that are 0). A capture must find them large enough already."""
+        return (
+            self._take("partial", num_parts * heads * d, torch.float32, device),
+            self._take("stats", num_parts * heads * 2, torch.float32, device),
+            self._take("counters", num_places, torch.int32, device),
+        )
+
+    def _take(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        found = self._buffers.get(name)
+        if found is None or found.numel() < count:
+            if found is not None:
+                self._outgrown.append(found)
+            found = self._buffers[name] = torch.zeros(max(count, 1), dtype=dtype, device=device)
+        return found
+
+
+class PagedAttention:
+    """The op `attention`, with the choices that fit one device."""
+
+    def __init__(
+        self,
+        num_processors: int,
+        workspace: Workspace | None = None,
+        bulk_copies: bool = False,
+        async_copies: bool = True,
+    ) -> None:
+        self.num_processors = num_processors
+        self.bulk_copies = bulk_copies  # capability 9.0 or later
+        self.async_copies = async_copies  # capability 8.0 or later
+        self.workspace = workspace or Workspace()
+        self.prompts: Callable[..., bool] | None = None  # another's kernel for prompts; False: not for this batch
+        # Set, they are used whatever the work: to measure others.
+        self.decode_choice: DecodeChoice | None = None
+        self.prefill_choice: PrefillChoice | None = None
+
+    def __call__(
+        self,
+        q: Tensor,  # [tokens, heads, head_dim]
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),  # what values of a cache in eight bits are multiplied with
+        k: Tensor | None = None,  # [tokens, kv_heads, head_dim], this step's own as the cache holds them
+        v: Tensor | None = None,
+    ) -> Tensor:
+        if batch.table_rows is None:
+            return reference.attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        numbers = (scale, softcap or 1.0, *kv_scales)
+        d_pad = max(16, triton.next_power_of_2(q.shape[2]))
+        same = {
+            "GROUP": q.shape[1] // k_cache.shape[2], "D": q.shape[2], "D_PAD": d_pad, "BLOCK_SIZE": k_cache.shape[1],
+            "WINDOW": window or 0, "SOFTCAP": softcap is not None, "SMALL": k_cache.dtype is FP8,
+        }  # fmt: skip
+        # Steps with prompts have more tokens than this is for, or are queued op by op, where launching takes longer.
+        dependent = dependent_launch(q.shape[0]) and batch.prefill_tiles is None
+        same |= {"DEPENDENT": dependent, "launch_pdl": dependent}
+        if batch.num_decode:
+            self._decode(q, k_cache, v_cache, batch, out, numbers, same)
+        if batch.prefill_tiles is not None:
+            self._prefill(q, k_cache, v_cache, batch, out, numbers, same, k, v)
+        return out
+
+    def _decode(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, out: Tensor,
+        numbers: tuple[float, ...], same: dict[str, Any],
+    ) -> None:  # fmt: skip
+        rows, kv_heads, group, d_pad = batch.num_decode, k_cache.shape[2], same["GROUP"], same["D_PAD"]
+        choice = self.decode_choice or choose_decode(
+            rows, kv_heads, group, d_pad, q.dtype, k_cache.dtype, self.num_processors, self.async_copies
+        )
+        splits, group_pad, places = choice.splits, triton.next_power_of_2(group), rows * kv_heads
+        partial, stats, counters = self.workspace.take(
+            q.device, places * splits if splits > 1 else 0, group_pad, d_pad, places
+        )
+        kernel = decode_by_lane if choice.lanes else decode_by_group
+        kernel[(kv_heads, rows, splits)](
+            q, k_cache, v_cache, out, partial, stats, counters, batch.block_tables, batch.table_rows, batch.seq_lens,
+            *numbers, q.stride(0), q.stride(1), out.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
+            batch.block_tables.stride(0), KV_HEADS=kv_heads, GROUP_PAD=group_pad, BLOCK_N=choice.block,
+            LANES=min(choice.lanes, choice.block), SPLIT=splits > 1,
+            JOIN=max(1, min(_MAX_SPLITS, 4096 // (group_pad * d_pad))) if splits > 1 else 1,
+            SAME_STRIDES=k_cache.stride() == v_cache.stride(), STAGES=choice.stages, num_warps=choice.warps,
+            num_stages=choice.stages, **same,
+        )  # fmt: skip
+
+    def _prefill(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, out: Tensor,
+        numbers: tuple[float, ...], same: dict[str, Any], k: Tensor | None, v: Tensor | None,
+    ) -> None:  # fmt: skip
+        tiles = batch.prefill_tiles
+        assert tiles is not None
+        if k is None or v is None or k.stride(0) != v.stride(0):
+            self._prefill_tiles(q, None, None, k_cache, v_cache, batch, tiles, out, numbers, same, True)
+            return
+        plain = same["WINDOW"] == 0 and not same["SOFTCAP"]
+        if self.prompts is not None and plain and self.prompts(q, k, v, batch, out, numbers[0]):
+            return
+        after, before = tiles[: batch.num_prefix_tiles], tiles[batch.num_prefix_tiles :]
+        if after.shape[0]:
+            self._prefill_tiles(q, k, v, k_cache, v_cache, batch, after, out, numbers, same, True)
+        if before.shape[0]:
+            self._prefill_tiles(q, k, v, k_cache, v_cache, batch, before, out, numbers, same, False)
+
+    def _prefill_tiles(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch,
+        tiles: Tensor, out: Tensor, numbers: tuple[float, ...], same: dict[str, Any], prefix: bool,
+    ) -> None:  # fmt: skip
+        d_pad, num_tiles, tables = same["D_PAD"], tiles.shape[0], batch.block_tables
+        long = num_tiles >= max(_MANY_TILES, _LONG_PROMPT // PREFILL_TILE * batch.chunk_starts_cpu.count(0))
+        bulk = (
+            self.bulk_copies and long and q.dtype.itemsize == 2 and same["D"] == d_pad
+            and k is not None and k.stride(0) % 8 == 0 and k.data_ptr() % 16 == 0 and v.data_ptr() % 16 == 0
+        )  # fmt: skip
+        choice = self.prefill_choice
+        if choice is None or (choice.bulk and prefix):
+            choice = choose_prefill(d_pad, q.dtype, prefix, bulk)
+        sub = PREFILL_TILE // choice.queries
+        launched = {
+            "TILE_WORDS": tiles.shape[1], "SUB": sub, "M": choice.queries, "BLOCK_N": choice.block,
+            "num_warps": choice.warps, "num_stages": choice.stages,
+        }  # fmt: skip
+        if choice.bulk:
+            keys, values = (_as_tiles(part, choice.block) for part in (k, v))
+            prefill_in_bulk[(q.shape[1], num_tiles * sub)](
+                q, keys, values, out, tiles, *numbers[:2], q.stride(0), q.stride(1), out.stride(0),
+                GROUP=same["GROUP"], D=same["D"], WINDOW=same["WINDOW"], SOFTCAP=same["SOFTCAP"], **launched,
+            )  # fmt: skip
+            return
+        own_k, own_v = (k, v) if k is not None else (q, q)
+        prefill[(q.shape[1], num_tiles * sub)](
+            q, own_k, own_v, k_cache, v_cache, out, tables, tiles, *numbers,
+            q.stride(0), q.stride(1), out.stride(0), own_k.stride(0), own_k.stride(1), own_v.stride(1),
+            *k_cache.stride()[:3], *v_cache.stride()[:3], tables.stride(0), OWN=k is not None, PREFIX=prefix,
+            **launched, **same,
+        )  # fmt: skip
+
+
+def _as_tiles(x: Tensor, rows: int) -> TensorDescriptor:
+    """`[tokens, heads, head_dim]` for the copy engine, in tiles of one head."""
+    tokens, heads, d = x.shape
+    return TensorDescriptor(x, [tokens, heads * d], [x.stride(0), 1], [rows, d])

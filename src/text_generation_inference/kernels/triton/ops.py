@@ -1,0 +1,46 @@
+"""The table of Triton ops.
+
+Importing this needs no Triton; `load_ops` does.
+"""
+
+import importlib.util
+from functools import partial
+from typing import Any
+
+
+def load_ops(num_processors: int, flashinfer: bool = False) -> dict[str, Any] | str:
+    """Ops by name for a device with so many processors, or the reason why the reference ops have to do."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    import torch
+
+    from text_generation_inference.kernels.triton import attention, choice, quantize, small, stack, state
+    from text_generation_inference.kernels.triton.linear import Linear, logits
+
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    paged_attention = attention.PagedAttention(
+        num_processors, bulk_copies=capability >= (9, 0), async_copies=capability >= (8, 0)
+    )
+    if flashinfer:
+        from text_generation_inference.kernels.flashinfer_prompts import FlashinferPrompts
+
+        paged_attention.prompts = FlashinferPrompts(torch.device("cuda", torch.cuda.current_device()))
+    linear = Linear(num_processors, capability)
+    return {
+        "linear": linear,
+        "product": linear.product,
+        "logits": logits,
+        "make_stack": partial(stack.make_stack, eight_bit=capability >= (8, 9)),
+        "run_stack": stack.RunStack(paged_attention, num_processors),
+        "rms_norm": small.rms_norm,
+        "add_rms_norm": small.add_rms_norm,
+        "silu_mul": small.silu_mul,
+        "gelu_tanh_mul": small.gelu_tanh_mul,
+        "quantize_rows": quantize.quantize_rows,
+        "rotary_and_cache": small.rotary_and_cache,
+        "attention": paged_attention,
+        "apply_writes": state.apply_writes,
+        "gather_inputs": state.gather_inputs,
+        "greedy_into": choice.greedy_into,
+        "choose_into": choice.Choice(),
+    }

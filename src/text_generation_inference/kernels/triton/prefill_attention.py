@@ -1,0 +1,156 @@
+# pyright: basic, reportMissingImports=false
+# ruff: noqa: ANN201
+"""Attention of a prompt's queries, a tile of them at a time.
+
+Tokens before the chunk are read from the paged cache, those of the chunk itself from this step's `k` and `v`,
+where they lie one after the other. Only tiles that need a mask get one. Without `k` and `v` all is read from the cache.
+A kernel for prompts without tokens before them (not PREFIX) has registers for larger tiles.
+"""
+
+import triton
+import triton.language as tl
+
+from text_generation_inference.kernels.triton.decode_attention import LEAST, LOG2E, NO_SCORE, tanh
+from text_generation_inference.kernels.triton.launch import wait_for_kernel_before
+
+
+@triton.jit
+def look(queries, keys, values, visible, acc, best, total, scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
+    """One tile of keys and values. Scores times `factor` are in units of log2."""
+    s = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+    factor = scale * LOG2E
+    if SOFTCAP:
+        s = softcap * tanh(s * (scale / softcap))
+        factor = LOG2E
+    if MASKED:
+        s = tl.where(visible, s, NO_SCORE)
+    new_best = tl.maximum(best, tl.max(s, 1) * factor)
+    p = tl.exp2(s * factor - new_best[:, None])
+    shrink = tl.exp2(best - new_best)
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(queries.dtype), values.to(queries.dtype), acc * shrink[:, None], input_precision="ieee")
+    return acc, new_best, total
+
+
+@triton.jit
+def _look_at_cache(
+    queries, k_base, v_base, table, start, end, positions, acc, best, total, scale, softcap,
+    k_block, k_token, v_block, v_token, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Cached tokens from `start` to `end`; whole tiles that every query sees, unless MASKED."""
+    d = tl.arange(0, D_PAD)
+    for n0 in range(start, end, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        mask = (n < end)[:, None]
+        if D != D_PAD:
+            mask = mask & (d < D)[None, :]
+        block = tl.load(table + n // BLOCK_SIZE, mask=n < end, other=0).to(tl.int64)
+        keys_at, values_at = block * k_block + n % BLOCK_SIZE * k_token, block * v_block + n % BLOCK_SIZE * v_token
+        keys = tl.load(k_base + keys_at[:, None] + d[None, :], mask=mask, other=0.0)
+        values = tl.load(v_base + values_at[:, None] + d[None, :], mask=mask, other=0.0)
+        visible = (n[None, :] <= positions[:, None]) & (n < end)[None, :]
+        if WINDOW > 0:
+            visible = visible & (n[None, :] > positions[:, None] - WINDOW)
+        acc, best, total = look(queries, keys, values, visible, acc, best, total, scale, softcap, MASKED, SOFTCAP)
+    return acc, best, total
+
+
+@triton.jit
+def _look_at_own(
+    queries, k_base, v_base, start, end, positions, acc, best, total, scale, softcap, token_stride,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Tokens `start` to `end` of the chunk; `positions` count from its first. Whole tiles, unless MASKED."""
+    d = tl.arange(0, D_PAD)
+    i = tl.arange(0, BLOCK_N)
+    inside = i[:, None] * token_stride + d[None, :]  # the same in every tile
+    for n0 in range(start, end, BLOCK_N):
+        keys_at = k_base + n0 * token_stride.to(tl.int64) + inside
+        values_at = v_base + n0 * token_stride.to(tl.int64) + inside
+        if MASKED:
+            mask = (n0 + i < end)[:, None] & (d < D)[None, :]
+            keys, values = tl.load(keys_at, mask=mask, other=0.0), tl.load(values_at, mask=mask, other=0.0)
+        elif D != D_PAD:
+            columns = (d < D)[None, :]
+            keys, values = tl.load(keys_at, mask=columns, other=0.0), tl.load(values_at, mask=columns, other=0.0)
+        else:
+            keys, values = tl.load(keys_at), tl.load(values_at)
+        visible = (n0 + i)[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            visible = visible & ((n0 + i)[None, :] > positions[:, None] - WINDOW)
+        acc, best, total = look(queries, keys, values, visible, acc, best, total, scale, softcap, MASKED, SOFTCAP)
+    return acc, best, total
+
+
+@triton.jit(do_not_specialize_on_alignment=["tiles"])  # a part of a table
+def prefill(
+    q, k, v, k_cache, v_cache, out, tables, tiles, scale, softcap, k_scale, v_scale,
+    q_token, q_head, out_token, own_token_stride, own_k_head, own_v_head,
+    k_block, k_token, k_head, v_block, v_token, v_head, table_stride,
+    GROUP: tl.constexpr, TILE_WORDS: tl.constexpr, SUB: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, OWN: tl.constexpr, PREFIX: tl.constexpr, SMALL: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """M queries of one prompt, one head. A tile: slot, token in the batch, its position, count, start of the chunk."""
+    if DEPENDENT:
+        wait_for_kernel_before()
+    # Later tiles of a prompt see more, so they start first: what ends last is short.
+    head, place = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    tile, sub = tiles + place // SUB * TILE_WORDS, place % SUB
+    slot, token = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64)
+    position, count = tl.load(tile + 2), tl.load(tile + 3)
+    if sub * M < count:
+        m = sub * M + tl.arange(0, M)
+        d = tl.arange(0, D_PAD)
+        q_mask = (m < count)[:, None] & (d < D)[None, :]
+        queries = tl.load(q + (token + m)[:, None] * q_token + head * q_head + d[None, :], mask=q_mask, other=0.0)
+        kv = head // GROUP
+        first = position + sub * M  # of our queries
+        end = position + tl.minimum(count, sub * M + M)
+        cached = end
+        if OWN:
+            cached = tl.load(tile + 4)
+        start, masked_from = 0, tl.minimum(cached, first + 1) // BLOCK_N * BLOCK_N
+        if WINDOW > 0:
+            start = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+            masked_from = start
+        best = tl.full((M,), LEAST, tl.float32)
+        total = tl.zeros((M,), tl.float32)
+        acc = tl.zeros((M, D_PAD), tl.float32)
+        table = tables + slot * table_stride
+        k_base, v_base, cache_scale = k_cache + kv * k_head, v_cache + kv * v_head, scale
+        if SMALL:
+            cache_scale = scale * k_scale
+        if PREFIX:
+            if WINDOW == 0:
+                acc, best, total = _look_at_cache(
+                    queries, k_base, v_base, table, start, masked_from, position + m, acc, best, total, cache_scale,
+                    softcap, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, False,
+                )  # fmt: skip
+            acc, best, total = _look_at_cache(
+                queries, k_base, v_base, table, masked_from, cached, position + m, acc, best, total, cache_scale,
+                softcap, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, True,
+            )  # fmt: skip
+            if SMALL:
+                acc = acc * v_scale
+        if OWN:
+            own_token = token - (position - cached)
+            own_k = k + own_token * own_token_stride + kv * own_k_head
+            own_v = v + own_token * own_token_stride + kv * own_v_head
+            own_start, own_masked_from = 0, (first - cached) // BLOCK_N * BLOCK_N
+            if WINDOW > 0:
+                own_start = tl.maximum(first - cached - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+                own_masked_from = own_start
+            if WINDOW == 0:
+                acc, best, total = _look_at_own(
+                    queries, own_k, own_v, own_start, own_masked_from, position - cached + m, acc, best, total, scale,
+                    softcap, own_token_stride, D, D_PAD, BLOCK_N, WINDOW, SOFTCAP, False,
+                )  # fmt: skip
+            acc, best, total = _look_at_own(
+                queries, own_k, own_v, own_masked_from, end - cached, position - cached + m, acc, best, total, scale,
+                softcap, own_token_stride, D, D_PAD, BLOCK_N, WINDOW, SOFTCAP, True,
+            )  # fmt: skip
+        result = (acc / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty)
+        tl.store(out + (token + m)[:, None] * out_token + head * D + d[None, :], result, mask=q_mask)

@@ -1,0 +1,124 @@
+# pyright: basic, reportMissingImports=false
+"""Matrix products in eight bits of at most 64 rows, where reading the weight is what takes the time.
+
+A program multiplies some rows of the weight with all rows of the input; the weight takes the place of the left
+operand, whose tile must be large. Where there are fewer tiles than processors, several programs share one along the
+inner dimension, and the last of them to finish adds the parts up in order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight
+from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
+
+MAX_ROWS = 64  # beyond, the libraries are faster
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _skinny_kernel(
+    x, weight, x_scale, weight_scale, bias, out, partial, counters, x_row, out_row, rows,
+    N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BN outputs of all rows, over one of SPLITS parts of K."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    n = tile * BN + tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    PART: tl.constexpr = ((K + BK * SPLITS - 1) // (BK * SPLITS)) * BK
+    start = split * PART
+    end = tl.minimum(start + PART, K)
+    wait_for_kernel_before(DEPENDENT)
+    # Past the end the last row is read again: what comes of it is not stored.
+    w_at = weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + k[None, :]
+    x_at = x + tl.minimum(m, rows - 1)[:, None] * x_row + k[None, :]
+    acc = tl.zeros((BN, BM), tl.float32)
+    for k0 in tl.range(start, end, BK, num_stages=STAGES):
+        if WHOLE:
+            w_tile = tl.load(w_at + k0)
+            x_tile = tl.load(x_at + k0)
+        else:
+            inside = (k0 + k < K)[None, :]
+            w_tile = tl.load(w_at + k0, mask=inside, other=0.0)
+            x_tile = tl.load(x_at + k0, mask=inside, other=0.0)
+        acc = tl.dot(w_tile, tl.trans(x_tile), acc)
+    if SPLITS > 1:
+        at = (tile * BN + tl.arange(0, BN))[:, None] * BM + m[None, :]
+        size = tl.num_programs(0) * BN * BM
+        tl.store(partial + split.to(tl.int64) * size + at, acc)
+        tl.debug_barrier()
+        done = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+        last = done == SPLITS - 1
+        if last:
+            tl.debug_barrier()
+            acc = tl.zeros((BN, BM), tl.float32)
+            for other in range(0, SPLITS):
+                acc += tl.load(partial + other * size + at, cache_modifier=".cg")
+            tl.store(counters + tile, 0)
+            _store(acc, x_scale, weight_scale, bias, out, out_row, rows, n, m, N, BIAS)
+    else:
+        _store(acc, x_scale, weight_scale, bias, out, out_row, rows, n, m, N, BIAS)
+
+
+@triton.jit
+def _store(acc, x_scale, weight_scale, bias, out, out_row, rows, n, m, N: tl.constexpr, BIAS: tl.constexpr):
+    scale = tl.load(x_scale + m, mask=m < rows, other=0.0)
+    acc = acc * scale[None, :] * tl.load(weight_scale + n, mask=n < N, other=0.0)[:, None]
+    if BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    at = out + m[None, :] * out_row + n[:, None]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[None, :] & (n < N)[:, None])
+
+
+def choose_tiling(rows: int, n: int, num_processors: int) -> tuple[int, int, int, int]:
+    """(outputs per program, columns at a time, parts, stages). Measured on an H200, see `bench/cuda_products.py`."""
+    tiles = triton.cdiv(n, 64)
+    splits = 1
+    while tiles * splits < num_processors and splits < 4:
+        splits *= 2
+    if rows <= 16:
+        return 64, 256, splits, 4 if splits > 1 else 3
+    return (64, 256, splits, 3) if splits > 1 else (64, 128, 1, 4)
+
+
+class SkinnyProduct:
+    """The op, with the buffers where parts meet."""
+
+    def __init__(self, num_processors: int) -> None:
+        self._num_processors = num_processors
+        self._partial: Tensor | None = None
+        self._counters: Tensor | None = None
+        self._outgrown: list[Tensor] = []  # captured steps still use them
+
+    def __call__(
+        self,
+        x: Fp8Rows,  # [rows, in], a scale per row
+        weight: Fp8Weight,  # [out, in], a scale per output
+        out: Tensor,  # [rows, out]
+        bias: Tensor | None = None,
+        tiling: tuple[int, int, int, int] | None = None,
+    ) -> None:
+        rows, k = x.shape
+        n = weight.shape[0]
+        bn, bk, splits, stages = tiling or choose_tiling(rows, n, self._num_processors)
+        bm = max(16, triton.next_power_of_2(rows))
+        tiles = triton.cdiv(n, bn)
+        partial, counters = self._take(out.device, tiles * bn * bm * splits if splits > 1 else 1, tiles)
+        _skinny_kernel[(tiles, splits)](
+            x.data, weight.data, x.scale, weight.scale, x.scale if bias is None else bias, out, partial, counters,
+            x.data.stride(0), out.stride(0), rows, N=n, K=k, BM=bm, BN=bn, BK=bk, SPLITS=splits, STAGES=stages,
+            WHOLE=k % bk == 0, BIAS=bias is not None, DEPENDENT=dependent_launch(rows), num_warps=4,
+            launch_pdl=dependent_launch(rows),
+        )  # fmt: skip
+
+    def _take(self, device: torch.device, num_partial: int, num_tiles: int) -> tuple[Tensor, Tensor]:
+        if self._partial is None or self._partial.numel() < num_partial:
+            self._outgrown += [] if self._partial is None else [self._partial]
+            self._partial = torch.empty(num_partial, dtype=torch.float32, device=device)
+        if self._counters is None or self._counters.numel() < num_tiles:
+            self._outgrown += [] if self._counters is None else [self._counters]
+            self._counters = torch.zeros(num_tiles, dtype=torch.int32, device=device)
+        return self._partial, self._counters

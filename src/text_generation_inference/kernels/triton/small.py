@@ -1,0 +1,279 @@
+# pyright: basic, reportMissingImports=false
+"""What happens between the matrix products of a layer: norms, gates, rotation with the write into the cache.
+
+Each kernel reads and writes every byte once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.fp8 import FP8, SQUARE, Fp8Rows, Fp8Weight, ScaledRows
+from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
+from text_generation_inference.kernels.triton.quantize import BY_ROW, RowStore, store_columns, store_row, warps_for
+
+
+@triton.jit
+def _scaled(value, row_scale, columns, i, mask, dtype: tl.constexpr):
+    """A value of an unscaled product (`ScaledRows`) with its scales applied, rounded as the product would have been."""
+    return (value.to(tl.float32) * row_scale * tl.load(columns + i, mask=mask, other=0.0)).to(dtype)
+
+
+@triton.jit
+def _norm_kernel(
+    x, residual, weight, out, total, scales, input_scale, x_scales, x_columns, eps, x_row, residual_row, scales_row,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, FORM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PAD)
+    mask = i < WIDTH
+    factors = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        wait_for_kernel_before()
+    value = tl.load(x + row * x_row + i, mask=mask, other=0.0)
+    if SCALED:
+        value = _scaled(value, tl.load(x_scales + row), x_columns, i, mask, x.dtype.element_ty)
+    if ADD:
+        before = tl.load(residual + row * residual_row + i, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + before.to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(total + row * WIDTH + i, value, mask=mask)
+    wide = value.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    scaled = (wide.to(x.dtype.element_ty).to(tl.float32) * factors).to(x.dtype.element_ty).to(tl.float32)
+    store_columns(scaled, out + row * WIDTH, scales + row * scales_row, input_scale, i, WIDTH, PAD, FORM)
+
+
+def _apart(x: Tensor | ScaledRows) -> tuple[Tensor, Tensor, Tensor]:
+    """(data, scales of rows, scales of columns); the latter two are anything where there are none."""
+    return (x, x, x) if isinstance(x, Tensor) else (x.data, x.rows, x.columns)
+
+
+def _norm(
+    given: Tensor | ScaledRows, residual: Tensor | None, weight: Tensor, eps: float, into: Fp8Weight | None
+) -> tuple[Tensor | Fp8Rows, Tensor]:
+    x, x_scales, x_columns = _apart(given)
+    rows, width = x.shape
+    store = RowStore(rows, width, x.dtype, x.device, into)
+    total = x if residual is None else torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if rows:
+        pad = max(128, triton.next_power_of_2(width))
+        dependent = dependent_launch(rows)
+        _norm_kernel[(rows,)](
+            x, x if residual is None else residual, weight, store.data, total, store.scales, store.input_scale,
+            x_scales, x_columns, eps, x.stride(0), 0 if residual is None else residual.stride(0), store.scales_row,
+            WIDTH=width, PAD=pad, ADD=residual is not None, SCALED=isinstance(given, ScaledRows), FORM=store.form,
+            DEPENDENT=dependent, num_warps=warps_for(pad), launch_pdl=dependent,
+        )  # fmt: skip
+    return store.result, total
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    """x `[tokens, hidden]`; the result in the form that `into` is multiplied with, where there is one."""
+    return _norm(x, None, weight, eps, into)[0]
+
+
+def add_rms_norm(
+    x: Tensor | ScaledRows, residual: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None
+) -> tuple[Tensor | Fp8Rows, Tensor]:
+    """Add x to the residual, then normalise: (normalised, new residual)."""
+    return _norm(x, residual, weight, eps, into)
+
+
+@triton.jit
+def _gated(
+    x, x_scales, x_columns, x_row, row, i, WIDTH: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    """Columns `i` of a row, rounded as the activations are, in float32."""
+    mask = i < WIDTH
+    gate = tl.load(x + row * x_row + i, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_row + WIDTH + i, mask=mask, other=0.0).to(tl.float32)
+    if SCALED:
+        row_scale = tl.load(x_scales + row)
+        gate = _scaled(gate, row_scale, x_columns, i, mask, x.dtype.element_ty).to(tl.float32)
+        up = _scaled(up, row_scale, x_columns, WIDTH + i, mask, x.dtype.element_ty).to(tl.float32)
+    if GELU:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        gate = gate * (1 - 1 / (tl.exp(2 * inner) + 1))
+    else:
+        gate = gate / (1 + tl.exp(-gate))
+    return (gate.to(x.dtype.element_ty).to(tl.float32) * up).to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _gate_kernel(
+    x, out, scales, input_scale, x_scales, x_columns, x_row, scales_row,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr,
+    FORM: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns. With REST the whole row, as two powers of two: one would be half empty."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if DEPENDENT:
+        wait_for_kernel_before()
+    value = _gated(x, x_scales, x_columns, x_row, row, i, WIDTH, GELU, SCALED)
+    if REST > 0:
+        j = BLOCK + tl.arange(0, REST)
+        rest = _gated(x, x_scales, x_columns, x_row, row, j, WIDTH, GELU, SCALED)
+        store_row(value, rest, out + row * WIDTH, scales + row * scales_row, i, j, WIDTH)
+    else:
+        store_columns(value, out + row * WIDTH, scales + row * scales_row, input_scale, i, WIDTH, BLOCK, FORM)
+
+
+def _gate(given: Tensor | ScaledRows, gelu: bool, into: Fp8Weight | None) -> Tensor | Fp8Rows:
+    x, x_scales, x_columns = _apart(given)
+    rows, width = x.shape[0], x.shape[1] // 2
+    store = RowStore(rows, width, x.dtype, x.device, into)
+    if rows:
+        block, rest = store.block(width, 2048), 0
+        if store.form == BY_ROW.value and width <= block * 3 // 4 and block > SQUARE:
+            block, rest = block // 2, max(SQUARE, triton.next_power_of_2(width - block // 2))
+        dependent = dependent_launch(rows)
+        _gate_kernel[(rows, 1 if rest else triton.cdiv(width, block))](
+            x, store.data, store.scales, store.input_scale, x_scales, x_columns, x.stride(0), store.scales_row,
+            WIDTH=width, BLOCK=block, REST=rest, GELU=gelu, SCALED=isinstance(given, ScaledRows), FORM=store.form,
+            DEPENDENT=dependent,
+            num_warps=min(16, max(1, block // 256)), launch_pdl=dependent,
+        )  # fmt: skip
+    return store.result
+
+
+def silu_mul(gate_up: Tensor | ScaledRows, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    """gate_up `[tokens, 2 * width]` -> silu(gate) * up `[tokens, width]`."""
+    return _gate(gate_up, False, into)
+
+
+def gelu_tanh_mul(gate_up: Tensor | ScaledRows, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    """gate_up `[tokens, 2 * width]` -> gelu(gate, tanh form) * up `[tokens, width]`."""
+    return _gate(gate_up, True, into)
+
+
+@triton.jit
+def _keep(value, source, to, mask, scale, SMALL: tl.constexpr, BACK: tl.constexpr):
+    """Write a float32 value into the cache and, where asked, what the cache then holds back to where it came from."""
+    kept = value.to(source.dtype.element_ty)
+    if SMALL:
+        stored = tl.div_rn(kept.to(tl.float32), scale + tl.zeros_like(value)).to(to.dtype.element_ty)
+        tl.store(to, stored, mask=mask)
+        if BACK:
+            tl.store(source, (stored.to(tl.float32) * scale).to(source.dtype.element_ty), mask=mask)
+    else:
+        tl.store(to, kept.to(to.dtype.element_ty), mask=mask)
+        if BACK:
+            tl.store(source, kept, mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # a row of a small table
+def _rotary_kernel(
+    q, k, v, cos_sin, positions, kv_index, k_cache, v_cache, k_scale, v_scale, row_scales, columns,
+    q_token, q_head, k_token, k_head, v_token, v_head, ck_block, ck_token, ck_head, cv_block, cv_token, cv_head,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    HALF: tl.constexpr, HALF_PAD: tl.constexpr, HB: tl.constexpr, SMALL: tl.constexpr, BACK: tl.constexpr,
+    SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """HB heads of one token: queries are rotated where they are, keys on their way to the cache; values only move."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if DEPENDENT:
+        wait_for_kernel_before()
+    Q_PARTS: tl.constexpr = (HEADS + HB - 1) // HB
+    K_PARTS: tl.constexpr = (KV_HEADS + HB - 1) // HB
+    index = tl.load(kv_index + token)
+    block, inside = index // BLOCK_SIZE, index % BLOCK_SIZE
+    dtype: tl.constexpr = q.dtype.element_ty
+    row_scale = 1.0
+    if SCALED:
+        row_scale = tl.load(row_scales + token)
+    if part < Q_PARTS + K_PARTS:
+        half = tl.arange(0, HALF_PAD)
+        turn = cos_sin + tl.load(positions + token) * (2 * HALF) + half
+        cos = tl.load(turn, mask=half < HALF, other=0.0)[None, :]
+        sin = tl.load(turn + HALF, mask=half < HALF, other=0.0)[None, :]
+        if part < Q_PARTS:
+            head = part * HB + tl.arange(0, HB)
+            mask = (head < HEADS)[:, None] & (half < HALF)[None, :]
+            at = q + token * q_token + head[:, None] * q_head + half[None, :]
+            first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+            if SCALED:
+                column = head[:, None] * D + half[None, :]
+                first = _scaled(first, row_scale, columns, column, mask, dtype).to(tl.float32)
+                second = _scaled(second, row_scale, columns, column + HALF, mask, dtype).to(tl.float32)
+            tl.store(at, (first * cos - second * sin).to(q.dtype.element_ty), mask=mask)
+            tl.store(at + HALF, (second * cos + first * sin).to(q.dtype.element_ty), mask=mask)
+            if SCALED and D > 2 * HALF:
+                q_d = tl.arange(0, D_PAD)
+                q_rest = (head < HEADS)[:, None] & ((q_d >= 2 * HALF) & (q_d < D))[None, :]
+                q_at = q + token * q_token + head[:, None] * q_head + q_d[None, :]
+                q_value = tl.load(q_at, mask=q_rest, other=0.0)
+                q_column = head[:, None] * D + q_d[None, :]
+                tl.store(q_at, _scaled(q_value, row_scale, columns, q_column, q_rest, dtype), mask=q_rest)
+        else:
+            head = (part - Q_PARTS) * HB + tl.arange(0, HB)
+            mask = (head < KV_HEADS)[:, None] & (half < HALF)[None, :]
+            source = k + token * k_token + head[:, None] * k_head + half[None, :]
+            to = k_cache + block * ck_block + inside * ck_token + head[:, None] * ck_head + half[None, :]
+            first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+            if SCALED:
+                column = (HEADS + head)[:, None] * D + half[None, :]
+                first = _scaled(first, row_scale, columns, column, mask, dtype).to(tl.float32)
+                second = _scaled(second, row_scale, columns, column + HALF, mask, dtype).to(tl.float32)
+            _keep(first * cos - second * sin, source, to, mask, k_scale, SMALL, BACK)
+            _keep(second * cos + first * sin, source + HALF, to + HALF, mask, k_scale, SMALL, BACK)
+            if D > 2 * HALF:
+                d = tl.arange(0, D_PAD)
+                rest = (head < KV_HEADS)[:, None] & ((d >= 2 * HALF) & (d < D))[None, :]
+                k_source = k + token * k_token + head[:, None] * k_head + d[None, :]
+                k_to = k_cache + block * ck_block + inside * ck_token + head[:, None] * ck_head + d[None, :]
+                k_value = tl.load(k_source, mask=rest, other=0.0).to(tl.float32)
+                if SCALED:
+                    k_column = (HEADS + head)[:, None] * D + d[None, :]
+                    k_value = _scaled(k_value, row_scale, columns, k_column, rest, dtype).to(tl.float32)
+                _keep(k_value, k_source, k_to, rest, k_scale, SMALL, BACK)
+    else:
+        # Names of their own: a name has one shape in both branches.
+        v_index = (part - Q_PARTS - K_PARTS) * HB + tl.arange(0, HB)
+        v_d = tl.arange(0, D_PAD)
+        v_mask = (v_index < KV_HEADS)[:, None] & (v_d < D)[None, :]
+        v_source = v + token * v_token + v_index[:, None] * v_head + v_d[None, :]
+        v_to = v_cache + block * cv_block + inside * cv_token + v_index[:, None] * cv_head + v_d[None, :]
+        v_value = tl.load(v_source, mask=v_mask, other=0.0).to(tl.float32)
+        if SCALED:
+            v_column = (HEADS + KV_HEADS + v_index)[:, None] * D + v_d[None, :]
+            v_value = _scaled(v_value, row_scale, columns, v_column, v_mask, dtype).to(tl.float32)
+        _keep(v_value, v_source, v_to, v_mask, v_scale, SMALL, BACK and (SMALL or SCALED))
+
+
+def rotary_and_cache(
+    q: Tensor,  # [tokens, heads, head_dim]; changed in place
+    k: Tensor,  # [tokens, kv_heads, head_dim]; changed in place
+    v: Tensor,  # [tokens, kv_heads, head_dim]; changed in place where the cache rounds it
+    cos_sin: Tensor,  # [positions, rotary_dim] float32: cosines, then sines
+    batch: ForwardBatch,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+    scales: tuple[Tensor, Tensor] | None = None,  # of rows and columns of q, k, v side by side: see `ScaledRows`
+) -> Tensor:
+    """Rotate q and k by position, write k and v into the cache; return the rotated q.
+
+    k and v are left as the cache holds them if the batch has prompts, whose attention reads them from there.
+    """
+    tokens, heads, d = q.shape
+    kv_heads, half = k.shape[1], cos_sin.shape[1] // 2
+    if tokens:
+        prompts = batch.prefill_tiles is not None
+        hb = min(8 if prompts else 16, triton.next_power_of_2(max(heads, kv_heads)))
+        parts = triton.cdiv(heads, hb) + 2 * triton.cdiv(kv_heads, hb)
+        dependent = dependent_launch(tokens) and not prompts
+        _rotary_kernel[(tokens, parts)](
+            q, k, v, cos_sin, batch.positions, batch.kv_index, k_cache, v_cache, *kv_scales,
+            *(scales or (q, q)), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            *k_cache.stride()[:3], *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], HEADS=heads,
+            KV_HEADS=kv_heads, D=d, D_PAD=triton.next_power_of_2(d), HALF=half, HALF_PAD=triton.next_power_of_2(half),
+            HB=hb, SMALL=k_cache.dtype is FP8, BACK=prompts,
+            SCALED=scales is not None, DEPENDENT=dependent,
+            num_warps=4, launch_pdl=dependent,
+        )  # fmt: skip
+    return q

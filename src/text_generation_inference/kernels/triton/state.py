@@ -1,0 +1,63 @@
+# pyright: basic, reportMissingImports=false
+"""Reading and changing the slots on the device. Definitions: `kernels.resident`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_inference.kernels.resident import SlotState
+
+
+@triton.jit
+def _write_kernel(words, staged, BLOCK: tl.constexpr):
+    """One write: where (two words), from where, how many."""
+    header = staged + tl.program_id(0) * 4
+    low = tl.load(header).to(tl.int64) & 0xFFFFFFFF
+    to = words + ((tl.load(header + 1).to(tl.int64) << 32) | low)
+    source = staged + tl.load(header + 2)
+    count = tl.load(header + 3)
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(to + i, tl.load(source + i, mask=i < count), mask=i < count)
+
+
+def apply_writes(words: Tensor, staged: Tensor, num_writes: int) -> None:
+    """See `kernels.resident.apply_writes`."""
+    if num_writes:
+        _write_kernel[(num_writes,)](words, staged, BLOCK=512, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots", "at", "positions"])
+def _inputs_kernel(
+    slots, at, tokens, tables, lengths, input_ids, positions, kv_index, seq_lens, count, tokens_row, tables_row, record,
+    BLOCK_SIZE: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + i, mask=i < count, other=-1).to(tl.int64)
+    real = slot >= 0
+    length = tl.load(lengths + slot * record, mask=real, other=1)
+    position = length - 1
+    if not LAST:
+        given = tl.load(at + i, mask=i < count, other=0).to(tl.int64)
+        position = tl.where(given >= 0, given, position)
+    position = tl.where(real, position, 0)
+    token = tl.load(tokens + slot * tokens_row + position, mask=real, other=0)
+    block = tl.load(tables + slot * tables_row + position // BLOCK_SIZE, mask=real, other=0).to(tl.int64)
+    tl.store(input_ids + i, token.to(tl.int64), mask=i < count)
+    tl.store(positions + i, position, mask=i < count)
+    tl.store(kv_index + i, tl.where(real, block * BLOCK_SIZE + position % BLOCK_SIZE, 0), mask=i < count)
+    tl.store(seq_lens + i, tl.where(real, position + 1, 0).to(tl.int32), mask=i < count)
+
+
+def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `kernels.resident.gather_inputs`."""
+    count = slots.shape[0]
+    ids, positions, kv_index = torch.empty((3, count), dtype=torch.int64, device=slots.device).unbind()
+    seq_lens = torch.empty(count, dtype=torch.int32, device=slots.device)
+    _inputs_kernel[(triton.cdiv(count, 128),)](
+        slots, slots if at is None else at, state.tokens, state.block_tables, state.lengths, ids, positions, kv_index,
+        seq_lens, count, state.tokens.stride(0), state.block_tables.stride(0), state.lengths.stride(0),
+        BLOCK_SIZE=state.block_size, LAST=at is None, BLOCK=128, num_warps=4,
+    )  # fmt: skip
+    return ids, positions, kv_index, seq_lens

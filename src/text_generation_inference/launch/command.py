@@ -1,0 +1,80 @@
+"""The command `text-generation-launcher`, which is also `tgi serve`.
+
+Reads arguments, says what has no effect, and hands over to the supervisor. Loads nothing heavy, so that help
+and mistakes come at once.
+"""
+
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+from text_generation_inference.config import hub_token
+from text_generation_inference.errors import TgiError
+from text_generation_inference.launch.arguments import Launch, build_parser, read_arguments
+from text_generation_inference.version import __version__
+
+EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "llguidance", "uvicorn")
+
+log = logging.getLogger("text_generation_inference.launch")
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "text-generation-launcher") -> int:
+    """Serve until told to stop; the exit status."""
+    try:
+        parser = build_parser(prog, "Serve a language model over HTTP.")
+        launch = read_arguments(parser.parse_args(arguments), os.environ)
+    except TgiError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return run_guarded(lambda: _serve(launch))
+
+
+def run_guarded(run: Callable[[], int]) -> int:
+    """Run a command; what goes wrong becomes one line and an exit status."""
+    try:
+        return run()
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output left; nothing more to say to it
+        return EXIT_ERROR
+    except (TgiError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _serve(launch: Launch) -> int:
+    from text_generation_inference.api.logs import configure_logging
+    from text_generation_inference.launch.supervisor import serve
+
+    config = launch.config
+    secrets = (config.api_key, config.admin_api_key, config.ngrok_authtoken, hub_token())
+    configure_logging(config.log_level, config.json_output, nested=True, secrets=secrets)
+    if config.env:
+        log.info("Runtime environment: %s", describe_environment())
+    log.info("%s", config)
+    if launch.variables:
+        log.info("From the environment: %s", ", ".join(launch.variables))
+    for note in launch.notes:
+        log.warning("%s", note)
+    return serve(config)
+
+
+def describe_environment() -> str:
+    """Versions of what runs here. Holds no value of a variable, which may be a secret."""
+    versions = [f"tgi {__version__}", f"Python {platform.python_version()}", platform.platform()]
+    for name in _PACKAGES:
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join([*versions, f"{os.cpu_count()} CPUs"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""The environment variables of TGI, on Gaudi above all: what each does, who else reads it, or why it has no effect.
+
+Data alone: `--help`, the log of a start and docs/environment.md come from these tables. Settings of the engine
+have their types and defaults in `ServerConfig`.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from text_generation_inference.config import ALIASES
+
+
+class Variable(msgspec.Struct, frozen=True):
+    """A variable that sets a field of `ServerConfig`."""
+
+    name: str
+    value: str  # what is shown for its value
+    help: str
+    default: str = ""  # in words
+
+
+_BOOL = "true|false"
+_AXES = "{PROMPT_BS,PROMPT_SEQ,DECODE_BS,DECODE_BLOCK}"
+
+# Of these, those with a flag of their own are in `arguments.FLAGS` as well.
+SETTINGS: dict[str, list[Variable]] = {
+    "variables: without a flag, of every TGI": [
+        Variable("LOG_LEVEL", "LEVEL", "error, warn, info or debug", "info"),
+        Variable("ATTENTION", "NAME", "flashinfer: prompts run its kernels on a GPU; others have no effect"),
+        Variable(
+            "PREFILL_CHUNKING", "0|1", "no effect: long prompts are computed in parts, or whole if batches are padded"
+        ),
+    ],
+    "variables: text and queue, on every device": [
+        Variable(
+            "TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN", "true", "nothing but length and stop sequences ends an answer"
+        ),
+        Variable("SKIP_TOKENIZER_IN_TGI", _BOOL, "prompts and answers are token ids between commas; `?` pads", "false"),
+        Variable(
+            "QUEUE_THRESHOLD_MS", "N", "shorter prompts first, but those that waited longer before all", "as they come"
+        ),
+    ],
+    "variables: padded batches (on by default on Gaudi; BUCKETING=true elsewhere)": [
+        Variable("BUCKETING", _BOOL, "pad every step to a shape that was warmed up", "on Gaudi"),
+        Variable("VLLM_BUCKETING_STRATEGY", "lin|exp", "which shapes there are", "linear if a size below is given"),
+        Variable("VLLM_EXPONENTIAL_BUCKETING", _BOOL, "true: exp, false: lin"),
+        Variable("BATCH_BUCKET_SIZE", "N", "lin: decode batches are multiples of it", "8"),
+        Variable("PREFILL_BATCH_BUCKET_SIZE", "N", "lin: batches of prompts are multiples of it", "4"),
+        Variable("PAD_SEQUENCE_TO_MULTIPLE_OF", "N", "lin: lengths of prompts; 0: all as the longest", "128"),
+        Variable(
+            "VLLM_{PROMPT_BS,PROMPT_SEQ,DECODE_BS,DECODE_BLOCK}_BUCKET_{MIN,STEP,MAX}", "N", "lin: range of an axis"
+        ),
+        Variable(
+            "VLLM_{PROMPT_BS,PROMPT_SEQ,DECODE_BS,DECODE_BLOCK}_BUCKET_LIMIT", "N", "exp: number of sizes on an axis"
+        ),
+        Variable("WARMUP_ENABLED", _BOOL, "compute every shape before the first request", "true"),
+        Variable("VLLM_SKIP_WARMUP", _BOOL, "the opposite", "false"),
+    ],
+    "variables: Gaudi": [
+        Variable("PT_HPU_LAZY_MODE", "0|1", "1: graphs; 0: eager, compiled by torch.compile", "the software's"),
+        Variable("ENABLE_HPU_GRAPH", _BOOL, "capture steps as graphs", "true"),
+        Variable("LIMIT_HPU_GRAPH", _BOOL, "decode steps alone, to save memory", "true"),
+        Variable("USE_FLASH_ATTENTION", _BOOL, "fused attention for prompts", "true"),
+        Variable("FLASH_ATTENTION_RECOMPUTE", _BOOL, "its variant that takes less memory", "true"),
+        Variable("HPU_MEMORY_FRACTION", "X", "share of the memory free after loading that may be used", "0.8"),
+        Variable("TGI_GRAPH_RESERVED_MEM", "X", "share of that for graphs", "0.1"),
+        Variable("VLLM_FP32_SOFTMAX", _BOOL, "decode attention keeps its scores in float32", "true"),
+    ],
+    "variables: FP8 and profiler": [
+        Variable("QUANT_CONFIG", "FILE", "what to measure, or the measured scales to serve in FP8 with"),
+        Variable("PROF_STEP", "N", "steps of a torch.profiler trace taken from the start on", "0: none"),
+        Variable("PROF_WAITSTEP", "N", "steps before it", "0"),
+        Variable("PROF_WARMUPSTEP", "N", "steps to warm the profiler up", "0"),
+        Variable("PROF_PATH", "DIR", "folder of traces", "/tmp/hpu_profile"),
+        Variable("PROF_RANKS", "LIST", "ranks to profile", "0"),
+        Variable("PROF_RECORD_SHAPES", _BOOL, "record the shapes of tensors", "false"),
+    ],
+}
+
+# Read for the hub's library, or by it. One is a secret, so none is logged.
+OF_THE_HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN", "HF_HOME", "HF_HUB_OFFLINE")
+
+# Passed on unchanged to the software of the card, its quantiser, its container or the hub's library.
+PASSED_ON: dict[str, list[str]] = {
+    "Gaudi's PyTorch": [
+        "PT_HPU_ENABLE_LAZY_COLLECTIVES",
+        "PT_HPU_WEIGHT_SHARING",
+        "PT_HPUGRAPH_DISABLE_TENSOR_CACHE",
+        "PT_HPUGRAPH_ENABLE_DRY_RUN",
+        "PT_HPU_RECIPE_CACHE_CONFIG",
+        "PT_COMPILE_ONLY_MODE",
+        "PT_HPU_MAX_COMPOUND_OP_SIZE",
+        "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES",
+        "PT_HPU_LAZY_ACC_PAR_MODE",
+        "PT_HPU_METRICS_GC_DETAILS",
+        "PT_HPU_ENABLE_CACHE_METRICS",
+        "PT_ENABLE_INT64_SUPPORT",
+        "ENABLE_EXPERIMENTAL_FLAGS",
+        "USE_DEFAULT_QUANT_PARAM",
+        "UPDATE_GRAPH_OUTPUT_MME",
+        "ENABLE_CALC_DYNAMIC_RANGE",
+        "UPDATE_MME_OUTPUT_PRECISION_FILTER",
+        "EXPERIMENTAL_WEIGHT_SHARING",
+        "GRAPH_VISUALIZATION",
+        "ENABLE_CONSOLE",
+        "LOG_LEVEL_ALL",
+        "LOG_LEVEL_PT_FALLBACK",
+        "HABANA_PROFILE",
+    ],
+    "the driver and the container": [
+        "HABANA_VISIBLE_DEVICES",
+        "HABANA_VISIBLE_MODULES",
+        "HLS_MODULE_ID",
+        "OMPI_MCA_btl_vader_single_copy_mechanism",
+    ],
+}
+
+_ONE_CARD = "one card serves the model"
+_OWN_PLAN = "shapes follow the two strategies"
+_OWN_QUANTISER = "scales are measured and read by this program itself"
+_OWN_ATTENTION = "attention is chosen by USE_FLASH_ATTENTION"
+_NO_EXPERTS = "no model with experts is served"
+_OWN_COMPILER = "what is compiled is chosen by PT_HPU_LAZY_MODE"
+
+# Variables that change nothing on any device, and why.
+WITHOUT_EFFECT: dict[str, str] = {
+    "TGI_WIGGLE_ROOM": "--max-batch-total-tokens sets the size of the KV cache",
+    "REQUEST_LOGPROBS": "use --enable-prefill-logprobs",
+    "XPU_MEMORY_FRACTION": "no such device is used",
+    "HF_HUB_ENABLE_HF_TRANSFER": "the hub's library chooses the fastest way itself",
+    "LOG_COLORIZE": "logs are coloured on a terminal only",
+    "EXLLAMA_VERSION": "no such kernels are used",
+    "DISABLE_EXLLAMA": "no such kernels are used",
+    "USE_CUTLASS_W8A8": "no such kernels are used",
+    "BATCH_SIZE_EXPONENT_BASE": "use VLLM_BUCKETING_STRATEGY=exp, whose sizes grow by factors of about two",
+    "BASE_IMAGE_TOKENS": "no model with images is served",
+    "USE_EXPERT_PARALLEL": _NO_EXPERTS,
+    "MAX_EXPERTS_PER_SLICE": _NO_EXPERTS,
+    "SDP_ON_BF16": "TGI reads it and does nothing with it",
+    "DUMP_STACK": "clients are told errors in words, never a stack of calls",
+    "DBG_TRACE_FILENAME": "take a trace with PROF_STEP",
+    "USE_INC": "the forms of both toolkits are read alike",
+    "DEEPSPEED_USE_HABANA_FRAMEWORKS_DETERMINISTIC_API": "DeepSpeed is not used",
+    "INC_TARGET_DEVICE": _OWN_QUANTISER,
+    "RUNTIME_SCALE_PATCHING": _OWN_QUANTISER,
+    "MEASUREMENT_DUMP_METHOD": _OWN_QUANTISER,
+    "SCALE_METHOD_CONFIG_DUMP_PATH": _OWN_QUANTISER,
+    "CALC_SCALE_WITH_CGUID": _OWN_QUANTISER,
+    "CALC_ROUNDING_WITH_CGUID": _OWN_QUANTISER,
+    "LOG_LEVEL_INC": _OWN_QUANTISER,
+    "VLLM_DYNAMIC_KV_QUANT": "use --kv-cache-dtype fp8_e4m3fn",
+    "VLLM_GRAPH_PROMPT_RATIO": "graphs are captured from the smallest on, while there is memory",
+    "VLLM_CONTIGUOUS_PA": "decoding always reads blocks by their list",
+    "VLLM_PROMPT_USE_FUSEDSDPA": _OWN_ATTENTION,
+    "VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT": "the rescaling of blocks is part of the step's graph",
+    "VLLM_PROMPT_USE_FLEX_ATTENTION": _OWN_ATTENTION,
+    "VLLM_PROFILER_ENABLED": "take a trace with PROF_STEP",
+    "VLLM_USE_FAKE_HPU": "use --device cpu with BUCKETING=true",
+    "VLLM_BUCKETING_FROM_FILE": _OWN_PLAN,
+    "VLLM_FULL_WARMUP": "the metrics count every shape that was not warmed up",
+    "VLLM_T_COMPILE_{FULLGRAPH,DYNAMIC_SHAPES,REGIONAL_COMPILATION}": _OWN_COMPILER,
+    "VLLM_HPU_LOG_STEP_GRAPH_COMPILATION{,_ALL}": "the metrics and the log tell of every shape that was not warmed up",
+    "VLLM_HPU_LOG_STEP_CPU_FALLBACKS{,_ALL}": "use LOG_LEVEL_PT_FALLBACK=1",
+    "VLLM_DEFRAG_THRESHOLD": "blocks are read by their list, so they need not be moved",
+    "VLLM_DEFRAG_WITH_GRAPHS": "blocks are read by their list, so they need not be moved",
+    "VLLM_CONFIG_HIDDEN_LAYERS": "a step is one segment, or one graph",
+    "VLLM_MOE_CHUNK": _NO_EXPERTS,
+    "VLLM_MOE_TOKEN_BOUNDARY": _NO_EXPERTS,
+    "VLLM_WORKER_MULTIPROC_METHOD": "processes are always started afresh",
+    "RANK": _ONE_CARD,
+    "LOCAL_RANK": _ONE_CARD,
+    "WORLD_SIZE": _ONE_CARD,
+    "VLLM_{PROMPT,DECODE}_{BS,QUERY,SEQ,CTX,BLOCK}_BUCKET_{PAD_MAX,PAD_PERCENT}": _OWN_PLAN,
+    "VLLM_PROMPT_{CTX,BLOCK}_BUCKET_{MIN,STEP,MAX}": "no part of a prompt comes from the cache",
+    "VLLM_DECODE_{QUERY,SEQ}_BUCKET_{MIN,STEP,MAX}": "a decode step has one token of each request",
+    "VLLM_DECODE_CTX_BUCKET_{MIN,STEP,MAX}": "use VLLM_DECODE_BLOCK_BUCKET_{MIN,STEP,MAX}",
+}
+
+
+def expand(name: str) -> Iterator[str]:
+    """The names that one with alternatives in braces stands for."""
+    head, brace, rest = name.partition("{")
+    if not brace:
+        yield name
+        return
+    choices, _, tail = rest.partition("}")
+    for choice in choices.split(","):
+        yield from expand(head + choice + tail)
+
+
+NO_EFFECT = {name: reason for pattern, reason in WITHOUT_EFFECT.items() for name in expand(pattern)}
+
+
+def setting_names() -> list[str]:
+    """Every variable of `SETTINGS`, and its other names."""
+    names = [name for variables in SETTINGS.values() for variable in variables for name in expand(variable.name)]
+    return names + [alias for alias, name in ALIASES.items() if name in names]
+
+
+def list_given(environment: Mapping[str, str]) -> list[str]:
+    """`NAME=value` for each variable of these tables that is set, in their order. None of them is a secret."""
+    known = [*setting_names(), *(name for names in PASSED_ON.values() for name in names), *NO_EFFECT]
+    return [f"{name}={environment[name]}" for name in dict.fromkeys(known) if environment.get(name)]

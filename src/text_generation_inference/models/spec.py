@@ -1,0 +1,166 @@
+"""`DecoderSpec`: the dimensions of a decoder-only model, read once from its Hugging Face config."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.files import shorten
+from text_generation_inference.layers.rotary import RopeSpec
+from text_generation_inference.weights.quantization import Quantization
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope: RopeSpec
+    max_positions: int
+    activation: str = "silu"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    tied: bool = False
+    windows: tuple[int | None, ...] = ()  # by layer
+    quantization: Quantization | None = None  # how the checkpoint stores its matrices, if not plainly
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def kv_bytes_per_token(self, num_kv_heads: int, element_bytes: int) -> int:
+        return 2 * self.num_layers * num_kv_heads * self.head_dim * element_bytes
+
+
+# Far beyond any model, and small enough that what follows from them can be computed before anything is allocated.
+_MOST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+}
+_MOST_OF_ANY = 2**62
+_LARGEST = 10**30
+
+
+class Config:
+    """A Hugging Face config whose missing or wrong fields are named in the error."""
+
+    def __init__(self, fields: Mapping[str, Any], source: str) -> None:
+        self.fields = fields
+        self.source = source
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.fields.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ModelFormatError(f"{self.source}: `{name}` must be a positive integer, it is {shorten(value)}")
+        most = _MOST.get(name, _MOST_OF_ANY)
+        if value > most:
+            raise ModelFormatError(f"{self.source}: `{name}` must be at most {most}, it is {shorten(value)}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.fields.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ModelFormatError(f"{self.source}: `{name}` must be a number, it is {shorten(value)}")
+        return float(max(-_LARGEST, min(value, _LARGEST))) if isinstance(value, int) else value  # others overflow
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self.number(name, default)
+        if not 0 < value < _LARGEST:  # nor may it be NaN
+            raise ModelFormatError(f"{self.source}: `{name}` must be > 0 and < {_LARGEST:g}, it is {value}")
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        return None if self.fields.get(name) is None else self.integer(name)
+
+    def optional_number(self, name: str) -> float | None:
+        value = None if self.fields.get(name) is None else self.number(name)
+        if value is not None and not abs(value) < _LARGEST:
+            raise ModelFormatError(f"{self.source}: `{name}` must be finite, it is {value}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.fields.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ModelFormatError(f"{self.source}: `{name}` must be true or false, it is {shorten(value)}")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self.fields.get(name)
+        return default if value is None else str(value)
+
+    def get(self, name: str) -> Any:
+        return self.fields.get(name)
+
+
+def read_rope(config: Config, head_dim: int, max_positions: int) -> RopeSpec:
+    """Rotary facts from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones)."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ModelFormatError(f"{config.source}: the rotary settings must be an object, they are {shorten(scaling)}")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    inner = Config({"rope_theta": config.get("rope_theta"), **scaling}, config.source)
+    share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rotary_dim = int(
+        head_dim * Config({"partial_rotary_factor": share}, config.source).positive("partial_rotary_factor", 1.0)
+    )
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ModelFormatError(f"{config.source}: {rotary_dim} of {head_dim} dimensions of a head cannot be rotated")
+    return RopeSpec(
+        kind=kind,
+        theta=inner.positive("rope_theta", 10000.0),
+        rotary_dim=rotary_dim,
+        factor=inner.positive("factor", 1.0),
+        original_max_positions=inner.integer("original_max_position_embeddings", max_positions),
+        low_freq_factor=inner.positive("low_freq_factor", 1.0),
+        high_freq_factor=inner.positive("high_freq_factor", 4.0),
+        beta_fast=inner.positive("beta_fast", 32.0),
+        beta_slow=inner.positive("beta_slow", 1.0),
+        attention_factor=inner.optional_number("attention_factor"),
+        mscale=inner.optional_number("mscale"),
+        mscale_all_dim=inner.optional_number("mscale_all_dim"),
+        truncate=inner.flag("truncate", True),
+    )
+
+
+def read_llama_like(config: Config, **special: Any) -> DecoderSpec:
+    """The fields that Llama and its relatives share; `special` overrides what differs."""
+    num_heads = config.integer("num_attention_heads")
+    hidden_size = config.integer("hidden_size")
+    head_dim = config.integer("head_dim", hidden_size // num_heads)
+    num_layers = config.integer("num_hidden_layers")
+    max_positions = config.integer("max_position_embeddings", 2048)
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelFormatError(
+            f"{config.source}: {num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly"
+        )
+    fields: dict[str, Any] = {
+        "vocab_size": config.integer("vocab_size"),
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": config.integer("intermediate_size"),
+        "norm_eps": config.positive("rms_norm_eps", 1e-6),
+        "rope": read_rope(config, head_dim, max_positions),
+        "max_positions": max_positions,
+        "activation": config.text("hidden_act", "silu"),
+        "tied": config.flag("tie_word_embeddings", False),
+        "windows": (None,) * num_layers,
+    }
+    return DecoderSpec(**{**fields, **special})

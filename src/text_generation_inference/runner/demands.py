@@ -1,0 +1,169 @@
+"""What the rows of a step ask of the choice of tokens, on a device that runs ahead.
+
+Each slot's numbers are on the device already; this says which kernels a batch needs and for which rows, and
+brings the masks of grammars and watermarks, which depend on the tokens before, in one copy. What it says is kept while
+the rows stay the same.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_inference.devices.device import QueueDevice
+from text_generation_inference.kernels import sampling
+from text_generation_inference.kernels.resident import PLAIN, Adjustments, Asked
+from text_generation_inference.runner.grammar import RowMasks
+from text_generation_inference.runner.resident import ResidentSlots, Staging, way_of
+from text_generation_inference.types import Admission, SamplingParams
+
+
+@dataclass(slots=True)
+class Demand:
+    """Of one batch."""
+
+    asked: Asked
+    top_rows: list[int]  # rows that want their best ids
+    top_limits: list[int]  # how many each may get at most
+    top_table: Tensor | None  # see `resident.Tops.rows`
+    top_room: int
+    penalised: list[int]  # slots
+    marked: list[int]  # slots with a watermark
+
+    @property
+    def only_draws(self) -> bool:
+        """Whether draws, perhaps with filters, are all that is asked for: what they need is in the slots."""
+        return self.asked.adjustments is None and not self.top_rows
+
+
+class Demands:
+    def __init__(
+        self, device: QueueDevice, slots: ResidentSlots, num_slots: int, vocab_size: int, watermark: tuple[float, float]
+    ) -> None:
+        self._slots = slots
+        self._vocab_size = vocab_size
+        self._gamma, self._delta = watermark
+        self._staging = Staging(device)
+        self._params = [SamplingParams()] * num_slots
+        self._is_plain = [True] * num_slots
+        self._last: dict[int, int] = {}  # last token of each slot with a watermark
+        self._key: object = None
+        self._demand: Demand | None = None
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether some slot's scores depend on tokens that the host must have seen."""
+        return bool(self._last)
+
+    def admit(self, admission: Admission) -> None:
+        slot, request = admission.slot, admission.request
+        self._params[slot], self._is_plain[slot] = request.sampling, way_of(request) == PLAIN
+        self._last.pop(slot, None)
+        if request.sampling.watermark:
+            self._last[slot] = (request.token_ids + admission.output_ids)[-1]
+        self._key = None
+
+    def release(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._last.pop(slot, None)
+
+    def advance(self, rows: list[int], token_ids: list[int]) -> None:
+        """Take what was sampled for the rows (slots)."""
+        if self._last:
+            for slot, token_id in zip(rows, token_ids, strict=True):
+                if slot in self._last:
+                    self._last[slot] = token_id
+
+    def find(self, rows: list[int], size: int, masks: RowMasks | None) -> Demand | None:
+        """What the rows (slots; `size` with padding) ask for; None if all are plain."""
+        masked: list[int] = masks.rows.tolist() if masks is not None else []
+        if self._key != (size, masked, rows):
+            self._key, self._demand = (size, masked, list(rows)), self._make(rows, size, masked)
+        return self._demand
+
+    def bring(self, demand: Demand, masks: RowMasks | None) -> None:
+        """What differs from step to step."""
+        adjustments = demand.asked.adjustments
+        if adjustments is None:
+            return
+        if demand.penalised:
+            adjustments.longest = int(self._slots.lengths_cpu[demand.penalised].max())
+        wanted: dict[str, np.ndarray] = {}
+        if masks is not None and masks.rows.shape[0]:
+            wanted["allowed"] = masks.allowed.numpy()
+        if demand.marked:
+            green = [_green_list(self._last[slot], self._vocab_size, self._gamma) for slot in demand.marked]
+            wanted["green"] = np.stack(green)
+        for words in wanted.values():
+            self._staging.put(words.reshape(-1))
+        for (name, words), sent in zip(wanted.items(), self._staging.send(self._slots.state), strict=True):
+            setattr(adjustments, name, sent.view(words.shape))
+
+    def _make(self, rows: list[int], size: int, masked: list[int]) -> Demand | None:
+        if all(self._is_plain[slot] for slot in rows):
+            return None
+        params = [self._params[slot] for slot in rows]
+        drawing = [p for p in params if p.samples]
+        top_rows = [row for row, p in enumerate(params) if p.top_n_tokens]
+        top_limits = [params[row].top_n_tokens + sampling.MORE_TIES for row in top_rows]
+        penalised = [row for row, p in enumerate(params) if p.penalises]
+        marked = [row for row, p in enumerate(params) if p.watermark]
+        biased = [row for row, p in enumerate(params) if p.logit_bias]
+        adjusted = sorted({*penalised, *marked, *biased, *masked})
+        places = {row: place for place, row in enumerate(adjusted)}
+        green = {row: number for number, row in enumerate(marked)}
+        allowed = {row: number for number, row in enumerate(masked)}
+        biases = [(places[row], *bias) for row in biased for bias in params[row].logit_bias.items()]
+        of_place, of_id, of_value = zip(*biases, strict=True) if biases else ((), (), ())
+        top_table = np.zeros((size if top_rows else 0, 2), dtype=np.int32)
+        for number, row in enumerate(top_rows):
+            top_table[row] = params[row].top_n_tokens, number
+        rows_of_adjusted, place_of_row, penalised_places, bias_table, tops = self._keep(
+            np.array([(row, green.get(row, -1), allowed.get(row, -1)) for row in adjusted], dtype=np.int32),
+            np.array([places.get(row, -1) for row in range(size)], dtype=np.int32),
+            np.array([places[row] for row in penalised], dtype=np.int32),
+            np.array([of_place, of_id, np.array(of_value, dtype=np.float32).view(np.int32)], dtype=np.int32),
+            top_table,
+        )
+        limits = any(p.top_k > 0 or p.top_p < 1 for p in drawing)
+        asked = Asked(
+            filters=limits or any(p.typical_p < 1 or p.min_p > 0 for p in drawing),
+            counts=limits or bool(top_rows),
+            typical=any(p.typical_p < 1 for p in drawing),
+        )
+        if adjusted:
+            asked.adjustments = Adjustments(
+                rows=rows_of_adjusted,
+                places=place_of_row,
+                delta=self._delta,
+                penalised=penalised_places if penalised else None,
+                biases=bias_table if biases else None,
+            )
+        return Demand(
+            asked=asked,
+            top_rows=top_rows,
+            top_table=tops if top_rows else None,
+            top_limits=top_limits,
+            top_room=max(top_limits, default=0),
+            penalised=[rows[row] for row in penalised],
+            marked=[rows[row] for row in marked],
+        )
+
+    def _keep(self, *arrays: np.ndarray) -> list[Tensor]:
+        """Copies on the device that stay."""
+        self._staging.put(np.concatenate([array.reshape(-1) for array in arrays]))
+        kept = self._staging.send(self._slots.state)[0].clone()
+        bounds = pairwise(accumulate((array.size for array in arrays), initial=0))
+        return [kept[a:b].view(array.shape) for array, (a, b) in zip(arrays, bounds, strict=True)]
+
+
+@lru_cache(maxsize=256)
+def _green_list(last_token: int, vocab_size: int, gamma: float) -> np.ndarray:
+    """`sampling.watermark` as bits in int32 words."""
+    favoured = sampling.watermark(torch.zeros(vocab_size), last_token, gamma, 1.0)
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[:vocab_size] = favoured.numpy() > 0
+    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -1,0 +1,217 @@
+"""Measures a model while it runs: the largest values of every matrix, of its inputs, and of keys and values.
+
+`Recorder` puts itself between the modules of a model that computes in its own type; every pass afterwards
+counts, whoever asked for it. Rows of padding do not. What was measured goes to the files of `calibration_files`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.errors import EngineError, StartError
+from text_generation_inference.layers.attention import Attention
+from text_generation_inference.layers.embedding import VocabWeight
+from text_generation_inference.layers.linear import Linear
+from text_generation_inference.models.decoder import CausalLM, DecoderLayer
+from text_generation_inference.weights.calibration_config import KV_CACHE, LINEAR, CalibrationConfig
+from text_generation_inference.weights.calibration_files import Node, Nodes, check_writable, move_away, write_statistics
+
+HEAD = "lm_head"
+_ROWS_AT_A_TIME = 1024
+
+
+class _Maxima:
+    """The largest absolute values so far of one tensor: of all of it, or by its last dimension."""
+
+    def __init__(self, by_channel: bool) -> None:
+        self._by_channel = by_channel
+        self._value: Tensor | None = None
+
+    def add(self, x: Tensor, real: Tensor | None = None) -> None:
+        """x `[rows, channels]`; of rows that are not `real` (`[rows]` bool) nothing is taken."""
+        sizes = x.abs()
+        if real is not None:
+            sizes = sizes.masked_fill(~real[:, None], 0)
+        found = (sizes.amax(0) if self._by_channel else sizes.amax()).float()
+        self._value = found if self._value is None else torch.maximum(self._value, found)
+
+    def read(self) -> list[float]:
+        return [] if self._value is None else self._value.reshape(-1).tolist()
+
+
+class _Measured:
+    """One node: what goes into a module, what comes out, and its matrix."""
+
+    def __init__(self, by_channel: bool, excluded: frozenset[str]) -> None:
+        self.inputs = None if "inputs" in excluded else _Maxima(by_channel)
+        self.outputs = None if "outputs" in excluded else _Maxima(by_channel)
+        self.params: dict[str, list[float]] = {}
+
+    def read(self) -> Node:
+        return Node(
+            [found] if self.inputs is not None and (found := self.inputs.read()) else [],
+            [found] if self.outputs is not None and (found := self.outputs.read()) else [],
+            self.params,
+        )
+
+
+class Recorder:
+    """Created once, for a model whose passes are not captured."""
+
+    def __init__(self, model: CausalLM, config: CalibrationConfig, block_size: int) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._nodes: dict[str, _Measured] = {}
+        self._real = self._real_logits = torch.ones(0, dtype=torch.bool)  # rows of the present pass that are no padding
+        self._has_backup = False
+        self._num_saved = 0
+        self.num_passes = 0
+        model.stack = None  # all layers as one op cannot be looked into
+        check_writable(config.stats)
+        self._watch(model)
+        if not self._nodes:
+            raise StartError(f"{config.source}: the lists leave nothing of this model to be measured")
+
+    def reset(self) -> None:
+        """Forget inputs and outputs; matrices stay as they are."""
+        self.num_passes = self._num_saved = 0
+        by_channel, excluded = self._config.observer != "maxabs", self._config.excluded
+        for node in self._nodes.values():
+            fresh = _Measured(by_channel, excluded)
+            node.inputs, node.outputs = fresh.inputs, fresh.outputs
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough passes have been made since the last `save` for the next, where there is such a number."""
+        every = self._config.save_every
+        return every > 0 and self.num_passes - self._num_saved >= every
+
+    @property
+    def has_news(self) -> bool:
+        return self.num_passes > self._num_saved
+
+    def read(self) -> Nodes:
+        nodes: Nodes = {}
+        for path, measured in self._nodes.items():
+            node = measured.read()
+            values = [value for maxima in (*node.inputs, *node.outputs, *node.params.values()) for value in maxima]
+            if not all(value < float("inf") for value in values):
+                raise EngineError(f"{path} has values that are not finite: this model cannot be measured")
+            nodes[path] = node
+        return nodes
+
+    def save(self) -> Path:
+        """Write what was measured so far. Files of an earlier measurement are moved away first."""
+        nodes = self.read()
+        if not self._has_backup:
+            move_away(self._config.stats)
+            self._has_backup = True
+        self._num_saved = self.num_passes
+        return write_statistics(self._config.stats, self._config.observer, nodes)
+
+    # -- between the modules ---------------------------------------------------------------------------------------
+
+    def _watch(self, model: CausalLM) -> None:
+        last = model.model.layers[-1]
+        last.forward = _compute_all(last)
+        for prefix, module in model.walk():
+            if isinstance(module, Linear):
+                self._watch_linear(module, prefix)
+            elif isinstance(module, Attention):
+                self._watch_cache(module, prefix + module.name)
+        self._watch_head(model.head or model.model.embedding)
+        forward = model.forward
+
+        def counted(batch: Any, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+            self._real = self._real_logits = batch.kv_index >= self._block_size  # padding goes to the first block
+            if batch.logit_tokens is not None:
+                self._real_logits = self._real[batch.logit_tokens]
+            self.num_passes += 1
+            return forward(batch, kv_cache)
+
+        model.forward = counted
+
+    def _add(self, kind: str, path: str) -> _Measured | None:
+        if not self._config.selects(kind, path):
+            return None
+        node = self._nodes[path] = _Measured(self._config.observer != "maxabs", self._config.excluded)
+        return node
+
+    def _watch_linear(self, linear: Linear, prefix: str) -> None:
+        weight = linear.weight
+        assert isinstance(weight, Tensor), "a model is measured as it is stored plainly"
+        sizes = [part.local_shape[0] for part in linear.parts]
+        nodes = [self._add(LINEAR, prefix + part.name.removesuffix(".weight")) for part in linear.parts]
+        for node, rows in zip(nodes, weight.split(sizes), strict=True):
+            self._take_weight(node, rows)
+        forward = linear.forward
+
+        def measured(x: Any) -> Tensor:
+            out = forward(x)
+            for node, columns in zip(nodes, out.split(sizes, dim=1), strict=True):
+                self._take(node, x, columns, self._real)
+            return out
+
+        linear.forward = measured
+
+    def _watch_cache(self, attention: Attention, path: str) -> None:
+        nodes = [self._add(KV_CACHE, f"{path}.{side}_cache") for side in ("k", "v")]
+        forward = attention.forward
+
+        def measured(x: Any, batch: Any, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, wanted: Any = None) -> Any:
+            out = forward(x, batch, cos_sin, k_cache, v_cache, wanted)
+            size, index = self._block_size, batch.kv_index
+            for node, cache in zip(nodes, (k_cache, v_cache), strict=True):
+                stored = cache[index // size, index % size].flatten(1)  # keys are there as they were turned
+                self._take(node, stored, stored, self._real)
+            return out
+
+        attention.forward = measured
+
+    def _watch_head(self, head: VocabWeight) -> None:
+        node = self._add(LINEAR, HEAD)
+        if node is None:
+            return
+        weight = head.weight
+        assert isinstance(weight, Tensor), "a model is measured as it is stored plainly"
+        self._take_weight(node, weight)
+        logits = head.logits
+
+        def measured(hidden: Tensor, out: Tensor | None = None) -> Tensor:
+            result = logits(hidden, out)
+            self._take(node, hidden, result, self._real_logits)
+            return result
+
+        head.logits = measured
+
+    def _take(self, node: _Measured | None, x: Tensor, out: Tensor, real: Tensor) -> None:
+        if node is None or not x.shape[0]:
+            return
+        known = real if real.shape[0] == x.shape[0] else None  # else it is a piece, which has no padding
+        if node.inputs is not None:
+            node.inputs.add(x, known)
+        if node.outputs is not None:
+            node.outputs.add(out, known)
+
+    def _take_weight(self, node: _Measured | None, weight: Tensor) -> None:
+        if node is None or "params" in self._config.excluded:
+            return
+        # A channel of a matrix is one of its outputs. A few at a time: the cache has taken the memory there was.
+        largest = torch.cat([rows.abs().amax(1).float() for rows in weight.split(_ROWS_AT_A_TIME)])
+        node.params["weight"] = (largest if self._config.observer != "maxabs" else largest.amax(0, True)).tolist()
+
+
+def _compute_all(layer: DecoderLayer) -> Callable[..., Any]:
+    """The last layer for all tokens: those that nobody asked for are inputs of its matrices as well."""
+    forward = layer.forward
+
+    def whole(
+        x: Any, residual: Any, batch: Any, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, wanted: Any = None
+    ) -> Any:
+        x, residual = forward(x, residual, batch, cos_sin, k_cache, v_cache)
+        return (x, residual) if wanted is None else (x[wanted], residual[wanted])
+
+    return whole

@@ -1,0 +1,117 @@
+"""Turns rows into the arrays of a padded pass, on the host.
+
+`HostBooks` is what the host knows of each slot in order to do so: lengths and blocks, never more. A pass that
+has no rows at all is all padding: it has the shape of its bucket, which is what warming up needs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from text_generation_inference.devices.buckets import Bucket
+from text_generation_inference.types import StepPlan
+
+
+class HostBooks:
+    """Lengths and block tables of all slots."""
+
+    def __init__(self, num_slots: int, max_tokens: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.lengths = np.zeros(num_slots, dtype=np.int64)  # known tokens
+        self.tables = np.zeros((num_slots, -(-max_tokens // block_size)), dtype=np.int32)
+
+    def update(self, plan: StepPlan) -> None:
+        for admission in plan.admit:
+            self.lengths[admission.slot] = len(admission.request.token_ids) + len(admission.output_ids)
+            self._put(admission.slot, 0, admission.block_ids)
+        for slot, start, blocks in plan.grow:
+            self._put(slot, start, blocks)
+
+    def _put(self, slot: int, start: int, blocks: Sequence[int]) -> None:
+        """Requests may hold a block more than their tokens need."""
+        room = self.tables.shape[1] - start
+        self.tables[slot, start : start + min(len(blocks), room)] = blocks[:room]
+
+    def num_blocks(self, slots: Sequence[int]) -> int:
+        """Blocks that the slots' known tokens are in."""
+        return int((-(-self.lengths[list(slots)] // self.block_size)).sum())
+
+
+@dataclass(slots=True)
+class PrefillArrays:
+    """Whole prompts. Tokens are `[batch * length]`, row after row; see `PaddedBatch`."""
+
+    token_slots: np.ndarray  # [tokens]: -1 for padding
+    positions: np.ndarray  # [tokens]
+    kv_index: np.ndarray  # [tokens]
+    seq_lens: np.ndarray  # [batch]
+    last_tokens: np.ndarray  # [batch]: each row's last one among the tokens
+
+
+def describe_prefill(bucket: Bucket, slots: Sequence[int], books: HostBooks) -> PrefillArrays:
+    rows, length, size = bucket.batch, bucket.length, books.block_size
+    index = np.array(slots, dtype=np.int64)
+    count = len(index)
+    lengths = books.lengths[index]
+    inside = np.arange(length)
+    real = inside < lengths[:, None]
+    token_slots = np.full((rows, length), -1, dtype=np.int64)
+    token_slots[:count] = np.where(real, index[:, None], -1)
+    positions = np.zeros((rows, length), dtype=np.int64)
+    positions[:count] = np.where(real, inside, 0)
+    kv_index = np.zeros((rows, length), dtype=np.int64)
+    blocks = books.tables[index[:, None], np.minimum(inside // size, books.tables.shape[1] - 1)].astype(np.int64)
+    kv_index[:count] = np.where(real, blocks * size + inside % size, 0)
+    seq_lens = np.zeros(rows, dtype=np.int64)
+    seq_lens[:count] = lengths
+    last_tokens = np.arange(rows) * length + np.maximum(seq_lens - 1, 0)
+    return PrefillArrays(token_slots.reshape(-1), positions.reshape(-1), kv_index.reshape(-1), seq_lens, last_tokens)
+
+
+@dataclass(slots=True)
+class DecodeArrays:
+    """One token of each row; see `PaddedBatch`."""
+
+    slots: np.ndarray  # [batch]: -1 for padding
+    positions: np.ndarray  # [batch]
+    kv_index: np.ndarray  # [batch]
+    seq_lens: np.ndarray  # [batch]
+    block_list: np.ndarray  # [blocks]
+    block_groups: np.ndarray  # [blocks]
+    block_usage: np.ndarray  # [blocks]
+    row_starts: np.ndarray  # [batch]
+
+
+def describe_decode(bucket: Bucket, slots: Sequence[int], books: HostBooks) -> DecodeArrays:
+    rows, size = bucket.batch, books.block_size
+    index = np.array(slots, dtype=np.int64)
+    count = len(index)
+    lengths = books.lengths[index]
+    counts = -(-lengths // size)
+    ends = np.cumsum(counts)
+    found = DecodeArrays(
+        slots=np.full(rows, -1, dtype=np.int64),
+        positions=np.zeros(rows, dtype=np.int64),
+        kv_index=np.zeros(rows, dtype=np.int64),
+        seq_lens=np.zeros(rows, dtype=np.int64),
+        block_list=np.zeros(bucket.length, dtype=np.int64),
+        block_groups=np.full(bucket.length, -1, dtype=np.int64),
+        block_usage=np.ones(bucket.length, dtype=np.int64),
+        row_starts=np.full(rows, -1, dtype=np.int64),
+    )
+    if not count:
+        return found
+    total = int(ends[-1])
+    last = lengths - 1
+    found.slots[:count] = index
+    found.positions[:count] = last
+    found.kv_index[:count] = books.tables[index, last // size].astype(np.int64) * size + last % size
+    found.seq_lens[:count] = lengths
+    tables = books.tables[index, : int(counts.max())]
+    found.block_list[:total] = tables[np.arange(tables.shape[1]) < counts[:, None]]
+    found.block_groups[:total] = np.repeat(np.arange(count), counts)
+    found.block_usage[:total] = size
+    found.block_usage[ends - 1] = last % size + 1
+    found.row_starts[:count] = ends - counts
+    return found

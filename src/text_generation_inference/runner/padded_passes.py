@@ -1,0 +1,133 @@
+"""The model's padded passes: through the device's graphs where they are, with a book of the shapes met.
+
+Shared by the runners of devices that run ahead and of those that do not.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.devices.buckets import Bucket, BucketPlan
+from text_generation_inference.devices.device import Device, has_graphs, wrap_graphs
+from text_generation_inference.kernels.padded import PaddedBatch
+from text_generation_inference.models.decoder import CausalLM
+from text_generation_inference.runner.shape_book import Key, ShapeBook
+from text_generation_inference.types import BucketStats, Chunk
+
+_LOGIT_ROWS = 128  # prompt positions whose logits are held at a time
+GRAPH_TOKENS = 8192  # a pass of more is limited by computing, not by launching: a graph would only cost memory
+
+
+class PaddedPasses:
+    def __init__(
+        self,
+        device: Device,
+        model: CausalLM,
+        kv_cache: list[tuple[Tensor, Tensor]],
+        plan: BucketPlan,
+        limit_graphs: bool = False,  # prompts go without
+        outputs: Callable[[PaddedBatch], Tensor] | None = None,  # a long-lived place for the logits of a batch
+    ) -> None:
+        self.plan = plan
+        self.book = ShapeBook(plan)
+        self._model, self._kv_cache, self._outputs = model, kv_cache, outputs
+        self._shallow = model.shallow()
+        self._shallow_cache = kv_cache[: len(self._shallow.model.layers)]
+        self._limit_graphs = limit_graphs
+        self._has_graphs = has_graphs(device)
+        self._without: set[Bucket] = set()  # shapes for whose graphs there was no room
+        self._graphs = wrap_graphs(device, self._forward, self._first)
+        self._scores = wrap_graphs(device, self._score)  # always without a graph
+
+    def find_prefill(self, rows: int, longest: int) -> Bucket | None:
+        return self.plan.find_prefill(rows, longest)
+
+    def find_alone(self, length: int) -> Bucket:
+        """The shape for one prompt; a longer one than planned has a shape of its own."""
+        return self.plan.find_prefill(1, length) or Bucket("prefill", 1, length)
+
+    def group(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+        """Prompts that share a pass."""
+        places = self.plan.group([chunk.end for chunk in chunks])
+        return [[chunks[place] for place in together] for together in places]
+
+    def find_decode(self, rows: int, blocks: int) -> Bucket:
+        return self.plan.find_decode(rows, blocks) or Bucket("decode", rows, blocks)
+
+    def captures(self, bucket: Bucket) -> bool:
+        """Whether the shape has, or will have, a graph. What is not planned comes once."""
+        if not self._has_graphs or bucket in self._without or bucket not in self.book.planned:
+            return False
+        return bucket.phase == "decode" or not (self._limit_graphs or bucket.num_tokens > GRAPH_TOKENS)
+
+    def go_without(self, bucket: Bucket) -> None:
+        """No graph for this shape: there is no room for it."""
+        self._without.add(bucket)
+
+    def logits(self, bucket: Bucket, batch: PaddedBatch, needed: int) -> Tensor:
+        """`[batch, vocab]` float32, good until the next pass of the same phase; `needed` tokens are real."""
+        bypass = not self.captures(bucket)
+        self.book.on_pass(batch.key(), bucket, needed, bypass and self._has_graphs)
+        return self._graphs(batch, bypass)
+
+    def score(self, bucket: Bucket, batch: PaddedBatch, needed: int) -> Tensor:
+        """`[length + vocab]` float32: log-probabilities of the tokens after the first, of the pass's first prompt, then
+        the logits of its last one. Without a graph; one tensor, so that all there is to compute is in the pass."""
+        self.book.on_pass(_key_of_scores(batch), bucket, needed, self._has_graphs)
+        return self._scores(batch, True)
+
+    def warm(self, bucket: Bucket, batch: PaddedBatch, few_layers: bool) -> Tensor:
+        """Meet a shape for the first time.
+
+        `few_layers`: where no graph is made, few layers are enough to load all that the shape needs.
+        """
+        self.book.warmed.add(batch.key())
+        if self.captures(bucket):
+            return self._graphs(batch)
+        return self._first(batch) if few_layers else self._graphs(batch, True)
+
+    def warm_scores(self, batch: PaddedBatch, few_layers: bool) -> Tensor:
+        """The same for a prompt whose tokens are scored."""
+        self.book.warmed.add(_key_of_scores(batch))
+        return self._score(batch, few_layers) if few_layers else self._scores(batch, True)
+
+    def touch(self, batch: PaddedBatch) -> None:
+        """Run a shape through few layers, without a graph: to compile and load what it needs."""
+        self._first(batch)
+
+    @property
+    def stats(self) -> BucketStats:
+        return self.book.stats(self._graphs.num_captured)
+
+    def _forward(self, batch: PaddedBatch) -> Tensor:
+        return self._logits(batch, self._model.forward(batch, self._kv_cache))
+
+    def _score(self, batch: PaddedBatch, few_layers: bool = False) -> Tensor:
+        """`[length + vocab]`: see `score`."""
+        model, cache = (self._shallow, self._shallow_cache) if few_layers else (self._model, self._kv_cache)
+        wanted = torch.arange(batch.length, device=batch.input_ids.device)  # all tokens of the first prompt
+        hidden = model.forward(replace(batch, logit_tokens=wanted), cache)  # [length, hidden]
+        following = batch.input_ids[: batch.length].roll(-1)
+        found: list[Tensor] = []
+        for start in range(0, batch.length, _LOGIT_ROWS):
+            rows = slice(start, min(start + _LOGIT_ROWS, batch.length))
+            scores = model.logits(hidden[rows]).float()
+            found.append(scores.gather(1, following[rows, None])[:, 0] - scores.logsumexp(dim=-1))
+        last = hidden.index_select(0, (batch.seq_lens[:1] - 1).clamp(min=0).long())
+        return torch.cat((*found, model.logits(last).float()[0]))
+
+    def _first(self, batch: PaddedBatch) -> Tensor:
+        return self._logits(batch, self._shallow.forward(batch, self._shallow_cache))
+
+    def _logits(self, batch: PaddedBatch, hidden: Tensor) -> Tensor:
+        if self._outputs is not None:
+            return self._model.logits(hidden, self._outputs(batch))
+        return self._model.logits(hidden).float()
+
+
+def _key_of_scores(batch: PaddedBatch) -> Key:
+    """That of a pass which wants as many logits as a prompt has tokens."""
+    shapes = dict(zip((field.name for field in fields(batch)), batch.key(), strict=True))
+    return tuple({**shapes, "logit_tokens": (batch.length,)}.values())

@@ -1,0 +1,136 @@
+"""The books of the KV cache: who holds which block, which blocks are free, which can be found again.
+
+Five calls: `match` reads, `take` and `free` change, `publish` makes a request's full blocks findable (`forget`
+undoes that for all), `check` proves that the books balance. Block 0 belongs to nobody: padding writes go there. The
+tensors live on the device; this module knows numbers only.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from text_generation_inference.scheduler.prefix import PrefixIndex
+from text_generation_inference.scheduler.request import Request
+
+PADDING_BLOCK = 0
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        assert num_blocks >= 2 and block_size >= 1
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._holders = [0] * num_blocks
+        self._empty = list(range(num_blocks - 1, PADDING_BLOCK, -1))  # free and not published; taken from the end
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free but published; least recently used first
+        self._index = PrefixIndex()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_empty(self) -> int:
+        """Free blocks that hold nothing findable."""
+        return len(self._empty)
+
+    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
+        """The published blocks that hold the longest whole-block prefix of `tokens`."""
+        blocks: list[int] = []
+        if not self.prefix_caching:
+            return blocks
+        parent: object = salt
+        size = self.block_size
+        for start in range(0, len(tokens) - size + 1, size):
+            hit = self._index.find(parent, tuple(tokens[start : start + size]))
+            if hit is None:
+                break
+            block, parent = hit
+            blocks.append(block)
+        return blocks
+
+    def try_take(self, num_new: int, shared: Sequence[int] = (), num_spare: int = 0) -> list[int] | None:
+        """Hold `shared` (from `match`) and `num_new` other blocks.
+
+        None, with nothing changed, if fewer than `num_spare` blocks would then be free.
+        """
+        shared_free = sum(1 for block in shared if not self._holders[block])
+        if self.num_free - shared_free < num_new + num_spare:
+            return None
+        for block in shared:
+            if not self._holders[block]:
+                del self._cached[block]
+            self._holders[block] += 1
+        if num_new <= len(self._empty):
+            first = len(self._empty) - num_new
+            taken = self._empty[first:]
+            del self._empty[first:]
+            for block in taken:
+                self._holders[block] = 1
+            return [*shared, *taken]
+        return [*shared, *(self._take_one() for _ in range(num_new))]
+
+    def _take_one(self) -> int:
+        if self._empty:
+            block = self._empty.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._index.remove(block)
+        self._holders[block] = 1
+        return block
+
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """Make the request's blocks that lie wholly within its first `num_tokens` tokens findable."""
+        if not self.prefix_caching:
+            return
+        size = self.block_size
+        for number in range(request.num_published, num_tokens // size):
+            tokens = tuple(request.tokens[number * size : (number + 1) * size])
+            hit = self._index.find(request.chain, tokens)
+            if hit is not None:
+                request.chain = hit[1]
+            else:
+                request.chain = self._index.insert(request.chain, tokens, request.blocks[number])
+            request.num_published = number + 1
+
+    def free(self, blocks: Sequence[int], forget: bool = False) -> None:
+        """Give blocks back. The last ones become evictable first, since a prefix is useful to more requests.
+
+        With `forget` their content is not trusted and cannot be found again.
+        """
+        for block in reversed(blocks):
+            assert self._holders[block] > 0, f"block {block} is freed but nobody holds it"
+            self._holders[block] -= 1
+            if forget and block in self._index:
+                self._index.remove(block)
+            if not self._holders[block]:
+                if block in self._index:
+                    self._cached[block] = None
+                else:
+                    self._empty.append(block)
+
+    def forget(self) -> None:
+        """No block can be found again: what they hold is not trusted."""
+        self._index = PrefixIndex()
+        self._empty += reversed(self._cached)
+        self._cached.clear()
+
+    def check(self, held: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError unless every block is exactly one of padding, empty, cached or held as `held` says."""
+        held_count = Counter(block for blocks in held for block in blocks)
+        empty, cached = set(self._empty), set(self._cached)
+        assert len(empty) == len(self._empty), "a block is on the empty list twice"
+        assert PADDING_BLOCK not in empty | cached | held_count.keys(), "the padding block is in use"
+        for block in range(1, self.num_blocks):
+            assert self._holders[block] == held_count[block], (
+                f"block {block} counts {self._holders[block]} holders, {held_count[block]} hold it"
+            )
+            places = (block in empty) + (block in cached) + (held_count[block] > 0)
+            assert places == 1, f"block {block} is in {places} places"
+            assert not (block in empty and block in self._index), f"empty block {block} is published"
+            assert block not in cached or block in self._index, f"cached block {block} is not published"
+        self._index.check(self.block_size)

@@ -1,0 +1,72 @@
+"""A request as the scheduler sees it: known tokens, computed tokens, blocks.
+
+Owned by `Scheduler`; nothing outside `scheduler/` holds one.
+"""
+
+from text_generation_inference.types import GenerationRequest
+
+
+class Request:
+    """One generation in progress.
+
+    *Known* tokens exist (prompt, or sampled on the device); *computed* ones have their keys and values in the cache or
+    in a planned step. `tokens` holds the values the host has seen, which may be one step behind the device.
+    """
+
+    __slots__ = (
+        "admitted_ns",
+        "arrived_ns",
+        "blocks",
+        "busy_until",
+        "chain",
+        "computed",
+        "finished",
+        "join_clock",
+        "next_event",
+        "num_cached_tokens",
+        "num_prompt",
+        "num_published",
+        "order",
+        "slot",
+        "source",
+        "stop_ids",
+        "tokens",
+        "total_limit",
+    )
+
+    def __init__(self, source: GenerationRequest, order: int, arrived_ns: int) -> None:
+        self.source = source
+        self.order = order
+        self.arrived_ns = arrived_ns
+        self.admitted_ns: int | None = None
+        self.tokens: list[int] = list(source.token_ids)
+        self.num_prompt = len(source.token_ids)
+        self.total_limit = self.num_prompt + source.max_new_tokens
+        self.stop_ids = frozenset(source.stop_token_ids)
+        self.slot = -1
+        self.blocks: list[int] = []
+        self.computed = 0  # as of `join_clock` while in the decode set
+        self.join_clock = -1  # decode clock at which it entered the decode set; -1 outside
+        self.next_event = -1  # decode clock of its calendar entry; -1 without one
+        self.busy_until = 0  # last planned step that may still return a token for it
+        self.chain: object = source.cache_salt  # identity of the last published block, or the salt before the first
+        self.num_published = 0
+        self.num_cached_tokens = 0
+        self.finished = False
+
+    @property
+    def id(self) -> int:
+        return self.source.id
+
+    @property
+    def running(self) -> bool:
+        return self.slot >= 0
+
+    @property
+    def decodes(self) -> bool:
+        return self.join_clock >= 0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's logits are still owed, so that no part of it may come from the cache."""
+        return self.source.sampling.decoder_input_details and len(self.tokens) == self.num_prompt

@@ -1,0 +1,540 @@
+"""Decides what each step computes, and turns its result into tokens for the callers.
+
+Pure Python. There are no phases: each request has known and computed tokens, and a step spends a token budget
+closing the gap. Prefill, chunked prefill, decode and recompute after preemption are all that one rule.
+
+Requests whose gap is one token form the *decode set*; each decode step moves all of them by one token, so the plan need
+not list them. A calendar says at which decode step a member needs its next block or reaches its length, which keeps
+planning proportional to what changes. A plan may be made while the step before it still runs: then `tokens` lacks the
+newest value, and a request that turns out to be finished has computed one token that is dropped.
+
+Where steps have the shapes of a bucket plan (`prompts_fit`) a prompt is computed in one step, never in chunks, and a
+request holds the blocks of its whole length from the start: nobody is preempted, to come back with a longer prompt than
+any shape is made for. Only after a lack of memory (`retract`) this happens; such a prompt is computed alone.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+
+import msgspec
+
+from text_generation_inference.errors import ValidationError
+from text_generation_inference.scheduler.blocks import BlockPool
+from text_generation_inference.scheduler.pace import StepPace, StepRoom, StepWork, attended
+from text_generation_inference.scheduler.policy import BatchPolicy, StepLimit
+from text_generation_inference.scheduler.queue import make_queue
+from text_generation_inference.scheduler.request import Request
+from text_generation_inference.scheduler.shares import Shares
+from text_generation_inference.types import (
+    Admission,
+    Admitted,
+    Chunk,
+    Finish,
+    GenerationRequest,
+    StepPlan,
+    StepResult,
+    TokenOut,
+    TopTokens,
+)
+
+_MAX_BLOCKS_AHEAD = 64
+_MOST_ENDED = 64  # requests in the queue that have ended, beyond as many as have not
+
+
+# Whether so many prompts, padded to the longest of so many tokens, have a shape that a step can have.
+PromptsFit = Callable[[int, int], bool]
+
+
+class SchedulerStats(msgspec.Struct):
+    """Counters since the start."""
+
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_retractions: int = 0  # steps taken back for lack of memory
+
+
+class _InFlight(msgspec.Struct, frozen=True):
+    """The rows of a planned step whose result has not come back."""
+
+    step: int
+    decode_rows: list[Request]
+    chunk_rows: list[Request]  # every chunk, in plan order
+    sampling_rows: list[Request]  # the chunks that yield a token
+    work: StepWork
+
+    @property
+    def num_tokens(self) -> int:
+        return self.work.decode_rows + self.work.prompt_tokens
+
+
+class Scheduler:
+    def __init__(
+        self,
+        policy: BatchPolicy,
+        pool: BlockPool,
+        clock: Callable[[], int] = time.monotonic_ns,
+        prompts_fit: PromptsFit | None = None,
+        queue_threshold_ms: int | None = None,
+    ) -> None:
+        self.policy = policy
+        self.pool = pool
+        self.stats = SchedulerStats()
+        self._limit = StepLimit(policy)
+        self._pace = StepPace(policy.max_step_ms / 1000 or None, pool.block_size)
+        self._now = clock
+        self._prompts_fit = prompts_fit
+        self._requests: dict[int, Request] = {}  # every unfinished request
+        # May hold finished ones, which are dropped when reached, or when they are more than the others.
+        self._waiting = make_queue(queue_threshold_ms, clock)
+        self._prefilling: list[Request] = []  # running, outside the decode set, oldest first
+        self._decode_rows: list[Request] = []  # replaced, never changed in place: steps in flight refer to it
+        self._free_slots = list(range(policy.max_batch_size - 1, -1, -1))
+        self._shares = Shares(policy.max_batch_size)  # of the slots
+        self._num_arrived = 0
+        self._step = 0  # last planned step
+        self._applied_step = 0  # last step whose result came back
+        self._decode_clock = 0  # decode steps planned so far
+        self._steps_since_join = 1  # decode steps since newcomers joined
+        self._calendar: dict[int, list[Request]] = {}  # decode clock -> members to look at before that step
+        self._in_flight: deque[_InFlight] = deque()
+        self._admitted: list[Admitted] = []  # since the last result
+        # Head of the queue that did not fit, and what it found: until that changes it need not be looked up again.
+        self._blocked: tuple[Request, int, int] | None = None
+        # Changes that the next plan will carry:
+        self._release: list[int] = []
+        self._leave: list[int] = []
+        self._join: list[Request] = []
+
+    # -- calls of the engine loop ----------------------------------------------------------------------------------
+
+    def add(self, source: GenerationRequest) -> None:
+        """Queue a request. Raises `ValidationError` if it can never run."""
+        if source.id in self._requests:
+            raise ValidationError(f"request id {source.id} is already in use")
+        for name in ("adapter", "images"):
+            if getattr(source, name):
+                raise ValidationError(f"{name} is not supported")
+        total = len(source.token_ids) + source.max_new_tokens
+        room = min(self.policy.max_total_tokens, self.pool.num_usable * self.pool.block_size)
+        if not source.token_ids:
+            raise ValidationError("`inputs` cannot be empty")
+        if total > room:
+            raise ValidationError(
+                f"`inputs` tokens + `max_new_tokens` must be <= {room}. Given: {len(source.token_ids)} `inputs` tokens"
+                f" and {source.max_new_tokens} `max_new_tokens`"
+            )
+        if self._prompts_fit is not None and not self._prompts_fit(1, len(source.token_ids)):
+            raise ValidationError(
+                f"`inputs` must have at most `max_input_tokens` tokens. Given: {len(source.token_ids)}"
+            )
+        self._num_arrived += 1
+        request = Request(source, self._num_arrived, self._now())
+        self._requests[source.id] = request
+        self._shares.see(source.caller, request.arrived_ns)
+        self._waiting.append(request)
+
+    def abort(self, request_id: int) -> bool:
+        """End a request without a word. False if it is not known (any more)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request)
+        return True
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - self.num_running
+
+    @property
+    def num_running(self) -> int:
+        return len(self._decode_rows) + len(self._prefilling) + len(self._join)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._in_flight)
+
+    def count_tokens(self) -> tuple[int, int]:
+        """(tokens of waiting requests, tokens the running ones may reach together). Looks at every request."""
+        running = sum(request.total_limit for request in self._requests.values() if request.running)
+        return sum(len(request.tokens) for request in self._requests.values() if not request.running), running
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None if there is nothing to compute now."""
+        grow = self._grow_decode_set()
+        num_decode = len(self._decode_rows) + len(self._join)
+        budget = min(self.policy.prefill_budget(num_decode), max(0, self._limit.tokens - num_decode))
+        if self._prompts_fit is not None:
+            budget = self.policy.max_batch_prefill_tokens  # what fits is looked up with each prompt
+        room = self._pace.room(num_decode if self._prompts_fit is None else 0, budget)
+        chunks, chunk_rows = self._continue_prefills(room)
+        admit, new_chunks, new_rows = self._admit(room, num_decode)
+        chunks += new_chunks
+        chunk_rows += new_rows
+        decode = num_decode > 0 and (self.policy.mixes_phases or not chunks)
+        if not decode and not chunks:
+            return None
+        return self._commit(grow, admit, chunks, chunk_rows, decode)
+
+    def apply(self, result: StepResult, step_s: float = 0.0) -> TokenOut:
+        """Take the result of the oldest planned step, which took the device `step_s`, and tell the callers."""
+        flight = self._in_flight.popleft()
+        assert flight.step == result.step, f"result of step {result.step} came, {flight.step} is due"
+        self._applied_step = flight.step
+        self._pace.on_step(flight.work, step_s)
+        rows = flight.decode_rows + flight.sampling_rows if flight.sampling_rows else flight.decode_rows
+        self._limit.on_step(bool(rows))
+        assert len(rows) == len(result.token_ids)
+        scored = [(flight.chunk_rows[p.row - len(flight.decode_rows)], p) for p in result.prompt_logprobs]
+        prompts = [msgspec.structs.replace(p, row=request.id) for request, p in scored if not request.finished]
+        failed = dict(result.errors)
+        top_by_row = {top.row: top for top in result.top_tokens}
+        ids: list[int] = []
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        tops: list[TopTokens] = []
+        finished: list[Finish] = []
+        for row, (request, token, logprob) in enumerate(zip(rows, result.token_ids, result.logprobs, strict=True)):
+            if request.finished:
+                continue
+            if row in failed:
+                finished.append(self._end(request, "error", failed[row]))
+                continue
+            if row in top_by_row:
+                top = top_by_row[row]
+                tops.append(TopTokens(len(ids), top.token_ids, top.logprobs))
+            ids.append(request.source.id)
+            tokens.append(token)
+            logprobs.append(logprob)
+            known = request.tokens
+            known.append(token)
+            if len(known) >= request.total_limit:
+                finished.append(self._end(request, "length"))
+            elif token in request.stop_ids:
+                finished.append(self._end(request, "eos_token"))
+        admitted, self._admitted = self._admitted, []
+        return TokenOut(ids, tokens, logprobs, tops, prompts, finished, admitted)
+
+    def retract(self, error: str) -> TokenOut:
+        """The oldest planned step was too large for the device, which has forgotten every request.
+
+        All results that have not come back are given up. Running requests wait again, in their order, to be computed
+        anew in smaller steps; nothing in the cache is trusted. A request that did not fit alone ends with `error`.
+        """
+        flight = self._in_flight[0]
+        self._in_flight.clear()
+        self._applied_step = self._step
+        self.stats.num_retractions += 1
+        self.pool.forget()
+        running = sorted((*self._decode_rows, *self._prefilling, *self._join), key=lambda request: request.order)
+        for request in reversed(running):
+            self._preempt(request, forget=True)
+        self._release, self._leave = [], []
+        self._blocked = None
+        rows = flight.decode_rows + flight.chunk_rows
+        finished: list[Finish] = []
+        # Where prompts are not cut, fewer of them are all that makes a step smaller.
+        num_tokens = flight.num_tokens if self._prompts_fit is None else len(rows)
+        if not self._limit.shrink(len(rows), num_tokens):
+            finished = [self._end(request, "error", error) for request in rows if not request.finished]
+        admitted, self._admitted = self._admitted, []
+        return TokenOut(finished=finished, admitted=admitted)
+
+    def check(self) -> None:
+        """Raise AssertionError unless slots and blocks balance."""
+        running = [*self._decode_rows, *self._prefilling, *self._join]
+        self.pool.check(request.blocks for request in running)
+        slots = [request.slot for request in running if not request.finished]
+        assert len(set(slots)) == len(slots), "two requests share a slot"
+        assert sorted([*slots, *self._free_slots]) == list(range(self.policy.max_batch_size)), "slots do not balance"
+        assert self._shares.num_held == len(slots), "shares of slots do not balance"
+        for request in running:
+            assert not request.finished and request.running
+            assert len(request.blocks) * self.pool.block_size >= self._num_computed(request)
+        for request in self._waiting:
+            assert request.finished or not (request.running or request.blocks), "a waiting request holds something"
+
+    # -- parts of a plan -------------------------------------------------------------------------------------------
+
+    def _num_computed(self, request: Request) -> int:
+        if request.decodes:
+            return request.computed + self._decode_clock - request.join_clock
+        return request.computed
+
+    def _grow_decode_set(self) -> list[tuple[int, int, list[int]]]:
+        """Serve the calendar for the coming decode step: members at their length leave, others get their next block."""
+        grown: list[tuple[Request, int, list[int]]] = []
+        due = self._calendar.pop(self._decode_clock, [])
+        for request in self._join:
+            request.join_clock = request.next_event = self._decode_clock
+            due.append(request)
+        for request in due:
+            if request.next_event != self._decode_clock:
+                continue  # preempted while an older one was served
+            computed = self._num_computed(request)
+            if computed + 1 >= request.total_limit:
+                self._leave_decode_set(request)
+                continue
+            num_blocks = len(request.blocks)
+            if computed >= num_blocks * self.pool.block_size:
+                blocks = self._take_blocks_for(request, request.total_limit - 1 - computed)
+                if blocks is None:
+                    continue
+                request.blocks += blocks
+                grown.append((request, num_blocks, blocks))
+            self._schedule(request, computed)
+        # A member that grew may have been preempted for an older one right after.
+        return [(request.slot, start, blocks) for request, start, blocks in grown if request.running]
+
+    def _schedule(self, request: Request, computed: int) -> None:
+        """Enter in the calendar when a member must be seen next: its blocks are full, or it reaches its length."""
+        until_full = len(request.blocks) * self.pool.block_size - computed
+        when = self._decode_clock + min(until_full, request.total_limit - 1 - computed)
+        request.next_event = when
+        self._calendar.setdefault(when, []).append(request)
+
+    def _unschedule(self, request: Request) -> None:
+        entries = self._calendar.get(request.next_event)
+        if entries is not None and request in entries:
+            entries.remove(request)
+            if not entries:
+                del self._calendar[request.next_event]
+        request.next_event = -1
+
+    def _take_blocks_for(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Blocks for the next tokens of a member of the decode set; None if it had to be preempted for lack of them.
+
+        Where empty blocks abound several are taken at once, up to a fair share of half of them, so that the next visit
+        comes later. Where blocks lack, those taken ahead are given back, then the newest requests are preempted.
+        """
+        share = self.pool.num_empty // (2 * self.num_running)
+        count = max(1, min(share, _MAX_BLOCKS_AHEAD, -(-num_tokens // self.pool.block_size)))
+        while (taken := self.pool.try_take(count)) is None:
+            if self._give_back_ahead():
+                continue
+            newest = max(
+                (other for other in (*self._decode_rows, *self._prefilling, *self._join) if other.running),
+                key=lambda other: other.order,
+            )
+            self._preempt(newest)
+            if newest is request:
+                return None
+        return taken
+
+    def _give_back_ahead(self) -> bool:
+        """Free the blocks that members hold beyond their next token. True if there were any."""
+        found = False
+        size = self.pool.block_size
+        for request in self._decode_rows:
+            computed = self._num_computed(request)
+            num_needed = computed // size + 1
+            if len(request.blocks) > num_needed:
+                found = True
+                self.pool.free(request.blocks[num_needed:])
+                del request.blocks[num_needed:]
+                self._unschedule(request)
+                self._schedule(request, computed)
+        return found
+
+    def _continue_prefills(self, room: StepRoom) -> tuple[list[Chunk], list[Request]]:
+        """Chunks for running requests that are still behind, oldest first."""
+        chunks: list[Chunk] = []
+        rows: list[Request] = []
+        for request in self._prefilling:
+            if room.is_open and self._is_behind(request):
+                chunks.append(self._chunk(request, room))
+                rows.append(request)
+        return chunks, rows
+
+    def _is_behind(self, request: Request) -> bool:
+        return request.computed < len(request.tokens)
+
+    def _chunk(self, request: Request, room: StepRoom) -> Chunk:
+        """Plan the next run of known tokens. Its blocks can be found at once: the device works in plan order."""
+        known = len(request.tokens)
+        start = request.computed
+        end = room.take(start, known)
+        request.computed = end
+        self.pool.publish(request, end)
+        return Chunk(request.slot, start, end, end == known)
+
+    def _admit(self, room: StepRoom, num_decode: int) -> tuple[list[Admission], list[Chunk], list[Request]]:
+        """Let waiting requests in, in the order of the queue, until tokens, slots or blocks run out."""
+        admit: list[Admission] = []
+        chunks: list[Chunk] = []
+        rows: list[Request] = []
+        longest = 0
+        minimum = self.policy.min_newcomers(num_decode, self._steps_since_join)
+        if minimum > 1 and not self._could_join(minimum, room.tokens):
+            return admit, chunks, rows
+        while room.is_open and self._free_slots and self.num_running < self._limit.rows:
+            request = self._waiting.head(self._shares.may_take)
+            if request is None:
+                break
+            if request.finished:
+                self._waiting.take(request)
+                continue
+            if request.busy_until > self._applied_step:
+                break
+            if self._prompts_fit is not None:
+                longest = max(longest, len(request.tokens))
+                if rows and not self._prompts_fit(len(rows) + 1, longest):
+                    break  # one alone has been looked up; after a retraction it may be longer, and has its own shape
+                room.tokens = max(room.tokens, len(request.tokens))
+            state = (request, self.pool.num_free, self.num_running)
+            if state == self._blocked:
+                break
+            if not self._try_hold_blocks(request):
+                self._blocked = (request, self.pool.num_free, self.num_running)
+                break
+            self._waiting.take(request)
+            admit.append(self._start(request))
+            chunks.append(self._chunk(request, room))
+            rows.append(request)
+        return admit, chunks, rows
+
+    def _could_join(self, minimum: int, budget: int) -> bool:
+        """Whether the first `minimum` waiting requests would fit together, cached prefixes not counted."""
+        if len(self._free_slots) < minimum or self.num_waiting < minimum:
+            return False
+        first = list(islice((request for request in self._waiting if not request.finished), minimum))
+        num_tokens = sum(len(request.tokens) for request in first)
+        if self._prompts_fit is not None:
+            longest = max((len(request.tokens) for request in first), default=0)
+            num_blocks = sum(self._num_blocks_for(request) for request in first)
+            return self._prompts_fit(len(first), longest) and num_blocks <= self.pool.num_free
+        num_blocks = sum(-(-len(request.tokens) // self.pool.block_size) for request in first)
+        return num_tokens <= budget and num_blocks + self.num_running <= self.pool.num_free
+
+    def _try_hold_blocks(self, request: Request) -> bool:
+        """Blocks for all known tokens, shared ones first; one spare block stays for each running request."""
+        size = self.pool.block_size
+        if self._prompts_fit is not None:
+            blocks = self.pool.try_take(self._num_blocks_for(request))
+            request.blocks = blocks or []
+            return blocks is not None
+        known = len(request.tokens)
+        shared: list[int] = []
+        if not request.wants_prompt_logprobs:
+            shared = self.pool.match(request.tokens[: known - 1], request.source.cache_salt)
+        num_new = -(-known // size) - len(shared)
+        while (blocks := self.pool.try_take(num_new, shared, num_spare=self.num_running)) is None:
+            if not self._give_back_ahead():
+                return False
+        request.blocks = blocks
+        request.computed = len(shared) * size
+        return True
+
+    def _num_blocks_for(self, request: Request) -> int:
+        """Blocks for all tokens that the request may compute: its last one is not."""
+        return -(-(request.total_limit - 1) // self.pool.block_size)
+
+    def _start(self, request: Request) -> Admission:
+        request.slot = self._free_slots.pop()
+        self._shares.take(request.source.caller)
+        self._prefilling.append(request)
+        if request.admitted_ns is None:
+            request.admitted_ns = self._now()
+            request.num_cached_tokens = request.computed
+            queue_ns = request.admitted_ns - request.arrived_ns
+            self._admitted.append(Admitted(request.source.id, request.computed, queue_ns))
+            self.stats.num_prompt_tokens += request.num_prompt
+            self.stats.num_cached_prompt_tokens += request.computed
+        return Admission(request.slot, request.source, request.tokens[request.num_prompt :], list(request.blocks))
+
+    def _commit(
+        self,
+        grow: list[tuple[int, int, list[int]]],
+        admit: list[Admission],
+        chunks: list[Chunk],
+        chunk_rows: list[Request],
+        decode: bool,
+    ) -> StepPlan:
+        """Number the step, move the decode set, and remember the rows."""
+        self._step += 1
+        join = [request.slot for request in self._join]
+        if self._join:
+            self._decode_rows = self._decode_rows + self._join
+            self._join = []
+        decode_rows = self._decode_rows if decode else []
+        sampling = [request for request, chunk in zip(chunk_rows, chunks, strict=True) if chunk.samples]
+        for request in chunk_rows:
+            request.busy_until = self._step
+        for request in sampling:
+            self._prefilling.remove(request)
+            self._join.append(request)  # from the next plan on
+        if decode:
+            self._decode_clock += 1
+            self._steps_since_join += 1
+        if admit:
+            self._steps_since_join = 1
+        plan = StepPlan(self._step, self._release, admit, self._leave, join, grow, decode, chunks)
+        self._release, self._leave = [], []
+        work = StepWork(
+            len(decode_rows),
+            sum(chunk.end - chunk.start for chunk in chunks),
+            sum(attended(chunk.start, chunk.end) for chunk in chunks),
+        )
+        self._in_flight.append(_InFlight(self._step, decode_rows, chunk_rows, sampling, work))
+        return plan
+
+    # -- ways out --------------------------------------------------------------------------------------------------
+
+    def _leave_decode_set(self, request: Request) -> None:
+        """Its last token is in flight: it keeps its blocks until the result ends it, but computes no more."""
+        self._drop_row(request)
+        self._prefilling.append(request)
+
+    def _drop_row(self, request: Request) -> None:
+        request.computed = self._num_computed(request)
+        request.busy_until = self._step
+        request.join_clock = -1
+        self._unschedule(request)
+        if request in self._join:
+            self._join = [other for other in self._join if other is not request]
+        else:
+            self._decode_rows = [other for other in self._decode_rows if other is not request]
+            self._leave.append(request.slot)
+
+    def _stop_running(self, request: Request, forget: bool = False) -> None:
+        """Give slot and blocks back; what was computed stays findable."""
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+        else:
+            self._drop_row(request)
+        if not forget:
+            # An abort between planning a step and taking the result before it finds a computed token not known here.
+            self.pool.publish(request, min(request.computed, len(request.tokens)))
+        self.pool.free(request.blocks, forget)
+        self._release.append(request.slot)
+        self._free_slots.append(request.slot)
+        self._shares.give_back(request.source.caller)
+        request.slot = -1
+        self._forget_progress(request)
+
+    def _forget_progress(self, request: Request) -> None:
+        request.blocks = []
+        request.computed = 0
+        request.num_published = 0
+        request.chain = request.source.cache_salt
+
+    def _preempt(self, request: Request, forget: bool = False) -> None:
+        """Back to the head of the queue; its tokens will be computed again."""
+        self.stats.num_preemptions += 1
+        self._stop_running(request, forget)
+        self._waiting.appendleft(request)
+
+    def _end(self, request: Request, reason: str = "aborted", error: str | None = None) -> Finish:
+        if request.running:
+            self._stop_running(request, forget=reason == "error")
+        request.finished = True
+        del self._requests[request.id]
+        if len(self._waiting) > 2 * self.num_waiting + _MOST_ENDED:  # or they would stay as long as the head waits
+            self._waiting.drop_finished()
+        now = self._now()
+        admitted = request.admitted_ns if request.admitted_ns is not None else now
+        return Finish(
+            request.id, reason, error, request.num_cached_tokens, admitted - request.arrived_ns, now - admitted
+        )

@@ -1,0 +1,75 @@
+"""The text of one request from its tokens: detokenising and stop strings together.
+
+Last step of the text package on the way out; what comes from here goes to the client. The engine decides when a request
+ends for reasons of tokens (length, EOS); only stop strings end it here.
+"""
+
+import math
+from collections.abc import Sequence
+
+from text_generation_inference.text.detokenize import open_stream
+from text_generation_inference.text.ids_as_text import IdsAsText
+from text_generation_inference.text.stopping import StopStrings
+from text_generation_inference.text.tokenizer import Tokenizer
+
+
+class RequestText:
+    """The output text of one request as it grows."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        stops: StopStrings,
+        skip_special_tokens: bool = True,
+        silent_ids: frozenset[int] | None = None,
+        min_tokens: int = 0,
+    ) -> None:
+        """`silent_ids` have no text, whether or not the tokenizer flags them as special.
+
+        When they are not given they are the tokenizer's EOS ids, unless special tokens are kept. Stop strings are
+        looked for behind the first `min_tokens` tokens.
+        """
+        self._stream = open_stream(tokenizer, prompt_ids, skip_special_tokens)
+        self._stops = stops
+        if silent_ids is None:
+            silent_ids = tokenizer.eos_ids if skip_special_tokens else frozenset[int]()
+        self._silent_ids = frozenset[int]() if isinstance(tokenizer, IdsAsText) else silent_ids
+        self._num_unsearched = min_tokens
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All text given out so far."""
+        return "".join(self._pieces)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self._stops.stopped
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Take the next token; return the text to give out, and whether a stop string ends the request here."""
+        new_text = "" if token_id in self._silent_ids else self._stream.push(token_id)
+        if self._num_unsearched:
+            self._num_unsearched -= 1
+            piece, stopped = new_text, False
+        else:
+            piece, stopped = self._stops.push(new_text)
+        self._pieces.append(piece)
+        return piece, stopped
+
+    def finish(self) -> str:
+        """The text still held back, when no more tokens will come."""
+        piece, stopped = self._stops.push(self._stream.flush())
+        if not stopped:
+            piece += self._stops.flush()
+        self._pieces.append(piece)
+        return piece
+
+
+def pick_best(mean_logprobs: Sequence[float]) -> int:
+    """The index of the highest mean log-probability; the first of equal ones. NaN is worse than any number."""
+    if not mean_logprobs:
+        raise ValueError("there is nothing to pick from")
+    return max(range(len(mean_logprobs)), key=lambda i: (not math.isnan(mean_logprobs[i]), mean_logprobs[i]))

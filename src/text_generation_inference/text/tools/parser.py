@@ -1,0 +1,446 @@
+"""Reads tool calls out of the text of an answer, while the text comes.
+
+On the way out, behind detokenising and stop strings. What is no call is content, unchanged but for white space around
+calls. How the text is cut into pieces makes no difference to what comes out in all.
+
+A call is announced as soon as its function is known and its arguments begin; from then on the arguments are passed on
+as the model writes them. What looked like a call and turns out before that point not to be one becomes content. A call
+that a limit cuts off is told as far as it came, and never as content.
+"""
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Literal, cast
+
+from text_generation_inference.text.tools.formats import MARKERS, Family, ToolFormat
+from text_generation_inference.text.tools.reader import EndOfTextError, MalformedError, Reader, Steps
+
+
+@dataclass(frozen=True)
+class Content:
+    """Text for the reader of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallStart:
+    """A call of the function `name` begins. Calls are counted from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """More of the arguments of a call. Together they are the text of one JSON object."""
+
+    index: int
+    text: str
+
+
+Event = Content | CallStart | CallArguments
+# What the text may be: content and calls in turn; all content or all calls; calls alone. A grammar sees to the latter.
+Shape = Literal["mixed", "either", "calls"]
+
+_NAME = re.compile(r"[\w.-]+")
+_CUT_NAME = re.compile(r'"(?:name|function)"\s*:\s*"([^"\\]*)\Z')
+_MAX_NAME = 256
+_MAX_SPACE = 64
+# Where a call without a marker may begin: at the start of a line, in a code fence or not.
+_BARE_START = r"(?m:^)[ \t]{0,64}(?:[{\[]|```\w{0,20}[ \t]*\n)"
+_BARE_PARTIAL = r"(?m:^)[ \t]{0,64}(?:`{1,2}|```\w{0,20}[ \t]*)?\Z"
+# A call without a marker has no other members than these before its arguments; an answer in JSON has.
+_CALL_KEYS = {"name", "function", "type", "id", "arguments", "parameters"}
+
+
+class ToolParser:
+    """The content and the calls in one answer."""
+
+    def __init__(self, tool_format: ToolFormat, tool_names: Collection[str], shape: Shape = "mixed") -> None:
+        self._shape: Shape = shape
+        self._family: Family = tool_format.family
+        self._special = tool_format.special_markers
+        self._names = frozenset(tool_names)
+        self._hidden = _HiddenTexts(tool_format.hidden_texts) if tool_format.hidden_texts else None
+        self._bare = tool_format.bare
+        self._starts = _start_pattern(self._family, self._bare)
+        self._reader = Reader()
+        self._events: list[Event] = []
+        self._num_calls = 0
+        self._space = ""  # white space that is content only if content follows
+        self._long_space = False  # more of it than is worth holding back
+        self._after_call = False
+        self._has_content = False
+        self._name: str | None = None  # of the call that is being read and has not begun
+        self._steps = self._run()
+
+    def push(self, text: str) -> list[Event]:
+        """What the next piece of text tells."""
+        if self._hidden is not None:
+            text = self._hidden.push(text)
+        self._reader.feed(text)
+        next(self._steps, None)
+        return self._take_events()
+
+    def finish(self, cut: bool = False) -> list[Event]:
+        """What is left, when no more text will come; `cut` when a limit ended it."""
+        if self._hidden is not None:
+            self._reader.feed(self._hidden.flush())
+        self._reader.ended, self._reader.cut = True, cut
+        next(self._steps, None)
+        if not self._after_call:
+            self._add_content(self._space)
+        self._space = ""
+        return self._take_events()
+
+    def _take_events(self) -> list[Event]:
+        """All since the last time, with neighbours of one kind made one."""
+        events, self._events = self._events, []
+        merged: list[Event] = []
+        texts: list[str] = []
+        for event, following in zip_longest(events, events[1:]):
+            if isinstance(event, CallStart):
+                merged.append(event)
+                continue
+            texts.append(event.text)
+            if type(event) is not type(following):
+                text, texts = "".join(texts), []
+                merged.append(Content(text) if isinstance(event, Content) else CallArguments(event.index, text))
+        return merged
+
+    # -- what comes out ---------------------------------------------------------------------------------------------
+
+    def _content(self, text: str) -> None:
+        body = text.rstrip()
+        if body:
+            self._add_content(self._space + body)
+            self._space, self._long_space, self._after_call = "", False, False
+            self._has_content = True
+        self._space += text[len(body) :]
+        if self._long_space or len(self._space) > _MAX_SPACE:
+            self._add_content(self._space)
+            self._space, self._long_space = "", True
+
+    def _add_content(self, text: str) -> None:
+        if text:
+            self._events.append(Content(text))
+
+    def _start(self, name: str) -> None:
+        self._events.append(CallStart(self._num_calls, name))
+        self._num_calls += 1
+        self._space, self._long_space, self._after_call = "", False, True
+        self._reader.taken = self._name = None
+
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._events.append(CallArguments(self._num_calls - 1, text))
+
+    # -- what is read -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> Steps[None]:
+        reader = self._reader
+        while (start := (yield from self._find_start())) is not None:
+            num_calls = self._num_calls
+            # A special token is hidden from content, as it is everywhere.
+            reader.taken = [] if start in self._special else [start]
+            self._name = None
+            try:
+                yield from self._read_calls(start.strip())
+            except (MalformedError, EndOfTextError) as error:
+                taken = "".join(reader.taken or ())
+                another = self._num_calls > num_calls
+                if isinstance(error, EndOfTextError) and reader.cut and (another or self._is_call(start)):
+                    self._cut_call(taken + reader.take(len(reader.unread)), another)
+                # Behind a call, what separates it from the next one is no content.
+                elif not another or taken.strip(" \t\r\n,;]`"):
+                    self._content(taken)
+            reader.taken = None
+
+    def _find_start(self) -> Steps[str | None]:
+        """Give out content up to where a call may begin, and take what begins it. None at the end of the text."""
+        reader = self._reader
+        while True:
+            match = None if self._is_answer else self._starts.search(reader.text, reader.position)
+            end = len(reader.text) if match is None else match.start()
+            self._content(reader.take(end - reader.position))
+            if self._is_answer:
+                self._content(reader.take(len(reader.unread)))
+            elif match is not None and match["start"] is not None:
+                return reader.take(len(match["start"]))
+            if reader.ended:
+                rest = reader.take(len(reader.unread))
+                begins = any(marker.startswith(rest) for marker in MARKERS[self._family])
+                if rest and reader.cut and begins and (self._after_call or self._shape != "mixed"):
+                    self._cut_call("", self._after_call)
+                else:
+                    self._content(rest)
+                return None
+            yield
+
+    @property
+    def _is_answer(self) -> bool:
+        """Whether the text is known to hold no calls."""
+        return self._shape == "either" and self._has_content
+
+    def _is_call(self, start: str) -> bool:
+        """Whether what begins so, and no more is known of than has been read, is a call."""
+        return self._name is not None or self._shape == "calls" or start in MARKERS[self._family]
+
+    def _cut_call(self, text: str, another: bool) -> None:
+        """Tell the call whose function is not known or has no arguments yet, if it can only be one.
+
+        `text` is what there is of it. Behind `another` it may be no more than what separates the two.
+        """
+        name = self._name
+        if name is None and (not another or "{" in text):
+            written = _cut_name(self._family, text)
+            names = [name for name in self._names if name.startswith(written)]
+            name = names[0] if len(names) == 1 else None
+        if name is not None:
+            self._start(name)
+
+    def _read_calls(self, start: str) -> Steps[None]:
+        reader = self._reader
+        if start.startswith("```"):
+            yield from self._read_json(self._names)
+            yield from reader.skip_space()
+            yield from reader.try_literal("```")
+        elif start in ("{", "["):
+            yield from self._read_json(self._names, start)
+        elif start == "[TOOL_CALLS]":
+            yield from self._read_mistral()
+        elif self._family == "deepseek":
+            yield from self._read_deepseek(start)
+        else:
+            yield from self._read_json(None)
+            if self._family == "hermes":
+                yield from reader.skip_space()
+                yield from reader.try_literal("</tool_call>")
+
+    def _read_json(self, names: Collection[str] | None, bracket: str = "") -> Steps[None]:
+        """Calls as objects, alone or in a list, whose first `bracket` may have been taken already.
+
+        With `names`, only calls of these are calls.
+        """
+        reader = self._reader
+        if not bracket:
+            yield from reader.skip_space()
+            bracket = yield from reader.expect("{[")
+        is_list = bracket == "["
+        if is_list:
+            yield from reader.skip_space()
+            yield from reader.expect("{")
+        while True:
+            yield from self._read_object(names)
+            reader.taken = []
+            yield from reader.skip_space()
+            if is_list:
+                if (yield from reader.expect(",]")) == "]":
+                    return
+            elif not self._bare:
+                return
+            elif (yield from reader.peek()) in ";,":
+                reader.take(1)
+            yield from reader.skip_space()
+            if not is_list and (yield from reader.peek()) != "{":
+                return
+            yield from reader.expect("{")
+
+    def _read_object(self, names: Collection[str] | None) -> Steps[None]:
+        """One call as an object, behind its bracket."""
+        reader = self._reader
+        name: str | None = None
+        arguments: str | None = None  # until the name is known, or for good
+        self._name = None
+        num_calls = self._num_calls
+        while True:
+            yield from reader.skip_space()
+            if (yield from reader.peek()) == "}":
+                break
+            key = yield from reader.take_string()
+            if names is not None and self._num_calls == num_calls and key not in _CALL_KEYS:
+                self._give_up()
+            yield from reader.skip_space()
+            yield from reader.expect(":")
+            yield from reader.skip_space()
+            first = yield from reader.peek()
+            if self._num_calls > num_calls:
+                yield from reader.take_value(_ignore)
+            elif key == "name" or (key == "function" and first == '"'):
+                name = yield from reader.take_string()
+                self._check_name(name, names)
+                self._name = name
+            elif key == "function" and first == "{":
+                name, arguments = _read_function((yield from self._buffer_value()))
+                self._check_name(name, names)
+            elif key in ("arguments", "parameters") and first == "{" and name is not None:
+                self._start(name)
+                yield from reader.take_value(self._arguments)
+            elif key in ("arguments", "parameters"):
+                arguments = _as_object((yield from self._buffer_value()))
+            else:
+                yield from reader.take_value(_ignore)
+            if self._num_calls == num_calls and name is not None and arguments is not None:
+                self._start(name)
+                self._arguments(arguments)
+            yield from reader.skip_space()
+            if (yield from reader.peek()) != "}":
+                yield from reader.expect(",")
+        if self._num_calls == num_calls:
+            if name is None or names is not None:
+                raise MalformedError
+            self._start(name)
+            self._arguments("{}")
+        reader.take(1)
+
+    def _check_name(self, name: str, names: Collection[str] | None) -> None:
+        if not name or len(name) > _MAX_NAME:
+            raise MalformedError
+        if names is not None and name not in names:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """The answer is JSON and no call, so what looks like one in the rest of it is none either."""
+        self._starts = _start_pattern(self._family, bare=False)
+        raise MalformedError
+
+    def _buffer_value(self) -> Steps[str]:
+        pieces: list[str] = []
+        yield from self._reader.take_value(pieces.append)
+        return "".join(pieces)
+
+    def _read_arguments(self, name: str) -> Steps[None]:
+        reader = self._reader
+        if not name or len(name) > _MAX_NAME or (yield from reader.peek()) != "{":
+            raise MalformedError
+        self._start(name)
+        yield from reader.take_value(self._arguments)
+
+    def _read_mistral(self) -> Steps[None]:
+        reader = self._reader
+        yield from reader.skip_space()
+        if (yield from reader.peek()) in "[{":
+            yield from self._read_json(None)
+            return
+        name = yield from reader.take_all(_NAME)
+        known = bool(name) and reader.position < len(reader.text)
+        self._name = name if known else None
+        if (yield from reader.try_literal("[CALL_ID]")):
+            yield from reader.take_until("[ARGS]", _MAX_NAME)
+        else:
+            yield from reader.try_literal("[ARGS]")
+        yield from reader.skip_space()
+        yield from self._read_arguments(name)
+
+    def _read_deepseek(self, start: str) -> Steps[None]:
+        reader = self._reader
+        begin, _, separator, end, _ = MARKERS["deepseek"]
+        if start != begin:
+            return  # around all calls
+        name = yield from reader.take_until(separator, _MAX_NAME)
+        if name.strip() == "function":
+            name = yield from reader.take_until("\n", _MAX_NAME)
+            self._name = name.strip() or None
+            yield from reader.skip_space()
+            yield from reader.try_literal("```json")
+            yield from reader.skip_space()
+        self._name = name.strip() or None
+        yield from self._read_arguments(name.strip())
+        reader.taken = []
+        for literal in ("```", end):
+            yield from reader.skip_space()
+            yield from reader.try_literal(literal)
+
+
+def _start_pattern(family: Family, bare: bool) -> re.Pattern[str]:
+    """Matches what begins a call as `start`, or the end of the text when it may be the beginning of that."""
+    markers = MARKERS[family]
+    markers = [marker for marker in markers if "call" in marker] if family == "deepseek" else markers[:1]
+    starts = [re.escape(marker) for marker in markers]
+    partials = [re.escape(marker[:size]) + r"\Z" for marker in markers for size in range(len(marker) - 1, 0, -1)]
+    if bare:
+        starts.append(_BARE_START)
+        partials.append(_BARE_PARTIAL)
+    never = ["(?!)"]
+    return re.compile(rf"(?P<start>{'|'.join(starts or never)})|{'|'.join(partials or never)}")
+
+
+def _read_function(text: str) -> tuple[str, str]:
+    """The name and the arguments in a member `function`: TGI's form, with the name among the arguments, or OpenAI's."""
+    try:
+        value = cast(dict[str, Any], json.loads(text))
+    except (ValueError, RecursionError):
+        raise MalformedError from None
+    if isinstance(name := value.pop("_name", None), str):
+        return name, json.dumps(value, ensure_ascii=False)
+    arguments: object = value.get("arguments", value.get("parameters", {}))
+    # With a description it is a tool shown, not called.
+    if not isinstance(name := value.get("name"), str) or isinstance(value.get("description"), str):
+        raise MalformedError
+    return name, _as_object(json.dumps(arguments, ensure_ascii=False))
+
+
+def _as_object(text: str) -> str:
+    """Arguments as the text of an object: some models write them as a string that holds it, or as null."""
+    if text.startswith('"'):
+        text = cast(str, json.loads(text)).strip()
+    if text == "null":
+        return "{}"
+    if not (text.startswith("{") and text.endswith("}")):
+        raise MalformedError
+    return text
+
+
+def _cut_name(family: Family, text: str) -> str:
+    """What a call that was cut off says of its function's name: the beginning of it, or nothing."""
+    text = text.removeprefix(MARKERS[family][0] if MARKERS[family] else "").strip()
+    if family == "deepseek":
+        name = text.removeprefix("function").removeprefix(MARKERS["deepseek"][2])
+        return "" if "function".startswith(name) else name
+    if family.startswith("mistral") and _NAME.fullmatch(text):
+        return text
+    match = _CUT_NAME.search(text)
+    return "" if match is None else match[1]
+
+
+def _ignore(text: str) -> None:
+    """For values that mean nothing here."""
+
+
+class _HiddenTexts:
+    """Leaves out the texts of special tokens."""
+
+    def __init__(self, texts: Collection[str]) -> None:
+        longest_first = sorted(texts, key=len, reverse=True)
+        self._pattern = re.compile("|".join(re.escape(text) for text in longest_first))
+        self._prefixes = {text[:size] for text in texts for size in range(1, len(text))}
+        self._longest = max(map(len, texts))
+        self._firsts = re.compile("[" + "".join(re.escape(char) for char in {text[0] for text in texts}) + "]")
+        self._held = ""  # may be the beginning of a hidden text
+
+    def push(self, text: str) -> str:
+        text, self._held = self._held + text, ""
+        kept: list[str] = []
+        position = 0
+        while (first := self._firsts.search(text, position)) is not None:
+            kept.append(text[position : first.start()])
+            position = first.start()
+            if len(text) - position < self._longest and text[position:] in self._prefixes:
+                self._held = text[position:]
+                return "".join(kept)
+            hidden = self._pattern.match(text, position)
+            if hidden is None:
+                kept.append(text[position])
+                position += 1
+            else:
+                position = hidden.end()
+        return "".join(kept) + text[position:]
+
+    def flush(self) -> str:
+        """The text held back, which nothing will complete: hidden texts in it are left out."""
+        held, self._held = self._held, ""
+        return self._pattern.sub("", held)

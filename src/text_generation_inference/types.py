@@ -1,0 +1,400 @@
+"""The structs that cross layers and processes.
+
+They hold plain data only, so that each can travel as msgpack. A struct is made by one layer and read by the
+next one along the flow: `GenerationRequest` -> `StepPlan` -> `StepResult` -> `TokenOut`. No behaviour lives here except
+checks of a struct's own values.
+"""
+
+import math
+from typing import Any
+
+import msgspec
+
+from text_generation_inference.errors import ValidationError
+
+MAX_SEED = 2**64 - 1
+MAX_STOP_CHARACTERS = 1_000
+MAX_SALT_CHARACTERS = 256
+# Within these no score leaves float32, whatever else is asked for. A temperature below the least one counts as that.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+MAX_BIAS = 1e30
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next tokens are chosen and when generation ends. Defaults are neutral: greedy, no penalty, no filter.
+
+    The order in which the engine applies them is that of the fields from `watermark` to `min_p`.
+    """
+
+    watermark: bool = False
+    repetition_penalty: float = 1.0  # in [0.01, 100]; ids seen before: score < 0 is multiplied, else divided
+    frequency_penalty: float = 0.0  # in [-2, 2]
+    frequency_by_length: bool = True  # TGI: count in prompt and output / length; else OpenAI: count in the output
+    presence_penalty: float = 0.0  # in [-2, 2]; subtracted once for each id in the output
+    logit_bias: dict[int, float] = {}
+    temperature: float = 1.0  # in (0, 100]
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # in (0, 1]; 1: off
+    typical_p: float = 1.0  # in (0, 1]; 1: off
+    min_p: float = 0.0  # in [0, 1]; 0: off
+    do_sample: bool = False  # any of temperature, top_k, top_p, typical_p, min_p also turns sampling on
+    seed: int | None = None  # None: random
+    max_new_tokens: int | None = None  # None: up to the model's or the server's limit
+    min_tokens: int = 0  # until there are so many, neither EOS nor a stop token may come and stop strings are only text
+    stop: list[str] = []
+    include_stop: bool = False  # keep the stop string in the text
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    best_of: int = 1
+    top_n_tokens: int = 0
+    decoder_input_details: bool = False  # log-probabilities of the prompt
+    prompt_top_n_tokens: int = 0  # and so many of the best ids in the place of each of its tokens, where a device can
+
+    @property
+    def samples(self) -> bool:
+        """Whether the next token is drawn at random rather than the best one."""
+        return (
+            self.do_sample
+            or self.temperature != 1.0
+            or self.top_k != 0
+            or self.top_p < 1.0
+            or self.typical_p < 1.0
+            or self.min_p > 0.0
+        )
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the scores of tokens depend on those before."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    def check(self, vocab_size: int | None = None) -> None:
+        """Raise `ValidationError` naming the first field that is out of range."""
+        try:
+            msgspec.convert(msgspec.structs.asdict(self), SamplingParams)
+        except (msgspec.ValidationError, OverflowError) as error:
+            raise ValidationError(f"sampling parameters: {error}") from None
+        for name in _FLOAT_FIELDS:
+            _require(
+                _is_float32(getattr(self, name)), f"`{name}` must be a finite number. Given: {getattr(self, name)}"
+            )
+        _require(self.best_of >= 1, "`best_of` must be > 0")
+        _require(self.best_of == 1 or self.samples, "you must use sampling when `best_of` is > 1")
+        check_temperature(self.temperature)
+        check_repetition_penalty(self.repetition_penalty)
+        _require(-2 <= self.frequency_penalty <= 2, "`frequency_penalty` must be >= -2.0 and <= 2.0")
+        _require(-2 <= self.presence_penalty <= 2, "`presence_penalty` must be >= -2.0 and <= 2.0")
+        _require(0 < self.top_p <= 1, "`top_p` must be > 0.0 and <= 1.0")
+        _require(0 < self.typical_p <= 1, "`typical_p` must be > 0.0 and <= 1.0")
+        _require(0 <= self.min_p <= 1, "`min_p` must be >= 0.0 and <= 1.0")
+        _require(0 <= self.top_k < 2**31, "`top_k` must be >= 0 and < 2^31")
+        _require(self.max_new_tokens is None or self.max_new_tokens > 0, "`max_new_tokens` must be strictly positive")
+        _require(self.min_tokens >= 0, "`min_tokens` must be >= 0")
+        _require(
+            self.max_new_tokens is None or self.min_tokens <= self.max_new_tokens,
+            f"`min_tokens` must be <= `max_new_tokens`. Given: {self.min_tokens} and {self.max_new_tokens}",
+        )
+        _require(not any(text == "" for text in self.stop), "`stop` must not contain an empty string")
+        _require(
+            all(len(text) <= MAX_STOP_CHARACTERS for text in self.stop),
+            f"`stop` must not contain a string of more than {MAX_STOP_CHARACTERS} characters",
+        )
+        _require(self.seed is None or 0 <= self.seed <= MAX_SEED, "`seed` must be >= 0 and < 2^64")
+        _require(self.seed is None or self.best_of == 1, "`seed` must not be set when `best_of` > 1")
+        _require(self.top_n_tokens >= 0, "`top_n_tokens` must be >= 0")
+        _require(0 <= self.prompt_top_n_tokens <= 100, "`prompt_top_n_tokens` must be >= 0 and <= 100")
+        for token_id, bias in self.logit_bias.items():
+            if not abs(bias) <= MAX_BIAS:
+                raise ValidationError(
+                    f"`logit_bias` for token {token_id} must be >= {-MAX_BIAS:g} and <= {MAX_BIAS:g}. Given: {bias}"
+                )
+        if vocab_size is not None:
+            _require(self.top_n_tokens <= vocab_size, f"`top_n_tokens` must be <= {vocab_size}, the vocabulary's size")
+            for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+                for token_id in ids:
+                    if not 0 <= token_id < vocab_size:
+                        raise ValidationError(
+                            f"`{name}` holds token id {token_id}, which is outside the vocabulary of {vocab_size}"
+                        )
+
+
+_FLOAT_FIELDS = (
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "temperature",
+    "top_p",
+    "typical_p",
+    "min_p",
+)
+
+
+_LARGEST = 3.4e38  # what float32 tells from infinity
+
+
+def check_temperature(value: float) -> None:
+    _require(value > 0, "`temperature` must be strictly positive")
+    _require(value <= MAX_TEMPERATURE, f"`temperature` must be <= {MAX_TEMPERATURE:g}. Given: {value:g}")
+
+
+def check_repetition_penalty(value: float) -> None:
+    _require(value > 0, "`repetition_penalty` must be strictly positive")
+    _require(
+        MIN_REPETITION_PENALTY <= value <= MAX_REPETITION_PENALTY,
+        f"`repetition_penalty` must be >= {MIN_REPETITION_PENALTY:g} and <= {MAX_REPETITION_PENALTY:g}."
+        f" Given: {value:g}",
+    )
+
+
+def _is_float32(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= _LARGEST
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValidationError(message)
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the output must match."""
+
+    # "json": a JSON schema as text; "{}" is any JSON. "regex": an expression that matches the whole output.
+    # "lark": llguidance's Lark, made only by our own code, for tool calls.
+    kind: str
+    value: str
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation, validated: everything the engine needs and nothing it has to check again."""
+
+    id: int
+    token_ids: list[int]
+    sampling: SamplingParams
+    max_new_tokens: int
+    stop_token_ids: list[int]  # generation ends after one of these; empty when EOS is ignored
+    seed: int
+    cache_salt: str = ""  # requests share cached prefixes only when this is equal
+    caller: str = ""  # callers take turns
+    adapter: str | None = None
+    grammar: Grammar | None = None
+    images: dict[str, Any] = {}  # pixel tensors by content hash
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True):
+    """A request that takes a slot in this step: new, or back after preemption."""
+
+    slot: int
+    request: GenerationRequest
+    output_ids: list[int]  # tokens generated before a preemption
+    block_ids: list[int]  # shared prefix blocks and new ones
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """A run of known tokens of one request computed in this step, outside the decode set."""
+
+    slot: int
+    start: int
+    end: int
+    samples: bool  # the run reaches the last known token, so a new token comes out
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What one step does, as changes to what the runner already knows.
+
+    The decode set is the ordered list of slots that compute their one uncomputed token in every decode step. The plan
+    carries who leaves and who joins; order is kept, joiners go to the end. Rows of the step: the decode set first
+    (when `decode` is true), then the chunks.
+    """
+
+    step: int
+    release: list[int]  # slots given back before anything else in this step
+    admit: list[Admission]
+    leave: list[int]  # slots that leave the decode set
+    join: list[int]  # slots that enter it
+    grow: list[tuple[int, int, list[int]]]  # (slot, place in its block table, block ids)
+    decode: bool
+    chunks: list[Chunk]
+
+
+class TopTokens(msgspec.Struct, frozen=True, array_like=True):
+    """The best alternatives at one row, best first."""
+
+    row: int
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of prompt tokens `start`, `start + 1`, ... of one row."""
+
+    row: int
+    start: int
+    logprobs: list[float]
+    top_ids: list[list[int]] = []  # the best in each place, best first; none where nobody asked
+    top_logprobs: list[list[float]] = []
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """What a step produced: one entry per row that samples, in plan order."""
+
+    step: int
+    token_ids: list[int]
+    logprobs: list[float]
+    top_tokens: list[TopTokens] = []
+    prompt_logprobs: list[PromptLogprobs] = []  # `row` counts all rows of the plan
+    errors: list[tuple[int, str]] = []  # (row among those that sample, text)
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True):
+    """The end of one request."""
+
+    request_id: int
+    reason: str  # "length", "eos_token" (any stop token), "aborted" or "error"
+    error: str | None
+    num_cached_tokens: int  # prompt tokens found in the prefix cache when it was first admitted
+    queue_ns: int  # from arrival to first admission
+    inference_ns: int  # from first admission to the end
+
+
+class Admitted(msgspec.Struct, frozen=True, array_like=True):
+    """A request that runs for the first time."""
+
+    request_id: int
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    queue_ns: int  # since its arrival
+
+
+class StepStats(msgspec.Struct, frozen=True, array_like=True):
+    """What one step was like, for the metrics."""
+
+    prefill: bool  # prompt tokens were computed
+    num_admitted: int  # requests that entered the batch
+    joined: bool  # they joined a running batch
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int  # prompt tokens of those
+    max_tokens: int  # tokens the running ones may reach together
+    inference_ns: int  # from planning to the tokens being there
+    forward_ns: int  # on the device
+    decode_ns: int  # taking the result
+    filter_ns: int  # sending the tokens
+
+
+class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
+    """All tokens of one step for all requests, as parallel arrays."""
+
+    request_ids: list[int] = []
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    top_tokens: list[TopTokens] = []  # `row` indexes the arrays above
+    prompt_logprobs: list[PromptLogprobs] = []  # `row` is a request id
+    finished: list[Finish] = []
+    admitted: list[Admitted] = []  # not later than their first token
+    stats: StepStats | None = None
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front end must know of the model the engine serves."""
+
+    model_id: str
+    dtype: str
+    vocab_size: int
+    max_input_tokens: int
+    max_total_tokens: int
+    num_blocks: int
+    block_size: int
+    device: str
+    folder: str = ""  # of the model's files, which the front end reads the tokenizer from
+    sha: str | None = None  # commit on the hub, or digest of the file
+    notes: list[str] = []  # how it came up and why its limits are what they are
+
+
+class BucketStats(msgspec.Struct, frozen=True, array_like=True):
+    """Of an engine whose steps have the shapes of a bucket plan."""
+
+    num_planned: int  # shapes of the plan
+    num_warmed: int  # graph keys that warming up has met
+    num_captured: int  # graphs there are
+    num_bypassed: int  # passes that ran without a graph, since the start
+    num_unplanned: int  # keys met since the start that warming up has not met
+    prefill_computed: int  # tokens, padding included
+    prefill_needed: int  # tokens, without it
+    decode_computed: int
+    decode_needed: int
+
+
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """How busy the engine is."""
+
+    num_waiting: int
+    num_running: int
+    num_free_blocks: int  # cached ones count as free
+    num_preemptions: int  # since the start
+    num_prompt_tokens: int  # since the start
+    num_cached_prompt_tokens: int  # since the start
+    buckets: BucketStats | None = None
+    num_malformed: int = 0  # messages dropped, since the start
+
+
+# -- messages between an api process and the engine process --------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """First message of a client. The engine ends its requests when that process is gone."""
+
+    pid: int
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
+    request: GenerationRequest  # its id is the client's own
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    request_id: int
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Answer to `Hello`."""
+
+    facts: ModelFacts
+
+
+class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """Last message of an engine that cannot go on."""
+
+    error: str
+
+
+class Profile(msgspec.Struct, frozen=True, array_like=True, tag="profile"):
+    """Start or stop a profile of the steps. Answered with `Profiled`."""
+
+    number: int  # the client's own
+    start: bool
+    num_steps: int | None = None  # None: until it is stopped
+    record_shapes: bool | None = None  # None: as configured
+
+
+class Profiled(msgspec.Struct, frozen=True, array_like=True, tag="profiled"):
+    number: int
+    path: str = ""  # of the trace, or of the folder that it will be in
+    error: str | None = None
+
+
+ToEngine = Hello | Submit | Abort | Profile
+FromEngine = Ready | TokenOut | EngineLoad | EngineFailed | Profiled
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device can do, as data for `resolve` and the scheduler."""
+
+    block_size: int
+    dtypes: list[str]  # first is the default
+    mixes_phases: bool  # prefill chunks and decode may share a step
+    pads: bool  # batches are padded to buckets
+    max_batch_size: int  # requests running at a time, unless the user says otherwise
+    max_batch_prefill_tokens: int  # likewise
+    memory_share: float  # of the memory free after loading, how much the KV cache may take
+    ops: list[str] = []  # fast ops available, by name
+    buckets: bool = False  # every step has a shape of the bucket plan, unless the user says otherwise
+    step_timeout_s: float = 60.0  # a step that takes longer never ends, unless the user says otherwise

@@ -1,0 +1,131 @@
+"""Static scales: what a configuration and a measurement say of each matrix and each cache of a model.
+
+Sits between the files (`calibration_config`, `calibration_files`), the formulas (`calibration_scales`) and the
+loader, which asks for one matrix at a time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from text_generation_inference.errors import StartError
+from text_generation_inference.weights.calibration_config import KV_CACHE, LINEAR, CalibrationConfig
+from text_generation_inference.weights.calibration_files import Node, Nodes, read_statistics, statistics_path
+from text_generation_inference.weights.calibration_scales import (
+    GAUDI2,
+    GAUDI3,
+    Generation,
+    Rule,
+    Value,
+    activation_scale,
+)
+
+# Matrices that other engines multiply at once, and have measured under one name.
+_FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixScales:
+    """Of one matrix of a checkpoint."""
+
+    input_scale: float
+    weight: Rule
+    generation: Generation
+    measured_maximum: float | None = None  # of its values, to see that the measurement belongs to these weights
+
+
+class StaticScales:
+    """What quantise mode does with a model."""
+
+    def __init__(self, config: CalibrationConfig, nodes: Nodes, generation: Generation) -> None:
+        self.config = config
+        self.generation = generation
+        self._nodes = nodes
+
+    @classmethod
+    def load(cls, config: CalibrationConfig, fp8_max: float) -> "StaticScales":
+        """`fp8_max`: the largest value of the device's eight bits."""
+        generation = config.generation or (GAUDI2 if fp8_max == GAUDI2.full_scale else GAUDI3)
+        if generation.full_scale > fp8_max:
+            raise StartError(
+                f"{config.source}: `device_for_scales` {generation.name} reaches {generation.full_scale:g}, but numbers"
+                f" of eight bits end at {fp8_max:g} on this device. Leave it out."
+            )
+        nodes: Nodes = {}
+        if config.methods.need_statistics:
+            nodes = read_statistics(config.stats, config.observer)
+        return cls(config, nodes, generation)
+
+    def find(self, matrices: Sequence[str]) -> list[MatrixScales] | None:
+        """Of matrices that are multiplied at once, by their names without `.weight`; None: they stay as they are."""
+        found = [self._find(matrix) for matrix in matrices]
+        whole = [scales for scales in found if scales is not None]
+        return whole if len(whole) == len(found) else None
+
+    def _find(self, matrix: str) -> MatrixScales | None:
+        if not self.config.selects(LINEAR, matrix):
+            return None
+        method = self.config.methods.find(LINEAR, matrix)
+        node, measured = self._node_of(matrix)
+        scale = self._activation_scale(matrix, node, method.activation)
+        if scale is None:
+            return None
+        maxima = measured.params.get("weight") if measured else None
+        return MatrixScales(scale, method.weight, self.generation, max(maxima) if maxima else None)
+
+    def _node_of(self, matrix: str) -> tuple[Node | None, Node | None]:
+        """What was measured of a matrix's inputs, and of the matrix itself."""
+        if matrix in self._nodes:
+            return self._nodes[matrix], self._nodes[matrix]
+        parent, _, last = matrix.rpartition(".")
+        return self._nodes.get(f"{parent}.{_FUSED.get(last, last)}"), None
+
+    def _activation_scale(self, path: str, node: Node | None, rule: Rule) -> float | None:
+        if rule.value is Value.FIXED:
+            return activation_scale(0.0, rule, self.generation)
+        if node is None or not node.inputs:
+            if self.config.ignores_unmeasured:
+                return None
+            raise StartError(
+                f"{statistics_path(self.config.stats, self.config.observer)} has no inputs of {path}. Measure with the"
+                " same lists, put the module on the blocklist, or set `ignore_modules_wo_measures`."
+            )
+        return activation_scale(max(node.inputs[0]), rule, self.generation)
+
+    # -- keys and values -------------------------------------------------------------------------------------------
+
+    def cache_scale(self, attention: str, side: str) -> float | None:
+        """Of the keys (`side` k) or values (v) of one attention, by its path; None: nothing is known."""
+        path = f"{attention}.{side}_cache"
+        rule = self.config.methods.find(KV_CACHE, path).activation
+        node = self._cache_node(attention, side)
+        if node is None and rule.value is not Value.FIXED:
+            return None
+        return self._activation_scale(path, node, rule)
+
+    def quantizes_cache(self, attentions: Sequence[str]) -> bool:
+        """Whether keys and values go into a cache in eight bits, which all layers share the form of."""
+        paths = [(attention, side) for attention in attentions for side in ("k", "v")]
+        if not all(self.config.selects(KV_CACHE, f"{attention}.{side}_cache") for attention, side in paths):
+            return False
+        missing = [path for path in paths if self.cache_scale(*path) is None]
+        if missing and len(missing) < len(paths) and not self.config.ignores_unmeasured:
+            attention, side = missing[0]
+            raise StartError(
+                f"{statistics_path(self.config.stats, self.config.observer)} has no inputs of {attention}.{side}_cache."
+                " Measure again, or put the type KVCache on the blocklist."
+            )
+        return not missing
+
+    def _cache_node(self, attention: str, side: str) -> Node | None:
+        """Engines differ in how deep below the attention they keep the cache."""
+        ending = f".{side}_cache"
+        direct = self._nodes.get(attention + ending)
+        if direct is not None:
+            return direct
+        return next(
+            (node for name, node in self._nodes.items() if name.startswith(f"{attention}.") and name.endswith(ending)),
+            None,
+        )

@@ -1,0 +1,236 @@
+"""The tokenizer stored in a GGUF file, as `tokenizer.json` and `tokenizer_config.json`.
+
+Between `gguf` (format) and `convert` (writing). Two kinds exist in the supported architectures: byte-level BPE with
+merges (`gpt2`), and SentencePiece BPE with scores (`llama`). How text is cut before the merges is not in the file,
+only the name of the cut (`tokenizer.ggml.pre`): an unknown name is refused, because a guess would silently give wrong
+tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.weights.gguf import UNSUPPORTED, GgufFile
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_SPACE = "\u2581"  # how SentencePiece spells a space
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How byte-level text is cut into the pieces within which merges apply."""
+
+    split: str | None = None  # None: the expression of GPT-2
+    single_digits: bool = False  # every digit on its own, before the split
+    ignore_merges: bool = False  # a piece that is a token as a whole is taken as it is
+    adds_bos: bool = False  # unless the file says otherwise
+    composes: bool = False  # Unicode NFC first
+
+
+_LLAMA3 = _Cut(_LLAMA3_SPLIT, ignore_merges=True, adds_bos=True)
+_CUTS = (
+    dict.fromkeys(("default", "gpt-2", "gpt2", "mpt", "olmo", "jais"), _Cut())
+    | dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone"), _Cut(single_digits=True))
+    | dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LLAMA3)
+    | dict.fromkeys(("dbrx", "smaug-bpe"), _Cut(_LLAMA3_SPLIT))
+    | {"tekken": _Cut(_TEKKEN_SPLIT, ignore_merges=True, adds_bos=True)}
+    | {"qwen2": _Cut(_QWEN2_SPLIT, composes=True), "deepseek-r1-qwen": _Cut(_QWEN2_SPLIT)}
+)
+
+
+def read_tokenizer(file: GgufFile, vocab_size: int) -> Tokenizer:
+    """Build the tokenizer; raises `ModelFormatError` for an unknown kind or an inconsistent vocabulary."""
+    tokens = file.texts("tokenizer.ggml.tokens")
+    if not 0 < len(tokens) <= vocab_size:
+        file.fail(f"the tokenizer has {len(tokens)} tokens, the embedding {vocab_size} rows")
+    kinds = file.numbers("tokenizer.ggml.token_type", len(tokens))
+    kinds = np.full(len(tokens), _NORMAL) if kinds is None else kinds
+    kind = file.text("tokenizer.ggml.model")
+    try:
+        if kind == "gpt2":
+            tokenizer = _byte_level(file, tokens)
+        elif kind == "llama":
+            tokenizer = _sentencepiece(file, tokens, kinds)
+        else:
+            file.fail(f"tokenizer kind {kind[:40]!r} is not supported (only gpt2 and llama)", UNSUPPORTED)
+        _add_tokens(file, tokenizer, tokens, kinds)
+        _add_template(file, tokenizer, tokens)
+    except ModelFormatError:
+        raise
+    except Exception as error:  # the library raises bare exceptions
+        file.fail(f"the tokenizer cannot be built: {error}")
+    return tokenizer
+
+
+def read_tokenizer_config(file: GgufFile, context_length: int) -> dict[str, Any]:
+    """The `tokenizer_config.json`."""
+    tokens = file.texts("tokenizer.ggml.tokens")
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context_length,
+        "add_bos_token": _adds(file, "bos"),
+        "add_eos_token": _adds(file, "eos"),
+    }
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        if (token := _named_token(file, key, tokens)) is not None:
+            config[f"{name}_token"] = token
+    if "tokenizer.chat_template" in file.metadata:
+        config["chat_template"] = file.text("tokenizer.chat_template")
+    return config
+
+
+def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
+    cut = _cut(file)
+    merges = [_split_merge(file, merge) for merge in file.texts("tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(
+        models.BPE(vocab=_vocabulary(tokens), merges=_known(file, merges, tokens), ignore_merges=cut.ignore_merges)
+    )
+    if cut.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if cut.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if cut.split is not None:
+        steps.append(pre_tokenizers.Split(Regex(cut.split), behavior="isolated"))
+    prefix = file.flag("tokenizer.ggml.add_space_prefix", False)
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=cut.split is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str], kinds: np.ndarray) -> Tokenizer:
+    scores = file.numbers("tokenizer.ggml.scores", len(tokens))
+    if scores is None:
+        file.fail("metadata key `tokenizer.ggml.scores` is missing")
+    vocabulary = _vocabulary(tokens)
+    normal = {
+        token: score for token, score, kind in zip(tokens, scores.tolist(), kinds, strict=True) if kind == _NORMAL
+    }
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=_merges_by_score(normal),
+            unk_token=_named_token(file, "unknown", tokens) or tokens[0],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
+    steps: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.flag("tokenizer.ggml.add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend(_SPACE))
+        steps.append(decoders.Strip(" ", left=1))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _merges_by_score(scores: dict[str, float]) -> list[tuple[str, str]]:
+    """SentencePiece joins the neighbours whose union scores best: each way to cut a token in two, best token first."""
+    merges = [
+        (-score, -cut, token[:cut], token[cut:])
+        for token, score in scores.items()
+        for cut in range(1, len(token))
+        if token[:cut] in scores and token[cut:] in scores
+    ]
+    return [(left, right) for _, _, left, right in sorted(merges, key=lambda merge: merge[:2])]
+
+
+def _cut(file: GgufFile) -> _Cut:
+    name = file.text("tokenizer.ggml.pre", "default")
+    if name not in _CUTS:
+        file.fail(f"text splitting {name[:40]!r} (`tokenizer.ggml.pre`) is not known", UNSUPPORTED)
+    return _CUTS[name]
+
+
+def _vocabulary(tokens: list[str]) -> dict[str, int]:
+    return {token: index for index, token in enumerate(tokens)}
+
+
+def _split_merge(file: GgufFile, merge: str) -> tuple[str, str]:
+    at = merge.find(" ", 1)
+    if at < 0:
+        file.fail(f"the merge {merge[:40]!r} is not two tokens: the header is damaged")
+    return merge[:at], merge[at + 1 :]
+
+
+def _known(file: GgufFile, merges: list[tuple[str, str]], tokens: list[str]) -> list[tuple[str, str]]:
+    """Check here, because the tokenizer library refuses with a text that does not say what is wrong."""
+    vocabulary = set(tokens)
+    for left, right in merges:
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            file.fail(f"the merge {left[:40]!r} {right[:40]!r} is not about tokens of the vocabulary")
+    return merges
+
+
+def _add_tokens(file: GgufFile, tokenizer: Tokenizer, tokens: list[str], kinds: np.ndarray) -> None:
+    """Tokens matched in the text as a whole: control tokens are special, user-defined ones are plain text."""
+    named = {_named_token(file, name, tokens) for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
+    added = []
+    for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
+        special = kind in (_UNKNOWN, _CONTROL) or token in named
+        if token and (special or kind == _USER_DEFINED):
+            if tokenizer.token_to_id(token) != index:
+                file.fail(f"the token {token[:40]!r} appears twice in the vocabulary")
+            added.append(AddedToken(token, normalized=False, special=special))
+    tokenizer.add_tokens(added)
+
+
+def _add_template(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
+    ends = {name: _named_token(file, name, tokens) for name in ("bos", "eos") if _adds(file, name)}
+    special = [
+        # The key is not the token itself, in which a colon would be read as syntax.
+        {"id": name, "ids": [tokenizer.token_to_id(token)], "tokens": [token]}
+        for name, token in ends.items()
+        if token is not None
+    ]
+    if special:
+        present = {entry["id"] for entry in special}
+        first, second = (
+            [f"{part}:{index}" for part in ("bos", text, "eos") if part == text or part in present]
+            for index, text in enumerate(("$A", "$B"))
+        )
+        template = processors.TemplateProcessing(single=first, pair=first + second, special_tokens=special)
+        tokenizer.post_processor = template
+
+
+def _adds(file: GgufFile, name: str) -> bool:
+    """Whether encoding adds this token. Without a key in the file, what llama.cpp does for the kind of tokenizer."""
+    default = False
+    if name == "bos":
+        default = file.text("tokenizer.ggml.model") == "llama" or _cut(file).adds_bos
+    return file.flag(f"tokenizer.ggml.add_{name}_token", default)
+
+
+def _named_token(file: GgufFile, name: str, tokens: list[str]) -> str | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    if key not in file.metadata:
+        return None
+    if (index := file.integer(key)) >= len(tokens):
+        file.fail(f"`{key}` is {index}, but the tokenizer has {len(tokens)} tokens")
+    return tokens[index]
