@@ -18,7 +18,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import ForwardBatch
-from text_generation_inference.kernels.cpu.ops import BLOCK_BYTES, NativeOps, Packed, StackLayer, load_ops
+from text_generation_inference.kernels.cpu.ops import BLOCK_BYTES, FusedLayer, NativeOps, Packed, load_ops
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 30, 576, 9, 3, 64, 1536, 49152
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -162,17 +162,17 @@ class Model:
         logits = call("head", ops.linear, x[batch.logit_tokens], self.embedding)
         return call("greedy", self.pick, logits)[0]
 
-    def stack_step(self, batch: ForwardBatch, caches: list[tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
+    def fused_step(self, batch: ForwardBatch, caches: list[tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
         """The same pass with all layers in one call."""
         layers = [
-            StackLayer(self.norm, w["qkv"], w["o"], self.norm, w["gate_up"], w["down"], k_cache, v_cache)
+            FusedLayer(self.norm, w["qkv"], w["o"], self.norm, w["gate_up"], w["down"], k_cache, v_cache)
             for w, (k_cache, v_cache) in zip(self.layers, caches, strict=True)
         ]
         ops = self.ops
-        stack = ops.make_stack(layers, self.norm, self.cos_sin, heads=HEADS, eps=1e-5, scale=0.125)
+        stack = ops.make_fused_decode(layers, self.norm, self.cos_sin, heads=HEADS, eps=1e-5, scale=0.125)
 
         def step() -> Tensor:
-            x = ops.run_stack(ops.embedding(batch.input_ids, self.embedding), stack, batch)
+            x = ops.run_fused_decode(ops.embedding(batch.input_ids, self.embedding), stack, batch)
             return ops.greedy(ops.linear(x[batch.logit_tokens], self.embedding))[0]
 
         return step
@@ -198,8 +198,8 @@ def bench_steps(ops: NativeOps, seconds: float, kinds: list[str], batches: dict[
             parts = " ".join(f"{op} {one * 1e3:.2f}" for op, one in spent.items())
             total = sum(spent.values())
             if kind != "torch":
-                taken_stack = best(model.stack_step(batch, caches), 4 * seconds)
-                parts += f"; layers in one call {taken_stack * 1e3:.2f}"
+                taken_fused = best(model.fused_step(batch, caches), 4 * seconds)
+                parts += f"; layers in one call {taken_fused * 1e3:.2f}"
             print(f"{kind:>8} {name:>18} {taken * 1e3:8.2f} {total * 1e3:8.2f} = {parts}", flush=True)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from text_generation_inference.kernels import fp8, reference
 from text_generation_inference.kernels.batch import PREFILL_TILE, ForwardBatch
 from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
-from text_generation_inference.kernels.triton import launch, quantize, small
+from text_generation_inference.kernels.triton import launch, norms_rotary, quantize
 from text_generation_inference.kernels.triton.attention import (
     DecodeChoice,
     PagedAttention,
@@ -271,19 +271,19 @@ def check_small() -> None:
         x, residual = (torch.randn(37, width, device=CUDA).bfloat16() for _ in range(2))
         weight = torch.rand(width, device=CUDA).bfloat16()
         gate_up = torch.randn(37, 2 * width, device=CUDA).bfloat16()
-        near("norm", small.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), 2e-2)
-        for form, into in matrices.items():
+        near("norm", norms_rotary.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), 2e-2)
+        for form, quantize_for in matrices.items():
             pairs = [
                 (
-                    small.add_rms_norm(x, residual, weight, 1e-5, into)[0],
+                    norms_rotary.add_rms_norm(x, residual, weight, 1e-5, quantize_for)[0],
                     reference.add_rms_norm(x, residual, weight, 1e-5)[0],
                 ),
-                (small.silu_mul(gate_up, into), reference.silu_mul(gate_up)),
-                (quantize.quantize_rows(x, into), x),
+                (norms_rotary.silu_mul(gate_up, quantize_for), reference.silu_mul(gate_up)),
+                (quantize.quantize_rows(x, quantize_for), x),
             ]
             for place, (actual, plain) in enumerate(pairs):
                 assert isinstance(actual, Fp8Rows)
-                expected = fp8.quantize_rows(plain, into)
+                expected = fp8.quantize_rows(plain, quantize_for)
                 near(f"{form} {width} {place}", fp8.dequantize_rows(actual), fp8.dequantize_rows(expected), 5e-2)
                 same = float((actual.data.float() == expected.data.float()).float().mean())
                 assert same > 0.98, f"{form} {width} {place}: {same:.3f} the same"
@@ -304,7 +304,7 @@ def check_rotary() -> None:
         expected_q = reference.rotary_and_cache(
             expected_q, expected_k, expected_v, cos_sin, batch, caches[0], caches[1], scales
         )
-        actual_q = small.rotary_and_cache(q, k, v, cos_sin, batch, caches[2], caches[3], scales)
+        actual_q = norms_rotary.rotary_and_cache(q, k, v, cos_sin, batch, caches[2], caches[3], scales)
         near("q", actual_q, expected_q, 2e-2)
         near("k cache", caches[2].float(), caches[0].float(), 0.13)
         assert torch.equal(caches[3].float(), caches[1].float()), "v cache"
@@ -342,7 +342,7 @@ def check_dependent() -> None:
     """A chain of our kernels in a graph, launched each way, against the same one by one."""
     x, residual = (torch.randn(64, 4096, device=CUDA).bfloat16() for _ in range(2))
     weight = torch.rand(4096, device=CUDA).bfloat16()
-    into = Fp8Weight(torch.zeros(8, 4096, device=CUDA, dtype=FP8), torch.ones(8, device=CUDA))
+    quantize_for = Fp8Weight(torch.zeros(8, 4096, device=CUDA, dtype=FP8), torch.ones(8, device=CUDA))
     angles = torch.rand(999, D // 2, device=CUDA) * 6
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
     caches = [cache_for(64, 608, 32, FP8, 1 / s) for s in SCALES]
@@ -354,13 +354,15 @@ def check_dependent() -> None:
     kv = torch.randn(64, 2, 32, D, device=CUDA).bfloat16()
 
     def chain() -> list[Tensor]:
-        out, total = small.add_rms_norm(x, residual, weight, 1e-5)
+        out, total = norms_rotary.add_rms_norm(x, residual, weight, 1e-5)
         for _ in range(6):
-            q = small.rotary_and_cache(out.view(64, 32, D), kv[:, 0].clone(), kv[:, 1], cos_sin, batch, *caches, SCALES)
+            q = norms_rotary.rotary_and_cache(
+                out.view(64, 32, D), kv[:, 0].clone(), kv[:, 1], cos_sin, batch, *caches, SCALES
+            )
             mixed = op(q, *caches, batch, D**-0.5, None, None, SCALES)
-            gated = small.silu_mul(torch.cat((mixed, total), 1))
-            out, total = small.add_rms_norm(gated, total, weight, 1e-5)
-        rows = small.rms_norm(out, weight, 1e-5, into)
+            gated = norms_rotary.silu_mul(torch.cat((mixed, total), 1))
+            out, total = norms_rotary.add_rms_norm(gated, total, weight, 1e-5)
+        rows = norms_rotary.rms_norm(out, weight, 1e-5, quantize_for)
         assert isinstance(rows, Fp8Rows)
         return [rows.data.view(torch.uint8), rows.scale, total]
 
@@ -437,13 +439,16 @@ def time_small(quick: bool) -> None:
             x = torch.randn(rows, hidden, device=CUDA).bfloat16()
             weight = torch.rand(hidden, device=CUDA).bfloat16()
             gate_up = torch.randn(rows, 2 * width, device=CUDA).bfloat16()
-            into = Fp8Weight(torch.zeros(8, 16, device=CUDA, dtype=FP8), torch.ones(8, device=CUDA))
+            quantize_for = Fp8Weight(torch.zeros(8, 16, device=CUDA, dtype=FP8), torch.ones(8, device=CUDA))
             work: dict[str, tuple[int, Callable[[], Any]]] = {
-                "add_rms_norm": (8 * x.numel(), lambda: small.add_rms_norm(x, x, weight, 1e-5)),
-                "add_rms_norm fp8": (7 * x.numel(), lambda: small.add_rms_norm(x, x, weight, 1e-5, into)),
-                "quantize_rows": (3 * x.numel(), lambda: quantize.quantize_rows(x, into)),
-                f"silu_mul {width}": (6 * rows * width, lambda: small.silu_mul(gate_up)),
-                f"silu_mul {width} fp8": (5 * rows * width, lambda: small.silu_mul(gate_up, into)),
+                "add_rms_norm": (8 * x.numel(), lambda: norms_rotary.add_rms_norm(x, x, weight, 1e-5)),
+                "add_rms_norm fp8": (
+                    7 * x.numel(),
+                    lambda: norms_rotary.add_rms_norm(x, x, weight, 1e-5, quantize_for),
+                ),
+                "quantize_rows": (3 * x.numel(), lambda: quantize.quantize_rows(x, quantize_for)),
+                f"silu_mul {width}": (6 * rows * width, lambda: norms_rotary.silu_mul(gate_up)),
+                f"silu_mul {width} fp8": (5 * rows * width, lambda: norms_rotary.silu_mul(gate_up, quantize_for)),
             }
             for name, (num_bytes, one) in work.items():
                 if width == 11008 and "silu" not in name:

@@ -13,8 +13,8 @@ import time
 import torch
 from torch import Tensor
 
-from text_generation_inference.kernels import resident, sampling
-from text_generation_inference.kernels.resident import FILTERS, PENALTIES, Adjustments, Asked, SlotState, Tops
+from text_generation_inference.kernels import sampling, slot_state
+from text_generation_inference.kernels.slot_state import FILTERS, PENALTIES, Adjustments, Asked, SlotState, Tops
 from text_generation_inference.kernels.triton.choice import Choice, greedy_into
 
 NEUTRAL = dict(zip(FILTERS, (1.0, 0.0, 1.0, 1.0, 0.0, 1.0), strict=True))
@@ -109,13 +109,13 @@ def check(name: str, op: KeptChoice, logits: Tensor, state: SlotState, asked: As
     op(logits, index, state, ours, asked)
     state.words.copy_(before)
     op(logits, index, state, again, asked)
-    resident.choose_into(logits, index, other, expected, asked)
+    slot_state.choose_into(logits, index, other, expected, asked)
     kept = ""
     if asked.filters and asked.adjustments is None:
         temperature, top_k, top_p, typical_p, min_p, _ = state.filters.unbind(1)
         x = logits.float() / temperature[:, None]
         exact = sampling.top_k(x, top_k)
-        exact = sampling.typical_p(resident._with_ties(exact, sampling.top_p(exact, top_p)), typical_p)
+        exact = sampling.typical_p(slot_state._with_ties(exact, sampling.top_p(exact, top_p)), typical_p)
         exact = sampling.min_p(exact, min_p) > float("-inf")
         floor, mean, _, reach = op.spaces[2][:rows].unbind(1)
         near = (x.amax(-1, keepdim=True) - x - mean[:, None]).abs() <= reach[:, None]
@@ -140,15 +140,15 @@ def run_checks(vocab: int) -> None:
             check(name, op, logits, state, set_filters(state, numbers))
         for name, penalties, mask in (("penalties", True, False), ("mask", False, True)):
             state = make_state(rows, vocab)
-            asked = set_filters(state, {"way": resident.ADJUSTED})
+            asked = set_filters(state, {"sampling_mode": slot_state.ADJUSTED})
             asked.adjustments = adjustments(rows, vocab, penalties, mask)
             check(name, op, logits, state, asked)
         state = make_state(rows, vocab)
         found = [tops(rows, 5), tops(rows, 5)]
         index = torch.arange(rows, dtype=torch.int32, device="cuda")
-        for choose, best in ((op, found[0]), (resident.choose_into, found[1])):
+        for choose, best in ((op, found[0]), (slot_state.choose_into, found[1])):
             out = torch.zeros((2, rows), dtype=torch.int32, device="cuda")
-            asked = set_filters(state, {"way": resident.ADJUSTED})
+            asked = set_filters(state, {"sampling_mode": slot_state.ADJUSTED})
             asked.tops, asked.counts = best, True
             choose(logits, index, state, out, asked)
         room = found[0].room
@@ -163,7 +163,7 @@ def time_rows(rows: int, vocab: int) -> dict[str, float]:
     index = torch.arange(rows, dtype=torch.int32, device="cuda")
     out = torch.zeros((2, rows), dtype=torch.int32, device="cuda")
     state = make_state(rows, vocab)
-    state.numbers["way"].fill_(resident.PLAIN)
+    state.numbers["sampling_mode"].fill_(slot_state.PLAIN)
     found["greedy"] = graph_us(lambda: greedy_into(logits, index, state, out))
     for name, numbers in WAYS.items():
         state = make_state(rows, vocab)
@@ -173,11 +173,11 @@ def time_rows(rows: int, vocab: int) -> dict[str, float]:
             found["p.9 peaked"] = graph_us(lambda: op(peaked, index, state, out, asked))
     for name, penalties, mask in (("penalties", True, False), ("mask", False, True)):
         state = make_state(rows, vocab)
-        asked = set_filters(state, {"way": resident.ADJUSTED})
+        asked = set_filters(state, {"sampling_mode": slot_state.ADJUSTED})
         asked.adjustments = adjustments(rows, vocab, penalties, mask)
         found[name] = graph_us(lambda: op(logits, index, state, out, asked))
     state = make_state(rows, vocab)
-    asked = set_filters(state, {"way": resident.ADJUSTED})
+    asked = set_filters(state, {"sampling_mode": slot_state.ADJUSTED})
     asked.tops, asked.counts = tops(rows, 5), True
     found["top 5"] = graph_us(lambda: op(logits, index, state, out, asked))
     asked = set_filters(state, WAYS["k50 p.9"])

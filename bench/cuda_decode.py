@@ -73,12 +73,12 @@ def time_stretch(loop: EngineLoop) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--fp8", action="store_true", help="weights and cache in eight bits")
+    parser.add_argument("--fp8", action="store_true", help="weights and cache in FP8")
     parser.add_argument("--rows", default="1,64,256,1024")
     parser.add_argument("--json", help="also write the figures there")
     options = parser.parse_args()
     counts = [int(text) for text in options.rows.split(",")]
-    eight_bits = {"quantize": "fp8", "kv_cache_dtype": "fp8_e4m3fn"} if options.fp8 else {}
+    fp8 = {"quantize": "fp8", "kv_cache_dtype": "fp8_e4m3fn"} if options.fp8 else {}
     prepare, taken = QueuedRunner.prepare, []
 
     def prepare_and_weigh(*arguments: object) -> None:
@@ -91,7 +91,7 @@ def main() -> None:
         config = ServerConfig(
             model_id=str(write_shape(options.shape, Path(folder) / options.shape)), device="cuda",
             load_format="dummy", max_total_tokens=LONGEST, max_batch_size=max(counts), prefix_caching=False,
-            max_batch_prefill_tokens=16_384, **eight_bits,
+            max_batch_prefill_tokens=16_384, **fp8,
         )  # fmt: skip
         engine = start_engine(config)
     warm_up(engine)

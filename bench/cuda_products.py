@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from text_generation_inference.kernels import fp8, reference
-from text_generation_inference.kernels.triton import launch, small
+from text_generation_inference.kernels.triton import launch, norms_rotary
+from text_generation_inference.kernels.triton.gemv import vector_product
+from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8
 from text_generation_inference.kernels.triton.quantize import quantize_rows
-from text_generation_inference.kernels.triton.skinny import SkinnyProduct
-from text_generation_inference.kernels.triton.vector import vector_product
-from text_generation_inference.kernels.triton.vector8 import VectorProduct8
+from text_generation_inference.kernels.triton.small_gemm_fp8 import SmallGemmFp8
 
 LLAMA_3_8B, LLAMA_2_7B = (4096, 14336, 6144, 128256), (4096, 11008, 12288, 32000)  # hidden, width, qkv, vocabulary
 NUM_LAYERS = 32
@@ -66,7 +66,7 @@ def matrices(model: tuple[int, ...]) -> list[tuple[str, int, int]]:
 
 def describe(name: str, rows: int, n: int, k: int, itemsize: int, ms: float) -> dict[str, Any]:
     return {
-        "product": name, "rows": rows, "us": round(1e3 * ms, 1), "tb_s": round(n * k * itemsize / ms / 1e9, 2),
+        "linear_unscaled": name, "rows": rows, "us": round(1e3 * ms, 1), "tb_s": round(n * k * itemsize / ms / 1e9, 2),
         "tflop_s": round(2 * rows * n * k / ms / 1e9),
     }  # fmt: skip
 
@@ -82,7 +82,7 @@ def library(results: list[dict]) -> None:
                 results.append(describe(f"bf16 {name}", rows, n, k, 2, ms))
 
 
-def eight_bit(results: list[dict]) -> None:
+def products_fp8(results: list[dict]) -> None:
     one = torch.ones((), device="cuda")
     for name, n, k in matrices(LLAMA_2_7B):
         stored = [fp8.quantize_weight(random(n, k) * 0.02) for _ in range(4)]
@@ -118,13 +118,13 @@ def vector(results: list[dict]) -> None:
 
 
 def vector8(results: list[dict]) -> None:
-    product = VectorProduct8(PROCESSORS)
+    product = GemvFp8(PROCESSORS)
     for name, n, k in matrices(LLAMA_2_7B):
         gate = "silu" if name == "gate_up" else None
         stored = [fp8.quantize_weight(random(n, k) * 0.02) for _ in range(8)]
         x, gain = random(1, k), random(k)
         norm = (gain, 1e-5) if name in ("qkv", "gate_up") else None
-        rows = quantize_rows(small.rms_norm(x, gain, 1e-5) if norm else x, stored[0])
+        rows = quantize_rows(norms_rotary.rms_norm(x, gain, 1e-5) if norm else x, stored[0])
         y = fp8.linear(rows, stored[0], None, torch.bfloat16)
         wanted = reference.silu_mul(y) if gate else y
         for shape in VECTOR8_SHAPES:
@@ -160,12 +160,14 @@ def chain(results: list[dict], model: tuple[int, ...], stored_as: Any, product: 
         launch.set_dependent_launch(on)
         ms = graph_ms(work)
         name = f"{NUM_LAYERS} layers of one row of {itemsize} bytes, dependent launch {'on' if on else 'off'}"
-        results.append({"product": name, "rows": 1, "us": round(1e3 * ms), "tb_s": round(num_bytes / ms / 1e9, 2)})
+        results.append(
+            {"linear_unscaled": name, "rows": 1, "us": round(1e3 * ms), "tb_s": round(num_bytes / ms / 1e9, 2)}
+        )
     launch.set_dependent_launch(None)
 
 
 def skinny(results: list[dict]) -> None:
-    op = SkinnyProduct(PROCESSORS)
+    op = SmallGemmFp8(PROCESSORS)
     for name, n, k in matrices(LLAMA_2_7B):
         stored = [fp8.quantize_weight(random(n, k) * 0.02) for _ in range(5)]
         for rows in (1, 16, 64):
@@ -185,7 +187,7 @@ def skinny(results: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"library": library, "fp8": eight_bit, "vector": vector, "vector8": vector8, "skinny": skinny}
+    parts = {"library": library, "fp8": products_fp8, "vector": vector, "vector8": vector8, "skinny": skinny}
     parser.add_argument("--only", default=",".join(parts))
     parser.add_argument("--json")
     options = parser.parse_args()

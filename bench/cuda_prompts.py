@@ -69,15 +69,15 @@ class Steps:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--fp8", action="store_true", help="weights and cache in eight bits")
+    parser.add_argument("--fp8", action="store_true", help="weights and cache in FP8")
     parser.add_argument("--json", help="also write the figures there")
     options = parser.parse_args()
-    eight_bits = {"quantize": "fp8", "kv_cache_dtype": "fp8_e4m3fn"} if options.fp8 else {}
+    fp8 = {"quantize": "fp8", "kv_cache_dtype": "fp8_e4m3fn"} if options.fp8 else {}
     with tempfile.TemporaryDirectory() as folder:
         config = ServerConfig(
             model_id=str(write_shape(options.shape, Path(folder) / options.shape)), device="cuda",
             load_format="dummy", max_total_tokens=LONGEST, max_batch_size=256, prefix_caching=False, overlap=False,
-            **eight_bits,
+            **fp8,
         )  # fmt: skip
         engine = start_engine(config)
     warm_up(engine)

@@ -58,7 +58,7 @@ def write_tokenizer(file: Path, vocab_size: int) -> None:
     words = (
         "".join(word)
         for length in itertools.count(2)
-        for word in itertools.product(string.ascii_lowercase, repeat=length)
+        for word in itertools.linear_unscaled(string.ascii_lowercase, repeat=length)
     )
     spaced = (prefix + word for word in words for prefix in ("", "Ġ"))
     tokens = [*letters, *itertools.islice(spaced, vocab_size - len(letters))]

@@ -30,13 +30,13 @@ import msgspec
 config = msgspec.json.decode(sys.argv[2], type=ServerConfig)
 from contextlib import contextmanager
 from text_generation_inference.devices.cuda import CudaDevice
-rehearsed, here = {}, []
+dry_run, here = {}, []
 def timed(part, work):
     start = time.time()
     try:
         return work()
     finally:
-        rehearsed[part] = rehearsed.get(part, 0) + time.time() - start
+        dry_run[part] = dry_run.get(part, 0) + time.time() - start
 compiling, peak_bytes = CudaDevice.compiling, CudaDevice.peak_bytes
 @contextmanager
 def timed_compiling(self):
@@ -46,7 +46,7 @@ def timed_compiling(self):
     context.__enter__()
     start = time.time()
     yield
-    rehearsed["going through steps"] = time.time() - start
+    dry_run["going through steps"] = time.time() - start
     timed("waiting for compilers", lambda: context.__exit__(None, None, None))
     knobs.compilation.listener = None
 CudaDevice.compiling = timed_compiling
@@ -85,11 +85,11 @@ for count, longest in WORK:
         waits.append(time.perf_counter() - before)
 print(json.dumps({
     "ready_s": round(ready, 2), "seconds": {name: round(value, 2) for name, value in seconds.items()},
-    "rehearsed": {name: round(value, 2) for name, value in rehearsed.items()}, "compiled_here": here,
+    "dry_run": {name: round(value, 2) for name, value in dry_run.items()}, "compiled_here": here,
     "free_gb": round(free / 1e9, 2), "total_gb": round(total / 1e9, 2),
     "kv_blocks": engine.facts.num_blocks, "late_kernels": late, "longest_step_ms": round(1e3 * max(waits), 1),
     "reserved_later_mb": (torch.cuda.memory_reserved() - reserved) >> 20,
-    "retractions": engine.loop.scheduler.stats.num_retractions, "notes": engine.notes,
+    "retractions": engine.loop.scheduler.stats.num_rollbacks, "notes": engine.notes,
 }))
 """
 
@@ -124,10 +124,10 @@ def main() -> None:
             results[name] = result = start(config, Path(cache))
             stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in result["seconds"].items())
             print(f"{name}: ready after {result['ready_s']:.2f} s ({stages})", flush=True)
-            parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in result["rehearsed"].items())
+            parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in result["dry_run"].items())
             here = ", ".join(result["compiled_here"]) or "nothing"
             kernels = len(list(Path(cache).glob("triton/*/*.cubin")))
-            print(f"  of rehearse: {parts}; {kernels} kernels on disk, compiled in the engine process: {here}")
+            print(f"  of dry_run: {parts}; {kernels} kernels on disk, compiled in the engine process: {here}")
             print(
                 f"  {result['kv_blocks']} cache blocks; {result['free_gb']} of {result['total_gb']} GB left;"
                 f" reserved later {result['reserved_later_mb']} MB; longest step afterwards"

@@ -34,8 +34,8 @@ def main() -> None:
         model = runner.model
         runner_module.build_batch = timed("build the batch", runner_module.build_batch)
         model.model.embedding.look_up = timed("embedding", model.model.embedding.look_up)
-        if model.ops.run_stack is not None:
-            model.ops.run_stack = timed("layers", model.ops.run_stack)
+        if model.ops.run_fused_decode is not None:
+            model.ops.run_fused_decode = timed("layers", model.ops.run_fused_decode)
         model.logits = timed("output head", model.logits)
         runner.sampler.choose = timed("choose tokens", runner.sampler.choose)
         runner.execute = timed("step on the device thread", runner.execute)

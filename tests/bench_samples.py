@@ -192,7 +192,7 @@ def offline_report(speed: float = 1.0, floor: bool = True, published: bool = Tru
         },
         "preset": "gaudi2-llama-2-7b",
         "ready_seconds": 13.709,
-        "stages": {"device": 0.915, "load": 0.364, "rehearse": 5.695},
+        "stages": {"device": 0.915, "load": 0.364, "dry_run": 5.695},
         "notes": ["Triton kernels on NVIDIA H200", "KV cache in fp8_e4m3fn"],
         "rows": rows,
         "skipped": [SkippedRow(128, 2048, 750, "needs a KV cache of 1,632,000 tokens, 396,000 fit into the memory")],

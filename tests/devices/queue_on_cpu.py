@@ -11,7 +11,7 @@ from torch import Tensor
 
 from text_generation_inference.devices.buckets import decode_sizes, mixed_sizes
 from text_generation_inference.devices.cpu import CpuDevice
-from text_generation_inference.devices.device import GraphForward, Mark, Ops
+from text_generation_inference.devices.device import Event, GraphForward, Ops
 from text_generation_inference.devices.graphs import CapturedForward
 from text_generation_inference.kernels.padded import PaddedBatch
 
@@ -34,16 +34,16 @@ class QueueOnCpu(CpuDevice):
         self.num_replays = 0
         self.is_replaying = False
 
-    def scope(self) -> AbstractContextManager[Any]:
+    def stream(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def host_words(self, count: int) -> Tensor:
+    def pinned_int32(self, count: int) -> Tensor:
         return torch.full((count,), -7, dtype=torch.int32)
 
-    def mark(self) -> Mark:
+    def event(self) -> Event:
         return _Done()
 
-    def later(self, mark: Mark, finish: Callable[[], Any]) -> "Future[Any]":
+    def after(self, mark: Event, finish: Callable[[], Any]) -> "Future[Any]":
         return self.submit(finish)
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

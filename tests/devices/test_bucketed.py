@@ -198,7 +198,7 @@ def test_a_step_without_memory_is_taken_back(
     compute_or_not.num_captured = 0  # pyright: ignore
     monkeypatch.setattr(runner.passes, "_graphs", compute_or_not)
     same(run(engine, asked, arrivals=[0, 0, 2, 3]), expected)
-    assert engine.loop.scheduler.stats.num_retractions >= 2
+    assert engine.loop.scheduler.stats.num_rollbacks >= 2
     assert any("not in the bucket plan" in news for news in runner.passes.book.take_news())
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import ForwardBatch
 from text_generation_inference.kernels.cpu import build
-from text_generation_inference.kernels.cpu.ops import NativeOps, Packed, StackLayer, greedy, load_ops
+from text_generation_inference.kernels.cpu.ops import FusedLayer, NativeOps, Packed, greedy, load_ops
 
 QUANTS = {"q4_0": GGMLQuantizationType.Q4_0, "q4_1": GGMLQuantizationType.Q4_1, "q8_0": GGMLQuantizationType.Q8_0}
 MARCHES = ["native", "x86-64-v3"]  # the second is the AVX2 path, which every machine that runs the first can run
@@ -344,7 +344,7 @@ def test_attention_falls_back(ops: NativeOps) -> None:
 
 def reference_layers(
     x: Tensor,
-    layers: list[StackLayer],
+    layers: list[FusedLayer],
     final_norm: Tensor,
     cos_sin: Tensor,
     batch: ForwardBatch,
@@ -377,7 +377,7 @@ def test_stack(ops: NativeOps, name: str, full: bool) -> None:
     batch = make_batch(*BATCHES[name], 16)
     qkv = (heads + 2 * kv_heads) * head_dim
 
-    def random_layer(number: int) -> StackLayer:
+    def random_layer(number: int) -> FusedLayer:
         extra = {}
         if full:
             extra = {
@@ -385,7 +385,7 @@ def test_stack(ops: NativeOps, name: str, full: bool) -> None:
                 "down_bias": torch.randn(hidden), "q_norm": torch.rand(head_dim), "k_norm": torch.rand(head_dim),
                 "window": 30 if number else None,
             }  # fmt: skip
-        return StackLayer(
+        return FusedLayer(
             torch.rand(hidden), torch.randn(qkv, hidden) / 10, torch.randn(hidden, heads * head_dim) / 20, torch.rand(hidden),
             torch.randn(2 * width, hidden) / 10, torch.randn(hidden, width) / 10, *make_cache(batch, 16, kv_heads, head_dim), **extra,
         )  # fmt: skip
@@ -402,12 +402,12 @@ def test_stack(ops: NativeOps, name: str, full: bool) -> None:
     ]
     final_norm, cos_sin, x = torch.rand(hidden), torch.randn(1600, head_dim), torch.randn(len(batch.positions), hidden)
     gate, softcap = ("gelu_tanh", 20.0) if full else ("silu", None)
-    stack = ops.make_stack(
+    stack = ops.make_fused_decode(
         packed, final_norm, cos_sin, heads=heads, eps=1e-5, scale=0.125, softcap=softcap, activation=gate
     )
     assert stack is not None
     close(
-        ops.run_stack(x, stack, batch),
+        ops.run_fused_decode(x, stack, batch),
         reference_layers(x, layers, final_norm, cos_sin, batch, heads, softcap, gate),
         1e-4,
     )
@@ -421,15 +421,19 @@ def test_stack_declines_what_has_no_kernel(ops: NativeOps) -> None:
     norm, caches, cos_sin = torch.ones(64), make_cache(batch, 16, 1, 64), torch.randn(8, 64)
     packed = [ops.pack_linear(torch.randn(*shape)) for shape in ((192, 64), (64, 64), (160, 64), (64, 80))]
     qkv, o, gate_up, down = packed
-    good = StackLayer(norm, qkv, o, norm, gate_up, down, *caches)
-    assert ops.make_stack([good], norm, cos_sin, heads=1, eps=1e-5, scale=1.0) is not None
-    assert ops.make_stack([good], norm, cos_sin, heads=1, eps=1e-5, scale=1.0, activation="relu") is None
+    good = FusedLayer(norm, qkv, o, norm, gate_up, down, *caches)
+    assert ops.make_fused_decode([good], norm, cos_sin, heads=1, eps=1e-5, scale=1.0) is not None
+    assert ops.make_fused_decode([good], norm, cos_sin, heads=1, eps=1e-5, scale=1.0, activation="relu") is None
     assert (
-        ops.make_stack([replace(good, qkv=torch.randn(192, 64))], norm, cos_sin, heads=1, eps=1e-5, scale=1.0) is None
+        ops.make_fused_decode([replace(good, qkv=torch.randn(192, 64))], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
+        is None
     )
-    assert ops.make_stack([replace(good, post_norm=norm.half())], norm, cos_sin, heads=1, eps=1e-5, scale=1.0) is None
+    assert (
+        ops.make_fused_decode([replace(good, post_norm=norm.half())], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
+        is None
+    )
     with pytest.raises(ValueError, match="fit"):
-        ops.make_stack([replace(good, down=o)], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
+        ops.make_fused_decode([replace(good, down=o)], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
 
 
 # Building -------------------------------------------------------------------------------------------------------

@@ -392,9 +392,9 @@ def test_nothing_is_collected_while_a_step_is_captured(tiny_llama: Tiny, start_h
     if device_name != "cuda":
         pytest.skip("only CUDA has such memory")
     device = start_here(tiny_llama.folder).device
-    with device.scope():
+    with device.stream():
         there = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
-        cycle = [device.host_words(1 << 16)]
+        cycle = [device.pinned_int32(1 << 16)]
         cycle[0].copy_(there, non_blocking=True)
     cycle.append(cycle)
     del cycle
@@ -408,7 +408,7 @@ def test_nothing_is_collected_while_a_step_is_captured(tiny_llama: Tiny, start_h
     replay, _ = device.capture(work)
     gc.collect()
     for size in range(12, 22):
-        device.host_words(1 << size)
-    with device.scope():
+        device.pinned_int32(1 << size)
+    with device.stream():
         replay()
     torch.cuda.synchronize()

@@ -63,7 +63,7 @@ class Faulty(QueueOnCpu):
 
         return call
 
-    def later(self, mark: Any, finish: Any) -> "Future[Any]":
+    def after(self, mark: Any, finish: Any) -> "Future[Any]":
         self.num_results += 1
         number = self.num_results
 
@@ -73,7 +73,7 @@ class Faulty(QueueOnCpu):
                 raise self.error
             return finish()
 
-        return super().later(mark, fail_or_finish)
+        return super().after(mark, fail_or_finish)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_no_memory_in_some_steps_changes_no_answer(tiny: Tiny, engines: Any, set
     device.fail_results = {20 * number + rng.randrange(5) for number in range(3, 6)}
     same(run(engine, ask(), ARRIVALS), expected)
     assert device.num_failed >= 4
-    assert engine.loop.scheduler.stats.num_retractions > 0
+    assert engine.loop.scheduler.stats.num_rollbacks > 0
     same(run(engine, ask(), ARRIVALS), expected)  # and everything is as before
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels import flashinfer_prompts
 from text_generation_inference.kernels.batch import PREFILL_TILE, ForwardBatch
+from text_generation_inference.kernels.triton import norms_rotary
 
 HEADS, KV_HEADS, D, BLOCK = 8, 2, 128, 16
 
@@ -97,7 +98,6 @@ def test_its_place_in_the_engine(device_name: str, tmp_path: Path, monkeypatch: 
     """Some other kernel for whole prompts: asked for every layer of every step with prompts, it changes no answer."""
     if device_name != "cpu" or importlib.util.find_spec("triton") is None:
         pytest.skip("runs in Triton's interpreter")
-    from text_generation_inference.kernels.triton import small
     from text_generation_inference.kernels.triton.attention import PagedAttention
 
     tiny = make_tiny("Llama", {}, tmp_path / "model")
@@ -122,7 +122,7 @@ def test_its_place_in_the_engine(device_name: str, tmp_path: Path, monkeypatch: 
 
     attention = PagedAttention(1)
     attention.prompts = whole_prompts
-    ops = Ops("other prompts", attention=attention, rotary_and_cache=small.rotary_and_cache)
+    ops = Ops("other prompts", attention=attention, rotary_and_cache=norms_rotary.rotary_and_cache)
     monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path, ops))
     engine = start(tiny.folder, max_batch_size=4, max_total_tokens=64, max_batch_prefill_tokens=48)
     taken.clear()

@@ -201,7 +201,7 @@ def test_norms_and_gates(hpu, dtype):
     close(hpu.ops.gelu_tanh_mul(there[0]), reference.gelu_tanh_mul(x), tolerance)
 
 
-# -- eight bits ------------------------------------------------------------------------------------------------------
+# -- FP8 ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def fp8_ops(hpu):
 @pytest.mark.parametrize("by_square", [False, True])
 @pytest.mark.parametrize("static", [False, True])
 def test_fp8_products(hpu, fp8_ops, by_square, static):
-    """Weights made for 448 are fitted to the card; products are those of the values, within what eight bits keep."""
+    """Weights made for 448 are fitted to the card; products are those of the values, within what FP8 keep."""
     weight, x, bias = torch.randn(200, 256), torch.randn(7, 256), torch.randn(200)
     made = fp8.quantize_weight(weight, by_square)
     if static:
@@ -335,7 +335,7 @@ SETTINGS = {
         "pad_sequence_to_multiple_of": 64,
         "flash_attention_recompute": False,
     },
-    "keys and values in eight bits": {"kv_cache_dtype": "fp8_e4m3fn"},
+    "keys and values in FP8": {"kv_cache_dtype": "fp8_e4m3fn"},
     "torch ops": {"custom_kernels": False},
 }
 
@@ -483,7 +483,7 @@ def test_how_it_names_itself(hpu, start_hpu, tiny):
     assert hpu.fp8_max == {1: 0.0, 2: 240.0, 3: 448.0}[hpu.bridge.generation]
 
 
-def test_eight_bits_need_gaudi_2(hpu):
+def test_fp8_need_gaudi_2(hpu):
     from text_generation_inference.devices.hpu import HpuDevice
     from text_generation_inference.engine.memory import check_precision
 
@@ -564,7 +564,7 @@ def test_the_stand_in_is_not_chosen_by_itself(hpu, tmp_path):
 
 
 def run_eager(folder: str) -> None:
-    """Without lazy mode, in a process of its own: graphs of torch.compile, and matrices in eight bits."""
+    """Without lazy mode, in a process of its own: graphs of torch.compile, and matrices in FP8."""
     wanted = requests()[:5]
     limits = {**LIMITS, "max_batch_size": 1, "max_total_tokens": 60, "pt_hpu_lazy_mode": False}
     engine = start(Path(folder), device="hpu", limit_hpu_graph=False, **limits)
@@ -578,7 +578,7 @@ def run_eager(folder: str) -> None:
     print([output.error for output in outputs if output.error], [output.logprobs[0] for output in outputs])
 
 
-def test_eager_mode_and_matrices_in_eight_bits(hpu, tiny, on_cpu):
+def test_eager_mode_and_matrices_in_fp8(hpu, tiny, on_cpu):
     if not hpu.bridge.emulated or not hpu.supports_fp8:
         pytest.skip("this process has the card already, or it has no FP8")
     program = f"import test_hpu; test_hpu.run_eager({str(tiny.folder)!r})"

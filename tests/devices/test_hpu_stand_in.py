@@ -202,7 +202,7 @@ def cast_large_numbers() -> tuple[list[float], list[float]]:
     return made.float().tolist(), torch.ops.hpu.cast_from_fp8(stored, None, torch.float32).tolist()
 
 
-def test_eight_bits_of_each_card():
+def test_fp8_of_each_card():
     assert str(cast_large_numbers()) == "([240.0, -240.0], [nan, nan])"
     program = "import habana_frameworks.torch, test_hpu_stand_in as t; print(t.cast_large_numbers())"
     found = run_with_stand_in(program, EMULATED_GAUDI="Gaudi3")

@@ -17,8 +17,8 @@ from test_triton_compiles import PROGRAM
 from torch import Tensor
 
 from text_generation_inference.devices.device import Ops
-from text_generation_inference.kernels import resident, sampling
-from text_generation_inference.kernels.resident import FILTERS, PENALTIES, Adjustments, Asked, SlotState, Tops
+from text_generation_inference.kernels import sampling, slot_state
+from text_generation_inference.kernels.slot_state import FILTERS, PENALTIES, Adjustments, Asked, SlotState, Tops
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -28,7 +28,7 @@ from text_generation_inference.kernels.triton import filters
 from text_generation_inference.kernels.triton.adjust import Adjust
 from text_generation_inference.kernels.triton.choice import Choice, greedy_into
 
-NEUTRAL = [1.0, 0.0, 1.0, 1.0, 0.0, resident.ADJUSTED]
+NEUTRAL = [1.0, 0.0, 1.0, 1.0, 0.0, slot_state.ADJUSTED]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,11 @@ def make_state(device: torch.device, num_slots: int = 5, max_tokens: int = 40, v
 
 def set_filters(state: SlotState, wanted: list[dict[str, float]]) -> None:
     for slot, numbers in enumerate(wanted):
-        for name, value in {**dict(zip(FILTERS, NEUTRAL, strict=True)), "way": resident.DRAWS, **numbers}.items():
+        for name, value in {
+            **dict(zip(FILTERS, NEUTRAL, strict=True)),
+            "sampling_mode": slot_state.DRAWS,
+            **numbers,
+        }.items():
             state.numbers[name][slot] = float(value)
 
 
@@ -92,8 +96,8 @@ def words(values: list, device: torch.device) -> Tensor:
 @pytest.mark.parametrize("vocab", [7, 320, 4097, 9000])
 def test_greedy(device: torch.device, dtype: torch.dtype, vocab: int) -> None:
     one = make_state(device, 7)
-    one.numbers["way"].fill_(resident.PLAIN)
-    one.numbers["way"][5:] = torch.tensor([resident.DRAWS, resident.ADJUSTED])  # left to others
+    one.numbers["sampling_mode"].fill_(slot_state.PLAIN)
+    one.numbers["sampling_mode"][5:] = torch.tensor([slot_state.DRAWS, slot_state.ADJUSTED])  # left to others
     two = twin(one, device)
     logits = (torch.randn(8, vocab, device=device) * 5).to(dtype)
     logits[1, vocab // 2] = math.nan
@@ -102,7 +106,7 @@ def test_greedy(device: torch.device, dtype: torch.dtype, vocab: int) -> None:
     rows = words([3, 0, 1, 4, 2, -1, 5, 6], device)
     ours, expected = out_for(9, device).fill_(-7), out_for(9, device).fill_(-7)
     greedy_into(logits, rows, one, ours)
-    resident.greedy_into(logits, rows, two, expected)
+    slot_state.greedy_into(logits, rows, two, expected)
     good = [0, 3, 4]
     assert torch.equal(ours[0], expected[0])
     ours_, expected_ = (out[1].view(torch.float32)[good] for out in (ours, expected))
@@ -116,20 +120,20 @@ def test_greedy_takes_the_first_of_equals(device: torch.device) -> None:
     slots, out = make_state(device), out_for(1, device)
     logits = torch.zeros((1, 9000), device=device)
     logits[0, [17, 18, 8999]] = 3.0
-    for op, way in ((greedy_into, resident.PLAIN), (small_choice(), resident.ADJUSTED)):
-        slots.numbers["way"].fill_(way)
+    for op, way in ((greedy_into, slot_state.PLAIN), (small_choice(), slot_state.ADJUSTED)):
+        slots.numbers["sampling_mode"].fill_(way)
         out.zero_()
         op(logits, words([1], device), slots, out)
         assert out[0, 0] == 17
 
 
 @pytest.mark.parametrize("vocab", [5, 4097])
-@pytest.mark.parametrize("way", ["greedy", "choose", "sample"])
+@pytest.mark.parametrize("sampling_mode", ["greedy", "choose", "sample"])
 def test_what_cannot_be_chosen_from_is_not_a_number(device: torch.device, vocab: int, way: str) -> None:
     """The step after reads the id before the host sees the NaN, so it must exist whatever the scores are."""
     one = make_state(device, 8)
     if way == "greedy":
-        one.numbers["way"].fill_(resident.PLAIN)
+        one.numbers["sampling_mode"].fill_(slot_state.PLAIN)
     if way == "sample":
         one.filters.copy_(torch.tensor([0.8, 4, 0.9, 0.7, 0.1, 1]))
         one.filters[3, 1:3] = torch.tensor([0.0, 1.0])  # typical-p alone takes another way
@@ -147,10 +151,10 @@ def test_what_cannot_be_chosen_from_is_not_a_number(device: torch.device, vocab:
     ours, expected = out_for(8, device), out_for(8, device)
     if way == "greedy":
         greedy_into(logits, rows, one, ours)
-        resident.greedy_into(logits, rows, two, expected)
+        slot_state.greedy_into(logits, rows, two, expected)
     else:
         small_choice()(logits, rows, one, ours)
-        resident.choose_into(logits, rows, two, expected)
+        slot_state.choose_into(logits, rows, two, expected)
     assert ours[1].view(torch.float32).isnan().tolist() == [True] * 7 + [False]
     assert expected[1].view(torch.float32).isnan().tolist() == [True] * 7 + [False]
     assert ours[0, :7].tolist() == [0] * 7
@@ -161,7 +165,7 @@ def test_what_cannot_be_chosen_from_is_not_a_number(device: torch.device, vocab:
 # Filters and draws ------------------------------------------------------------------------------------------------
 
 WAYS = [
-    {"way": resident.ADJUSTED},
+    {"sampling_mode": slot_state.ADJUSTED},
     {},
     {"temperature": 0.4},
     {"top_k": 1},
@@ -182,7 +186,7 @@ WAYS = [
 def kept_by_definition(logits: Tensor, state: SlotState, rows: Tensor) -> Tensor:
     temperature, top_k, top_p, typical_p, min_p, _ = state.filters[rows.long()].unbind(1)
     kept = sampling.top_k(logits.float() / temperature[:, None], top_k)
-    kept = sampling.typical_p(resident._with_ties(kept, sampling.top_p(kept, top_p)), typical_p)
+    kept = sampling.typical_p(slot_state._with_ties(kept, sampling.top_p(kept, top_p)), typical_p)
     return sampling.min_p(kept, min_p) > -math.inf
 
 
@@ -198,13 +202,13 @@ def kept_by_kernels(op: KeptChoice, logits: Tensor, state: SlotState, rows: Tens
 
 
 def check_choice(
-    op: Choice, logits: Tensor, one: SlotState, rows: Tensor, asked: Asked = resident.EVERY_FILTER
+    op: Choice, logits: Tensor, one: SlotState, rows: Tensor, asked: Asked = slot_state.EVERY_FILTER
 ) -> None:
     """Tokens, log-probabilities, slots, and exactly the ids that filters keep."""
     two = twin(one, logits.device)
     ours, expected = out_for(len(rows), logits.device), out_for(len(rows), logits.device)
     op(logits, rows, one, ours, asked)
-    resident.choose_into(logits, rows, two, expected, asked)
+    slot_state.choose_into(logits, rows, two, expected, asked)
     real = rows >= 0
     wrong = [(row, one.filters[rows[row]].tolist()) for row in (ours[0] != expected[0]).nonzero()[:, 0] if real[row]]
     assert not wrong
@@ -308,13 +312,22 @@ def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
 def test_plain_rows_are_left_alone(device: torch.device) -> None:
     """In a batch with all others: their tokens were chosen before."""
     one = make_state(device, 5)
-    set_filters(one, [{"way": resident.PLAIN}, {"top_k": 4}, {"way": resident.ADJUSTED}, {"way": resident.PLAIN}, {}])
+    set_filters(
+        one,
+        [
+            {"sampling_mode": slot_state.PLAIN},
+            {"top_k": 4},
+            {"sampling_mode": slot_state.ADJUSTED},
+            {"sampling_mode": slot_state.PLAIN},
+            {},
+        ],
+    )
     two = twin(one, device)
     logits = torch.randn(5, 600, device=device)
     rows = words([3, 1, 0, 2, 4], device)
     ours, expected = out_for(5, device).fill_(-7), out_for(5, device).fill_(-7)
     small_choice(64, 256)(logits, rows, one, ours)
-    resident.choose_into(logits, rows, two, expected)
+    slot_state.choose_into(logits, rows, two, expected)
     assert torch.equal(ours[0], expected[0]) and torch.equal(one.words, two.words)
     assert (ours == -7).all(dim=0).tolist() == [True, False, True, False, False]
     greedy_into(logits, rows, one, ours)
@@ -348,7 +361,7 @@ def check_tops(op: Choice, logits: Tensor, state: SlotState, rows: Tensor, wante
     other = twin(state, logits.device)
     asked = [Asked(True, True, True, tops=Tops(table, out)) for out in found]
     op(logits, rows, state, out_for(len(rows), logits.device), asked[0])
-    resident.choose_into(logits, rows, other, out_for(len(rows), logits.device), asked[1])
+    slot_state.choose_into(logits, rows, other, out_for(len(rows), logits.device), asked[1])
     assert torch.equal(state.words, other.words)
     for ours, expected in zip(*found, strict=True):
         count = int(expected[0])
@@ -362,7 +375,14 @@ def test_best_ids(device: torch.device) -> None:
     """Alone and next to filters, with ties at the last place and at all places, with few ids left, with none."""
     state = make_state(device, 8)
     set_filters(
-        state, [{"way": resident.ADJUSTED}, {"top_k": 4}, {"top_p": 0.9, "temperature": 3.0}, {"typical_p": 0.5}, {}]
+        state,
+        [
+            {"sampling_mode": slot_state.ADJUSTED},
+            {"top_k": 4},
+            {"top_p": 0.9, "temperature": 3.0},
+            {"typical_p": 0.5},
+            {},
+        ],
     )
     vocab = 600
     logits = torch.randn(8, vocab, device=device)
@@ -426,7 +446,7 @@ def test_adjustments(device: torch.device, vocab: int, dtype: torch.dtype, monke
         wanted = make_adjustments(state, rows, vocab, every)
         logits = (torch.randn(len(rows), vocab, device=device) * 3).to(dtype)
         before = logits.clone()
-        ours, expected = op(logits, rows, state, wanted), resident.adjust(logits, rows, state, wanted)
+        ours, expected = op(logits, rows, state, wanted), slot_state.adjust(logits, rows, state, wanted)
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-4)
         assert torch.equal(before, logits)
         assert op._tables is not None and not bool(op._tables.any())
@@ -444,7 +464,7 @@ def test_everything_together(device: torch.device) -> None:
     two = twin(state, device)
     table = words([[2, 0], [0, 0], [0, 0], [3, 1], [0, 0], [5, 2], [0, 0]], device)
     found = [torch.zeros((3, 21), dtype=torch.int32, device=device) for _ in range(2)]
-    for op, slots, out in ((small_choice(100, 256), state, found[0]), (resident.choose_into, two, found[1])):
+    for op, slots, out in ((small_choice(100, 256), state, found[0]), (slot_state.choose_into, two, found[1])):
         asked.tops = Tops(table, out)
         op(logits, rows, slots, out_for(len(rows), device), asked)
     assert torch.equal(found[0][:, :11], found[1][:, :11])
@@ -454,12 +474,12 @@ def test_everything_together(device: torch.device) -> None:
 def test_a_batch_without_filters_needs_two_kernels(device: torch.device) -> None:
     """What nobody asks for is not queued: the flags must be enough for what is asked."""
     state = make_state(device, 3)
-    set_filters(state, [{"way": resident.ADJUSTED}, {}, {"temperature": 0.5}])
+    set_filters(state, [{"sampling_mode": slot_state.ADJUSTED}, {}, {"temperature": 0.5}])
     logits = torch.randn(3, 5000, device=device)
     check_choice(small_choice(), logits, state, words([2, 0, 1], device), Asked())
-    set_filters(state, [{"way": resident.ADJUSTED}, {"min_p": 0.2}, {"temperature": 0.5}])
+    set_filters(state, [{"sampling_mode": slot_state.ADJUSTED}, {"min_p": 0.2}, {"temperature": 0.5}])
     check_choice(small_choice(), logits, state, words([2, 0, 1], device), Asked(filters=True))
-    set_filters(state, [{"way": resident.ADJUSTED}, {"typical_p": 0.2}, {"min_p": 0.5}])
+    set_filters(state, [{"sampling_mode": slot_state.ADJUSTED}, {"typical_p": 0.2}, {"min_p": 0.5}])
     check_choice(small_choice(64), logits, state, words([2, 0, 1], device), Asked(filters=True, typical=True))
 
 
@@ -492,7 +512,7 @@ VALUES = {"PART": 4096, "PAD": 32, "BLOCK": 512, "HISTORY": 1024, "KIND0": 0, "K
 
 def test_kernels_compile(tmp_path: Path, device_name: str) -> None:
     if device_name == "cpu":
-        pytest.skip("compiled by the test of the rehearsal")
+        pytest.skip("compiled by the test of the dry_run")
     types = {name: kind for kind, names in POINTERS.items() for name in names.split()}
     types |= {**dict.fromkeys(NUMBERS.split(), "i32"), "delta": "fp32"}
     asked = [

@@ -15,8 +15,8 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from text_generation_inference.kernels.triton.vector import choose_shape as vector_shape
-from text_generation_inference.kernels.triton.vector8 import choose_shape as vector8_shape
+from text_generation_inference.kernels.triton.gemv import choose_shape as vector_shape
+from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as vector8_shape
 
 BF16, FP32, FP8 = "*bf16", "*fp32", "*fp8e4nv"
 STRIDES = "q_token q_head out_token k_block k_token k_head v_block v_token v_head table_stride"

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from text_generation_inference.kernels import fp8, reference, resident
+from text_generation_inference.kernels import fp8, reference, slot_state
 from text_generation_inference.kernels.batch import PREFILL_TILE, ForwardBatch
 from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
-from text_generation_inference.kernels.resident import SlotState
+from text_generation_inference.kernels.slot_state import SlotState
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 import triton.language as tl
 
-from text_generation_inference.kernels.triton import attention, quantize, small, state
+from text_generation_inference.kernels.triton import attention, norms_rotary, quantize, state
 from text_generation_inference.kernels.triton.attention import DecodeChoice, PrefillChoice
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -80,8 +80,8 @@ def close(actual: Any, expected: Any, tolerance: float | None = None) -> None:
 def test_norms(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:
     x, residual = (torch.randn(rows, width + 3, device=device).to(dtype)[:, :width] for _ in range(2))
     weight = torch.rand(width, device=device).to(dtype)
-    close(small.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-    out, total = small.add_rms_norm(x, residual, weight, 1e-5)
+    close(norms_rotary.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    out, total = norms_rotary.add_rms_norm(x, residual, weight, 1e-5)
     expected, expected_total = reference.add_rms_norm(x, residual, weight, 1e-5)
     close(out, expected)
     close(total, expected_total)
@@ -91,8 +91,8 @@ def test_norms(device: torch.device, dtype: torch.dtype, rows: int, width: int) 
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 99), (2, 2500)])
 def test_gates(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:
     x = torch.randn(rows, 2 * width, device=device).to(dtype) * 4
-    close(small.silu_mul(x), reference.silu_mul(x))
-    close(small.gelu_tanh_mul(x), reference.gelu_tanh_mul(x))
+    close(norms_rotary.silu_mul(x), reference.silu_mul(x))
+    close(norms_rotary.gelu_tanh_mul(x), reference.gelu_tanh_mul(x))
 
 
 def weights(width: int, device: torch.device) -> dict[str, Fp8Weight]:
@@ -106,10 +106,10 @@ def weights(width: int, device: torch.device) -> dict[str, Fp8Weight]:
     }
 
 
-def same_rows(actual: Tensor | Fp8Rows, plain: Any, into: Fp8Weight) -> None:
+def same_rows(actual: Tensor | Fp8Rows, plain: Any, quantize_for: Fp8Weight) -> None:
     """Equal to the definition, but for values that were on the edge between two: those are neighbours."""
     assert isinstance(actual, Fp8Rows)
-    expected = fp8.quantize_rows(plain, into)
+    expected = fp8.quantize_rows(plain, quantize_for)
     assert actual.data.shape == expected.data.shape and actual.data.is_contiguous()
     torch.testing.assert_close(
         actual.scale, expected.scale, rtol=2e-2 if plain.dtype is torch.bfloat16 else 2e-3, atol=0
@@ -123,8 +123,8 @@ def same_rows(actual: Tensor | Fp8Rows, plain: Any, into: Fp8Weight) -> None:
 def test_quantize_rows(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:
     x = (torch.randn(rows, width + 3, device=device) * 3).to(dtype)[:, :width]
     x[0] = 0
-    for into in weights(width, device).values():
-        actual, expected = quantize.quantize_rows(x, into), fp8.quantize_rows(x, into)
+    for quantize_for in weights(width, device).values():
+        actual, expected = quantize.quantize_rows(x, quantize_for), fp8.quantize_rows(x, quantize_for)
         torch.testing.assert_close(actual.scale, expected.scale, rtol=1e-6, atol=0)
         assert bool((actual.data.float() == expected.data.float()).float().mean() >= 0.97)
         torch.testing.assert_close(actual.data.float(), expected.data.float(), rtol=0.14, atol=2e-3)
@@ -135,20 +135,18 @@ def test_quantize_rows(device: torch.device, dtype: torch.dtype, rows: int, widt
 @pytest.mark.parametrize("form", ["by row", "static", "by square"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 100), (2, 576), (2, 2500)])
-def test_norms_and_gates_into_eight_bits(
-    device: torch.device, dtype: torch.dtype, rows: int, width: int, form: str
-) -> None:
-    into = weights(width, device)[form]
+def test_norms_and_gates_into_fp8(device: torch.device, dtype: torch.dtype, rows: int, width: int, form: str) -> None:
+    quantize_for = weights(width, device)[form]
     x, residual = (torch.randn(rows, width + 3, device=device).to(dtype)[:, :width] for _ in range(2))
     weight = torch.rand(width, device=device).to(dtype)
-    same_rows(small.rms_norm(x, weight, 1e-5, into), reference.rms_norm(x, weight, 1e-5), into)
-    out, total = small.add_rms_norm(x, residual, weight, 1e-5, into)
+    same_rows(norms_rotary.rms_norm(x, weight, 1e-5, quantize_for), reference.rms_norm(x, weight, 1e-5), quantize_for)
+    out, total = norms_rotary.add_rms_norm(x, residual, weight, 1e-5, quantize_for)
     expected, expected_total = reference.add_rms_norm(x, residual, weight, 1e-5)
-    same_rows(out, expected, into)
+    same_rows(out, expected, quantize_for)
     close(total, expected_total)
     gate_up = torch.randn(rows, 2 * width, device=device).to(dtype) * 4
-    same_rows(small.silu_mul(gate_up, into), reference.silu_mul(gate_up), into)
-    same_rows(small.gelu_tanh_mul(gate_up, into), reference.gelu_tanh_mul(gate_up), into)
+    same_rows(norms_rotary.silu_mul(gate_up, quantize_for), reference.silu_mul(gate_up), quantize_for)
+    same_rows(norms_rotary.gelu_tanh_mul(gate_up, quantize_for), reference.gelu_tanh_mul(gate_up), quantize_for)
 
 
 def caches(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, by_head: bool) -> list[Tensor]:
@@ -178,7 +176,7 @@ def test_rotary_and_cache(
     batch.positions = torch.randint(positions, (tokens,), device=device)
     batch.kv_index = torch.randperm(4 * block_size, device=device)[:tokens]
     expected = reference.rotary_and_cache(q.clone(), k, v, cos_sin, batch, k_expected, v_expected)
-    close(small.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache), expected)
+    close(norms_rotary.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache), expected)
     close(k_cache, k_expected)
     assert torch.equal(v_cache, v_expected)
 
@@ -202,7 +200,7 @@ def test_prompts_are_left_as_the_cache_holds_them(
     batch = make_batch(device, [], [(3, 3 + tokens)])
     batch.positions = torch.arange(3, 3 + tokens, device=device)
     batch.kv_index = torch.randperm(4 * block_size, device=device)[:tokens]
-    small.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, scales)
+    norms_rotary.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, scales)
     held_k, held_v = (
         (cache.view(-1, kv_heads, d).view(torch.uint8 if small_cache else dtype)[batch.kv_index]).view(cache.dtype)
         for cache in (k_cache, v_cache)
@@ -300,7 +298,7 @@ def check_attention(
     window: int | None = None,
     softcap: float | None = None,
     by_head: bool = True,
-    kv_scales: tuple[float, float] | None = None,  # of a cache in eight bits
+    kv_scales: tuple[float, float] | None = None,  # of a cache in FP8
     own: bool = False,
     tolerance: float | None = None,
 ) -> None:
@@ -381,7 +379,7 @@ def test_attention(
         (2, 1, 256, 33, None),
     ],
 )
-def test_attention_over_eight_bits(
+def test_attention_over_fp8(
     device: torch.device, name: str, heads: int, kv_heads: int, d: int, window: int | None, softcap: float | None
 ) -> None:
     in_part = device.type == "cpu"
@@ -484,7 +482,7 @@ def test_writes(device: torch.device) -> None:
         source += count
     staged = torch.tensor(headers + payload, dtype=torch.int32, device=device)
     state.apply_writes(one.words, staged, len(writes))
-    resident.apply_writes(two.words, staged, len(writes))
+    slot_state.apply_writes(two.words, staged, len(writes))
     assert torch.equal(one.words, two.words)
     assert one.tokens[0, 1499] == payload[1499]
 
@@ -495,6 +493,6 @@ def test_inputs(device: torch.device, last: bool) -> None:
     rows = torch.tensor([3, 0, -1, 4, 3, -1] * 30, dtype=torch.int32, device=device)
     at = None if last else torch.randint(-1, 30, rows.shape, dtype=torch.int32, device=device)
     for ours, expected in zip(
-        state.gather_inputs(slots, rows, at), resident.gather_inputs(slots, rows, at), strict=True
+        state.gather_inputs(slots, rows, at), slot_state.gather_inputs(slots, rows, at), strict=True
     ):
         assert torch.equal(ours, expected)

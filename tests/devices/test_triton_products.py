@@ -1,4 +1,4 @@
-"""Products for one row and for few rows in eight bits against their definitions: on the GPU, or in the interpreter."""
+"""Products for one row and for few rows in FP8 against their definitions: on the GPU, or in the interpreter."""
 
 import importlib.util
 
@@ -8,16 +8,16 @@ from torch import Tensor
 
 from text_generation_inference.kernels import fp8, reference
 from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.triton import norms_rotary
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from text_generation_inference.kernels.triton import small
+from text_generation_inference.kernels.triton.gemv import vector_product
+from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8
 from text_generation_inference.kernels.triton.linear import Linear
 from text_generation_inference.kernels.triton.quantize import quantize_rows
-from text_generation_inference.kernels.triton.skinny import SkinnyProduct, choose_tiling
-from text_generation_inference.kernels.triton.vector import vector_product
-from text_generation_inference.kernels.triton.vector8 import VectorProduct8
+from text_generation_inference.kernels.triton.small_gemm_fp8 import SmallGemmFp8, choose_tiling
 
 
 @pytest.fixture(scope="module")
@@ -59,30 +59,28 @@ def test_one_row(device: torch.device, n: int, k: int, gate: str | None, norm: b
 @pytest.mark.parametrize("gate", [None, "silu"])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("static", [False, True])
-def test_one_row_in_eight_bits(
-    device: torch.device, n: int, k: int, gate: str | None, norm: bool, static: bool
-) -> None:
-    """What the norm, the rows in eight bits, the product, the gate and the addition give one after the other."""
+def test_one_row_in_fp8(device: torch.device, n: int, k: int, gate: str | None, norm: bool, static: bool) -> None:
+    """What the norm, the rows in FP8, the product, the gate and the addition give one after the other."""
     x, gain = torch.randn(1, k, device=device).half(), torch.rand(k, device=device).half()
     weight = fp8.quantize_weight(torch.randn(n * (2 if gate else 1), k, device=device) * 0.05)
     if static:
         weight.input_scale = torch.tensor(0.01, device=device)
     bias = torch.randn(weight.shape[0], device=device).half()
     residual = torch.randn(1, n, device=device).half()
-    rows = quantize_rows(small.rms_norm(x, gain, 1e-5) if norm else x, weight)
+    rows = quantize_rows(norms_rotary.rms_norm(x, gain, 1e-5) if norm else x, weight)
     for with_bias, add in ((bias, True), (None, False)):
         expected = fp8.linear(rows, weight, with_bias, torch.float16)
         expected = reference.silu_mul(expected) if gate else expected
         out = residual.clone()
-        VectorProduct8(2)(x, weight, out, with_bias, norm=(gain, 1e-5) if norm else None, gate=gate, add=add)
+        GemvFp8(2)(x, weight, out, with_bias, norm=(gain, 1e-5) if norm else None, gate=gate, add=add)
         close(out, expected + residual if add else expected)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 33, 64])
 @pytest.mark.parametrize(("n", "k"), [(130, 256), (64, 208), (48, 1040)])
 @pytest.mark.parametrize("splits", [1, 2, 4])
-def test_few_rows_in_eight_bits(device: torch.device, rows: int, n: int, k: int, splits: int) -> None:
-    op = SkinnyProduct(1)
+def test_few_rows_in_fp8(device: torch.device, rows: int, n: int, k: int, splits: int) -> None:
+    op = SmallGemmFp8(1)
     weight = fp8.quantize_weight(torch.randn(n, k, device=device) * 0.05)
     x = fp8.quantize_rows(torch.randn(rows, k, device=device), weight)
     bias = torch.randn(n, device=device).half()
@@ -97,7 +95,7 @@ def test_few_rows_in_eight_bits(device: torch.device, rows: int, n: int, k: int,
     [(1, 64, 64), (64, 64, 128), (65, 48, 128), (301, 256, 512), (5, 128, 640), (2, 256, 512), (70, 40, 72)],
 )
 @pytest.mark.parametrize("by_square", [False, True])
-def test_linear_in_eight_bits(device: torch.device, rows: int, n: int, k: int, by_square: bool) -> None:
+def test_linear_in_fp8(device: torch.device, rows: int, n: int, k: int, by_square: bool) -> None:
     capability = (
         torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
     )  # 0: products without a library
@@ -131,14 +129,16 @@ def test_scales_applied_later(device: torch.device) -> None:
         torch.rand(2 * width, device=device) + 0.5,
     )  # fmt: skip
     plain = fp8.apply_scales(x)
-    close(small.silu_mul(x), small.silu_mul(plain))
-    close(small.gelu_tanh_mul(x), small.gelu_tanh_mul(plain))
+    close(norms_rotary.silu_mul(x), norms_rotary.silu_mul(plain))
+    close(norms_rotary.gelu_tanh_mul(x), norms_rotary.gelu_tanh_mul(plain))
     residual, gain = (
         torch.randn(tokens, 2 * width, device=device).to(dtype),
         torch.rand(2 * width, device=device).to(dtype),
     )
     for got, expected in zip(
-        small.add_rms_norm(x, residual, gain, 1e-5), small.add_rms_norm(plain, residual, gain, 1e-5), strict=True
+        norms_rotary.add_rms_norm(x, residual, gain, 1e-5),
+        norms_rotary.add_rms_norm(plain, residual, gain, 1e-5),
+        strict=True,
     ):
         close(got, expected)
 
@@ -163,7 +163,7 @@ def test_rotation_of_an_unscaled_product(device: torch.device, rotary_dim: int, 
     for fused, scales in ((fp8.apply_scales(product), None), (product.data.clone(), (product.rows, product.columns))):
         caches = [torch.zeros(2, 8, kv_heads, d, device=device).half() for _ in range(2)]
         q, k, v = fused.view(tokens, -1, d).split((heads, kv_heads, kv_heads), dim=1)
-        q = small.rotary_and_cache(q, k, v, cos_sin, batch, caches[0], caches[1], scales=scales)
+        q = norms_rotary.rotary_and_cache(q, k, v, cos_sin, batch, caches[0], caches[1], scales=scales)
         results.append([q, *caches, *([k, v] if prompts else [])])
     for got, expected in zip(*results, strict=True):
         close(got, expected)

@@ -1,4 +1,4 @@
-"""Writes a tiny model's matrices in eight bits, in the ways that checkpoints do, and says what such a model computes.
+"""Writes a tiny model's matrices in FP8, in the ways that checkpoints do, and says what such a model computes.
 
 The oracle is the model of `transformers` in float32, with dequantised weights, and with inputs that are quantised and
 widened again before each product. It shares no code with the project.

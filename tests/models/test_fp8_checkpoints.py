@@ -89,7 +89,7 @@ def check(engine: Engine, oracle: PreTrainedModel, plain: PreTrainedModel) -> No
     found = scores(engine, prompt)
     engine.close()
     noise = (expected - prompt_scores(plain, prompt)).abs().mean()
-    assert noise > 0.01  # eight bits are visible
+    assert noise > 0.01  # FP8 are visible
     assert (found - expected).abs().mean() < 0.1 * noise
 
 
@@ -139,7 +139,7 @@ def test_squares(wide: Tiny, tmp_path: Path, name: str) -> None:
 
 
 def test_squares_that_do_not_line_up_are_widened(tmp_path: Path) -> None:
-    """Rows of q, k, v end inside a square: only o and down stay in eight bits, with a last square that is not whole."""
+    """Rows of q, k, v end inside a square: only o and down stay in FP8, with a last square that is not whole."""
     tiny = make_tiny("Llama", {"hidden_size": 192, "intermediate_size": 320}, tmp_path / "plain")
     folder = write_fp8(tiny, tmp_path / "fp8", SQUARES, by_square, scale_name="weight_scale_inv")
     engine = start(folder)
@@ -308,12 +308,12 @@ def test_wrong_tensors_are_named(tiny_llama: Tiny, tmp_path: Path, change: dict,
     assert text in str(caught.value)
 
 
-def test_eight_bits_without_a_word_in_the_config(tiny_llama: Tiny, tmp_path: Path) -> None:
+def test_fp8_without_a_word_in_the_config(tiny_llama: Tiny, tmp_path: Path) -> None:
     write_fp8(tiny_llama, tmp_path, {}, by_row)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors = {name: value for name, value in tensors.items() if not name.endswith("scale")}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelFormatError, match="is stored in eight bits, but config.json does not say"):
+    with pytest.raises(ModelFormatError, match="is stored in FP8, but config.json does not say"):
         start(tmp_path)
 
 

@@ -320,7 +320,7 @@ def test_generation_two_uses_less_of_the_range(tiny_llama: Tiny, tmp_path: Path)
         weight = weights_of(engine)["0.o"]
         assert isinstance(weight, Fp8Weight)
         engine.close()
-        # Half of the range, as near as eight bits come.
+        # Half of the range, as near as FP8 come.
         assert weight.data.float().abs().max().item() == pytest.approx(full / 2, rel=1 / 16)
 
 

@@ -304,5 +304,5 @@ def test_floor_arithmetic() -> None:
     assert model.cache_bytes(100) == 2 * 2 * 16 * 2 * (100 + 10)
     operations = 2 * (32 * 64 + 64 * 16) + 2 * 50 * 4 * 16 * 2
     assert model.prefill_seconds(Row(50, 5, 3)) == pytest.approx(150 * operations / 750e12)
-    eight_bits = FloorModel(spec, [matrix.to(torch.float8_e4m3fn) for matrix in matrices], torch.zeros(100, 64), 1)
-    assert eight_bits.prefill_seconds(Row(50, 5, 3)) == pytest.approx(150 * operations / 1300e12)
+    fp8 = FloorModel(spec, [matrix.to(torch.float8_e4m3fn) for matrix in matrices], torch.zeros(100, 64), 1)
+    assert fp8.prefill_seconds(Row(50, 5, 3)) == pytest.approx(150 * operations / 1300e12)

@@ -27,9 +27,11 @@ def same(a: Fp8Rows, b: Fp8Rows) -> bool:
 def test_rows(columns: int) -> None:
     x = torch.randn(7, columns) * torch.logspace(-6, 6, 7)[:, None]
     x[3] = 0
-    for into in (weight(4, columns), weight(4, columns, by_square=True)):
-        rows = fp8.quantize_rows(x, into)
-        assert rows.data.dtype is FP8 and rows.scale.shape == ((7, -(-columns // 128)) if into.by_square else (7,))
+    for quantize_for in (weight(4, columns), weight(4, columns, by_square=True)):
+        rows = fp8.quantize_rows(x, quantize_for)
+        assert rows.data.dtype is FP8 and rows.scale.shape == (
+            (7, -(-columns // 128)) if quantize_for.by_square else (7,)
+        )
         wide = fp8.dequantize_rows(rows)
         # Three bits of mantissa: half a step is 1/16 of a value, or of the smallest normal one of the row.
         limit = torch.maximum(x.abs() / 16, x.abs().amax(-1, keepdim=True) / 448 * 2**-9)
@@ -69,19 +71,19 @@ def test_linear_takes_rows_of_either_form() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ops_quantise_their_rounded_result(kind: str, dtype: torch.dtype) -> None:
     x, residual, norm = torch.randn(5, 192).to(dtype), torch.randn(5, 192).to(dtype), torch.rand(192).to(dtype)
-    into = weight(8, 192, kind == "squares", 0.01 if kind == "one scale" else None)
+    quantize_for = weight(8, 192, kind == "squares", 0.01 if kind == "one scale" else None)
     half = weight(8, 96, kind == "squares", 0.01 if kind == "one scale" else None)
 
-    def expect(plain: object, matrix: Fp8Weight = into) -> Fp8Rows:
+    def expect(plain: object, matrix: Fp8Weight = quantize_for) -> Fp8Rows:
         assert isinstance(plain, torch.Tensor) and plain.dtype is dtype
         return fp8.quantize_rows(plain, matrix)
 
-    assert same(reference.rms_norm(x, norm, 1e-5, into=into), expect(reference.rms_norm(x, norm, 1e-5)))  # pyright: ignore
-    rows, total = reference.add_rms_norm(x, residual, norm, 1e-5, into=into)
+    assert same(reference.rms_norm(x, norm, 1e-5, quantize_for=quantize_for), expect(reference.rms_norm(x, norm, 1e-5)))  # pyright: ignore
+    rows, total = reference.add_rms_norm(x, residual, norm, 1e-5, quantize_for=quantize_for)
     plain, plain_total = reference.add_rms_norm(x, residual, norm, 1e-5)
     assert isinstance(rows, Fp8Rows) and same(rows, expect(plain)) and torch.equal(total, plain_total)
     for op in (reference.silu_mul, reference.gelu_tanh_mul):
-        rows = op(x, into=half)
+        rows = op(x, quantize_for=half)
         assert isinstance(rows, Fp8Rows) and same(rows, expect(op(x), half))
 
 

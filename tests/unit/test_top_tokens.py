@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from text_generation_inference.errors import ValidationError
-from text_generation_inference.kernels.resident import Asked, SlotState, Tops, choose_into
 from text_generation_inference.kernels.sampling import MORE_TIES
+from text_generation_inference.kernels.slot_state import Asked, SlotState, Tops, choose_into
 from text_generation_inference.runner.chosen import Chosen
 from text_generation_inference.runner.sampler import top_tokens
 from text_generation_inference.text.prepare import prepare_request

@@ -46,7 +46,7 @@ def configure_logging(
     colours: bool | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Send what is logged here at `level`, and warnings of everything else, to stderr, without ever waiting for a reader.
+    """Send what is logged here at `level`, and warnings of everything else, to stderr, without waiting for a reader.
 
     `nested` puts message and fields under `fields`, as TGI's launcher does; its router has them at the top.
     `colours` of None means: on a terminal.

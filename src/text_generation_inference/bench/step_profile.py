@@ -38,7 +38,7 @@ _KINDS = (
             "matmul",
             "_mm",
             "_vector_kernel",
-            "_skinny_kernel",
+            "_small_gemm_kernel",
         ),
     ),
     ("copies", ("memcpy", "memset")),

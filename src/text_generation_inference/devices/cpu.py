@@ -80,6 +80,6 @@ def _load_ops(cache_dir: Path) -> Ops:
         rotary_and_cache=native.rotary_and_cache,
         attention=native.attention,
         greedy=native.greedy,
-        make_stack=native.make_stack,
-        run_stack=native.run_stack,
+        make_fused_decode=native.make_fused_decode,
+        run_fused_decode=native.run_fused_decode,
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.devices.buckets import decode_sizes, mixed_sizes
-from text_generation_inference.devices.device import GraphForward, Mark, Ops
+from text_generation_inference.devices.device import Event, GraphForward, Ops
 from text_generation_inference.devices.driver import Driver, read_driver
 from text_generation_inference.devices.graphs import CapturedForward
 from text_generation_inference.errors import StartError
@@ -80,7 +80,7 @@ class CudaDevice:
         else:
             kinds = "Triton kernels, flashinfer for prompts," if flashinfer else "Triton kernels"
             self.ops = Ops(f"{kinds} on {properties.name}", **faster, from_padded=as_forward_batch)
-        self.stream = torch.cuda.Stream(self.torch_device)
+        self._queue = torch.cuda.Stream(self.torch_device)
         self._pool: Any = None  # memory that all captured steps share
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cuda")
 
@@ -95,7 +95,7 @@ class CudaDevice:
         return max(0, free - int((1 - self._memory_fraction) * total) - _MARGIN_BYTES)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        with self.scope():  # it is filled in the queue that reads it
+        with self.stream():  # it is filled in the queue that reads it
             return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
@@ -129,24 +129,24 @@ class CudaDevice:
 
     # -- the queue -------------------------------------------------------------------------------------------------
 
-    def scope(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self.stream)
+    def stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._queue)
 
     def _after_loading(self) -> None:
         """Weights and cache were filled outside the queue."""
-        self.stream.wait_stream(torch.cuda.default_stream(self.torch_device))
+        self._queue.wait_stream(torch.cuda.default_stream(self.torch_device))
 
-    def host_words(self, count: int) -> Tensor:
+    def pinned_int32(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
-    def mark(self) -> Mark:
+    def event(self) -> Event:
         event = torch.cuda.Event(blocking=True)
-        event.record(self.stream)
-        return _EventMark(event)
+        event.record(self._queue)
+        return _CudaEvent(event)
 
-    def later(self, mark: Mark, finish: Callable[[], Any]) -> "Future[Any]":
+    def after(self, event: Event, finish: Callable[[], Any]) -> "Future[Any]":
         def wait_and_finish() -> Any:
-            mark.wait()
+            event.wait()
             return finish()
 
         return self._finisher.submit(wait_and_finish)
@@ -160,8 +160,8 @@ class CudaDevice:
 
             return again, work()
         self._after_loading()
-        with self.scope():
-            self.stream.synchronize()
+        with self.stream():
+            self._queue.synchronize()
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
@@ -205,7 +205,7 @@ def _read_properties(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)  # pyright: ignore
 
 
-class _EventMark:
+class _CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.driver import read_driver
 from text_generation_inference.errors import StartError
-from text_generation_inference.kernels import fp8, padded, reference, resident
+from text_generation_inference.kernels import fp8, padded, reference, slot_state
 from text_generation_inference.kernels.padded import PaddedBatch
 from text_generation_inference.types import Limits
 
@@ -32,7 +32,7 @@ class Ops:
         self.block_kinds: frozenset[str] = frozenset()  # quantised blocks that `pack_blocks` takes
         self.linear: Callable[..., Any] = reference.linear
         self.quantize_rows: Callable[..., Any] = fp8.quantize_rows
-        self.product: Callable[..., Any] | None = None  # `linear` of eight bits that may leave scales: `ScaledRows`
+        self.linear_unscaled: Callable[..., Any] | None = None  # `linear` of FP8 that may leave scales: `ScaledRows`
         self.logits: Callable[..., Any] = reference.logits
         self.embedding: Callable[..., Any] = reference.embedding
         self.rms_norm: Callable[..., Any] = reference.rms_norm
@@ -46,12 +46,12 @@ class Ops:
         self.from_padded: Callable[..., Any] | None = None  # for a device whose `attention` is as good on padded passes
         self.greedy: Callable[..., Any] = reference.greedy
         self.samples_on_host = False  # all of the choice but `greedy`, from padded logits
-        self.apply_writes: Callable[..., Any] = resident.apply_writes
-        self.gather_inputs: Callable[..., Any] = resident.gather_inputs
-        self.greedy_into: Callable[..., Any] = resident.greedy_into
-        self.choose_into: Callable[..., Any] = resident.choose_into
-        self.make_stack: Callable[..., Any] | None = None  # see `kernels.stack`
-        self.run_stack: Callable[..., Any] | None = None
+        self.apply_writes: Callable[..., Any] = slot_state.apply_writes
+        self.gather_inputs: Callable[..., Any] = slot_state.gather_inputs
+        self.greedy_into: Callable[..., Any] = slot_state.greedy_into
+        self.choose_into: Callable[..., Any] = slot_state.choose_into
+        self.make_fused_decode: Callable[..., Any] | None = None  # see `kernels.fused_decode`
+        self.run_fused_decode: Callable[..., Any] | None = None
         for name, op in faster.items():
             assert hasattr(self, name), f"{name} is not an op"
             setattr(self, name, op)
@@ -87,7 +87,7 @@ class Device(Protocol):
     def close(self) -> None: ...
 
 
-class Mark(Protocol):
+class Event(Protocol):
     """A place in the queue of a device."""
 
     def wait(self) -> None:
@@ -96,20 +96,20 @@ class Mark(Protocol):
 
 
 class QueueDevice(Device, Protocol):
-    """A device that takes work faster than it does it. Nothing here waits for it except `Mark.wait`."""
+    """A device that takes work faster than it does it. Nothing here waits for it except `Event.wait`."""
 
-    def scope(self) -> AbstractContextManager[Any]:
+    def stream(self) -> AbstractContextManager[Any]:
         """Inside, torch ops go to this device's queue."""
         ...
 
-    def host_words(self, count: int) -> Tensor:
+    def pinned_int32(self, count: int) -> Tensor:
         """int32 on the host that the queue copies from and to by itself."""
         ...
 
-    def mark(self) -> Mark: ...
+    def event(self) -> Event: ...
 
-    def later(self, mark: Mark, finish: Callable[[], Any]) -> "Future[Any]":
-        """Call `finish` on another thread once the queue is past the mark; in order."""
+    def after(self, event: Event, finish: Callable[[], Any]) -> "Future[Any]":
+        """Call `finish` on another thread once the queue is past the event; in order."""
         ...
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

@@ -25,7 +25,7 @@ from text_generation_inference.types import Limits
 BLOCK_SIZE = 128
 _torch: Any = torch  # for what torch leaves without types
 _COMPILED_SHAPES = 4096  # torch.compile gives up on a function with more; the bucket plan says how many there are
-# What the software wants to find in the environment where matrices are in eight bits, unless the user has set it.
+# What the software wants to find in the environment where matrices are in FP8, unless the user has set it.
 _FP8_ENVIRONMENT = {
     "ENABLE_EXPERIMENTAL_FLAGS": "true",
     "USE_DEFAULT_QUANT_PARAM": "true",
@@ -45,7 +45,7 @@ class HpuSettings:
     wide_softmax: bool = True  # when decoding
     memory_fraction: float = 0.8  # of what is free after loading; the rest is left to the run time
     graph_share: float = 0.1  # of that, for graphs
-    fp8: bool = False  # matrices in eight bits are asked for
+    fp8: bool = False  # matrices in FP8 are asked for
 
     @classmethod
     def of(cls, config: ServerConfig) -> "HpuSettings":

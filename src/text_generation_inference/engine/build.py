@@ -40,7 +40,7 @@ from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.registry import read_config, read_spec
 from text_generation_inference.models.spec import DecoderSpec
 from text_generation_inference.parallel import SINGLE, Parallel
-from text_generation_inference.runner import kv_cache, retract
+from text_generation_inference.runner import kv_cache, rollback
 from text_generation_inference.runner.bucketed import BucketedRunner
 from text_generation_inference.runner.bucketed_queue import BucketedQueuedRunner
 from text_generation_inference.runner.measure import Recorder
@@ -117,7 +117,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     step_bytes = StepBytes()
     if is_measured(device):
         progress("compile kernels", 0, 0)
-        with _timed(seconds, "rehearse"):
+        with _timed(seconds, "dry_run"):
             shallow = model.shallow()
             small = allocate(1)[: len(shallow.model.layers)]
             step_bytes = _measure(config, spec, device, shallow, small)
@@ -182,7 +182,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     )
     forget_slots = None
     if isinstance(runner, QueuedRunner):
-        forget_slots = partial(retract.forget_slots, runner)
+        forget_slots = partial(rollback.forget_slots, runner)
     elif isinstance(runner, BucketedRunner):
         forget_slots = runner.forget_slots
     prompts_fit = plan.fits if plan is not None else None
@@ -257,7 +257,7 @@ def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:
 
 
 def describe_precision(config: ServerConfig, spec: DecoderSpec, cache_setting: str | None) -> list[str]:
-    """What is computed or kept in eight bits."""
+    """What is computed or kept in FP8."""
     notes: list[str] = []
     quantization = choose_quantization(config.quantize, spec.quantization)
     if quantization is not None and quantization.static is None:

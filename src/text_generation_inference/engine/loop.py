@@ -90,7 +90,7 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: StepRunner,
         overlap: bool = True,
-        forget_slots: Callable[[], None] | None = None,  # makes the runner forget every request, for `retract`
+        forget_slots: Callable[[], None] | None = None,  # makes the runner forget every request, for `rollback`
     ) -> None:
         self.scheduler = scheduler
         self._forget_slots = forget_slots
@@ -144,7 +144,7 @@ class EngineLoop:
             out = self.scheduler.apply(result, forward_ns / 1e9)
         except Exception as error:
             if self._forget_slots is not None and is_out_of_memory(error):
-                return self._retract(self._forget_slots, error)
+                return self._rollback(self._forget_slots, error)
             raise EngineError(f"a step failed on the device: {_summary(error)}") from error
         self.last = StepTimes(
             bool(step.plan.chunks),
@@ -157,7 +157,7 @@ class EngineLoop:
         self._last_done_ns = done_ns
         return out
 
-    def _retract(self, forget_slots: Callable[[], None], error: BaseException) -> TokenOut:
+    def _rollback(self, forget_slots: Callable[[], None], error: BaseException) -> TokenOut:
         """Take the oldest step back, and those behind it, whose results mean nothing without it."""
         wait([step.future for step in self._pending])
         broken = [other for step in self._pending if (other := step.future.exception()) and not is_out_of_memory(other)]
@@ -170,7 +170,7 @@ class EngineLoop:
         except Exception as failure:
             raise EngineError(f"the device did not recover from a lack of memory: {_summary(failure)}") from failure
         words = ": CUDA out of memory" if "CUDA out of memory" in str(error) else ""
-        return self.scheduler.retract(f"not enough memory on the device for this request alone{words}")
+        return self.scheduler.rollback(f"not enough memory on the device for this request alone{words}")
 
 
 def _summary(error: BaseException) -> str:

@@ -7,8 +7,8 @@ import torch
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.device import Device, MeasuredDevice, is_measured
+from text_generation_inference.engine.dry_run import SHORTEST, dry_run
 from text_generation_inference.engine.loop import StepRunner, is_out_of_memory
-from text_generation_inference.engine.rehearse import SHORTEST, rehearse
 from text_generation_inference.errors import EngineError, ResourceError, StartError
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.spec import DecoderSpec
@@ -83,8 +83,8 @@ def most_prompt_tokens(config: ServerConfig, device: Device, rows: int, length: 
 def most_captured_tokens(config: ServerConfig, spec: DecoderSpec, device: Device, rows: int, length: int) -> int:
     """Of a captured step with prompt tokens: a large model computes more of them for longer than the host takes to
     queue the step op by op."""
-    in_eight_bits = choose_quantization(config.quantize, spec.quantization) is not None
-    most = _MOST_CAPTURED_IN_EIGHT_BITS if in_eight_bits else _MOST_CAPTURED
+    in_fp8 = choose_quantization(config.quantize, spec.quantization) is not None
+    most = _MOST_CAPTURED_IN_EIGHT_BITS if in_fp8 else _MOST_CAPTURED
     return min(most, most_prompt_tokens(config, device, rows, length))
 
 
@@ -103,7 +103,7 @@ def measure_steps(
     mixed = device.mixed_sizes(rows, most_captured_tokens(config, spec, device, rows, length)) if capture else []
     largest = max((sum(size) for size in mixed), default=0)
     try:
-        return rehearse(device, lambda: make_runner(rows, length), rows, tokens, length, capture, largest)
+        return dry_run(device, lambda: make_runner(rows, length), rows, tokens, length, capture, largest)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise EngineError(f"the device cannot compute: {error}") from error

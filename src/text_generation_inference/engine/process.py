@@ -87,7 +87,7 @@ class EngineServer:
         self._last_load: EngineLoad | None = None
         self._waiting_tokens = self._running_limit = 0  # as of the last check
         self._routed_ns = self._filter_ns = 0
-        self._retractions = 0
+        self._rollbacks = 0
         self._num_malformed = 0
         self._told_malformed = 0.0  # when
         # Grammars are compiled beside the loop: nobody else waits for them, nor do those that take milliseconds for
@@ -112,7 +112,7 @@ class EngineServer:
             except EngineError as error:
                 self._tell_all(EngineFailed(str(error)))
                 raise
-            self._tell_retractions()
+            self._tell_rollbacks()
             self._tell_unplanned()
             if self._engine.recorder is not None:
                 self._save_measured(self._engine.recorder)
@@ -137,10 +137,10 @@ class EngineServer:
         except TgiError as error:
             print(error, file=sys.stderr, flush=True)
 
-    def _tell_retractions(self) -> None:
-        count = self._loop.scheduler.stats.num_retractions
-        if count > self._retractions:
-            self._retractions = count
+    def _tell_rollbacks(self) -> None:
+        count = self._loop.scheduler.stats.num_rollbacks
+        if count > self._rollbacks:
+            self._rollbacks = count
             text = "a step did not fit the device's memory; its requests are computed again in smaller steps"
             print(f"{text} ({count} since the start)", file=sys.stderr, flush=True)
 

@@ -21,8 +21,8 @@ from text_generation_inference.config import Resolved, ServerConfig
 from text_generation_inference.devices.buckets import Bucket, BucketPlan
 from text_generation_inference.devices.device import Device, MeasuredDevice, is_measured, is_sharing
 from text_generation_inference.engine.bucketing import warms_up
+from text_generation_inference.engine.dry_run import EVERYTHING, SAMPLED, SHORTEST
 from text_generation_inference.engine.loop import is_out_of_memory
-from text_generation_inference.engine.rehearse import EVERYTHING, SAMPLED, SHORTEST
 from text_generation_inference.errors import EngineError, ResourceError
 from text_generation_inference.runner.padded_passes import PaddedPasses
 from text_generation_inference.types import Admission, GenerationRequest, SamplingParams, StepPlan, StepResult

@@ -1,6 +1,6 @@
-"""Matrices and rows in eight bits (e4m3), and the ops on them in plain torch: the definition of the faster ones.
+"""Matrices and rows in FP8 (e4m3), and the ops on them in plain torch: the definition of the faster ones.
 
-A value is its eight bits times a float32 scale. Weights have a scale per output row, or per square of
+A value is its FP8 times a float32 scale. Weights have a scale per output row, or per square of
 128 x 128; rows (activations) one per row, or per 128 columns of a row. Quantising rounds to the nearest value and
 clamps.
 """
@@ -47,7 +47,7 @@ class Fp8Rows:
 
 @dataclass(slots=True)
 class ScaledRows:
-    """A product whose scales are still to be applied: value = data * rows * columns. See `Ops.product`."""
+    """A product whose scales are still to be applied: value = data * rows * columns. See `Ops.linear_unscaled`."""
 
     data: Tensor  # [tokens, out]
     rows: Tensor  # [tokens] float32
@@ -73,13 +73,13 @@ def pack_fp8(weight: Fp8Weight) -> Fp8Weight:
     return weight
 
 
-def quantize_rows(x: Tensor, into: Fp8Weight) -> Fp8Rows:
-    """x `[tokens, in]` in the form that `into` is multiplied with."""
+def quantize_rows(x: Tensor, quantize_for: Fp8Weight) -> Fp8Rows:
+    """x `[tokens, in]` in the form that `quantize_for` is multiplied with."""
     wide = x.float()
-    if into.input_scale is not None and not into.by_square:
-        scale = into.input_scale.expand(x.shape[0])
+    if quantize_for.input_scale is not None and not quantize_for.by_square:
+        scale = quantize_for.input_scale.expand(x.shape[0])
         return Fp8Rows(to_fp8(wide / scale[:, None]), scale.contiguous())
-    if not into.by_square:
+    if not quantize_for.by_square:
         scale = (wide.abs().amax(-1) / FP8_MAX).clamp(min=_SMALLEST_SCALE)
         return Fp8Rows(to_fp8(wide / scale[:, None]), scale)
     tokens, width = x.shape

@@ -1,8 +1,8 @@
 """Every op of a model pass in plain torch: the definition that faster kernels are tested against.
 
 An op reads and writes tensors only. A device's `ops` starts as this module and overrides what is faster.
-KV caches are `[blocks, block_size, kv_heads, head_dim]`, in the model's type or in eight bits (`kernels.fp8`) with a
-scale for all keys and one for all values of a layer. An op that is told the matrix its result goes `into` returns it
+KV caches are `[blocks, block_size, kv_heads, head_dim]`, in the model's type or in FP8 (`kernels.fp8`) with a
+scale for all keys and one for all values of a layer. An op that is told a matrix (`quantize_for`) returns its result
 quantised for that matrix.
 """
 
@@ -35,8 +35,8 @@ def linear(
     return fp8.linear(x, weight, bias, dtype or weight.dtype)
 
 
-def _pass_on(x: Tensor, into: Fp8Weight | None) -> Tensor | Fp8Rows:
-    return x if into is None else fp8.quantize_rows(x, into)
+def _pass_on(x: Tensor, quantize_for: Fp8Weight | None) -> Tensor | Fp8Rows:
+    return x if quantize_for is None else fp8.quantize_rows(x, quantize_for)
 
 
 def logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -50,31 +50,31 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(ids, weight)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
     """x `[tokens, hidden]`, normalised in float32."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return _pass_on(weight * wide.to(x.dtype), into)
+    return _pass_on(weight * wide.to(x.dtype), quantize_for)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
 ) -> tuple[Tensor | Fp8Rows, Tensor]:
     """Add x to the residual, then normalise: (normalised, new residual)."""
     residual = residual + x
-    return rms_norm(residual, weight, eps, into), residual
+    return rms_norm(residual, weight, eps, quantize_for), residual
 
 
-def silu_mul(gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+def silu_mul(gate_up: Tensor, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
     """gate_up `[tokens, 2 * width]` -> silu(gate) * up `[tokens, width]`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return _pass_on(F.silu(gate) * up, into)
+    return _pass_on(F.silu(gate) * up, quantize_for)
 
 
-def gelu_tanh_mul(gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+def gelu_tanh_mul(gate_up: Tensor, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
     """gate_up `[tokens, 2 * width]` -> gelu(gate, tanh form) * up `[tokens, width]`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return _pass_on(F.gelu(gate, approximate="tanh") * up, into)
+    return _pass_on(F.gelu(gate, approximate="tanh") * up, quantize_for)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -92,11 +92,11 @@ def rotary_and_cache(
     batch: ForwardBatch,
     k_cache: Tensor,
     v_cache: Tensor,
-    kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in eight bits
+    kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in FP8
 ) -> Tensor:
     """Rotate q and k by position, write k and v into the cache; return the rotated q.
 
-    With a cache in eight bits k and v become what can be read from it.
+    With a cache in FP8 k and v become what can be read from it.
     """
     cos, sin = cos_sin[batch.positions].to(q.dtype)[:, None, :].chunk(2, dim=-1)
     _write(rotate(k, cos, sin), k, k_cache, batch.kv_index, kv_scales[0])
@@ -105,7 +105,7 @@ def rotary_and_cache(
 
 
 def _write(values: Tensor, rounded: Tensor, cache: Tensor, index: Tensor, scale: float) -> None:
-    """Values into the cache; what can be read from a cache in eight bits is left in `rounded`."""
+    """Values into the cache; what can be read from a cache in FP8 is left in `rounded`."""
     if cache.dtype is fp8.FP8:
         stored = fp8.to_fp8(values.float() / scale)
         rounded.copy_(_read(stored, scale, values.dtype))
@@ -127,7 +127,7 @@ def attention(
     scale: float,
     window: int | None = None,  # a token sees itself and the `window - 1` tokens before it
     softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
-    kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in eight bits
+    kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in FP8
     k: Tensor | None = None,  # [tokens, kv_heads, head_dim] that this step has put into the cache, as it holds them:
     v: Tensor | None = None,  # for kernels that would rather read them here
 ) -> Tensor:

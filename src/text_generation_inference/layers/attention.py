@@ -31,7 +31,7 @@ class Attention(Module):
         self.qkv = qkv
         self.out = out
         self.heads = heads
-        self.k_scale = 1.0  # of a cache in eight bits
+        self.k_scale = 1.0  # of a cache in FP8
         self.v_scale = 1.0
 
     def declare_numbers(self) -> list[Number]:
@@ -58,7 +58,7 @@ class Attention(Module):
     ) -> Tensor | ScaledRows:
         """x `[tokens, hidden]` -> `[tokens, hidden]` of all tokens, or of those `wanted`; writes keys and values."""
         heads = self.heads
-        product = self.qkv.product(x)
+        product = self.qkv.linear_unscaled(x)
         scaled = {} if isinstance(product, Tensor) else {"scales": (product.rows, product.columns)}
         fused = (product if isinstance(product, Tensor) else product.data).view(x.shape[0], -1, heads.head_dim)
         q, k, v = fused.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
@@ -71,4 +71,4 @@ class Attention(Module):
             mixed = self.ops.prefill_attention(q, k, v, k_cache, v_cache, *how, kv_scales=kv_scales)
         else:
             mixed = self.ops.decode_attention(q, k_cache, v_cache, *how, kv_scales=kv_scales)
-        return self.out.product(mixed if wanted is None else mixed[wanted])
+        return self.out.linear_unscaled(mixed if wanted is None else mixed[wanted])

@@ -57,9 +57,9 @@ class Linear(Module):
             out = self.ops.linear(x, weight, self.bias)
         return out if self.reduce is None else self.reduce.all_reduce(out)
 
-    def product(self, x: Tensor | Fp8Rows) -> Tensor | ScaledRows:
+    def linear_unscaled(self, x: Tensor | Fp8Rows) -> Tensor | ScaledRows:
         """Like `forward`; scales may be left to the op that comes next."""
-        weight, product = self.weight, self.ops.product
+        weight, product = self.weight, self.ops.linear_unscaled
         if product is None or self.reduce is not None or self.bias is not None or self.fp8_weight is None:
             return self.forward(x)
         assert isinstance(weight, Fp8Weight)

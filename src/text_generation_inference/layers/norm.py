@@ -17,12 +17,12 @@ class RMSNorm(Module):
     def declare(self) -> list[Declared]:
         return [Declared("weight", [self.part])]
 
-    def forward(self, x: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
-        """Quantised where the result goes into a matrix in eight bits."""
-        return self.ops.rms_norm(x, self.weight, self.eps, into=into)
+    def forward(self, x: Tensor, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+        """Quantised where the result goes into a matrix in FP8."""
+        return self.ops.rms_norm(x, self.weight, self.eps, quantize_for=quantize_for)
 
     def add(
-        self, x: Tensor | ScaledRows, residual: Tensor, into: Fp8Weight | None = None
+        self, x: Tensor | ScaledRows, residual: Tensor, quantize_for: Fp8Weight | None = None
     ) -> tuple[Tensor | Fp8Rows, Tensor]:
         """Add x to the residual stream and normalise: (normalised, new residual)."""
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, into=into)
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, quantize_for=quantize_for)

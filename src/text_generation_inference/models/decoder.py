@@ -12,8 +12,8 @@ from text_generation_inference.devices.device import Ops
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.batch import ForwardBatch
 from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight, ScaledRows
+from text_generation_inference.kernels.fused_decode import FusedLayer
 from text_generation_inference.kernels.padded import PaddedBatch
-from text_generation_inference.kernels.stack import StackLayer
 from text_generation_inference.layers.attention import Attention, HeadLayout
 from text_generation_inference.layers.embedding import VocabWeight
 from text_generation_inference.layers.linear import Linear, bias_parts, column_parts, row_linear
@@ -40,7 +40,9 @@ class GatedMlp(Module):
         self.activate = activations[spec.activation]
 
     def forward(self, x: Tensor | Fp8Rows) -> Tensor | ScaledRows:
-        return self.down.product(self.activate(self.gate_up.product(x), into=self.down.fp8_weight))
+        return self.down.linear_unscaled(
+            self.activate(self.gate_up.linear_unscaled(x), quantize_for=self.down.fp8_weight)
+        )
 
 
 def build_attention(ops: Ops, parallel: Parallel, spec: DecoderSpec, layer: int) -> Attention:
@@ -99,9 +101,9 @@ class DecoderLayer(Module):
         forms = [isinstance(w, Fp8Weight) and (w.by_square, w.input_scale is None, w.input_bound) for w in weights]
         return (self.attention.heads, *forms)
 
-    def as_stack_layer(self, k_cache: Tensor, v_cache: Tensor) -> StackLayer:
+    def as_fused_layer(self, k_cache: Tensor, v_cache: Tensor) -> FusedLayer:
         attention, mlp = self.attention, self.mlp
-        return StackLayer(
+        return FusedLayer(
             input_norm=self.attention_norm.weight,
             qkv=attention.qkv.weight,
             o=attention.out.weight,
@@ -125,7 +127,7 @@ class Decoder(Module):
     def __init__(self, ops: Ops, parallel: Parallel, spec: DecoderSpec) -> None:
         self.embedding = VocabWeight(ops, parallel, "embed_tokens", spec.vocab_size, spec.hidden_size, spec.tied)
         self.layers = [DecoderLayer(ops, parallel, spec, layer) for layer in range(spec.num_layers)]
-        # Nothing after it evens its errors out: half of what eight bits cost SmolLM2 in perplexity is its last layer.
+        # Nothing after it evens its errors out: half of what FP8 cost SmolLM2 in perplexity is its last layer.
         self.layers[-1].mlp.down.delicate = True
         self.norm = RMSNorm(ops, "norm", spec.hidden_size, spec.norm_eps)
 
@@ -139,7 +141,7 @@ class CausalLM(Module):
         self.spec = spec
         self.ops = ops
         self.parallel = parallel
-        self.stack: object | None = None  # all layers as one op, where the device can
+        self.fused_decode: object | None = None  # all layers as one op, where the device can
         self.model = Decoder(ops, parallel, spec)
         self.head = None
         if spec.tied:
@@ -170,10 +172,12 @@ class CausalLM(Module):
         """Called once with the cache that every pass will use, when the weights are loaded."""
         self.cos_sin = build_table(self.spec.rope, num_positions, self.device)
         capped = any(layer.attention.heads.softcap is not None for layer in self.model.layers)
-        if self.ops.make_stack is not None and self.parallel.world == 1 and not capped:  # no stack caps its scores
+        if (
+            self.ops.make_fused_decode is not None and self.parallel.world == 1 and not capped
+        ):  # no fused pass caps its scores
             pairs = zip(self.model.layers, kv_cache, strict=True)
-            self.stack = self.ops.make_stack(
-                [layer.as_stack_layer(k_cache, v_cache) for layer, (k_cache, v_cache) in pairs],
+            self.fused_decode = self.ops.make_fused_decode(
+                [layer.as_fused_layer(k_cache, v_cache) for layer, (k_cache, v_cache) in pairs],
                 self.model.norm.weight,
                 self.cos_sin,
                 heads=self.spec.num_heads,
@@ -187,8 +191,8 @@ class CausalLM(Module):
         if isinstance(batch, PaddedBatch) and self.ops.from_padded is not None:
             batch = self.ops.from_padded(batch)
         x = self.model.embedding.look_up(batch.input_ids)
-        if self.stack is not None and self.ops.run_stack is not None and isinstance(batch, ForwardBatch):
-            done = self.ops.run_stack(x, self.stack, batch)
+        if self.fused_decode is not None and self.ops.run_fused_decode is not None and isinstance(batch, ForwardBatch):
+            done = self.ops.run_fused_decode(x, self.fused_decode, batch)
             if done is not None:
                 return done if batch.logit_tokens is None else done[batch.logit_tokens]
         residual = None

@@ -38,7 +38,7 @@ class BucketedQueuedRunner(QueuedRunner):
         self.books = HostBooks(num_slots, max_total_tokens, kv_cache[0][0].shape[1])
         self.books.lengths = self.slots.lengths_cpu  # kept by the slots
         most = max((bucket.batch for bucket in plan.prefill), default=1)
-        with device.scope():
+        with device.stream():
             self._prompt_logits = torch.zeros(
                 (most, model.spec.vocab_size), dtype=torch.float32, device=device.torch_device
             )
@@ -53,7 +53,7 @@ class BucketedQueuedRunner(QueuedRunner):
 
     def warm(self, bucket: Bucket, scored: bool = False) -> None:
         """Meet a shape with a pass that is all padding. Without a graph few layers load all there is to load."""
-        with torch.inference_mode(), self.device.scope():
+        with torch.inference_mode(), self.device.stream():
             batch = self._prefill_batch(bucket, []) if bucket.phase == "prefill" else self._decode_batch(bucket, [])
             self.passes.warm(bucket, batch, few_layers=True)
             if scored:
@@ -61,7 +61,7 @@ class BucketedQueuedRunner(QueuedRunner):
 
     def touch(self, bucket: Bucket) -> None:
         """Run a shape through few layers, without a graph."""
-        with torch.inference_mode(), self.device.scope():
+        with torch.inference_mode(), self.device.stream():
             batch = self._prefill_batch(bucket, []) if bucket.phase == "prefill" else self._decode_batch(bucket, [])
             self.passes.touch(batch)
 

@@ -24,7 +24,7 @@ class Chosen:
     words: Tensor  # [2, rows] int32 on the host: ids, bits of logprobs
     top_rows: Sequence[int]
     top_limits: Sequence[int]  # how many ids each of them reports at most
-    tops: Tensor | None  # [top_rows, 1 + 2 * room] int32 on the host, see `resident.Tops.out`
+    tops: Tensor | None  # [top_rows, 1 + 2 * room] int32 on the host, see `slot_state.Tops.out`
 
     def read_tokens(self) -> tuple[list[int], list[float]]:
         words = self.words.numpy()
@@ -46,7 +46,7 @@ class Chosen:
 class ResultWords:
     def __init__(self, device: QueueDevice, num_slots: int) -> None:
         self._device = device
-        self._words = [device.host_words(2 * num_slots) for _ in range(_NUM_RESULTS)]
+        self._words = [device.pinned_int32(2 * num_slots) for _ in range(_NUM_RESULTS)]
         self._readers: list[Future[StepResult] | None] = [None] * _NUM_RESULTS
         self._next = 0
 
@@ -65,7 +65,7 @@ class ResultWords:
         parts = [out] if tops is None else [out, tops]
         count = sum(part.numel() for part in parts)
         if self._words[self._next].shape[0] < count:
-            self._words[self._next] = self._device.host_words(2 * count)
+            self._words[self._next] = self._device.pinned_int32(2 * count)
         found: list[Tensor] = []
         first = 0
         for part in parts:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import QueueDevice
 from text_generation_inference.kernels import sampling
-from text_generation_inference.kernels.resident import PLAIN, Adjustments, Asked
+from text_generation_inference.kernels.slot_state import PLAIN, Adjustments, Asked
 from text_generation_inference.runner.grammar import RowMasks
-from text_generation_inference.runner.resident import ResidentSlots, Staging, way_of
+from text_generation_inference.runner.resident import ResidentSlots, Staging, sampling_mode_of
 from text_generation_inference.types import Admission, SamplingParams
 
 
@@ -28,7 +28,7 @@ class Demand:
     asked: Asked
     top_rows: list[int]  # rows that want their best ids
     top_limits: list[int]  # how many each may get at most
-    top_table: Tensor | None  # see `resident.Tops.rows`
+    top_table: Tensor | None  # see `slot_state.Tops.rows`
     top_room: int
     penalised: list[int]  # slots
     marked: list[int]  # slots with a watermark
@@ -60,7 +60,7 @@ class Demands:
 
     def admit(self, admission: Admission) -> None:
         slot, request = admission.slot, admission.request
-        self._params[slot], self._is_plain[slot] = request.sampling, way_of(request) == PLAIN
+        self._params[slot], self._is_plain[slot] = request.sampling, sampling_mode_of(request) == PLAIN
         self._last.pop(slot, None)
         if request.sampling.watermark:
             self._last[slot] = (request.token_ids + admission.output_ids)[-1]

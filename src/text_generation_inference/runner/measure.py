@@ -69,7 +69,7 @@ class Recorder:
         self._has_backup = False
         self._num_saved = 0
         self.num_passes = 0
-        model.stack = None  # all layers as one op cannot be looked into
+        model.fused_decode = None  # all layers as one op cannot be looked into
         check_writable(config.stats)
         self._watch(model)
         if not self._nodes:

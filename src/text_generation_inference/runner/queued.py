@@ -18,7 +18,7 @@ from torch import Tensor
 from text_generation_inference.devices.buckets import round_up
 from text_generation_inference.devices.device import QueueDevice
 from text_generation_inference.kernels.batch import ForwardBatch
-from text_generation_inference.kernels.resident import Tops
+from text_generation_inference.kernels.slot_state import Tops
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.runner.chosen import Chosen, ResultWords
 from text_generation_inference.runner.demands import Demands
@@ -57,7 +57,7 @@ class QueuedRunner:
         self.kv_cache = kv_cache
         self._max_total_tokens = max_total_tokens
         shape = (num_slots, model.spec.vocab_size)
-        with device.scope():  # what is filled here is read in this queue
+        with device.stream():  # what is filled here is read in this queue
             model.bind(kv_cache, max_total_tokens)
             self.slots = ResidentSlots(num_slots, max_total_tokens, kv_cache[0][0].shape[1], device.torch_device)
             self.demands = Demands(device, self.slots, num_slots, model.spec.vocab_size, watermark)
@@ -79,7 +79,7 @@ class QueuedRunner:
         mixed = device.mixed_sizes(num_slots, most_tokens) if self._to_capture else []
         self._mixed_sizes = [MixedSize.of(rows, tokens, num_slots) for rows, tokens in mixed]
         num_words = max((size.num_words for size in self._mixed_sizes), default=0)
-        with device.scope():
+        with device.stream():
             self._mixed_words = torch.zeros(num_words, dtype=torch.int32, device=device.torch_device)
         self._captured_mixed: dict[MixedSize, _Captured] = {}
 
@@ -90,7 +90,7 @@ class QueuedRunner:
         total = len(mixed) + len(decode)
         with torch.inference_mode():
             for done, size in enumerate(mixed, 1):
-                with self.device.scope():
+                with self.device.stream():
                     self._mixed_words[: size.num_words].copy_(torch.from_numpy(size.blank()))
                 self._captured_mixed[size] = self._capture(self._padded_mixed_pass, size, shallow)
                 progress("capture steps", done, total)
@@ -100,7 +100,7 @@ class QueuedRunner:
                 progress("capture steps", done, total)
 
     def _capture(self, compute: Callable[[Any, CausalLM], Tensor], size: object, shallow: CausalLM) -> _Captured:
-        with self.device.scope():  # loads kernels and makes workspaces, which a capture may not
+        with self.device.stream():  # loads kernels and makes workspaces, which a capture may not
             compute(size, shallow)
         return _Captured(*self.device.capture(lambda: compute(size, self.model)))
 
@@ -112,14 +112,14 @@ class QueuedRunner:
             self.device.ops.choose_into(logits, slots, self.slots.state, self._out_of(size))
             return logits
 
-        with self.device.scope():  # as above
+        with self.device.stream():  # as above
             draw()
         return self.device.capture(draw)[0]
 
     def launch(self, plan: StepPlan) -> "Future[StepResult]":
         """Queue a step; steps run in the order of launching."""
         try:
-            with torch.inference_mode(), self.device.scope():
+            with torch.inference_mode(), self.device.stream():
                 self._last = self._queue(plan)
         except Exception as error:  # a failed step is told like one that fails on the device
             self._last = Future()
@@ -141,8 +141,8 @@ class QueuedRunner:
             captured = None if plan.chunks else self._captured_draws.get(row_slots.shape[0])
             chosen = self._choose(logits, rows, row_slots, masks, captured)
             self.slots.lengths_cpu[rows] += 1
-        mark = self.device.mark()
-        future = self.device.later(mark, lambda: self._finish(plan, rows, chosen, masks, prompts))
+        event = self.device.event()
+        future = self.device.after(event, lambda: self._finish(plan, rows, chosen, masks, prompts))
         if chosen is not None:
             self._results.read_by(future)
         return future

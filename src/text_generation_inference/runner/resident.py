@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.device import Mark, QueueDevice
-from text_generation_inference.kernels.resident import ADJUSTED, DRAWS, FILTERS, PENALTIES, PLAIN, SlotState
+from text_generation_inference.devices.device import Event, QueueDevice
+from text_generation_inference.kernels.slot_state import ADJUSTED, DRAWS, FILTERS, PENALTIES, PLAIN, SlotState
 from text_generation_inference.types import Admission, GenerationRequest, StepPlan
 
 _NUM_BUFFERS = 4  # steps whose copy may still be under way
@@ -24,8 +24,8 @@ class Staging:
 
     def __init__(self, device: QueueDevice) -> None:
         self._device = device
-        self._hosts = [device.host_words(_FIRST_WORDS) for _ in range(_NUM_BUFFERS)]
-        self._marks: list[Mark | None] = [None] * _NUM_BUFFERS
+        self._hosts = [device.pinned_int32(_FIRST_WORDS) for _ in range(_NUM_BUFFERS)]
+        self._events: list[Event | None] = [None] * _NUM_BUFFERS
         self._next = 0
         self._words = torch.zeros(_FIRST_WORDS, dtype=torch.int32, device=device.torch_device)
         self._places: list[int] = []
@@ -66,18 +66,18 @@ class Staging:
         if self._words.shape[0] < total:
             self._words = torch.zeros(2 * total, dtype=torch.int32, device=self._words.device)
         self._words[:total].copy_(host[:total], non_blocking=True)
-        self._marks[self._next] = self._device.mark()
+        self._events[self._next] = self._device.event()
         self._next = (self._next + 1) % _NUM_BUFFERS
         self._device.ops.apply_writes(state.words, self._words, len(writes))
         firsts = starts[len(writes) : len(parts)].tolist()
         return [self._words[first : first + len(part)] for first, part in zip(firsts, inputs, strict=True)]
 
     def _take_host(self, count: int) -> Tensor:
-        mark = self._marks[self._next]
-        if mark is not None:
-            mark.wait()
+        event = self._events[self._next]
+        if event is not None:
+            event.wait()
         if self._hosts[self._next].shape[0] < count:
-            self._hosts[self._next] = self._device.host_words(2 * count)
+            self._hosts[self._next] = self._device.pinned_int32(2 * count)
         return self._hosts[self._next]
 
 
@@ -113,8 +113,8 @@ class ResidentSlots:
         staging.write(state.tables_at + slot * state.block_tables.shape[1], admission.block_ids)
 
 
-def way_of(request: GenerationRequest) -> float:
-    """How the request's tokens are chosen, see `kernels.resident`."""
+def sampling_mode_of(request: GenerationRequest) -> float:
+    """How the request's tokens are chosen, see `kernels.slot_state`."""
     params = request.sampling
     if params.samples:
         return DRAWS
@@ -127,7 +127,7 @@ def _record(length: int, request: GenerationRequest) -> np.ndarray:
     record = np.zeros(SlotState.RECORD, dtype=np.int32)
     seed = request.seed
     record.view(np.int64)[:3] = length, len(request.token_ids), seed - 2**64 if seed >= 2**63 else seed
-    numbers = {name: float(getattr(request.sampling, name)) for name in FILTERS + PENALTIES if name != "way"}
-    numbers["way"] = way_of(request)
+    numbers = {name: float(getattr(request.sampling, name)) for name in FILTERS + PENALTIES if name != "sampling_mode"}
+    numbers["sampling_mode"] = sampling_mode_of(request)
     record.view(np.float32)[SlotState.NUMBERS :] = [numbers[name] for name in FILTERS + PENALTIES]
     return record

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels import sampling
-from text_generation_inference.kernels.resident import PENALTIES, penalise
+from text_generation_inference.kernels.slot_state import PENALTIES, penalise
 from text_generation_inference.runner.grammar import RowMasks
 from text_generation_inference.types import Admission, SamplingParams, TopTokens
 

@@ -10,7 +10,7 @@ newest value, and a request that turns out to be finished has computed one token
 
 Where steps have the shapes of a bucket plan (`prompts_fit`) a prompt is computed in one step, never in chunks, and a
 request holds the blocks of its whole length from the start: nobody is preempted, to come back with a longer prompt than
-any shape is made for. Only after a lack of memory (`retract`) this happens; such a prompt is computed alone.
+any shape is made for. Only after a lack of memory (`rollback`) this happens; such a prompt is computed alone.
 """
 
 import time
@@ -53,7 +53,7 @@ class SchedulerStats(msgspec.Struct):
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
-    num_retractions: int = 0  # steps taken back for lack of memory
+    num_rollbacks: int = 0  # steps taken back for lack of memory
 
 
 class _InFlight(msgspec.Struct, frozen=True):
@@ -217,7 +217,7 @@ class Scheduler:
         admitted, self._admitted = self._admitted, []
         return TokenOut(ids, tokens, logprobs, tops, prompts, finished, admitted)
 
-    def retract(self, error: str) -> TokenOut:
+    def rollback(self, error: str) -> TokenOut:
         """The oldest planned step was too large for the device, which has forgotten every request.
 
         All results that have not come back are given up. Running requests wait again, in their order, to be computed
@@ -226,7 +226,7 @@ class Scheduler:
         flight = self._in_flight[0]
         self._in_flight.clear()
         self._applied_step = self._step
-        self.stats.num_retractions += 1
+        self.stats.num_rollbacks += 1
         self.pool.forget()
         running = sorted((*self._decode_rows, *self._prefilling, *self._join), key=lambda request: request.order)
         for request in reversed(running):
@@ -381,7 +381,7 @@ class Scheduler:
             if self._prompts_fit is not None:
                 longest = max(longest, len(request.tokens))
                 if rows and not self._prompts_fit(len(rows) + 1, longest):
-                    break  # one alone has been looked up; after a retraction it may be longer, and has its own shape
+                    break  # one alone has been looked up; after a rollback it may be longer, and has its own shape
                 room.tokens = max(room.tokens, len(request.tokens))
             state = (request, self.pool.num_free, self.num_running)
             if state == self._blocked:

@@ -46,12 +46,12 @@ class StaticScales:
 
     @classmethod
     def load(cls, config: CalibrationConfig, fp8_max: float) -> "StaticScales":
-        """`fp8_max`: the largest value of the device's eight bits."""
+        """`fp8_max`: the largest value of the device's FP8."""
         generation = config.generation or (GAUDI2 if fp8_max == GAUDI2.full_scale else GAUDI3)
         if generation.full_scale > fp8_max:
             raise StartError(
                 f"{config.source}: `device_for_scales` {generation.name} reaches {generation.full_scale:g}, but numbers"
-                f" of eight bits end at {fp8_max:g} on this device. Leave it out."
+                f" of FP8 end at {fp8_max:g} on this device. Leave it out."
             )
         nodes: Nodes = {}
         if config.methods.need_statistics:
@@ -106,7 +106,7 @@ class StaticScales:
         return self._activation_scale(path, node, rule)
 
     def quantizes_cache(self, attentions: Sequence[str]) -> bool:
-        """Whether keys and values go into a cache in eight bits, which all layers share the form of."""
+        """Whether keys and values go into a cache in FP8, which all layers share the form of."""
         paths = [(attention, side) for attention in attentions for side in ("k", "v")]
         if not all(self.config.selects(KV_CACHE, f"{attention}.{side}_cache") for attention, side in paths):
             return False

@@ -1,4 +1,4 @@
-"""Scales of matrices and activations in eight bits from their largest values: the methods of Gaudi's toolkits.
+"""Scales of matrices and activations in FP8 from their largest values: the methods of Gaudi's toolkits.
 
 Pure functions of tensors; knows neither models nor files. A scale is maxabs / (full scale x backoff), then
 rounded; a stored value is the value divided by its scale, clamped to the full scale.
@@ -154,7 +154,7 @@ def _exponent(scale: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, scale: Tensor, generation: Generation) -> Tensor:
-    """x in eight bits; scale broadcasts to it."""
+    """x in FP8; scale broadcasts to it."""
     limit = generation.full_scale
     return (x.float() / scale).clamp(-limit, limit).to(FP8)
 

@@ -38,7 +38,7 @@ class Declared:
     keep_float32: bool = False
     packable: bool = False  # may arrive as quantised blocks instead, see `Module.accepts_blocks`
     quantizable: bool = False  # may arrive as an `Fp8Weight` instead
-    delicate: bool = False  # rounding costs most here: stays as it is where it is not stored in eight bits already
+    delicate: bool = False  # rounding costs most here: stays as it is where it is not stored in FP8 already
 
     @property
     def shape(self) -> tuple[int, ...]:

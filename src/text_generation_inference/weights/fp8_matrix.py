@@ -1,7 +1,7 @@
-"""Matrices in eight bits: from a checkpoint that has them, or quantised when they have been read.
+"""Matrices in FP8: from a checkpoint that has them, or quantised when they have been read.
 
 `load` asks for one matrix of this rank at a time. The parts of a fused matrix keep their scales: one for a
-whole part becomes one for each of its rows, which is exact. Where parts cannot be joined in eight bits (squares that do
+whole part becomes one for each of its rows, which is exact. Where parts cannot be joined in FP8 (squares that do
 not line up, or parts that are stored plainly) the matrix is widened to the model's type.
 """
 
@@ -39,7 +39,7 @@ def find_schemes(
             scheme = quantization.scheme_of(name.removesuffix(".weight"))
         if stored is FP8 and scheme is None:
             raise ModelFormatError(
-                f"tensor {name} in {checkpoint.folder} is stored in eight bits, but config.json does not say that it is"
+                f"tensor {name} in {checkpoint.folder} is stored in FP8, but config.json does not say that it is"
                 " quantised. Does config.json belong to these weights?"
             )
         if stored is not FP8 and scheme is not None and declared.quantizable:
@@ -72,7 +72,7 @@ def scale_shapes(scheme: Fp8Scheme, part: Part) -> dict[str, tuple[tuple[int, ..
 def read_fp8(
     parts: Parts, schemes: Schemes, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantizable: bool
 ) -> Tensor | Fp8Weight:
-    """One matrix of which at least one part is stored in eight bits."""
+    """One matrix of which at least one part is stored in FP8."""
     if not quantizable or not _can_join(parts, schemes):
         pieces = [
             _widen(name, part, scheme, checkpoint, dtype, device)
@@ -99,7 +99,7 @@ def read_fp8(
 def quantize_parts(
     parts: Parts, read: Callable[[str, Part], Tensor], dtype: torch.dtype, scheme: Fp8Scheme | None = None
 ) -> Tensor | Fp8Weight:
-    """A matrix in eight bits from plain parts, which are read one after the other: only one is ever held as it was."""
+    """A matrix in FP8 from plain parts, which are read one after the other: only one is ever held as it was."""
     schemes: Schemes = [scheme or Fp8Scheme()] * len(parts)
     if not _can_join(parts, schemes):
         return torch.cat([read(name, part).to(dtype) for name, part in parts])
@@ -114,7 +114,7 @@ def quantize_parts(
 def quantize_static(
     parts: Parts, read: Callable[[str, Part], Tensor], dtype: torch.dtype, scales: list[MatrixScales]
 ) -> Fp8Weight:
-    """A matrix in eight bits from plain parts, with the scales that were measured for each."""
+    """A matrix in FP8 from plain parts, with the scales that were measured for each."""
     data: list[Tensor] = []
     rows: list[Tensor] = []
     for (name, part), found in zip(parts, scales, strict=True):

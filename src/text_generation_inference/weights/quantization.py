@@ -25,7 +25,7 @@ _WAY_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
-    """The tensors beside a matrix in eight bits."""
+    """The tensors beside a matrix in FP8."""
 
     scale_name: str = "weight_scale"
     by_square: bool = False  # a scale per 128 x 128 values; else one for all, or one per output row
@@ -39,13 +39,13 @@ class Quantization:
     method: str  # as config.json names it
     groups: tuple[tuple[tuple[str, ...], Fp8Scheme], ...] = ()  # patterns of matrices, and how those are stored
     ignored: tuple[str, ...] = ()  # patterns of matrices that are stored plainly
-    has_kv_scales: bool = False  # every layer has scales for a KV cache in eight bits
+    has_kv_scales: bool = False  # every layer has scales for a KV cache in FP8
     may_leave: tuple[str, ...] = ()  # file name patterns of tensors that nobody needs
     on_loading: bool = False  # the checkpoint is plain: each matrix is quantised when it has been read
     static: StaticScales | None = None  # with these; None: with scales that the matrices and inputs themselves give
 
     def quantizes(self, declared: Declared, matrices: Sequence[str]) -> bool:
-        """Whether plain matrices, by their names without `.weight`, are put into eight bits on loading."""
+        """Whether plain matrices, by their names without `.weight`, are put into FP8 on loading."""
         if not (self.on_loading and declared.quantizable):
             return False
         return not declared.delicate if self.static is None else self.static.find(matrices) is not None
@@ -112,7 +112,7 @@ def name_quantization(config: Mapping[str, Any]) -> str | None:
     if not found:
         return None
     fields: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
-    bits = next((fields[name] for name in ("bits", "w_bit", "weight_bits") if name in fields), None)
+    bits = next((fields[name] for name in ("bits", "w_bit", "wfp8") if name in fields), None)
     for name, width in (("load_in_4bit", 4), ("load_in_8bit", 8)):
         bits = width if fields.get(name) is True else bits
     method = str(fields.get("quant_method") or "a method without a name")

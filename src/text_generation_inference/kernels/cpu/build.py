@@ -18,7 +18,17 @@ from pathlib import Path
 
 COMPILERS = ("cc", "gcc", "clang")
 SOURCE_DIR = Path(__file__).parent
-SOURCE_NAMES = ("native.c", "amx.h", "attention.h", "linear.h", "panels.h", "rows.h", "simd.h", "stack.h", "team.h")
+SOURCE_NAMES = (
+    "native.c",
+    "amx.h",
+    "attention.h",
+    "linear.h",
+    "panels.h",
+    "rows.h",
+    "simd.h",
+    "fused_decode.h",
+    "team.h",
+)
 # Without contraction every fused multiply-add is one that the source asks for, so results do not vary by compiler.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=default", "-shared", "-fPIC", "-pthread")
 NEEDED_CPU_FLAGS = {"avx2", "fma", "f16c"}

@@ -6,7 +6,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "rows.h"
-#include "stack.h"
+#include "fused_decode.h"
 
 #include <sys/mman.h>
 #include <time.h>

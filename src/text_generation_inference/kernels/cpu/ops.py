@@ -1,7 +1,7 @@
 """The ops of `kernels.reference` over the native CPU kernels.
 
 Owns the packed weight form and the checks that let a tensor's memory be read directly. What a kernel does
-not take (another dtype, eight bits, an odd layout or head size) goes to the reference op.
+not take (another dtype, FP8, an odd layout or head size) goes to the reference op.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import ForwardBatch
 from text_generation_inference.kernels.cpu import build
 from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight
-from text_generation_inference.kernels.stack import StackLayer
+from text_generation_inference.kernels.fused_decode import FusedLayer
 
 KINDS = {"float32": 0, "q4_0": 1, "q4_1": 2, "q8_0": 3}
 BLOCK_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}  # of 32 weights
@@ -43,7 +43,7 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "tgi_rotary_and_cache": (c_int, "pllpllpllpllpplppplllli"),
     "tgi_attention": (c_int, "pllppllpllpllpplllflfpi"),
     "tgi_greedy": (None, "plllppi"),
-    "tgi_run_stack": (c_int, "pplpppllpllpppi"),
+    "tgi_run_fused_decode": (c_int, "pplpppllpllpppi"),
     "tgi_probe_fma": (c_double, "i"),
     "tgi_probe_read": (c_double, "pli"),
 }
@@ -86,7 +86,7 @@ class _LayerStruct(ctypes.Structure):
     )
 
 
-class _StackStruct(ctypes.Structure):
+class _FusedDecodeStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("layers", "final_norm", "cos_sin")),
         *(
@@ -98,8 +98,8 @@ class _StackStruct(ctypes.Structure):
     )
 
 
-class Stack:
-    """The layers of a decoder, ready for `NativeOps.run_stack`. Keeps alive all memory it points to."""
+class FusedDecode:
+    """The layers of a decoder, ready for `NativeOps.run_fused_decode`. Keeps alive all memory it points to."""
 
     __slots__ = ("_kept", "address", "hidden")
 
@@ -208,10 +208,12 @@ class NativeOps:
             raise IndexError(f"a token id is not below {weight.out_features}")
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
+    ) -> Tensor | Fp8Rows:
         """x `[tokens, hidden]`."""
-        if into is not None or not _rows(x) or not _vector(weight):
-            return reference.rms_norm(x, weight, eps, into)
+        if quantize_for is not None or not _rows(x) or not _vector(weight):
+            return reference.rms_norm(x, weight, eps, quantize_for)
         rows, width = x.shape
         out = _empty((rows, width))
         self._norm(
@@ -230,11 +232,11 @@ class NativeOps:
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
     ) -> tuple[Tensor | Fp8Rows, Tensor]:
         """Add x to the residual, then normalise: (normalised, new residual)."""
-        if into is not None or not _rows(x) or not _rows(residual) or not _vector(weight):
-            return reference.add_rms_norm(x, residual, weight, eps, into)
+        if quantize_for is not None or not _rows(x) or not _rows(residual) or not _vector(weight):
+            return reference.add_rms_norm(x, residual, weight, eps, quantize_for)
         rows, width = x.shape
         out = _empty((rows, width))
         total = _empty((rows, width))
@@ -244,16 +246,16 @@ class NativeOps:
         )  # fmt: skip
         return out, total
 
-    def silu_mul(self, gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    def silu_mul(self, gate_up: Tensor, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
         """gate_up `[tokens, 2 * width]` -> silu(gate) * up `[tokens, width]`."""
-        if into is not None or not _rows(gate_up):
-            return reference.silu_mul(gate_up, into)
+        if quantize_for is not None or not _rows(gate_up):
+            return reference.silu_mul(gate_up, quantize_for)
         return self._gated(0, gate_up)
 
-    def gelu_tanh_mul(self, gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    def gelu_tanh_mul(self, gate_up: Tensor, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
         """gate_up `[tokens, 2 * width]` -> gelu(gate, tanh form) * up `[tokens, width]`."""
-        if into is not None or not _rows(gate_up):
-            return reference.gelu_tanh_mul(gate_up, into)
+        if quantize_for is not None or not _rows(gate_up):
+            return reference.gelu_tanh_mul(gate_up, quantize_for)
         return self._gated(1, gate_up)
 
     def _gated(self, kind: int, gate_up: Tensor) -> Tensor:
@@ -361,9 +363,9 @@ class NativeOps:
         )
         return index, logprob
 
-    def make_stack(
+    def make_fused_decode(
         self,
-        layers: Sequence[StackLayer],
+        layers: Sequence[FusedLayer],
         final_norm: Tensor,
         cos_sin: Tensor,
         *,
@@ -372,7 +374,7 @@ class NativeOps:
         scale: float,
         softcap: float | None = None,
         activation: str = "silu",  # or gelu_tanh
-    ) -> Stack | None:
+    ) -> FusedDecode | None:
         """All layers as one op, or None where something in them has no native kernel."""
         _, block_size, kv_heads, head_dim = layers[0].k_cache.shape
         tensors = [final_norm, cos_sin]
@@ -399,26 +401,26 @@ class NativeOps:
         }
         shapes["gate_up"] = (2 * first.down.shape[1], hidden)
         if any(tuple(getattr(first, name).shape) != shape for name, shape in shapes.items()):
-            raise ValueError("the matrices of a stack layer do not fit each other")
+            raise ValueError("the matrices of a fused layer do not fit each other")
         if head_dim % 8 or head_dim > MAX_HEAD_DIM or cos_sin.shape[1] > head_dim or activation not in ACTIVATIONS:
             return None
         if not all(t.dtype is _float32 and t.is_contiguous() and t.device.type == "cpu" for t in tensors):
             return None
-        stack = _StackStruct(
+        fused = _FusedDecodeStruct(
             ctypes.addressof(structs), final_norm.data_ptr(), cos_sin.data_ptr(), len(layers), heads, kv_heads,
             head_dim, cos_sin.shape[1], cos_sin.shape[0], layers[0].k_cache.shape[0], block_size,
             ACTIVATIONS.index(activation), eps, scale, softcap or 0.0,
         )  # fmt: skip
-        return Stack(layers[0].o.shape[0], ctypes.addressof(stack), (stack, structs, tuple(layers), tensors))
+        return FusedDecode(layers[0].o.shape[0], ctypes.addressof(fused), (fused, structs, tuple(layers), tensors))
 
-    def run_stack(self, x: Tensor, stack: Stack, batch: ForwardBatch) -> Tensor:
+    def run_fused_decode(self, x: Tensor, fused: FusedDecode, batch: ForwardBatch) -> Tensor:
         """x `[tokens, hidden]` (embeddings) through all layers and the final norm -> `[tokens, hidden]`."""
         tokens = x.shape[0]
         tables, seq_lens = batch.block_tables, batch.seq_lens
         if not (
             _rows(x)
             and x.is_contiguous()
-            and x.shape[1] == stack.hidden
+            and x.shape[1] == fused.hidden
             and tables.dtype is seq_lens.dtype is _int32
             and batch.positions.dtype is batch.kv_index.dtype is _int64
             and len(batch.positions) == len(batch.kv_index) == tokens
@@ -427,15 +429,17 @@ class NativeOps:
             and batch.positions.is_contiguous()
             and batch.kv_index.is_contiguous()
         ):
-            raise ValueError("a batch for run_stack holds contiguous float32, int64 and int32 tensors of one length")
+            raise ValueError(
+                "a batch for run_fused_decode holds contiguous float32, int64 and int32 tensors of one length"
+            )
         num_chunks = len(batch.chunk_starts_cpu)
         starts = ends = None
         if num_chunks:
             starts = (ctypes.c_int64 * num_chunks)(*batch.chunk_starts_cpu)
             ends = (ctypes.c_int64 * num_chunks)(*batch.chunk_ends_cpu)
-        out = _empty((tokens, stack.hidden))
-        if self._library.tgi_run_stack(
-            stack.address, x.data_ptr(), tokens, batch.positions.data_ptr(), batch.kv_index.data_ptr(),
+        out = _empty((tokens, fused.hidden))
+        if self._library.tgi_run_fused_decode(
+            fused.address, x.data_ptr(), tokens, batch.positions.data_ptr(), batch.kv_index.data_ptr(),
             tables.data_ptr(), tables.stride(0), tables.shape[1], seq_lens.data_ptr(), batch.num_decode, num_chunks,
             starts, ends, out.data_ptr(), self._threads(),
         ):  # fmt: skip

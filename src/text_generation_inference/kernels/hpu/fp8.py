@@ -1,4 +1,4 @@
-"""Products in eight bits on Gaudi.
+"""Products in FP8 on Gaudi.
 
 The card's e4m3 ends at 240 (Gaudi 2) or 448 (Gaudi 3): bits that mean more are no numbers on Gaudi 2, so
 weights that were made for 448 are fitted first. Weights have a scale per output row; those with a scale per square are
@@ -42,10 +42,10 @@ class Fp8Ops:
             input_scale = input_scale * (FP8_MAX / self._full_scale)
         return Fp8Weight(data, scale, input_scale, weight.dtype, weight.input_bound)
 
-    def quantize_rows(self, x: Tensor, into: Fp8Weight) -> Fp8Rows:
+    def quantize_rows(self, x: Tensor, quantize_for: Fp8Weight) -> Fp8Rows:
         """x `[tokens, in]`, with the one scale that was measured for this weight's inputs, else one per row."""
-        if into.input_scale is not None:
-            scale = into.input_scale
+        if quantize_for.input_scale is not None:
+            scale = quantize_for.input_scale
         else:
             scale = ((x.abs().amax(-1, keepdim=True) + _SMALLEST) / self._full_scale).float()
         data = self._ops.cast_to_fp8_v2(x, scale.reciprocal(), False, False, FP8)[0]
@@ -70,7 +70,7 @@ class Fp8Ops:
         )
 
     def to_cache(self, values: Tensor, scale: float) -> Tensor:
-        """What a cache in eight bits holds of values."""
+        """What a cache in FP8 holds of values."""
         return self._ops.cast_to_fp8_v2(values, 1 / scale, False, False, FP8)[0]
 
     def from_cache(self, stored: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

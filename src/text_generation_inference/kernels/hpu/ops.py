@@ -20,26 +20,28 @@ class _Norms:
         self._fused: Any = bridge.normalization.FusedRMSNorm
         self._fp8 = fp8
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
+    ) -> Tensor | Fp8Rows:
         normed = self._fused.apply(x[None], weight, eps)[0]  # the op wants three dimensions
-        return normed if into is None else self._fp8.quantize_rows(normed, into)
+        return normed if quantize_for is None else self._fp8.quantize_rows(normed, quantize_for)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
     ) -> tuple[Tensor | Fp8Rows, Tensor]:
         residual = residual + x
-        return self.rms_norm(residual, weight, eps, into), residual
+        return self.rms_norm(residual, weight, eps, quantize_for), residual
 
-    def silu_mul(self, gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    def silu_mul(self, gate_up: Tensor, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
         gate, up = gate_up.chunk(2, dim=-1)
-        return self._pass_on(torch.nn.functional.silu(gate) * up, into)
+        return self._pass_on(torch.nn.functional.silu(gate) * up, quantize_for)
 
-    def gelu_tanh_mul(self, gate_up: Tensor, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    def gelu_tanh_mul(self, gate_up: Tensor, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
         gate, up = gate_up.chunk(2, dim=-1)
-        return self._pass_on(torch.nn.functional.gelu(gate, approximate="tanh") * up, into)
+        return self._pass_on(torch.nn.functional.gelu(gate, approximate="tanh") * up, quantize_for)
 
-    def _pass_on(self, x: Tensor, into: Fp8Weight | None) -> Tensor | Fp8Rows:
-        return x if into is None else self._fp8.quantize_rows(x, into)
+    def _pass_on(self, x: Tensor, quantize_for: Fp8Weight | None) -> Tensor | Fp8Rows:
+        return x if quantize_for is None else self._fp8.quantize_rows(x, quantize_for)
 
 
 class Choice:

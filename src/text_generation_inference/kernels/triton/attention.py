@@ -140,7 +140,7 @@ class PagedAttention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
-        kv_scales: tuple[float, float] = (1.0, 1.0),  # what values of a cache in eight bits are multiplied with
+        kv_scales: tuple[float, float] = (1.0, 1.0),  # what values of a cache in FP8 are multiplied with
         k: Tensor | None = None,  # [tokens, kv_heads, head_dim], this step's own as the cache holds them
         v: Tensor | None = None,
     ) -> Tensor:

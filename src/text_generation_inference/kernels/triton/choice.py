@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""From logits to tokens, and the tokens into the slots. Definitions: `kernels.resident`.
+"""From logits to tokens, and the tokens into the slots. Definitions: `kernels.slot_state`.
 
 Plain rows take the best token, in two small kernels over parts of the vocabulary. For the others `Choice`
 queues the kernels of `filters` that the batch needs; which rows take part in each is decided on the device.
@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_inference.kernels.resident import EVERY_FILTER, Asked, SlotState
-from text_generation_inference.kernels.triton import filters, settle
+from text_generation_inference.kernels.slot_state import EVERY_FILTER, Asked, SlotState
+from text_generation_inference.kernels.triton import filters, thresholds
 from text_generation_inference.kernels.triton.adjust import Adjust
-from text_generation_inference.kernels.triton.filters import DRAWS, PLAIN, WAY, finish_row, step_kernel
+from text_generation_inference.kernels.triton.filters import DRAWS, PLAIN, SAMPLING_MODE, finish_row, step_kernel
 
 _PART = 4096  # ids that one program of the plain way looks at
 
@@ -21,8 +21,8 @@ _PART = 4096  # ids that one program of the plain way looks at
 @triton.jit
 def _is_plain(slots, filters, row, filters_row):
     slot = tl.load(slots + row)
-    way = tl.load(filters + slot.to(tl.int64) * filters_row + WAY, mask=slot >= 0, other=DRAWS)
-    return way == PLAIN
+    mode = tl.load(filters + slot.to(tl.int64) * filters_row + SAMPLING_MODE, mask=slot >= 0, other=DRAWS)
+    return mode == PLAIN
 
 
 @step_kernel
@@ -67,7 +67,7 @@ def _join_parts_kernel(
 
 
 def greedy_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) -> None:
-    """See `kernels.resident.greedy_into`."""
+    """See `kernels.slot_state.greedy_into`."""
     rows, vocab = logits.shape
     num_parts = triton.cdiv(vocab, _PART)
     parts = torch.empty((rows, num_parts, 3), dtype=torch.float32, device=logits.device)
@@ -85,7 +85,7 @@ def greedy_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) ->
 
 
 class Choice:
-    """`kernels.resident.choose_into`."""
+    """`kernels.slot_state.choose_into`."""
 
     room = 8192  # scores of a row that the list of the ones near a threshold holds
     part = 4096  # ids that one program looks at
@@ -129,7 +129,7 @@ class Choice:
                     filters.collect_kernel[by_parts](
                         **read, **pad, **many, facts=facts, listed=listed, ids=ids, room=self.room, KIND=kind
                     )
-                settle.settle_kernel[by_rows](
+                thresholds.thresholds_kernel[by_rows](
                     **read, **noise, **write, **top, **top_write, **pad, facts=facts, bins=bins, listed=listed, ids=ids,
                     room=self.room, top_room=asked.tops.room if asked.tops is not None else 0, BLOCK=512, KIND=kind,
                     num_warps=8,

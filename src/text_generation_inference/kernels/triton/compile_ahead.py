@@ -118,7 +118,7 @@ class _ElsewhereMode(AsyncCompileMode):
 def compile_only(num_threads: int, processes: bool = False, load: bool = True) -> Iterator[None]:
     """Inside, kernels are compiled (or found on disk) instead of launched; on the way out all of them are ready.
 
-    `processes`: each thread has one of its own compile for it; `load`: there is a GPU to load them into.
+    `processes`: each thread has one of its own compile for it; `load`: there is a GPU to load them quantize_for.
     """
     launch = JITFunction.run
     seen: set[Any] = set()

@@ -7,7 +7,7 @@ share keys; one multiplies by itself, for heads with keys of their own, where te
 
 A program looks at one part of one row's tokens, for one key/value head. Where rows have several parts (SPLIT) the
 last one to finish joins them: `counters` says how many have, and ends at 0. Scores are in units of log2, so that the
-exponential is one instruction. With a cache in eight bits operands are float16, which those convert to in hardware.
+exponential is one instruction. With a cache in FP8 operands are float16, which those convert to in hardware.
 """
 
 import triton
@@ -180,7 +180,7 @@ def decode_by_lane(
 
     Lanes meet only after the loop; where a lane's tokens are in the registers of the same threads (LANES is the number
     of tokens that one load of the program brings), nothing but the sum of a score passes between threads inside it.
-    Over eight bits, products and the first few additions are in float16, two in one instruction, long sums in float32.
+    Over FP8, products and the first few additions are in float16, two in one instruction, long sums in float32.
     """
     kv, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + row)  # known since the step began

@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false
 # ruff: noqa: ANN201
-"""Drawing from what top-k, top-p, typical-p and min-p keep, and the best ids of a row. Definition: `kernels.resident`.
+"""Drawing from what top-k, top-p, typical-p and min-p keep; the best ids of a row. Definition: `kernels.slot_state`.
 
 Nothing is sorted. A row is read in parts by many programs, a few times:
 
@@ -8,7 +8,7 @@ Nothing is sorted. A row is read in parts by many programs, a few times:
 - `count_kernel`: how many scores lie in each of 512 bins below the best;
 - `bound_kernel`: the bins that a threshold must be in, from what the counts say at least and at most;
 - `collect_kernel`: the scores in those bins (and all above, where they are few) in a list;
-- `settle.settle_kernel`: the exact threshold from the list; the token too if the list holds all that is kept;
+- `thresholds.thresholds_kernel`: the exact threshold from the list; the token too if the list holds all that is kept;
 - typical-p: the same four again, with the distance from the mean in place of the distance from the best;
 - `draw_kernel`, `join_kernel`: the token of the rows that are left.
 
@@ -20,15 +20,15 @@ import inspect
 import triton
 import triton.language as tl
 
-from text_generation_inference.kernels import resident
+from text_generation_inference.kernels import slot_state
 from text_generation_inference.kernels.triton.noise import gumbel, noise_key
 
 BINS = tl.constexpr(512)
 LAST_BIN = tl.constexpr(510)  # beyond it: what is dropped already
 
 # A slot's way to choose.
-WAY = tl.constexpr(resident.FILTERS.index("way"))
-PLAIN, DRAWS = tl.constexpr(resident.PLAIN), tl.constexpr(resident.DRAWS)
+SAMPLING_MODE = tl.constexpr(slot_state.FILTERS.index("sampling_mode"))
+PLAIN, DRAWS = tl.constexpr(slot_state.PLAIN), tl.constexpr(slot_state.DRAWS)
 
 # Words of a row's plan, and what its first one says.
 PLAN = tl.constexpr(8)
@@ -78,7 +78,7 @@ def finish_row(row, slot, token, logprob, out, out_row, tokens, tokens_row, leng
 @triton.jit
 def wishes(filters, slot, filters_row, vocab):
     numbers = filters + slot.to(tl.int64) * filters_row
-    samples = tl.load(numbers + WAY) == DRAWS
+    samples = tl.load(numbers + SAMPLING_MODE) == DRAWS
     temperature = tl.load(numbers)
     top_k = tl.load(numbers + 1)
     top_k = tl.where(samples & (top_k > 0) & (top_k < vocab), top_k, 0.0).to(tl.int32)
@@ -121,8 +121,8 @@ def look_kernel(
     """One part: best, sum of exponentials, and moment; the choice too where no filter comes first. Clears the plan."""
     part, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
-    way = tl.load(filters + slot.to(tl.int64) * filters_row + WAY, mask=slot >= 0, other=PLAIN)
-    if way == PLAIN:
+    mode = tl.load(filters + slot.to(tl.int64) * filters_row + SAMPLING_MODE, mask=slot >= 0, other=PLAIN)
+    if mode == PLAIN:
         if part == 0:
             tl.store(plan + row * PLAN, DONE)
     else:

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Matrix products: the libraries' own, and for few rows in eight bits ours.
+"""Matrix products: the libraries' own, and for few rows in FP8 ours.
 
 The libraries take eight-bit operands from capability 8.9 on, with a scale per row from 9.0 on; sizes must be
 multiples of 16 (128 for scales per square). What they cannot take is multiplied in the type of the result.
@@ -20,20 +20,20 @@ from text_generation_inference.kernels.fp8 import (
     dequantize_weight,
 )
 from text_generation_inference.kernels.triton.quantize import quantize_rows
-from text_generation_inference.kernels.triton.skinny import MAX_ROWS, SkinnyProduct
+from text_generation_inference.kernels.triton.small_gemm_fp8 import MAX_ROWS, SmallGemmFp8
 
 # With so many rows the library's products are faster without scales per row, and applying those later costs little.
 _MAX_SCALED_LATER = 512
 
 
 class Linear:
-    """The ops `linear` and `product` for one device."""
+    """The ops `linear` and `linear_unscaled` for one device."""
 
     def __init__(self, num_processors: int, capability: tuple[int, int]) -> None:
-        self._skinny = SkinnyProduct(num_processors)
+        self._small_gemm = SmallGemmFp8(num_processors)
         self._by_row = capability >= (9, 0)
         self._by_square = capability[0] == 9  # later ones want other scales
-        self._eight_bit = capability >= (8, 9)
+        self._fp8 = capability >= (8, 9)
         self._one: Tensor | None = None
 
     def __call__(
@@ -53,11 +53,11 @@ class Linear:
         if weight.by_square:
             return self._by_squares(rows, weight, bias, target)
         n, k = weight.shape
-        if rows.shape[0] <= MAX_ROWS and k % 16 == 0 and self._eight_bit:
+        if rows.shape[0] <= MAX_ROWS and k % 16 == 0 and self._fp8:
             out = torch.empty((rows.shape[0], n), dtype=target, device=rows.data.device)
-            self._skinny(rows, weight, out, bias)
+            self._small_gemm(rows, weight, out, bias)
             return out
-        if n % 16 or k % 16 or not self._eight_bit:
+        if n % 16 or k % 16 or not self._fp8:
             return _plainly(rows, weight, bias, target)
         if self._by_row:
             out = torch._scaled_mm(
@@ -68,10 +68,10 @@ class Linear:
         out = self._unscaled(rows, weight, torch.float32)
         return _finish(out * rows.scale[:, None] * weight.scale[None, :], bias, target)
 
-    def product(self, x: Tensor | Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor | ScaledRows:
+    def linear_unscaled(self, x: Tensor | Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor | ScaledRows:
         """Without the scales where that is faster. Not for float16: the sums would not fit."""
         n, k = weight.shape
-        later = MAX_ROWS < x.shape[0] <= _MAX_SCALED_LATER and self._eight_bit and dtype is torch.bfloat16
+        later = MAX_ROWS < x.shape[0] <= _MAX_SCALED_LATER and self._fp8 and dtype is torch.bfloat16
         if not later or weight.by_square or n % 16 or k % 16:
             return self(x, weight, None, dtype)
         rows = quantize_rows(x, weight) if isinstance(x, Tensor) else x

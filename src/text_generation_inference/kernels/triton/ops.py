@@ -14,7 +14,7 @@ def load_ops(num_processors: int, flashinfer: bool = False) -> dict[str, Any] | 
         return "triton is not installed"
     import torch
 
-    from text_generation_inference.kernels.triton import attention, choice, quantize, small, stack, state
+    from text_generation_inference.kernels.triton import attention, choice, fused_decode, norms_rotary, quantize, state
     from text_generation_inference.kernels.triton.linear import Linear, logits
 
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -28,16 +28,16 @@ def load_ops(num_processors: int, flashinfer: bool = False) -> dict[str, Any] | 
     linear = Linear(num_processors, capability)
     return {
         "linear": linear,
-        "product": linear.product,
+        "linear_unscaled": linear.linear_unscaled,
         "logits": logits,
-        "make_stack": partial(stack.make_stack, eight_bit=capability >= (8, 9)),
-        "run_stack": stack.RunStack(paged_attention, num_processors),
-        "rms_norm": small.rms_norm,
-        "add_rms_norm": small.add_rms_norm,
-        "silu_mul": small.silu_mul,
-        "gelu_tanh_mul": small.gelu_tanh_mul,
+        "make_fused_decode": partial(fused_decode.make_fused_decode, fp8=capability >= (8, 9)),
+        "run_fused_decode": fused_decode.RunFusedDecode(paged_attention, num_processors),
+        "rms_norm": norms_rotary.rms_norm,
+        "add_rms_norm": norms_rotary.add_rms_norm,
+        "silu_mul": norms_rotary.silu_mul,
+        "gelu_tanh_mul": norms_rotary.gelu_tanh_mul,
         "quantize_rows": quantize.quantize_rows,
-        "rotary_and_cache": small.rotary_and_cache,
+        "rotary_and_cache": norms_rotary.rotary_and_cache,
         "attention": paged_attention,
         "apply_writes": state.apply_writes,
         "gather_inputs": state.gather_inputs,

@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false
 # ruff: noqa: ANN201
-"""Rows in eight bits: how a kernel stores what it has computed, and the op for rows that no other kernel made.
+"""Rows in FP8: how a kernel stores what it has computed, and the op for rows that no other kernel made.
 
 The definition is `kernels.fp8`. Here a value is multiplied by the inverse of its scale, where the
 definition divides: a value in the middle between two may be rounded the other way.
@@ -14,7 +14,7 @@ from torch import Tensor
 from text_generation_inference.kernels.fp8 import FP8, SQUARE, Fp8Rows, Fp8Weight
 from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 
-# How a row is stored: as it is, or in eight bits with a scale per row, one scale for all, one per 128 columns.
+# How a row is stored: as it is, or in FP8 with a scale per row, one scale for all, one per 128 columns.
 PLAIN, BY_ROW, STATIC, BY_SQUARE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -23,7 +23,7 @@ def store_columns(value, at, scales, input_scale, i, WIDTH: tl.constexpr, BLOCK:
     """Store columns `i` (BLOCK of them, from a multiple of BLOCK on) of a row that starts at `at`.
 
     `value` is float32 and already rounded as the activations are. BY_ROW needs all columns at once. The conversion to
-    eight bits saturates.
+    FP8 saturates.
     """
     mask = i < WIDTH
     if FORM == PLAIN:
@@ -57,17 +57,21 @@ def store_row(value, rest, at, scales, i, j, WIDTH: tl.constexpr):
 class RowStore:
     """Where a kernel stores `[rows, width]`, and the arguments that say how."""
 
-    def __init__(self, rows: int, width: int, dtype: torch.dtype, device: torch.device, into: Fp8Weight | None) -> None:
-        self.data = torch.empty((rows, width), dtype=dtype if into is None else FP8, device=device)
+    def __init__(
+        self, rows: int, width: int, dtype: torch.dtype, device: torch.device, quantize_for: Fp8Weight | None
+    ) -> None:
+        self.data = torch.empty((rows, width), dtype=dtype if quantize_for is None else FP8, device=device)
         self.form, self.scales, self.input_scale = PLAIN.value, self.data, self.data
-        if into is not None:
+        if quantize_for is not None:
             squares = -(-width // SQUARE)
-            self.form = (BY_SQUARE if into.by_square else BY_ROW if into.input_scale is None else STATIC).value
-            shape = (rows, squares) if into.by_square else (rows,)
+            self.form = (
+                BY_SQUARE if quantize_for.by_square else BY_ROW if quantize_for.input_scale is None else STATIC
+            ).value
+            shape = (rows, squares) if quantize_for.by_square else (rows,)
             self.scales = self.input_scale = torch.empty(shape, dtype=torch.float32, device=device)
-            if into.input_scale is not None:
-                self.input_scale = into.input_scale
-        self.scales_row = 0 if into is None else self.scales.stride(0)
+            if quantize_for.input_scale is not None:
+                self.input_scale = quantize_for.input_scale
+        self.scales_row = 0 if quantize_for is None else self.scales.stride(0)
 
     def block(self, width: int, most: int) -> int:
         """Columns of one program: all of them where the scale is known only after the last."""
@@ -91,10 +95,10 @@ def _quantize_kernel(
     store_columns(value, data + row * WIDTH, scales + row * scales_row, input_scale, i, WIDTH, BLOCK, FORM)
 
 
-def quantize_rows(x: Tensor, into: Fp8Weight) -> Fp8Rows:
-    """x `[tokens, in]` in the form that `into` is multiplied with."""
+def quantize_rows(x: Tensor, quantize_for: Fp8Weight) -> Fp8Rows:
+    """x `[tokens, in]` in the form that `quantize_for` is multiplied with."""
     rows, width = x.shape
-    store = RowStore(rows, width, x.dtype, x.device, into)
+    store = RowStore(rows, width, x.dtype, x.device, quantize_for)
     if rows:
         block = store.block(width, 4096)
         dependent = dependent_launch(rows)

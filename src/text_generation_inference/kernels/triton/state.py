@@ -1,12 +1,12 @@
 # pyright: basic, reportMissingImports=false
-"""Reading and changing the slots on the device. Definitions: `kernels.resident`."""
+"""Reading and changing the slots on the device. Definitions: `kernels.slot_state`."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_inference.kernels.resident import SlotState
+from text_generation_inference.kernels.slot_state import SlotState
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _write_kernel(words, staged, BLOCK: tl.constexpr):
 
 
 def apply_writes(words: Tensor, staged: Tensor, num_writes: int) -> None:
-    """See `kernels.resident.apply_writes`."""
+    """See `kernels.slot_state.apply_writes`."""
     if num_writes:
         _write_kernel[(num_writes,)](words, staged, BLOCK=512, num_warps=4)
 
@@ -51,7 +51,7 @@ def _inputs_kernel(
 
 
 def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `kernels.resident.gather_inputs`."""
+    """See `kernels.slot_state.gather_inputs`."""
     count = slots.shape[0]
     ids, positions, kv_index = torch.empty((3, count), dtype=torch.int64, device=slots.device).unbind()
     seq_lens = torch.empty(count, dtype=torch.int32, device=slots.device)

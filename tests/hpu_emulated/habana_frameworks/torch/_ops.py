@@ -20,7 +20,7 @@ def _op(schema: str):
     return register
 
 
-# -- eight bits ----------------------------------------------------------------------------------------------------
+# -- FP8 ----------------------------------------------------------------------------------------------------
 
 
 def _cast(input: Tensor, scale, dtype: torch.dtype | None, is_amax: bool) -> tuple[Tensor, Tensor]:

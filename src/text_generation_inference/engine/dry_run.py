@@ -11,7 +11,7 @@ from text_generation_inference.devices.device import MeasuredDevice
 from text_generation_inference.engine.loop import StepRunner
 from text_generation_inference.types import Admission, Chunk, GenerationRequest, SamplingParams, StepPlan, StepResult
 
-SHORTEST = 256  # tokens that a request of a rehearsal must be allowed
+SHORTEST = 256  # tokens that a request of a dry_run must be allowed
 _PLAIN = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, typical_p=0.9, min_p=0.01)
 EVERYTHING = SamplingParams(
@@ -35,7 +35,7 @@ _FEW_SIZES = (1, 2, 8, 16)  # kernels differ where a number is 1 or divisible by
 _SIZES_AT_A_TIME = SHORTEST // 2  # requests get longer by a token with each
 
 
-class Rehearsal:
+class DryRun:
     """Plans steps for a runner that nobody else uses."""
 
     def __init__(self, runner: StepRunner, num_slots: int, block_size: int) -> None:
@@ -87,59 +87,59 @@ class Rehearsal:
         self._futures.append(self._runner.launch(StepPlan(self._step, **fields)))  # pyright: ignore
 
 
-def play_decode(rehearsal: Rehearsal, sizes: Sequence[int], params: SamplingParams = _PLAIN) -> None:
+def run_decode(dry_run: DryRun, sizes: Sequence[int], params: SamplingParams = _PLAIN) -> None:
     """Steps without a prompt, for each number of rows."""
     for number, rows in enumerate(sorted(set(sizes), reverse=True)):
         if number % _SIZES_AT_A_TIME == 0:
-            rehearsal.prompts([1] * rows, params)
-        rehearsal.decode(rows)
-    rehearsal.wait()
+            dry_run.prompts([1] * rows, params)
+        dry_run.decode(rows)
+    dry_run.wait()
 
 
-def play_largest(rehearsal: Rehearsal, rows: int, tokens: int, length: int) -> None:
+def run_largest(dry_run: DryRun, rows: int, tokens: int, length: int) -> None:
     """The largest permitted steps: of many requests with every option, and of one long prompt that is scored."""
     each, more = divmod(tokens, rows)
     lengths = [min(each + (row < more), length - 4) for row in range(rows)]
     for _ in range(2):  # the second is queued while the first one runs
-        rehearsal.prompts(lengths, EVERYTHING)
-    rehearsal.decode(rows)
-    rehearsal.decode(rows)
-    rehearsal.wait()
-    rehearsal.prompts([min(tokens, length - 1)], _PROMPT)
-    rehearsal.wait()
+        dry_run.prompts(lengths, EVERYTHING)
+    dry_run.decode(rows)
+    dry_run.decode(rows)
+    dry_run.wait()
+    dry_run.prompts([min(tokens, length - 1)], _PROMPT)
+    dry_run.wait()
 
 
-def play_prompts(rehearsal: Rehearsal, rows: int, tokens: int, length: int) -> None:
+def run_prompts(dry_run: DryRun, rows: int, tokens: int, length: int) -> None:
     """Prompts of several lengths, alone and beside others that decode."""
     longest = min(tokens, length - 1)
     for prompt in (*(prompt for prompt in _PROMPT_LENGTHS if prompt < longest), longest):
-        rehearsal.prompts([prompt])
+        dry_run.prompts([prompt])
         for num_decode in (1, 15):
             if prompt <= _SHORT and num_decode < rows and num_decode + prompt <= tokens:
-                rehearsal.prompts([1] * num_decode)
-                rehearsal.decode(num_decode)
-                rehearsal.prompts([prompt], num_decode=num_decode)
-        rehearsal.wait()
+                dry_run.prompts([1] * num_decode)
+                dry_run.decode(num_decode)
+                dry_run.prompts([prompt], num_decode=num_decode)
+        dry_run.wait()
 
 
-def play_prefix(rehearsal: Rehearsal, tokens: int, length: int) -> None:
+def run_prefix(dry_run: DryRun, tokens: int, length: int) -> None:
     """Prompts whose first tokens are in the cache already."""
     longest = min(tokens, length - 1)
     if longest > _PREFIX:
-        rehearsal.prompts([longest], start=_PREFIX)
-        rehearsal.prompts([_PREFIX + 1], start=_PREFIX)
-        rehearsal.wait()
+        dry_run.prompts([longest], start=_PREFIX)
+        dry_run.prompts([_PREFIX + 1], start=_PREFIX)
+        dry_run.wait()
 
 
-def play_captured(rehearsal: Rehearsal, rows: int, tokens: int, length: int) -> None:
+def run_captured(dry_run: DryRun, rows: int, tokens: int, length: int) -> None:
     """So many prompt tokens at once, of few prompts."""
     count = min(rows, -(-tokens // (length - 1)))
     each, more = divmod(tokens, count)
-    rehearsal.prompts([each + (number < more) for number in range(count)])
-    rehearsal.wait()
+    dry_run.prompts([each + (number < more) for number in range(count)])
+    dry_run.wait()
 
 
-def rehearse(
+def dry_run(
     device: MeasuredDevice,
     make_runner: Callable[[], StepRunner],
     rows: int,
@@ -157,26 +157,26 @@ def rehearse(
     block_size = device.limits.block_size
     few = [size for size in _FEW_SIZES if size < rows]
 
-    def play(rehearsal: Rehearsal, rows: int) -> None:
-        play_largest(rehearsal, rows, tokens, length)
-        play_prompts(rehearsal, rows, tokens, length)
-        play_decode(rehearsal, [rows, *few])
-        play_decode(rehearsal, [rows, *few], SAMPLED)
-        play_decode(rehearsal, few or [1], EVERYTHING)
+    def play(dry_run: DryRun, rows: int) -> None:
+        run_largest(dry_run, rows, tokens, length)
+        run_prompts(dry_run, rows, tokens, length)
+        run_decode(dry_run, [rows, *few])
+        run_decode(dry_run, [rows, *few], SAMPLED)
+        run_decode(dry_run, few or [1], EVERYTHING)
 
     with device.compiling():
-        rehearsal = Rehearsal(make_runner(), rows, block_size)
-        play_prefix(rehearsal, tokens, length)  # first: its kernel takes longest
-        play(rehearsal, min(rows, _FEW))
-        play_decode(rehearsal, capture)
-    del rehearsal
-    made: list[Rehearsal] = []
-    slots = device.peak_bytes(lambda: made.append(Rehearsal(make_runner(), rows, block_size)))
-    play_decode(made[0], [rows, *few])  # makes workspaces, which stay
+        dry_run = DryRun(make_runner(), rows, block_size)
+        run_prefix(dry_run, tokens, length)  # first: its kernel takes longest
+        play(dry_run, min(rows, _FEW))
+        run_decode(dry_run, capture)
+    del dry_run
+    made: list[DryRun] = []
+    slots = device.peak_bytes(lambda: made.append(DryRun(make_runner(), rows, block_size)))
+    run_decode(made[0], [rows, *few])  # makes workspaces, which stay
     # Captured steps have memory of their own, which they share.
     captured = max(
-        device.peak_bytes(lambda params=params: play_decode(made[0], [rows], params)) for params in (_PLAIN, SAMPLED)
+        device.peak_bytes(lambda params=params: run_decode(made[0], [rows], params)) for params in (_PLAIN, SAMPLED)
     )
     if captured_tokens:
-        captured = max(captured, device.peak_bytes(lambda: play_captured(made[0], rows, captured_tokens, length)))
+        captured = max(captured, device.peak_bytes(lambda: run_captured(made[0], rows, captured_tokens, length)))
     return slots + captured + device.peak_bytes(lambda: play(made[0], rows))

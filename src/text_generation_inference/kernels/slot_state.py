@@ -14,7 +14,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels import reference, sampling
 
-FILTERS = ("temperature", "top_k", "top_p", "typical_p", "min_p", "way")
+FILTERS = ("temperature", "top_k", "top_p", "typical_p", "min_p", "sampling_mode")
 PLAIN, DRAWS, ADJUSTED = 0.0, 1.0, -1.0  # ways: the best token; a draw; the best token, with more to it than that
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "frequency_by_length")
 
@@ -124,7 +124,7 @@ def greedy_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) ->
     seen the NaN.
     """
     tokens, logprobs = reference.greedy(logits.float())
-    plain = state.numbers["way"][slots.clamp(min=0).long()] == PLAIN
+    plain = state.numbers["sampling_mode"][slots.clamp(min=0).long()] == PLAIN
     _append(slots, (slots >= 0) & plain, state, out, tokens, logprobs)
 
 
@@ -136,7 +136,7 @@ def choose_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor, as
     top-k, top-p or typical-p keep stay too.
     """
     rows = slots.clamp(min=0).long()
-    temperature, top_k, top_p, typical_p, min_p, way = torch.where(
+    temperature, top_k, top_p, typical_p, min_p, mode = torch.where(
         (slots >= 0)[:, None], state.filters[rows], torch.tensor([1.0, 0, 1, 1, 0, PLAIN], device=slots.device)
     ).unbind(1)
     scores = logits.float()
@@ -149,13 +149,13 @@ def choose_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor, as
         _report_best(scores - totals[:, None], asked.tops)
     best, best_id = scores.max(dim=-1)
     tokens = best_id
-    if bool((way == DRAWS).any()):
+    if bool((mode == DRAWS).any()):
         kept = sampling.top_k(scores, top_k)
         kept = sampling.typical_p(_with_ties(kept, sampling.top_p(kept, top_p)), typical_p)
         drawn = sampling.draw(sampling.min_p(kept, min_p), state.seeds[rows], state.lengths[rows])
-        tokens = torch.where(way == DRAWS, drawn, best_id)
+        tokens = torch.where(mode == DRAWS, drawn, best_id)
     logprobs = scores.gather(1, tokens[:, None])[:, 0] - totals
-    _append(slots, way != PLAIN, state, out, tokens, torch.where(best.isinf(), torch.nan, logprobs))
+    _append(slots, mode != PLAIN, state, out, tokens, torch.where(best.isinf(), torch.nan, logprobs))
 
 
 def _with_ties(before: Tensor, kept: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from text_generation_inference.weights.quantization import ON_LOADING, Fp8Scheme
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from text_generation_inference.kernels.triton.fused_decode import make_fused_decode
 from text_generation_inference.kernels.triton.linear import Linear
 from text_generation_inference.kernels.triton.ops import load_ops
-from text_generation_inference.kernels.triton.stack import make_stack
 
 CPU = torch.device("cpu")
 STATIC = Fp8Scheme(input_scale_name="input_scale")
@@ -43,7 +43,11 @@ def build(quantization: Quantization, cache_dtype: torch.dtype, **changes: Any) 
     linear = Linear(3, (8, 9))
     loaded = load_ops(3)
     assert not isinstance(loaded, str)
-    ops = Ops("", **loaded | {"linear": linear, "product": linear.product, "make_stack": make_stack})
+    ops = Ops(
+        "",
+        **loaded
+        | {"linear": linear, "linear_unscaled": linear.linear_unscaled, "make_fused_decode": make_fused_decode},
+    )
     fields = {
         "vocab_size": 40, "hidden_size": 80, "intermediate_size": 208, "num_hidden_layers": 2,
         "num_attention_heads": 4, "head_dim": 20, "max_position_embeddings": 64, "hidden_act": "silu", **changes,
@@ -66,10 +70,10 @@ def build(quantization: Quantization, cache_dtype: torch.dtype, **changes: Any) 
 def compute(model: CausalLM, cache: Cache) -> tuple[torch.Tensor, Cache]:
     """The row's hidden state, and what the cache then holds."""
     cache = [(k.clone(), v.clone()) for k, v in cache]
-    if model.stack is not None:
-        pairs = zip(model.stack.layers, cache, strict=True)  # pyright: ignore
+    if model.fused_decode is not None:
+        pairs = zip(model.fused_decode.layers, cache, strict=True)  # pyright: ignore
         layers = [replace(layer, k_cache=k, v_cache=v) for layer, (k, v) in pairs]
-        model.stack = replace(model.stack, layers=layers)  # pyright: ignore
+        model.fused_decode = replace(model.fused_decode, layers=layers)  # pyright: ignore
     place = 1 * 16 + (TOKENS - 1) % 16
     batch = ForwardBatch(
         input_ids=torch.tensor([5]), positions=torch.tensor([TOKENS - 1]), kv_index=torch.tensor([place]),
@@ -98,9 +102,9 @@ def compute(model: CausalLM, cache: Cache) -> tuple[torch.Tensor, Cache]:
 )
 def test_equals_layers_one_by_one(quantization: Quantization, cache_dtype: torch.dtype, changes: dict) -> None:
     model, cache = build(quantization, cache_dtype, **changes)
-    assert model.stack is not None
+    assert model.fused_decode is not None
     found, found_cache = compute(model, cache)
-    model.stack = None
+    model.fused_decode = None
     expected, expected_cache = compute(model, cache)
     assert expected.isfinite().all()
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
@@ -111,17 +115,17 @@ def test_equals_layers_one_by_one(quantization: Quantization, cache_dtype: torch
 
 def test_what_it_does_not_take() -> None:
     model, cache = build(ON_LOADING, torch.float16, architectures=["LlamaForCausalLM"])
-    layers = [layer.as_stack_layer(*pair) for layer, pair in zip(model.model.layers, cache, strict=True)]
+    layers = [layer.as_fused_layer(*pair) for layer, pair in zip(model.model.layers, cache, strict=True)]
     norm = model.model.norm.weight
 
-    def is_taken(activation: str = "silu", eight_bit: bool = True, **changes: Any) -> bool:
+    def is_taken(activation: str = "silu", fp8: bool = True, **changes: Any) -> bool:
         changed = [layers[0], replace(layers[1], **changes)]
-        return make_stack(changed, norm, model.cos_sin, 4, 1e-5, 1.0, activation, eight_bit) is not None
+        return make_fused_decode(changed, norm, model.cos_sin, 4, 1e-5, 1.0, activation, fp8) is not None
 
     weight = layers[1].qkv
     assert isinstance(weight, Fp8Weight)
     assert is_taken()
-    assert not is_taken(eight_bit=False)
+    assert not is_taken(fp8=False)
     assert not is_taken(activation="relu")
     assert not is_taken(q_norm=torch.ones(20))
     assert not is_taken(k_norm=torch.ones(20))

@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""Matrix products in eight bits for a single row, with what happens before and after them in the same kernel.
+"""Matrix products in FP8 for a single row, with what happens before and after them in the same kernel.
 
 Like `vector`, but a program goes through many rows of the weight: what the input needs first (norm, scale,
-rounding to eight bits as `quantize_rows` does it) would otherwise take as long as reading the weight. Started while the
+rounding to FP8 as `quantize_rows` does it) would otherwise take as long as reading the weight. Started while the
 kernel before still ends it is slower, as measured in whole steps: its programs wait where that one's still work.
 """
 
@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.kernels.triton.gemv import GATES, gated, normalised
 from text_generation_inference.kernels.triton.quantize import BY_ROW, STATIC
-from text_generation_inference.kernels.triton.vector import GATES, gated, normalised
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def choose_shape(k: int) -> tuple[int, int, int, int]:
     return (4, 3, 4, 3) if k <= 4096 else (1, 3, 8, 2)
 
 
-class VectorProduct8:
+class GemvFp8:
     """The op, for a device with so many processors."""
 
     def __init__(self, num_processors: int) -> None:

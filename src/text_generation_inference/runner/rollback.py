@@ -21,7 +21,7 @@ def forget_slots(runner: QueuedRunner) -> None:
     slots.decode_slots = []
     if is_measured(device):
         device.free_bytes()  # gives back what torch keeps for later
-    with torch.inference_mode(), device.scope():
+    with torch.inference_mode(), device.stream():
         runner._staging = Staging(device)  # the old one may hold changes that were not sent
         runner._staging.write(slots.state.rows_at, [-1] * num_slots)
         runner._staging.send(slots.state)

@@ -1,7 +1,7 @@
 """All layers of a plain decoder as one op, for devices where the calls between small ops cost as much as the ops.
 
-A device that can do this offers `Ops.make_stack` and `Ops.run_stack`; either may return None for a model or a
-batch it is not made for. Elsewhere layers run one by one.
+A device that can do this offers `Ops.make_fused_decode` and `Ops.run_fused_decode`; either may return None for a model
+or a batch it is not made for. Elsewhere layers run one by one.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class StackLayer:
+class FusedLayer:
     """What one layer of a plain pre-norm decoder reads. Matrices are results of `pack_linear` or `pack_blocks`."""
 
     input_norm: Tensor  # [hidden]
@@ -29,4 +29,4 @@ class StackLayer:
     q_norm: Tensor | None = None  # [head_dim]: each head is normalised before it is rotated
     k_norm: Tensor | None = None
     window: int | None = None
-    kv_scales: tuple[float, float] = (1.0, 1.0)  # of a cache in eight bits
+    kv_scales: tuple[float, float] = (1.0, 1.0)  # of a cache in FP8

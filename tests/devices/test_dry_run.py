@@ -184,7 +184,7 @@ start(Path(sys.argv[1]), max_batch_size=40, max_batch_prefill_tokens=64, max_tot
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_a_rehearsal_compiles_every_kernel_of_a_step(tiny: Tiny, tmp_path: Path, device_name: str) -> None:
+def test_a_dry_run_compiles_every_kernel_of_a_step(tiny: Tiny, tmp_path: Path, device_name: str) -> None:
     """For Hopper, without a card."""
     if device_name != "cpu":
         pytest.skip("every other test does that")

@@ -59,11 +59,11 @@ class FaultyHarness(Harness):
             self.num_results += 1
             result = self.pending.popleft()
             if self.num_results in self.fail_results:
-                self.retract()
+                self.rollback()
                 return
             self.take(result)
         if self.failed_plan:
-            self.retract()
+            self.rollback()
 
     def take(self, result: StepResult) -> None:
         out = self.scheduler.apply(result)
@@ -76,11 +76,11 @@ class FaultyHarness(Harness):
         for finish in out.finished:
             self.reasons[finish.request_id] = finish.reason
 
-    def retract(self) -> None:
+    def rollback(self) -> None:
         self.pending.clear()
         self.failed_plan = False
         self.runner.forget()
-        out = self.scheduler.retract("no memory")
+        out = self.scheduler.rollback("no memory")
         assert not out.token_ids
         for finish in out.finished:
             assert (finish.reason, finish.error) == ("error", "no memory")
@@ -160,7 +160,7 @@ def test_a_request_whose_tokens_never_fit_ends() -> None:
         if plan is None:
             break
         if plan.decode or any(chunk.samples for chunk in plan.chunks):
-            finished += scheduler.retract("no memory").finished
+            finished += scheduler.rollback("no memory").finished
         else:
             scheduler.apply(StepResult(plan.step, [], []))
     assert [(finish.request_id, finish.error) for finish in finished] == [(1, "no memory")]

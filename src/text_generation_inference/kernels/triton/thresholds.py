@@ -146,7 +146,7 @@ def _report_best(
 
 
 @step_kernel
-def settle_kernel(
+def thresholds_kernel(
     logits, scores, places, slots, filters, tops, parts, plan, facts, bins, listed, ids, out, tokens, lengths, seeds,
     top_out, logits_row, filters_row, out_row, tokens_row, record, top_row, vocab, num_parts, room, top_room, adjusted,
     wants_tops, BLOCK: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr,

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Matrix products in eight bits of at most 64 rows, where reading the weight is what takes the time.
+"""Matrix products in FP8 of at most 64 rows, where reading the weight is what takes the time.
 
 A program multiplies some rows of the weight with all rows of the input; the weight takes the place of the left
 operand, whose tile must be large. Where there are fewer tiles than processors, several programs share one along the
@@ -18,7 +18,7 @@ MAX_ROWS = 64  # beyond, the libraries are faster
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _skinny_kernel(
+def _small_gemm_kernel(
     x, weight, x_scale, weight_scale, bias, out, partial, counters, x_row, out_row, rows,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -84,7 +84,7 @@ def choose_tiling(rows: int, n: int, num_processors: int) -> tuple[int, int, int
     return (64, 256, splits, 3) if splits > 1 else (64, 128, 1, 4)
 
 
-class SkinnyProduct:
+class SmallGemmFp8:
     """The op, with the buffers where parts meet."""
 
     def __init__(self, num_processors: int) -> None:
@@ -107,7 +107,7 @@ class SkinnyProduct:
         bm = max(16, triton.next_power_of_2(rows))
         tiles = triton.cdiv(n, bn)
         partial, counters = self._take(out.device, tiles * bn * bm * splits if splits > 1 else 1, tiles)
-        _skinny_kernel[(tiles, splits)](
+        _small_gemm_kernel[(tiles, splits)](
             x.data, weight.data, x.scale, weight.scale, x.scale if bias is None else bias, out, partial, counters,
             x.data.stride(0), out.stride(0), rows, N=n, K=k, BM=bm, BN=bn, BK=bk, SPLITS=splits, STAGES=stages,
             WHOLE=k % bk == 0, BIAS=bias is not None, DEPENDENT=dependent_launch(rows), num_warps=4,

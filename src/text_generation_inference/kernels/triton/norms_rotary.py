@@ -52,11 +52,11 @@ def _apart(x: Tensor | ScaledRows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _norm(
-    given: Tensor | ScaledRows, residual: Tensor | None, weight: Tensor, eps: float, into: Fp8Weight | None
+    given: Tensor | ScaledRows, residual: Tensor | None, weight: Tensor, eps: float, quantize_for: Fp8Weight | None
 ) -> tuple[Tensor | Fp8Rows, Tensor]:
     x, x_scales, x_columns = _apart(given)
     rows, width = x.shape
-    store = RowStore(rows, width, x.dtype, x.device, into)
+    store = RowStore(rows, width, x.dtype, x.device, quantize_for)
     total = x if residual is None else torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
         pad = max(128, triton.next_power_of_2(width))
@@ -70,16 +70,16 @@ def _norm(
     return store.result, total
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
-    """x `[tokens, hidden]`; the result in the form that `into` is multiplied with, where there is one."""
-    return _norm(x, None, weight, eps, into)[0]
+def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    """x `[tokens, hidden]`; the result in the form that `quantize_for` is multiplied with, where there is one."""
+    return _norm(x, None, weight, eps, quantize_for)[0]
 
 
 def add_rms_norm(
-    x: Tensor | ScaledRows, residual: Tensor, weight: Tensor, eps: float, into: Fp8Weight | None = None
+    x: Tensor | ScaledRows, residual: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
 ) -> tuple[Tensor | Fp8Rows, Tensor]:
     """Add x to the residual, then normalise: (normalised, new residual)."""
-    return _norm(x, residual, weight, eps, into)
+    return _norm(x, residual, weight, eps, quantize_for)
 
 
 @triton.jit
@@ -121,10 +121,10 @@ def _gate_kernel(
         store_columns(value, out + row * WIDTH, scales + row * scales_row, input_scale, i, WIDTH, BLOCK, FORM)
 
 
-def _gate(given: Tensor | ScaledRows, gelu: bool, into: Fp8Weight | None) -> Tensor | Fp8Rows:
+def _gate(given: Tensor | ScaledRows, gelu: bool, quantize_for: Fp8Weight | None) -> Tensor | Fp8Rows:
     x, x_scales, x_columns = _apart(given)
     rows, width = x.shape[0], x.shape[1] // 2
-    store = RowStore(rows, width, x.dtype, x.device, into)
+    store = RowStore(rows, width, x.dtype, x.device, quantize_for)
     if rows:
         block, rest = store.block(width, 2048), 0
         if store.form == BY_ROW.value and width <= block * 3 // 4 and block > SQUARE:
@@ -139,14 +139,14 @@ def _gate(given: Tensor | ScaledRows, gelu: bool, into: Fp8Weight | None) -> Ten
     return store.result
 
 
-def silu_mul(gate_up: Tensor | ScaledRows, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+def silu_mul(gate_up: Tensor | ScaledRows, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
     """gate_up `[tokens, 2 * width]` -> silu(gate) * up `[tokens, width]`."""
-    return _gate(gate_up, False, into)
+    return _gate(gate_up, False, quantize_for)
 
 
-def gelu_tanh_mul(gate_up: Tensor | ScaledRows, into: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+def gelu_tanh_mul(gate_up: Tensor | ScaledRows, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
     """gate_up `[tokens, 2 * width]` -> gelu(gate, tanh form) * up `[tokens, width]`."""
-    return _gate(gate_up, True, into)
+    return _gate(gate_up, True, quantize_for)
 
 
 @triton.jit
