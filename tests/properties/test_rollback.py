@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from test_scheduler import Harness, OracleRunner, check_outputs, relaxed, scenarios
 
 from text_generation_inference.scheduler.blocks import BlockPool
-from text_generation_inference.scheduler.policy import BatchPolicy, StepLimit
+from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.scheduler import Scheduler
+from text_generation_inference.scheduler.step_limit import StepLimit
 from text_generation_inference.types import GenerationRequest, SamplingParams, StepPlan, StepResult
 
 
@@ -124,10 +125,13 @@ def test_no_retraction_changes_a_token(scenario: dict, numbers: list[int], at_re
     check_outputs(scenario, harness)
 
 
+def limit_for(rows: int, tokens: int) -> StepLimit:
+    return StepLimit(BatchPolicy(max_batch_prefill_tokens=tokens, max_batch_size=rows, max_total_tokens=100))
+
+
 @given(st.integers(1, 64), st.integers(1, 4096), st.data())
 def test_limits_shrink_to_one_request_and_grow_back(rows: int, tokens: int, data: st.DataObject) -> None:
-    policy = BatchPolicy(max_batch_prefill_tokens=tokens, max_batch_size=rows, max_total_tokens=100)
-    limit = StepLimit(policy)
+    limit = limit_for(rows, tokens)
     most = (limit.rows, limit.tokens)
     failures = 0
     while True:
@@ -139,9 +143,62 @@ def test_limits_shrink_to_one_request_and_grow_back(rows: int, tokens: int, data
             break
         assert limit.rows <= before[0] and limit.tokens <= max(32, before[1])
         assert failures < 40
-    for _ in range(256 * 20):
-        limit.on_step(True)
+    for _ in range(40):
+        limit.on_step(limit.rows, limit.tokens, True)
     assert (limit.rows, limit.tokens) == most
+
+
+@given(st.integers(1, 1024), st.integers(64, 1 << 15), st.integers(1, 4))
+def test_after_a_lack_that_has_passed_the_limit_is_back_within_a_few_steps(
+    rows: int, tokens: int, failures: int
+) -> None:
+    limit = limit_for(rows, tokens)
+    most = (limit.rows, limit.tokens)
+    for _ in range(failures):
+        limit.shrink(limit.rows, limit.tokens)
+    steps = 0
+    while (limit.rows, limit.tokens) != most:
+        limit.on_step(limit.rows, limit.tokens, True)
+        steps += 1
+        if steps == failures:
+            assert limit.tokens >= most[1] >> failures, "at least what fits is allowed at once"
+    assert steps <= 8 + 2 * failures
+
+
+@given(st.integers(1, 1024), st.integers(64, 1 << 15), st.data())
+def test_a_lack_that_stays_costs_few_failures_and_little_of_each_step(
+    rows: int, tokens: int, data: st.DataObject
+) -> None:
+    """A device that has room for so many tokens a step, fewer than are permitted, for ever."""
+    limit = limit_for(rows, tokens)
+    room = data.draw(st.integers(33, max(33, limit.tokens - 1)))
+    failures = computed = 0
+    for _ in range(4000):
+        step_rows = min(limit.rows, limit.tokens // 2)
+        if limit.tokens > room:
+            failures += 1
+            assert limit.shrink(step_rows, limit.tokens)
+        else:
+            computed += limit.tokens
+            limit.on_step(step_rows, limit.tokens, True)
+    assert failures <= 30
+    assert computed >= 0.7 * 4000 * min(room, limit.tokens)
+
+
+def test_the_wait_is_of_the_size_that_failed() -> None:
+    """Trying 1,024 tokens in vain for long does not make a later lack that goes deeper last."""
+    limit = limit_for(64, 1024)
+    for _ in range(3000):
+        if limit.tokens > 1000:
+            limit.shrink(64, limit.tokens)
+        else:
+            limit.on_step(64, limit.tokens, True)
+    for _ in range(4):
+        limit.shrink(64, limit.tokens)
+    assert limit.tokens == 48  # of 768
+    for _ in range(20):
+        limit.on_step(min(limit.rows, 16), limit.tokens, True)
+    assert limit.tokens == 1024
 
 
 def test_a_request_whose_tokens_never_fit_ends() -> None:
@@ -165,3 +222,30 @@ def test_a_request_whose_tokens_never_fit_ends() -> None:
             scheduler.apply(StepResult(plan.step, [], []))
     assert [(finish.request_id, finish.error) for finish in finished] == [(1, "no memory")]
     assert not scheduler.has_work
+
+
+def test_one_lack_of_memory_does_not_leave_small_steps_behind() -> None:
+    """64 prompts fill a step, which fails once: a few steps later all run together again."""
+    policy = BatchPolicy(max_batch_prefill_tokens=1024, max_batch_size=64, max_total_tokens=100)
+    scheduler = Scheduler(policy, BlockPool(1000, 16))
+    for number in range(64):
+        scheduler.add(
+            GenerationRequest(
+                id=number,
+                token_ids=[number] * 16,
+                sampling=SamplingParams(),
+                max_new_tokens=80,
+                stop_token_ids=[],
+                seed=0,
+            )
+        )
+    plan = scheduler.plan()
+    assert plan is not None and len(plan.chunks) == 64
+    scheduler.rollback("no memory")
+    sizes: list[int] = []
+    while scheduler.num_running < 64:
+        plan = scheduler.plan()
+        assert plan is not None
+        sizes.append(len(plan.chunks))
+        scheduler.apply(StepResult(plan.step, [0] * scheduler.num_running, [0.0] * scheduler.num_running))
+    assert sizes == [32, 32]

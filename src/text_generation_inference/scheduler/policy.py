@@ -14,10 +14,6 @@ Pure arithmetic over the settings TGI's users know.
 
 import msgspec
 
-_SMALLEST_STEP = 32  # tokens; a prompt is not cut into smaller parts for lack of memory
-_MAX_FAILURES = 8
-_STEPS_UNTIL_LARGER = 256
-
 
 class BatchPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_prefill_tokens: int
@@ -39,47 +35,3 @@ class BatchPolicy(msgspec.Struct, frozen=True, kw_only=True):
         if self.mixes_phases or num_running == 0 or decode_steps_waited >= self.max_waiting_tokens:
             return 1
         return max(1, int(num_running * self.waiting_served_ratio))
-
-
-class StepLimit:
-    """How large steps may be after one was too large for the device's memory: half of it, and later more again."""
-
-    def __init__(self, policy: BatchPolicy) -> None:
-        self._most_rows = policy.max_batch_size
-        self._most_tokens = max(policy.max_batch_size, policy.max_batch_prefill_tokens)
-        self.rows, self.tokens = self._most_rows, self._most_tokens
-        self._steps_left = 0  # until it grows
-        self._tried_smallest = False
-        self._failures = 0  # of the smallest step since there was a token
-
-    def shrink(self, rows: int, tokens: int) -> bool:
-        """A step of so many requests and tokens did not fit. False if none is smaller, and it was tried often enough.
-
-        That is twice in a row, or a number of times without a token: a prompt may fit in parts, and its logits not.
-        """
-        if rows <= 1 and tokens <= _SMALLEST_STEP:
-            self._failures += 1
-            give_up = self._tried_smallest or self._failures >= _MAX_FAILURES
-            self._tried_smallest = not give_up
-            if give_up:
-                self._failures = 0
-            return not give_up
-        if rows > 1:
-            self.rows = rows // 2
-        if tokens > rows:  # it computed prompts
-            self.tokens = max(_SMALLEST_STEP, tokens // 2)
-        self._steps_left = _STEPS_UNTIL_LARGER
-        return True
-
-    def on_step(self, gave_tokens: bool) -> None:
-        """A step was computed."""
-        self._tried_smallest = False
-        if gave_tokens:
-            self._failures = 0
-        if self._steps_left:
-            self._steps_left -= 1
-            if not self._steps_left:
-                self.rows = min(self._most_rows, 2 * self.rows)
-                self.tokens = min(self._most_tokens, 2 * self.tokens)
-                if (self.rows, self.tokens) != (self._most_rows, self._most_tokens):
-                    self._steps_left = _STEPS_UNTIL_LARGER

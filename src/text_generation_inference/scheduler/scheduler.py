@@ -23,10 +23,11 @@ import msgspec
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.pace import StepPace, StepRoom, StepWork, attended
-from text_generation_inference.scheduler.policy import BatchPolicy, StepLimit
+from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.queue import make_queue
 from text_generation_inference.scheduler.request import Request
 from text_generation_inference.scheduler.shares import Shares
+from text_generation_inference.scheduler.step_limit import StepLimit
 from text_generation_inference.types import (
     Admission,
     Admitted,
@@ -185,7 +186,7 @@ class Scheduler:
         self._applied_step = flight.step
         self._pace.on_step(flight.work, step_s)
         rows = flight.decode_rows + flight.sampling_rows if flight.sampling_rows else flight.decode_rows
-        self._limit.on_step(bool(rows))
+        self._limit.on_step(*self._size(flight), bool(rows))
         assert len(rows) == len(result.token_ids)
         scored = [(flight.chunk_rows[p.row - len(flight.decode_rows)], p) for p in result.prompt_logprobs]
         prompts = [msgspec.structs.replace(p, row=request.id) for request, p in scored if not request.finished]
@@ -235,9 +236,7 @@ class Scheduler:
         self._blocked = None
         rows = flight.decode_rows + flight.chunk_rows
         finished: list[Finish] = []
-        # Where prompts are not cut, fewer of them are all that makes a step smaller.
-        num_tokens = flight.num_tokens if self._prompts_fit is None else len(rows)
-        if not self._limit.shrink(len(rows), num_tokens):
+        if not self._limit.shrink(*self._size(flight)):
             finished = [self._end(request, "error", error) for request in rows if not request.finished]
         admitted, self._admitted = self._admitted, []
         return TokenOut(finished=finished, admitted=admitted)
@@ -255,6 +254,11 @@ class Scheduler:
             assert len(request.blocks) * self.pool.block_size >= self._num_computed(request)
         for request in self._waiting:
             assert request.finished or not (request.running or request.blocks), "a waiting request holds something"
+
+    def _size(self, flight: _InFlight) -> tuple[int, int]:
+        """Requests and tokens of a step. Where prompts are not cut, fewer of them are all that makes it smaller."""
+        num_rows = len(flight.decode_rows) + len(flight.chunk_rows)
+        return num_rows, flight.num_tokens if self._prompts_fit is None else num_rows
 
     # -- parts of a plan -------------------------------------------------------------------------------------------
 
