@@ -1,4 +1,4 @@
-"""This tree beside another one (the commit before a change, say) on the ten rows of `cuda_peers`, in one run on one GPU.
+"""This tree beside another one (the commit before a change, say) on the ten rows of `cuda_peers`, on one GPU.
 
     git worktree add ../before COMMIT
     python bench/cuda_before.py ../before/src [--package NAME] [--rows 1,3,7-10] [--json FILE] [--args "..."]
