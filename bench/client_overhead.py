@@ -20,11 +20,11 @@ from contextlib import suppress
 
 import numpy as np
 
-from text_generation_inference.bench.report import markdown
 from text_generation_inference.bench.serve.apis import Call
 from text_generation_inference.bench.serve.crew import Crew, Plan
 from text_generation_inference.bench.serve.orders import Request, Settings
 from text_generation_inference.bench.serve.target import find_target
+from text_generation_inference.bench.tables import markdown
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b'data:{"index":%d,"token":{"id":28120,"text":" word","logprob":-0.98765432,"special":false},"generated_text":'

@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from text_generation_inference.bench.report import markdown
 from text_generation_inference.bench.shapes import SHAPES, write_shape
+from text_generation_inference.bench.tables import markdown
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import start_engine
 from text_generation_inference.engine.loop import EngineLoop

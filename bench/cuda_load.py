@@ -22,8 +22,8 @@ from queue import SimpleQueue
 import torch
 from safetensors.torch import save_file
 
-from text_generation_inference.bench.report import markdown
 from text_generation_inference.bench.shapes import SHAPES, write_shape
+from text_generation_inference.bench.tables import markdown
 
 LAYERS_PER_FILE = 4
 PIECE = 16 << 20

@@ -19,8 +19,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from text_generation_inference.bench.report import markdown
 from text_generation_inference.bench.shapes import write_shape
+from text_generation_inference.bench.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from text_generation_inference.bench.report import markdown
+from text_generation_inference.bench.tables import markdown
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine, start_engine
 from text_generation_inference.errors import TgiError

@@ -20,7 +20,7 @@ from typing import Any
 
 from cuda_perplexity import TEXT, differences, run, score, start, stop
 
-from text_generation_inference.bench.report import markdown
+from text_generation_inference.bench.tables import markdown
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import TgiError
 from text_generation_inference.text.tokenizer import Tokenizer

@@ -11,12 +11,14 @@ from text_generation_inference.bench.command import main
 from text_generation_inference.bench.floor import FloorModel
 from text_generation_inference.bench.offline import check_host_memory, choose_rows, find_lack, make_config
 from text_generation_inference.bench.offline_command import read_task
+from text_generation_inference.bench.offline_tables import rows_table
 from text_generation_inference.bench.presets import PRESETS
-from text_generation_inference.bench.report import check_writable, markdown, rows_table
+from text_generation_inference.bench.report import check_writable
 from text_generation_inference.bench.results import Published, Row, RowResult, parse_row
 from text_generation_inference.bench.row_progress import RowProgress, describe_seconds, draw_bar
 from text_generation_inference.bench.shapes import SHAPES, config_of, write_shape
 from text_generation_inference.bench.step_profile import find_steps, kind_of, summarise
+from text_generation_inference.bench.tables import markdown
 from text_generation_inference.bench.work import Iteration, Step
 from text_generation_inference.bench.work import summarise as summarise_row
 from text_generation_inference.config import Resolved
@@ -241,7 +243,7 @@ def test_tables() -> None:
     assert "published: Llama-2-70B FP8 on Gaudi 2" in table and "2,727 (2 cards)" in table
     assert "200/800 x64" in table and "90.0%" in table
     assert len({line.count("|") for line in table.split("\n")}) == 1
-    row.floor_step_ms = row.published = None
+    row.floor_step_ms = row.floor_tokens_per_s = row.of_floor = row.published = None
     assert "floor" not in rows_table([row]) and "published" not in rows_table([row])
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from bench_samples import offline_report, serve_report, static_report
 from terminal import run_on_terminal
-from text_generation_inference.bench.fit import fit
-from text_generation_inference.bench.report import rows_table
-from text_generation_inference.bench.serve.table import tables
+from text_generation_inference.bench.offline_tables import rows_table
+from text_generation_inference.bench.serve.tables import tables
 from text_generation_inference.bench.static.tables import latency_table, throughput_table
+from text_generation_inference.bench.tables import fit
 
 TEXTS = {
     "serve": tables(serve_report().phases),
@@ -47,13 +47,13 @@ def test_percentiles_say_of_what():
 
 @pytest.mark.parametrize("width", [50, 80])
 def test_on_a_terminal(width):
-    code = "from text_generation_inference.bench.fit import show; show('| a | b |\\n|:--|--:|\\n' + '\\n'.join(f'| row {n} | {n:>100} |' for n in range(3)))"
+    code = "from text_generation_inference.bench.tables import show; show('| a | b |\\n|:--|--:|\\n' + '\\n'.join(f'| row {n} | {n:>100} |' for n in range(3)))"
     status, shown = run_on_terminal([sys.executable, "-c", code], width)
     assert status == 0 and max(map(len, shown.splitlines())) <= width
 
 
 def test_elsewhere_tables_stay_whole(capsys):
-    from text_generation_inference.bench.fit import show
+    from text_generation_inference.bench.tables import show
 
     show(TEXTS["serve"])
     assert capsys.readouterr().out == TEXTS["serve"] + "\n"

@@ -23,7 +23,7 @@ from text_generation_inference.bench.serve.orders import Finished, Outcome
 from text_generation_inference.bench.serve.profiles import PROFILES, Lengths, exactly, parse_lengths
 from text_generation_inference.bench.serve.prompts import Counter, FilePrompts, Prompt, PromptMaker, read_prompts
 from text_generation_inference.bench.serve.results import Phase, ServeReport
-from text_generation_inference.bench.serve.table import limit_line, tables
+from text_generation_inference.bench.serve.tables import limit_line, tables
 from text_generation_inference.bench.serve.vocabulary import load_tokenizer
 from text_generation_inference.errors import StartError
 from text_generation_inference.text.model_folder import SpecialTokens

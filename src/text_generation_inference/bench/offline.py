@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from text_generation_inference.bench import fit
 from text_generation_inference.bench import report as reports
 from text_generation_inference.bench.command_line import EXIT_INTERRUPTED
 from text_generation_inference.bench.generation_flags import describe_throughput
 from text_generation_inference.bench.hardware import describe_hardware
 from text_generation_inference.bench.offline_command import Task
+from text_generation_inference.bench.offline_tables import profile_table, rows_table
 from text_generation_inference.bench.results import OfflineReport, Row, RowResult, SkippedRow
 from text_generation_inference.bench.row_progress import Lines, RowProgress
 from text_generation_inference.bench.shapes import write_shape
+from text_generation_inference.bench.tables import show
 from text_generation_inference.bench.work import Iteration, run_once, summarise, warm_up
 from text_generation_inference.config import Resolved, ServerConfig
 from text_generation_inference.devices.device import Device, check_present
@@ -203,8 +204,7 @@ class _Run:
         reasons = {row: find_lack(row, self.engine.resolved) for row in self.rows}
         self.report.skipped += [_skip(row, reason) for row, reason in reasons.items() if reason is not None]
         for left_out in self.report.skipped:
-            row = Row(left_out.inputs, left_out.outputs, left_out.requests)
-            self.lines.say(f"{row}: skipped: {left_out.reason}")
+            self.lines.say(f"{left_out.row}: skipped: {left_out.reason}")
         self.save()
         return [row for row, reason in reasons.items() if reason is None]
 
@@ -269,11 +269,11 @@ class _Run:
 
     def show(self) -> None:
         if self.report.rows:
-            fit.show(reports.rows_table(self.report.rows))
+            show(rows_table(self.report.rows))
         if self.report.rows and self.task.asked is not None:
-            fit.show(f"\n{describe_throughput(self.report.rows[0])}")
+            show(f"\n{describe_throughput(self.report.rows[0])}")
         if self.report.profile is not None:
-            fit.show(f"\n{reports.profile_table(self.report.profile)}")
+            show(f"\n{profile_table(self.report.profile)}")
 
     def save(self) -> None:
         if self.task.json_path is not None:

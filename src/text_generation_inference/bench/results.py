@@ -60,6 +60,10 @@ class RowResult(msgspec.Struct, kw_only=True):
     of_floor: float | None = None
     published: Published | None = None
 
+    @property
+    def row(self) -> Row:
+        return Row(self.inputs, self.outputs, self.requests)
+
 
 class SkippedRow(msgspec.Struct):
     """A row of a preset that this machine cannot do as it was published."""
@@ -68,6 +72,10 @@ class SkippedRow(msgspec.Struct):
     outputs: int
     requests: int
     reason: str
+
+    @property
+    def row(self) -> Row:
+        return Row(self.inputs, self.outputs, self.requests)
 
 
 def parse_row(text: str) -> Row:

@@ -1,24 +1,25 @@
-"""The whole page: who ran what where, then a section for each benchmark.
+"""The whole page, from its templates: who ran what where, then a section for each benchmark.
 
-One file without anything from elsewhere: its policy lets a browser use this style and this script and fetch
-nothing.
+One file without anything from elsewhere: its policy lets a browser use this style and this script and fetch nothing.
+What comes from a report is escaped by the templates, and characters that no page may contain are marked as unknown.
 """
 
 import base64
 import hashlib
+import re
+from collections.abc import Sequence
 from importlib import resources
-from types import ModuleType
 from typing import Any
 
+import jinja2
 import msgspec
 
-from text_generation_inference.bench.page import frame, offline_section, serve_section, static_section
-from text_generation_inference.bench.page.markup import Markup, join, tag
+from text_generation_inference.bench.page import offline_section, serve_section, static_section
 from text_generation_inference.bench.page.read import Run
-from text_generation_inference.bench.page.tables import table
 from text_generation_inference.bench.results import OfflineReport
 from text_generation_inference.bench.serve.results import ServeReport
 from text_generation_inference.bench.static.results import StaticReport
+from text_generation_inference.bench.tables import Column, Table, make_table
 from text_generation_inference.version import __version__
 
 _SECTIONS = (
@@ -27,41 +28,78 @@ _SECTIONS = (
     ("static", "Static batches", StaticReport, static_section),
 )
 _KINDS = {"serve": "serving", "offline": "offline", "static": "static batches"}
+_PACKAGE = "text_generation_inference.bench.page"
+_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 def make_page(runs: list[Run], title: str | None = None) -> str:
-    title = title or default_title(runs)
-    sections: list[Markup] = []
-    links: list[tuple[str, str]] = []
-    for name, heading, kind, section in _SECTIONS:
-        pairs: Any = [(run, run.report) for run in runs if isinstance(run.report, kind)]
-        if pairs:
-            sections.append(_section(name, heading, pairs, section))
-            links.append((name, heading))
-    links.append(("runs", "How each run was made"))
     style, script = _read("page.css"), _read("page.js")
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}"
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", title),
-        tag("link", rel="icon", href="data:,"),
-        tag("style", Markup(style)),
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            title=title or default_title(runs),
+            subtitle=_subtitle(runs),
+            summary=make_table("Runs", _SUMMARY, runs),
+            sections=_sections(runs),
+            runs=runs,
+            facts=_facts,
+            policy=policy,
+            style=style,
+            script=script,
+            version=__version__,
+        )
     )
-    nav = tag("nav", (tag("a", text, href=f"#{name}") for name, text in links), aria_label="Sections")
-    cards = tag("div", (_card(run, len(runs)) for run in runs), class_="cards")
-    body = tag(
-        "body",
-        tag("header", tag("h1", title), tag("p", _subtitle(runs)), nav, _summary(runs)),
-        tag("main", sections, tag("section", tag("h2", links[-1][1]), cards, id="runs")),
-        tag("footer", tag("p", f"Made by tgi {__version__}. The formulas in full: docs/benchmarking.md.")),
-        tag("div", id="tip", role="status", hidden=True),
-        tag("script", Markup(script)),
+
+
+def _environment() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader(_PACKAGE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_finalize,
     )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+    made.filters["plain"] = _plain
+    made.globals["spans"] = _spans
+    return made
+
+
+def _finalize(value: Any) -> Any:
+    """What is written for the value of an expression, before it is escaped."""
+    if isinstance(value, float):
+        return f"{value:.2f}".rstrip("0").rstrip(".")  # a place on a drawing
+    return _FORBIDDEN.sub("\ufffd", value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(part, str | int | float) for part in value):
+        return ", ".join(_plain(part) for part in value)
+    return msgspec.json.encode(value).decode()
+
+
+def _spans(rows: Sequence[Sequence[str]], start: int, column: int) -> int:
+    """How many rows from `start` on have the same names up to this column; 0 if the row before has them too."""
+    names = rows[start][: column + 1]
+    if start and rows[start - 1][: column + 1] == names:
+        return 0
+    end = start
+    while end < len(rows) and rows[end][: column + 1] == names:
+        end += 1
+    return end - start
+
+
+def _read(name: str) -> str:
+    return resources.files(_PACKAGE).joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# -- what it says --------------------------------------------------------------------------------------------------
 
 
 def default_title(runs: list[Run]) -> str:
@@ -80,22 +118,6 @@ def _subtitle(runs: list[Run]) -> str:
     return f"{len(runs)} runs{when}: {', '.join(kinds)}"
 
 
-def _summary(runs: list[Run]) -> Markup:
-    heads = ["Run", "Benchmark", "Hardware", "tgi", "Commit", "Started"]
-    cells = [
-        [
-            run.name,
-            _KINDS[run.report.benchmark] + ("" if run.report.complete else ", ended early"),
-            _hardware(run.report.hardware),
-            run.report.versions.get("tgi", "–"),
-            run.report.commit or "–",
-            run.report.started_at[:16].replace("T", " ") or "–",
-        ]
-        for run in runs
-    ]
-    return tag("div", table("Runs", heads, cells), class_="summary")
-
-
 def _hardware(found: dict[str, Any]) -> str:
     """The part that decides; serving knows its client's machine only."""
     if "client" in found:
@@ -104,89 +126,63 @@ def _hardware(found: dict[str, Any]) -> str:
     return f"{named}, {found['cpus']} CPUs" if "cpus" in found and "gpu" not in found else str(named)
 
 
-def _section(name: str, heading: str, pairs: Any, section: ModuleType) -> Markup:
-    runs = [run for run, _ in pairs]
-    groups: list[Markup] = []
-    for title, charts in section.draw(pairs):
-        drawn = [chart for chart in charts if chart is not None]
-        if drawn:
-            groups.append(tag("div", tag("h3", title) if title else None, tag("div", drawn, class_="charts")))
-    legend = frame.legend([(run.slot, run.name) for run in runs]) if len(runs) > 1 and groups else None
-    empty = None if groups else tag("p", "Nothing was measured.", class_="warning")
-    tables = [part for run, report in pairs for part in section.list_tables(run, report)]
-    told = (part for term, text in section.TERMS for part in (tag("dt", term), tag("dd", text)))
-    return tag("section", tag("h2", heading), legend, empty, groups, tables, tag("dl", told, class_="terms"), id=name)
+_SUMMARY = [
+    Column("Run", lambda run: run.name),
+    Column("Benchmark", lambda run: _KINDS[run.report.benchmark] + ("" if run.report.complete else ", ended early")),
+    Column("Hardware", lambda run: _hardware(run.report.hardware)),
+    Column("tgi", lambda run: run.report.versions.get("tgi")),
+    Column("Commit", lambda run: run.report.commit or None),
+    Column("Started", lambda run: run.report.started_at[:16].replace("T", " ") or None),
+]
 
 
-# -- a run ---------------------------------------------------------------------------------------------------------
+class Section(msgspec.Struct):
+    """A benchmark. `parts` are tables, and warnings as plain text."""
+
+    name: str
+    heading: str
+    runs: list[Run]
+    groups: list[tuple[str | None, list[Any]]]  # headings and figures
+    parts: list[Table | str]
+    terms: dict[str, str]
 
 
-def _card(run: Run, num_runs: int) -> Markup:
+def _sections(runs: list[Run]) -> list[Section]:
+    found: list[Section] = []
+    for name, heading, kind, module in _SECTIONS:
+        pairs: Any = [(run, run.report) for run in runs if isinstance(run.report, kind)]
+        if pairs:
+            groups = [(title, [one for one in figures if one is not None]) for title, figures in module.draw(pairs)]
+            parts = [part for run, report in pairs for part in module.list_tables(run.name, report)]
+            shown = [(title, figures) for title, figures in groups if figures]
+            found.append(Section(name, heading, [run for run, _ in pairs], shown, parts, module.TERMS))
+    return found
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """How a run was made: texts, pairs of names and values, or lists."""
     report = run.report
-    key = tag("svg", frame.mark(8.0, 8.0, run.slot), viewBox="0 0 16 16", class_="key", aria_hidden="true")
-    facts = [
-        ("Benchmark", _KINDS[report.benchmark]),
-        ("Model", report.model),
-        ("Started", report.started_at.replace("T", " ").replace("+00:00", " UTC") or "not said"),
-        ("Hardware", _pairs(report.hardware)),
-        ("Commit", report.commit or "not said"),
-        ("Versions", _pairs(report.versions)),
-        ("Configuration", _pairs(report.configuration)),
-        *_more_facts(report),
-        ("File", run.file),
-    ]
-    rows = [part for name, text in facts if text for part in (tag("dt", name), tag("dd", text))]
-    early = None if report.complete else tag("p", "Ended early: what was measured until then.", class_="warning")
-    return tag(
-        "article",
-        tag("h3", key if num_runs > 1 else None, run.name),
-        early,
-        tag("dl", rows),
-        class_=f"card {frame.colour(run.slot)}",
-    )
+    return {
+        "Benchmark": _KINDS[report.benchmark],
+        "Model": report.model,
+        "Started": report.started_at.replace("T", " ").replace("+00:00", " UTC") or "not said",
+        "Hardware": report.hardware,
+        "Commit": report.commit or "not said",
+        "Versions": report.versions,
+        "Configuration": report.configuration,
+        **_more_facts(report),
+        "Notes": getattr(report, "notes", None),
+        "File": run.file,
+    }
 
 
-def _more_facts(report: Any) -> list[tuple[str, str]]:
-    notes = Markup(tag("ul", (tag("li", note) for note in report.notes))) if getattr(report, "notes", None) else ""
+def _more_facts(report: Any) -> dict[str, Any]:
     if isinstance(report, ServeReport):
-        client = _pairs(
-            {"url": report.url, "api": report.api, "profile": report.profile, "tokenizer": report.tokenizer}
-        )
-        return [("Requests", client), ("Server", _pairs(report.server)), ("Notes", notes)]
+        fields = ("url", "api", "profile", "tokenizer")
+        return {"Requests": {field: getattr(report, field) for field in fields}, "Server": report.server}
     if isinstance(report, OfflineReport):
-        stages = _pairs({stage: f"{seconds:g} s" for stage, seconds in report.stages.items()})
-        ready = "" if report.ready_seconds is None else join([f"after {report.ready_seconds:,.1f} s: ", stages])
-        return [("Preset", report.preset or ""), ("Ready", ready), ("Notes", notes)]
-    if isinstance(report, StaticReport):
-        work = {
-            "sequence length": report.sequence_length,
-            "decode length": report.decode_length,
-            "runs": report.runs,
-            "warm-ups": report.warmups,
-        }
-        return [("Work", _pairs(work)), ("Notes", notes)]
-    return []
-
-
-def _pairs(fields: dict[str, Any]) -> Markup:
-    pairs = (tag("span", tag("i", key), " ", tag("b", _plain(value)), class_="pair") for key, value in fields.items())
-    return join(part for pair in pairs for part in (pair, " "))
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(part, str | int | float) for part in value):
-        return ", ".join(_plain(part) for part in value)
-    return msgspec.json.encode(value).decode()
-
-
-# -- style and script ----------------------------------------------------------------------------------------------
-
-
-def _read(name: str) -> str:
-    return resources.files("text_generation_inference.bench.page").joinpath(name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        ready = {} if report.ready_seconds is None else {"after": f"{report.ready_seconds:,.1f} s"}
+        stages = {stage: f"{seconds:g} s" for stage, seconds in report.stages.items()}
+        return {"Preset": report.preset or "", "Ready": {**ready, **stages} if ready else ""}
+    fields = ("sequence_length", "decode_length", "runs", "warmups")
+    return {"Work": {field.replace("_", " "): getattr(report, field) for field in fields}}

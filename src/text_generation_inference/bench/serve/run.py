@@ -13,7 +13,6 @@ from typing import Any
 
 from text_generation_inference.bench import report as reports
 from text_generation_inference.bench.command_line import EXIT_ERROR, EXIT_INTERRUPTED
-from text_generation_inference.bench.fit import show
 from text_generation_inference.bench.row_progress import Lines, describe_seconds, draw_bar
 from text_generation_inference.bench.serve.apis import Call
 from text_generation_inference.bench.serve.command import Task
@@ -22,9 +21,10 @@ from text_generation_inference.bench.serve.modes import PromptSource, Session, S
 from text_generation_inference.bench.serve.orders import Settings
 from text_generation_inference.bench.serve.prompts import Counter, FilePrompts, PromptMaker, read_prompts
 from text_generation_inference.bench.serve.results import Phase, ServeReport
-from text_generation_inference.bench.serve.table import error_lines, limit_line, tables
+from text_generation_inference.bench.serve.tables import error_lines, limit_line, tables
 from text_generation_inference.bench.serve.target import Server, Target, ask_server, choose_call, find_target
 from text_generation_inference.bench.serve.vocabulary import load_tokenizer
+from text_generation_inference.bench.tables import show
 from text_generation_inference.errors import StartError
 
 _SECONDS_BETWEEN_WORDS, _SECONDS_BETWEEN_LINES = 0.25, 30.0

@@ -11,7 +11,6 @@ from typing import Protocol, Self
 
 from text_generation_inference.bench.static.results import summarise
 from text_generation_inference.bench.static.state import State
-from text_generation_inference.bench.static.tables import plain
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -91,8 +90,8 @@ class Lines(Silence):
             batch = state.batches[self._num_told]
             self._num_told += 1
             prefill, token = summarise(batch.prefill_ms).average, summarise(batch.decode_token_ms).average
-            decode = f", decode {plain(token)} ms per token" if batch.decode_token_ms else ""
-            self._say(f"batch size {batch.batch_size}: prefill {plain(prefill)} ms{decode}")
+            decode = f", decode {token:.2f} ms per token" if batch.decode_token_ms else ""
+            self._say(f"batch size {batch.batch_size}: prefill {prefill:.2f} ms{decode}")
         self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
 
     def finish(self) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from text_generation_inference.bench import report as reports
-from text_generation_inference.bench.fit import show
 from text_generation_inference.bench.hardware import describe_hardware
 from text_generation_inference.bench.static.display import Display, Lines, Moment, Quit, Silence
 from text_generation_inference.bench.static.prompt import make_prompt
@@ -22,6 +21,7 @@ from text_generation_inference.bench.static.state import State
 from text_generation_inference.bench.static.tables import all_tables
 from text_generation_inference.bench.static.task import Task
 from text_generation_inference.bench.static.terminal import has_terminal
+from text_generation_inference.bench.tables import show
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine import warm_up as engine_warm_up
 from text_generation_inference.engine.build import Engine, start_engine

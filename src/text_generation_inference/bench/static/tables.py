@@ -1,12 +1,48 @@
-"""The three Markdown tables that are printed at the end.
+"""The tables of `text-generation-benchmark`. On a terminal, names, order and formats are those of TGI's tool."""
 
-Pure Python. Names, order and formats are those that readers of TGI's tool know.
-"""
-
-import math
+from collections.abc import Callable
+from itertools import pairwise
 
 from text_generation_inference.bench.static.results import BatchResult, summarise
 from text_generation_inference.bench.static.task import Task
+from text_generation_inference.bench.tables import Column, Table, make_table, markdown, text_cells
+
+Pick = Callable[[BatchResult], list[float]]
+
+LATENCIES: dict[str, Pick] = {
+    "Prefill": lambda batch: batch.prefill_ms,
+    "Decode (token)": lambda batch: batch.decode_token_ms,
+    "Decode (total)": lambda batch: batch.decode_total_ms,
+}
+RATES: dict[str, Pick] = {
+    "Prefill": lambda batch: batch.prefill_tokens_per_s,
+    "Decode": lambda batch: batch.decode_tokens_per_s,
+}
+_FIGURES = ("Average", "Lowest", "Highest", "p50", "p90", "p99")
+
+
+def _columns(steps: dict[str, Pick], figures: tuple[str, ...], unit: str) -> list[Column]:
+    """Of a row that is (step, batch)."""
+    shown = [
+        Column(name, lambda row, name=name: getattr(summarise(steps[row[0]](row[1])), name.lower()), unit=unit)
+        for name in figures
+    ]
+    return [Column("Step", lambda row: row[0]), Column("Batch Size", lambda row: str(row[1].batch_size)), *shown]
+
+
+_LATENCY = _columns(LATENCIES, _FIGURES, "ms")
+_THROUGHPUT = _columns(RATES, _FIGURES[:3], "tokens/secs")
+
+
+def page_tables(name: str, batches: list[BatchResult]) -> list[Table]:
+    return [
+        make_table(f"{name}: latency", _LATENCY, _rows(LATENCIES, batches), num_names=2),
+        make_table(f"{name}: throughput", _THROUGHPUT, _rows(RATES, batches), num_names=2),
+    ]
+
+
+def all_tables(task: Task, batches: list[BatchResult]) -> str:
+    return "\n\n".join([parameters_table(task), latency_table(batches), throughput_table(batches)])
 
 
 def parameters_table(task: Task) -> str:
@@ -27,58 +63,27 @@ def parameters_table(task: Task) -> str:
         ["Watermark", str(sampling.watermark).lower()],
         ["Do Sample", str(sampling.do_sample).lower()],
     ]
-    return _markdown(["Parameter", "Value"], rows)
+    return markdown(["Parameter", "Value"], rows, plain=True)
 
 
 def latency_table(batches: list[BatchResult]) -> str:
-    steps = [
-        ("Prefill", [batch.prefill_ms for batch in batches]),
-        ("Decode (token)", [batch.decode_token_ms for batch in batches]),
-        ("Decode (total)", [batch.decode_total_ms for batch in batches]),
-    ]
-    heads = ["Step", "Batch Size", "Average", "Lowest", "Highest", "p50", "p90", "p99"]
-    return _by_step(heads, batches, steps, "ms")
+    return _by_step(_LATENCY, _rows(LATENCIES, batches))
 
 
 def throughput_table(batches: list[BatchResult]) -> str:
-    steps = [
-        ("Prefill", [batch.prefill_tokens_per_s for batch in batches]),
-        ("Decode", [batch.decode_tokens_per_s for batch in batches]),
-    ]
-    return _by_step(["Step", "Batch Size", "Average", "Lowest", "Highest"], batches, steps, "tokens/secs")
+    return _by_step(_THROUGHPUT, _rows(RATES, batches))
 
 
-def all_tables(task: Task, batches: list[BatchResult]) -> str:
-    return "\n\n".join([parameters_table(task), latency_table(batches), throughput_table(batches)])
+def _rows(steps: dict[str, Pick], batches: list[BatchResult]) -> list[tuple[str, BatchResult]]:
+    return [(step, batch) for step in steps for batch in batches]
 
 
-def _by_step(
-    heads: list[str], batches: list[BatchResult], steps: list[tuple[str, list[list[float]]]], unit: str
-) -> str:
+def _by_step(columns: list[Column], rows: list[tuple[str, BatchResult]]) -> str:
     """The step's name stands in its first row only."""
-    rows: list[list[str]] = []
-    for step, values_by_batch in steps:
-        for number, (batch, values) in enumerate(zip(batches, values_by_batch, strict=True)):
-            summary = summarise(values)
-            figures = [getattr(summary, head.lower()) for head in heads[2:]]
-            name = step if number == 0 else ""
-            rows.append([name, str(batch.batch_size), *(f"{plain(figure)} {unit}" for figure in figures)])
-    return _markdown(heads, rows)
-
-
-def plain(figure: float) -> str:
-    return "NaN" if math.isnan(figure) else f"{figure:.2f}"
+    heads, cells = text_cells(columns, rows)
+    again = [False, *(above[0] == below[0] for above, below in pairwise(rows))]
+    return markdown(heads, [["" if same else row[0], *row[1:]] for row, same in zip(cells, again, strict=True)], True)
 
 
 def _optional(value: float | None) -> str:
     return "None" if value is None else f"Some({value})"
-
-
-def _markdown(heads: list[str], rows: list[list[str]]) -> str:
-    widths = [max(len(line[column]) for line in [heads, *rows]) for column in range(len(heads))]
-
-    def line(cells: list[str]) -> str:
-        return "|" + "|".join(f" {cell.ljust(width)} " for cell, width in zip(cells, widths, strict=True)) + "|"
-
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([line(heads), rule, *(line(row) for row in rows)])

@@ -11,7 +11,6 @@ from text_generation_inference.bench.static.charts import Block, Point, blank, h
 from text_generation_inference.bench.static.display import clock
 from text_generation_inference.bench.static.results import BatchResult, summarise
 from text_generation_inference.bench.static.state import State
-from text_generation_inference.bench.static.tables import plain
 
 PREFILL, DECODE = "cyan", "magenta"
 _ACCENT, _MUTED, _DONE = "bold yellow", "bright_black", "green"
@@ -174,7 +173,7 @@ def _columns(columns: list[tuple[str, list[float], str]], width: int, style: str
     for row, figure in enumerate(_FIGURES):
         line = Text(figure.ljust(label), style=_MUTED)
         for (_, values, unit), summary in zip(columns, summaries, strict=True):
-            shown = f"{plain(getattr(summary, figure.lower()))}{unit}" if values else "-"
+            shown = f"{getattr(summary, figure.lower()):.2f}{unit}" if values else "-"
             line.append((shown if unit or row < 3 else "").rjust(each), style="bold" if row == 0 else "")
         lines.append(_exactly(line, width))
     return lines
@@ -189,7 +188,7 @@ def _few_figures(batch: BatchResult, width: int) -> Block:
         ("Decode", batch.decode_tokens_per_s, "tokens/secs", DECODE),
     ]
     return [
-        Text(f" {name:<13}", style=style).append(f"{plain(summarise(values).average)} {unit}" if values else "-")
+        Text(f" {name:<13}", style=style).append(f"{summarise(values).average:.2f} {unit}" if values else "-")
         for name, values, unit, style in shown
     ]
 

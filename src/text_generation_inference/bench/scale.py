@@ -79,17 +79,12 @@ def thin(places: Sequence[float], least: float) -> list[int]:
     return kept
 
 
-def short(value: float) -> str:
-    """For an axis: 0.05, 1.5, 250, 20k, 3M."""
+def short(value: float, digits: int = 4) -> str:
+    """For an axis: 0.05, 1.5, 250, 1.5k, 20k, 3M."""
     size = abs(value)
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}" if size >= 1e-4 or not size else f"{value:.1e}"
-
-
-def number(value: float | None, digits: int) -> str:
-    """For a table."""
-    return "–" if value is None or math.isnan(value) else f"{value:,.{digits}f}"
+    if size >= 1e12 or not math.isfinite(value):
+        return f"{value:.0e}"
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= limit * (1 - 0.5 * 10.0**-digits):
+            return f"{value / limit:.{digits}g}{unit}"
+    return f"{value:.{digits}g}" if size >= 1e-4 or not size else f"{value:.1e}"

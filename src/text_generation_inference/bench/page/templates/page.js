@@ -1,13 +1,5 @@
 "use strict";
 (() => {
-  // A drawing's own title would be shown by the browser over our words.
-  for (const drawing of document.querySelectorAll("figure svg")) {
-    const title = drawing.querySelector("title");
-    drawing.setAttribute("aria-label", title.textContent);
-    drawing.removeAttribute("aria-labelledby");
-    title.remove();
-  }
-
   for (const legend of document.querySelectorAll(".legend")) {
     const section = legend.closest("section");
     legend.addEventListener("click", (event) => {
