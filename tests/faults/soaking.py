@@ -46,7 +46,7 @@ def other_traffic(chance: random.Random) -> tuple[str, dict[str, Any]]:
         ("/v1/chat/completions", {**chat("Hello there", 12)[1], "stream": False, "n": 2, "temperature": 1.0}),
         ("/v1/chat/completions", {**chat("A fact, please", 25)[1], "stream": False, "response_format": _format()}),
         ("/tokenize", {"inputs": counting(seed % 90) * chance.randrange(1, 50)}),
-        ("/generate", {"inputs": counting(seed) * chance.randrange(1, 15), "parameters": {"max_new_tokens": 2}}),
+        ("/generate", {"inputs": counting(seed) * chance.randrange(1, 13), "parameters": {"max_new_tokens": 2}}),
     ]
     return chance.choice(kinds)
 
