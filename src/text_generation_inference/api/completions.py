@@ -116,7 +116,7 @@ def _read_prompts(body: CompletionRequest) -> list[Prompt]:
     prompts = [item for item in given if not isinstance(item, int)]
     if len(prompts) != len(given) or len({type(item) for item in prompts}) != 1:
         raise ValidationError("`prompt` must hold texts alone, or token ids alone")
-    return cast(list[Prompt], prompts)
+    return prompts
 
 
 def _check_number(num_prompts: int, candidates: int, service: Service) -> None:

@@ -62,7 +62,7 @@ class BodyError(HttpError):
         self.code = code
 
 
-_PREFIXES = {
+_PREFIXES: dict[type[TgiError], str] = {
     ValidationError: "Input validation error: ",
     ContextLengthError: "Input validation error: ",
     TemplateError: "Template error: ",

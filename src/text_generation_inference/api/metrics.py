@@ -9,7 +9,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -228,7 +228,7 @@ class Metrics:
     """Every metric of one api process. Not for use by several threads."""
 
     def __init__(self, max_input_tokens: int, max_total_tokens: int) -> None:
-        self._families: list[Family] = []
+        self._families: list[Family[Any]] = []
         total_bounds = hundredths(max_total_tokens)
 
         self._request_count = self.counter("tgi_request_count", "Total number of requests")
@@ -485,8 +485,8 @@ class Metrics:
         """The Prometheus text."""
         return "\n".join([line for family in self._families for line in family.lines()] + [""]).encode()
 
-    def family(self, name: str, kind: str, help_text: str = "") -> Family:
-        family = Family(name, kind, help_text)
+    def family(self, name: str, kind: str, help_text: str = "") -> Family[Any]:
+        family: Family[Any] = Family(name, kind, help_text)
         self._families.append(family)
         return family
 

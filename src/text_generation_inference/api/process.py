@@ -107,7 +107,7 @@ class ApiProcess:
                     await self._detach(reason)
                     if self._service is not None:
                         self._service.metrics.restarts(restarts)
-                case Start():
+                case _:  # the start, or what cannot be read
                     pass
 
     async def _attach_or_stop(self, path: Path, restarts: Restarts) -> None:

@@ -122,7 +122,8 @@ class LimitedProtocol(HttpToolsProtocol):
     # -- what comes ------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._discarding or self.parser is None or self.transport.is_closing():
+        closed = self.parser is None  # pyright: ignore[reportUnnecessaryComparison]  # uvicorn sets it to None
+        if closed or self._discarding or self.transport.is_closing():
             return
         if not self._in_message:
             data = data.lstrip(b"\r\n")  # some clients send an empty line behind a body

@@ -34,7 +34,7 @@ class BodyForm(Generic[Body]):
             return []
         try:
             members: dict[str, Any] = {**_members_of(data)}
-            if _INNER in members and memoryview(members[_INNER])[:1] == b"{":
+            if _INNER in members and bytes(memoryview(members[_INNER])[:1]) == b"{":
                 members[_INNER] = _members_of(members[_INNER])
         except (msgspec.DecodeError, UnicodeDecodeError):  # a name that is no text
             return ["?"]

@@ -287,6 +287,8 @@ class Supervisor:
                         self._restarts.engine += ever_ready
                         ever_ready = True
                         self._on_ready(ready, path)
+                    case _:
+                        pass
             status = await process.wait()
             await errors
             self._engine.stop_watching()

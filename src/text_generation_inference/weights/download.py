@@ -168,6 +168,8 @@ def _explain(wanted: str, model_id: str, offline: bool, error: Exception) -> Sta
                 f"Not enough disk space to download {wanted}. Free some in {error.filename or 'the hub cache'}, or set "
                 "HF_HUB_CACHE to another folder."
             )
+        case _:
+            pass
     for reason in (error, error.__cause__):
         if isinstance(reason, HfHubHTTPError):
             return _explain_status(wanted, reason.response.status_code)

@@ -1,4 +1,4 @@
-"""Finds the small model that comes with the project as an ordinary Python package.
+"""Finds the small model that comes as an ordinary Python package, which the lock file names.
 
 `source` calls `find_embedded` for the model name `embedded`. The package is located through its installation record
 and never imported, because its code needs a native library the project does not use.
@@ -23,7 +23,9 @@ def find_embedded() -> Path:
     try:
         files = metadata.files(DISTRIBUTION) or []
     except metadata.PackageNotFoundError as error:
-        raise ModelNotFoundError(f"The embedded model is not installed. Install it with `{_INSTALL}`.") from error
+        raise ModelNotFoundError(
+            f"The embedded model is not installed. Install it with `{_INSTALL}`, or name another model with --model-id."
+        ) from error
     for file in files:
         path = Path(str(file.locate()))
         if file.name == FILE_NAME and path.is_file():

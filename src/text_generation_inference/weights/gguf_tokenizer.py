@@ -210,7 +210,7 @@ def _add_template(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> No
         if token is not None
     ]
     if special:
-        present = {entry["id"] for entry in special}
+        present = {name for name, token in ends.items() if token is not None}
         first, second = (
             [f"{part}:{index}" for part in ("bos", text, "eos") if part == text or part in present]
             for index, text in enumerate(("$A", "$B"))

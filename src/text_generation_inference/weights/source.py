@@ -22,7 +22,7 @@ from text_generation_inference.weights.model_files import CONFIG
 from text_generation_inference.weights.progress import Progress, silent
 
 _FORMS = (
-    f"Give `{embedded.NAME}` for the model that comes with the project, the path of a model folder or .gguf file, "
+    f"Give `{embedded.NAME}` for the small model of the lock file, the path of a model folder or .gguf file, "
     "or the id of a model on the Hugging Face hub, such as `HuggingFaceTB/SmolLM2-135M-Instruct`."
 )
 
@@ -85,11 +85,12 @@ def resolve_model(
 
     `judge` sees the folder of a config.json before its weights are fetched or looked for, and may refuse the model.
     """
+    path = expand_home(model, "model_id") if model else None
     if model == embedded.NAME:
         found = _resolve_embedded(cache_dir, progress)
-    elif model and (path := expand_home(model, "model_id")).is_dir():
+    elif path and path.is_dir():
         found = _resolve_folder(model, path, cache_dir, progress)
-    elif model and path.is_file():
+    elif path and path.is_file():
         found = _resolve_file(model, path, cache_dir, progress)
     elif may_be_hub_id(model):
         access = HubAccess(offline=offline, cache_dir=hub_cache, endpoint=endpoint, token=token)
