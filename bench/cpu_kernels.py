@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from text_generation_inference.kernels import reference
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.cpu.ops import BLOCK_BYTES, FusedLayer, NativeOps, Packed, load_ops
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 30, 576, 9, 3, 64, 1536, 49152
@@ -93,7 +93,7 @@ def bench_linear(ops: NativeOps, seconds: float, kinds: list[str]) -> None:
             print(f"{out:>6}x{width:<5} {rows:>5}" + "".join(f"{cell:>26}" for cell in cells), flush=True)
 
 
-def make_batch(rows: int, context: int, chunk: int = 0) -> ForwardBatch:
+def make_batch(rows: int, context: int, chunk: int = 0) -> Batch:
     """`rows` rows that decode their token `context`, or that prefill `chunk` tokens after `context` others."""
     length = context + chunk if chunk else context
     per_row = -(-length // BLOCK_SIZE)
@@ -101,16 +101,18 @@ def make_batch(rows: int, context: int, chunk: int = 0) -> ForwardBatch:
     start = context if chunk else context - 1
     positions = torch.arange(start, length).repeat(rows)
     row = torch.arange(rows).repeat_interleave(length - start)
-    return ForwardBatch(
+    return Batch(
         input_ids=torch.randint(0, VOCAB, (len(positions),)),
         positions=positions,
         kv_index=tables[row, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
-        block_tables=tables,
         seq_lens=torch.full((rows,), length, dtype=torch.int32),
-        num_decode=0 if chunk else rows,
-        chunk_starts_cpu=[start] * rows if chunk else [],
-        chunk_ends_cpu=[length] * rows if chunk else [],
-        max_seq_len=length,
+        meta=PagedMeta(
+            block_tables=tables,
+            num_decode=0 if chunk else rows,
+            chunk_starts_cpu=[start] * rows if chunk else [],
+            chunk_ends_cpu=[length] * rows if chunk else [],
+            max_seq_len=length,
+        ),
         logit_tokens=(torch.arange(rows) + 1) * (length - start) - 1,
     )
 
@@ -128,12 +130,12 @@ class Model:
         self.cos_sin = torch.randn(8192, HEAD_DIM)
         self.pick = ops.greedy
 
-    def caches(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        shape = (int(batch.block_tables.max()) + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    def caches(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+        shape = (int(batch.meta.block_tables.max()) + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
         return [(torch.randn(shape), torch.randn(shape)) for _ in range(LAYERS)]
 
     def step(
-        self, batch: ForwardBatch, caches: list[tuple[Tensor, Tensor]], times: list[tuple[str, float]] | None = None
+        self, batch: Batch, caches: list[tuple[Tensor, Tensor]], times: list[tuple[str, float]] | None = None
     ) -> Tensor:
         ops = self.ops
 
@@ -152,7 +154,7 @@ class Model:
             qkv = call("qkv", ops.linear, x, weights["qkv"])
             q, k, v = qkv.view(len(x), -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
             q = call("rotary", ops.rotary_and_cache, q, k, v, self.cos_sin, batch, k_cache, v_cache)
-            x = call("attention", ops.attention, q, k_cache, v_cache, batch, 0.125)
+            x = call("attention", ops.attention, q, k, v, k_cache, v_cache, batch, 0.125)
             x = call("o", ops.linear, x, weights["o"])
             x, residual = call("norm", ops.add_rms_norm, x, residual, self.norm, 1e-5)
             x = call("gate_up", ops.linear, x, weights["gate_up"])
@@ -162,7 +164,7 @@ class Model:
         logits = call("head", ops.linear, x[batch.logit_tokens], self.embedding)
         return call("greedy", self.pick, logits)[0]
 
-    def fused_step(self, batch: ForwardBatch, caches: list[tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
+    def fused_step(self, batch: Batch, caches: list[tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
         """The same pass with all layers in one call."""
         layers = [
             FusedLayer(self.norm, w["qkv"], w["o"], self.norm, w["gate_up"], w["down"], k_cache, v_cache)
@@ -178,7 +180,7 @@ class Model:
         return step
 
 
-def bench_steps(ops: NativeOps, seconds: float, kinds: list[str], batches: dict[str, ForwardBatch]) -> None:
+def bench_steps(ops: NativeOps, seconds: float, kinds: list[str], batches: dict[str, Batch]) -> None:
     print("\nwhole pass of 30 layers and head, milliseconds: best pass, sum of the best of each call, by op")
     for kind in kinds:
         model = Model(ops, kind)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels import fp8, reference
-from text_generation_inference.kernels.batch import PREFILL_TILE, ForwardBatch
+from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
 from text_generation_inference.kernels.triton import launch, norms_rotary, quantize
 from text_generation_inference.kernels.triton.attention import (
@@ -35,6 +35,7 @@ CUDA = torch.device("cuda")
 PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
 BULK_COPIES = torch.cuda.get_device_capability() >= (9, 0)
 BLOCK_SIZE, D, SCALES = 16, 128, (0.02, 0.03)
+NONE = (None, None)  # keys and values are read from the cache alone
 results: list[dict[str, Any]] = []
 
 # rows, tokens of each, heads, key/value heads, type of the cache
@@ -152,7 +153,7 @@ def cache_for(
     return made.transpose(1, 2) if by_head else made
 
 
-def batch_for(decode: list[int], chunks: list[tuple[int, int]], tables: Tensor) -> ForwardBatch:
+def batch_for(decode: list[int], chunks: list[tuple[int, int]], tables: Tensor) -> Batch:
     ends = [*decode, *(end for _, end in chunks)]
     tiles, token = [], len(decode)
     for row, (start, end) in enumerate(chunks, len(decode)):
@@ -161,29 +162,36 @@ def batch_for(decode: list[int], chunks: list[tuple[int, int]], tables: Tensor) 
             token += tiles[-1][3]
     tiles.sort(key=lambda tile: tile[4] == 0)
     nothing = torch.zeros(0, dtype=torch.int64, device=CUDA)
-    return ForwardBatch(
-        input_ids=nothing, positions=nothing, kv_index=nothing, block_tables=tables,
-        seq_lens=torch.tensor(ends, dtype=torch.int32, device=CUDA), num_decode=len(decode),
-        chunk_starts_cpu=[start for start, _ in chunks], chunk_ends_cpu=[end for _, end in chunks],
-        max_seq_len=max(ends), logit_tokens=None,
-        table_rows=torch.arange(len(ends), dtype=torch.int32, device=CUDA),
-        prefill_tiles=torch.tensor(tiles, dtype=torch.int32, device=CUDA) if tiles else None,
-        num_prefix_tiles=sum(tile[4] > 0 for tile in tiles),
-    )  # fmt: skip
+    return Batch(
+        input_ids=nothing,
+        positions=nothing,
+        kv_index=nothing,
+        seq_lens=torch.tensor(ends, dtype=torch.int32, device=CUDA),
+        meta=PagedMeta(
+            block_tables=tables,
+            num_decode=len(decode),
+            chunk_starts_cpu=[start for start, _ in chunks],
+            chunk_ends_cpu=[end for _, end in chunks],
+            max_seq_len=max(ends),
+            table_rows=torch.arange(len(ends), dtype=torch.int32, device=CUDA),
+            prefill_tiles=torch.tensor(tiles, dtype=torch.int32, device=CUDA) if tiles else None,
+            num_prefix_tiles=sum(tile[4] > 0 for tile in tiles),
+        ),
+    )
 
 
-def own_from(cache: Tensor, scale: float, batch: ForwardBatch, chunks: list[tuple[int, int]]) -> Tensor:
+def own_from(cache: Tensor, scale: float, batch: Batch, chunks: list[tuple[int, int]]) -> Tensor:
     """This step's keys or values as the cache holds them."""
     rows = []
-    for row, (start, end) in enumerate(chunks, batch.num_decode):
+    for row, (start, end) in enumerate(chunks, batch.meta.num_decode):
         at = torch.arange(start, end, device=CUDA)
-        block = batch.block_tables[row][at // BLOCK_SIZE].long()
+        block = batch.meta.block_tables[row][at // BLOCK_SIZE].long()
         rows.append(
             cache.view(torch.uint8)[block, at % BLOCK_SIZE].view(FP8).float() * scale
             if cache.dtype is FP8
             else cache[block, at % BLOCK_SIZE]
         )
-    none = torch.zeros((batch.num_decode, *cache.shape[2:]), device=CUDA, dtype=rows[0].dtype)
+    none = torch.zeros((batch.meta.num_decode, *cache.shape[2:]), device=CUDA, dtype=rows[0].dtype)
     return torch.cat([none, *rows]).bfloat16()
 
 
@@ -328,14 +336,14 @@ def check_attention(
     batch = batch_for(decode, chunks, tables_for(rows, longest))
     tokens = len(decode) + sum(end - start for start, end in chunks)
     q = torch.randn(tokens, heads, D, device=CUDA).bfloat16()
-    more = {}
+    k = v = None
     if own:
         fused = torch.cat([q, *(own_from(c, s, batch, chunks) for c, s in zip(caches, scales, strict=True))], 1)
-        q, more["k"], more["v"] = fused.split((heads, kv_heads, kv_heads), 1)
+        q, k, v = fused.split((heads, kv_heads, kv_heads), 1)
     exact = [c.float() * s for c, s in zip(caches, scales, strict=True)]
-    expected = reference.attention(q.float(), exact[0], exact[1], batch, D**-0.5, window)
+    expected = reference.attention(q.float(), None, None, exact[0], exact[1], batch, D**-0.5, window)
     for _ in range(2):
-        near("attention", op(q, *caches, batch, D**-0.5, window, None, scales, **more), expected, 1e-2)
+        near("attention", op(q, k, v, *caches, batch, D**-0.5, window, None, scales), expected, 1e-2)
 
 
 def check_dependent() -> None:
@@ -359,7 +367,7 @@ def check_dependent() -> None:
             q = norms_rotary.rotary_and_cache(
                 out.view(64, 32, D), kv[:, 0].clone(), kv[:, 1], cos_sin, batch, *caches, SCALES
             )
-            mixed = op(q, *caches, batch, D**-0.5, None, None, SCALES)
+            mixed = op(q, None, None, *caches, batch, D**-0.5, None, None, SCALES)
             gated = norms_rotary.silu_mul(torch.cat((mixed, total), 1))
             out, total = norms_rotary.add_rms_norm(gated, total, weight, 1e-5)
         rows = norms_rotary.rms_norm(out, weight, 1e-5, quantize_for)
@@ -470,7 +478,7 @@ def time_small(quick: bool) -> None:
 def time_decode(quick: bool, flashinfer: bool) -> None:
     def prepare(
         rows: int, context: int, heads: int, kv_heads: int, dtype: torch.dtype
-    ) -> tuple[Tensor, list[Tensor], ForwardBatch]:
+    ) -> tuple[Tensor, list[Tensor], Batch]:
         scales = SCALES if dtype is FP8 else (1.0, 1.0)
         caches = [cache_for(rows, context, kv_heads, dtype, 1 / s) for s in scales]
         q = torch.randn(rows, heads, D, device=CUDA).bfloat16()
@@ -482,7 +490,7 @@ def time_decode(quick: bool, flashinfer: bool) -> None:
             for name, choice in decode_variants(rows, kv_heads, heads // kv_heads, dtype, quick).items():
                 op = PagedAttention(PROCESSORS, bulk_copies=BULK_COPIES)
                 op.decode_choice = choice
-                attempt(f"compiling {name}", lambda: op(q, *caches, batch, D**-0.5, None, None, SCALES))
+                attempt(f"compiling {name}", lambda: op(q, None, None, *caches, batch, D**-0.5, None, None, SCALES))
     for rows, context, heads, kv_heads, dtype in DECODE:
         q, caches, batch = prepare(rows, context, heads, kv_heads, dtype)
         num_bytes = rows * context * 2 * kv_heads * D * dtype.itemsize
@@ -490,7 +498,7 @@ def time_decode(quick: bool, flashinfer: bool) -> None:
         for name, choice in decode_variants(rows, kv_heads, heads // kv_heads, dtype, quick).items():
             op = PagedAttention(PROCESSORS, bulk_copies=BULK_COPIES)
             op.decode_choice = choice
-            ms = attempt(name, lambda: median_ms(lambda: op(q, *caches, batch, D**-0.5, None, None, SCALES)))
+            ms = attempt(name, lambda: median_ms(lambda: op(q, *NONE, *caches, batch, D**-0.5, None, None, SCALES)))
             if ms:
                 found.append((num_bytes / ms / 1e9, 1e3 * ms, name))
         if flashinfer:
@@ -500,17 +508,17 @@ def time_decode(quick: bool, flashinfer: bool) -> None:
         tell("decode", f"{rows}x{context} {heads}/{kv_heads} {'fp8' if dtype is FP8 else 'bf16'}", "TB/s", found)
 
 
-def flashinfer_decode(q: Tensor, caches: list[Tensor], batch: ForwardBatch, context: int) -> Callable[[], Any]:
+def flashinfer_decode(q: Tensor, caches: list[Tensor], batch: Batch, context: int) -> Callable[[], Any]:
     import flashinfer  # pyright: ignore
 
     k, v = (cache.transpose(1, 2) for cache in caches)  # as it lies in memory: by head
     rows, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
-    per_row = batch.block_tables.shape[1]
+    per_row = batch.meta.block_tables.shape[1]
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         torch.empty(256 << 20, dtype=torch.uint8, device=CUDA), "HND", use_tensor_cores=heads // kv_heads >= 4
     )
     wrapper.plan(
-        torch.arange(rows + 1, dtype=torch.int32, device=CUDA) * per_row, batch.block_tables.flatten(),
+        torch.arange(rows + 1, dtype=torch.int32, device=CUDA) * per_row, batch.meta.block_tables.flatten(),
         torch.full((rows,), (context - 1) % BLOCK_SIZE + 1, dtype=torch.int32, device=CUDA),
         heads, kv_heads, D, BLOCK_SIZE, q_data_type=q.dtype, kv_data_type=k.dtype,
     )  # fmt: skip
@@ -520,16 +528,16 @@ def flashinfer_decode(q: Tensor, caches: list[Tensor], batch: ForwardBatch, cont
 def time_prefill(quick: bool, flashinfer: bool) -> None:
     def prepare(
         prompts: int, own: int, before: int, heads: int, kv_heads: int, dtype: torch.dtype
-    ) -> tuple[list[Tensor], list[Tensor], ForwardBatch]:
+    ) -> tuple[list[Tensor], list[Tensor], Batch]:
         scales = SCALES if dtype is FP8 else (1.0, 1.0)
         caches = [cache_for(prompts, before + own, kv_heads, dtype, 1 / s) for s in scales]
         batch = batch_for([], [(before, before + own)] * prompts, tables_for(prompts, before + own))
         fused = torch.randn(prompts * own, heads + 2 * kv_heads, D, device=CUDA).bfloat16()
         return list(fused.split((heads, kv_heads, kv_heads), 1)), caches, batch
 
-    def call(op: PagedAttention, made: tuple[list[Tensor], list[Tensor], ForwardBatch], own: bool) -> Tensor:
+    def call(op: PagedAttention, made: tuple[list[Tensor], list[Tensor], Batch], own: bool) -> Tensor:
         (q, k, v), caches, batch = made
-        return op(q, *caches, batch, D**-0.5, None, None, SCALES, **({"k": k, "v": v} if own else {}))
+        return op(q, *((k, v) if own else (None, None)), *caches, batch, D**-0.5, None, None, SCALES)
 
     with compiling():
         for work in PREFILL:
@@ -627,7 +635,7 @@ def time_layouts() -> None:
                 batch = batch_for([context] * rows, [], tables_for(rows, context, block))
                 op = PagedAttention(PROCESSORS, bulk_copies=BULK_COPIES)
                 name = f"block {block} by {'head' if by_head else 'token'}"
-                ms = attempt(name, lambda: median_ms(lambda: op(q, *caches, batch, D**-0.5, None, None, SCALES)))
+                ms = attempt(name, lambda: median_ms(lambda: op(q, *NONE, *caches, batch, D**-0.5, None, None, SCALES)))
                 if ms:
                     found.append((num_bytes / ms / 1e9, 1e3 * ms, name))
         tell(
@@ -659,7 +667,7 @@ def time_new_lengths() -> None:
     def ours(length: int) -> Tensor:
         q, k, v = whole[:length].split((32, 8, 8), 1)
         batch = batch_for([], [(0, length)], tables_for(1, length))
-        return op(q, *caches, batch, D**-0.5, None, None, (1.0, 1.0), k=k, v=v)
+        return op(q, k, v, *caches, batch, D**-0.5, None, None, (1.0, 1.0))
 
     for label, call in (
         ("ours", ours),

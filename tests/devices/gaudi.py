@@ -17,7 +17,8 @@ def use_stand_in() -> None:
 
 def run_with_stand_in(program: str, **environment: str) -> str:
     """Standard output of a Python program in a process of its own: the mode and the card are read once."""
-    paths = os.pathsep.join([str(STAND_IN), str(Path(__file__).parent), str(Path(__file__).parents[1] / "models")])
+    found = [STAND_IN, Path(__file__).parent, Path(__file__).parents[1] / "models", os.environ.get("PYTHONPATH", "")]
+    paths = os.pathsep.join(str(path) for path in found if str(path))
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},

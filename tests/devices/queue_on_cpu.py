@@ -13,7 +13,7 @@ from text_generation_inference.devices.buckets import decode_sizes, mixed_sizes
 from text_generation_inference.devices.cpu import CpuDevice
 from text_generation_inference.devices.device import Event, GraphForward, Ops
 from text_generation_inference.devices.graphs import CapturedForward
-from text_generation_inference.kernels.padded import PaddedBatch
+from text_generation_inference.kernels.batch import Batch
 
 
 class _Done:
@@ -66,6 +66,6 @@ class QueueOnCpu(CpuDevice):
         return mixed_sizes(max_rows, min(max_tokens, self._most_mixed))
 
     def wrap_graphs(
-        self, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None
+        self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
     ) -> GraphForward:
         return CapturedForward(self, forward, first)

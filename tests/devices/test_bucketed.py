@@ -21,10 +21,10 @@ from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.buckets import Bucket
 from text_generation_inference.engine.build import Engine, start_engine
 from text_generation_inference.errors import ValidationError
-from text_generation_inference.kernels import padded, reference
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels import block_lists, reference
+from text_generation_inference.kernels.batch import Batch, PagedMeta
+from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts, put_together, take_apart
 from text_generation_inference.kernels.fp8 import FP8
-from text_generation_inference.kernels.padded import PaddedBatch
 from text_generation_inference.runner.padded_inputs import HostBooks, describe_decode, describe_prefill
 from text_generation_inference.types import Grammar
 
@@ -190,7 +190,7 @@ def test_a_step_without_memory_is_taken_back(
     assert runner is not None
     compute, calls = runner.passes._graphs, iter(range(1000))
 
-    def compute_or_not(batch: PaddedBatch, bypass: bool = False) -> Tensor:
+    def compute_or_not(batch: Batch, bypass: bool = False) -> Tensor:
         if next(calls) in (0, 14, 30):
             raise torch.OutOfMemoryError("no memory")
         return compute(batch, bypass)
@@ -210,8 +210,8 @@ def test_a_request_that_never_fits_ends(
     assert runner is not None
     compute = runner.passes._graphs
 
-    def refuse_long(batch: PaddedBatch, bypass: bool = False) -> Tensor:
-        if batch.is_prefill and int(batch.seq_lens.max()) > 50:
+    def refuse_long(batch: Batch, bypass: bool = False) -> Tensor:
+        if isinstance(batch.meta, WholePrompts) and int(batch.seq_lens.max()) > 50:
             raise torch.OutOfMemoryError("no memory")
         return compute(batch, bypass)
 
@@ -347,34 +347,35 @@ def padded_case(seed: int, lengths: list[int], bucket: Bucket, dtype: torch.dtyp
     return books, [cache.to(dtype) for cache in caches]
 
 
-def decode_batch(bucket: Bucket, books: HostBooks) -> PaddedBatch:
+def decode_batch(bucket: Bucket, books: HostBooks) -> Batch:
     arrays = describe_decode(bucket, range(len(books.lengths)), books)
     blocks = (arrays.seq_lens, arrays.block_list, arrays.block_groups, arrays.block_usage, arrays.row_starts)
     seq_lens, *flat = (torch.from_numpy(array.astype(np.int32)) for array in blocks)
     ids = torch.zeros(bucket.batch, dtype=torch.int64)
-    return PaddedBatch(ids, ids, torch.from_numpy(arrays.kv_index), seq_lens, None, *flat)
+    return Batch(ids, ids, torch.from_numpy(arrays.kv_index), seq_lens, BlockLists(*flat))
 
 
-def prefill_batch(bucket: Bucket, books: HostBooks) -> PaddedBatch:
+def prefill_batch(bucket: Bucket, books: HostBooks) -> Batch:
     arrays = describe_prefill(bucket, range(len(books.lengths)), books)
     index, last = torch.from_numpy(arrays.kv_index), torch.from_numpy(arrays.last_tokens)
     ids = torch.zeros(bucket.num_tokens, dtype=torch.int64)
-    return PaddedBatch(ids, ids, index, torch.from_numpy(arrays.seq_lens).int(), last)
+    return Batch(ids, ids, index, torch.from_numpy(arrays.seq_lens).int(), WholePrompts(), last)
 
 
-def as_unpadded(books: HostBooks, lengths: list[int], num_decode: int) -> ForwardBatch:
+def as_unpadded(books: HostBooks, lengths: list[int], num_decode: int) -> Batch:
     prompts = lengths[num_decode:]
-    return ForwardBatch(
+    return Batch(
         input_ids=torch.zeros(0),
         positions=torch.zeros(0),
         kv_index=torch.zeros(0),
-        block_tables=torch.from_numpy(books.tables),
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        num_decode=num_decode,
-        chunk_starts_cpu=[0] * len(prompts),
-        chunk_ends_cpu=prompts,
-        max_seq_len=max(lengths),
-        logit_tokens=None,
+        meta=PagedMeta(
+            block_tables=torch.from_numpy(books.tables),
+            num_decode=num_decode,
+            chunk_starts_cpu=[0] * len(prompts),
+            chunk_ends_cpu=prompts,
+            max_seq_len=max(lengths),
+        ),
     )
 
 
@@ -389,8 +390,8 @@ def test_decode_attention(how: str) -> None:
     books, (k_cache, v_cache) = padded_case(1, lengths, bucket, dtype)
     batch = decode_batch(bucket, books)
     q = torch.randn((8, 6, 16), generator=torch.Generator().manual_seed(2))
-    ours = padded.decode_attention(q, k_cache, v_cache, batch, 0.3, **HOW[how])
-    expected = reference.attention(q[:5], k_cache, v_cache, as_unpadded(books, lengths, 5), 0.3, **HOW[how])
+    ours = reference.attention(q, None, None, k_cache, v_cache, batch, 0.3, **HOW[how])
+    expected = reference.attention(q[:5], None, None, k_cache, v_cache, as_unpadded(books, lengths, 5), 0.3, **HOW[how])
     torch.testing.assert_close(ours[:5], expected, atol=2e-6, rtol=1e-5)
     assert (ours[5:] == 0).all()
 
@@ -406,8 +407,10 @@ def test_prefill_attention(how: str) -> None:
     batch = prefill_batch(bucket, books)
     q = torch.randn((96, 6, 16), generator=torch.Generator().manual_seed(4))
     real = (torch.arange(24) < batch.seq_lens[:, None]).flatten()
-    ours = padded.prefill_attention(q, q, q, k_cache, v_cache, batch, 0.3, **HOW[how])
-    expected = reference.attention(q[real], k_cache, v_cache, as_unpadded(books, lengths, 0), 0.3, **HOW[how])
+    ours = reference.attention(q, q, q, k_cache, v_cache, batch, 0.3, **HOW[how])
+    expected = reference.attention(
+        q[real], None, None, k_cache, v_cache, as_unpadded(books, lengths, 0), 0.3, **HOW[how]
+    )
     torch.testing.assert_close(ours[real], expected, atol=2e-6, rtol=1e-5)
     assert ours.isfinite().all()
     assert batch.logit_tokens is not None
@@ -417,7 +420,7 @@ def test_prefill_attention(how: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_kernels_that_read_tables_and_tiles(phase: str, device_name: str) -> None:
-    """They take a padded pass as `as_forward_batch` puts it."""
+    """They take a padded pass as `as_paged` puts it."""
     from text_generation_inference.kernels.triton.ops import load_ops
 
     loaded = load_ops(4)
@@ -433,16 +436,15 @@ def test_kernels_that_read_tables_and_tiles(phase: str, device_name: str) -> Non
         books, caches = padded_case(7, lengths, bucket, torch.float32)
         batch = prefill_batch(bucket, books)
     k_cache, v_cache = (cache.nan_to_num(0.0).to(where) for cache in caches)
-    batch = PaddedBatch(*(None if tensor is None else tensor.to(where) for tensor in batch.tensors()))
+    batch = put_together({name: tensor.to(where) for name, tensor in take_apart(batch).items()})
     tokens = batch.input_ids.shape[0]
     q = torch.randn((tokens, 4, 16), generator=generator).to(where)
     block, place = batch.kv_index // 8, batch.kv_index % 8
     k, v = k_cache[block, place].contiguous(), v_cache[block, place].contiguous()
-    found = loaded["attention"](q, k_cache, v_cache, padded.as_forward_batch(batch), 0.3, k=k, v=v)
+    found = loaded["attention"](q, k, v, k_cache, v_cache, block_lists.as_paged(batch), 0.3)
+    expected = reference.attention(q, k, v, k_cache, v_cache, batch, 0.3)
     if phase == "decode":
-        expected = padded.decode_attention(q, k_cache, v_cache, batch, 0.3)
         real = batch.seq_lens >= 0  # padding gets 0 from both
     else:
-        expected = padded.prefill_attention(q, k, v, k_cache, v_cache, batch, 0.3)
         real = (torch.arange(160, device=where) < batch.seq_lens[:, None]).flatten()
     torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=1e-4)

@@ -16,7 +16,7 @@ from gguf.quants import dequantize, quantize
 from torch import Tensor
 
 from text_generation_inference.kernels import reference
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.cpu import build
 from text_generation_inference.kernels.cpu.ops import FusedLayer, NativeOps, Packed, greedy, load_ops
 
@@ -213,7 +213,7 @@ def test_greedy_ties_and_non_finite(ops: NativeOps) -> None:
 # Rotary embedding and attention -----------------------------------------------------------------------------------
 
 
-def make_batch(decode: list[int], chunks: list[tuple[int, int]], block_size: int) -> ForwardBatch:
+def make_batch(decode: list[int], chunks: list[tuple[int, int]], block_size: int) -> Batch:
     """`decode`: lengths after this step; `chunks`: (start, end). Block ids are shuffled and never 0."""
     lengths = decode + [end for _, end in chunks]
     tables = torch.zeros(len(lengths), max(-(-n // block_size) for n in lengths) + 1, dtype=torch.int32)
@@ -226,22 +226,24 @@ def make_batch(decode: list[int], chunks: list[tuple[int, int]], block_size: int
     positions = torch.cat([torch.arange(start, end) for start, end in spans])
     rows = torch.cat([torch.full((end - start,), row) for row, (start, end) in enumerate(spans)])
     kv_index = tables[rows, positions // block_size].long() * block_size + positions % block_size
-    return ForwardBatch(
+    return Batch(
         input_ids=torch.zeros_like(positions),
         positions=positions,
         kv_index=kv_index,
-        block_tables=tables,
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        num_decode=len(decode),
-        chunk_starts_cpu=[start for start, _ in chunks],
-        chunk_ends_cpu=[end for _, end in chunks],
-        max_seq_len=max(lengths),
+        meta=PagedMeta(
+            block_tables=tables,
+            num_decode=len(decode),
+            chunk_starts_cpu=[start for start, _ in chunks],
+            chunk_ends_cpu=[end for _, end in chunks],
+            max_seq_len=max(lengths),
+        ),
         logit_tokens=torch.zeros(0, dtype=torch.int64),
     )
 
 
-def make_cache(batch: ForwardBatch, block_size: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    blocks = int(batch.block_tables.max()) + 1
+def make_cache(batch: Batch, block_size: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    blocks = int(batch.meta.block_tables.max()) + 1
     shape = (blocks, block_size, kv_heads, head_dim)
     return torch.randn(shape), torch.randn(shape)
 
@@ -287,10 +289,10 @@ BATCHES: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_attention(ops: NativeOps, name: str, group: int, head_dim: int, block_size: int) -> None:
     batch = make_batch(*BATCHES[name], block_size)
-    q, _, _ = fused_qkv(len(batch.positions), 2 * group, 2, head_dim)
+    q, k, v = fused_qkv(len(batch.positions), 2 * group, 2, head_dim)
     caches = make_cache(batch, block_size, 2, head_dim)
     scale = head_dim**-0.5
-    close(ops.attention(q, *caches, batch, scale), reference.attention(q, *caches, batch, scale))
+    close(ops.attention(q, k, v, *caches, batch, scale), reference.attention(q, k, v, *caches, batch, scale))
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -299,44 +301,47 @@ def test_attention_with_window_and_softcap(
     ops: NativeOps, name: str, window: int | None, softcap: float | None
 ) -> None:
     batch = make_batch(*BATCHES[name], 16)
-    q, _, _ = fused_qkv(len(batch.positions), 9, 3, 64)
+    q, k, v = fused_qkv(len(batch.positions), 9, 3, 64)
     caches = make_cache(batch, 16, 3, 64)
     close(
-        ops.attention(q, *caches, batch, 0.3, window, softcap),
-        reference.attention(q, *caches, batch, 0.3, window, softcap),
+        ops.attention(q, k, v, *caches, batch, 0.3, window, softcap),
+        reference.attention(q, k, v, *caches, batch, 0.3, window, softcap),
     )
 
 
 def test_attention_reads_no_slot_past_the_row(ops: NativeOps) -> None:
     batch = make_batch([5, 20], [(3, 9), (0, 70)], 16)
-    q, _, _ = fused_qkv(len(batch.positions), 9, 3, 64)
+    q, k, v = fused_qkv(len(batch.positions), 9, 3, 64)
     caches = make_cache(batch, 16, 3, 64)
-    expected = ops.attention(q, *caches, batch, 0.125)
+    expected = ops.attention(q, k, v, *caches, batch, 0.125)
     used = torch.zeros(caches[0].shape[:2], dtype=torch.bool)
     for row, length in enumerate(batch.seq_lens.tolist()):
         for token in range(length):
-            used[batch.block_tables[row, token // 16], token % 16] = True
+            used[batch.meta.block_tables[row, token // 16], token % 16] = True
     for cache in caches:
         cache[~used] = math.nan
-    assert torch.equal(ops.attention(q, *caches, batch, 0.125), expected)
+    assert torch.equal(ops.attention(q, k, v, *caches, batch, 0.125), expected)
 
 
 def test_attention_refuses_a_wrong_table(ops: NativeOps) -> None:
     batch = make_batch([5, 20], [(3, 9)], 16)
-    q, _, _ = fused_qkv(len(batch.positions), 4, 2, 64)
+    q, k, v = fused_qkv(len(batch.positions), 4, 2, 64)
     caches = make_cache(batch, 16, 2, 64)
-    batch.block_tables[1, 1] = caches[0].shape[0]
+    batch.meta.block_tables[1, 1] = caches[0].shape[0]
     with pytest.raises(IndexError):
-        ops.attention(q, *caches, batch, 0.125)
+        ops.attention(q, k, v, *caches, batch, 0.125)
 
 
 def test_attention_falls_back(ops: NativeOps) -> None:
     batch = make_batch([5, 20], [(3, 9)], 16)
-    q, _, _ = fused_qkv(len(batch.positions), 4, 2, 20)
+    q, k, v = fused_qkv(len(batch.positions), 4, 2, 20)
     caches = make_cache(batch, 16, 2, 20)
-    close(ops.attention(q, *caches, batch, 0.2), reference.attention(q, *caches, batch, 0.2))
+    close(ops.attention(q, k, v, *caches, batch, 0.2), reference.attention(q, k, v, *caches, batch, 0.2))
     k_wide, v_wide = caches[0].double(), caches[1].double()
-    close(ops.attention(q.double(), k_wide, v_wide, batch, 0.2).float(), reference.attention(q, *caches, batch, 0.2))
+    close(
+        ops.attention(q.double(), k, v, k_wide, v_wide, batch, 0.2).float(),
+        reference.attention(q, k, v, *caches, batch, 0.2),
+    )
 
 
 # Whole stack ----------------------------------------------------------------------------------------------------
@@ -347,7 +352,7 @@ def reference_layers(
     layers: list[FusedLayer],
     final_norm: Tensor,
     cos_sin: Tensor,
-    batch: ForwardBatch,
+    batch: Batch,
     heads: int,
     softcap: float | None,
     gate: str,
@@ -360,7 +365,7 @@ def reference_layers(
         if layer.q_norm is not None:
             q, k = reference.rms_norm(q, layer.q_norm, 1e-5), reference.rms_norm(k, layer.k_norm, 1e-5)
         q = reference.rotary_and_cache(q, k, v, cos_sin, batch, layer.k_cache, layer.v_cache)
-        x = reference.attention(q, layer.k_cache, layer.v_cache, batch, 0.125, layer.window, softcap)
+        x = reference.attention(q, k, v, layer.k_cache, layer.v_cache, batch, 0.125, layer.window, softcap)
         x, residual = reference.add_rms_norm(
             reference.linear(x, layer.o, layer.o_bias), residual, layer.post_norm, 1e-5
         )

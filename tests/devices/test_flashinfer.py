@@ -12,7 +12,7 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels import flashinfer_prompts
-from text_generation_inference.kernels.batch import PREFILL_TILE, ForwardBatch
+from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, PagedMeta
 from text_generation_inference.kernels.triton import norms_rotary
 
 HEADS, KV_HEADS, D, BLOCK = 8, 2, 128, 16
@@ -25,7 +25,7 @@ def device(device_name: str) -> torch.device:
     return torch.device("cuda")
 
 
-def batch_of(decode: int, chunks: list[tuple[int, int]], device: torch.device) -> ForwardBatch:
+def batch_of(decode: int, chunks: list[tuple[int, int]], device: torch.device) -> Batch:
     rows, longest = decode + len(chunks), max([64, *(end for _, end in chunks)])
     tiles, token = [], decode
     for row, (begin, end) in enumerate(chunks, decode):
@@ -35,23 +35,31 @@ def batch_of(decode: int, chunks: list[tuple[int, int]], device: torch.device) -
     tiles.sort(key=lambda tile: tile[4] == 0)
     per_row = -(-longest // BLOCK)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    return ForwardBatch(
-        input_ids=nothing, positions=nothing, kv_index=nothing,
-        block_tables=(torch.arange(rows * per_row, device=device) + 1).int().view(rows, per_row),
+    return Batch(
+        input_ids=nothing,
+        positions=nothing,
+        kv_index=nothing,
         seq_lens=torch.tensor([50] * decode + [end for _, end in chunks], dtype=torch.int32, device=device),
-        num_decode=decode, chunk_starts_cpu=[begin for begin, _ in chunks], chunk_ends_cpu=[end for _, end in chunks],
-        max_seq_len=longest, logit_tokens=None, table_rows=torch.arange(rows, dtype=torch.int32, device=device),
-        prefill_tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
-        num_prefix_tiles=sum(tile[4] > 0 for tile in tiles),
-    )  # fmt: skip
+        meta=PagedMeta(
+            block_tables=(torch.arange(rows * per_row, device=device) + 1).int().view(rows, per_row),
+            num_decode=decode,
+            chunk_starts_cpu=[begin for begin, _ in chunks],
+            chunk_ends_cpu=[end for _, end in chunks],
+            max_seq_len=longest,
+            table_rows=torch.arange(rows, dtype=torch.int32, device=device),
+            prefill_tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
+            num_prefix_tiles=sum(tile[4] > 0 for tile in tiles),
+        ),
+    )
 
 
-def inputs(batch: ForwardBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    lengths = [end - begin for begin, end in zip(batch.chunk_starts_cpu, batch.chunk_ends_cpu, strict=True)]
-    tokens = batch.num_decode + sum(lengths)
+def inputs(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    meta: PagedMeta = batch.meta
+    lengths = [end - begin for begin, end in zip(meta.chunk_starts_cpu, meta.chunk_ends_cpu, strict=True)]
+    tokens = meta.num_decode + sum(lengths)
     fused = torch.randn(tokens, HEADS + 2 * KV_HEADS, D, device=device).bfloat16()
     q, k, v = fused.split((HEADS, KV_HEADS, KV_HEADS), 1)
-    blocks = int(batch.block_tables.max()) + 1
+    blocks = int(meta.block_tables.max()) + 1
     caches = [torch.randn(blocks, KV_HEADS, BLOCK, D, device=device).bfloat16().transpose(1, 2) for _ in range(2)]
     return q, k, v, caches[0], caches[1]
 
@@ -82,15 +90,15 @@ def test_equals_ours(device: torch.device) -> None:
         batch = batch_of(decode, chunks, device)
         q, k, v, k_cache, v_cache = inputs(batch, device)
         for _ in range(2):  # two layers share a plan
-            actual = other(q, k_cache, v_cache, batch, D**-0.5, k=k, v=v)
-        results.append((actual, ours(q, k_cache, v_cache, batch, D**-0.5, k=k, v=v)))
+            actual = other(q, k, v, k_cache, v_cache, batch, D**-0.5)
+        results.append((actual, ours(q, k, v, k_cache, v_cache, batch, D**-0.5)))
         assert taken[-2:] == [wanted, wanted]
     for actual, expected in results:
         assert float((actual.float() - expected.float()).abs().max()) < 2e-2
     batch = batch_of(0, [(0, 1500)], device)
     q, k, v, k_cache, v_cache = inputs(batch, device)
     count = len(taken)
-    other(q, k_cache, v_cache, batch, D**-0.5, 100, k=k, v=v)  # a window is not for it
+    other(q, k, v, k_cache, v_cache, batch, D**-0.5, 100)  # a window is not for it
     assert len(taken) == count
 
 
@@ -107,12 +115,12 @@ def test_its_place_in_the_engine(device_name: str, tmp_path: Path, monkeypatch: 
     plain.close()
     taken: list[bool] = []
 
-    def whole_prompts(q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor, scale: float) -> bool:
+    def whole_prompts(q: Tensor, k: Tensor, v: Tensor, batch: Batch, out: Tensor, scale: float) -> bool:
         taken.append(flashinfer_prompts.is_for(batch, q.shape[0], least=8))
         if not taken[-1]:
             return False
-        first = batch.num_decode
-        for end in batch.chunk_ends_cpu:
+        first = batch.meta.num_decode
+        for end in batch.meta.chunk_ends_cpu:
             rows = slice(first, first + end)
             parts = [part[rows].transpose(0, 1)[None] for part in (q, k, v)]
             found = F.scaled_dot_product_attention(*parts, is_causal=True, scale=scale, enable_gqa=True)

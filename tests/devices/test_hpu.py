@@ -27,8 +27,9 @@ from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine
 from text_generation_inference.engine.warm_shapes import WarmUp
 from text_generation_inference.errors import ResourceError, StartError
-from text_generation_inference.kernels import fp8, padded, reference
-from text_generation_inference.kernels.padded import PaddedBatch
+from text_generation_inference.kernels import block_lists, fp8, reference
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts, put_together, take_apart
 
 SIZE = 128  # tokens of a block
 
@@ -78,7 +79,7 @@ class Made:
         self.real = torch.zeros(tokens, dtype=torch.bool)
         for row, n in enumerate(seq_lens):
             self.real[row if decode else slice(row * length, row * length + n)] = True
-        batch = PaddedBatch(torch.zeros(tokens, dtype=torch.int64), positions, index, lens)
+        batch = Batch(torch.zeros(tokens, dtype=torch.int64), positions, index, lens, WholePrompts())
         if decode:
             starts = [sum(counts[:row]) for row in range(len(counts))] + [-1] * (rows - len(seq_lens))
             filler = blocks - sum(counts)
@@ -89,24 +90,24 @@ class Made:
             ]
             groups = [row for row, count in enumerate(counts) for _ in range(count)]
             as_int = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
-            self.batch = replace(
-                batch,
+            lists = BlockLists(
                 block_list=torch.cat((torch.cat(ids).int(), as_int([0] * filler))),
                 block_groups=as_int(groups + [-1] * filler),
                 block_usage=as_int(usage + [1] * filler),
                 row_starts=as_int(starts),
             )
+            self.batch = replace(batch, meta=lists)
         else:
             ends = [row * length + max(0, n - 1) for row, n in enumerate(lens.tolist())]
             self.batch = replace(batch, logit_tokens=torch.tensor(ends))
 
-    def on(self, device) -> tuple[list[Tensor], PaddedBatch, list[Tensor]]:
+    def on(self, device) -> tuple[list[Tensor], Batch, list[Tensor]]:
         """(q, k, v, cos_sin), the batch, (k_cache, v_cache) there."""
         caches = [device.zeros(tuple(c.shape), c.dtype) for c in (self.k_cache, self.v_cache)]
         for there, here in zip(caches, (self.k_cache, self.v_cache), strict=True):
             there.copy_(here)
         to = device.torch_device
-        batch = PaddedBatch(*(None if t is None else t.to(to) for t in self.batch.tensors()))
+        batch = put_together({name: tensor.to(to) for name, tensor in take_apart(self.batch).items()})
         return [t.to(to) for t in (self.q.clone(), self.k.clone(), self.v.clone(), self.cos_sin)], batch, caches
 
 
@@ -123,14 +124,14 @@ def test_decode_attention(hpu, data):
     window = data.draw(st.none() | st.integers(1, 300))
     softcap = data.draw(st.none() | st.just(3.0))
     expected_q = reference.rotary_and_cache(made.q, made.k, made.v, made.cos_sin, made.batch, made.k_cache, made.v_cache)  # fmt: skip
-    expected = padded.decode_attention(expected_q, made.k_cache, made.v_cache, made.batch, 0.25, window, softcap)
-    made2 = Made(hpu, lens, rows, True, blocks=made.batch.block_list.shape[0], **HEADS)
+    expected = block_lists.decode_attention(expected_q, made.k_cache, made.v_cache, made.batch, 0.25, window, softcap)
+    made2 = Made(hpu, lens, rows, True, blocks=made.batch.meta.block_list.shape[0], **HEADS)
     (q, k, v, table), batch, caches = made2.on(hpu)
     q = hpu.ops.rotary_and_cache(q, k, v, table, batch, *caches)
     close(q, expected_q)
     for there, here in zip(caches, (made.k_cache, made.v_cache), strict=True):
         close(there[1:], here[1:])
-    found = hpu.ops.decode_attention(q, *caches, batch, 0.25, window, softcap)
+    found = hpu.ops.attention(q, k, v, *caches, batch, 0.25, window, softcap)
     close(found[made.real], expected[made.real])
     close(found[~made.real], torch.zeros_like(expected[~made.real]))
 
@@ -144,12 +145,12 @@ def test_prefill_attention(hpu, data):
     window, softcap = data.draw(st.none() | st.integers(1, 200)), data.draw(st.none() | st.just(3.0))
     made = Made(hpu, lens, rows, False, length=length, **HEADS)
     q = reference.rotary_and_cache(made.q, made.k, made.v, made.cos_sin, made.batch, made.k_cache, made.v_cache)
-    expected = padded.prefill_attention(q, made.k, made.v, made.k_cache, made.v_cache, made.batch, 0.25, window, softcap)  # fmt: skip
+    expected = block_lists.prefill_attention(q, made.k_cache, made.v_cache, made.batch, 0.25, window, softcap)
     flash = data.draw(st.booleans())
     ops = hpu.ops if flash else load_plain(hpu)
     (q, k, v, table), batch, caches = Made(hpu, lens, rows, False, length=length, **HEADS).on(hpu)
     q = ops.rotary_and_cache(q, k, v, table, batch, *caches)
-    found = ops.prefill_attention(q, k, v, *caches, batch, 0.25, window, softcap)
+    found = ops.attention(q, k, v, *caches, batch, 0.25, window, softcap)
     close(found[made.real], expected[made.real])
     assert torch.isfinite(found.cpu()).all()
 
@@ -164,16 +165,16 @@ def load_plain(device):
 def test_nan_of_one_row_stays_there(hpu):
     """A block that was another's before may hold anything behind the row's end; a broken row breaks no other."""
     made = Made(hpu, [5, 200, 40], 4, True, blocks=6, **HEADS)
-    (q, _, _, _), batch, caches = made.on(hpu)
-    blocks = batch.block_list.tolist()
+    (q, k, v, _), batch, caches = made.on(hpu)
+    blocks = batch.meta.block_list.tolist()
     for cache in caches:
         cache[blocks[0], 5:] = torch.nan
         cache[0] = torch.nan
-    whole = hpu.ops.decode_attention(q, *caches, batch, 0.25).cpu()
+    whole = hpu.ops.attention(q, k, v, *caches, batch, 0.25).cpu()
     assert torch.isfinite(whole).all()
     caches[0][blocks[1], 3] = torch.nan
     q[2] = torch.nan
-    found = hpu.ops.decode_attention(q, *caches, batch, 0.25).cpu()
+    found = hpu.ops.attention(q, k, v, *caches, batch, 0.25).cpu()
     close(found[[0, 3]], whole[[0, 3]])
     assert found[1].isnan().any() and found[2].isnan().all()
 
@@ -254,8 +255,8 @@ def test_fp8_cache(hpu, fp8_ops):
         kept = a.float().clamp(-hpu.fp8_max, hpu.fp8_max)
         close(b.float()[1:], kept[1:])
     close(q, expected_q)
-    found = hpu.ops.decode_attention(q, *there, batch, 0.25, kv_scales=scales)
-    close(found, padded.decode_attention(expected_q, *there, made.batch, 0.25, kv_scales=scales), 1e-4)
+    found = hpu.ops.attention(q, k, v, *there, batch, 0.25, kv_scales=scales)
+    close(found, block_lists.decode_attention(expected_q, *there, made.batch, 0.25, kv_scales=scales), 1e-4)
 
 
 # -- experts ---------------------------------------------------------------------------------------------------------

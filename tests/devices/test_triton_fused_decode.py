@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from text_generation_inference.devices.device import Ops
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import FP8, Fp8Weight
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.registry import read_spec
@@ -75,12 +75,14 @@ def compute(model: CausalLM, cache: Cache) -> tuple[torch.Tensor, Cache]:
         layers = [replace(layer, k_cache=k, v_cache=v) for layer, (k, v) in pairs]
         model.fused_decode = replace(model.fused_decode, layers=layers)  # pyright: ignore
     place = 1 * 16 + (TOKENS - 1) % 16
-    batch = ForwardBatch(
-        input_ids=torch.tensor([5]), positions=torch.tensor([TOKENS - 1]), kv_index=torch.tensor([place]),
-        block_tables=torch.tensor([[0, 0], [3, 1]], dtype=torch.int32), max_seq_len=TOKENS, num_decode=1,
-        seq_lens=torch.tensor([TOKENS], dtype=torch.int32), chunk_starts_cpu=[], chunk_ends_cpu=[], logit_tokens=None,
-        table_rows=torch.tensor([1], dtype=torch.int32),
-    )  # fmt: skip
+    tables, rows = torch.tensor([[0, 0], [3, 1]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    batch = Batch(
+        input_ids=torch.tensor([5]),
+        positions=torch.tensor([TOKENS - 1]),
+        kv_index=torch.tensor([place]),
+        seq_lens=torch.tensor([TOKENS], dtype=torch.int32),
+        meta=PagedMeta(tables, 1, [], [], TOKENS, table_rows=rows),
+    )
     return model.forward(batch, cache), cache
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels import fp8, reference, slot_state
-from text_generation_inference.kernels.batch import PREFILL_TILE, ForwardBatch
+from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
 from text_generation_inference.kernels.slot_state import SlotState
 
@@ -223,7 +223,7 @@ def test_prompts_are_left_as_the_cache_holds_them(
 # Attention --------------------------------------------------------------------------------------------------------
 
 
-def make_batch(device: torch.device, decode: list[int], chunks: list[tuple[int, int]], size: int = 16) -> ForwardBatch:
+def make_batch(device: torch.device, decode: list[int], chunks: list[tuple[int, int]], size: int = 16) -> Batch:
     """Rows with so many cached tokens each, then chunks (start, end). Tables and slots are shuffled; row -1 is padding."""
     ends = [*decode, *(end for _, end in chunks)]
     counts = [max(1, -(-end // size)) for end in ends]
@@ -247,20 +247,21 @@ def make_batch(device: torch.device, decode: list[int], chunks: list[tuple[int, 
         if length == 0:
             rows[row] = -1
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    return ForwardBatch(
+    return Batch(
         input_ids=nothing,
         positions=nothing,
         kv_index=nothing,
-        block_tables=tables.to(device),
         seq_lens=torch.tensor(ends, dtype=torch.int32, device=device),
-        num_decode=len(decode),
-        chunk_starts_cpu=[start for start, _ in chunks],
-        chunk_ends_cpu=[end for _, end in chunks],
-        max_seq_len=max(ends, default=0),
-        logit_tokens=None,
-        table_rows=rows.to(device),
-        prefill_tiles=torch.tensor(tiles, dtype=torch.int32, device=device) if tiles else None,
-        num_prefix_tiles=sum(tile[4] > 0 for tile in tiles),
+        meta=PagedMeta(
+            block_tables=tables.to(device),
+            num_decode=len(decode),
+            chunk_starts_cpu=[start for start, _ in chunks],
+            chunk_ends_cpu=[end for _, end in chunks],
+            max_seq_len=max(ends, default=0),
+            table_rows=rows.to(device),
+            prefill_tiles=torch.tensor(tiles, dtype=torch.int32, device=device) if tiles else None,
+            num_prefix_tiles=sum(tile[4] > 0 for tile in tiles),
+        ),
     )
 
 
@@ -273,17 +274,16 @@ BATCHES: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
 }
 
 
-def from_cache(cache: Tensor, batch: ForwardBatch, tokens: int) -> Tensor:
+def from_cache(cache: Tensor, batch: Batch, tokens: int) -> Tensor:
     """This step's own keys or values, as the cache holds them; what is not of a chunk is NaN."""
-    assert batch.table_rows is not None
+    meta: PagedMeta = batch.meta
+    assert meta.table_rows is not None
     flat = cache.double().flatten(0, 1)
     own = torch.full((tokens, *cache.shape[2:]), math.nan, dtype=torch.float64, device=cache.device)
-    token = batch.num_decode
-    for row, (start, end) in enumerate(
-        zip(batch.chunk_starts_cpu, batch.chunk_ends_cpu, strict=True), batch.num_decode
-    ):
+    token = meta.num_decode
+    for row, (start, end) in enumerate(zip(meta.chunk_starts_cpu, meta.chunk_ends_cpu, strict=True), token):
         position = torch.arange(start, end, device=cache.device)
-        table = batch.block_tables[int(batch.table_rows[row])].long()
+        table = meta.block_tables[int(meta.table_rows[row])].long()
         own[token : token + end - start] = flat[table[position // 16] * 16 + position % 16]
         token += end - start
     return own
@@ -315,22 +315,23 @@ def check_attention(
         made = [fp8.to_fp8(cache / scale) for cache, scale in zip(made, kv_scales, strict=True)]
         exact = [cache.double() * scale for cache, scale in zip(made, kv_scales, strict=True)]
     q = torch.randn(tokens, heads, d, device=device).to(dtype)
-    known = replace(batch, block_tables=batch.block_tables.clamp(max=blocks - 1))
-    expected = reference.attention(q.double(), exact[0], exact[1], known, d**-0.5, window, softcap)
+    known = replace(batch, meta=replace(batch.meta, block_tables=batch.meta.block_tables.clamp(max=blocks - 1)))
+    expected = reference.attention(q.double(), None, None, exact[0], exact[1], known, d**-0.5, window, softcap)
     more: dict[str, Any] = {"kv_scales": kv_scales} if kv_scales else {}
+    k = v = None
     if own:  # as parts of one buffer, like the product they come from
         fused = torch.cat([q, *(from_cache(cache, known, tokens).to(dtype) for cache in exact)], 1)
-        q, more["k"], more["v"] = fused.split((heads, kv_heads, kv_heads), 1)
+        q, k, v = fused.split((heads, kv_heads, kv_heads), 1)
         if kv_scales is None and chunks:  # the cache is not read where the tokens are at hand
             for row, (start, end) in enumerate(chunks, len(decode)):
-                table = batch.block_tables[int(batch.table_rows[row])].long()  # pyright: ignore
+                table = batch.meta.block_tables[int(batch.meta.table_rows[row])].long()
                 position = torch.arange(start, end, device=device)
                 for cache in made:
                     cache[table[position // 16], position % 16] = math.nan
     real = [row for row in range(tokens) if row >= len(decode) or decode[row]]
     tolerance = tolerance or (3e-2 if dtype is torch.bfloat16 else 5e-3 if dtype is torch.float16 else 3e-5)
     for _ in range(2 if decode else 1):  # the counters are 0 again
-        out = op(q, *made, batch, d**-0.5, window, softcap, **more)
+        out = op(q, k, v, *made, batch, d**-0.5, window, softcap, **more)
         close(out[real], expected[real], tolerance)
         assert bool(out.isfinite().all())
 

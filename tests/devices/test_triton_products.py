@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels import fp8, reference
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.triton import norms_rotary
 
 if importlib.util.find_spec("triton") is None:
@@ -153,12 +153,14 @@ def test_rotation_of_an_unscaled_product(device: torch.device, rotary_dim: int, 
         torch.rand(width, device=device) + 0.5,
     )  # fmt: skip
     cos_sin = torch.randn(32, rotary_dim, device=device)
-    batch = ForwardBatch(
-        input_ids=torch.zeros(tokens, device=device), positions=torch.arange(tokens, device=device) * 3,
-        kv_index=torch.arange(tokens, device=device) + 2, block_tables=torch.zeros(1, device=device),
-        seq_lens=torch.zeros(1, device=device), num_decode=0, chunk_starts_cpu=[], chunk_ends_cpu=[], max_seq_len=0,
-        logit_tokens=None, prefill_tiles=torch.zeros(1, device=device) if prompts else None,
-    )  # fmt: skip
+    nothing = torch.zeros(1, device=device)
+    batch = Batch(
+        input_ids=torch.zeros(tokens, device=device),
+        positions=torch.arange(tokens, device=device) * 3,
+        kv_index=torch.arange(tokens, device=device) + 2,
+        seq_lens=nothing,
+        meta=PagedMeta(nothing, 0, [], [], 0, prefill_tiles=nothing if prompts else None),
+    )
     results = []
     for fused, scales in ((fp8.apply_scales(product), None), (product.data.clone(), (product.rows, product.columns))):
         caches = [torch.zeros(2, 8, kv_heads, d, device=device).half() for _ in range(2)]

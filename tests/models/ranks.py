@@ -13,7 +13,7 @@ from torch import Tensor
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.cpu import CpuDevice
 from text_generation_inference.engine.build import load_model
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.models.registry import read_config, read_spec
 from text_generation_inference.parallel import Parallel
 from text_generation_inference.runner import kv_cache
@@ -49,17 +49,12 @@ def _run(rank: int, world: int, folder: Path, meeting: Path) -> None:
     cache = kv_cache.allocate(device, spec.num_layers, 4, 16, end - start, spec.head_dim, torch.float32)
     model.bind(cache, 64)
     count = len(PROMPT)
-    batch = ForwardBatch(
+    batch = Batch(
         input_ids=torch.tensor(PROMPT),
         positions=torch.arange(count),
         kv_index=16 + torch.arange(count),
-        block_tables=torch.tensor([[1]], dtype=torch.int32),
         seq_lens=torch.tensor([count], dtype=torch.int32),
-        num_decode=0,
-        chunk_starts_cpu=[0],
-        chunk_ends_cpu=[count],
-        max_seq_len=count,
-        logit_tokens=None,
+        meta=PagedMeta(torch.tensor([[1]], dtype=torch.int32), 0, [0], [count], count),
     )
     with torch.inference_mode():
         torch.save(model.logits(model.forward(batch, cache)).clone(), meeting / f"{rank}.pt")

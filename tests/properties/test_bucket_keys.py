@@ -24,7 +24,8 @@ from text_generation_inference.devices.buckets import Axis, BucketPlan, BucketSe
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.engine.warm_shapes import WarmUp
 from text_generation_inference.errors import ValidationError
-from text_generation_inference.kernels.padded import PaddedBatch
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.block_lists import WholePrompts, key_of, row_length
 from text_generation_inference.runner.bucketed import BucketedRunner
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.policy import BatchPolicy
@@ -64,21 +65,21 @@ class OracleModel:
     def shallow(self) -> "OracleModel":
         return self
 
-    def forward(self, batch: PaddedBatch, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
-        self.keys.add(batch.key())
+    def forward(self, batch: Batch, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+        self.keys.add(key_of(batch))
         cache = kv_cache[0][0]
         size = cache.shape[1]
         entries = ((batch.input_ids + 1) * (batch.positions % 97 + 7)).double()
         cache[batch.kv_index // size, batch.kv_index % size, 0, 0] = entries
-        if batch.is_prefill:
+        if isinstance(batch.meta, WholePrompts):
             assert batch.logit_tokens is not None
-            sums = entries.unflatten(0, (batch.batch, batch.length)).cumsum(1).flatten()
+            sums = entries.unflatten(0, (len(batch.seq_lens), row_length(batch))).cumsum(1).flatten()
             return sums[batch.logit_tokens][:, None]
-        assert batch.block_list is not None and batch.block_groups is not None and batch.block_usage is not None
-        found = cache[batch.block_list.long(), :, 0, 0]
-        used = (torch.arange(size) < batch.block_usage[:, None]) & (batch.block_groups >= 0)[:, None]
-        sums = torch.zeros(batch.batch, dtype=torch.float64)
-        return sums.index_add(0, batch.block_groups.clamp(min=0).long(), found.where(used, 0.0).sum(1))[:, None]
+        lists = batch.meta
+        found = cache[lists.block_list.long(), :, 0, 0]
+        used = (torch.arange(size) < lists.block_usage[:, None]) & (lists.block_groups >= 0)[:, None]
+        sums = torch.zeros(len(batch.seq_lens), dtype=torch.float64)
+        return sums.index_add(0, lists.block_groups.clamp(min=0).long(), found.where(used, 0.0).sum(1))[:, None]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.nn.functional.one_hot(hidden[:, 0].long() % VOCAB, VOCAB).float() * 9
@@ -87,7 +88,7 @@ class OracleModel:
 class ShapeGraphs:
     """What is captured belongs to a shape; a replay overwrites the result of the one before."""
 
-    def __init__(self, forward: Callable[[PaddedBatch], Tensor]) -> None:
+    def __init__(self, forward: Callable[[Batch], Tensor]) -> None:
         self._forward = forward
         self.results: dict[object, Tensor] = {}
 
@@ -95,11 +96,11 @@ class ShapeGraphs:
     def num_captured(self) -> int:
         return len(self.results)
 
-    def __call__(self, batch: PaddedBatch, bypass: bool = False) -> Tensor:
+    def __call__(self, batch: Batch, bypass: bool = False) -> Tensor:
         if bypass:
             return self._forward(batch)
         result = self._forward(batch)
-        return self.results.setdefault(batch.key(), torch.empty_like(result)).copy_(result)
+        return self.results.setdefault(key_of(batch), torch.empty_like(result)).copy_(result)
 
 
 class GraphDevice:
@@ -108,12 +109,15 @@ class GraphDevice:
     def __init__(self) -> None:
         self.ops = Ops()
 
+    def prepare(self, batch: Batch) -> Batch:
+        return batch
+
     def submit(self, work: Callable[[], None]) -> "Future[None]":
         done: Future[None] = Future()
         done.set_result(work())
         return done
 
-    def wrap_graphs(self, forward: Callable[[PaddedBatch], Tensor], first: object = None) -> ShapeGraphs:
+    def wrap_graphs(self, forward: Callable[[Batch], Tensor], first: object = None) -> ShapeGraphs:
         return ShapeGraphs(forward)
 
 

@@ -8,7 +8,7 @@ import torch
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.kernels import fp8, reference
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
 from text_generation_inference.weights.quantization import ON_LOADING, choose_quantization, read_quantization
 
@@ -100,9 +100,8 @@ def test_attention_sees_what_the_cache_holds(by_head: bool, dtype: torch.dtype) 
     table = torch.tensor([[3, 1, 6, 2, 5, 7]], dtype=torch.int32)
     positions = torch.arange(tokens)
     kv_index = table[0, positions // block_size].long() * block_size + positions % block_size
-    batch = ForwardBatch(
-        positions, positions, kv_index, table, torch.tensor([tokens], dtype=torch.int32), 0, [0], [tokens], tokens, None
-    )
+    lengths = torch.tensor([tokens], dtype=torch.int32)
+    batch = Batch(positions, positions, kv_index, lengths, PagedMeta(table, 0, [0], [tokens], tokens))
 
     def cache(kind: torch.dtype) -> torch.Tensor:
         if by_head:
@@ -125,11 +124,11 @@ def test_attention_sees_what_the_cache_holds(by_head: bool, dtype: torch.dtype) 
         stored.float().mul(scale).to(dtype) for stored, scale in zip((k_cache, v_cache), scales, strict=True)
     )
     for window, softcap in ((None, None), (5, None), (None, 20.0)):
-        expected = reference.attention(rotated, held_k, held_v, batch, 0.35, window, softcap)
-        found = reference.attention(rotated, k_cache, v_cache, batch, 0.35, window, softcap, scales, k=k, v=v)
+        expected = reference.attention(rotated, k, v, held_k, held_v, batch, 0.35, window, softcap)
+        found = reference.attention(rotated, k, v, k_cache, v_cache, batch, 0.35, window, softcap, scales)
         assert torch.equal(found, expected)
-        step = replace(batch, num_decode=1, chunk_starts_cpu=[], chunk_ends_cpu=[])
-        found = reference.attention(rotated[-1:], k_cache, v_cache, step, 0.35, window, softcap, scales)
+        step = replace(batch, meta=PagedMeta(table, 1, [], [], tokens))
+        found = reference.attention(rotated[-1:], k[-1:], v[-1:], k_cache, v_cache, step, 0.35, window, softcap, scales)
         torch.testing.assert_close(found, expected[-1:], atol=1e-5, rtol=1e-5)
 
 

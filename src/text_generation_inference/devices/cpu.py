@@ -15,6 +15,7 @@ import torch
 
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.devices.host_memory import available_bytes
+from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.cpu.ops import BLOCK_BYTES, load_ops
 from text_generation_inference.types import Limits
 
@@ -54,6 +55,9 @@ class CpuDevice:
         num_bytes = math.prod(shape) * dtype.itemsize
         pages = np.zeros(num_bytes, dtype=np.uint8)
         return torch.from_numpy(pages).view(dtype).view(shape)  # pyright: ignore[reportUnknownMemberType]
+
+    def prepare(self, batch: Batch) -> Batch:
+        return batch
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
         return self._worker.submit(work)

@@ -22,7 +22,8 @@ from text_generation_inference.devices.driver import Driver, read_driver
 from text_generation_inference.devices.graphs import CapturedForward
 from text_generation_inference.errors import StartError
 from text_generation_inference.kernels import flashinfer_prompts
-from text_generation_inference.kernels.padded import PaddedBatch, as_forward_batch
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.block_lists import as_paged, is_padded
 from text_generation_inference.kernels.triton.ops import load_ops
 from text_generation_inference.types import Limits
 
@@ -79,7 +80,7 @@ class CudaDevice:
             self.ops = Ops(f"torch ops, much slower than Triton kernels: {faster}")
         else:
             kinds = "Triton kernels, flashinfer for prompts," if flashinfer else "Triton kernels"
-            self.ops = Ops(f"{kinds} on {properties.name}", **faster, from_padded=as_forward_batch)
+            self.ops = Ops(f"{kinds} on {properties.name}", **faster)
         self._queue = torch.cuda.Stream(self.torch_device)
         self._pool: Any = None  # memory that all captured steps share
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cuda")
@@ -97,6 +98,9 @@ class CudaDevice:
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self.stream():  # it is filled in the queue that reads it
             return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+
+    def prepare(self, batch: Batch) -> Batch:
+        return as_paged(batch) if self._has_kernels and is_padded(batch) else batch
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
         return self._finisher.submit(work)
@@ -184,7 +188,7 @@ class CudaDevice:
         return mixed_sizes(max_rows, max_tokens) if self._has_kernels else []  # nothing is captured without them
 
     def wrap_graphs(
-        self, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None
+        self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
     ) -> GraphForward:
         return CapturedForward(self, forward, first)
 

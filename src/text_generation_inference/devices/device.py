@@ -16,8 +16,8 @@ from torch import Tensor
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.driver import read_driver
 from text_generation_inference.errors import StartError
-from text_generation_inference.kernels import fp8, padded, reference, slot_state
-from text_generation_inference.kernels.padded import PaddedBatch
+from text_generation_inference.kernels import fp8, reference, slot_state
+from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.types import Limits
 
 
@@ -41,9 +41,6 @@ class Ops:
         self.gelu_tanh_mul: Callable[..., Any] = reference.gelu_tanh_mul
         self.rotary_and_cache: Callable[..., Any] = reference.rotary_and_cache
         self.attention: Callable[..., Any] = reference.attention
-        self.prefill_attention: Callable[..., Any] = padded.prefill_attention
-        self.decode_attention: Callable[..., Any] = padded.decode_attention
-        self.from_padded: Callable[..., Any] | None = None  # for a device whose `attention` is as good on padded passes
         self.greedy: Callable[..., Any] = reference.greedy
         self.samples_on_host = False  # all of the choice but `greedy`, from padded logits
         self.apply_writes: Callable[..., Any] = slot_state.apply_writes
@@ -78,6 +75,10 @@ class Device(Protocol):
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A large long-lived buffer."""
+        ...
+
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch in the form that this device's ops read. Part of a captured pass."""
         ...
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
@@ -135,7 +136,7 @@ class GraphForward(Protocol):
     @property
     def num_captured(self) -> int: ...
 
-    def __call__(self, batch: PaddedBatch, bypass: bool = False) -> Tensor:
+    def __call__(self, batch: Batch, bypass: bool = False) -> Tensor:
         """The result is good until the next call. `bypass`: without a graph."""
         ...
 
@@ -144,7 +145,7 @@ class GraphDevice(Device, Protocol):
     """A device that can prepare a graph for each shape."""
 
     def wrap_graphs(
-        self, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None
+        self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
     ) -> GraphForward:
         """`first` is the same pass through fewer layers; it loads what a capture must find loaded."""
         ...
@@ -198,10 +199,10 @@ class _PlainForward:
 
     num_captured = 0
 
-    def __init__(self, forward: Callable[[PaddedBatch], Tensor]) -> None:
+    def __init__(self, forward: Callable[[Batch], Tensor]) -> None:
         self._forward = forward
 
-    def __call__(self, batch: PaddedBatch, bypass: bool = False) -> Tensor:
+    def __call__(self, batch: Batch, bypass: bool = False) -> Tensor:
         return self._forward(batch)
 
 
@@ -210,7 +211,7 @@ def has_graphs(device: Device) -> TypeGuard[GraphDevice]:
 
 
 def wrap_graphs(
-    device: Device, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None
+    device: Device, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
 ) -> GraphForward:
     return device.wrap_graphs(forward, first) if has_graphs(device) else _PlainForward(forward)
 

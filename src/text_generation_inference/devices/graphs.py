@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.devices.device import QueueDevice
-from text_generation_inference.kernels.padded import PaddedBatch
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.block_lists import key_of, put_together, take_apart
 
 
 @dataclass(slots=True)
@@ -26,8 +27,8 @@ class CapturedForward:
     def __init__(
         self,
         device: QueueDevice,
-        forward: Callable[[PaddedBatch], Tensor],
-        first: Callable[[PaddedBatch], object] | None = None,
+        forward: Callable[[Batch], Tensor],
+        first: Callable[[Batch], object] | None = None,
     ) -> None:
         self._device, self._forward, self._first = device, forward, first or forward
         self._graphs: dict[object, _Graph] = {}
@@ -36,23 +37,19 @@ class CapturedForward:
     def num_captured(self) -> int:
         return len(self._graphs)
 
-    def __call__(self, batch: PaddedBatch, bypass: bool = False) -> Tensor:
+    def __call__(self, batch: Batch, bypass: bool = False) -> Tensor:
         if bypass:
             return self._forward(batch)
-        key = batch.key()
+        key = key_of(batch)
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = self._capture(batch)
-        torch._foreach_copy_(graph.inputs, _present(batch))  # pyright: ignore
+        torch._foreach_copy_(graph.inputs, list(take_apart(batch).values()))  # pyright: ignore
         graph.replay()
         return graph.result
 
-    def _capture(self, batch: PaddedBatch) -> _Graph:
-        own = PaddedBatch(*(None if tensor is None else tensor.clone() for tensor in batch.tensors()))  # pyright: ignore
+    def _capture(self, batch: Batch) -> _Graph:
+        own = put_together({name: tensor.clone() for name, tensor in take_apart(batch).items()})
         self._first(own)
         replay, result = self._device.capture(lambda: self._forward(own))
-        return _Graph(_present(own), replay, result)
-
-
-def _present(batch: PaddedBatch) -> list[Tensor]:
-    return [tensor for tensor in batch.tensors() if tensor is not None]
+        return _Graph(list(take_apart(own).values()), replay, result)

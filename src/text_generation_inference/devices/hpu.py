@@ -9,7 +9,7 @@ it `torch.compile` does the same. Steps run on one worker thread, so that planni
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.device import GraphForward, Ops
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.block_lists import key_of, put_together, take_apart
 from text_generation_inference.kernels.hpu.bridge import Bridge, is_present, load_bridge, memory_errors
 from text_generation_inference.kernels.hpu.ops import Choice, load_ops
-from text_generation_inference.kernels.padded import PaddedBatch
 from text_generation_inference.types import Limits
 
 BLOCK_SIZE = 128
@@ -146,6 +147,9 @@ class HpuDevice:
         blocks, block_size, *rest = shape
         return torch.zeros((blocks * block_size, *rest), dtype=dtype, device=self.torch_device).view(shape)
 
+    def prepare(self, batch: Batch) -> Batch:
+        return batch
+
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
         return self._worker.submit(work)
 
@@ -154,7 +158,7 @@ class HpuDevice:
         self.bridge.synchronize()
 
     def wrap_graphs(
-        self, forward: Callable[[PaddedBatch], Tensor], first: Callable[[PaddedBatch], object] | None = None
+        self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
     ) -> GraphForward:
         self.bridge.synchronize()  # weights and caches were filled by another thread
         module = _PaddedPass(forward)
@@ -168,17 +172,12 @@ class HpuDevice:
 class _PaddedPass(nn.Module):
     """A graph is found by the shapes of tensors in dicts and lists; any other object would be known by its address."""
 
-    def __init__(self, forward: Callable[[PaddedBatch], Tensor]) -> None:
+    def __init__(self, forward: Callable[[Batch], Tensor]) -> None:
         super().__init__()
         self._pass = forward
 
     def forward(self, tensors: dict[str, Tensor]) -> Tensor:
-        return self._pass(PaddedBatch(**tensors))
-
-
-def _take_apart(batch: PaddedBatch) -> dict[str, Tensor]:
-    found = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+        return self._pass(put_together(tensors))
 
 
 class _Passes:
@@ -192,12 +191,12 @@ class _Passes:
     def num_captured(self) -> int:
         return len(self._captured)
 
-    def __call__(self, batch: PaddedBatch, bypass: bool = False) -> Tensor:
+    def __call__(self, batch: Batch, bypass: bool = False) -> Tensor:
         with memory_errors():
-            out = self._call(_take_apart(batch), bypass)
+            out = self._call(take_apart(batch), bypass)
             self._bridge.mark_step()
         if self._captures and not bypass:
-            self._captured.add(batch.key())
+            self._captured.add(key_of(batch))
         return out
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.errors import StartError
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch, PagedMeta
 
 _ROOM_BYTES = 128 << 20
 _PLANS = 3
@@ -24,10 +24,11 @@ def is_installed() -> bool:
     return importlib.util.find_spec("flashinfer") is not None
 
 
-def is_for(batch: ForwardBatch, tokens: int, least: int = _LEAST_TOKENS) -> bool:
+def is_for(batch: Batch, tokens: int, least: int = _LEAST_TOKENS) -> bool:
     """Whether all prompts of the batch, which has so many tokens, are whole, and long enough together."""
-    prompts = tokens - batch.num_decode
-    return prompts >= least and not any(batch.chunk_starts_cpu) and sum(batch.chunk_ends_cpu) == prompts
+    meta: PagedMeta = batch.meta
+    prompts = tokens - meta.num_decode
+    return prompts >= least and not any(meta.chunk_starts_cpu) and sum(meta.chunk_ends_cpu) == prompts
 
 
 class FlashinferPrompts:
@@ -40,7 +41,7 @@ class FlashinferPrompts:
             (make(room, "NHD"), torch.cuda.Event()) for _ in range(_PLANS)
         ]
         self._next = 0
-        self._planned: tuple[ForwardBatch, object] | None = None
+        self._planned: tuple[Batch, object] | None = None
         self._works = False
 
     def __call__(
@@ -48,12 +49,12 @@ class FlashinferPrompts:
         q: Tensor,  # [tokens, heads, head_dim]
         k: Tensor,  # [tokens, kv_heads, head_dim], this step's own as the cache holds them
         v: Tensor,
-        batch: ForwardBatch,
+        batch: Batch,
         out: Tensor,  # [tokens, heads * head_dim]
         scale: float,
     ) -> bool:
         """Fill `out` for the prompts of the batch; False: this batch is not one for it."""
-        first, (tokens, heads, d) = batch.num_decode, q.shape
+        first, (tokens, heads, d) = batch.meta.num_decode, q.shape
         if not is_for(batch, tokens):
             return False
         if q.dtype not in (torch.bfloat16, torch.float16) or d not in (64, 128, 256):
@@ -62,7 +63,7 @@ class FlashinferPrompts:
             return False
         how = (heads, k.shape[1], d, q.dtype, scale)
         if self._planned is None or self._planned[0] is not batch or self._planned[1] != how:
-            self._plan(batch.chunk_ends_cpu, how)
+            self._plan(batch.meta.chunk_ends_cpu, how)
             self._planned = (batch, how)
         wrapper, _ = self._plans[self._next]
         wrapper.run(q[first:], k[first:], v[first:], out=out[first:].view(-1, heads, d))

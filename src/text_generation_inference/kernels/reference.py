@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from text_generation_inference.kernels import fp8
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels import block_lists, fp8
+from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight
 
 
@@ -89,7 +89,7 @@ def rotary_and_cache(
     k: Tensor,  # [tokens, kv_heads, head_dim]
     v: Tensor,  # [tokens, kv_heads, head_dim]
     cos_sin: Tensor,  # [positions, rotary_dim] float32: cosines, then sines
-    batch: ForwardBatch,
+    batch: Batch,
     k_cache: Tensor,
     v_cache: Tensor,
     kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in FP8
@@ -121,32 +121,36 @@ def _read(stored: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 def attention(
     q: Tensor,  # [tokens, heads, head_dim]
+    k: Tensor | None,  # [tokens, kv_heads, head_dim] that this step has put into the cache, as it holds them:
+    v: Tensor | None,  # for kernels that would rather read them here
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: ForwardBatch,
+    batch: Batch,
     scale: float,
     window: int | None = None,  # a token sees itself and the `window - 1` tokens before it
     softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
     kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in FP8
-    k: Tensor | None = None,  # [tokens, kv_heads, head_dim] that this step has put into the cache, as it holds them:
-    v: Tensor | None = None,  # for kernels that would rather read them here
 ) -> Tensor:
     """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
+    if block_lists.is_padded(batch):
+        return block_lists.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+    meta: PagedMeta = batch.meta
+    seq_lens = batch.seq_lens
     prompts: list[tuple[Tensor, int, int, int]] = []  # blocks, first token, position of it, position after the last
-    if batch.prefill_tiles is not None and not batch.chunk_starts_cpu:  # a padded step, which only the device describes
-        tiles: list[list[int]] = batch.prefill_tiles[batch.prefill_tiles[:, 3] > 0].tolist()  # pyright: ignore
-        prompts = [(batch.block_tables[slot, None], token, at, at + count) for slot, token, at, count, _ in tiles]
-    if batch.table_rows is not None:
-        tables = batch.block_tables[batch.table_rows.clamp(min=0).long()]
-        seq_lens = batch.seq_lens.clamp(min=1)  # padding looks at one token of block 0
-        batch = replace(batch, block_tables=tables, seq_lens=seq_lens, table_rows=None)
+    if meta.prefill_tiles is not None and not meta.chunk_starts_cpu:  # a padded step, which only the device describes
+        tiles: list[list[int]] = meta.prefill_tiles[meta.prefill_tiles[:, 3] > 0].tolist()  # pyright: ignore
+        prompts = [(meta.block_tables[slot, None], token, at, at + count) for slot, token, at, count, _ in tiles]
+    if meta.table_rows is not None:
+        tables = meta.block_tables[meta.table_rows.clamp(min=0).long()]
+        seq_lens = seq_lens.clamp(min=1)  # padding looks at one token of block 0
+        meta = replace(meta, block_tables=tables, table_rows=None)
     out = torch.empty_like(q)
-    n = batch.num_decode
+    n = meta.num_decode
     if n:
-        out[:n] = _decode_attention(q[:n], k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+        out[:n] = _decode_attention(q[:n], k_cache, v_cache, meta, seq_lens[:n], scale, window, softcap, kv_scales)
     token = n
-    for row, (start, end) in enumerate(zip(batch.chunk_starts_cpu, batch.chunk_ends_cpu, strict=True), n):
-        prompts.append((batch.block_tables[row, None], token, start, end))
+    for row, (start, end) in enumerate(zip(meta.chunk_starts_cpu, meta.chunk_ends_cpu, strict=True), n):
+        prompts.append((meta.block_tables[row, None], token, start, end))
         token += end - start
     for table, token, start, end in prompts:
         count = end - start
@@ -162,18 +166,19 @@ def _decode_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: ForwardBatch,
+    meta: PagedMeta,
+    seq_lens: Tensor,  # [decode rows]
     scale: float,
     window: int | None,
     softcap: float | None,
     kv_scales: tuple[float, float],
 ) -> Tensor:
-    n, length, tables = batch.num_decode, batch.max_seq_len, batch.block_tables[: batch.num_decode]
+    length, tables = meta.max_seq_len, meta.block_tables[: meta.num_decode]
     # Past a row's end a block may hold anything, even NaN, and a weight of zero does not undo that.
-    beyond = (torch.arange(length, device=q.device) >= batch.seq_lens[:n, None])[..., None, None]
+    beyond = (torch.arange(length, device=q.device) >= seq_lens[:, None])[..., None, None]
     keys = _read(_gather(k_cache, tables, length), kv_scales[0], q.dtype).masked_fill(beyond, 0)
     values = _read(_gather(v_cache, tables, length), kv_scales[1], q.dtype).masked_fill(beyond, 0)
-    mask = _mask(batch.seq_lens[:n, None] - 1, length, window)
+    mask = _mask(seq_lens[:, None] - 1, length, window)
     return _attend(q[:, None], keys, values, mask, scale, softcap)[:, 0]
 
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from text_generation_inference.devices.device import Ops
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, ScaledRows
-from text_generation_inference.kernels.padded import PaddedBatch
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.weights.declare import Module, Number
 
@@ -50,7 +49,7 @@ class Attention(Module):
     def forward(
         self,
         x: Tensor | Fp8Rows,
-        batch: ForwardBatch | PaddedBatch,
+        batch: Batch,
         cos_sin: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
@@ -64,11 +63,7 @@ class Attention(Module):
         q, k, v = fused.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
         kv_scales = self.kv_scales(k_cache)
         q = self.ops.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales=kv_scales, **scaled)
-        how = (batch, heads.scale, heads.window, heads.softcap)
-        if isinstance(batch, ForwardBatch):
-            mixed = self.ops.attention(q, k_cache, v_cache, *how, kv_scales=kv_scales, k=k, v=v)
-        elif batch.is_prefill:
-            mixed = self.ops.prefill_attention(q, k, v, k_cache, v_cache, *how, kv_scales=kv_scales)
-        else:
-            mixed = self.ops.decode_attention(q, k_cache, v_cache, *how, kv_scales=kv_scales)
+        mixed = self.ops.attention(
+            q, k, v, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap, kv_scales=kv_scales
+        )
         return self.out.linear_unscaled(mixed if wanted is None else mixed[wanted])

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.errors import ModelFormatError
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight, ScaledRows
 from text_generation_inference.kernels.fused_decode import FusedLayer
-from text_generation_inference.kernels.padded import PaddedBatch
 from text_generation_inference.layers.attention import Attention, HeadLayout
 from text_generation_inference.layers.embedding import VocabWeight
 from text_generation_inference.layers.linear import Linear, bias_parts, column_parts, row_linear
@@ -72,7 +71,7 @@ class DecoderLayer(Module):
         self,
         x: Tensor | ScaledRows,
         residual: Tensor | None,
-        batch: ForwardBatch | PaddedBatch,
+        batch: Batch,
         cos_sin: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
@@ -186,12 +185,10 @@ class CausalLM(Module):
                 activation={"gelu_pytorch_tanh": "gelu_tanh"}.get(self.spec.activation, self.spec.activation),
             )
 
-    def forward(self, batch: ForwardBatch | PaddedBatch, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Hidden states `[logit tokens, hidden]` of the tokens whose logits are needed."""
-        if isinstance(batch, PaddedBatch) and self.ops.from_padded is not None:
-            batch = self.ops.from_padded(batch)
         x = self.model.embedding.look_up(batch.input_ids)
-        if self.fused_decode is not None and self.ops.run_fused_decode is not None and isinstance(batch, ForwardBatch):
+        if self.fused_decode is not None and self.ops.run_fused_decode is not None:
             done = self.ops.run_fused_decode(x, self.fused_decode, batch)
             if done is not None:
                 return done if batch.logit_tokens is None else done[batch.logit_tokens]

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from text_generation_inference.devices.buckets import Bucket, BucketPlan
 from text_generation_inference.devices.device import Device, has_graphs
-from text_generation_inference.kernels.padded import PaddedBatch
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.runner.grammar import RowMasks, SlotGrammars
 from text_generation_inference.runner.padded_inputs import HostBooks, describe_decode, describe_prefill
@@ -153,23 +154,23 @@ class BucketedRunner:
         self._prompt_logprobs.remove(slots[0])
         return self._choose(scores[None, bucket.length :], slots), scores[: longest - 1].tolist()
 
-    def _prefill_batch(self, bucket: Bucket, slots: list[int]) -> PaddedBatch:
+    def _prefill_batch(self, bucket: Bucket, slots: list[int]) -> Batch:
         arrays = describe_prefill(bucket, slots, self.books)
         ids = np.where(arrays.token_slots >= 0, self._tokens[arrays.token_slots, arrays.positions], 0)
-        return PaddedBatch(
-            *self._send(np.int64, ids, arrays.positions, arrays.kv_index),
-            *self._send(np.int32, arrays.seq_lens),
-            *self._send(np.int64, arrays.last_tokens),
+        input_ids, positions, kv_index, last = self._send(
+            np.int64, ids, arrays.positions, arrays.kv_index, arrays.last_tokens
         )
+        (seq_lens,) = self._send(np.int32, arrays.seq_lens)
+        return Batch(input_ids, positions, kv_index, seq_lens, WholePrompts(), last)
 
-    def _decode_batch(self, bucket: Bucket, slots: list[int]) -> PaddedBatch:
+    def _decode_batch(self, bucket: Bucket, slots: list[int]) -> Batch:
         arrays = describe_decode(bucket, slots, self.books)
         ids = np.where(arrays.slots >= 0, self._tokens[arrays.slots, arrays.positions], 0)
         input_ids, positions, kv_index = self._send(np.int64, ids, arrays.positions, arrays.kv_index)
-        seq_lens, block_list, groups, usage, starts = self._send(
+        seq_lens, *lists = self._send(
             np.int32, arrays.seq_lens, arrays.block_list, arrays.block_groups, arrays.block_usage, arrays.row_starts
         )
-        return PaddedBatch(input_ids, positions, kv_index, seq_lens, None, block_list, groups, usage, starts)
+        return Batch(input_ids, positions, kv_index, seq_lens, BlockLists(*lists))
 
     def _send(self, dtype: type[np.integer], *arrays: np.ndarray) -> list[Tensor]:
         where = self.device.torch_device

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from text_generation_inference.devices.buckets import Bucket, BucketPlan
 from text_generation_inference.devices.device import QueueDevice
-from text_generation_inference.kernels.padded import PaddedBatch
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.runner.padded_inputs import HostBooks, describe_decode, describe_prefill
 from text_generation_inference.runner.padded_passes import PaddedPasses
@@ -125,26 +126,26 @@ class BucketedQueuedRunner(QueuedRunner):
         scores = self.passes.score(bucket, self._prefill_batch(bucket, [chunk.slot]), chunk.end)
         return scores[None, bucket.length :], scores[: chunk.end - 1]
 
-    def _prefill_batch(self, bucket: Bucket, slots: list[int]) -> PaddedBatch:
+    def _prefill_batch(self, bucket: Bucket, slots: list[int]) -> Batch:
         arrays = describe_prefill(bucket, slots, self.books)
         for words in (arrays.token_slots, arrays.positions, arrays.seq_lens, arrays.last_tokens):
             self._staging.put(words)
         token_slots, at, seq_lens, last_tokens = self._staging.send(self.slots.state)
         ids, positions, kv_index, _ = self.device.ops.gather_inputs(self.slots.state, token_slots, at)
-        return PaddedBatch(ids, positions, kv_index, seq_lens, last_tokens.long())
+        return Batch(ids, positions, kv_index, seq_lens, WholePrompts(), last_tokens.long())
 
-    def _decode_batch(self, bucket: Bucket, slots: list[int]) -> PaddedBatch:
+    def _decode_batch(self, bucket: Bucket, slots: list[int]) -> Batch:
         arrays = describe_decode(bucket, slots, self.books)
         for words in (arrays.slots, arrays.block_list, arrays.block_groups, arrays.block_usage, arrays.row_starts):
             self._staging.put(words)
-        rows, *blocks = self._staging.send(self.slots.state)
+        rows, *lists = self._staging.send(self.slots.state)
         ids, positions, kv_index, seq_lens = self.device.ops.gather_inputs(self.slots.state, rows, None)
-        block_list, groups, usage, starts = blocks
-        return PaddedBatch(ids, positions, kv_index, seq_lens, None, block_list, groups, usage, starts)
+        return Batch(ids, positions, kv_index, seq_lens, BlockLists(*lists))
 
-    def _place_for(self, batch: PaddedBatch) -> Tensor:
+    def _place_for(self, batch: Batch) -> Tensor:
         """Where the logits of a pass go; what is in the place of the other phase stays."""
-        place = self._prompt_logits if batch.is_prefill else self._logits
-        if batch.batch <= place.shape[0]:
-            return place[: batch.batch]
-        return torch.zeros((batch.batch, place.shape[1]), dtype=torch.float32, device=place.device)
+        rows = batch.seq_lens.shape[0]
+        place = self._prompt_logits if isinstance(batch.meta, WholePrompts) else self._logits
+        if rows <= place.shape[0]:
+            return place[:rows]
+        return torch.zeros((rows, place.shape[1]), dtype=torch.float32, device=place.device)

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.runner.slots import Slots
 from text_generation_inference.types import Chunk, StepPlan
 
 
-def build_batch(plan: StepPlan, slots: Slots, prompt_chunks: list[Chunk]) -> ForwardBatch:
+def build_batch(plan: StepPlan, slots: Slots, prompt_chunks: list[Chunk]) -> Batch:
     """Rows: the decode set, then the chunks. Logits: one per sampling row, then every token of `prompt_chunks`."""
     decode = slots.decode_index if plan.decode else slots.decode_index[:0]
     num_decode = decode.shape[0]
@@ -30,16 +30,18 @@ def build_batch(plan: StepPlan, slots: Slots, prompt_chunks: list[Chunk]) -> For
         max_seq_len = max(max_seq_len, *(chunk.end for chunk in plan.chunks))
     size = slots.block_size
     blocks = slots.block_tables[token_rows, positions // size]
-    return ForwardBatch(
+    return Batch(
         input_ids=slots.tokens[token_rows, positions].long(),
         positions=positions,
         kv_index=blocks.long() * size + positions % size,
-        block_tables=slots.block_tables[rows, : -(-max_seq_len // size)],
         seq_lens=seq_lens.to(torch.int32),
-        num_decode=num_decode,
-        chunk_starts_cpu=[chunk.start for chunk in plan.chunks],
-        chunk_ends_cpu=[chunk.end for chunk in plan.chunks],
-        max_seq_len=max_seq_len,
+        meta=PagedMeta(
+            block_tables=slots.block_tables[rows, : -(-max_seq_len // size)],
+            num_decode=num_decode,
+            chunk_starts_cpu=[chunk.start for chunk in plan.chunks],
+            chunk_ends_cpu=[chunk.end for chunk in plan.chunks],
+            max_seq_len=max_seq_len,
+        ),
         logit_tokens=logit_tokens,
     )
 

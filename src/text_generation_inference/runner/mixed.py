@@ -24,7 +24,7 @@ class MixedInputs:
     positions: np.ndarray  # [tokens]; -1: the last known one
     rows: list[int]  # slots, decode rows first
     logit_tokens: list[int]
-    tiles: np.ndarray  # [tiles * 5], see `ForwardBatch.prefill_tiles`
+    tiles: np.ndarray  # [tiles * 5], see `PagedMeta.prefill_tiles`
     num_prefix_tiles: int
 
 

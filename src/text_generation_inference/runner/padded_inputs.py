@@ -40,7 +40,7 @@ class HostBooks:
 
 @dataclass(slots=True)
 class PrefillArrays:
-    """Whole prompts. Tokens are `[batch * length]`, row after row; see `PaddedBatch`."""
+    """Whole prompts. Tokens are `[batch * length]`, row after row; see `WholePrompts`."""
 
     token_slots: np.ndarray  # [tokens]: -1 for padding
     positions: np.ndarray  # [tokens]
@@ -71,7 +71,7 @@ def describe_prefill(bucket: Bucket, slots: Sequence[int], books: HostBooks) -> 
 
 @dataclass(slots=True)
 class DecodeArrays:
-    """One token of each row; see `PaddedBatch`."""
+    """One token of each row; see `BlockLists`."""
 
     slots: np.ndarray  # [batch]: -1 for padding
     positions: np.ndarray  # [batch]

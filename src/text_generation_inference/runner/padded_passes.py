@@ -4,16 +4,17 @@ Shared by the runners of devices that run ahead and of those that do not.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from text_generation_inference.devices.buckets import Bucket, BucketPlan
 from text_generation_inference.devices.device import Device, has_graphs, wrap_graphs
-from text_generation_inference.kernels.padded import PaddedBatch
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.block_lists import Key, key_of, row_length
 from text_generation_inference.models.decoder import CausalLM
-from text_generation_inference.runner.shape_book import Key, ShapeBook
+from text_generation_inference.runner.shape_book import ShapeBook
 from text_generation_inference.types import BucketStats, Chunk
 
 _LOGIT_ROWS = 128  # prompt positions whose logits are held at a time
@@ -28,13 +29,14 @@ class PaddedPasses:
         kv_cache: list[tuple[Tensor, Tensor]],
         plan: BucketPlan,
         limit_graphs: bool = False,  # prompts go without
-        outputs: Callable[[PaddedBatch], Tensor] | None = None,  # a long-lived place for the logits of a batch
+        outputs: Callable[[Batch], Tensor] | None = None,  # a long-lived place for the logits of a batch
     ) -> None:
         self.plan = plan
         self.book = ShapeBook(plan)
         self._model, self._kv_cache, self._outputs = model, kv_cache, outputs
         self._shallow = model.shallow()
         self._shallow_cache = kv_cache[: len(self._shallow.model.layers)]
+        self._prepare = device.prepare
         self._limit_graphs = limit_graphs
         self._has_graphs = has_graphs(device)
         self._without: set[Bucket] = set()  # shapes for whose graphs there was no room
@@ -66,34 +68,34 @@ class PaddedPasses:
         """No graph for this shape: there is no room for it."""
         self._without.add(bucket)
 
-    def logits(self, bucket: Bucket, batch: PaddedBatch, needed: int) -> Tensor:
+    def logits(self, bucket: Bucket, batch: Batch, needed: int) -> Tensor:
         """`[batch, vocab]` float32, good until the next pass of the same phase; `needed` tokens are real."""
         bypass = not self.captures(bucket)
-        self.book.on_pass(batch.key(), bucket, needed, bypass and self._has_graphs)
+        self.book.on_pass(key_of(batch), bucket, needed, bypass and self._has_graphs)
         return self._graphs(batch, bypass)
 
-    def score(self, bucket: Bucket, batch: PaddedBatch, needed: int) -> Tensor:
+    def score(self, bucket: Bucket, batch: Batch, needed: int) -> Tensor:
         """`[length + vocab]` float32: log-probabilities of the tokens after the first, of the pass's first prompt, then
         the logits of its last one. Without a graph; one tensor, so that all there is to compute is in the pass."""
         self.book.on_pass(_key_of_scores(batch), bucket, needed, self._has_graphs)
         return self._scores(batch, True)
 
-    def warm(self, bucket: Bucket, batch: PaddedBatch, few_layers: bool) -> Tensor:
+    def warm(self, bucket: Bucket, batch: Batch, few_layers: bool) -> Tensor:
         """Meet a shape for the first time.
 
         `few_layers`: where no graph is made, few layers are enough to load all that the shape needs.
         """
-        self.book.warmed.add(batch.key())
+        self.book.warmed.add(key_of(batch))
         if self.captures(bucket):
             return self._graphs(batch)
         return self._first(batch) if few_layers else self._graphs(batch, True)
 
-    def warm_scores(self, batch: PaddedBatch, few_layers: bool) -> Tensor:
+    def warm_scores(self, batch: Batch, few_layers: bool) -> Tensor:
         """The same for a prompt whose tokens are scored."""
         self.book.warmed.add(_key_of_scores(batch))
         return self._score(batch, few_layers) if few_layers else self._scores(batch, True)
 
-    def touch(self, batch: PaddedBatch) -> None:
+    def touch(self, batch: Batch) -> None:
         """Run a shape through few layers, without a graph: to compile and load what it needs."""
         self._first(batch)
 
@@ -101,33 +103,33 @@ class PaddedPasses:
     def stats(self) -> BucketStats:
         return self.book.stats(self._graphs.num_captured)
 
-    def _forward(self, batch: PaddedBatch) -> Tensor:
-        return self._logits(batch, self._model.forward(batch, self._kv_cache))
+    def _forward(self, batch: Batch) -> Tensor:
+        return self._logits(batch, self._model.forward(self._prepare(batch), self._kv_cache))
 
-    def _score(self, batch: PaddedBatch, few_layers: bool = False) -> Tensor:
+    def _score(self, batch: Batch, few_layers: bool = False) -> Tensor:
         """`[length + vocab]`: see `score`."""
         model, cache = (self._shallow, self._shallow_cache) if few_layers else (self._model, self._kv_cache)
-        wanted = torch.arange(batch.length, device=batch.input_ids.device)  # all tokens of the first prompt
-        hidden = model.forward(replace(batch, logit_tokens=wanted), cache)  # [length, hidden]
-        following = batch.input_ids[: batch.length].roll(-1)
+        length = row_length(batch)
+        wanted = torch.arange(length, device=batch.input_ids.device)  # all tokens of the first prompt
+        hidden = model.forward(self._prepare(replace(batch, logit_tokens=wanted)), cache)  # [length, hidden]
+        following = batch.input_ids[:length].roll(-1)
         found: list[Tensor] = []
-        for start in range(0, batch.length, _LOGIT_ROWS):
-            rows = slice(start, min(start + _LOGIT_ROWS, batch.length))
+        for start in range(0, length, _LOGIT_ROWS):
+            rows = slice(start, min(start + _LOGIT_ROWS, length))
             scores = model.logits(hidden[rows]).float()
             found.append(scores.gather(1, following[rows, None])[:, 0] - scores.logsumexp(dim=-1))
         last = hidden.index_select(0, (batch.seq_lens[:1] - 1).clamp(min=0).long())
         return torch.cat((*found, model.logits(last).float()[0]))
 
-    def _first(self, batch: PaddedBatch) -> Tensor:
-        return self._logits(batch, self._shallow.forward(batch, self._shallow_cache))
+    def _first(self, batch: Batch) -> Tensor:
+        return self._logits(batch, self._shallow.forward(self._prepare(batch), self._shallow_cache))
 
-    def _logits(self, batch: PaddedBatch, hidden: Tensor) -> Tensor:
+    def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
         if self._outputs is not None:
             return self._model.logits(hidden, self._outputs(batch))
         return self._model.logits(hidden).float()
 
 
-def _key_of_scores(batch: PaddedBatch) -> Key:
+def _key_of_scores(batch: Batch) -> Key:
     """That of a pass which wants as many logits as a prompt has tokens."""
-    shapes = dict(zip((field.name for field in fields(batch)), batch.key(), strict=True))
-    return tuple({**shapes, "logit_tokens": (batch.length,)}.values())
+    return tuple({**dict(key_of(batch)), "logit_tokens": (row_length(batch),)}.items())

@@ -9,7 +9,7 @@ A step waits for the tokens of the one before only where a grammar must see them
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from text_generation_inference.devices.buckets import round_up
 from text_generation_inference.devices.device import QueueDevice
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.slot_state import Tops
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.runner.chosen import Chosen, ResultWords
@@ -209,25 +209,19 @@ class QueuedRunner:
         """`[2, size]`: where the ops leave what they chose. It stays where it is."""
         return self._out[: 2 * size].view(2, size)
 
-    def _resident_batch(self, slots: Tensor, at: Tensor | None, num_decode: int) -> ForwardBatch:
+    def _resident_batch(self, slots: Tensor, at: Tensor | None, num_decode: int) -> Batch:
         """Tokens of these slots, decode rows first, read from what is on the device; nothing is said of prompts."""
         state = self.slots.state
         ids, positions, kv_index, seq_lens = self.device.ops.gather_inputs(state, slots, at)
-        return ForwardBatch(
+        return Batch(
             input_ids=ids,
             positions=positions,
             kv_index=kv_index,
-            block_tables=state.block_tables,
             seq_lens=seq_lens,  # of decode rows; chunks have theirs in the tiles
-            num_decode=num_decode,
-            chunk_starts_cpu=[],
-            chunk_ends_cpu=[],
-            max_seq_len=self._max_total_tokens,
-            logit_tokens=None,
-            table_rows=slots[:num_decode],
+            meta=PagedMeta(state.block_tables, num_decode, [], [], self._max_total_tokens, slots[:num_decode]),
         )
 
-    def _logits_of(self, batch: ForwardBatch, count: int, model: CausalLM) -> Tensor:
+    def _logits_of(self, batch: Batch, count: int, model: CausalLM) -> Tensor:
         """Where they stay until the next pass."""
         return model.logits(model.forward(batch, self.kv_cache[: len(model.model.layers)]), self._logits[:count])
 
@@ -243,12 +237,10 @@ class QueuedRunner:
         """Logits of a step with prompt tokens, from what is on the device alone."""
         token_slots, at, row_slots, logit_tokens, tiles = size.split(self._mixed_words)
         tiles = tiles.view(-1, 5)
-        batch = replace(
-            self._resident_batch(token_slots, at, size.rows),
-            logit_tokens=logit_tokens.long(),
-            prefill_tiles=tiles,
-            num_prefix_tiles=tiles.shape[0],  # any of them may be
-        )
+        batch = self._resident_batch(token_slots, at, size.rows)
+        batch.logit_tokens = logit_tokens.long()
+        batch.meta.prefill_tiles = tiles
+        batch.meta.num_prefix_tiles = tiles.shape[0]  # any of them may be
         return self._take_best(self._logits_of(batch, size.logits, model), row_slots)
 
     def _mixed_pass(self, plan: StepPlan, rows: list[int], prompt_chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
@@ -259,12 +251,14 @@ class QueuedRunner:
             self._staging.put(words)
         token_slots, at, row_slots, sampling_slots, logit_tokens, tiles = self._staging.send(self.slots.state)
         longest = int(self.slots.lengths_cpu[decode].max()) if decode else 0
-        batch = replace(
-            self._resident_batch(token_slots, at, len(decode)),
+        batch = self._resident_batch(token_slots, at, len(decode))
+        batch.logit_tokens = logit_tokens.long()
+        batch.meta = PagedMeta(
+            block_tables=self.slots.state.block_tables,
+            num_decode=len(decode),
             chunk_starts_cpu=[chunk.start for chunk in plan.chunks],
             chunk_ends_cpu=[chunk.end for chunk in plan.chunks],
             max_seq_len=max(longest, *(chunk.end for chunk in plan.chunks)),
-            logit_tokens=logit_tokens.long(),
             table_rows=row_slots,
             prefill_tiles=tiles.view(-1, 5),
             num_prefix_tiles=inputs.num_prefix_tiles,

@@ -7,9 +7,8 @@ warmed up; whatever comes later and is not in it is a miss, counted and told onc
 from collections import Counter
 
 from text_generation_inference.devices.buckets import Bucket, BucketPlan
+from text_generation_inference.kernels.block_lists import Key
 from text_generation_inference.types import BucketStats
-
-Key = tuple[tuple[int, ...] | None, ...]
 
 
 class ShapeBook:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels import reference
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.cpu import build
 from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedLayer
@@ -271,7 +271,7 @@ class NativeOps:
         k: Tensor,  # [tokens, kv_heads, head_dim]
         v: Tensor,  # [tokens, kv_heads, head_dim]
         cos_sin: Tensor,  # [positions, rotary_dim] float32: cosines, then sines
-        batch: ForwardBatch,
+        batch: Batch,
         k_cache: Tensor,
         v_cache: Tensor,
         kv_scales: tuple[float, float] = (1.0, 1.0),
@@ -306,19 +306,22 @@ class NativeOps:
     def attention(
         self,
         q: Tensor,  # [tokens, heads, head_dim]
+        k: Tensor | None,
+        v: Tensor | None,
         k_cache: Tensor,
         v_cache: Tensor,
-        batch: ForwardBatch,
+        batch: Batch,
         scale: float,
         window: int | None = None,  # a token sees itself and the `window - 1` tokens before it
         softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
         kv_scales: tuple[float, float] = (1.0, 1.0),
-        k: Tensor | None = None,
-        v: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
         tokens, heads, head_dim = q.shape
-        tables = batch.block_tables
+        meta = batch.meta
+        if not isinstance(meta, PagedMeta):
+            return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+        tables = meta.block_tables
         seq_lens = batch.seq_lens
         if not (
             q.dtype is k_cache.dtype is v_cache.dtype is _float32
@@ -331,17 +334,17 @@ class NativeOps:
             and tables.stride(1) == 1
             and seq_lens.is_contiguous()
         ):
-            return reference.attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+            return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
         blocks, block_size, kv_heads, _ = k_cache.shape
         starts = ends = None
-        num_chunks = len(batch.chunk_starts_cpu)
+        num_chunks = len(meta.chunk_starts_cpu)
         if num_chunks:
-            starts = (ctypes.c_int64 * num_chunks)(*batch.chunk_starts_cpu)
-            ends = (ctypes.c_int64 * num_chunks)(*batch.chunk_ends_cpu)
+            starts = (ctypes.c_int64 * num_chunks)(*meta.chunk_starts_cpu)
+            ends = (ctypes.c_int64 * num_chunks)(*meta.chunk_ends_cpu)
         out = _empty((tokens, heads * head_dim))
         if self._attention(
             q.data_ptr(), q.stride(0), q.stride(1), k_cache.data_ptr(), v_cache.data_ptr(), blocks, block_size,
-            tables.data_ptr(), tables.stride(0), tables.shape[1], seq_lens.data_ptr(), batch.num_decode, num_chunks,
+            tables.data_ptr(), tables.stride(0), tables.shape[1], seq_lens.data_ptr(), meta.num_decode, num_chunks,
             starts, ends, heads, kv_heads, head_dim, scale, window or 0, softcap or 0.0, out.data_ptr(),
             self._threads(),
         ):  # fmt: skip
@@ -413,10 +416,16 @@ class NativeOps:
         )  # fmt: skip
         return FusedDecode(layers[0].o.shape[0], ctypes.addressof(fused), (fused, structs, tuple(layers), tensors))
 
-    def run_fused_decode(self, x: Tensor, fused: FusedDecode, batch: ForwardBatch) -> Tensor:
-        """x `[tokens, hidden]` (embeddings) through all layers and the final norm -> `[tokens, hidden]`."""
+    def run_fused_decode(self, x: Tensor, fused: FusedDecode, batch: Batch) -> Tensor | None:
+        """x `[tokens, hidden]` (embeddings) through all layers and the final norm -> `[tokens, hidden]`.
+
+        None for a padded pass of one phase.
+        """
         tokens = x.shape[0]
-        tables, seq_lens = batch.block_tables, batch.seq_lens
+        if not isinstance(batch.meta, PagedMeta):
+            return None
+        meta, seq_lens = batch.meta, batch.seq_lens
+        tables = meta.block_tables
         if not (
             _rows(x)
             and x.is_contiguous()
@@ -432,15 +441,15 @@ class NativeOps:
             raise ValueError(
                 "a batch for run_fused_decode holds contiguous float32, int64 and int32 tensors of one length"
             )
-        num_chunks = len(batch.chunk_starts_cpu)
+        num_chunks = len(meta.chunk_starts_cpu)
         starts = ends = None
         if num_chunks:
-            starts = (ctypes.c_int64 * num_chunks)(*batch.chunk_starts_cpu)
-            ends = (ctypes.c_int64 * num_chunks)(*batch.chunk_ends_cpu)
+            starts = (ctypes.c_int64 * num_chunks)(*meta.chunk_starts_cpu)
+            ends = (ctypes.c_int64 * num_chunks)(*meta.chunk_ends_cpu)
         out = _empty((tokens, fused.hidden))
         if self._library.tgi_run_fused_decode(
             fused.address, x.data_ptr(), tokens, batch.positions.data_ptr(), batch.kv_index.data_ptr(),
-            tables.data_ptr(), tables.stride(0), tables.shape[1], seq_lens.data_ptr(), batch.num_decode, num_chunks,
+            tables.data_ptr(), tables.stride(0), tables.shape[1], seq_lens.data_ptr(), meta.num_decode, num_chunks,
             starts, ends, out.data_ptr(), self._threads(),
         ):  # fmt: skip
             raise IndexError("a position, a cache index or a block id of the batch is out of range")

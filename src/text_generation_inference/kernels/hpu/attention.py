@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels import reference
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts, is_padded, row_length
 from text_generation_inference.kernels.fp8 import FP8
 from text_generation_inference.kernels.hpu.bridge import Bridge
 from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
-from text_generation_inference.kernels.padded import PaddedBatch
 
 _LEAST = -1e30  # below any score. Not -inf: a block outside the window has nothing else, and inf - inf is no number
 
@@ -43,19 +43,19 @@ class Attention:
         k: Tensor,  # [tokens, kv_heads, head_dim]
         v: Tensor,  # [tokens, kv_heads, head_dim]
         cos_sin: Tensor,  # [positions, rotary_dim] float32: cosines, then sines
-        batch: PaddedBatch | ForwardBatch,
+        batch: Batch,
         k_cache: Tensor,
         v_cache: Tensor,
         kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
-        if isinstance(batch, ForwardBatch):  # without buckets, each step is compiled anew
+        if not is_padded(batch):  # without buckets, each step is compiled anew
             return reference.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales)
         self._bridge.mark_step()  # once in a layer: all layers are then the same piece
         cos, sin = cos_sin.index_select(0, batch.positions).to(q.dtype)[:, None, :].chunk(2, dim=-1)
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         keys = self._write(self._rotate(k, cos, sin), k_cache, batch.kv_index, kv_scales[0])
         values = self._write(v, v_cache, batch.kv_index, kv_scales[1])
-        self._own = (keys, values) if batch.is_prefill else None
+        self._own = (keys, values) if isinstance(batch.meta, WholePrompts) else None
         return self._rotate(q, cos, sin)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -80,33 +80,42 @@ class Attention:
         found = found.to(dtype) if cache.dtype is not FP8 else self._fp8.from_cache(found.view(FP8), scale, dtype)
         return found.transpose(1, 2)
 
-    # -- prompts ---------------------------------------------------------------------------------------------------
+    # -- attention -------------------------------------------------------------------------------------------------
 
-    def prefill_attention(
+    def attention(
         self,
         q: Tensor,  # [tokens, heads, head_dim]
-        k: Tensor,  # not rotated: what `rotary_and_cache` has made of it is kept here
-        v: Tensor,
+        k: Tensor | None,  # not rotated: what `rotary_and_cache` has made of it is kept here
+        v: Tensor | None,
         k_cache: Tensor,
         v_cache: Tensor,
-        batch: PaddedBatch,
+        batch: Batch,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
+        """See `kernels.reference.attention`."""
+        if isinstance(batch.meta, BlockLists):
+            return self._decode_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+        if isinstance(batch.meta, WholePrompts):
+            return self._prefill_attention(q, batch, scale, window, softcap)
+        return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+
+    def _prefill_attention(
+        self, q: Tensor, batch: Batch, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         """Causal attention of whole prompts over themselves -> `[tokens, heads * head_dim]`."""
         assert self._own is not None, "rotary_and_cache comes first"
         keys, values = self._own
         self._own = None
-        q, keys, values = (
-            x.reshape(batch.batch, batch.length, *x.shape[1:]).transpose(1, 2) for x in (q, keys, values)
-        )
-        narrow = window is not None and window < batch.length
+        rows, length = batch.seq_lens.shape[0], row_length(batch)
+        q, keys, values = (x.reshape(rows, length, *x.shape[1:]).transpose(1, 2) for x in (q, keys, values))
+        narrow = window is not None and window < length
         if softcap is not None or not self._flash:
             out = _matmul_attention(q, keys, values, _causal_mask(batch, window), scale, softcap)
         elif narrow:  # the op takes lengths with the causal mask alone
-            mask = _causal_mask(batch, window).expand(batch.batch, 1, -1, -1)
+            mask = _causal_mask(batch, window).expand(rows, 1, -1, -1)
             out = self._sdpa(q, keys, values, mask, False, scale, None)
         else:
             # Rows of padding look at their first token: with nothing to look at, they would have no numbers.
@@ -126,26 +135,24 @@ class Attention:
         apply = self._bridge.kernels.FusedSDPA.apply  # takes arguments by position alone
         return apply(q, k, v, mask, 0.0, causal, scale, "None", self._recompute, lengths, "right")
 
-    # -- decoding --------------------------------------------------------------------------------------------------
-
-    def decode_attention(
+    def _decode_attention(
         self,
-        q: Tensor,  # [batch, heads, head_dim]
+        q: Tensor,  # [rows, heads, head_dim]
         k_cache: Tensor,
         v_cache: Tensor,
-        batch: PaddedBatch,
+        batch: Batch,
         scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        kv_scales: tuple[float, float] = (1.0, 1.0),
+        window: int | None,
+        softcap: float | None,
+        kv_scales: tuple[float, float],
     ) -> Tensor:
-        """Attention of each row's one token over its blocks -> `[batch, heads * head_dim]`; padding gets 0."""
-        assert batch.block_list is not None and batch.block_groups is not None
-        kv_heads, rows, groups = k_cache.shape[2], batch.batch, batch.block_groups
-        mapping = (groups[:, None] == torch.arange(rows, device=q.device)).to(q.dtype)  # [blocks, batch]
+        """Attention of each row's one token over its blocks -> `[rows, heads * head_dim]`; padding gets 0."""
+        lists: BlockLists = batch.meta
+        kv_heads, rows, groups = k_cache.shape[2], batch.seq_lens.shape[0], lists.block_groups
+        mapping = (groups[:, None] == torch.arange(rows, device=q.device)).to(q.dtype)  # [blocks, rows]
         seen = _seen(batch, mapping, k_cache.shape[1], window)  # [blocks, block_size]
-        keys = self._read(k_cache, batch.block_list, kv_scales[0], q.dtype)
-        values = self._read(v_cache, batch.block_list, kv_scales[1], q.dtype)
+        keys = self._read(k_cache, lists.block_list, kv_scales[0], q.dtype)
+        values = self._read(v_cache, lists.block_list, kv_scales[1], q.dtype)
         # What is not seen may be anything, even no number, and a weight of zero does not undo that.
         values = torch.where(seen[:, None, :, None], values, 0)
         queries = (q * scale).index_select(0, groups.clamp(min=0)).view(len(groups), kv_heads, -1, q.shape[-1])
@@ -182,7 +189,7 @@ def _sum_rows(x: Tensor, mapping: Tensor) -> Tensor:
 
 
 def _add_up(x: Tensor, mapping: Tensor) -> Tensor:
-    """x `[blocks, width]` -> `[batch, width]`. A row that has something that is no number becomes that, no other does:
+    """x `[blocks, width]` -> `[rows, width]`. A row that has something that is no number becomes that, no other does:
     zero times it is not zero, and every row's sum runs over all blocks."""
     broken = (~torch.isfinite(x)).any(-1, keepdim=True).to(x.dtype)
     return _sum_rows(x, mapping).masked_fill(_sum_rows(broken, mapping) > 0, math.nan)
@@ -196,23 +203,23 @@ def _flat(cache: Tensor) -> Tensor:
     return base if base is not None and base.dim() == 3 and base.dtype is cache.dtype else cache.flatten(0, 1)
 
 
-def _seen(batch: PaddedBatch, mapping: Tensor, block_size: int, window: int | None) -> Tensor:
+def _seen(batch: Batch, mapping: Tensor, block_size: int, window: int | None) -> Tensor:
     """bool `[blocks, block_size]`: which places of its blocks a row's token looks at."""
-    assert batch.block_usage is not None and batch.block_groups is not None and batch.row_starts is not None
+    lists: BlockLists = batch.meta
     place = torch.arange(block_size, device=mapping.device)
-    seen = (place < batch.block_usage[:, None]) & (batch.block_groups >= 0)[:, None]
+    seen = (place < lists.block_usage[:, None]) & (lists.block_groups >= 0)[:, None]
     if window is not None:
         number = torch.arange(mapping.shape[0], device=mapping.device)
         # Products with the mapping rather than look-ups by -1. float32 holds these integers exactly.
-        facts = torch.stack((batch.row_starts, batch.seq_lens), dim=-1).float()
+        facts = torch.stack((lists.row_starts, batch.seq_lens), dim=-1).float()
         start, length = (mapping.float() @ facts).unbind(-1)
         seen = seen & ((number - start)[:, None] * block_size + place >= (length - window)[:, None])
     return seen
 
 
-def _causal_mask(batch: PaddedBatch, window: int | None) -> Tensor:
+def _causal_mask(batch: Batch, window: int | None) -> Tensor:
     """bool `[length, length]`"""
-    position = torch.arange(batch.length, device=batch.seq_lens.device)
+    position = torch.arange(row_length(batch), device=batch.seq_lens.device)
     distance = position[:, None] - position
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)

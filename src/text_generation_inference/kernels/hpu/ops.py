@@ -72,6 +72,5 @@ def load_ops(bridge: Bridge, flash: bool = True, recompute: bool = True, wide_so
         "silu_mul": norms.silu_mul,
         "gelu_tanh_mul": norms.gelu_tanh_mul,
         "rotary_and_cache": attention.rotary_and_cache,
-        "prefill_attention": attention.prefill_attention,
-        "decode_attention": attention.decode_attention,
+        "attention": attention.attention,
     }

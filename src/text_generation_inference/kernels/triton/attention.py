@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from text_generation_inference.kernels import reference
-from text_generation_inference.kernels.batch import PREFILL_TILE, ForwardBatch
+from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import FP8
 from text_generation_inference.kernels.triton.bulk_attention import prefill_in_bulk
 from text_generation_inference.kernels.triton.decode_attention import decode_by_group, decode_by_lane
@@ -134,18 +134,19 @@ class PagedAttention:
     def __call__(
         self,
         q: Tensor,  # [tokens, heads, head_dim]
+        k: Tensor | None,  # [tokens, kv_heads, head_dim], this step's own as the cache holds them
+        v: Tensor | None,
         k_cache: Tensor,
         v_cache: Tensor,
-        batch: ForwardBatch,
+        batch: Batch,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),  # what values of a cache in FP8 are multiplied with
-        k: Tensor | None = None,  # [tokens, kv_heads, head_dim], this step's own as the cache holds them
-        v: Tensor | None = None,
     ) -> Tensor:
-        if batch.table_rows is None:
-            return reference.attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+        meta = batch.meta
+        if not isinstance(meta, PagedMeta) or meta.table_rows is None:
+            return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         numbers = (scale, softcap or 1.0, *kv_scales)
         d_pad = max(16, triton.next_power_of_2(q.shape[2]))
@@ -154,19 +155,20 @@ class PagedAttention:
             "WINDOW": window or 0, "SOFTCAP": softcap is not None, "SMALL": k_cache.dtype is FP8,
         }  # fmt: skip
         # Steps with prompts have more tokens than this is for, or are queued op by op, where launching takes longer.
-        dependent = dependent_launch(q.shape[0]) and batch.prefill_tiles is None
+        dependent = dependent_launch(q.shape[0]) and meta.prefill_tiles is None
         same |= {"DEPENDENT": dependent, "launch_pdl": dependent}
-        if batch.num_decode:
+        if meta.num_decode:
             self._decode(q, k_cache, v_cache, batch, out, numbers, same)
-        if batch.prefill_tiles is not None:
-            self._prefill(q, k_cache, v_cache, batch, out, numbers, same, k, v)
+        if meta.prefill_tiles is not None:
+            self._prefill(q, k, v, k_cache, v_cache, batch, out, numbers, same)
         return out
 
     def _decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, out: Tensor,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, out: Tensor,
         numbers: tuple[float, ...], same: dict[str, Any],
     ) -> None:  # fmt: skip
-        rows, kv_heads, group, d_pad = batch.num_decode, k_cache.shape[2], same["GROUP"], same["D_PAD"]
+        meta: PagedMeta = batch.meta
+        rows, kv_heads, group, d_pad = meta.num_decode, k_cache.shape[2], same["GROUP"], same["D_PAD"]
         choice = self.decode_choice or choose_decode(
             rows, kv_heads, group, d_pad, q.dtype, k_cache.dtype, self.num_processors, self.async_copies
         )
@@ -176,9 +178,9 @@ class PagedAttention:
         )
         kernel = decode_by_lane if choice.lanes else decode_by_group
         kernel[(kv_heads, rows, splits)](
-            q, k_cache, v_cache, out, partial, stats, counters, batch.block_tables, batch.table_rows, batch.seq_lens,
+            q, k_cache, v_cache, out, partial, stats, counters, meta.block_tables, meta.table_rows, batch.seq_lens,
             *numbers, q.stride(0), q.stride(1), out.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
-            batch.block_tables.stride(0), KV_HEADS=kv_heads, GROUP_PAD=group_pad, BLOCK_N=choice.block,
+            meta.block_tables.stride(0), KV_HEADS=kv_heads, GROUP_PAD=group_pad, BLOCK_N=choice.block,
             LANES=min(choice.lanes, choice.block), SPLIT=splits > 1,
             JOIN=max(1, min(_MAX_SPLITS, 4096 // (group_pad * d_pad))) if splits > 1 else 1,
             SAME_STRIDES=k_cache.stride() == v_cache.stride(), STAGES=choice.stages, num_warps=choice.warps,
@@ -186,29 +188,30 @@ class PagedAttention:
         )  # fmt: skip
 
     def _prefill(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, out: Tensor,
-        numbers: tuple[float, ...], same: dict[str, Any], k: Tensor | None, v: Tensor | None,
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, batch: Batch,
+        out: Tensor, numbers: tuple[float, ...], same: dict[str, Any],
     ) -> None:  # fmt: skip
-        tiles = batch.prefill_tiles
+        meta: PagedMeta = batch.meta
+        tiles = meta.prefill_tiles
         assert tiles is not None
         if k is None or v is None or k.stride(0) != v.stride(0):
-            self._prefill_tiles(q, None, None, k_cache, v_cache, batch, tiles, out, numbers, same, True)
+            self._prefill_tiles(q, None, None, k_cache, v_cache, meta, tiles, out, numbers, same, True)
             return
         plain = same["WINDOW"] == 0 and not same["SOFTCAP"]
         if self.prompts is not None and plain and self.prompts(q, k, v, batch, out, numbers[0]):
             return
-        after, before = tiles[: batch.num_prefix_tiles], tiles[batch.num_prefix_tiles :]
+        after, before = tiles[: meta.num_prefix_tiles], tiles[meta.num_prefix_tiles :]
         if after.shape[0]:
-            self._prefill_tiles(q, k, v, k_cache, v_cache, batch, after, out, numbers, same, True)
+            self._prefill_tiles(q, k, v, k_cache, v_cache, meta, after, out, numbers, same, True)
         if before.shape[0]:
-            self._prefill_tiles(q, k, v, k_cache, v_cache, batch, before, out, numbers, same, False)
+            self._prefill_tiles(q, k, v, k_cache, v_cache, meta, before, out, numbers, same, False)
 
     def _prefill_tiles(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch,
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, meta: PagedMeta,
         tiles: Tensor, out: Tensor, numbers: tuple[float, ...], same: dict[str, Any], prefix: bool,
     ) -> None:  # fmt: skip
-        d_pad, num_tiles, tables = same["D_PAD"], tiles.shape[0], batch.block_tables
-        long = num_tiles >= max(_MANY_TILES, _LONG_PROMPT // PREFILL_TILE * batch.chunk_starts_cpu.count(0))
+        d_pad, num_tiles, tables = same["D_PAD"], tiles.shape[0], meta.block_tables
+        long = num_tiles >= max(_MANY_TILES, _LONG_PROMPT // PREFILL_TILE * meta.chunk_starts_cpu.count(0))
         bulk = (
             self.bulk_copies and long and q.dtype.itemsize == 2 and same["D"] == d_pad
             and k is not None and k.stride(0) % 8 == 0 and k.data_ptr() % 16 == 0 and v.data_ptr() % 16 == 0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedLayer
 from text_generation_inference.kernels.triton import norms_rotary
@@ -65,9 +65,10 @@ class RunFusedDecode:
         self._attention = attention
         self._product8 = GemvFp8(num_processors)
 
-    def __call__(self, x: Tensor, decoder: FusedDecode, batch: ForwardBatch) -> Tensor | None:
+    def __call__(self, x: Tensor, decoder: FusedDecode, batch: Batch) -> Tensor | None:
         """x `[1, hidden]`, the embedding of the row's token -> its normalised hidden state; None for other batches."""
-        if x.shape[0] != 1 or batch.num_decode != 1 or batch.table_rows is None:
+        meta = batch.meta
+        if x.shape[0] != 1 or not isinstance(meta, PagedMeta) or meta.num_decode != 1 or meta.table_rows is None:
             return None
         hidden = x.clone()
         for layer in decoder.layers:
@@ -79,7 +80,7 @@ class RunFusedDecode:
                 q, k, v, decoder.cos_sin, batch, layer.k_cache, layer.v_cache, layer.kv_scales
             )
             mixed = self._attention(
-                q, layer.k_cache, layer.v_cache, batch, decoder.scale, layer.window, kv_scales=layer.kv_scales
+                q, k, v, layer.k_cache, layer.v_cache, batch, decoder.scale, layer.window, kv_scales=layer.kv_scales
             )
             self._product(mixed, layer.o, hidden, layer.o_bias, add=True)
             gated = torch.empty((1, layer.down.shape[1]), dtype=x.dtype, device=x.device)

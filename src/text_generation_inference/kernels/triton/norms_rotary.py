@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_inference.kernels.batch import ForwardBatch
+from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import FP8, SQUARE, Fp8Rows, Fp8Weight, ScaledRows
 from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 from text_generation_inference.kernels.triton.quantize import BY_ROW, RowStore, store_columns, store_row, warps_for
@@ -250,7 +250,7 @@ def rotary_and_cache(
     k: Tensor,  # [tokens, kv_heads, head_dim]; changed in place
     v: Tensor,  # [tokens, kv_heads, head_dim]; changed in place where the cache rounds it
     cos_sin: Tensor,  # [positions, rotary_dim] float32: cosines, then sines
-    batch: ForwardBatch,
+    batch: Batch,
     k_cache: Tensor,
     v_cache: Tensor,
     kv_scales: tuple[float, float] = (1.0, 1.0),
@@ -263,7 +263,7 @@ def rotary_and_cache(
     tokens, heads, d = q.shape
     kv_heads, half = k.shape[1], cos_sin.shape[1] // 2
     if tokens:
-        prompts = batch.prefill_tiles is not None
+        prompts = batch.meta.prefill_tiles is not None
         hb = min(8 if prompts else 16, triton.next_power_of_2(max(heads, kv_heads)))
         parts = triton.cdiv(heads, hb) + 2 * triton.cdiv(kv_heads, hb)
         dependent = dependent_launch(tokens) and not prompts

@@ -1,67 +1,98 @@
-"""`PaddedBatch`: one padded pass of one phase, and attention over it in plain torch: the definition.
+"""Padded passes of one phase, and attention over them in plain torch: the definition.
 
-For devices that prepare one graph for each shape: a batch holds tensors only, as scalars would make new
-graphs, and which of them are None depends on the phase alone. Nothing here reads a value on the host, so that every
-pass with the same shapes does the same work. Padding writes to block 0, which no request owns.
+For devices that prepare one graph for each shape: such a pass holds tensors only, as scalars would make new graphs, and
+which of them there are depends on the phase alone. Nothing here reads a value on the host, so that every pass with the
+same shapes does the same work. Padding writes to block 0, which no request owns.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from text_generation_inference.kernels import fp8
-from text_generation_inference.kernels.batch import PREFILL_TILE, ForwardBatch
+from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, PagedMeta
 
 _LEAST = -1e30  # below any score: whoever has seen nothing adds exp(-1e30) = 0
 
+Key = tuple[tuple[str, tuple[int, ...]], ...]
+
 
 @dataclass(slots=True)
-class PaddedBatch:
-    """Prefill: `batch` whole prompts of up to `length` tokens, padded on the right. Decode: one token of each row.
+class WholePrompts:
+    """Each row is a whole prompt, padded on the right to one length; nothing of it is cached before."""
 
-    tokens = batch * length, row after row.
-    """
 
-    input_ids: Tensor  # [tokens] int64; padding 0
-    positions: Tensor  # [tokens] int64; padding 0
-    kv_index: Tensor  # [tokens] int64: block id * block size + offset; padding 0
-    seq_lens: Tensor  # [batch] int32: cached tokens once this pass has written its own; 0: a row of padding
-    logit_tokens: Tensor | None = None  # prefill [wanted] int64: tokens whose logits are needed; decode: all
-    block_list: Tensor | None = None  # decode [blocks] int32: what rows have in the cache, row after row; filler 0
-    block_groups: Tensor | None = None  # decode [blocks] int32: the row each belongs to; filler -1
-    block_usage: Tensor | None = None  # decode [blocks] int32: filled places of each; filler 1
-    row_starts: Tensor | None = None  # decode [batch] int32: where in `block_list` a row begins; padding -1
+@dataclass(slots=True)
+class BlockLists:
+    """One token of each row, over the blocks of all rows as one list."""
 
-    @property
-    def batch(self) -> int:
-        return self.seq_lens.shape[0]
+    block_list: Tensor  # [blocks] int32: what rows have in the cache, row after row; filler 0
+    block_groups: Tensor  # [blocks] int32: the row each belongs to; filler -1
+    block_usage: Tensor  # [blocks] int32: filled places of each; filler 1
+    row_starts: Tensor  # [rows] int32: where in `block_list` a row begins; padding -1
 
-    @property
-    def length(self) -> int:
-        return self.input_ids.shape[0] // self.batch
 
-    @property
-    def is_prefill(self) -> bool:
-        return self.block_list is None
+def is_padded(batch: Batch) -> bool:
+    return not isinstance(batch.meta, PagedMeta)
 
-    def tensors(self) -> list[Tensor | None]:
-        return [getattr(self, field.name) for field in fields(self)]
 
-    def key(self) -> tuple[tuple[int, ...] | None, ...]:
-        """What a graph is found by."""
-        return tuple(None if tensor is None else tuple(tensor.shape) for tensor in self.tensors())
+def row_length(batch: Batch) -> int:
+    """Tokens of each row, with padding."""
+    return batch.input_ids.shape[0] // batch.seq_lens.shape[0]
+
+
+def take_apart(batch: Batch) -> dict[str, Tensor]:
+    """All tensors of a padded pass by name: what a graph reads."""
+    found = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "meta"}
+    found.update({field.name: getattr(batch.meta, field.name) for field in fields(batch.meta)})
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def put_together(tensors: dict[str, Tensor]) -> Batch:
+    """The pass that `take_apart` has taken apart."""
+    meta = WholePrompts()  # said at length: torch.compile follows no loop over a dataclass's fields
+    if "block_list" in tensors:
+        meta = BlockLists(tensors["block_list"], tensors["block_groups"], tensors["block_usage"], tensors["row_starts"])
+    return Batch(
+        tensors["input_ids"],
+        tensors["positions"],
+        tensors["kv_index"],
+        tensors["seq_lens"],
+        meta,
+        tensors.get("logit_tokens"),
+    )
+
+
+def key_of(batch: Batch) -> Key:
+    """What a graph is found by."""
+    return tuple((name, tuple(tensor.shape)) for name, tensor in take_apart(batch).items())
+
+
+def attention(
+    q: Tensor,  # [tokens, heads, head_dim]
+    k: Tensor | None,  # [tokens, kv_heads, head_dim] as `rotary_and_cache` has left them:
+    v: Tensor | None,  # for devices where that is what the cache holds
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """Causal attention over a padded pass -> `[tokens, heads * head_dim]`."""
+    phase = decode_attention if isinstance(batch.meta, BlockLists) else prefill_attention
+    return phase(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
 
 
 def prefill_attention(
     q: Tensor,  # [tokens, heads, head_dim]
-    k: Tensor,  # [tokens, kv_heads, head_dim] as `rotary_and_cache` has left them:
-    v: Tensor,  # for devices where that is what the cache holds
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: PaddedBatch,
+    batch: Batch,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -71,7 +102,7 @@ def prefill_attention(
 
     Padding lies behind what real tokens look at, so the causal mask is all they need.
     """
-    rows, length = batch.batch, batch.length
+    rows, length = batch.seq_lens.shape[0], row_length(batch)
     block, place = batch.kv_index // k_cache.shape[1], batch.kv_index % k_cache.shape[1]
     keys = _read(k_cache, block, place, kv_scales[0], q.dtype)
     values = _read(v_cache, block, place, kv_scales[1], q.dtype)
@@ -92,29 +123,28 @@ def prefill_attention(
 
 
 def decode_attention(
-    q: Tensor,  # [batch, heads, head_dim]
+    q: Tensor,  # [rows, heads, head_dim]
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: PaddedBatch,
+    batch: Batch,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """Attention of each row's one token over its blocks -> `[batch, heads * head_dim]`; padding gets 0.
+    """Attention of each row's one token over its blocks -> `[rows, heads * head_dim]`; padding gets 0.
 
     Each block is looked at by itself, with the query of the row that owns it; then the blocks of a row are joined.
     """
-    assert batch.block_list is not None and batch.block_groups is not None
-    assert batch.block_usage is not None and batch.row_starts is not None
-    rows, size, kv_heads = batch.batch, k_cache.shape[1], k_cache.shape[2]
-    blocks = batch.block_list.long()
-    filler = batch.block_groups < 0
-    owner = batch.block_groups.clamp(min=0).long()
+    lists: BlockLists = batch.meta
+    rows, size, kv_heads = batch.seq_lens.shape[0], k_cache.shape[1], k_cache.shape[2]
+    blocks = lists.block_list.long()
+    filler = lists.block_groups < 0
+    owner = lists.block_groups.clamp(min=0).long()
     place = torch.arange(size, device=q.device)
-    seen = (place < batch.block_usage[:, None]) & ~filler[:, None]  # [blocks, block_size]
+    seen = (place < lists.block_usage[:, None]) & ~filler[:, None]  # [blocks, block_size]
     if window is not None:
-        number = torch.arange(blocks.shape[0], device=q.device) - batch.row_starts[owner]
+        number = torch.arange(blocks.shape[0], device=q.device) - lists.row_starts[owner]
         seen = seen & (number[:, None] * size + place >= batch.seq_lens[owner, None] - window)
     # What is not seen may be anything, even NaN, and a weight of zero does not undo that.
     unseen = ~seen[..., None, None]
@@ -143,40 +173,25 @@ def _read(cache: Tensor, block: Tensor, place: Tensor | None, scale: float, dtyp
     return (found.view(fp8.FP8).float() * scale).to(dtype) if cache.dtype is fp8.FP8 else found.to(dtype)
 
 
-def as_forward_batch(batch: PaddedBatch) -> ForwardBatch:
+def as_paged(batch: Batch) -> Batch:
     """The same pass for kernels that read block tables and tiles of prompts; made on the device."""
-    rows, length, device = batch.batch, batch.length, batch.seq_lens.device
-    if batch.block_list is not None:
-        assert batch.row_starts is not None
-        return ForwardBatch(
-            input_ids=batch.input_ids,
-            positions=batch.positions,
-            kv_index=batch.kv_index,
-            block_tables=batch.block_list[:, None],  # a row's table is what follows its start
-            seq_lens=batch.seq_lens,
-            num_decode=rows,
-            chunk_starts_cpu=[],
-            chunk_ends_cpu=[],
-            max_seq_len=0,
-            logit_tokens=None,
-            table_rows=batch.row_starts,
-        )
+    rows, device, lists = batch.seq_lens.shape[0], batch.seq_lens.device, batch.meta
+    if isinstance(lists, BlockLists):
+        tables = lists.block_list[:, None]  # a row's table is what follows its start
+        return replace(batch, meta=PagedMeta(tables, rows, [], [], 0, table_rows=lists.row_starts))
+    length = row_length(batch)
     offsets = torch.arange(0, length, PREFILL_TILE, dtype=torch.int32, device=device)
     row = torch.arange(rows, dtype=torch.int32, device=device)[:, None].expand(-1, offsets.shape[0])
     at = offsets.expand(rows, -1)
     counts = (batch.seq_lens[:, None] - at).clamp(0, PREFILL_TILE)
     tiles = torch.stack((row, row * length + at, at, counts, torch.zeros_like(at)), dim=-1)
-    return ForwardBatch(
-        input_ids=batch.input_ids,
-        positions=batch.positions,
-        kv_index=batch.kv_index,
+    meta = PagedMeta(
         block_tables=batch.seq_lens[:, None],  # not read: nothing is cached before these prompts
-        seq_lens=batch.seq_lens,
         num_decode=0,
         chunk_starts_cpu=[0] * rows,
         chunk_ends_cpu=[length] * rows,
         max_seq_len=length,
-        logit_tokens=batch.logit_tokens,
         table_rows=row[:, 0],
         prefill_tiles=tiles.flatten(0, 1),
     )
+    return replace(batch, meta=meta)
