@@ -101,6 +101,51 @@ def test_the_cache_gets_what_steps_do_not_need(tiny: Tiny, device: Measured) -> 
     assert engine.facts.num_blocks - 1 == int((2_000_000 - 3 * 200_000) * share) // kv // 16
 
 
+class Crowded(Measured):
+    """Has room for the largest step only beside so many blocks."""
+
+    most_blocks = 10**9
+    num_forgotten = 0
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.room = 10**9 if shape[0] <= self.most_blocks else 160
+        return super().zeros(shape, dtype)
+
+    def forget_captures(self) -> None:
+        self.num_forgotten += 1
+
+
+@pytest.mark.parametrize(("lacking", "tries"), [(0, 0), (150_000, 2), (10**6, 4)])
+def test_the_cache_leaves_room_for_the_largest_step_beside_it(
+    tiny: Tiny, device_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: int, tries: int
+) -> None:
+    """What was measured without a cache fails beside it, until the cache is smaller."""
+    if device_name != "cpu":
+        pytest.skip("with a device double")
+    device = Crowded(tmp_path)
+    device.free, device.peak = 2_000_000, 200_000
+    monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
+    monkeypatch.setattr("text_generation_inference.engine.build.SPARE_BYTES", 100_000)
+    monkeypatch.setattr("text_generation_inference.engine.build.MOST_SPARE_BYTES", 400_000)
+    settings: dict[str, Any] = {"max_batch_size": 4, "max_total_tokens": 512, "max_batch_total_tokens": None}
+    whole = start(tiny.folder, **settings).facts.num_blocks
+    spec = tiny.model.config
+    head_dim = spec.hidden_size // spec.num_attention_heads
+    block_bytes = 2 * spec.num_hidden_layers * spec.num_key_value_heads * head_dim * 4 * device.limits.block_size
+    share = device.limits.memory_share
+    device.most_blocks = whole - int(lacking * share / block_bytes)
+    engine = start(tiny.folder, max_batch_prefill_tokens=200, **settings)
+    assert device.num_forgotten == tries
+    assert (engine.facts.num_blocks <= device.most_blocks) == (tries < 4)  # then steps are cut as memory lacks
+    assert abs(whole - engine.facts.num_blocks - int(tries * 100_000 * share / block_bytes)) <= 1
+    assert any("less for the KV cache" in note for note in engine.notes) == (tries > 0)
+    asked = [make_request(n, prompt, 9) for n, prompt in enumerate(random_prompts(320, [3, 20, 50], seed=4))]
+    assert [output.token_ids for output in run(engine, asked)] == [
+        reference(tiny.model, request.token_ids, 9)[0] for request in asked
+    ]
+    engine.close()
+
+
 def test_a_step_that_cannot_fit_is_told_at_the_start(tiny: Tiny, device: Measured) -> None:
     device.room = 20
     with pytest.raises(ResourceError, match=r"step of 64 tokens and 4 requests.*lower `max_batch_prefill_tokens`"):
@@ -194,8 +239,6 @@ def test_a_dry_run_compiles_every_kernel_of_a_step(tiny: Tiny, tmp_path: Path, d
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     compiled = json.loads(done.stdout.splitlines()[-1])
-    parts = (
-        "norm gate rotary decode prefill inputs write best join look draw count bound collect settle copy tally bias"
-    )
+    parts = "norm gate rotary decode prefill inputs write best join look draw count bound collect thresholds copy tally bias"
     for part_of_a_name in (*parts.split(), "penalise"):
         assert any(part_of_a_name in name for name in compiled), compiled

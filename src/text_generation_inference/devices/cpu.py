@@ -7,6 +7,7 @@ each op over all cores.
 import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ class CpuDevice:
         )
         self.ops = _load_ops(cache_dir) if custom_kernels else Ops()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cpu")
+
+    def loading(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def free_bytes(self) -> int:
         """Without what steps and the process that answers HTTP will take: pages of the cache are handed out when they

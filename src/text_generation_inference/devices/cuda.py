@@ -89,6 +89,20 @@ class CudaDevice:
     def supports_fp8(self) -> bool:
         return self.capability >= _FP8
 
+    @contextmanager
+    def loading(self) -> Generator[Callable[[], AbstractContextManager[Any]], None, None]:
+        """Afterwards all that torch holds is in tensors, and what steps take comes from segments that grow: steps of
+        many sizes leave no holes in them that only smaller ones could use."""
+        _grow_segments(False)
+        pools = [torch.cuda.MemPool()]
+        try:
+            yield lambda: torch.cuda.use_mem_pool(pools[0], self.torch_device)
+        finally:
+            torch.cuda.synchronize(self.torch_device)
+            pools.clear()  # the last reference: its memory is given back
+            torch.cuda.empty_cache()
+            _grow_segments(True)
+
     def free_bytes(self) -> int:
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
@@ -96,7 +110,7 @@ class CudaDevice:
         return max(0, free - int((1 - self._memory_fraction) * total) - _MARGIN_BYTES)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        with self.stream():  # it is filled in the queue that reads it
+        with self.stream(), _fixed_segments():  # it is filled in the queue that reads it
             return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     def prepare(self, batch: Batch) -> Batch:
@@ -170,7 +184,7 @@ class CudaDevice:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             # Not `torch.cuda.graph`, which collects garbage and empties caches each time.
-            with _no_collection():
+            with _no_collection(), _fixed_segments():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = work()
@@ -191,6 +205,21 @@ class CudaDevice:
         self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
     ) -> GraphForward:
         return CapturedForward(self, forward, first)
+
+
+def _grow_segments(grow: bool) -> None:
+    """Whether torch maps more memory behind what it has (where it can), or takes a piece of its own for each lack."""
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{grow}")  # pyright: ignore
+
+
+@contextmanager
+def _fixed_segments() -> Generator[None, None, None]:
+    """For what stays where it is until the end."""
+    _grow_segments(False)
+    try:
+        yield
+    finally:
+        _grow_segments(True)
 
 
 @contextmanager

@@ -69,6 +69,10 @@ class Device(Protocol):
     @property
     def ops(self) -> Ops: ...
 
+    def loading(self) -> AbstractContextManager[Callable[[], AbstractContextManager[Any]] | None]:
+        """Around loading. A device with memory in pools yields a pool of its own for what loading gives back."""
+        ...
+
     def free_bytes(self) -> int:
         """Memory that a KV cache could take now."""
         ...

@@ -9,6 +9,7 @@ it `torch.compile` does the same. Steps run on one worker thread, so that planni
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +114,9 @@ class HpuDevice:
     @property
     def supports_fp8(self) -> bool:
         return self.fp8_max > 0
+
+    def loading(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def free_bytes(self) -> int:
         """Less what the run time keeps: a share of what was free when this was first asked, once weights are loaded."""

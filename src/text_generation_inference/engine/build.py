@@ -1,5 +1,6 @@
 """Brings an engine up from a configuration: resolve, load, allocate, ready."""
 
+import gc
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from text_generation_inference.engine.loop import EngineLoop, StepRunner, is_out
 from text_generation_inference.engine.memory import (
     check_precision,
     check_weights_fit,
+    largest_step_fits,
     measure_steps,
     most_captured_tokens,
 )
@@ -56,8 +58,12 @@ from text_generation_inference.weights.checkpoint import Checkpoint
 from text_generation_inference.weights.load import load_checkpoint, load_dummy
 from text_generation_inference.weights.progress import Progress, silent
 from text_generation_inference.weights.quantization import choose_quantization
+from text_generation_inference.weights.scratch import Scratch
 from text_generation_inference.weights.source import ModelFolder, find_model
 from text_generation_inference.weights.upload import Upload
+
+SPARE_BYTES = 1 << 30
+MOST_SPARE_BYTES = 4 * SPARE_BYTES
 
 
 @dataclass
@@ -79,6 +85,16 @@ class Engine:
         self.device.close()
         if self.recorder is not None and self.recorder.has_news:
             self.recorder.save()
+
+
+@dataclass
+class _Ready:
+    """A runner over its cache."""
+
+    resolved: Resolved
+    runner: StepRunner
+    plan: BucketPlan | None = None
+    buckets: BucketedRunner | BucketedQueuedRunner | None = None
 
 
 def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
@@ -122,36 +138,52 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
             small = allocate(1)[: len(shallow.model.layers)]
             step_bytes = _measure(config, spec, device, shallow, small)
             del small
-    with _timed(seconds, "cache"):
-        size = ModelSize(
-            max_positions=spec.max_positions,
-            kv_bytes_per_token=spec.kv_bytes_per_token(spec.num_kv_heads, cache_dtype.itemsize),
-        )
-        resolved = resolve(config, size, device.limits, max(0, device.free_bytes() - step_bytes.total))
-        if bucketed:
-            resolved = fit_prompts(config, resolved)
-        cache = allocate(resolved.num_blocks)
-    rows, length = resolved.max_batch_size, resolved.max_total_tokens
-    plan = make_plan(config, resolved) if bucketed else None
-    buckets = None
-    try:
-        with _timed(seconds, "prepare"):
-            if plan is not None:
-                runner = buckets = make_bucketed(config, device, model, cache, plan, rows, length, grammars)
-                warm_shapes(
-                    config, resolved, device, buckets, source.model_id, cache_dir, progress, step_bytes.without_graph
-                )
-            else:
-                runner = make_runner(config, device, model, cache, rows, length, grammars)
-                if isinstance(runner, QueuedRunner):
-                    runner.prepare(progress)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise EngineError(f"the device cannot compute: {error}") from error
-        raise ResourceError(
-            f"Not enough memory for {rows} requests of {length} tokens:"
-            f" lower `max_batch_size` or `max_total_tokens` ({error})"
-        ) from None
+    size = ModelSize(
+        max_positions=spec.max_positions,
+        kv_bytes_per_token=spec.kv_bytes_per_token(spec.num_kv_heads, cache_dtype.itemsize),
+    )
+
+    def bring_up(spare_bytes: int) -> _Ready:
+        with _timed(seconds, "cache"):
+            free_bytes = device.free_bytes() - step_bytes.total - spare_bytes
+            resolved = resolve(config, size, device.limits, max(0, free_bytes))
+            if bucketed:
+                resolved = fit_prompts(config, resolved)
+            cache = allocate(resolved.num_blocks)
+        rows, length = resolved.max_batch_size, resolved.max_total_tokens
+        try:
+            with _timed(seconds, "prepare"):
+                if not bucketed:
+                    runner = make_runner(config, device, model, cache, rows, length, grammars)
+                    if isinstance(runner, QueuedRunner):
+                        runner.prepare(progress)
+                    return _Ready(resolved, runner)
+                plan = make_plan(config, resolved)
+                buckets = make_bucketed(config, device, model, cache, plan, rows, length, grammars)
+                without_graph = step_bytes.without_graph
+                warm_shapes(config, resolved, device, buckets, source.model_id, cache_dir, progress, without_graph)
+                return _Ready(resolved, buckets, plan, buckets)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise EngineError(f"the device cannot compute: {error}") from error
+            raise ResourceError(
+                f"Not enough memory for {rows} requests of {length} tokens:"
+                f" lower `max_batch_size` or `max_total_tokens` ({error})"
+            ) from None
+
+    ready = bring_up(0)
+    spare_bytes = 0  # that the cache leaves because the largest step did not fit beside it
+    while is_measured(device) and not bucketed and spare_bytes < MOST_SPARE_BYTES:
+        with _timed(seconds, "largest step"):
+            if largest_step_fits(ready.runner, ready.resolved):
+                break
+        spare_bytes += SPARE_BYTES
+        del ready
+        model.fused_decode = None  # refers to the cache
+        gc.collect()  # captured steps refer to what refers to them
+        device.forget_captures()
+        ready = bring_up(spare_bytes)
+    resolved, runner, plan, buckets = ready.resolved, ready.runner, ready.plan, ready.buckets
     policy = BatchPolicy(
         max_batch_prefill_tokens=resolved.max_batch_prefill_tokens,
         max_batch_size=resolved.max_batch_size,
@@ -163,6 +195,8 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     )
     pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching and not bucketed)
     notes = [note for note in (source.note, device.ops.description) if note]
+    if spare_bytes:
+        notes.append(f"{spare_bytes / 1e9:.2f} GB less for the KV cache: the largest step did not fit beside it")
     notes += describe_precision(config, spec, cache_setting) + calibrated.describe(spec, model)
     notes += [f"{name}: {reason}" for name, reason in resolved.explain()]
     if plan is not None and buckets is not None:
@@ -282,13 +316,17 @@ def load_model(
     model = CausalLM(device.ops, parallel, spec, device.torch_device)
     check_weights_fit(config, spec, model, dtype, device)
     quantization = choose_quantization(config.quantize, spec.quantization)
-    if config.load_format == "dummy":
-        load_dummy(model, dtype, device.torch_device, config.seed, quantization)
-    else:
+    with device.loading() as pool:
+        scratch = Scratch(pool)
+        if config.load_format == "dummy":
+            load_dummy(model, dtype, device.torch_device, config.seed, quantization, scratch)
+            return model
         checkpoint = Checkpoint.open(source.weights_path)
         copies_by_itself = device.runs_ahead and device.torch_device.type != "cpu"
         with Upload(device.torch_device) if copies_by_itself else nullcontext() as checkpoint.upload:
-            load_checkpoint(model, checkpoint, dtype, device.torch_device, model.ignored, progress, quantization)
+            load_checkpoint(
+                model, checkpoint, dtype, device.torch_device, model.ignored, progress, quantization, scratch
+            )
     return model
 
 
@@ -300,4 +338,4 @@ class _timed:
         self.start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self.seconds[self.stage] = time.perf_counter() - self.start
+        self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + time.perf_counter() - self.start

@@ -67,6 +67,12 @@ class DryRun:
         self._decoding = [slot for slot in self._decoding if slot in wanted] + join
         self._launch(leave=leave, join=join, decode=True)
 
+    def release(self) -> None:
+        """All requests go."""
+        self._launch(release=self._slots, leave=self._decoding)
+        self._slots, self._decoding = [], []
+        self.wait()
+
     def wait(self) -> None:
         """Raises what a step raised."""
         for future in self._futures:
@@ -96,11 +102,11 @@ def run_decode(dry_run: DryRun, sizes: Sequence[int], params: SamplingParams = _
     dry_run.wait()
 
 
-def run_largest(dry_run: DryRun, rows: int, tokens: int, length: int) -> None:
+def run_largest(dry_run: DryRun, rows: int, tokens: int, length: int, times: int = 2) -> None:
     """The largest permitted steps: of many requests with every option, and of one long prompt that is scored."""
     each, more = divmod(tokens, rows)
     lengths = [min(each + (row < more), length - 4) for row in range(rows)]
-    for _ in range(2):  # the second is queued while the first one runs
+    for _ in range(times):  # the second is queued while the first one runs
         dry_run.prompts(lengths, EVERYTHING)
     dry_run.decode(rows)
     dry_run.decode(rows)

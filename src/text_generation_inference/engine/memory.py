@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import torch
 
-from text_generation_inference.config import ServerConfig
+from text_generation_inference.config import Resolved, ServerConfig
 from text_generation_inference.devices.device import Device, MeasuredDevice, is_measured
-from text_generation_inference.engine.dry_run import SHORTEST, dry_run
+from text_generation_inference.engine.dry_run import SHORTEST, DryRun, dry_run, run_largest
 from text_generation_inference.engine.loop import StepRunner, is_out_of_memory
 from text_generation_inference.errors import EngineError, ResourceError, StartError
 from text_generation_inference.models.decoder import CausalLM
@@ -15,6 +15,7 @@ from text_generation_inference.models.spec import DecoderSpec
 from text_generation_inference.weights.quantization import Quantization, choose_quantization
 
 _MOST_CAPTURED, _MOST_CAPTURED_IN_EIGHT_BITS = 1024, 2048
+_SHORTEST_CHECKED = 8  # tokens that a request of the largest step must be allowed
 
 
 def weight_bytes(model: CausalLM, dtype: torch.dtype, quantization: Quantization | None) -> int:
@@ -111,6 +112,23 @@ def measure_steps(
             f"Not enough memory for a step of {tokens} tokens and {rows} requests once the weights are loaded: lower"
             f" `max_batch_prefill_tokens` or `max_batch_size` ({str(error).split('. ')[0]})"
         ) from None
+
+
+def largest_step_fits(runner: StepRunner, resolved: Resolved) -> bool:
+    """Whether the largest permitted steps run beside the cache, as they did before there was one. They take their
+    memory now, and not while somebody waits. `runner` has no requests."""
+    rows, length = resolved.max_batch_size, resolved.max_total_tokens
+    if length < _SHORTEST_CHECKED:
+        return True
+    dry_run = DryRun(runner, rows, resolved.block_size)
+    try:
+        run_largest(dry_run, rows, max(rows, resolved.max_batch_prefill_tokens), length, times=1)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise EngineError(f"the device cannot compute: {error}") from error
+        return False
+    dry_run.release()
+    return True
 
 
 def _gigabytes(num_bytes: int) -> str:

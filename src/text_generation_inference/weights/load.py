@@ -28,6 +28,9 @@ from text_generation_inference.weights.fp8_matrix import (
 )
 from text_generation_inference.weights.progress import Progress, silent
 from text_generation_inference.weights.quantization import Quantization
+from text_generation_inference.weights.scratch import Scratch
+
+_NO_SCRATCH = Scratch()
 
 Shapes = tuple[tuple[int, ...], ...]  # that a tensor may have
 
@@ -40,6 +43,7 @@ def load_checkpoint(
     ignored: Iterable[str] = (),
     progress: Progress = silent,
     quantization: Quantization | None = None,
+    scratch: Scratch = _NO_SCRATCH,
 ) -> None:
     """Read every declared tensor. `ignored` are patterns of checkpoint names that may be left over."""
     if quantization is not None:
@@ -47,7 +51,8 @@ def load_checkpoint(
     _check_names(model, checkpoint, ignored, quantization)
     total = sum(len(declared.parts) for _, module in model.walk() for declared in module.declare())
     done = 0
-    checkpoint.announce(_order(model, checkpoint, quantization))
+    with scratch():
+        checkpoint.announce(_order(model, checkpoint, quantization))
 
     def read_plain(name: str, part: Part) -> Tensor:
         return read_part(name, part, checkpoint).to(device)
@@ -55,18 +60,19 @@ def load_checkpoint(
     for prefix, module in model.walk():
         for declared in module.declare():
             parts = [(prefix + part.name, part) for part in declared.parts]
-            schemes = find_schemes(declared, parts, checkpoint, quantization)
-            value = None
-            if any(schemes):
-                value = read_fp8(parts, schemes, checkpoint, dtype, device, declared.quantizable)
-            elif quantization is not None and quantization.quantizes(declared, matrices_of(parts)):
-                value = _quantize(parts, read_plain, dtype, quantization)
-            elif declared.packable and dtype is torch.float32:  # blocks stand for float32 values
-                value = _read_blocks(module, declared, parts, checkpoint)
-            if value is None:
-                target = torch.float32 if declared.keep_float32 else dtype
-                value = _read(declared, parts, checkpoint, target, device)
-            setattr(module, declared.attribute, value)
+            with scratch():
+                schemes = find_schemes(declared, parts, checkpoint, quantization)
+                value = None
+                if any(schemes):
+                    value = read_fp8(parts, schemes, checkpoint, dtype, device, declared.quantizable)
+                elif quantization is not None and quantization.quantizes(declared, matrices_of(parts)):
+                    value = _quantize(parts, read_plain, dtype, quantization)
+                elif declared.packable and dtype is torch.float32:  # blocks stand for float32 values
+                    value = _read_blocks(module, declared, parts, checkpoint)
+                if value is None:
+                    target = torch.float32 if declared.keep_float32 else dtype
+                    value = _read(declared, parts, checkpoint, target, device)
+            setattr(module, declared.attribute, scratch.keep(value))
             done += len(parts)
             progress("load weights", done, total)
         _read_numbers(prefix, module, checkpoint, quantization)
@@ -205,7 +211,12 @@ def _read_blocks(
 
 
 def load_dummy(
-    model: Module, dtype: torch.dtype, device: torch.device, seed: int, quantization: Quantization | None = None
+    model: Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    quantization: Quantization | None = None,
+    scratch: Scratch = _NO_SCRATCH,
 ) -> None:
     """Random weights that depend on the seed and on each tensor's name alone, small enough to keep outputs finite."""
     for prefix, module in model.walk():
@@ -217,14 +228,15 @@ def load_dummy(
                 return _random(name, part, target, device, seed)
 
             scheme = quantization.scheme_of(parts[0][0].removesuffix(".weight")) if quantization else None
-            if declared.quantizable and scheme:
-                value = quantize_parts(parts, make, dtype, scheme)
-            elif quantization is not None and quantization.quantizes(declared, matrices_of(parts)):
-                value = _quantize(parts, make, dtype, quantization)
-            else:
-                pieces = [make(name, part) for name, part in parts]
-                value = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            setattr(module, declared.attribute, value)
+            with scratch():
+                if declared.quantizable and scheme:
+                    value = quantize_parts(parts, make, dtype, scheme)
+                elif quantization is not None and quantization.quantizes(declared, matrices_of(parts)):
+                    value = _quantize(parts, make, dtype, quantization)
+                else:
+                    pieces = [make(name, part) for name, part in parts]
+                    value = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            setattr(module, declared.attribute, scratch.keep(value))
         for number in module.declare_numbers():
             measured = _measured_number(prefix, number, quantization)
             if measured is not None:
