@@ -15,9 +15,9 @@ from typing import Any, Self
 import msgspec
 
 from text_generation_inference.config import ENGINE_SETTINGS, ServerConfig, read_environment
+from text_generation_inference.drive import run_step
 from text_generation_inference.engine.build import Engine, start_engine
 from text_generation_inference.errors import EngineError, RequestError, ValidationError
-from text_generation_inference.interrupt import uninterrupted
 from text_generation_inference.progress import CountBar, StageBars
 from text_generation_inference.text.chat_template import ChatTemplate
 from text_generation_inference.text.output import RequestText, pick_best
@@ -294,12 +294,7 @@ class LLM(AbstractContextManager["LLM"]):
             if self._failure is not None:
                 raise self._failure
             try:
-                with uninterrupted():
-                    due = loop.launch()
-                if due:
-                    loop.wait()
-                    with uninterrupted():
-                        self._deliver(loop.take())
+                run_step(loop, receive=self._deliver)
             except EngineError as error:
                 self._failure = error
                 raise

@@ -22,10 +22,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from bench_samples import TINY_CONFIG
-from text_generation_inference.bench.static import round as rounds
+from text_generation_inference.bench.static import batch_run
+from text_generation_inference.bench.static.batch_run import make_requests, run_batch
 from text_generation_inference.bench.static.command import main
 from text_generation_inference.bench.static.display import Moment, Silence
-from text_generation_inference.bench.static.round import make_requests, run_round
 from text_generation_inference.bench.static.run import _terminating
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine, start_engine
@@ -191,23 +191,23 @@ class Slow(Silence):
 
 def test_the_clock_stands_still_while_the_screen_is_drawn(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeTime()
-    monkeypatch.setattr(rounds, "time", clock)
+    monkeypatch.setattr(batch_run, "time", clock)
     display = Slow(clock)
     requests = make_requests(list(range(10)), 3, 6, SamplingParams())
-    done = run_round(engine.loop, requests, display)
+    done = run_batch(engine.loop, requests, display)
     assert display.num_turns == 5 and clock.now > 5e6
     assert 0 < done.prefill_seconds < 100 and 0 < done.decode_seconds < 100 and done.prefill_steps == 1
 
 
-def test_nothing_of_a_round_stays_in_the_engine(engine: Engine) -> None:
+def test_nothing_of_a_batch_stays_in_the_engine(engine: Engine) -> None:
     class Impatient(Silence):
         def wants_turn(self, moment: Moment) -> bool:
             raise KeyboardInterrupt
 
     requests = make_requests(list(range(10)), 3, 6, SamplingParams())
     with pytest.raises(KeyboardInterrupt):
-        run_round(engine.loop, requests, Impatient())
-    done = run_round(engine.loop, requests, Silence())
+        run_batch(engine.loop, requests, Impatient())
+    done = run_batch(engine.loop, requests, Silence())
     assert done.prefill_steps == 1 and not engine.loop.has_work
     engine.loop.scheduler.check()
 
@@ -215,7 +215,7 @@ def test_nothing_of_a_round_stays_in_the_engine(engine: Engine) -> None:
 def test_a_failed_request_ends_it(engine: Engine) -> None:
     bad = make_requests([0] * 10, 1, 6, SamplingParams(logit_bias={0: float("nan")}))
     with pytest.raises(EngineError):
-        run_round(engine.loop, bad, Silence())
+        run_batch(engine.loop, bad, Silence())
 
 
 def test_signals() -> None:

@@ -99,6 +99,7 @@ def draw_bar(share: float) -> str:
 
 
 def describe_seconds(seconds: float) -> str:
-    whole = round(seconds)
+    """1:05, 2:03:04."""
+    whole = max(0, round(seconds))
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

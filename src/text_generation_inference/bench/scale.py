@@ -46,10 +46,11 @@ def axis(values: Iterable[float], start: float, end: float, log: bool | None = N
     return Scale(math.floor(low / step) * step, math.ceil(high / step - 1e-9) * step, start, end)
 
 
-def tick_step(low: float, high: float, most: int) -> float:
+def tick_step(low: float, high: float, most: int, steps: Sequence[float] = _STEPS) -> float:
+    """The smallest round number that cuts the range into `most` parts or fewer. `steps` end with 10."""
     rough = max((high - low) / most, 1e-12)
     size = 10.0 ** math.floor(math.log10(rough))
-    return next(step * size for step in _STEPS if step * size >= rough * (1 - 1e-9))
+    return next(step * size for step in steps if step * size >= rough * (1 - 1e-9) or step == steps[-1])
 
 
 def linear_ticks(low: float, high: float, most: int) -> list[float]:

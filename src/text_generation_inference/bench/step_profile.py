@@ -6,6 +6,7 @@ which slows the host.
 
 import statistics
 import time
+from contextlib import closing
 from itertools import pairwise
 
 import torch
@@ -14,6 +15,7 @@ from torch.profiler import profile as record
 
 from text_generation_inference.bench.results import Kernel, Row, StepProfile
 from text_generation_inference.bench.work import make_requests
+from text_generation_inference.drive import run_requests
 from text_generation_inference.engine.build import Engine
 
 _UNTRACED, _TRACED, _SETTLING = 24, 6, 6
@@ -55,33 +57,27 @@ def profile_step(engine: Engine, rows: int, context: int) -> StepProfile:
     loop = engine.loop
     new = new_tokens(rows, context)
     requests = make_requests(Row(context, new, rows), engine.facts.vocab_size, _SEED)
-    for request in requests:
-        loop.add(request)
+    with closing(run_requests(loop, requests)) as steps:
 
-    def decode(count: int) -> list[float]:
-        """Seconds of `count` steps in which all requests decode and nothing else happens."""
-        seconds: list[float] = []
-        last = time.perf_counter()
-        while len(seconds) < count and loop.has_work:
-            out = loop.step()
-            now = time.perf_counter()
-            if out is not None and len(out.token_ids) == rows and not loop.last.prefill:
-                seconds.append(now - last)
-            last = now
-        return seconds
+        def decode(count: int) -> list[float]:
+            """Seconds of `count` steps in which all requests decode and nothing else happens."""
+            seconds: list[float] = []
+            last = time.perf_counter()
+            while len(seconds) < count and (out := next(steps, None)) is not None:
+                now = time.perf_counter()
+                if len(out.token_ids) == rows and not loop.last.prefill:
+                    seconds.append(now - last)
+                last = now
+            return seconds
 
-    try:
         decode(_SETTLING)
         untraced = decode(_UNTRACED)
         torch.cuda.synchronize()
         with record(activities=[ProfilerActivity.CUDA]) as recorded:
             decode(_TRACED)
             torch.cuda.synchronize()
-    finally:
-        for request in requests:
-            loop.abort(request.id)
-        while loop.has_work:
-            loop.step()
+    while loop.has_work:  # what was in flight
+        loop.step()
     events = [
         (event.time_range.start, event.time_range.end, event.name)
         for event in recorded.events() or []

@@ -8,14 +8,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import msgspec
 
 from text_generation_inference.bench.results import Row, RowResult
+from text_generation_inference.drive import run_requests
 from text_generation_inference.engine.build import Engine
-from text_generation_inference.engine.loop import EngineLoop
 from text_generation_inference.errors import EngineError
-from text_generation_inference.interrupt import uninterrupted
 from text_generation_inference.types import GenerationRequest, SamplingParams
 
 _FIRST_TOKEN = 5  # smaller ids are often special
@@ -71,53 +71,39 @@ def run_once(engine: Engine, row: Row, seed: int, tell: Tell = lambda _: None) -
     """Raises `EngineError` if a request fails. After Ctrl-C nothing of the row stays in the engine."""
     requests = make_requests(row, engine.facts.vocab_size, seed)
     loop = engine.loop
-    before = loop.scheduler.stats.num_preemptions
-    try:
-        found = _measure(loop, row, requests, tell)
-    finally:
-        for request in requests:
-            loop.abort(request.id)
-    found.num_preemptions = loop.scheduler.stats.num_preemptions - before
-    return found
-
-
-def _measure(loop: EngineLoop, row: Row, requests: list[GenerationRequest], tell: Tell) -> Iteration:
+    stats = loop.scheduler.stats
+    found = Iteration(num_preemptions=-stats.num_preemptions)
     waiting = {request.id for request in requests}
-    found = Iteration()
-    start = last = time.perf_counter()
-    next_word = start + _SECONDS_BETWEEN_WORDS
-    for request in requests:
-        loop.add(request)
-    while loop.has_work:
-        before = time.perf_counter()
-        with uninterrupted():
-            due = loop.launch()
+    launched = waited = 0.0
+
+    def wait() -> None:
+        nonlocal launched, waited
         launched = time.perf_counter()
-        if not due:
-            continue
         loop.wait()
         waited = time.perf_counter()
-        with uninterrupted():
-            out = loop.take()
-        now = time.perf_counter()
-        found.num_steps += 1
-        found.num_tokens += len(out.token_ids)
-        if waiting:
-            came = waiting.intersection(out.request_ids)
-            found.firsts += [now - start] * len(came)
-            waiting -= came
-        if loop.last.prefill:
-            found.num_prefill += 1
-        else:
-            found.decode.append(Step(now - last, launched - before + now - waited, len(out.token_ids)))
-        for finish in out.finished:
-            if finish.error is not None:
-                raise EngineError(f"a request of row {row} failed: {finish.error}")
-        last = now
-        if now > next_word:
-            tell(found.num_tokens)
-            next_word = now + _SECONDS_BETWEEN_WORDS
-    found.seconds = time.perf_counter() - start
+
+    start = last = resumed = time.perf_counter()
+    next_word = start + _SECONDS_BETWEEN_WORDS
+    with closing(run_requests(loop, requests, lambda _: f"a request of row {row}", wait)) as steps:
+        for out in steps:
+            now = time.perf_counter()
+            found.num_steps += 1
+            found.num_tokens += len(out.token_ids)
+            if waiting:
+                came = waiting.intersection(out.request_ids)
+                found.firsts += [now - start] * len(came)
+                waiting -= came
+            if loop.last.prefill:
+                found.num_prefill += 1
+            else:
+                found.decode.append(Step(now - last, launched - resumed + now - waited, len(out.token_ids)))
+            last = now
+            if now > next_word:
+                tell(found.num_tokens)
+                next_word = now + _SECONDS_BETWEEN_WORDS
+            resumed = time.perf_counter()
+    found.seconds = last - start
+    found.num_preemptions += stats.num_preemptions
     if found.num_tokens != row.outputs * row.requests:
         raise EngineError(f"row {row} gave {found.num_tokens} tokens instead of {row.outputs * row.requests}")
     return found

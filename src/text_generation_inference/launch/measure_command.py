@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from text_generation_inference.config import ENGINE_SETTINGS, ServerConfig, parse_value, read_environment
-from text_generation_inference.errors import EngineError, StartError
-from text_generation_inference.interrupt import uninterrupted
+from text_generation_inference.drive import run_requests
+from text_generation_inference.errors import StartError
 from text_generation_inference.launch.command import EXIT_USAGE, run_guarded
 from text_generation_inference.progress import StageBars
 
@@ -126,8 +126,8 @@ def measure(
     """Run prompts through an engine that measures. Ctrl-C takes effect between steps."""
     from text_generation_inference.types import GenerationRequest, SamplingParams
 
-    for number, prompt in enumerate(prompts):
-        request = GenerationRequest(
+    requests = [
+        GenerationRequest(
             id=number,
             token_ids=prompt,
             sampling=SamplingParams(),
@@ -135,20 +135,11 @@ def measure(
             stop_token_ids=[],
             seed=0,
         )
-        engine.loop.add(request)
+        for number, prompt in enumerate(prompts)
+    ]
     done = 0
     tell(0, len(prompts))
-    while engine.loop.has_work:
-        with uninterrupted():
-            due = engine.loop.launch()
-        if not due:
-            continue
-        engine.loop.wait()
-        with uninterrupted():
-            out = engine.loop.take()
-        for finish in out.finished:
-            if finish.error:
-                raise EngineError(f"prompt {finish.request_id + 1} of {len(prompts)} failed: {finish.error}")
+    for out in run_requests(engine.loop, requests, lambda number: f"prompt {number + 1} of {len(prompts)}"):
         if out.finished:
             done += len(out.finished)
             tell(done, len(prompts))

@@ -9,6 +9,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Protocol, Self
 
+from text_generation_inference.bench.row_progress import describe_seconds
 from text_generation_inference.bench.static.results import summarise
 from text_generation_inference.bench.static.state import State
 
@@ -100,12 +101,5 @@ class Lines(Silence):
     def _say(self, text: str) -> None:
         left = self._state.total_seconds_left()
         done = f"{self._state.num_finished} of {len(self._state.batches)} batch sizes"
-        rest = "" if self._state.finished or left is None else f", {clock(left)} left"
+        rest = "" if self._state.finished or left is None else f", {describe_seconds(left)} left"
         print(f"{text} [{done}{rest}]", file=sys.stderr, flush=True)
-
-
-def clock(seconds: float) -> str:
-    """1:05, 2:03:04."""
-    whole = max(0, round(seconds))
-    minutes, hours = whole // 60, whole // 3600
-    return f"{hours}:{minutes % 60:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

@@ -12,10 +12,10 @@ import torch
 
 from text_generation_inference.bench import report as reports
 from text_generation_inference.bench.hardware import describe_hardware
+from text_generation_inference.bench.static.batch_run import make_requests, run_batch
 from text_generation_inference.bench.static.display import Display, Lines, Moment, Quit, Silence
 from text_generation_inference.bench.static.prompt import make_prompt
 from text_generation_inference.bench.static.results import StaticReport
-from text_generation_inference.bench.static.round import make_requests, run_round
 from text_generation_inference.bench.static.screen import Screen
 from text_generation_inference.bench.static.state import State
 from text_generation_inference.bench.static.tables import all_tables
@@ -174,7 +174,7 @@ def _run_batches(
         for number in range(state.rounds_per_batch):
             if display.wants_turn(Moment.BETWEEN_ROUNDS):
                 display.take_turn()
-            done = run_round(engine.loop, requests, display)
+            done = run_batch(engine.loop, requests, display)
             if number >= task.warmups:
                 batch.add_run(lengths, done.prefill_seconds, done.decode_seconds)
                 batch.prefill_steps = max(batch.prefill_steps, done.prefill_steps)

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 
 from text_generation_inference.bench.static.display import Moment, Quit
@@ -69,7 +69,7 @@ class Screen:
         with uninterrupted():
             self._size = self._find_size()
             width, height = self._console.size = self._size  # pyright: ignore[reportAttributeAccessIssue]
-            self._live.update(Group(*draw(self._state, self._look, width, height)), refresh=True)
+            self._live.update(draw(self._state, self._look, width, height), refresh=True)
         self._next_frame = time.monotonic() + _SECONDS_BETWEEN_FRAMES
 
     def finish(self) -> None:

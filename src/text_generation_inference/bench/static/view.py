@@ -1,14 +1,20 @@
-"""What the screen shows: the state as lines of an exact width and height.
+"""What the screen shows of the state, laid out by rich.
 
-Never torch. Knows no terminal: the same lines can be drawn anywhere.
+Never torch. Knows no terminal: the same layout can be drawn anywhere.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
+from rich.console import Group, RenderableType
+from rich.layout import Layout
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
 from rich.text import Text
 
-from text_generation_inference.bench.static.charts import Block, Point, blank, histogram, scatter
-from text_generation_inference.bench.static.display import clock
+from text_generation_inference.bench.row_progress import describe_seconds
+from text_generation_inference.bench.static.charts import Drawn, Point, histogram, scatter
 from text_generation_inference.bench.static.results import BatchResult, summarise
 from text_generation_inference.bench.static.state import State
 
@@ -38,41 +44,54 @@ class Look:
         return before != (self.tab, self.zoom)
 
 
-def draw(state: State, look: Look, width: int, height: int) -> Block:
-    """Exactly `height` lines of exactly `width` cells. What does not fit is left out, the charts first."""
+def draw(state: State, look: Look, width: int, height: int) -> Layout:
+    """What does not fit is left out, the charts first."""
     tab = state.current if look.follows else look.tab
     batch = state.batches[tab]
-    lines = [_title(state, width), _tabs(state, tab, width), *_gauges(state, width)]
-    footer = [_footer(state, batch, width)]
-    room = height - len(lines) - len(footer)
+    parts: list[tuple[RenderableType, int]] = [
+        (_title(state, width), 1),
+        (_tabs(state, tab, width), 1),
+        (_gauges(state, width), 2),
+    ]
+    room = height - 5
     if room >= 4:
-        figures = _figures(batch, width) if room >= 7 and width >= 80 else _few_figures(batch, width)
-        lines += figures
-        room -= len(figures)
+        figures = (_figures(batch), 7) if room >= 7 and width >= 80 else (_few_figures(batch), 4)
+        parts.append(figures)
+        room -= figures[1]
         bars = room if room < 11 else max(5, min(room * 2 // 5, 16))
         if bars >= 4 and width >= 50:
-            lines += _histograms(batch, width, bars)
-            lines += _scatters(state, tab, look.zoom, width, room - bars) if room > bars else []
-    lines = lines[: max(0, height - 1)]
-    lines += blank(width, height - len(lines) - 1) + footer
-    return [_exactly(line, width) for line in lines[-height:]]
+            parts.append((_histograms(batch), bars))
+            parts += [(_scatters(state, tab, look.zoom, width), room - bars)] if room > bars else []
+    kept: list[tuple[RenderableType, int]] = []
+    left = height - 1
+    for part, size in [*parts, (Text(" "), height)]:  # the last fills what is left
+        if min(size, left) > 0:
+            kept.append((part, min(size, left)))
+            left -= min(size, left)
+    layout = Layout()
+    layout.split_column(*(Layout(part, size=size) for part, size in [*kept, (_footer(state, batch), 1)]))
+    return layout
 
 
 # -- head and foot -------------------------------------------------------------------------------------------------
 
 
-def _title(state: State, width: int) -> Text:
+def _line(left: Text, right: Text, style: str = "") -> Table:
+    """One line with words at both ends."""
+    grid = Table.grid(expand=True)
+    grid.style = style
+    grid.add_column(ratio=1, no_wrap=True, overflow="crop")
+    grid.add_column(no_wrap=True, overflow="crop", justify="right")
+    grid.add_row(left, right)
+    return grid
+
+
+def _title(state: State, width: int) -> Table:
     task = state.task
     rest = f" | Sequence Length: {task.sequence_length} | Decode Length: {task.decode_length}"
-    about = f"{state.about} " if state.about else ""
     model = Text(task.model)
-    model.truncate(max(8, width - len(rest) - len(about) - 10), overflow="ellipsis")
-    line = Text(" Model: ", style="bold").append_text(model).append(rest)
-    padding = width - line.cell_len - len(about)
-    if padding >= 1:
-        line.append(" " * padding + about, style="default")
-    line.stylize("bold white on blue")
-    return line
+    model.truncate(max(8, width - len(rest) - len(state.about) - 11), overflow="ellipsis")
+    return _line(Text(" Model: ").append_text(model).append(rest), Text(f"{state.about} "), "bold white on blue")
 
 
 def _tabs(state: State, tab: int, width: int) -> Text:
@@ -88,7 +107,7 @@ def _tabs(state: State, tab: int, width: int) -> Text:
             break
         used += len(names[nearest]) + 3
         start, end = min(start, nearest), max(end, nearest + 1)
-    line = Text(" Batch Size ", style="bold")
+    line = Text(" Batch Size ", style="bold", no_wrap=True, overflow="crop")
     line.append("‹ " if start > 0 else "  ", style=_MUTED)
     for index in range(start, end):
         if index > start:
@@ -98,88 +117,76 @@ def _tabs(state: State, tab: int, width: int) -> Text:
         style = _DONE if done else _ACCENT if at_work else _MUTED
         mark = "✓" if done else "●" if at_work else " "
         line.append(f"{names[index]}{mark}", style=f"{style} reverse" if index == tab else style)
-    line.append(" ›" if end < len(names) else "", style=_MUTED)
-    return line
+    return line.append(" ›" if end < len(names) else "", style=_MUTED)
 
 
-def _gauges(state: State, width: int) -> Block:
-    done = f"{state.num_finished} / {len(state.batches)}"
+def _gauges(state: State, width: int) -> Table:
     if state.warming_up:
-        rounds = f"warm-up {state.rounds + 1} / {state.task.warmups}"
+        runs = f"warm-up {state.rounds + 1} / {state.task.warmups}"
     else:
-        rounds = f"{state.task.runs if state.finished else state.rounds - state.task.warmups} / {state.task.runs}"
-    return [
-        _gauge("Total Progress", state.total_share, done, state.total_seconds_left(), width, "yellow"),
-        _gauge("Batch Progress", state.batch_share, rounds, state.batch_seconds_left(), width, "green"),
-    ]
+        runs = f"{state.task.runs if state.finished else state.rounds - state.task.warmups} / {state.task.runs}"
+    done = f"{state.num_finished} / {len(state.batches)}"
+    grid = Table.grid(expand=True, padding=(0, 1))
+    for ratio in (None, 1, None, None, None):
+        grid.add_column(no_wrap=True, overflow="crop", ratio=ratio)
+    for name, share, amount, left, style in (
+        ("Total Progress", state.total_share, done, state.total_seconds_left(), "yellow"),
+        ("Batch Progress", state.batch_share, runs, state.batch_seconds_left(), "green"),
+    ):
+        rest = "" if left is None else "done" if share >= 1 else f"{describe_seconds(left)} left"
+        bar = ProgressBar(1.0, share, style=_MUTED, complete_style=style, finished_style=style)
+        head = Text(f" {name}", style="bold")
+        grid.add_row(head, bar, f"{share:>4.0%}", *((f"{amount:>13}", f"{rest:>12} ") if width >= 60 else ("", rest)))
+    return grid
 
 
-def _gauge(name: str, share: float, amount: str, left: float | None, width: int, style: str) -> Text:
-    rest = "" if left is None else "done" if share >= 1 else f"{clock(left)} left"
-    tail = f" {share:>4.0%}  {amount:>13}  {rest:>12} " if width >= 60 else f" {share:>4.0%} {rest:>10} "
-    line = Text(f" {name} ", style="bold")
-    room = max(0, width - line.cell_len - len(tail))
-    halves = round(share * 2 * room)
-    line.append("━" * (halves // 2) + ("╸" if halves % 2 else ""), style=style)
-    line.append("━" * (room - halves // 2 - halves % 2), style=_MUTED)
-    line.append(tail)
-    return line
-
-
-def _footer(state: State, batch: BatchResult, width: int) -> Text:
-    line = Text(" ")
-    for keys, meaning in _KEYS:
-        line.append(keys, style="bold").append(f" {meaning}   ", style=_MUTED)
+def _footer(state: State, batch: BatchResult) -> Table:
+    keys = Text(" ")
+    for key, meaning in _KEYS:
+        keys.append(key, style="bold").append(f" {meaning}   ", style=_MUTED)
     if state.finished:
-        words, style = "finished: q prints the tables ", _DONE
+        words = Text("finished: q prints the tables ", style=_DONE)
     elif batch.prefill_steps > 1:
-        words, style = f"prefill in {batch.prefill_steps} steps ", _ACCENT
+        words = Text(f"prefill in {batch.prefill_steps} steps ", style=_ACCENT)
     else:
-        words, style = f"batch size {state.batches[state.current].batch_size} is measured ", _MUTED
-    padding = width - line.cell_len - len(words)
-    if padding >= 0:
-        line.append(" " * padding + words, style=style)
-    return line
+        words = Text(f"batch size {state.batches[state.current].batch_size} is measured ", style=_MUTED)
+    return _line(keys, words)
 
 
 # -- figures -------------------------------------------------------------------------------------------------------
 
 
-def _figures(batch: BatchResult, width: int) -> Block:
+def _figures(batch: BatchResult) -> Layout:
     """A line of names and six of figures, prefill to the left and decode to the right."""
-    left = (width - _GAP) * 2 // 5
-    prefill = [("Prefill", batch.prefill_ms, " ms"), ("tokens/secs", batch.prefill_tokens_per_s, "")]
-    decode = [
-        ("Decode Total", batch.decode_total_ms, " ms"),
-        ("Decode Token", batch.decode_token_ms, " ms"),
-        ("tokens/secs", batch.decode_tokens_per_s, ""),
-    ]
-    return _beside(_columns(prefill, left, PREFILL), _columns(decode, width - _GAP - left, DECODE))
+    prefill = _figure_table([("Prefill", batch.prefill_ms), ("tokens/secs", batch.prefill_tokens_per_s)], PREFILL)
+    decode = _figure_table(
+        [
+            ("Decode Total", batch.decode_total_ms),
+            ("Decode Token", batch.decode_token_ms),
+            ("tokens/secs", batch.decode_tokens_per_s),
+        ],
+        DECODE,
+    )
+    return _beside(prefill, decode, ratios=(2, 3))
 
 
-def _columns(columns: list[tuple[str, list[float], str]], width: int, style: str) -> Block:
-    """Latencies have all six figures, throughputs (which have no unit here) the first three."""
-    label = 7
-    each = min(22, (width - label) // len(columns))
-    head = Text("─" * label, style=_MUTED)
-    for name, _, _ in columns:
-        fill = each - len(name) - 1
-        head.append((" " if head.cell_len > label else "─") + "─" * (fill - 1) if fill else "")
-        head.append(f" {name}", style=f"bold {style}")
-    head.append(" " + "─" * max(0, width - head.cell_len - 1))
-    _exactly(head, width)
-    lines = [head]
-    summaries = [summarise(values) for _, values, _ in columns]
+def _figure_table(columns: list[tuple[str, list[float]]], style: str) -> Table:
+    """Latencies have all six figures, throughputs the first three."""
+    table = Table(box=None, expand=True, padding=(0, 1, 0, 0), pad_edge=False, header_style=f"bold {style}")
+    table.add_column("", style=_MUTED, no_wrap=True)
+    for name, _ in columns:
+        table.add_column(name, justify="right", no_wrap=True, ratio=1)
     for row, figure in enumerate(_FIGURES):
-        line = Text(figure.ljust(label), style=_MUTED)
-        for (_, values, unit), summary in zip(columns, summaries, strict=True):
-            shown = f"{getattr(summary, figure.lower()):.2f}{unit}" if values else "-"
-            line.append((shown if unit or row < 3 else "").rjust(each), style="bold" if row == 0 else "")
-        lines.append(_exactly(line, width))
-    return lines
+        cells: list[str] = []
+        for name, values in columns:
+            rate = name == "tokens/secs"
+            shown = f"{getattr(summarise(values), figure.lower()):.2f}{'' if rate else ' ms'}" if values else "-"
+            cells.append("" if rate and row >= 3 else shown)
+        table.add_row(figure, *cells, style="bold" if row == 0 else "")
+    return table
 
 
-def _few_figures(batch: BatchResult, width: int) -> Block:
+def _few_figures(batch: BatchResult) -> Group:
     """Where there is room for little."""
     shown = [
         ("Prefill", batch.prefill_ms, "ms", PREFILL),
@@ -187,41 +194,24 @@ def _few_figures(batch: BatchResult, width: int) -> Block:
         ("Prefill", batch.prefill_tokens_per_s, "tokens/secs", PREFILL),
         ("Decode", batch.decode_tokens_per_s, "tokens/secs", DECODE),
     ]
-    return [
-        Text(f" {name:<13}", style=style).append(f"{summarise(values).average:.2f} {unit}" if values else "-")
-        for name, values, unit, style in shown
-    ]
+    lines: list[Text] = []
+    for name, values, unit, style in shown:
+        line = Text(f" {name:<13}", style=style, no_wrap=True, overflow="crop")
+        lines.append(line.append(f"{summarise(values).average:.2f} {unit}" if values else "-", style="default"))
+    return Group(*lines)
 
 
 # -- charts --------------------------------------------------------------------------------------------------------
 
 
-def _histograms(batch: BatchResult, width: int, height: int) -> Block:
-    left = (width - _GAP) // 2
-    right = width - _GAP - left
+def _histograms(batch: BatchResult) -> Layout:
     return _beside(
-        [_heading("Prefill latency", left, PREFILL), *histogram(batch.prefill_ms, left, height - 1, PREFILL)],
-        [_heading("Decode Token latency", right, DECODE), *histogram(batch.decode_token_ms, right, height - 1, DECODE)],
+        _headed("Prefill latency", PREFILL, Drawn(partial(histogram, batch.prefill_ms, style=PREFILL))),
+        _headed("Decode Token latency", DECODE, Drawn(partial(histogram, batch.decode_token_ms, style=DECODE))),
     )
 
 
-def _scatters(state: State, tab: int, zoom: bool, width: int, height: int) -> Block:
-    left = (width - _GAP) // 2
-    right = width - _GAP - left
-    prefill, decode = _points(state, tab)
-    return _beside(
-        [
-            _heading("Prefill throughput over latency", left, PREFILL, "tokens/secs"),
-            *scatter(prefill, left, height - 1, PREFILL, zoom, "ms"),
-        ],
-        [
-            _heading("Decode throughput over latency", right, DECODE, "tokens/secs"),
-            *scatter(decode, right, height - 1, DECODE, zoom, "ms"),
-        ],
-    )
-
-
-def _points(state: State, tab: int) -> tuple[list[Point], list[Point]]:
+def _scatters(state: State, tab: int, zoom: bool, width: int) -> Layout:
     """Averages of each batch size that is done."""
     prefill: list[Point] = []
     decode: list[Point] = []
@@ -233,23 +223,26 @@ def _points(state: State, tab: int) -> tuple[list[Point], list[Point]]:
             if latencies:
                 x, y = summarise(latencies).average, summarise(throughputs).average
                 points.append(Point(x, y, str(batch.batch_size), index == tab))
-    return prefill, decode
+    left, right = (
+        _headed(
+            f"{name} throughput over latency",
+            style,
+            Drawn(partial(scatter, points, style=style, zoom=zoom, x_unit="ms")),
+            " (tokens/secs)" if width >= 96 else "",
+        )
+        for name, style, points in (("Prefill", PREFILL, prefill), ("Decode", DECODE, decode))
+    )
+    return _beside(left, right)
 
 
-# -- parts ---------------------------------------------------------------------------------------------------------
+def _headed(words: str, style: str, chart: Drawn, unit: str = "") -> Layout:
+    layout = Layout()
+    title = Text(words, style=f"bold {style}").append(unit, style=_MUTED)
+    layout.split_column(Layout(Rule(title, align="left", style=_MUTED), size=1), Layout(chart))
+    return layout
 
 
-def _heading(words: str, width: int, style: str, unit: str = "") -> Text:
-    line = Text("─ ", style=_MUTED).append(words, style=f"bold {style}")
-    if unit and line.cell_len + len(unit) + 3 <= width:
-        line.append(f" ({unit})", style=_MUTED)
-    return _exactly(line.append(" " + "─" * max(0, width - line.cell_len - 1), style=_MUTED), width)
-
-
-def _beside(left: Block, right: Block) -> Block:
-    return [one.append(" " * _GAP).append_text(other) for one, other in zip(left, right, strict=True)]
-
-
-def _exactly(line: Text, width: int) -> Text:
-    line.truncate(width, overflow="crop", pad=True)
-    return line
+def _beside(left: RenderableType, right: RenderableType, ratios: tuple[int, int] = (1, 1)) -> Layout:
+    layout = Layout()
+    layout.split_row(Layout(left, ratio=ratios[0]), Layout(Text(" "), size=_GAP), Layout(right, ratio=ratios[1]))
+    return layout

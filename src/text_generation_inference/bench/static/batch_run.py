@@ -1,4 +1,4 @@
-"""One round: a batch of equal requests from its start to its last token, timed.
+"""One run of a batch of equal requests from its start to its last token, timed.
 
 The clock stands still while a display has its turn, and nothing is computed meanwhile: the step in flight is
 waited for first. Only when a step takes so long that somebody at the keyboard would notice, a key or a new size of the
@@ -7,19 +7,19 @@ window is answered while it runs.
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import NamedTuple
 
 from text_generation_inference.bench.static.display import Display, Moment
+from text_generation_inference.drive import run_requests
 from text_generation_inference.engine.loop import EngineLoop
 from text_generation_inference.errors import EngineError
-from text_generation_inference.interrupt import uninterrupted
-from text_generation_inference.types import GenerationRequest, SamplingParams, TokenOut
+from text_generation_inference.types import GenerationRequest, SamplingParams
 
 _SECONDS_UNTIL_NOTICED = 0.1
 
 
-class Round(NamedTuple):
+class BatchRun(NamedTuple):
     prefill_seconds: float  # until every request has its first token
     decode_seconds: float  # from then on
     prefill_steps: int
@@ -60,56 +60,32 @@ def make_requests(
     ]
 
 
-def run_round(loop: EngineLoop, requests: list[GenerationRequest], display: Display) -> Round:
-    """Raises `EngineError` if a request fails. However it ends, nothing of the round stays in the engine."""
-    try:
-        return _measure(loop, requests, display)
-    finally:
-        for request in requests:
-            loop.abort(request.id)
-
-
-def _measure(loop: EngineLoop, requests: list[GenerationRequest], display: Display) -> Round:
+def run_batch(loop: EngineLoop, requests: list[GenerationRequest], display: Display) -> BatchRun:
+    """Raises `EngineError` if a request fails. However it ends, nothing of the batch stays in the engine."""
     without_token = {request.id for request in requests}
     num_tokens = num_prefill = 0
     prefill_seconds = last = 0.0
     clock = _Clock()
-    for request in requests:
-        loop.add(request)
-    while loop.has_work:
-        with uninterrupted():
-            due = loop.launch()
-        if not due:
-            continue
-        _wait(loop, display)
-        with uninterrupted():
-            out = loop.take()
-        last = clock.read()
-        num_tokens += len(out.token_ids)
-        num_prefill += loop.last.prefill
-        if without_token:
-            without_token.difference_update(out.request_ids)
-            prefill_seconds = last
-        if out.finished:
-            _check(out)
-        if loop.has_work and display.wants_turn(Moment.BETWEEN_STEPS):
-            _wait(loop, display)
-            with clock.stopped():
+
+    def wait() -> None:
+        """Until the oldest step in flight, if there is one, is done."""
+        while not loop.wait(_SECONDS_UNTIL_NOTICED):
+            if display.wants_turn(Moment.IN_A_STEP):
                 display.take_turn()
+
+    with closing(run_requests(loop, requests, lambda _: "a request of the batch", wait)) as steps:
+        for out in steps:
+            last = clock.read()
+            num_tokens += len(out.token_ids)
+            num_prefill += loop.last.prefill
+            if without_token:
+                without_token.difference_update(out.request_ids)
+                prefill_seconds = last
+            if loop.has_work and display.wants_turn(Moment.BETWEEN_STEPS):
+                wait()
+                with clock.stopped():
+                    display.take_turn()
     expected = sum(request.max_new_tokens for request in requests)
     if num_tokens != expected:
         raise EngineError(f"a batch of {len(requests)} gave {num_tokens} tokens instead of {expected}")
-    return Round(prefill_seconds, last - prefill_seconds, num_prefill)
-
-
-def _wait(loop: EngineLoop, display: Display) -> None:
-    """Until the oldest step in flight, if there is one, is done."""
-    while not loop.wait(_SECONDS_UNTIL_NOTICED):
-        if display.wants_turn(Moment.IN_A_STEP):
-            display.take_turn()
-
-
-def _check(out: TokenOut) -> None:
-    for finish in out.finished:
-        if finish.error is not None:
-            raise EngineError(f"a request of the batch failed: {finish.error}")
+    return BatchRun(prefill_seconds, last - prefill_seconds, num_prefill)
