@@ -279,6 +279,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     forward_ns: int  # on the device
     decode_ns: int  # taking the result
     filter_ns: int  # sending the tokens
+    failed: bool = False  # it was taken back for lack of memory; then times say nothing
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
@@ -364,6 +365,7 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """Last message of an engine that cannot go on."""
 
     error: str
+    prefill: bool = False  # the step that failed computed prompt tokens
 
 
 class Profile(msgspec.Struct, frozen=True, array_like=True, tag="profile"):

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,27 @@ def test_any_other_error_ends_the_engine(tiny: Tiny, engines: Any, where: str) -
         run(engine, ask(), ARRIVALS)
 
 
+@pytest.mark.parametrize(("result", "prefill"), [(1, True), (4, False)])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_failed_step_tells_what_it_was(tiny: Tiny, engines: Any, result: int, prefill: bool, ends: bool) -> None:
+    engine, device = engines(tiny.folder, overlap=False)
+    device.fail_results = {result}
+    if ends:
+        device.error = RuntimeError("CUDA error: device-side assert triggered")
+    engine.loop.add(make_request(0, [1, 2, 3], 9))
+    for _ in range(result - 1):
+        engine.loop.step()
+        assert not engine.loop.last.failed
+    with pytest.raises(EngineError) if ends else nullcontext():
+        engine.loop.step()
+    assert (engine.loop.last.failed, engine.loop.last.prefill) == (True, prefill)
+    if not ends:
+        engine.loop.step()
+        assert (engine.loop.last.failed, engine.loop.last.prefill) == (False, True)  # it is computed again
+        while engine.loop.has_work:
+            engine.loop.step()
+
+
 # The engine process; the device breaks at its 20th step, as it would by a kernel that writes where it must not.
 PROGRAM = """
 import sys, torch
@@ -301,10 +323,15 @@ def test_a_broken_device_ends_the_process_in_order(tiny: Tiny, device_name: str,
         started = next((line for line in process.stdout if '"started"' in line), "")
         assert started, process.communicate()[1]
 
+        failed_prefills: list[bool] = []
+
         async def ask_until_it_breaks() -> str:
             client = EngineClient(socket)
+            client.on_step_failure = failed_prefills.append
             await client.connect(60)
+            assert not client.owes_first_token
             stream = client.submit(make_request(client.next_id(), [1, 2, 3], 100))
+            assert client.owes_first_token
             try:
                 while True:
                     await stream.take()
@@ -316,6 +343,7 @@ def test_a_broken_device_ends_the_process_in_order(tiny: Tiny, device_name: str,
         text = asyncio.run(asyncio.wait_for(ask_until_it_breaks(), 60))
         _, errors = process.communicate(timeout=60)
     assert text == "a step failed on the device"  # the details are for the log
+    assert failed_prefills == [False]
     assert process.returncode == EXIT_ENGINE_FAILED, errors
     assert "engine failed: a step failed on the device: CUDA error: device-side assert" in errors
     assert "Traceback" not in errors

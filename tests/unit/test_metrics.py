@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -177,6 +178,20 @@ def test_counters_have_no_suffix_and_their_labels(metrics):
     assert '\ntgi_batch_inference_count{method="prefill"} 2\n' in text
     assert '\ntgi_batch_inference_success{method="prefill"} 1\n' in text
     assert '\ntgi_batch_inference_failure{method="decode"} 1\n' in text
+
+
+def test_failed_steps_are_counted_by_what_they_were(metrics):
+    metrics.step(STEP)
+    metrics.step(msgspec.structs.replace(PREFILL, failed=True))
+    metrics.step(msgspec.structs.replace(STEP, failed=True))
+    metrics.fail_step(prefill=True)
+    found = samples(metrics)
+    for method, count, failed in (("prefill", 2, 2), ("decode", 2, 1)):
+        labels = (("method", method),)
+        assert found["tgi_batch_inference_count", labels] == count
+        assert found["tgi_batch_inference_failure", labels] == failed
+        assert found.get(("tgi_batch_inference_success", labels), 0) == count - failed
+        assert found.get(("tgi_batch_inference_duration_count", labels), 0) == count - failed
 
 
 def test_duration_bounds_carry_the_noise_of_the_reference(metrics):

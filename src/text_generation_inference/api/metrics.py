@@ -435,7 +435,10 @@ class Metrics:
         self._heartbeat_age.set(round(seconds, 3))
 
     def step(self, stats: StepStats) -> None:
-        """A step ended well."""
+        """A step ended."""
+        if stats.failed:
+            self.fail_step(stats.prefill)
+            return
         series = self._prefill if stats.prefill else self._decode
         series.count.add()
         series.success.add()

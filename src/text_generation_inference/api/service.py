@@ -108,7 +108,7 @@ class Service:
         engine.on_load = self.metrics.load
         engine.on_malformed = self.metrics.drop_message
         engine.on_slow_client = self._on_slow_client
-        engine.on_step_failure = lambda: self.metrics.fail_step(prefill=False)
+        engine.on_step_failure = self.metrics.fail_step
         self.engine = engine
         self.metrics.engine_ready(self.facts)
 
@@ -122,7 +122,7 @@ class Service:
         self.unavailable = reason
         if engine is not None:
             if engine.num_in_flight and not self.draining:  # it was killed in the middle of a step
-                self.metrics.fail_step(prefill=False)
+                self.metrics.fail_step(prefill=engine.owes_first_token)
             engine.fail(EngineError(reason))
         return engine
 

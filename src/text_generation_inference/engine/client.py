@@ -81,7 +81,7 @@ class TokenEvent(msgspec.Struct, gc=False):
 class TokenStream:
     """The events of one request, in order. Whoever submitted it must read to the end or call `abort`."""
 
-    __slots__ = ("_client", "_error", "_events", "_finished", "_waiter", "num_bytes", "request_id")
+    __slots__ = ("_client", "_error", "_events", "_finished", "_waiter", "has_token", "num_bytes", "request_id")
 
     def __init__(self, client: "EngineClient", request_id: int) -> None:
         self._client = client
@@ -89,6 +89,7 @@ class TokenStream:
         self._events: list[TokenEvent] = []
         self._error: TgiError | None = None
         self.num_bytes = 0  # of what waits here, roughly
+        self.has_token = False  # it has begun
         self._waiter: asyncio.Future[None] | None = None
         self._finished = False
 
@@ -137,6 +138,7 @@ class TokenStream:
     def push(self, event: TokenEvent) -> None:
         num_bytes = event.num_bytes
         self._events.append(event)
+        self.has_token = self.has_token or event.token_id is not None
         self.num_bytes += num_bytes
         client = self._client
         client.num_held_bytes += num_bytes
@@ -169,7 +171,7 @@ class EngineClient:
         self.load: EngineLoad | None = None
         self.on_load: Callable[[EngineLoad], None] | None = None
         self.on_step: Callable[[StepStats], None] | None = None
-        self.on_step_failure: Callable[[], None] | None = None
+        self.on_step_failure: Callable[[bool], None] | None = None  # of one with prompt tokens?
         self.on_failure: Callable[[Exception], None] | None = None  # of this client, not of the engine
         self.on_malformed: Callable[[], None] | None = None
         self.on_slow_client: Callable[[], None] | None = None
@@ -198,6 +200,11 @@ class EngineClient:
     @property
     def num_in_flight(self) -> int:
         return len(self._streams)
+
+    @property
+    def owes_first_token(self) -> bool:
+        """Whether a request in flight has no token yet, so that its prompt is computed next."""
+        return any(not stream.has_token for stream in self._streams.values())
 
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Send a request (with an id from `next_id`) on its way. Raises `OverloadedError` if the engine takes none."""
@@ -330,9 +337,9 @@ class EngineClient:
                 answer = self._profiles.get(done.number)
                 if answer is not None and not answer.done():
                     answer.set_result(done)
-            case EngineFailed(error=error):
+            case EngineFailed(error=error, prefill=prefill):
                 if self.on_step_failure is not None:
-                    self.on_step_failure()
+                    self.on_step_failure(prefill)
                 log.error("The engine failed: %s", error)
                 self.fail(EngineError("a step failed on the device"))  # clients are told: no words of the device's own
 

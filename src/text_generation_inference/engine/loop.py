@@ -37,6 +37,7 @@ class StepTimes:
     """What the last step taken was like."""
 
     prefill: bool = False
+    failed: bool = False  # then nothing more is said of it
     num_admitted: int = 0
     joined: bool = False
     inference_ns: int = 0  # from planning to the result being there
@@ -143,11 +144,13 @@ class EngineLoop:
             forward_ns = done_ns - max(step.planned_ns, self._last_done_ns)
             out = self.scheduler.apply(result, forward_ns / 1e9)
         except Exception as error:
+            self.last = StepTimes(bool(step.plan.chunks), failed=True)
             if self._forget_slots is not None and is_out_of_memory(error):
                 return self._rollback(self._forget_slots, error)
             raise EngineError(f"a step failed on the device: {_summary(error)}") from error
         self.last = StepTimes(
             bool(step.plan.chunks),
+            False,
             len(step.plan.admit),
             bool(step.plan.admit) and step.plan.decode,
             done_ns - step.planned_ns,

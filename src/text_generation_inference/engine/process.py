@@ -110,7 +110,8 @@ class EngineServer:
             try:
                 out = self._loop.step()
             except EngineError as error:
-                self._tell_all(EngineFailed(str(error)))
+                last = self._loop.last
+                self._tell_all(EngineFailed(str(error), last.failed and last.prefill))
                 raise
             self._tell_rollbacks()
             self._tell_unplanned()
@@ -319,6 +320,7 @@ class EngineServer:
             last.forward_ns,
             last.decode_ns,
             self._filter_ns,
+            last.failed,
         )
 
     def _load(self) -> EngineLoad:
