@@ -14,8 +14,11 @@ from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.registry import read_spec
 from text_generation_inference.models.spec import Config
 from text_generation_inference.parallel import SINGLE
+from text_generation_inference.quant.choose import assign_methods
+from text_generation_inference.quant.fp8 import ON_LOADING, Fp8Scheme
+from text_generation_inference.quant.fp8_formats import StoredQuantization
+from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.weights.load import load_dummy
-from text_generation_inference.weights.quantization import ON_LOADING, Fp8Scheme, Quantization
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -26,7 +29,7 @@ from text_generation_inference.kernels.triton.ops import load_ops
 
 CPU = torch.device("cpu")
 STATIC = Fp8Scheme(input_scale_name="input_scale")
-IN_PARTS = Quantization("fp8", ((("Linear",), STATIC),), ignored=("o_proj",))
+IN_PARTS = StoredQuantization("fp8", ((("Linear",), STATIC),), ignored=("o_proj",))
 TOKENS = 23  # in the cache, with the row's own
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -54,9 +57,11 @@ def build(quantization: Quantization, cache_dtype: torch.dtype, **changes: Any) 
     }  # fmt: skip
     spec = read_spec(Config(fields, "config.json"))
     model = CausalLM(ops, SINGLE, spec, CPU)
-    load_dummy(model, torch.float16, CPU, 1, quantization)
+    assign_methods(model, quantization)
+    load_dummy(model, torch.float16, CPU, 1)
     for number, layer in enumerate(model.model.layers):
-        layer.attention.k_scale, layer.attention.v_scale = 0.25 + number, 0.75
+        scales = layer.attention.cache_scales
+        scales.k, scales.v = 0.25 + number, 0.75
         layer.attention_norm.weight.uniform_(20, 40)  # so that everything can be seen in the result
         for matrix in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
             if matrix.bias is not None:

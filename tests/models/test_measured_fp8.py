@@ -20,8 +20,8 @@ from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import ResourceError, StartError
 from text_generation_inference.kernels.fp8 import FP8, Fp8Weight
 from text_generation_inference.launch.server_command import main
-from text_generation_inference.runner.measure import Recorder
-from text_generation_inference.weights.calibration_config import CalibrationConfig
+from text_generation_inference.quant.inc.config import CalibrationConfig
+from text_generation_inference.quant.inc.measure import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -329,7 +329,7 @@ def test_dummy_weights(tiny_llama: Tiny, tmp_path: Path) -> None:
     measure(tiny_llama, tmp_path, settings)
     engine = start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE"), **settings)
     assert all(isinstance(weight, Fp8Weight) for weight in weights_of(engine).values())
-    assert engine.loop._runner.model.model.layers[0].attention.k_scale != 1.0
+    assert engine.loop._runner.model.model.layers[0].attention.cache_scales.k != 1.0
     engine.close()
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from text_generation_inference.errors import StartError
-from text_generation_inference.weights.calibration_config import KV_CACHE, LINEAR, CalibrationConfig, read_calibration
-from text_generation_inference.weights.calibration_scales import GAUDI2, METHODS, Method, Rounding, Rule, Value
+from text_generation_inference.quant.inc.config import KV_CACHE, LINEAR, CalibrationConfig, read_calibration
+from text_generation_inference.quant.inc.scales import GAUDI2, METHODS, Rounding, Rule, ScaleMethod, Value
 
 EMPTY = {"types": [], "names": []}
 # As the samples of the older toolkit have it, and of the newer one.
@@ -85,11 +85,11 @@ def test_methods_by_place(tmp_path: Path) -> None:
         "nodes": {DOWN: "unit_scale"},
     }
     methods = read(tmp_path, {"scale_method": method, "scale_params": {"input_backoff": 0.5}}).methods
-    usual = Method(Rule(Value.MAXABS, Rounding.HARDWARE, 0.5), Rule(Value.MAXABS, Rounding.IDENTITY, 0.5))
+    usual = ScaleMethod(Rule(Value.MAXABS, Rounding.HARDWARE, 0.5), Rule(Value.MAXABS, Rounding.IDENTITY, 0.5))
     assert methods.find(LINEAR, "model.layers.0.mlp.up_proj") == usual
     assert methods.find(KV_CACHE, "model.layers.0.self_attn.k_cache") == METHODS["maxabs_pow2"]
     beside = methods.find(LINEAR, "model.layers.3.mlp.up_proj")
-    assert beside == Method(Rule(Value.OPT, Rounding.POW2, 1.0, by_channel=True), usual.activation)
+    assert beside == ScaleMethod(Rule(Value.OPT, Rounding.POW2, 1.0, by_channel=True), usual.activation)
     assert methods.find(LINEAR, DOWN) == METHODS["unit_scale"]
 
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from text_generation_inference.errors import ResourceError, StartError
-from text_generation_inference.weights.calibration import StaticScales
-from text_generation_inference.weights.calibration_config import CalibrationConfig, Selection
-from text_generation_inference.weights.calibration_files import (
+from text_generation_inference.quant.inc.config import CalibrationConfig, Selection
+from text_generation_inference.quant.inc.files import (
     Node,
     check_writable,
     move_away,
@@ -17,7 +16,8 @@ from text_generation_inference.weights.calibration_files import (
     statistics_path,
     write_statistics,
 )
-from text_generation_inference.weights.calibration_scales import GAUDI2, GAUDI3
+from text_generation_inference.quant.inc.scales import GAUDI2, GAUDI3
+from text_generation_inference.quant.inc.static import StaticScales
 
 ATTENTION = "model.layers.0.self_attn"
 NODES = {

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from text_generation_inference.weights.calibration_scales import (
+from text_generation_inference.quant.inc.scales import (
     GAUDI2,
     GAUDI3,
     METHODS,
@@ -51,7 +51,7 @@ def test_rounding() -> None:
         assert found == [hardware(scale, generation) for scale in scales.tolist()]
 
 
-# Method: (weights: rounding, by channel), rounding of activations. None: a number instead.
+# ScaleMethod: (weights: rounding, by channel), rounding of activations. None: a number instead.
 TABLE = {
     "unit_scale": (("one", False), "one"),
     "hw_aligned_single_scale": (("first", False), "first"),

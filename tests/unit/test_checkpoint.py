@@ -220,13 +220,14 @@ def test_blocks(tmp_path: Path) -> None:
     path = tiny_gguf.write(tmp_path / "a.gguf", quantise="Q4_1")
     convert_gguf(path, tmp_path / "out")
     checkpoint = Checkpoint.open(tmp_path / "out")
-    found = checkpoint.ggml("model.layers.0.mlp.down_proj.weight")
-    assert found is not None and found[0] == "Q4_1"
-    assert found[1].dtype == torch.uint8 and found[1].shape == (tiny_gguf.HIDDEN, tiny_gguf.INNER // 32 * 20)
-    assert checkpoint.ggml("model.norm.weight") is None
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert checkpoint.block_types[name] == "Q4_1"
+    found = checkpoint.blocks(name)
+    assert found.dtype == torch.uint8 and found.shape == (tiny_gguf.HIDDEN, tiny_gguf.INNER // 32 * 20)
+    assert "model.norm.weight" not in checkpoint.block_types
     assert "model.norm.weight" in checkpoint.names()
     shutil.copy(tmp_path / "out" / "model.safetensors", tmp_path / "model.safetensors")
-    assert Checkpoint.open(tmp_path).ggml("model.layers.0.mlp.down_proj.weight") is None
+    assert Checkpoint.open(tmp_path).block_types == {}
 
 
 def test_damaged_blocks(tmp_path: Path) -> None:

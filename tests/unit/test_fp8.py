@@ -10,7 +10,9 @@ from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.kernels import fp8, reference
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
-from text_generation_inference.weights.quantization import ON_LOADING, choose_quantization, read_quantization
+from text_generation_inference.quant.choose import choose_quantization, detect
+from text_generation_inference.quant.fp8 import ON_LOADING
+from text_generation_inference.quant.fp8_formats import StoredQuantization
 
 
 def weight(rows: int, columns: int, by_square: bool = False, input_scale: float | None = None) -> Fp8Weight:
@@ -177,14 +179,14 @@ def compressed(weights: dict = FLOAT8, inputs: dict | None = TOKEN, **more: obje
 )
 def test_what_is_not_fp8_is_refused(config: object, text: str) -> None:
     with pytest.raises(ModelFormatError) as caught:
-        read_quantization({"quantization_config": config}, "config.json")
+        detect({"quantization_config": config}, "config.json")
     assert text in str(caught.value)
 
 
 def test_patterns() -> None:
     ignore = ["lm_head", "model.layers.1.mlp", r"re:.*self_attn\.[qk]_proj"]
-    found = read_quantization({"compression_config": compressed(ignore=ignore)}, "config.json")
-    assert found is not None
+    found = detect({"compression_config": compressed(ignore=ignore)}, "config.json")
+    assert isinstance(found, StoredQuantization)
     for name in ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.7.self_attn.k_proj"):
         assert found.scheme_of(name) is None
     for name in ("model.layers.11.mlp.up_proj", "model.layers.1.self_attn.v_proj"):
@@ -198,8 +200,8 @@ def test_groups_differ_by_target() -> None:
         "mlp": {"targets": ["re:.*mlp.*"], "weights": static, "input_activations": static},
         "rest": {"targets": ["re:.*self_attn.*"], "weights": FLOAT8, "input_activations": TOKEN},
     }
-    found = read_quantization({"quantization_config": config}, "config.json")
-    assert found is not None
+    found = detect({"quantization_config": config}, "config.json")
+    assert isinstance(found, StoredQuantization)
     mlp, attention = (found.scheme_of(f"model.layers.0.{name}") for name in ("mlp.up_proj", "self_attn.q_proj"))
     assert mlp is not None and mlp.input_scale_name == "input_scale"
     assert attention is not None and attention.input_scale_name is None
@@ -207,11 +209,11 @@ def test_groups_differ_by_target() -> None:
 
 
 def test_the_setting() -> None:
-    stored = read_quantization({"quantization_config": compressed()}, "config.json")
+    stored = detect({"quantization_config": compressed()}, "config.json")
     assert choose_quantization(None, None) is None
     assert choose_quantization("fp8", None) is ON_LOADING
     assert choose_quantization("fp8", stored) is choose_quantization("compressed-tensors", stored) is stored
-    plain = read_quantization({"quantization_config": {"quant_method": "fp8"}}, "config.json")
+    plain = detect({"quantization_config": {"quant_method": "fp8"}}, "config.json")
     for other in (None, plain):
         with pytest.raises(StartError, match="is for checkpoints that say so"):
             choose_quantization("compressed-tensors", other)

@@ -6,10 +6,12 @@ from contextlib import contextmanager
 import torch
 from torch.overrides import TorchFunctionMode
 
+from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels.fp8 import Fp8Weight, quantize_weight
+from text_generation_inference.quant.choose import assign_methods, choose_quantization
+from text_generation_inference.quant.method import Matrix
 from text_generation_inference.weights.declare import Declared, Module, Part
 from text_generation_inference.weights.load import load_dummy
-from text_generation_inference.weights.quantization import choose_quantization
 from text_generation_inference.weights.scratch import Scratch
 
 
@@ -39,28 +41,24 @@ class Watch(TorchFunctionMode):
 
 class Layer(Module):
     def __init__(self) -> None:
-        parts = [Part("q.weight", (32, 16)), Part("k.weight", (16, 16))]
-        self.declared = [
-            Declared("joined", parts, quantizable=True),
-            Declared("single", [Part("o.weight", (16, 16))], quantizable=True),
-            Declared("norm", [Part("norm.weight", (16,))]),
-        ]
+        self.joined = Matrix(Ops(), [Part("q.weight", (32, 16)), Part("k.weight", (16, 16))])
+        self.single = Matrix(Ops(), [Part("o.weight", (16, 16))])
+        self.norm: torch.Tensor
 
     def declare(self) -> list[Declared]:
-        return self.declared
+        return [Declared("norm", [Part("norm.weight", (16,))])]
 
 
 def load(scratch: Scratch, method: str | None) -> Layer:
     layer = Layer()
-    quantization = choose_quantization(method, None)
-    load_dummy(layer, torch.bfloat16, torch.device("cpu"), 1, quantization, scratch)
+    assign_methods(layer, choose_quantization(method, None))
+    load_dummy(layer, torch.bfloat16, torch.device("cpu"), 1, scratch)
     return layer
 
 
 def tensors_of(layer: Layer) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    for name in ("joined", "single", "norm"):
-        value = getattr(layer, name)
+    for value in (layer.joined.weight, layer.single.weight, layer.norm):
         found += [value.data, value.scale] if isinstance(value, Fp8Weight) else [value]
     return found
 

@@ -10,12 +10,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from text_generation_inference.devices.device import Ops
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.quant.choose import assign_methods
+from text_generation_inference.quant.fp8 import ON_LOADING, Fp8Scheme
+from text_generation_inference.quant.fp8_formats import StoredQuantization
+from text_generation_inference.quant.method import Matrix
+from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 from text_generation_inference.weights.declare import Declared, Module, Number, Part
 from text_generation_inference.weights.load import load_checkpoint
-from text_generation_inference.weights.quantization import ON_LOADING, Fp8Scheme, Quantization
 from text_generation_inference.weights.upload import Span, Upload, identify
 
 CPU = torch.device("cpu")
@@ -266,25 +271,19 @@ class Layer(Module):
     def __init__(self, name: str) -> None:
         self.name = name
         self.scale = 1.0
-        self.joined: Tensor | Fp8Weight | None = None
-        self.columns: Tensor | Fp8Weight | None = None
+        self.joined = Matrix(Ops(), [Part(f"{part}.weight", (48, 32), 0, 16, 40) for part in "qkv"])
+        self.columns = Matrix(Ops(), [Part("o.weight", (32, 48), 1, 8, 24)])
         self.norm: Tensor | None = None
 
     def declare(self) -> list[Declared]:
-        rows = [Part(f"{self.name}.{part}.weight", (48, 32), 0, 16, 40) for part in "qkv"]
-        columns = Part(f"{self.name}.o.weight", (32, 48), 1, 8, 24)
-        return [
-            Declared("joined", rows, quantizable=True),
-            Declared("columns", [columns], quantizable=True),
-            Declared("norm", [Part(f"{self.name}.norm.weight", (32,))], keep_float32=True),
-        ]
+        return [Declared("norm", [Part(f"{self.name}.norm.weight", (32,))])]
 
     def declare_numbers(self) -> list[Number]:
         return [Number("scale", (f"{self.name}.k_scale",))]
 
     def values(self) -> dict[str, Tensor]:
         found = {"norm": self.norm, "scale": torch.tensor(self.scale)}
-        for name, value in (("joined", self.joined), ("columns", self.columns)):
+        for name, value in (("joined", self.joined.weight), ("columns", self.columns.weight)):
             if isinstance(value, Fp8Weight):
                 found |= {f"{name}.{field}": getattr(value, field) for field in ("data", "scale", "input_scale")}
             else:
@@ -297,7 +296,7 @@ class Stack(Module):
         self.layers = [Layer(f"layers.{number}") for number in range(6)]
 
 
-STORED = Quantization("compressed-tensors", ((("re:.*",), Fp8Scheme(input_scale_name="input_scale")),))
+STORED = StoredQuantization("compressed-tensors", ((("re:.*",), Fp8Scheme(input_scale_name="input_scale")),))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -307,23 +306,24 @@ def test_a_model_is_the_same_with_and_without(
     tmp_path: Path, quantization: Quantization | None, ahead_bytes: int, device: torch.device
 ) -> None:
     stored: dict[str, Tensor] = {}
-    for layer in Stack().layers:
-        for part in (part for declared in layer.declare() for part in declared.parts):
+    for prefix, module in Stack().walk():
+        for name, part in (named for declared in module.declare() for named in declared.named(prefix)):
             weight = torch.randn(part.shape)
             if quantization is STORED and weight.ndim == 2:
-                beside = part.name.removesuffix("weight")
+                beside = name.removesuffix("weight")
                 stored[beside + "weight_scale"] = torch.rand(weight.shape[0], 1) + 0.1
                 stored[beside + "input_scale"] = torch.rand(1) + 0.1
-                stored[part.name] = weight.to(torch.float8_e4m3fn)
+                stored[name] = weight.to(torch.float8_e4m3fn)
             else:
-                stored[part.name] = weight.bfloat16()
-        stored[f"{layer.name}.k_scale"] = torch.rand(()) + 0.1
+                stored[name] = weight.bfloat16()
+        stored |= {number.names[0]: torch.rand(()) + 0.1 for number in module.declare_numbers()}
     save_file(stored, tmp_path / "model.safetensors")
 
     def load(upload: Upload | None) -> list[dict[str, Tensor]]:
         model, checkpoint = Stack(), Checkpoint.open(tmp_path)
         checkpoint.upload = upload
-        load_checkpoint(model, checkpoint, torch.bfloat16, device, quantization=quantization)
+        assign_methods(model, quantization)
+        load_checkpoint(model, checkpoint, torch.bfloat16, device)
         return [layer.values() for layer in model.layers]
 
     with Upload(device, PIECE, ahead_bytes) as upload:

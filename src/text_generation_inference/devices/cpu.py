@@ -80,6 +80,7 @@ def _load_ops(cache_dir: Path) -> Ops:
         pack_blocks=native.pack_quantized,
         block_kinds=frozenset(BLOCK_BYTES),
         linear=native.linear,
+        logits=native.logits,
         embedding=native.embedding,
         rms_norm=native.rms_norm,
         add_rms_norm=native.add_rms_norm,

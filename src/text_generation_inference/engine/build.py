@@ -42,10 +42,11 @@ from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.registry import read_config, read_spec
 from text_generation_inference.models.spec import DecoderSpec
 from text_generation_inference.parallel import SINGLE, Parallel
+from text_generation_inference.quant.choose import assign_methods, choose_quantization
+from text_generation_inference.quant.inc.measure import Recorder
 from text_generation_inference.runner import kv_cache, rollback
 from text_generation_inference.runner.bucketed import BucketedRunner
 from text_generation_inference.runner.bucketed_queue import BucketedQueuedRunner
-from text_generation_inference.runner.measure import Recorder
 from text_generation_inference.runner.queued import QueuedRunner
 from text_generation_inference.runner.runner import Runner
 from text_generation_inference.scheduler.blocks import BlockPool
@@ -57,7 +58,6 @@ from text_generation_inference.types import ModelFacts
 from text_generation_inference.weights.checkpoint import Checkpoint
 from text_generation_inference.weights.load import load_checkpoint, load_dummy
 from text_generation_inference.weights.progress import Progress, silent
-from text_generation_inference.weights.quantization import choose_quantization
 from text_generation_inference.weights.scratch import Scratch
 from text_generation_inference.weights.source import ModelFolder, find_model
 from text_generation_inference.weights.upload import Upload
@@ -292,13 +292,8 @@ def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:
 
 def describe_precision(config: ServerConfig, spec: DecoderSpec, cache_setting: str | None) -> list[str]:
     """What is computed or kept in FP8."""
-    notes: list[str] = []
     quantization = choose_quantization(config.quantize, spec.quantization)
-    if quantization is not None and quantization.static is None:
-        origin = (
-            "quantised on loading" if quantization.on_loading else f"as the checkpoint has them ({quantization.method})"
-        )
-        notes.append(f"matrices in FP8, {origin}")
+    notes = [quantization.description] if quantization is not None and quantization.description else []
     if cache_setting is not None:
         notes.append(f"KV cache in {cache_setting}")
     return notes
@@ -314,19 +309,25 @@ def load_model(
     progress: Progress,
 ) -> CausalLM:
     model = CausalLM(device.ops, parallel, spec, device.torch_device)
-    check_weights_fit(config, spec, model, dtype, device)
     quantization = choose_quantization(config.quantize, spec.quantization)
-    with device.loading() as pool:
-        scratch = Scratch(pool)
-        if config.load_format == "dummy":
-            load_dummy(model, dtype, device.torch_device, config.seed, quantization, scratch)
-            return model
-        checkpoint = Checkpoint.open(source.weights_path)
-        copies_by_itself = device.runs_ahead and device.torch_device.type != "cpu"
-        with Upload(device.torch_device) if copies_by_itself else nullcontext() as checkpoint.upload:
-            load_checkpoint(
-                model, checkpoint, dtype, device.torch_device, model.ignored, progress, quantization, scratch
-            )
+    if config.load_format == "dummy":
+        assign_methods(model, quantization)
+        check_weights_fit(config, spec, model, dtype, device)
+        with device.loading() as pool:
+            load_dummy(model, dtype, device.torch_device, config.seed, Scratch(pool))
+        return model
+    checkpoint = Checkpoint.open(source.weights_path)
+    if quantization is not None:
+        quantization = quantization.named_as_in(checkpoint.names())
+    # Quantised blocks stand for float32 values.
+    block_types = checkpoint.block_types if dtype is torch.float32 else {}
+    assign_methods(model, quantization, block_types, device.ops.block_kinds)
+    check_weights_fit(config, spec, model, dtype, device)
+    ignored = (*model.ignored, *(quantization.may_leave if quantization is not None else ()))
+    copies_by_itself = device.runs_ahead and device.torch_device.type != "cpu"
+    uploading = Upload(device.torch_device) if copies_by_itself else nullcontext()
+    with device.loading() as pool, uploading as checkpoint.upload:
+        load_checkpoint(model, checkpoint, dtype, device.torch_device, ignored, progress, Scratch(pool))
     return model
 
 

@@ -8,14 +8,16 @@ import msgspec
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.device import Device
 from text_generation_inference.errors import StartError
-from text_generation_inference.layers.linear import Linear
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.spec import DecoderSpec
-from text_generation_inference.runner.measure import Recorder
-from text_generation_inference.weights.calibration import StaticScales
-from text_generation_inference.weights.calibration_config import CalibrationConfig, read_calibration
-from text_generation_inference.weights.calibration_files import check_writable, statistics_path
-from text_generation_inference.weights.quantization import Quantization
+from text_generation_inference.quant.cache_scales import CacheScales
+from text_generation_inference.quant.inc.config import CalibrationConfig, read_calibration
+from text_generation_inference.quant.inc.files import check_writable, statistics_path
+from text_generation_inference.quant.inc.measure import Recorder
+from text_generation_inference.quant.inc.method import MeasuredQuantization
+from text_generation_inference.quant.inc.static import StaticScales
+from text_generation_inference.quant.method import Matrix
+from text_generation_inference.quant.quantization import Quantization
 
 FP8_CACHE = "fp8_e4m3fn"
 _SHOWN = 3  # matrices in a note
@@ -41,7 +43,7 @@ class Calibrated:
         if self.file is None:
             return []
         path = statistics_path(self.file.stats, self.file.observer)
-        static = spec.quantization.static if spec.quantization is not None else None
+        static = measured_scales(spec.quantization)
         if static is not None:
             origin = f"from {path}" if self.file.methods.need_statistics else "that are fixed"
             notes = [f"static scales {origin}: {_describe_matrices(static, model)}"]
@@ -79,16 +81,19 @@ def quantize_spec(calibrated: Calibrated, spec: DecoderSpec, device: Device) -> 
         )
     if calibrated.measures:
         return None
-    scales = StaticScales.load(file, getattr(device, "fp8_max", 448.0))
-    return Quantization("static", on_loading=True, static=scales)
+    return MeasuredQuantization(StaticScales.load(file, getattr(device, "fp8_max", 448.0)))
+
+
+def measured_scales(quantization: Quantization | None) -> StaticScales | None:
+    return quantization.scales if isinstance(quantization, MeasuredQuantization) else None
 
 
 def choose_cache(config: ServerConfig, spec: DecoderSpec, model: CausalLM) -> str | None:
     """The setting `kv_cache_dtype`, or what measured scales make of it. Scales that nothing has are refused."""
-    static = spec.quantization.static if spec.quantization is not None else None
+    static = measured_scales(spec.quantization)
     if config.kv_cache_dtype is not None or static is None:
         return config.kv_cache_dtype
-    attentions = [f"model.{layer.name}.{layer.attention.name}" for layer in model.model.layers]
+    attentions = [prefix.removesuffix(".") for prefix, module in model.walk() if isinstance(module, CacheScales)]
     if static.quantizes_cache(attentions):
         return FP8_CACHE
     if not any(static.find(matrices) for matrices in _list_matrices(model)):
@@ -101,11 +106,7 @@ def choose_cache(config: ServerConfig, spec: DecoderSpec, model: CausalLM) -> st
 
 def _list_matrices(model: CausalLM) -> list[list[str]]:
     """The matrices of a checkpoint, each with those that it is multiplied at once with."""
-    return [
-        [prefix + part.name.removesuffix(".weight") for part in module.parts]
-        for prefix, module in model.walk()
-        if isinstance(module, Linear)
-    ]
+    return [module.names(prefix) for prefix, module in model.walk() if isinstance(module, Matrix) and module.may_round]
 
 
 def _describe_matrices(static: StaticScales, model: CausalLM) -> str:

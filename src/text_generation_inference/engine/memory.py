@@ -1,6 +1,5 @@
 """Whether a model fits its device, before it is loaded; what its steps take, before there is a KV cache."""
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -12,25 +11,12 @@ from text_generation_inference.engine.loop import StepRunner, is_out_of_memory
 from text_generation_inference.errors import EngineError, ResourceError, StartError
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.spec import DecoderSpec
-from text_generation_inference.weights.quantization import Quantization, choose_quantization
+from text_generation_inference.quant.choose import assign_methods, choose_quantization
+from text_generation_inference.quant.fp8 import ON_LOADING
+from text_generation_inference.weights.load import weight_bytes
 
 _MOST_CAPTURED, _MOST_CAPTURED_IN_EIGHT_BITS = 1024, 2048
 _SHORTEST_CHECKED = 8  # tokens that a request of the largest step must be allowed
-
-
-def weight_bytes(model: CausalLM, dtype: torch.dtype, quantization: Quantization | None) -> int:
-    """What the declared tensors take on the device."""
-    total = 0
-    for prefix, module in model.walk():
-        for declared in module.declare():
-            matrices = [(prefix + part.name).removesuffix(".weight") for part in declared.parts]
-            small = quantization is not None and (
-                quantization.quantizes(declared, matrices)
-                or (declared.quantizable and quantization.scheme_of(matrices[0]) is not None)
-            )
-            each = 1 if small else 4 if declared.keep_float32 else dtype.itemsize
-            total += math.prod(declared.shape) * each
-    return total
 
 
 def check_precision(config: ServerConfig, spec: DecoderSpec, device: Device) -> None:
@@ -39,8 +25,7 @@ def check_precision(config: ServerConfig, spec: DecoderSpec, device: Device) -> 
         return
     asked = {
         "`quantize` fp8": config.quantize is not None,
-        "`quant_config`": spec.quantization is not None and spec.quantization.static is not None,
-        "this checkpoint, whose matrices are in FP8,": spec.quantization is not None,
+        spec.quantization.origin if spec.quantization is not None else "": spec.quantization is not None,
         "`kv_cache_dtype` fp8_e4m3fn": config.kv_cache_dtype is not None,
     }
     what = next((name for name, given in asked.items() if given), None)
@@ -55,18 +40,19 @@ def check_precision(config: ServerConfig, spec: DecoderSpec, device: Device) -> 
 def check_weights_fit(
     config: ServerConfig, spec: DecoderSpec, model: CausalLM, dtype: torch.dtype, device: Device
 ) -> None:
-    """Raise `ResourceError` if the weights alone are larger than the device's memory."""
+    """Raise `ResourceError` if the weights alone, as they will be stored, are larger than the memory."""
     if not is_measured(device) and config.load_format != "dummy":  # the host maps files, and may keep them smaller
         return
-    quantization = choose_quantization(config.quantize, spec.quantization)
-    needed, free = weight_bytes(model, dtype, quantization), device.free_bytes()
+    needed, free = weight_bytes(model, dtype), device.free_bytes()
     if needed < free:
         return
     ways = [f"a {'GPU' if is_measured(device) else 'machine'} with more memory", "a smaller model"]
     if is_measured(device) and config.cuda_memory_fraction < 1:
         ways.insert(0, f"a `cuda_memory_fraction` above {config.cuda_memory_fraction}")
-    if quantization is None and getattr(device, "supports_fp8", False):
-        in_fp8 = weight_bytes(model, dtype, choose_quantization("fp8", None))
+    is_plain = choose_quantization(config.quantize, spec.quantization) is None
+    if is_plain and getattr(device, "supports_fp8", False):
+        assign_methods(model, ON_LOADING)  # nothing will be loaded into this one
+        in_fp8 = weight_bytes(model, dtype)
         if in_fp8 < free:
             ways.insert(0, f"`quantize` fp8 ({_gigabytes(in_fp8)})")
     raise ResourceError(

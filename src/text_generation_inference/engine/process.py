@@ -39,7 +39,7 @@ from text_generation_inference.engine.status import (
 from text_generation_inference.engine.warm_up import warm_up
 from text_generation_inference.errors import EngineError, TgiError, ValidationError
 from text_generation_inference.failpoints import failpoint
-from text_generation_inference.runner.measure import Recorder
+from text_generation_inference.quant.inc.measure import Recorder
 from text_generation_inference.text.grammar import CompiledGrammar, is_plain
 from text_generation_inference.types import (
     Abort,

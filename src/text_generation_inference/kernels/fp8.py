@@ -64,6 +64,11 @@ def apply_scales(x: Tensor | ScaledRows) -> Tensor:
     return (x.data.float() * x.rows[:, None] * x.columns[None, :]).to(x.data.dtype)
 
 
+def split_scales(x: Tensor | ScaledRows) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    """A product, and its scales as an argument of the op that applies them, where there are any."""
+    return (x, {}) if isinstance(x, Tensor) else (x.data, {"scales": (x.rows, x.columns)})
+
+
 def to_fp8(x: Tensor) -> Tensor:
     return x.float().clamp(-FP8_MAX, FP8_MAX).to(FP8)
 

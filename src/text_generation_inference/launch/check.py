@@ -5,15 +5,13 @@ that start an engine: the registry, the model's declared tensors, the device and
 are imported when a model is looked at.
 """
 
-import math
 import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -23,13 +21,8 @@ from text_generation_inference.errors import StartError, TgiError
 from text_generation_inference.launch.arguments import build_parser, read_arguments
 from text_generation_inference.launch.command import EXIT_ERROR, EXIT_USAGE, run_guarded
 
-if TYPE_CHECKING:
-    from text_generation_inference.models.decoder import CausalLM
-    from text_generation_inference.weights.quantization import Quantization
-
 Shapes = dict[str, tuple[int, ...]]
 _NARROW = 60  # columns below which values stand under their names
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Facts(msgspec.Struct, kw_only=True):
@@ -38,7 +31,7 @@ class Facts(msgspec.Struct, kw_only=True):
     config: Mapping[str, Any]
     source: str  # where the config was read
     read_shapes: Callable[[], "Shapes"]  # of the weights: asked once the config is known to be served
-    blocks: dict[str, tuple[str, int]] = {}  # matrices in quantised blocks: kind and bytes
+    blocks: dict[str, str] = {}  # matrices in quantised blocks: their types
     has_tokenizer: bool
     finds_chat_template: Callable[[], bool]
     check_tokenizer: Callable[[], object] = lambda: None  # raises when it cannot be used
@@ -163,7 +156,7 @@ def _look_at_gguf(path: Path) -> Facts:
         source=str(path),
         read_shapes=lambda: {plan.name: plan.shape for plan in plans},
         blocks={
-            plan.name: (plan.source.type_name, plan.source.num_bytes)
+            plan.name: plan.source.type_name
             for plan in plans
             if plan.source is not None and plan.source.type_name in GGML_TYPES and len(plan.shape) == 2
         },
@@ -229,13 +222,14 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
 
     from text_generation_inference.devices.device import choose_device
     from text_generation_inference.engine.build import choose_dtype
-    from text_generation_inference.engine.memory import check_precision, check_weights_fit, weight_bytes
+    from text_generation_inference.engine.memory import check_precision, check_weights_fit
     from text_generation_inference.models.decoder import CausalLM
     from text_generation_inference.models.registry import ARCHITECTURES, read_spec
     from text_generation_inference.models.spec import Config
     from text_generation_inference.parallel import SINGLE
+    from text_generation_inference.quant.choose import assign_methods, choose_quantization, name_quantization
     from text_generation_inference.runner import kv_cache
-    from text_generation_inference.weights.quantization import choose_quantization, name_quantization
+    from text_generation_inference.weights.load import check_tensors, count_parameters, weight_bytes
 
     report.download_bytes = facts.download_bytes
     architectures = facts.config.get("architectures")
@@ -261,14 +255,19 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     report.dtype = str(dtype).removeprefix("torch.")
     check_precision(config, spec, device)
     model = CausalLM(device.ops, SINGLE, spec, device.torch_device)
-    report.parameters, report.weight_bytes_by_dtype, in_blocks = _weigh(model, facts, device.limits.dtypes)
-    computes_blocks = facts.blocks and config.custom_kernels and report.dtype == "float32"
-    report.weight_bytes = in_blocks if computes_blocks else report.weight_bytes_by_dtype[report.dtype]
+    report.parameters = count_parameters(model)
+    report.weight_bytes_by_dtype = {name: weight_bytes(model, getattr(torch, name)) for name in device.limits.dtypes}
     quantization = choose_quantization(config.quantize, spec.quantization)
-    if quantization is not None:
-        report.weight_bytes = weight_bytes(model, dtype, quantization)
+    computes_blocks = config.custom_kernels and report.dtype == "float32"  # the kernels of the CPU take all kinds
+    block_types = facts.blocks if computes_blocks else {}
+    assign_methods(model, quantization, block_types, {kind.lower() for kind in block_types.values()})
+    report.weight_bytes = weight_bytes(model, dtype)
     if config.load_format != "dummy":
-        _check_tensors(model, facts.read_shapes(), quantization)
+        shapes, may_leave = facts.read_shapes(), ()
+        if quantization is not None:
+            may_leave = quantization.may_leave
+            assign_methods(model, quantization.named_as_in(list(shapes)))
+        check_tensors(model, shapes, (*model.ignored, *may_leave), report.model)
     cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, dtype)
     report.kv_bytes_per_token = spec.kv_bytes_per_token(spec.num_kv_heads, cache_dtype.itemsize)
     if on_gpu:
@@ -290,44 +289,6 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     names = ("max_input_tokens", "max_total_tokens", "max_batch_prefill_tokens", "max_batch_size")
     report.limits = {name: getattr(resolved, name) for name in names}
     report.reasons = resolved.reasons
-
-
-def _weigh(model: "CausalLM", facts: Facts, dtypes: list[str]) -> tuple[int, dict[str, int], int]:
-    """Parameters, bytes by type, and bytes as float32 with quantised blocks kept as they are."""
-    parameters, in_blocks = 0, 0
-    by_dtype = dict.fromkeys(dtypes, 0)
-    for prefix, module in model.walk():
-        for declared in module.declare():
-            count = math.prod(declared.shape)
-            parameters += count
-            for dtype in dtypes:
-                by_dtype[dtype] += count * (4 if declared.keep_float32 else _ELEMENT_BYTES[dtype])
-            parts = [facts.blocks.get(prefix + part.name) for part in declared.parts]
-            kinds = {None if part is None else part[0] for part in parts}
-            keeps = declared.packable and len(kinds) == 1 and None not in kinds
-            in_blocks += sum(part[1] for part in parts if part is not None) if keeps else 4 * count
-    return parameters, by_dtype, in_blocks
-
-
-def _check_tensors(model: "CausalLM", stored: Shapes, quantization: "Quantization | None") -> None:
-    """As strict as loading: every declared tensor is there in its shape, and nothing is left over."""
-    from text_generation_inference.weights.load import expected_tensors
-
-    if quantization is not None:
-        quantization = quantization.named_as_in(list(stored))
-    needed, optional = expected_tensors(model, quantization)
-    for name in needed:
-        if name not in stored:
-            raise StartError(f"the weights lack the tensor {name}")
-    for name, shapes in {**needed, **optional}.items():
-        found = stored.get(name)
-        if found is not None and found not in shapes:
-            expected = " or ".join(str(list(shape)) for shape in shapes)
-            raise StartError(f"tensor {name} has shape {list(found)}, the config makes it {expected}")
-    patterns = [*model.ignored, *(quantization.may_leave if quantization else ())]
-    for name in sorted(stored.keys() - needed.keys() - optional.keys()):
-        if not any(fnmatch(name, pattern) for pattern in patterns):
-            raise StartError(f"the weights hold the tensor {name}, which this architecture does not use")
 
 
 # -- how it is shown -----------------------------------------------------------------------------------------------

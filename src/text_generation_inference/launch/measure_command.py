@@ -65,8 +65,8 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
 
 def _run(given: dict[str, Any], options: argparse.Namespace) -> int:
     from text_generation_inference.engine.build import start_engine
+    from text_generation_inference.quant.inc.config import read_calibration
     from text_generation_inference.text.tokenizer import Tokenizer
-    from text_generation_inference.weights.calibration_config import read_calibration
 
     text = read_text(Path(options.text))
     file = read_calibration(Path(given["quant_config"]))

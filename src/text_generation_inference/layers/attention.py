@@ -6,9 +6,11 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels.batch import Batch
-from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, ScaledRows
+from text_generation_inference.kernels.fp8 import split_scales
 from text_generation_inference.layers.linear import Linear
-from text_generation_inference.weights.declare import Module, Number
+from text_generation_inference.quant.cache_scales import CacheScales
+from text_generation_inference.quant.method import Product, Rows
+from text_generation_inference.weights.declare import Module
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,38 +32,23 @@ class Attention(Module):
         self.qkv = qkv
         self.out = out
         self.heads = heads
-        self.k_scale = 1.0  # of a cache in FP8
-        self.v_scale = 1.0
-
-    def declare_numbers(self) -> list[Number]:
-        name = self.name
-        return [
-            Number(f"{side}_scale", tuple(f"{name}.{place}" for place in places))
-            for side, places in {
-                "k": ("k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
-                "v": ("v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
-            }.items()
-        ]
-
-    def kv_scales(self, k_cache: Tensor) -> tuple[float, float]:
-        return (self.k_scale, self.v_scale) if k_cache.dtype is FP8 else (1.0, 1.0)
+        self.cache_scales = CacheScales()
 
     def forward(
         self,
-        x: Tensor | Fp8Rows,
+        x: Rows,
         batch: Batch,
         cos_sin: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
         wanted: Tensor | None = None,
-    ) -> Tensor | ScaledRows:
+    ) -> Product:
         """x `[tokens, hidden]` -> `[tokens, hidden]` of all tokens, or of those `wanted`; writes keys and values."""
         heads = self.heads
-        product = self.qkv.linear_unscaled(x)
-        scaled = {} if isinstance(product, Tensor) else {"scales": (product.rows, product.columns)}
-        fused = (product if isinstance(product, Tensor) else product.data).view(x.shape[0], -1, heads.head_dim)
+        product, scaled = split_scales(self.qkv.linear_unscaled(x))
+        fused = product.view(x.shape[0], -1, heads.head_dim)
         q, k, v = fused.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
-        kv_scales = self.kv_scales(k_cache)
+        kv_scales = self.cache_scales.of(k_cache.dtype)
         q = self.ops.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales=kv_scales, **scaled)
         mixed = self.ops.attention(
             q, k, v, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap, kv_scales=kv_scales

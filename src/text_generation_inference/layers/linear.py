@@ -1,69 +1,43 @@
 """Matrix products whose weight may be split over ranks and fused from several checkpoint tensors."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from text_generation_inference.devices.device import Ops
-from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight, ScaledRows
 from text_generation_inference.parallel import Parallel
-from text_generation_inference.weights.declare import Blocks, Declared, Module, Part
+from text_generation_inference.quant.method import Matrix, Product, Rows
+from text_generation_inference.weights.declare import Declared, Part
 
 
-class Linear(Module):
-    """Outputs are stacked from `parts`; each part says which rows or columns this rank keeps."""
+class Linear(Matrix):
+    """A matrix with what is added to its product: a bias, and the products of other ranks."""
 
     def __init__(
         self, ops: Ops, parts: list[Part], biases: list[Part] | None = None, reduce: Parallel | None = None
     ) -> None:
-        self.ops = ops
-        self.parts = parts
+        super().__init__(ops, parts)
         self.bias_parts = biases
         self.reduce = reduce  # sum partial products over these ranks
-        self.weight: Tensor | Blocks | Fp8Weight
-        self.bias: Tensor | None = None
-        self.delicate = False  # see `Declared`
+        self._unscaled: Callable[[Rows], Product] | None = None
 
     def declare(self) -> list[Declared]:
-        declared = [Declared("weight", self.parts, packable=True, quantizable=True, delicate=self.delicate)]
-        if self.bias_parts:
-            declared.append(Declared("bias", self.bias_parts))
-        return declared
-
-    def accepts_blocks(self, kind: str) -> bool:
-        return kind in self.ops.block_kinds
+        biases = [Declared("bias", self.bias_parts)] if self.bias_parts else []
+        return [*super().declare(), *biases]
 
     def finish(self) -> None:
-        weight = self.weight
-        if isinstance(weight, Blocks):
-            self.weight = self.ops.pack_blocks(weight.kind, weight.data, weight.shape[1])
-        elif isinstance(weight, Fp8Weight):
-            self.weight = self.ops.pack_fp8(weight)
-        elif isinstance(weight, Tensor):
-            self.weight = self.ops.pack_linear(weight)
+        super().finish()
+        if self.reduce is None and self.bias is None:
+            self._unscaled = self.method.unscaled(self)
 
-    @property
-    def fp8_weight(self) -> Fp8Weight | None:
-        """The weight that the op before should quantise its result for; None: it should not."""
-        weight = self.weight
-        return weight if isinstance(weight, Fp8Weight) and weight.input_bound is None else None
-
-    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
+    def forward(self, x: Rows) -> Tensor:
         """x `[tokens, in]` -> `[tokens, out]`."""
-        weight = self.weight
-        if isinstance(weight, Fp8Weight):
-            if weight.input_bound is not None and isinstance(x, Tensor):
-                x = x.clamp(-weight.input_bound, weight.input_bound)
-            out = self.ops.linear(x, weight, self.bias, weight.dtype)
-        else:
-            out = self.ops.linear(x, weight, self.bias)
+        out = self.method.apply(self, x)
         return out if self.reduce is None else self.reduce.all_reduce(out)
 
-    def linear_unscaled(self, x: Tensor | Fp8Rows) -> Tensor | ScaledRows:
+    def linear_unscaled(self, x: Rows) -> Product:
         """Like `forward`; scales may be left to the op that comes next."""
-        weight, product = self.weight, self.ops.linear_unscaled
-        if product is None or self.reduce is not None or self.bias is not None or self.fp8_weight is None:
-            return self.forward(x)
-        assert isinstance(weight, Fp8Weight)
-        return product(x, weight, weight.dtype)
+        return self.forward(x) if self._unscaled is None else self._unscaled(x)
 
 
 def column_parts(names: list[str], sizes: list[int], in_features: int, ranges: list[tuple[int, int]]) -> list[Part]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.batch import Batch
-from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight, ScaledRows
 from text_generation_inference.kernels.fused_decode import FusedLayer
 from text_generation_inference.layers.attention import Attention, HeadLayout
 from text_generation_inference.layers.embedding import VocabWeight
@@ -20,6 +19,7 @@ from text_generation_inference.layers.norm import RMSNorm
 from text_generation_inference.layers.rotary import build_table
 from text_generation_inference.models.spec import DecoderSpec
 from text_generation_inference.parallel import Parallel
+from text_generation_inference.quant.method import Product, Rows
 from text_generation_inference.weights.declare import Module
 
 
@@ -38,10 +38,9 @@ class GatedMlp(Module):
             raise ModelFormatError(f"activation {spec.activation!r} is not supported; known: {', '.join(activations)}")
         self.activate = activations[spec.activation]
 
-    def forward(self, x: Tensor | Fp8Rows) -> Tensor | ScaledRows:
-        return self.down.linear_unscaled(
-            self.activate(self.gate_up.linear_unscaled(x), quantize_for=self.down.fp8_weight)
-        )
+    def forward(self, x: Rows) -> Product:
+        gated = self.activate(self.gate_up.linear_unscaled(x), quantize_for=self.down.input_form)
+        return self.down.linear_unscaled(gated)
 
 
 def build_attention(ops: Ops, parallel: Parallel, spec: DecoderSpec, layer: int) -> Attention:
@@ -69,36 +68,34 @@ class DecoderLayer(Module):
 
     def forward(
         self,
-        x: Tensor | ScaledRows,
+        x: Product,
         residual: Tensor | None,
         batch: Batch,
         cos_sin: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
         wanted: Tensor | None = None,
-    ) -> tuple[Tensor | ScaledRows, Tensor]:
+    ) -> tuple[Product, Tensor]:
         """x is what the layer before adds to the residual stream; the first layer gets the stream itself as x.
 
         Of tokens that are not `wanted` only keys and values come about.
         """
         if residual is None:
             assert isinstance(x, Tensor)
-            normed, residual = self.attention_norm.forward(x, self.attention.qkv.fp8_weight), x
+            normed, residual = self.attention_norm.forward(x, self.attention.qkv.input_form), x
         else:
-            normed, residual = self.attention_norm.add(x, residual, self.attention.qkv.fp8_weight)
+            normed, residual = self.attention_norm.add(x, residual, self.attention.qkv.input_form)
         x = self.attention.forward(normed, batch, cos_sin, k_cache, v_cache, wanted)
         if wanted is not None:
             residual = residual[wanted]
-        normed, residual = self.mlp_norm.add(x, residual, self.mlp.gate_up.fp8_weight)
+        normed, residual = self.mlp_norm.add(x, residual, self.mlp.gate_up.input_form)
         return self.mlp.forward(normed), residual
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Layers of the same kind run the same kernels."""
         matrices = (self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down)
-        weights = [matrix.weight for matrix in matrices]
-        forms = [isinstance(w, Fp8Weight) and (w.by_square, w.input_scale is None, w.input_bound) for w in weights]
-        return (self.attention.heads, *forms)
+        return (self.attention.heads, *(matrix.kind for matrix in matrices))
 
     def as_fused_layer(self, k_cache: Tensor, v_cache: Tensor) -> FusedLayer:
         attention, mlp = self.attention, self.mlp
@@ -116,7 +113,7 @@ class DecoderLayer(Module):
             gate_up_bias=mlp.gate_up.bias,
             down_bias=mlp.down.bias,
             window=attention.heads.window,
-            kv_scales=attention.kv_scales(k_cache),
+            kv_scales=attention.cache_scales.of(k_cache.dtype),
         )
 
 
@@ -127,7 +124,7 @@ class Decoder(Module):
         self.embedding = VocabWeight(ops, parallel, "embed_tokens", spec.vocab_size, spec.hidden_size, spec.tied)
         self.layers = [DecoderLayer(ops, parallel, spec, layer) for layer in range(spec.num_layers)]
         # Nothing after it evens its errors out: half of what FP8 cost SmolLM2 in perplexity is its last layer.
-        self.layers[-1].mlp.down.delicate = True
+        self.layers[-1].mlp.down.is_delicate = True
         self.norm = RMSNorm(ops, "norm", spec.hidden_size, spec.norm_eps)
 
 
@@ -141,6 +138,7 @@ class CausalLM(Module):
         self.ops = ops
         self.parallel = parallel
         self.fused_decode: object | None = None  # all layers as one op, where the device can
+        self._computes_all = False  # else the last layer computes what logits need
         self.model = Decoder(ops, parallel, spec)
         self.head = None
         if spec.tied:
@@ -166,6 +164,11 @@ class CausalLM(Module):
         found.model = copy(self.model)
         found.model.layers = [*reversed(kinds.values()), last]
         return found
+
+    def without_shortcuts(self) -> None:
+        """From now on every token goes through every layer, op by op: for those who look at what comes by."""
+        self.fused_decode = None
+        self._computes_all = True
 
     def bind(self, kv_cache: list[tuple[Tensor, Tensor]], num_positions: int) -> None:
         """Called once with the cache that every pass will use, when the weights are loaded."""
@@ -195,12 +198,12 @@ class CausalLM(Module):
         residual = None
         last = self.model.layers[-1]
         for layer, (k_cache, v_cache) in zip(self.model.layers, kv_cache, strict=True):
-            wanted = batch.logit_tokens if layer is last else None
+            wanted = batch.logit_tokens if layer is last and not self._computes_all else None
             x, residual = layer.forward(x, residual, batch, self.cos_sin, k_cache, v_cache, wanted)
         assert residual is not None
         normed = self.model.norm.add(x, residual)[0]
         assert isinstance(normed, Tensor)
-        return normed
+        return normed[batch.logit_tokens] if self._computes_all and batch.logit_tokens is not None else normed
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """`[tokens, hidden]` -> `[tokens, vocab]`, into `out` if there is one."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from text_generation_inference.errors import ModelFormatError, ModelNotFoundError
 from text_generation_inference.files import read_json_object, shorten
 from text_generation_inference.models.spec import Config, DecoderSpec
-from text_generation_inference.weights.quantization import quantization_beside, read_quantization
+from text_generation_inference.quant.choose import detect, quantization_beside
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -35,7 +35,7 @@ def read_spec(config: Config) -> DecoderSpec:
         raise ModelFormatError(f"{config.source}: `architectures` is missing, so the model cannot be recognised")
     for name in architectures:
         if isinstance(name, str) and name in ARCHITECTURES:
-            quantization = read_quantization(config.fields, config.source)
+            quantization = detect(config.fields, config.source)
             spec = import_module(f"text_generation_inference.models.{ARCHITECTURES[name]}").read_spec(config)
             return replace(spec, quantization=quantization)
     name = shorten(architectures[0])

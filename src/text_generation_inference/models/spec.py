@@ -7,7 +7,7 @@ from typing import Any
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.files import shorten
 from text_generation_inference.layers.rotary import RopeSpec
-from text_generation_inference.weights.quantization import Quantization
+from text_generation_inference.quant.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,11 +171,15 @@ class Checkpoint:
         part = stored.file.opened.get_slice(wanted.name)
         return part[(slice(None),) * (wanted.dim % len(stored.shape)) + (slice(*_range(wanted, stored.shape)),)]
 
-    def ggml(self, name: str) -> tuple[str, Tensor] | None:
-        """The type and quantised blocks of a converted GGUF matrix, if they were kept."""  # uint8 [rows, bytes]
-        if self._blocks is None or name not in self._block_types:
-            return None
-        return self._block_types[name], self._blocks.get_tensor(name)
+    @property
+    def block_types(self) -> dict[str, str]:
+        """Matrices whose quantised blocks of a GGUF file were kept, and the type of each."""
+        return self._block_types
+
+    def blocks(self, name: str) -> Tensor:
+        """The quantised blocks of such a matrix."""  # uint8 [rows, bytes]
+        assert self._blocks is not None
+        return self._blocks.get_tensor(name)
 
     def _find(self, name: str) -> _Stored:
         if name not in self._stored:

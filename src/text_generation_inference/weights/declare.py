@@ -4,10 +4,16 @@ A `Module` declares its own tensors by name, relative to its parent, and which s
 rank. The loader walks modules, reads slices and sets attributes; a module never reads files.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,81 @@ class Part:
         sizes[self.dim] = self.end - self.start
         return tuple(sizes)
 
+    def wanted(self, name: str) -> Wanted:
+        """This slice of the tensor `name`."""
+        return Wanted(name) if self.dim is None else Wanted(name, self.dim, self.start, self.end)
+
+
+Parts = list[tuple[str, Part]]  # with the names that a checkpoint has for them
+Read = Callable[[str, Part], Tensor]
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A tensor that a checkpoint has beside a part, such as its scales."""
+
+    shapes: Shapes  # that it may have
+    needed: bool = True
+
+
+class Storage:
+    """How a declared tensor is stored: here a plain tensor for each part. Matrices have methods of `quant`."""
+
+    def declare(self, part: Part) -> dict[str, Beside]:
+        """What a checkpoint has beside a part, by name relative to the module's parent."""
+        return {}
+
+    def list_reads(self, parts: Parts, checkpoint: Checkpoint) -> Iterator[Wanted]:
+        """What `read` asks the checkpoint for, in its order."""
+        for name, part in parts:
+            yield part.wanted(name)
+
+    def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
+        """The parts stacked along the first dimension."""
+        return stack(parts, lambda name, part: read_plain(name, part, checkpoint, device), dtype, device)
+
+    def make(self, parts: Parts, make: Read, dtype: torch.dtype) -> Any:
+        """The same from plain parts that `make` makes up."""
+        pieces = [make(name, part) for name, part in parts]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """On the device."""
+        return math.prod(shape) * dtype.itemsize
+
+
+PLAIN_TENSORS = Storage()
+
+
+def stack(parts: Parts, read: Read, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Parts as one tensor; they are read one after the other: never all of them beside their sum."""
+    if len(parts) == 1:
+        return read(*parts[0]).to(device=device, dtype=dtype)
+    rows, first = sum(part.local_shape[0] for _, part in parts), 0
+    value = torch.empty((rows, *parts[0][1].local_shape[1:]), dtype=dtype, device=device)
+    for name, part in parts:
+        tensor = read(name, part).to(device)
+        value[first : first + tensor.shape[0]] = tensor
+        first += tensor.shape[0]
+    return value
+
+
+def read_plain(name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> Tensor:
+    """A part in the type that it is stored in, which must be one that stands for numbers by itself."""
+    stored = checkpoint.dtype(name)
+    if stored is torch.float8_e4m3fn:
+        raise ModelFormatError(
+            f"tensor {name} in {checkpoint.folder} is stored in FP8, but config.json does not say that it is"
+            " quantised. Does config.json belong to these weights?"
+        )
+    if not stored.is_floating_point or stored.itemsize < 2:
+        raise ModelFormatError(
+            f"tensor {name} in {checkpoint.folder} has type {str(stored).removeprefix('torch.')}. Use a version of the"
+            " model in bfloat16, float16, float32 or FP8 (e4m3)."
+        )
+    return checkpoint.read(*part.wanted(name)).to(device)
+
 
 @dataclass(frozen=True, slots=True)
 class Declared:
@@ -35,15 +116,16 @@ class Declared:
 
     attribute: str
     parts: list[Part]
-    keep_float32: bool = False
-    packable: bool = False  # may arrive as quantised blocks instead, see `Module.accepts_blocks`
-    quantizable: bool = False  # may arrive as an `Fp8Weight` instead
-    delicate: bool = False  # rounding costs most here: stays as it is where it is not stored in FP8 already
+    storage: Storage = PLAIN_TENSORS
 
     @property
     def shape(self) -> tuple[int, ...]:
         shapes = [part.local_shape for part in self.parts]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def named(self, prefix: str) -> Parts:
+        """Its parts with the names that a checkpoint has for them."""
+        return [(prefix + part.name, part) for part in self.parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +134,8 @@ class Number:
 
     attribute: str
     names: tuple[str, ...]  # relative to the module's parent; the first that is there counts
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """A matrix kept in quantised blocks, exactly as its checkpoint stores it."""
-
-    kind: str  # ggml type in small letters, such as "q4_1"
-    data: Tensor  # [rows, bytes per row] uint8
-    shape: tuple[int, int] = field(default=(0, 0))
+    needed: bool = False
+    is_known: bool = False  # the attribute has it already, whatever the checkpoint says
 
 
 class Module:
@@ -75,10 +150,6 @@ class Module:
     def declare_numbers(self) -> list[Number]:
         """Numbers that a checkpoint may have for this module."""
         return []
-
-    def accepts_blocks(self, kind: str) -> bool:
-        """Whether `finish` can use a tensor that is `Blocks` of this kind."""
-        return False
 
     def finish(self) -> None:
         """Called once after this module's tensors are set."""

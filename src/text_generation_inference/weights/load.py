@@ -4,35 +4,23 @@ Strict both ways: a declared tensor that the checkpoint lacks, a different shape
 nobody declared are all errors that name the tensor. Each rank reads only its slices.
 """
 
+import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 
 import torch
 from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError
-from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
-from text_generation_inference.weights.declare import Blocks, Declared, Module, Number, Part
-from text_generation_inference.weights.fp8_matrix import (
-    Parts,
-    find_schemes,
-    quantize_parts,
-    quantize_static,
-    read_fp8,
-    read_number,
-    read_part,
-    scale_shapes,
-    wanted_parts,
-)
+from text_generation_inference.weights.declare import Module, Number, Part, Shapes
 from text_generation_inference.weights.progress import Progress, silent
-from text_generation_inference.weights.quantization import Quantization
 from text_generation_inference.weights.scratch import Scratch
 
 _NO_SCRATCH = Scratch()
 
-Shapes = tuple[tuple[int, ...], ...]  # that a tensor may have
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e8m0fnu)
 
 
 def load_checkpoint(
@@ -42,107 +30,85 @@ def load_checkpoint(
     device: torch.device,
     ignored: Iterable[str] = (),
     progress: Progress = silent,
-    quantization: Quantization | None = None,
     scratch: Scratch = _NO_SCRATCH,
 ) -> None:
     """Read every declared tensor. `ignored` are patterns of checkpoint names that may be left over."""
-    if quantization is not None:
-        quantization = quantization.named_as_in(checkpoint.names())
-    _check_names(model, checkpoint, ignored, quantization)
+    check_tensors(model, {name: checkpoint.shape(name) for name in checkpoint.names()}, ignored, str(checkpoint.folder))
     total = sum(len(declared.parts) for _, module in model.walk() for declared in module.declare())
     done = 0
     with scratch():
-        checkpoint.announce(_order(model, checkpoint, quantization))
-
-    def read_plain(name: str, part: Part) -> Tensor:
-        return read_part(name, part, checkpoint).to(device)
-
+        checkpoint.announce(_order(model, checkpoint))
     for prefix, module in model.walk():
         for declared in module.declare():
-            parts = [(prefix + part.name, part) for part in declared.parts]
             with scratch():
-                schemes = find_schemes(declared, parts, checkpoint, quantization)
-                value = None
-                if any(schemes):
-                    value = read_fp8(parts, schemes, checkpoint, dtype, device, declared.quantizable)
-                elif quantization is not None and quantization.quantizes(declared, matrices_of(parts)):
-                    value = _quantize(parts, read_plain, dtype, quantization)
-                elif declared.packable and dtype is torch.float32:  # blocks stand for float32 values
-                    value = _read_blocks(module, declared, parts, checkpoint)
-                if value is None:
-                    target = torch.float32 if declared.keep_float32 else dtype
-                    value = _read(declared, parts, checkpoint, target, device)
+                value = declared.storage.read(declared.named(prefix), checkpoint, dtype, device)
             setattr(module, declared.attribute, scratch.keep(value))
-            done += len(parts)
+            del value
+            done += len(declared.parts)
             progress("load weights", done, total)
-        _read_numbers(prefix, module, checkpoint, quantization)
+        _set_numbers(prefix, module, checkpoint)
         module.finish()
 
 
-def _order(model: Module, checkpoint: Checkpoint, quantization: Quantization | None) -> Iterator[Wanted]:
-    """What `load_checkpoint` reads, in about its order. (A device with an upload keeps no matrix in blocks.)"""
+def _order(model: Module, checkpoint: Checkpoint) -> Iterator[Wanted]:
+    """What `load_checkpoint` reads, in about its order."""
     for prefix, module in model.walk():
         for declared in module.declare():
-            parts = [(prefix + part.name, part) for part in declared.parts]
-            yield from wanted_parts(parts, find_schemes(declared, parts, checkpoint, quantization))
-        for _, name in _find_numbers(prefix, module, checkpoint):
-            if name is not None:
+            yield from declared.storage.list_reads(declared.named(prefix), checkpoint)
+        for number, name in _find_numbers(prefix, module, checkpoint):
+            if name is not None and not number.is_known:
                 yield Wanted(name, on_host=True)
 
 
-def matrices_of(parts: Parts) -> list[str]:
-    return [name.removesuffix(".weight") for name, _ in parts]
+def weight_bytes(model: Module, dtype: torch.dtype) -> int:
+    """What the declared tensors take on the device."""
+    declared = (declared for _, module in model.walk() for declared in module.declare())
+    return sum(each.storage.bytes(each.shape, dtype) for each in declared)
 
 
-def _quantize(
-    parts: Parts, read: Callable[[str, Part], Tensor], dtype: torch.dtype, quantization: Quantization
-) -> Tensor | Fp8Weight:
-    scales = quantization.static.find(matrices_of(parts)) if quantization.static else None
-    return quantize_parts(parts, read, dtype) if scales is None else quantize_static(parts, read, dtype, scales)
+def count_parameters(model: Module) -> int:
+    return sum(math.prod(declared.shape) for _, module in model.walk() for declared in module.declare())
 
 
-def expected_tensors(model: Module, quantization: Quantization | None) -> tuple[dict[str, Shapes], dict[str, Shapes]]:
+def check_tensors(model: Module, stored: Mapping[str, tuple[int, ...]], ignored: Iterable[str], source: str) -> None:
+    """Raise `ModelFormatError` unless every declared tensor is stored in its shape, and nothing is left over."""
+    needed, optional = _expected_tensors(model)
+    for name in needed:
+        if name not in stored:
+            raise ModelFormatError(f"{source} lacks the tensor {name}. Is the download complete?")
+    for name, shapes in {**needed, **optional}.items():
+        if name in stored and (found := tuple(stored[name])) not in shapes:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise ModelFormatError(
+                f"tensor {name} in {source} has shape {list(found)}, config.json makes it {expected}"
+            )
+    patterns = list(ignored)
+    left_over = sorted(stored.keys() - needed.keys() - optional.keys())
+    left_over = [name for name in left_over if not any(fnmatch(name, pattern) for pattern in patterns)]
+    if left_over:
+        shown = ", ".join(left_over[:3]) + (f" and {len(left_over) - 3} more" if len(left_over) > 3 else "")
+        raise ModelFormatError(
+            f"{source} holds tensors that this architecture does not use: {shown}."
+            " Is `architectures` in config.json right?"
+        )
+
+
+def _expected_tensors(model: Module) -> tuple[dict[str, Shapes], dict[str, Shapes]]:
     """The tensors that a checkpoint must have, and those that it may have, with the shapes they may have."""
     needed: dict[str, Shapes] = {}
     optional: dict[str, Shapes] = {}
     for prefix, module in model.walk():
         for declared in module.declare():
             for part in declared.parts:
-                name = prefix + part.name
-                needed[name] = (part.shape,)
-                matrix = name.removesuffix(".weight")
-                scheme = quantization.scheme_of(matrix) if quantization and len(part.shape) == 2 else None
-                if scheme is not None:
-                    scales = {f"{matrix}.{scale}": shapes for scale, shapes in scale_shapes(scheme, part).items()}
-                    (needed if declared.quantizable else optional).update(scales)
+                needed[prefix + part.name] = (part.shape,)
+                for name, beside in declared.storage.declare(part).items():
+                    (needed if beside.needed else optional)[prefix + name] = beside.shapes
         for number in module.declare_numbers():
             optional.update({prefix + name: ((), (1,)) for name in number.names})
     return needed, optional
 
 
-def _check_names(
-    model: Module, checkpoint: Checkpoint, ignored: Iterable[str], quantization: Quantization | None
-) -> None:
-    names = set(checkpoint.names())
-    needed, optional = expected_tensors(model, quantization)
-    for name in needed:
-        if name not in names:
-            raise ModelFormatError(f"{checkpoint.folder} lacks the tensor {name}. Is the download complete?")
-    for name, shapes in {**needed, **optional}.items():
-        if name in names and (found := tuple(checkpoint.shape(name))) not in shapes:
-            expected = " or ".join(str(list(shape)) for shape in shapes)
-            raise ModelFormatError(
-                f"tensor {name} in {checkpoint.folder} has shape {list(found)}, config.json makes it {expected}"
-            )
-    patterns = [*ignored, *(quantization.may_leave if quantization else ())]
-    left_over = sorted(names - needed.keys() - optional.keys())
-    left_over = [name for name in left_over if not any(fnmatch(name, pattern) for pattern in patterns)]
-    if left_over:
-        shown = ", ".join(left_over[:3]) + (f" and {len(left_over) - 3} more" if len(left_over) > 3 else "")
-        raise ModelFormatError(
-            f"{checkpoint.folder} holds tensors that this architecture does not use: {shown}."
-            " Is `architectures` in config.json right?"
-        )
+# -- single numbers --------------------------------------------------------------------------------------------------
 
 
 def _find_numbers(prefix: str, module: Module, checkpoint: Checkpoint) -> list[tuple[Number, str | None]]:
@@ -154,93 +120,62 @@ def _find_numbers(prefix: str, module: Module, checkpoint: Checkpoint) -> list[t
     ]
 
 
-def _read_numbers(prefix: str, module: Module, checkpoint: Checkpoint, quantization: Quantization | None) -> None:
+def _set_numbers(prefix: str, module: Module, checkpoint: Checkpoint) -> None:
+    """Where one number of a module is there, all must be."""
     numbers = _find_numbers(prefix, module, checkpoint)
-    must_be_there = any(name for _, name in numbers) or (quantization is not None and quantization.has_kv_scales)
+    is_one_there = any(name for _, name in numbers)
     for number, name in numbers:
-        measured = _measured_number(prefix, number, quantization)
-        if measured is not None:
-            setattr(module, number.attribute, measured)
-        elif name is not None:
+        if number.is_known:
+            continue
+        if name is not None:
             setattr(module, number.attribute, read_number(name, checkpoint).item())
-        elif must_be_there:
+        elif is_one_there or number.needed:
             raise ModelFormatError(
                 f"{checkpoint.folder} lacks the tensor {prefix}{number.names[0]}. Is the download complete?"
             )
 
 
-def _measured_number(prefix: str, number: Number, quantization: Quantization | None) -> float | None:
-    """Scales of caches come from a measurement where there is one."""
-    attention, _, name = (prefix + number.names[0]).rpartition(".")
-    if quantization is None or quantization.static is None or name not in ("k_scale", "v_scale"):
-        return None
-    return quantization.static.cache_scale(attention, name[0])
+def read_number(name: str, checkpoint: Checkpoint) -> Tensor:
+    """A single number above 0, as `[]` float32."""
+    value = read_scales(name, checkpoint)
+    if value.numel() != 1 or not value.item() > 0:
+        raise ModelFormatError(
+            f"tensor {name} in {checkpoint.folder} must be one number above 0, it is {value.tolist()}"
+        )
+    return value.reshape(())
 
 
-def _read(
-    declared: Declared, parts: list[tuple[str, Part]], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    if len(parts) == 1:
-        return read_part(*parts[0], checkpoint).to(device=device, dtype=dtype)
-    value = torch.empty(declared.shape, dtype=dtype, device=device)  # once: never all parts and their sum
-    first = 0
-    for name, part in parts:
-        tensor = read_part(name, part, checkpoint).to(device)
-        value[first : first + tensor.shape[0]] = tensor
-        first += tensor.shape[0]
+def read_scales(name: str, checkpoint: Checkpoint) -> Tensor:
+    """Finite numbers as float32, on the host."""
+    stored = checkpoint.dtype(name)
+    if stored not in _SCALE_DTYPES:
+        raise ModelFormatError(
+            f"tensor {name} in {checkpoint.folder} has type {str(stored).removeprefix('torch.')}, but scales are"
+            " float32, bfloat16 or float16"
+        )
+    value = checkpoint.read(name, on_host=True).float()
+    if not bool(torch.isfinite(value).all()):
+        raise ModelFormatError(f"tensor {name} in {checkpoint.folder} holds a scale that is not finite")
     return value
 
 
-def _read_blocks(
-    module: Module, declared: Declared, parts: list[tuple[str, Part]], checkpoint: Checkpoint
-) -> Blocks | None:
-    """The tensor as quantised blocks, if all its parts exist in one kind that the module can use."""
-    found: list[Tensor] = []
-    kinds: set[str] = set()
-    for name, part in parts:
-        entry = checkpoint.ggml(name)
-        if entry is None or part.dim not in (None, 0):
-            return None
-        kind, data = entry
-        kinds.add(kind.lower())
-        found.append(data if part.dim is None else data[part.start : part.end])
-    if len(kinds) != 1 or not module.accepts_blocks(next(iter(kinds))):
-        return None
-    rows, columns = declared.shape
-    return Blocks(kinds.pop(), torch.cat(found).contiguous(), (rows, columns))
+# -- random numbers --------------------------------------------------------------------------------------------------
 
 
 def load_dummy(
-    model: Module,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-    quantization: Quantization | None = None,
-    scratch: Scratch = _NO_SCRATCH,
+    model: Module, dtype: torch.dtype, device: torch.device, seed: int, scratch: Scratch = _NO_SCRATCH
 ) -> None:
     """Random weights that depend on the seed and on each tensor's name alone, small enough to keep outputs finite."""
+
+    def make(name: str, part: Part) -> Tensor:
+        return _random(name, part, dtype, device, seed)
+
     for prefix, module in model.walk():
         for declared in module.declare():
-            target = torch.float32 if declared.keep_float32 else dtype
-            parts = [(prefix + part.name, part) for part in declared.parts]
-
-            def make(name: str, part: Part, target: torch.dtype = target) -> Tensor:
-                return _random(name, part, target, device, seed)
-
-            scheme = quantization.scheme_of(parts[0][0].removesuffix(".weight")) if quantization else None
             with scratch():
-                if declared.quantizable and scheme:
-                    value = quantize_parts(parts, make, dtype, scheme)
-                elif quantization is not None and quantization.quantizes(declared, matrices_of(parts)):
-                    value = _quantize(parts, make, dtype, quantization)
-                else:
-                    pieces = [make(name, part) for name, part in parts]
-                    value = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                value = declared.storage.make(declared.named(prefix), make, dtype)
             setattr(module, declared.attribute, scratch.keep(value))
-        for number in module.declare_numbers():
-            measured = _measured_number(prefix, number, quantization)
-            if measured is not None:
-                setattr(module, number.attribute, measured)
+            del value
         module.finish()
 
 

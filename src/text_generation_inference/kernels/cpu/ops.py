@@ -198,6 +198,11 @@ class NativeOps:
         )
         return out
 
+    def logits(self, hidden: Tensor, weight: Packed | Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden `[tokens, hidden]` times weight `[vocab, hidden]` transposed, into `out` if there is one."""
+        result = self.linear(hidden, weight)
+        return result if out is None else out.copy_(result)
+
     def embedding(self, ids: Tensor, weight: Packed | Tensor) -> Tensor:
         """ids `[tokens]`, weight `[vocab, hidden]` -> `[tokens, hidden]`."""
         if not isinstance(weight, Packed):

@@ -1,23 +1,20 @@
 """Measures a model while it runs: the largest values of every matrix, of its inputs, and of keys and values.
 
-`Recorder` puts itself between the modules of a model that computes in its own type; every pass afterwards
-counts, whoever asked for it. Rows of padding do not. What was measured goes to the files of `calibration_files`.
+`Recorder` looks at the matrices and caches of a model that computes in its own type; every pass afterwards
+counts, whoever asked for it. Rows of padding do not. What was measured goes to the files of `files`.
 """
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from text_generation_inference.errors import EngineError, StartError
-from text_generation_inference.layers.attention import Attention
-from text_generation_inference.layers.embedding import VocabWeight
-from text_generation_inference.layers.linear import Linear
-from text_generation_inference.models.decoder import CausalLM, DecoderLayer
-from text_generation_inference.weights.calibration_config import KV_CACHE, LINEAR, CalibrationConfig
-from text_generation_inference.weights.calibration_files import Node, Nodes, check_writable, move_away, write_statistics
+from text_generation_inference.quant.cache_scales import CacheScales
+from text_generation_inference.quant.inc.config import KV_CACHE, LINEAR, CalibrationConfig
+from text_generation_inference.quant.inc.files import Node, Nodes, check_writable, move_away, write_statistics
+from text_generation_inference.quant.method import Matrix, Method, Rows
 
 HEAD = "lm_head"
 _ROWS_AT_A_TIME = 1024
@@ -58,10 +55,18 @@ class _Measured:
         )
 
 
+class MeasuredModel(Protocol):
+    forward: Any
+
+    def walk(self) -> Any: ...
+
+    def without_shortcuts(self) -> None: ...
+
+
 class Recorder:
     """Created once, for a model whose passes are not captured."""
 
-    def __init__(self, model: CausalLM, config: CalibrationConfig, block_size: int) -> None:
+    def __init__(self, model: MeasuredModel, config: CalibrationConfig, block_size: int) -> None:
         self._config = config
         self._block_size = block_size
         self._nodes: dict[str, _Measured] = {}
@@ -69,7 +74,7 @@ class Recorder:
         self._has_backup = False
         self._num_saved = 0
         self.num_passes = 0
-        model.fused_decode = None  # all layers as one op cannot be looked into
+        model.without_shortcuts()  # tokens that nobody asked for are inputs of the last matrices as well
         check_writable(config.stats)
         self._watch(model)
         if not self._nodes:
@@ -114,15 +119,12 @@ class Recorder:
 
     # -- between the modules ---------------------------------------------------------------------------------------
 
-    def _watch(self, model: CausalLM) -> None:
-        last = model.model.layers[-1]
-        last.forward = _compute_all(last)
+    def _watch(self, model: MeasuredModel) -> None:
         for prefix, module in model.walk():
-            if isinstance(module, Linear):
-                self._watch_linear(module, prefix)
-            elif isinstance(module, Attention):
+            if isinstance(module, Matrix) and module.is_multiplied:
+                self._watch_matrix(module, prefix)
+            elif any(isinstance(child, CacheScales) for child in module.children()):
                 self._watch_cache(module, prefix + module.name)
-        self._watch_head(model.head or model.model.embedding)
         forward = model.forward
 
         def counted(batch: Any, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -140,24 +142,15 @@ class Recorder:
         node = self._nodes[path] = _Measured(self._config.observer != "maxabs", self._config.excluded)
         return node
 
-    def _watch_linear(self, linear: Linear, prefix: str) -> None:
-        weight = linear.weight
-        assert isinstance(weight, Tensor), "a model is measured as it is stored plainly"
-        sizes = [part.local_shape[0] for part in linear.parts]
-        nodes = [self._add(LINEAR, prefix + part.name.removesuffix(".weight")) for part in linear.parts]
-        for node, rows in zip(nodes, weight.split(sizes), strict=True):
+    def _watch_matrix(self, matrix: Matrix, prefix: str) -> None:
+        names = matrix.names(prefix) if matrix.may_round else [HEAD]
+        sizes = [part.local_shape[0] for part in matrix.parts]
+        nodes = [self._add(LINEAR, name) for name in names]
+        for node, rows in zip(nodes, matrix.weight.split(sizes), strict=True):
             self._take_weight(node, rows)
-        forward = linear.forward
+        matrix.method = _Observed(matrix.method, self, nodes, sizes)
 
-        def measured(x: Any) -> Tensor:
-            out = forward(x)
-            for node, columns in zip(nodes, out.split(sizes, dim=1), strict=True):
-                self._take(node, x, columns, self._real)
-            return out
-
-        linear.forward = measured
-
-    def _watch_cache(self, attention: Attention, path: str) -> None:
+    def _watch_cache(self, attention: Any, path: str) -> None:
         nodes = [self._add(KV_CACHE, f"{path}.{side}_cache") for side in ("k", "v")]
         forward = attention.forward
 
@@ -171,23 +164,14 @@ class Recorder:
 
         attention.forward = measured
 
-    def _watch_head(self, head: VocabWeight) -> None:
-        node = self._add(LINEAR, HEAD)
-        if node is None:
-            return
-        weight = head.weight
-        assert isinstance(weight, Tensor), "a model is measured as it is stored plainly"
-        self._take_weight(node, weight)
-        logits = head.logits
+    def take_product(self, nodes: list[_Measured | None], sizes: list[int], x: Rows, out: Tensor) -> None:
+        for node, columns in zip(nodes, out.split(sizes, dim=1), strict=True):
+            self._take(node, x, columns, self._real)
 
-        def measured(hidden: Tensor, out: Tensor | None = None) -> Tensor:
-            result = logits(hidden, out)
-            self._take(node, hidden, result, self._real_logits)
-            return result
+    def take_logits(self, node: _Measured | None, hidden: Tensor, out: Tensor) -> None:
+        self._take(node, hidden, out, self._real_logits)
 
-        head.logits = measured
-
-    def _take(self, node: _Measured | None, x: Tensor, out: Tensor, real: Tensor) -> None:
+    def _take(self, node: _Measured | None, x: Any, out: Tensor, real: Tensor) -> None:
         if node is None or not x.shape[0]:
             return
         known = real if real.shape[0] == x.shape[0] else None  # else it is a piece, which has no padding
@@ -204,14 +188,21 @@ class Recorder:
         node.params["weight"] = (largest if self._config.observer != "maxabs" else largest.amax(0, True)).tolist()
 
 
-def _compute_all(layer: DecoderLayer) -> Callable[..., Any]:
-    """The last layer for all tokens: those that nobody asked for are inputs of its matrices as well."""
-    forward = layer.forward
+class _Observed(Method):
+    """A matrix's method, and what goes through it."""
 
-    def whole(
-        x: Any, residual: Any, batch: Any, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, wanted: Any = None
-    ) -> Any:
-        x, residual = forward(x, residual, batch, cos_sin, k_cache, v_cache)
-        return (x, residual) if wanted is None else (x[wanted], residual[wanted])
+    def __init__(self, method: Method, recorder: Recorder, nodes: list[_Measured | None], sizes: list[int]) -> None:
+        self._method = method
+        self._recorder = recorder
+        self._nodes = nodes  # of the parts
+        self._sizes = sizes
 
-    return whole
+    def apply(self, matrix: Matrix, x: Rows) -> Tensor:
+        out = self._method.apply(matrix, x)
+        self._recorder.take_product(self._nodes, self._sizes, x, out)
+        return out
+
+    def logits(self, matrix: Matrix, hidden: Tensor, out: Tensor | None) -> Tensor:
+        result = self._method.logits(matrix, hidden, out)
+        self._recorder.take_logits(self._nodes[0], hidden, result)
+        return result

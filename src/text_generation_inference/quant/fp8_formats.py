@@ -1,21 +1,19 @@
-"""How a checkpoint stores its matrices, read from `quantization_config` of its config.json.
+"""How a checkpoint says that its matrices are in FP8, read from `quantization_config` of its config.json.
 
-Three ways to write the same thing down (`fp8`, `compressed-tensors`, `fbgemm_fp8`) become one `Quantization`;
-what is not FP8 is refused with the reason. The matrices themselves are read in `fp8_matrix`.
+Three ways to write the same thing down (`fp8`, `compressed-tensors`, `fbgemm_fp8`) become one `StoredQuantization`;
+what is not FP8 is refused with the reason.
 """
 
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from text_generation_inference.errors import ModelFormatError, StartError
-from text_generation_inference.files import read_json_object
-from text_generation_inference.weights.calibration import StaticScales
-from text_generation_inference.weights.declare import Declared
-from text_generation_inference.weights.model_files import QUANTIZATION_BESIDE
+from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.quant.fp8 import Fp8Scheme, choose_stored
+from text_generation_inference.quant.method import Matrix, Method
+from text_generation_inference.quant.quantization import Quantization
 
 _WAY_OUT = (
     "Matrices in FP8 (e4m3) are: `fp8`, `compressed-tensors` with float weights of 8 bits, and `fbgemm_fp8`. Use such a"
@@ -24,31 +22,20 @@ _WAY_OUT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Scheme:
-    """The tensors beside a matrix in FP8."""
-
-    scale_name: str = "weight_scale"
-    by_square: bool = False  # a scale per 128 x 128 values; else one for all, or one per output row
-    input_scale_name: str | None = None  # inputs have one scale, which the checkpoint knows; None: each has its own
-    input_bound: float | None = None
-    quantizes_inputs: bool = True  # else the product is that of the widened matrix
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    method: str  # as config.json names it
+class StoredQuantization(Quantization):
+    method: str
     groups: tuple[tuple[tuple[str, ...], Fp8Scheme], ...] = ()  # patterns of matrices, and how those are stored
     ignored: tuple[str, ...] = ()  # patterns of matrices that are stored plainly
-    has_kv_scales: bool = False  # every layer has scales for a KV cache in FP8
-    may_leave: tuple[str, ...] = ()  # file name patterns of tensors that nobody needs
-    on_loading: bool = False  # the checkpoint is plain: each matrix is quantised when it has been read
-    static: StaticScales | None = None  # with these; None: with scales that the matrices and inputs themselves give
+    has_cache_scales: bool = False
+    may_leave: tuple[str, ...] = ()
+    origin: str = "this checkpoint, whose matrices are in FP8,"
 
-    def quantizes(self, declared: Declared, matrices: Sequence[str]) -> bool:
-        """Whether plain matrices, by their names without `.weight`, are put into FP8 on loading."""
-        if not (self.on_loading and declared.quantizable):
-            return False
-        return not declared.delicate if self.static is None else self.static.find(matrices) is not None
+    @property
+    def description(self) -> str:
+        return f"matrices in FP8, as the checkpoint has them ({self.method})"
+
+    def choose(self, matrix: Matrix, names: Sequence[str]) -> Method | None:
+        return choose_stored(matrix, [self.scheme_of(name) for name in names])
 
     def scheme_of(self, matrix: str) -> Fp8Scheme | None:
         """`matrix` is the name of its tensor without `.weight`."""
@@ -59,9 +46,9 @@ class Quantization:
                 return scheme
         return None
 
-    def named_as_in(self, names: Collection[str]) -> "Quantization":
+    def named_as_in(self, names: Collection[str]) -> "StoredQuantization":
         """With the names that a checkpoint has: `fp8` was written by several tools, each with its own words."""
-        if self.method != "fp8" or self.on_loading:
+        if self.method != "fp8":
             return self
         last = {name.rpartition(".")[2] for name in names}
 
@@ -75,56 +62,9 @@ class Quantization:
         return replace(self, groups=tuple((patterns, rename(scheme)) for patterns, scheme in self.groups))
 
 
-ON_LOADING = Quantization("fp8", on_loading=True)
-
-
-def choose_quantization(asked: str | None, stored: Quantization | None) -> Quantization | None:
-    """What the setting `quantize` means for a checkpoint."""
-    if asked == "compressed-tensors" and (stored is None or stored.method != asked):
-        raise StartError(
-            "`quantize` compressed-tensors is for checkpoints that say so in config.json, which this one does not."
-            " Leave it out, or use `quantize` fp8."
-        )
-    if asked == "fp8" and stored is None:
-        return ON_LOADING
-    return stored
-
-
-def quantization_beside(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What a quantised checkpoint says elsewhere than in `quantization_config`, as that would say it."""
-    if config.get("quantization_config") or config.get("compression_config"):
-        return {}
-    elsewhere = config.get("quantization")
-    if isinstance(elsewhere, Mapping) and "bits" in elsewhere:
-        return {"quantization_config": {"quant_method": "mlx", **elsewhere}}
-    for name, method in QUANTIZATION_BESIDE.items():
-        try:
-            found = read_json_object(folder / name)
-        except (OSError, ModelFormatError):
-            continue
-        return {"quantization_config": {"quant_method": method, **found}}
-    return {}
-
-
-def name_quantization(config: Mapping[str, Any]) -> str | None:
-    """The method by its name, with the number of bits where it says so; None: matrices are stored plainly."""
-    found = config.get("quantization_config") or config.get("compression_config")
-    if not found:
-        return None
-    fields: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
-    bits = next((fields[name] for name in ("bits", "w_bit", "wfp8") if name in fields), None)
-    for name, width in (("load_in_4bit", 4), ("load_in_8bit", 8)):
-        bits = width if fields.get(name) is True else bits
-    method = str(fields.get("quant_method") or "a method without a name")
-    return f"{method}, {bits} bits" if isinstance(bits, int) else method
-
-
-def read_quantization(config: Mapping[str, Any], source: str) -> Quantization | None:
-    """What config.json says; None: matrices are stored plainly. `source` names the file in errors."""
-    found = config.get("quantization_config") or config.get("compression_config")
-    if not found:
-        return None
-    fields = _Fields(found, f"{source}: `quantization_config`")
+def detect(config: Mapping[str, Any], source: str) -> StoredQuantization:
+    """`config` is the section of config.json, `source` the name of the file for errors."""
+    fields = _Fields(config, f"{source}: `quantization_config`")
     method = fields.text("quant_method", "")
     readers = {
         "fp8": _read_fp8,
@@ -174,7 +114,7 @@ class _Fields:
         return tuple(value)
 
 
-def _read_fp8(fields: _Fields) -> Quantization:
+def _read_fp8(fields: _Fields) -> StoredQuantization:
     if fields.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise fields.refuse("fmt", "e4m3")
     activations = fields.text("activation_scheme", "dynamic")
@@ -192,10 +132,10 @@ def _read_fp8(fields: _Fields) -> Quantization:
         input_scale_name="input_scale" if activations == "static" else None,
     )
     ignored = (*fields.patterns("ignored_layers"), *fields.patterns("modules_to_not_convert"))
-    return Quantization("fp8", ((("Linear",), scheme),), ignored, fields.get("kv_cache_scheme") == "static")
+    return StoredQuantization("fp8", ((("Linear",), scheme),), ignored, fields.get("kv_cache_scheme") == "static")
 
 
-def _read_fbgemm(fields: _Fields) -> Quantization:
+def _read_fbgemm(fields: _Fields) -> StoredQuantization:
     bound = fields.get("activation_scale_ub")
     if bound is not None and (
         isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf
@@ -203,10 +143,10 @@ def _read_fbgemm(fields: _Fields) -> Quantization:
         raise fields.refuse("activation_scale_ub", "a number above 0")
     scheme = Fp8Scheme(input_bound=None if bound is None else float(bound))
     ignored = fields.patterns("modules_to_not_convert")
-    return Quantization("fbgemm_fp8", ((("Linear",), scheme),), ignored, may_leave=("*.input_scale_ub",))
+    return StoredQuantization("fbgemm_fp8", ((("Linear",), scheme),), ignored, may_leave=("*.input_scale_ub",))
 
 
-def _read_compressed_tensors(fields: _Fields) -> Quantization:
+def _read_compressed_tensors(fields: _Fields) -> StoredQuantization:
     if fields.get("sparsity_config") and fields.below("sparsity_config").text("format", "dense") != "dense":
         raise fields.below("sparsity_config").refuse("format", "dense")
     groups = fields.below("config_groups")
@@ -221,7 +161,7 @@ def _read_compressed_tensors(fields: _Fields) -> Quantization:
         if scheme.text("strategy", "tensor") != "tensor":
             raise scheme.refuse("strategy", "tensor")
         has_kv_scales = scheme.get("dynamic") is not True
-    return Quantization("compressed-tensors", tuple(schemes), fields.patterns("ignore"), has_kv_scales)
+    return StoredQuantization("compressed-tensors", tuple(schemes), fields.patterns("ignore"), has_kv_scales)
 
 
 def _read_group(group: _Fields) -> Fp8Scheme:

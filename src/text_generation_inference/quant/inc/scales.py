@@ -62,7 +62,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class ScaleMethod:
     weight: Rule
     activation: Rule
 
@@ -71,13 +71,13 @@ class Method:
         return self.activation.value is not Value.FIXED
 
 
-def _method(value: Value, rounding: Rounding) -> Method:
+def _method(value: Value, rounding: Rounding) -> ScaleMethod:
     if value is Value.FIXED:
-        return Method(Rule(value, rounding, 1.0), Rule(value, rounding, 1.0))
-    return Method(Rule(value, rounding, 0.5), Rule(value, rounding, 0.25))
+        return ScaleMethod(Rule(value, rounding, 1.0), Rule(value, rounding, 1.0))
+    return ScaleMethod(Rule(value, rounding, 0.5), Rule(value, rounding, 0.25))
 
 
-def _with_weights(method: Method, value: Value, rounding: Rounding, by_channel: bool) -> Method:
+def _with_weights(method: ScaleMethod, value: Value, rounding: Rounding, by_channel: bool) -> ScaleMethod:
     return replace(method, weight=Rule(value, rounding, 0.5, by_channel))
 
 

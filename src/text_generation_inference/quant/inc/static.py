@@ -1,6 +1,6 @@
 """Static scales: what a configuration and a measurement say of each matrix and each cache of a model.
 
-Sits between the files (`calibration_config`, `calibration_files`), the formulas (`calibration_scales`) and the
+Sits between the files (`config`, `files`), the formulas (`scales`) and the
 loader, which asks for one matrix at a time.
 """
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from text_generation_inference.errors import StartError
-from text_generation_inference.weights.calibration_config import KV_CACHE, LINEAR, CalibrationConfig
-from text_generation_inference.weights.calibration_files import Node, Nodes, read_statistics, statistics_path
-from text_generation_inference.weights.calibration_scales import (
+from text_generation_inference.quant.inc.config import KV_CACHE, LINEAR, CalibrationConfig
+from text_generation_inference.quant.inc.files import Node, Nodes, read_statistics, statistics_path
+from text_generation_inference.quant.inc.scales import (
     GAUDI2,
     GAUDI3,
     Generation,

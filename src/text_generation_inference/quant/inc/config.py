@@ -13,14 +13,14 @@ from typing import Any
 
 from text_generation_inference.config import expand_home
 from text_generation_inference.errors import StartError
-from text_generation_inference.weights.calibration_scales import (
+from text_generation_inference.quant.inc.scales import (
     DEFAULT_METHOD,
     GENERATIONS,
     METHODS,
     Generation,
-    Method,
     Rounding,
     Rule,
+    ScaleMethod,
     Value,
 )
 
@@ -102,17 +102,17 @@ class Selection:
 class ScaleMethods:
     """Which method a module's scales are made with."""
 
-    default: Method = METHODS[DEFAULT_METHOD]
-    by_type: Mapping[str, Method] = field(default_factory=dict[str, Method])  # by class, in small letters
-    by_layer: Mapping[str, Method] = field(default_factory=dict[str, Method])  # by regular expression
-    by_node: Mapping[str, Method] = field(default_factory=dict[str, Method])  # by path
+    default: ScaleMethod = METHODS[DEFAULT_METHOD]
+    by_type: Mapping[str, ScaleMethod] = field(default_factory=dict[str, ScaleMethod])  # by class, in small letters
+    by_layer: Mapping[str, ScaleMethod] = field(default_factory=dict[str, ScaleMethod])  # by regular expression
+    by_node: Mapping[str, ScaleMethod] = field(default_factory=dict[str, ScaleMethod])  # by path
 
     @property
     def need_statistics(self) -> bool:
         methods = (self.default, *self.by_type.values(), *self.by_layer.values(), *self.by_node.values())
         return any(method.needs_statistics for method in methods)
 
-    def find(self, kind: str, path: str) -> Method:
+    def find(self, kind: str, path: str) -> ScaleMethod:
         if path in self.by_node:
             return self.by_node[path]
         for pattern, method in self.by_layer.items():
@@ -274,7 +274,7 @@ class _Reader:
             raise self.refuse("scale_method", f"use one of {', '.join(METHODS)}")
         return ScaleMethods(self._with_params(METHODS[name]))
 
-    def _with_params(self, method: Method) -> Method:
+    def _with_params(self, method: ScaleMethod) -> ScaleMethod:
         params = self._value.get("scale_params") or {}
         if not isinstance(params, Mapping) or params.keys() - {"weight_backoff", "input_backoff"}:
             raise self.refuse("scale_params", "weight_backoff and input_backoff can be given")
@@ -284,14 +284,14 @@ class _Reader:
         if "input_backoff" in params:
             backoff = self._backoff(params["input_backoff"], "scale_params.input_backoff")
             activation = replace(activation, backoff=backoff)
-        return Method(weight, activation)
+        return ScaleMethod(weight, activation)
 
-    def _pairs(self, value: Any, default: Method, key: str) -> dict[str, Method]:
+    def _pairs(self, value: Any, default: ScaleMethod, key: str) -> dict[str, ScaleMethod]:
         if not isinstance(value, Mapping):
             raise StartError(f"{self._source}: `{key}` must be an object, it is {value!r}")
         return {str(name): self._pair(pair, default, f"{key}.{name}") for name, pair in value.items()}
 
-    def _pair(self, value: Any, default: Method, key: str) -> Method:
+    def _pair(self, value: Any, default: ScaleMethod, key: str) -> ScaleMethod:
         if isinstance(value, str):
             if value.lower() not in METHODS:
                 raise StartError(f"{self._source}: `{key}` {value!r} is not one of {', '.join(METHODS)}")
@@ -305,7 +305,7 @@ class _Reader:
                 f"{self._source}: `{key}.activation` is not supported: static scales of activations are PTS and MAXABS"
                 " or FIXED_VALUE"
             )
-        return Method(weight, activation)
+        return ScaleMethod(weight, activation)
 
     def _rule(self, value: Any, default: Rule, key: str) -> Rule:
         if value is None:

@@ -1,0 +1,35 @@
+"""The scales of a KV cache in FP8: one for all keys and one for all values of a layer.
+
+From the checkpoint, from a measurement, or 1. A part of an attention, below which its names are.
+"""
+
+import torch
+
+from text_generation_inference.kernels.fp8 import FP8
+from text_generation_inference.weights.declare import Module, Number
+
+# Where checkpoints have them; the first that is there counts.
+_NAMES = {
+    "k": ("k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
+    "v": ("v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
+}
+
+
+class CacheScales(Module):
+    def __init__(self) -> None:
+        self.k = 1.0
+        self.v = 1.0
+        self.needed = False  # the checkpoint must have them
+        self._known: set[str] = set()
+
+    def set_measured(self, side: str, scale: float) -> None:
+        """`side` is k or v. What a checkpoint says is not read then."""
+        setattr(self, side, scale)
+        self._known.add(side)
+
+    def declare_numbers(self) -> list[Number]:
+        return [Number(side, names, self.needed, side in self._known) for side, names in _NAMES.items()]
+
+    def of(self, cache_dtype: torch.dtype) -> tuple[float, float]:
+        """Those that a cache of this type is written and read with."""
+        return (self.k, self.v) if cache_dtype is FP8 else (1.0, 1.0)

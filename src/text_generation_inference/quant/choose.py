@@ -1,0 +1,90 @@
+"""Which quantisation a model has, and with it which method each of its matrices.
+
+A checkpoint says in config.json how it is stored (`detect`), a setting may ask for more (`choose_quantization`), and
+`assign_methods` hands the methods out before anything is loaded.
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from text_generation_inference.errors import ModelFormatError, StartError
+from text_generation_inference.files import read_json_object
+from text_generation_inference.quant import fp8_formats, gguf
+from text_generation_inference.quant.cache_scales import CacheScales
+from text_generation_inference.quant.fp8 import ON_LOADING
+from text_generation_inference.quant.method import PLAIN, Matrix
+from text_generation_inference.quant.quantization import Quantization
+from text_generation_inference.weights.declare import Module
+from text_generation_inference.weights.model_files import QUANTIZATION_BESIDE
+
+
+def detect(config: Mapping[str, Any], source: str) -> Quantization | None:
+    """What config.json says; None: matrices are stored plainly. `source` names the file in errors."""
+    found = config.get("quantization_config") or config.get("compression_config")
+    return fp8_formats.detect(found, source) if found else None
+
+
+def choose_quantization(asked: str | None, stored: Quantization | None) -> Quantization | None:
+    """What the setting `quantize` means for a checkpoint."""
+    if asked == "compressed-tensors" and (stored is None or stored.method != asked):
+        raise StartError(
+            "`quantize` compressed-tensors is for checkpoints that say so in config.json, which this one does not."
+            " Leave it out, or use `quantize` fp8."
+        )
+    if asked == "fp8" and stored is None:
+        return ON_LOADING
+    return stored
+
+
+def assign_methods(
+    model: Module,
+    quantization: Quantization | None,
+    block_types: Mapping[str, str] | None = None,
+    computed: Collection[str] = (),
+) -> None:
+    """Give each matrix its method. `block_types` are those that a file has matrices in, `computed` those of the ops."""
+    for prefix, module in model.walk():
+        if isinstance(module, Matrix):
+            method = quantization.choose(module, module.names(prefix)) if quantization is not None else None
+            if method is None and block_types:
+                method = gguf.detect(module, [prefix + part.name for part in module.parts], block_types, computed)
+            module.method = method or PLAIN
+        elif isinstance(module, CacheScales) and quantization is not None:
+            module.needed = quantization.has_cache_scales
+            for side in ("k", "v"):
+                scale = quantization.cache_scale(prefix.removesuffix("."), side)
+                if scale is not None:
+                    module.set_measured(side, scale)
+
+
+# -- what config.json says, for people -------------------------------------------------------------------------------
+
+
+def quantization_beside(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What a quantised checkpoint says elsewhere than in `quantization_config`, as that would say it."""
+    if config.get("quantization_config") or config.get("compression_config"):
+        return {}
+    elsewhere = config.get("quantization")
+    if isinstance(elsewhere, Mapping) and "bits" in elsewhere:
+        return {"quantization_config": {"quant_method": "mlx", **elsewhere}}
+    for name, method in QUANTIZATION_BESIDE.items():
+        try:
+            found = read_json_object(folder / name)
+        except (OSError, ModelFormatError):
+            continue
+        return {"quantization_config": {"quant_method": method, **found}}
+    return {}
+
+
+def name_quantization(config: Mapping[str, Any]) -> str | None:
+    """The method by its name, with the number of bits where it says so; None: matrices are stored plainly."""
+    found = config.get("quantization_config") or config.get("compression_config")
+    if not found:
+        return None
+    fields: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    bits = next((fields[name] for name in ("bits", "w_bit", "wfp8") if name in fields), None)
+    for name, width in (("load_in_4bit", 4), ("load_in_8bit", 8)):
+        bits = width if fields.get(name) is True else bits
+    method = str(fields.get("quant_method") or "a method without a name")
+    return f"{method}, {bits} bits" if isinstance(bits, int) else method

@@ -1,0 +1,29 @@
+"""`Quantization`: which method each matrix of a model has. Made once, from config.json, a setting or QUANT_CONFIG."""
+
+from collections.abc import Collection, Sequence
+
+from text_generation_inference.quant.method import Matrix, Method
+
+
+class Quantization:
+    method: str  # as config.json or a setting names it
+    has_cache_scales: bool = False  # every layer of the checkpoint has scales for a KV cache in FP8
+    may_leave: tuple[str, ...] = ()  # file name patterns of tensors that nobody needs
+    origin: str  # who asked for it, in an error
+
+    @property
+    def description(self) -> str:
+        """For the log."""
+        return ""
+
+    def choose(self, matrix: Matrix, names: Sequence[str]) -> Method | None:
+        """The method of a matrix whose parts have these names, without `.weight`; None: it is plain."""
+        raise NotImplementedError
+
+    def cache_scale(self, attention: str, side: str) -> float | None:
+        """A measured one, of the keys (`side` k) or values (v) of one attention, by its path."""
+        return None
+
+    def named_as_in(self, names: Collection[str]) -> "Quantization":
+        """With the names that a checkpoint has."""
+        return self
