@@ -11,11 +11,10 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis.checks import not_a_server_error
 from serving import Server
 
-from text_generation_inference.api.openapi import build_document
-from text_generation_inference.version import __version__
+from text_generation_inference.api.routes import document
 
 MAX_EXAMPLES = 10  # of each operation and mode; making them up takes longer than sending them
-DOCUMENT = json.loads(msgspec.json.encode(build_document(__version__)))
+DOCUMENT = json.loads(msgspec.json.encode(document()))
 OPERATIONS: list[Any] = [
     cast(Any, result).ok() for result in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()
 ]

@@ -1,6 +1,6 @@
 """The ASGI application: which route a request belongs to, who may call it, and what becomes of failures.
 
-`ROUTES` is the whole table. Routes of TGI answer errors in TGI's shape, those under `/v1` in OpenAI's.
+The table is in `routes`. Routes of TGI answer errors in TGI's shape, those under `/v1` in OpenAI's.
 """
 
 import asyncio
@@ -8,11 +8,9 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from text_generation_inference.api import chat, cloud, completions, info, native, profiler
 from text_generation_inference.api.call import Call
 from text_generation_inference.api.callers import caller_of, current_caller
 from text_generation_inference.api.connections import BodyBudget
@@ -38,6 +36,7 @@ from text_generation_inference.api.http import (
 )
 from text_generation_inference.api.logs import fields
 from text_generation_inference.api.refusals import log_refusal
+from text_generation_inference.api.routes import ADMIN_ROUTES, ROUTES, Route, cloud_routes
 from text_generation_inference.api.service import Service
 from text_generation_inference.api.tenants import current_key, key_of
 from text_generation_inference.errors import TgiError
@@ -45,46 +44,7 @@ from text_generation_inference.text.panics import reraise_unless_failure
 
 log = logging.getLogger("text_generation_inference.api")
 
-Endpoint = Callable[[Call], Awaitable[None]]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    method: str
-    path: str  # `{}` stands for one part of the path, a last `{*}` for the rest
-    endpoint: Endpoint
-    name: str
-    public: bool = False  # needs no API key
-
-
-ROUTES = [
-    Route("GET", "/", info.health, "health", public=True),
-    Route("GET", "/health", info.health, "health", public=True),
-    Route("GET", "/ping", info.health, "health", public=True),
-    Route("GET", "/info", info.info, "get_model_info", public=True),
-    Route("GET", "/metrics", info.metrics, "metrics", public=True),
-    Route("GET", "/docs", info.docs, "docs", public=True),
-    Route("GET", "/docs/{*}", info.docs, "docs", public=True),
-    Route("GET", "/api-doc/openapi.json", info.openapi, "openapi", public=True),
-    Route("GET", "/v1/models", info.models, "openai_get_model_info", public=True),
-    Route("GET", "/v1/models/{*}", info.model, "openai_get_model_info", public=True),
-    Route("POST", "/", native.compat_generate, "compat_generate"),
-    Route("POST", "/generate", native.generate, "generate"),
-    Route("POST", "/generate_stream", native.generate_stream, "generate_stream"),
-    Route("POST", "/tokenize", info.tokenize, "tokenize"),
-    Route("POST", "/chat_tokenize", info.chat_tokenize, "chat_tokenize"),
-    Route("POST", "/v1/chat/completions", chat.chat_completions, "chat_completions"),
-    Route("POST", "/v1/completions", completions.completions, "completions"),
-    Route("POST", "/invocations", cloud.invocations, "sagemaker_compatibility"),
-    Route("POST", "/vertex", cloud.vertex, "vertex_compatibility"),
-    Route("GET", "/v2", cloud.kserve_metadata, "kserve_metadata", public=True),
-    Route("GET", "/v2/health/live", cloud.kserve_live, "health", public=True),
-    Route("GET", "/v2/health/ready", cloud.kserve_ready, "health", public=True),
-    Route("GET", "/v2/models/{}/versions/{}", cloud.kserve_model, "kserve_model", public=True),
-    Route("GET", "/v2/models/{}/versions/{}/ready", cloud.kserve_ready, "health", public=True),
-    Route("POST", "/v2/models/{}/versions/{}/infer", cloud.kserve_infer, "kserve_infer"),
-]
 
 
 class App:
@@ -94,17 +54,9 @@ class App:
         self.service = service
         self._bodies = BodyBudget(service.config.payload_limit, service.metrics)
         config = service.config
-        self.routes = list(ROUTES)
-        self.routes += [  # these ask for a key of their own
-            Route("POST", "/start_profile", profiler.start, "start_profile", public=True),
-            Route("POST", "/stop_profile", profiler.stop, "stop_profile", public=True),
-        ]
-        if config.aip_predict_route:
-            self.routes.append(Route("POST", config.aip_predict_route, cloud.vertex, "vertex_compatibility"))
-        if config.aip_health_route:
-            self.routes.append(Route("GET", config.aip_health_route, info.health, "health", public=True))
-        self._exact = {(route.method, route.path): route for route in self.routes if "{" not in route.path}
-        self._patterns = [(_pattern(route.path), route) for route in self.routes if "{" in route.path]
+        routes = [*ROUTES, *ADMIN_ROUTES, *cloud_routes(config)]
+        self._exact = {(route.method, route.path): route for route in routes if "{" not in route.path}
+        self._patterns = [(_pattern(route.path), route) for route in routes if "{" in route.path]
         self._key = config.api_key.encode() if config.api_key else None
         self._origins = frozenset(config.cors_allow_origin)
         self._calls: set[Call] = set()
@@ -258,5 +210,8 @@ def _unauthorized(openai: bool) -> Response:
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    parts = re.escape(path).replace(r"\{\}", "([^/]+)").replace(r"\{\*\}", "(.*)")
-    return re.compile(parts)
+    """What a path with `{name}` (one part) or `{name*}` (the rest) stands for."""
+    parts = re.split(r"\{\w+(\*?)\}", path)
+    texts = [re.escape(text) for text in parts[::2]]
+    places = ["(.*)" if star else "([^/]+)" for star in parts[1::2]]
+    return re.compile("".join(text + place for text, place in zip(texts, [*places, ""], strict=True)))

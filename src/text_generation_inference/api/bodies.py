@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from text_generation_inference.api.field_docs import ABOVE_0, BETWEEN_0_AND_1, REPETITION, WITHIN_2, doc
+from text_generation_inference.types import MAX_TEMPERATURE
+
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 U64 = Annotated[int, Meta(ge=0)]  # the upper bound is `check_u64`'s: msgspec's bounds end at 2^63
 I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -35,26 +38,76 @@ class GrammarType(msgspec.Struct):
 
 
 class GenerateParameters(msgspec.Struct, kw_only=True):
-    best_of: U64 | None = None
-    temperature: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    top_k: I32 | None = None
-    top_p: float | None = None
-    typical_p: float | None = None
-    do_sample: bool = False
-    max_new_tokens: U32 | None = None
-    return_full_text: bool | None = None
-    stop: list[str] = []
-    truncate: U64 | None = None
-    watermark: bool = False
-    details: bool = False
-    decoder_input_details: bool = False
-    seed: U64 | None = None
-    top_n_tokens: U32 | None = None
-    grammar: GrammarType | None = None
-    adapter_id: str | None = None
-    cache_salt: str | None = None  # ours
+    best_of: Annotated[
+        U64 | None, doc("Generate this many times and return the one with the best mean log-probability.")
+    ] = None
+    temperature: Annotated[
+        float | None,
+        doc(
+            "Below 1: closer to the most likely tokens. Above 1: more varied.",
+            example=0.5,
+            **ABOVE_0,
+            maximum=MAX_TEMPERATURE,
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        doc(
+            "Above 1: tokens already in the prompt or the output become less likely. 1: no effect.",
+            example=1.03,
+            **REPETITION,
+        ),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        doc("Makes a token less likely the more often it has appeared; negative: more likely.", **WITHIN_2),
+    ] = None
+    top_k: Annotated[I32 | None, doc("Choose among this many of the most likely tokens.", example=10, minimum=1)] = None
+    top_p: Annotated[
+        float | None,
+        doc(
+            "Choose among the most likely tokens that together reach this probability.", example=0.95, **BETWEEN_0_AND_1
+        ),
+    ] = None
+    typical_p: Annotated[
+        float | None,
+        doc(
+            "Choose among the tokens of typical information that together reach this probability.",
+            example=0.95,
+            **BETWEEN_0_AND_1,
+        ),
+    ] = None
+    do_sample: Annotated[
+        bool, doc("Draw tokens at random by their probability instead of always taking the most likely one.")
+    ] = False
+    max_new_tokens: Annotated[
+        U32 | None,
+        doc("At most this many tokens. Without it, as many as the server's limits allow.", example=20, minimum=1),
+    ] = None
+    return_full_text: Annotated[bool | None, doc("Put the prompt before the generated text.")] = None
+    stop: Annotated[
+        list[str],
+        doc(
+            "Texts that end the generation. They stay in the output. "
+            "The server limits how many (`--max-stop-sequences`).",
+            example=["photographer"],
+        ),
+    ] = []
+    truncate: Annotated[U64 | None, doc("Use only this many of the last tokens of the prompt.", minimum=1)] = None
+    watermark: Annotated[bool, doc("Mark the text statistically, so that it can be recognised as generated.")] = False
+    details: Annotated[bool, doc("Return tokens, log-probabilities, and why the generation ended.")] = False
+    decoder_input_details: Annotated[bool, doc("Return the log-probabilities of the prompt too. Not for streams.")] = (
+        False
+    )
+    seed: Annotated[U64 | None, doc("Makes random choices repeatable.")] = None
+    top_n_tokens: Annotated[U32 | None, doc("Return this many of the most likely tokens at each place.")] = None
+    grammar: Annotated[GrammarType | None, doc("What the output must match.")] = None
+    adapter_id: Annotated[str | None, doc("No adapters are served: the model itself answers, whatever is named.")] = (
+        None
+    )
+    cache_salt: Annotated[str | None, doc("Cached prefixes are shared only between requests with the same one.")] = (
+        None  # ours
+    )
 
     def __post_init__(self) -> None:
         check_u64(best_of=self.best_of, truncate=self.truncate, seed=self.seed)
@@ -63,19 +116,25 @@ class GenerateParameters(msgspec.Struct, kw_only=True):
 class GenerateRequest(msgspec.Struct):
     """Without `parameters` at all the model samples; with it, even empty, it does not unless asked to."""
 
-    inputs: str
-    parameters: GenerateParameters = msgspec.field(default_factory=lambda: GenerateParameters(do_sample=True))
+    inputs: Annotated[str, doc("The prompt.", example="My name is Olivier and I", minLength=1)]
+    parameters: Annotated[
+        GenerateParameters,
+        doc("How to generate. Left out, the model samples; given, even empty, it does not unless asked."),
+    ] = msgspec.field(default_factory=lambda: GenerateParameters(do_sample=True))
 
 
 class CompatGenerateRequest(msgspec.Struct):
-    inputs: str
-    parameters: GenerateParameters = msgspec.field(default_factory=lambda: GenerateParameters(do_sample=True))
-    stream: bool = False
+    inputs: Annotated[str, doc("The prompt.", example="My name is Olivier and I", minLength=1)]
+    parameters: Annotated[
+        GenerateParameters,
+        doc("How to generate. Left out, the model samples; given, even empty, it does not unless asked."),
+    ] = msgspec.field(default_factory=lambda: GenerateParameters(do_sample=True))
+    stream: Annotated[bool, doc("Send tokens as they come.")] = False
 
 
 class ErrorResponse(msgspec.Struct):
     error: str
-    error_type: str
+    error_type: Annotated[str, doc(example="validation")]
 
 
 class Token(msgspec.Struct):
@@ -91,38 +150,44 @@ class PrefillToken(msgspec.Struct):
     logprob: float | None
 
 
-FinishReason = Literal["length", "eos_token", "stop_sequence"]
+FinishReason = Annotated[
+    Literal["length", "eos_token", "stop_sequence"],
+    doc(
+        "`length`: the limit was reached. `eos_token`: the model ended the text. "
+        "`stop_sequence`: one of the stop texts came."
+    ),
+]
 
 
 class BestOfSequence(msgspec.Struct):
-    generated_text: str
-    finish_reason: FinishReason
-    generated_tokens: int
-    seed: int | None
-    prefill: list[PrefillToken]
+    generated_text: Annotated[str, doc("The text.")]
+    finish_reason: Annotated[FinishReason, doc("Why the generation ended.")]
+    generated_tokens: Annotated[int, doc("How many tokens were generated.")]
+    seed: Annotated[int | None, doc("Makes random choices repeatable.")]
+    prefill: Annotated[list[PrefillToken], doc("The tokens of the prompt.")]
     tokens: list[Token]
     top_tokens: list[list[Token]] | UnsetType = UNSET
 
 
 class Details(msgspec.Struct):
-    finish_reason: FinishReason
-    generated_tokens: int
-    seed: int | None
-    prefill: list[PrefillToken]
+    finish_reason: Annotated[FinishReason, doc("Why the generation ended.")]
+    generated_tokens: Annotated[int, doc("How many tokens were generated.")]
+    seed: Annotated[int | None, doc("Makes random choices repeatable.")]
+    prefill: Annotated[list[PrefillToken], doc("The tokens of the prompt.")]
     tokens: list[Token]
-    best_of_sequences: list[BestOfSequence] | UnsetType = UNSET
+    best_of_sequences: Annotated[list[BestOfSequence] | UnsetType, doc("The generations that were not chosen.")] = UNSET
     top_tokens: list[list[Token]] | UnsetType = UNSET
 
 
 class GenerateResponse(msgspec.Struct):
-    generated_text: str
+    generated_text: Annotated[str, doc("The text.")]
     details: Details | UnsetType = UNSET
 
 
 class StreamDetails(msgspec.Struct):
-    finish_reason: FinishReason
-    generated_tokens: int
-    seed: int | None
+    finish_reason: Annotated[FinishReason, doc("Why the generation ended.")]
+    generated_tokens: Annotated[int, doc("How many tokens were generated.")]
+    seed: Annotated[int | None, doc("Makes random choices repeatable.")]
     input_length: int
 
 
@@ -130,7 +195,7 @@ class StreamResponse(msgspec.Struct):
     index: int
     token: Token
     top_tokens: list[Token] | UnsetType = UNSET
-    generated_text: str | None = None
+    generated_text: Annotated[str | None, doc("The text.")] = None
     details: StreamDetails | None = None
 
 
@@ -145,7 +210,7 @@ class Info(msgspec.Struct):
     max_total_tokens: int
     validation_workers: int
     max_client_batch_size: int
-    router: str
+    router: Annotated[str, doc(example="text-generation-router")]
     version: str  # of TGI, whose API this is: clients look at it to know what they may ask for
     sha: str | None
     docker_label: str | None
@@ -157,7 +222,7 @@ class SimpleToken(msgspec.Struct):
     id: int
     text: str
     start: int
-    stop: int
+    stop: Annotated[int, doc("Texts that end the generation.")]
 
 
 class ChatTokenizeResponse(msgspec.Struct):
@@ -171,21 +236,28 @@ class ChatTokenizeResponse(msgspec.Struct):
 class VertexParameters(msgspec.Struct):
     """Other parameters are not read on this route."""
 
-    max_new_tokens: U32 | None = None
-    seed: U64 | None = None
-    cache_salt: str | None = None
+    max_new_tokens: Annotated[
+        U32 | None, doc("At most this many tokens. Without it, as many as the server's limits allow.", example=20)
+    ] = None
+    seed: Annotated[U64 | None, doc("Makes random choices repeatable.")] = None
+    cache_salt: Annotated[str | None, doc("Cached prefixes are shared only between requests with the same one.")] = None
 
     def __post_init__(self) -> None:
         check_u64(seed=self.seed)
 
 
 class VertexInstance(msgspec.Struct):
-    inputs: str
-    parameters: VertexParameters | None = None
+    inputs: Annotated[str, doc("The prompt.", example="My name is Olivier and I")]
+    parameters: Annotated[
+        VertexParameters | None,
+        doc("How to generate. Left out, the model samples; given, even empty, it does not unless asked."),
+    ] = None
 
 
 class VertexRequest(msgspec.Struct):
-    instances: list[Any]  # a `VertexInstance` or a `ChatRequest`
+    instances: Annotated[
+        list[Any], doc("Each is an object with `inputs` and `parameters`, or a chat request.")
+    ]  # a `VertexInstance` or a `ChatRequest`
 
 
 class VertexResponse(msgspec.Struct):
@@ -205,9 +277,12 @@ class KserveOutputName(msgspec.Struct):
 
 class KserveRequest(msgspec.Struct):
     id: str
-    inputs: list[KserveInput]
+    inputs: Annotated[list[KserveInput], doc("The prompt.", example="My name is Olivier and I")]
     outputs: list[KserveOutputName]
-    parameters: VertexParameters | None = None
+    parameters: Annotated[
+        VertexParameters | None,
+        doc("How to generate. Left out, the model samples; given, even empty, it does not unless asked."),
+    ] = None
 
 
 class KserveOutput(msgspec.Struct):

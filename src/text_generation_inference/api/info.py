@@ -12,7 +12,6 @@ from text_generation_inference.api.errors import openai_plain
 from text_generation_inference.api.http import Response, json_response
 from text_generation_inference.api.metrics import CONTENT_TYPE
 from text_generation_inference.api.openai_bodies import ChatRequest, ModelInfo, ModelsInfo
-from text_generation_inference.api.openapi import build_document
 from text_generation_inference.api.tokens import answer_tokens
 from text_generation_inference.api.unknown_fields import BodyForm
 from text_generation_inference.version import TGI_VERSION, __version__
@@ -89,10 +88,6 @@ async def chat_tokenize(call: Call) -> None:
         )
         after = b',"templated_text":' + msgspec.json.encode(prompt) + b"}"
         await answer_tokens(call, prompt, "messages", False, b'{"tokenize_response":', after)
-
-
-async def openapi(call: Call) -> None:
-    await call.connection.respond(json_response(build_document(__version__)))
 
 
 async def docs(call: Call) -> None:

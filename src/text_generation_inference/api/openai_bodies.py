@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from text_generation_inference.api.bodies import I32, U32, U64, check_u64
+from text_generation_inference.api.field_docs import ABOVE_0, REPETITION, WITHIN_2, doc, refused
 
 # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -39,7 +40,9 @@ class FunctionCall(msgspec.Struct, kw_only=True):
 
     name: str
     arguments: Any = UNSET
-    parameters: Any = UNSET  # TGI's other name for it
+    parameters: Annotated[
+        Any, doc("How to generate. Left out, the model samples; given, even empty, it does not unless asked.")
+    ] = UNSET  # TGI's other name for it
     description: str | None = None
 
 
@@ -50,14 +53,14 @@ class ToolCall(msgspec.Struct):
 
 
 class Message(msgspec.Struct, kw_only=True):
-    role: str
-    content: str | list[TextPart | ImagePart | RefusalPart] | None = None
+    role: Annotated[str, doc(example="user")]
+    content: Annotated[str | list[TextPart | ImagePart | RefusalPart] | None, doc("The text, or its parts.")] = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: Annotated[str | None, doc("The call that this message answers.")] = None
     reasoning_content: str | None = None
     refusal: str | None = None
-    function_call: FunctionCall | None = None  # older than `tool_calls`
+    function_call: Annotated[FunctionCall | None, doc("The older form of a call.")] = None  # older than `tool_calls`
 
     def __post_init__(self) -> None:
         """Refusals become text, functions become tools: that is what templates know."""
@@ -84,7 +87,9 @@ def _call_id(name: str) -> str:
 class FunctionDefinition(msgspec.Struct, kw_only=True):
     name: str
     description: str | None = None
-    parameters: Any = UNSET
+    parameters: Annotated[
+        Any, doc("How to generate. Left out, the model samples; given, even empty, it does not unless asked.")
+    ] = UNSET
     arguments: Any = UNSET  # TGI's other name for it
     strict: bool | None = None
 
@@ -100,7 +105,7 @@ class FunctionName(msgspec.Struct):
 
 class AllowedTools(msgspec.Struct, kw_only=True):
     mode: Literal["auto", "required"] = "auto"
-    tools: list[dict[str, Any]]
+    tools: Annotated[list[dict[str, Any]], doc("Functions that the model may call.")]
 
 
 class NamedToolChoice(msgspec.Struct, kw_only=True):
@@ -111,7 +116,7 @@ class NamedToolChoice(msgspec.Struct, kw_only=True):
     name: str | None = None
     allowed_tools: AllowedTools | None = None
     mode: Literal["auto", "required"] = "auto"
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]] | None, doc("Functions that the model may call.")] = None
 
     def __post_init__(self) -> None:
         if self.type == "allowed_tools":
@@ -124,7 +129,7 @@ class NamedToolChoice(msgspec.Struct, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct):
-    include_usage: bool = False
+    include_usage: Annotated[bool, doc("Send a last part with the token counts.")] = False
     include_obfuscation: bool | None = None  # no effect: nothing is padded
 
 
@@ -150,53 +155,105 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     regex: str | None = None
     choice: list[str] | None = None
     json_object: bool | None = None
-    grammar: Any = None  # not served
+    grammar: Annotated[Any, refused] = None
 
 
 class _Sampling(msgspec.Struct, kw_only=True):
     """What both routes share."""
 
-    model: str | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | list[float] | None = None
-    max_tokens: U32 | None = None
-    n: U32 | None = None
-    seed: Annotated[int, Meta(ge=-(2**63))] | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = False
+    model: Annotated[str | None, doc("The model. `tgi` and nothing mean the one that is served.")] = None
+    frequency_penalty: Annotated[
+        float | None,
+        doc("Makes a token less likely the more often it has appeared; negative: more likely.", **WITHIN_2),
+    ] = None
+    presence_penalty: Annotated[
+        float | None, doc("Makes tokens that have appeared less likely; negative: more likely.", **WITHIN_2)
+    ] = None
+    logit_bias: Annotated[
+        dict[str, float] | list[float] | None, doc("Token id to a number that is added to its score.")
+    ] = None
+    max_tokens: Annotated[
+        U32 | None,
+        doc("At most this many tokens. Without it, as many as the server's limits allow.", example=32, minimum=1),
+    ] = None
+    n: Annotated[U32 | None, doc("How many answers to generate.", minimum=1, maximum=128)] = None
+    seed: Annotated[Annotated[int, Meta(ge=-(2**63))] | None, doc("Makes random choices repeatable.")] = None
+    stop: Annotated[str | list[str] | None, doc("Texts that end the generation.")] = None
+    stream: Annotated[bool | None, doc("Send the answer in parts as they come.")] = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Annotated[
+        float | None,
+        doc(
+            "0: always the most likely token. Below 1: closer to it. Above 1: more varied.",
+            example=0.5,
+            minimum=0,
+            maximum=2,
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        doc(
+            "Choose among the most likely tokens that together reach this probability.",
+            example=0.95,
+            **ABOVE_0,
+            maximum=1,
+        ),
+    ] = None
     # Not OpenAI's:
-    top_k: I32 | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    watermark: bool | None = None
-    truncate: U64 | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # the same; -1: to what the model takes
-    ignore_eos: bool | None = None
-    cache_salt: str | None = None
-    min_tokens: U32 | None = None
-    max_new_tokens: U32 | None = None  # TGI's name of `max_tokens`
-    do_sample: bool | None = None
-    best_of: U32 | None = None
-    stop_token_ids: list[U32] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    response_format: ResponseFormat | None = None
-    guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    # Known and not served:
-    guided_grammar: Any = None
-    use_beam_search: bool | None = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    logits_processors: Any = None
+    top_k: Annotated[I32 | None, doc("Choose among this many of the most likely tokens.", minimum=-1)] = None
+    min_p: Annotated[
+        float | None, doc("Leave out tokens less likely than this share of the most likely one.", minimum=0, maximum=1)
+    ] = None
+    typical_p: Annotated[
+        float | None,
+        doc(
+            "Choose among the tokens of typical information that together reach this probability.",
+            example=0.95,
+            **ABOVE_0,
+            maximum=1,
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        doc(
+            "Above 1: tokens already in the prompt or the output become less likely. 1: no effect.",
+            example=1.03,
+            **REPETITION,
+        ),
+    ] = None
+    watermark: Annotated[
+        bool | None, doc("Mark the text statistically, so that it can be recognised as generated.")
+    ] = None
+    truncate: Annotated[U64 | None, doc("Use only this many of the last tokens of the prompt.")] = None
+    truncate_prompt_tokens: Annotated[
+        Annotated[int, Meta(ge=-1)] | None, doc("Another name of `truncate`. -1: as many as the model takes.")
+    ] = None  # the same; -1: to what the model takes
+    ignore_eos: Annotated[bool | None, doc("Go on after a token that ends the text.")] = None
+    cache_salt: Annotated[str | None, doc("Cached prefixes are shared only between requests with the same one.")] = None
+    min_tokens: Annotated[U32 | None, doc("No end before so many tokens.")] = None
+    max_new_tokens: Annotated[U32 | None, doc("Another name of `max_tokens`.", example=20)] = (
+        None  # TGI's name of `max_tokens`
+    )
+    do_sample: Annotated[bool | None, doc("False, without a `temperature`: always the most likely token.")] = None
+    best_of: Annotated[
+        U32 | None, doc("Generate this many times and return the one with the best mean log-probability.")
+    ] = None
+    stop_token_ids: Annotated[list[U32] | None, doc("Token ids that end the text.")] = None
+    include_stop_str_in_output: Annotated[bool | None, doc("Keep what ended the text.")] = None
+    skip_special_tokens: Annotated[bool | None, doc("Leave special tokens out of the text. The default.")] = None
+    add_special_tokens: Annotated[bool | None, doc("Let the tokenizer add its own tokens to the prompt.")] = None
+    response_format: Annotated[ResponseFormat | None, doc("What the answer must match.")] = None
+    guided_json: Annotated[Any, doc("A JSON schema that the text must match, as an object or as text.")] = None
+    guided_regex: Annotated[str | None, doc("A regular expression that the text must match.")] = None
+    guided_choice: Annotated[list[str] | None, doc("Texts one of which must come.")] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, doc("What the text must match: one of `json`, `regex`, `choice` and `json_object`.")
+    ] = None
+    guided_grammar: Annotated[Any, refused] = None
+    use_beam_search: Annotated[bool | None, refused] = None
+    bad_words: Annotated[Any, refused] = None
+    allowed_token_ids: Annotated[Any, refused] = None
+    logits_processors: Annotated[Any, refused] = None
     # No effect on the answer here:
     user: str | None = None
     metadata: Any = None
@@ -211,28 +268,40 @@ class _Sampling(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(_Sampling, kw_only=True):
-    messages: list[Message]
-    max_completion_tokens: U32 | None = None
-    logprobs: bool | None = None
-    top_logprobs: U32 | None = None
-    tools: list[Tool] | None = None
-    tool_choice: str | NamedToolChoice | None = None
-    tool_prompt: str | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    documents: list[dict[str, Any]] | None = None
+    messages: Annotated[
+        list[Message], doc("The conversation so far.", example=[{"role": "user", "content": "What is Deep Learning?"}])
+    ]
+    max_completion_tokens: Annotated[U32 | None, doc("OpenAI's newer name of `max_tokens`.", minimum=1)] = None
+    logprobs: Annotated[bool | None, doc("Return log-probabilities.")] = None
+    top_logprobs: Annotated[
+        U32 | None, doc("Return this many of the most likely tokens at each place.", maximum=20)
+    ] = None
+    tools: Annotated[list[Tool] | None, doc("Functions that the model may call.")] = None
+    tool_choice: Annotated[
+        str | NamedToolChoice | None,
+        doc("Whether and what the model must call: `auto`, `none`, `required`, or a function."),
+    ] = None
+    tool_prompt: Annotated[
+        str | None, doc("Put before the tools when the model's template does not show them itself.")
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, doc("Whether an answer may call more than one function.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, doc("Further variables for the chat template.")] = None
+    add_generation_prompt: Annotated[bool | None, doc("End the prompt with the start of the assistant's turn.")] = None
+    continue_final_message: Annotated[bool | None, doc("Go on with the last message instead of answering it.")] = None
+    documents: Annotated[list[dict[str, Any]] | None, doc("Documents for templates that can show them.")] = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
     prediction: Any = None  # a hint for speed alone
-    enable_thinking: bool | None = None  # a variable of many templates
-    functions: list[FunctionDefinition] | None = None  # older than `tools`; the answer has the older form too
-    function_call: str | FunctionName | None = None
-    # Known and not served:
-    audio: Any = None
-    modalities: list[str] | None = None
-    web_search_options: Any = None
+    enable_thinking: Annotated[bool | None, doc("A variable of the chat template.")] = (
+        None  # a variable of many templates
+    )
+    functions: Annotated[list[FunctionDefinition] | None, doc("The older form of `tools`.")] = (
+        None  # older than `tools`; the answer has the older form too
+    )
+    function_call: Annotated[str | FunctionName | None, doc("The older form of `tool_choice`.")] = None
+    audio: Annotated[Any, refused] = None
+    modalities: Annotated[list[str] | None, doc("Only text is generated.")] = None
+    web_search_options: Annotated[Any, refused] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -265,11 +334,19 @@ class ChatRequest(_Sampling, kw_only=True):
 
 
 class CompletionRequest(_Sampling, kw_only=True):
-    prompt: str | list[str | int | list[int]]  # text or token ids, one or several; not mixed
-    echo: bool | None = None
-    return_full_text: bool | None = None  # TGI's name of `echo`
-    logprobs: U32 | None = None
-    suffix: str | None = None
+    best_of: Annotated[U32 | None, doc("Generate this many times for each prompt and return the `n` best.")] = None
+    max_tokens: Annotated[
+        U32 | None, doc("At most this many tokens. 0, with `echo`: only score the prompt.", example=32, minimum=0)
+    ] = None
+    prompt: Annotated[
+        str | list[str | int | list[int]], doc("One or more texts, or token ids.")
+    ]  # text or token ids, one or several; not mixed
+    echo: Annotated[bool | None, doc("Put the prompt before the text.")] = None
+    return_full_text: Annotated[bool | None, doc("Another name of `echo`.")] = None  # TGI's name of `echo`
+    logprobs: Annotated[
+        U32 | None, doc("Return log-probabilities, and this many of the most likely tokens at each place.")
+    ] = None
+    suffix: Annotated[str | None, doc("Not supported: put what comes after into the prompt.")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -303,11 +380,11 @@ class OutputToolCall(msgspec.Struct):
 
 
 class OutputMessage(msgspec.Struct, kw_only=True):
-    role: str = "assistant"
-    content: str | None = None
+    role: Annotated[str, doc(example="user")] = "assistant"
+    content: Annotated[str | None, doc("The text, or its parts.")] = None
     refusal: str | None = None
     tool_calls: list[OutputToolCall] | UnsetType = UNSET
-    function_call: OutputFunction | UnsetType = UNSET
+    function_call: Annotated[OutputFunction | UnsetType, doc("The older form of a call.")] = UNSET
 
 
 class ChatCompletionTopLogprob(msgspec.Struct):
@@ -320,11 +397,13 @@ class ChatCompletionLogprob(msgspec.Struct):
     token: str
     logprob: float | None
     bytes: list[int]
-    top_logprobs: list[ChatCompletionTopLogprob]
+    top_logprobs: Annotated[
+        list[ChatCompletionTopLogprob], doc("Return this many of the most likely tokens at each place.")
+    ]
 
 
 class ChatCompletionLogprobs(msgspec.Struct):
-    content: list[ChatCompletionLogprob]
+    content: Annotated[list[ChatCompletionLogprob], doc("The text, or its parts.")]
     refusal: None = None
 
 
@@ -332,7 +411,7 @@ class ChatCompletionComplete(msgspec.Struct):
     index: int
     message: OutputMessage
     logprobs: ChatCompletionLogprobs | None
-    finish_reason: str
+    finish_reason: Annotated[str, doc("Why the generation ended.")]
 
 
 class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
@@ -361,17 +440,17 @@ class DeltaToolCall(msgspec.Struct):
 class ChatCompletionDelta(msgspec.Struct, kw_only=True):
     """As TGI's: text or tool calls, never both, and the role with either."""
 
-    role: str = "assistant"
-    content: str | UnsetType = UNSET
+    role: Annotated[str, doc(example="user")] = "assistant"
+    content: Annotated[str | UnsetType, doc("The text, or its parts.")] = UNSET
     tool_calls: list[DeltaToolCall] | UnsetType = UNSET
-    function_call: Function | UnsetType = UNSET
+    function_call: Annotated[Function | UnsetType, doc("The older form of a call.")] = UNSET
 
 
 class ChatCompletionChoice(msgspec.Struct):
     index: int
     delta: ChatCompletionDelta
     logprobs: ChatCompletionLogprobs | None
-    finish_reason: str | None
+    finish_reason: Annotated[str | None, doc("Why the generation ended.")]
 
 
 class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk"):
@@ -386,7 +465,9 @@ class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completi
 class CompletionLogprobs(msgspec.Struct):
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None] | None] | None
+    top_logprobs: Annotated[
+        list[dict[str, float | None] | None] | None, doc("Return this many of the most likely tokens at each place.")
+    ]
     text_offset: list[int]
 
 
@@ -394,7 +475,7 @@ class CompletionComplete(msgspec.Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: str | None
+    finish_reason: Annotated[str | None, doc("Why the generation ended.")]
 
 
 class CompletionFinal(msgspec.Struct, tag_field="object", tag="text_completion"):

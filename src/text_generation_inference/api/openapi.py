@@ -1,19 +1,21 @@
-"""The OpenAPI document of the server, made from the structs that decode and encode its bodies.
+"""The OpenAPI document of the server, made from the table of routes and the structs of their bodies.
 
-Owns the list of routes as documented, the words about fields, and the translation from JSON Schema, which
-msgspec writes, to the dialect of OpenAPI 3.0. Names of operations and components are those of TGI's own document, so
-that generated clients keep their names. It knows nothing of how routes are served.
+Owns the translation from JSON Schema, which msgspec writes, to the dialect of OpenAPI 3.0. Words and ranges stand on
+the fields (`field_docs`). Names of operations and components are those of TGI's own document, so that generated clients
+keep their names.
 """
 
-from functools import cache
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import msgspec
 from msgspec import UnsetType
 
 from text_generation_inference.api import bodies, openai_bodies
-from text_generation_inference.api.openapi_routes import ROUTES, Answer, Route
-from text_generation_inference.api.openapi_words import EXAMPLES, FIELDS, GRAMMAR, RANGES
+from text_generation_inference.api.field_docs import NOT_SERVED
+
+if TYPE_CHECKING:
+    from text_generation_inference.api.routes import Answer, Route
 
 Schema = dict[str, Any]
 
@@ -22,7 +24,12 @@ _TAG = "Text Generation Inference"
 
 
 def _type_of(struct: type[msgspec.Struct], name: str) -> Any:
-    return next(field.type for field in msgspec.structs.fields(struct) if field.name == name)
+    return _plain(next(field.type for field in msgspec.structs.fields(struct) if field.name == name))
+
+
+def _plain(kind: Any) -> Any:
+    """A type without what is said of it."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 # Shapes that are plain types here and have a name in TGI's document. An equal schema becomes a reference to it.
@@ -40,27 +47,16 @@ _CHOICES = {
     "SagemakerResponse": ("GenerateResponse", "ChatCompletion", "CompletionFinal"),
     "SagemakerStreamResponse": ("StreamResponse", "ChatCompletionChunk", "Chunk"),
 }
-# Fields that are known only to be refused with a clear text.
-_REFUSED = {
-    "audio",
-    "web_search_options",
-    "guided_grammar",
-    "use_beam_search",
-    "bad_words",
-    "allowed_token_ids",
-    "logits_processors",
-    "StructuredOutputs.grammar",
-}
 # TGI's document does not require what may be null, with this exception.
 _REQUIRED_THOUGH_NULLABLE = "logprob"
 
 
-@cache
-def build_document(version: str) -> dict[str, Any]:
+def build_document(routes: "Sequence[Route]", version: str) -> dict[str, Any]:
     """The document that `/api-doc/openapi.json` answers with."""
     paths: dict[str, dict[str, Any]] = {}
-    for route in ROUTES:
-        paths.setdefault(route.path, {})[route.method] = _operation(route)
+    for route in routes:
+        if route.summary:
+            paths.setdefault(route.path.replace("*}", "}"), {})[route.method.lower()] = _operation(route)
     return {
         "openapi": "3.0.3",
         "info": {
@@ -78,16 +74,16 @@ def build_document(version: str) -> dict[str, Any]:
     }
 
 
-def _operation(route: Route) -> dict[str, Any]:
+def _operation(route: "Route") -> dict[str, Any]:
     operation: dict[str, Any] = {
         "tags": [_TAG],
         "summary": route.summary,
-        "operationId": route.operation,
+        "operationId": route.operation or route.name,
         "x-group": route.group,
     }
     if route.description:
         operation["description"] = route.description
-    names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
+    names = [part.strip("{*}") for part in route.path.split("/") if part.startswith("{")]
     if names:
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
@@ -95,13 +91,13 @@ def _operation(route: Route) -> dict[str, Any]:
     if route.body:
         content = {"schema": {"$ref": _REF + route.body}, "example": route.example}
         operation["requestBody"] = {"required": True, "content": {"application/json": content}}
-    if route.protected:
+    if not route.public:
         operation["security"] = [{}, {"ApiKey": []}]  # the key is asked for when the server was started with one
     operation["responses"] = {str(answer.status): _response(answer) for answer in route.answers}
     return operation
 
 
-def _response(answer: Answer) -> dict[str, Any]:
+def _response(answer: "Answer") -> dict[str, Any]:
     response: dict[str, Any] = {"description": answer.description}
     if answer.headers:
         response["headers"] = {
@@ -136,8 +132,30 @@ def _components() -> dict[str, Schema]:
     components = {name: translation.of_struct(name, raw[name], structs[name]) for name in structs}
     components |= translation.named
     components |= {name: {"oneOf": [{"$ref": _REF + part} for part in parts]} for name, parts in _CHOICES.items()}
-    components["GrammarType"] = GRAMMAR
+    components["GrammarType"] = _GRAMMAR
     return dict(sorted(components.items()))
+
+
+def _grammar(kinds: list[str], value: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "required": ["type", "value"],
+        "properties": {"type": {"type": "string", "enum": kinds}, "value": value},
+    }
+
+
+_GRAMMAR = {
+    "description": "What the output must match.",
+    "oneOf": [
+        _grammar(["json", "json_object"], {"description": "A JSON schema with `properties`, as an object or as text."}),
+        _grammar(["regex"], {"type": "string", "description": "A regular expression."}),
+        _grammar(["json_schema"], {"$ref": "#/components/schemas/JsonSchemaConfig"}),
+    ],
+}
+
+
+# What stands beside a type; a reference has no room for it.
+_BESIDE = ("description", "example", "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "minLength")
 
 
 class _Translation:
@@ -149,17 +167,18 @@ class _Translation:
         for name, raw in named.items():  # the inner ones come first
             schema = self._translate(raw)
             schema.pop("nullable", None)
+            words = {"description": schema.pop("description")} if "description" in schema else {}
             self._names[_key(schema)] = name
-            self.named[name] = schema | ({"description": FIELDS[name]} if name in FIELDS else {})
+            self.named[name] = schema | words
 
     def of_struct(self, name: str, schema: Schema, struct: type[msgspec.Struct]) -> Schema:
-        optional = {field.name for field in msgspec.structs.fields(struct) if UnsetType in get_args(field.type)}
+        optional = {field.name for field in msgspec.structs.fields(struct) if UnsetType in get_args(_plain(field.type))}
         properties: dict[str, Schema] = {}
         required: list[str] = []
         for key, raw in schema["properties"].items():
-            if key in _REFUSED or f"{name}.{key}" in _REFUSED:
+            if NOT_SERVED in raw:
                 continue
-            member = self._member(name, key, raw)
+            member = self._member(raw)
             properties[key] = member
             is_nullable = member.get("nullable", False) and key != _REQUIRED_THOUGH_NULLABLE
             if key in schema["required"] and key not in optional and not is_nullable:
@@ -169,14 +188,10 @@ class _Translation:
             result["required"] = required
         return result | {key: schema[key] for key in ("description", "additionalProperties") if key in schema}
 
-    def _member(self, struct: str, name: str, raw: Schema) -> Schema:
-        member = self._translate(raw)
-        more: Schema = dict(RANGES.get(struct, {}).get(name, {}))
-        for words, key in ((FIELDS, "description"), (EXAMPLES, "example")):
-            found = words.get(f"{struct}.{name}", words.get(name))
-            if found is not None:
-                more[key] = found
-        return {"allOf": [member], **more} if more and "$ref" in member else {**member, **more}
+    def _member(self, raw: Schema) -> Schema:
+        beside = {key: raw[key] for key in _BESIDE if key in raw}
+        member = self._translate({key: value for key, value in raw.items() if key not in beside})
+        return {"allOf": [member], **beside} if beside and "$ref" in member else {**member, **beside}
 
     def _translate(self, schema: Schema) -> Schema:
         schema = dict(schema)

@@ -68,6 +68,8 @@ def _names_of(kind: Any) -> tuple[frozenset[str], frozenset[str] | None]:
 
 
 def _struct_of(kind: msgspec.inspect.Type) -> msgspec.inspect.StructType:
+    if isinstance(kind, msgspec.inspect.Metadata):  # words for the API document
+        kind = kind.type
     variants = kind.types if isinstance(kind, msgspec.inspect.UnionType) else [kind]
     return next(variant for variant in variants if isinstance(variant, msgspec.inspect.StructType))
 

@@ -1,11 +1,23 @@
-"""The routes as the OpenAPI document shows them.
+"""Every route of the server: path, function, body, answers, words.
 
-Data for `openapi`: one entry per operation, with every status it can answer with.
+`app` dispatches from this table and `openapi` makes the API document from it, so that what is served and what is said
+of it cannot differ. An entry without a summary is served and not documented.
 """
 
+from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import Any
 
 import msgspec
+
+from text_generation_inference.api import chat, cloud, completions, info, native, profiler
+from text_generation_inference.api.call import Call
+from text_generation_inference.api.http import json_response
+from text_generation_inference.api.openapi import build_document
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.version import __version__
+
+Endpoint = Callable[[Call], Awaitable[None]]
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -20,15 +32,27 @@ class Answer(msgspec.Struct, frozen=True):
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     method: str
-    path: str
-    operation: str
-    group: str  # on the page at /docs
-    summary: str
+    path: str  # `{name}` stands for one part of the path, a last `{name*}` for the rest
+    endpoint: Endpoint
+    name: str  # of its spans
+    public: bool = False  # needs no API key
+    operation: str = ""  # of generated clients; the name, unless several routes share it
+    group: str = ""  # on the page at /docs
+    summary: str = ""
     description: str = ""
     body: str = ""  # component of the request
     example: Any = None
-    protected: bool = False  # by the API key, if there is one
-    answers: list[Answer]
+    answers: list[Answer] = []
+
+
+@cache
+def document() -> dict[str, Any]:
+    """The API document."""
+    return build_document(ROUTES, __version__)
+
+
+async def _openapi(call: Call) -> None:
+    await call.connection.respond(json_response(document()))
 
 
 _JSON, _TEXT, _EVENTS = "application/json", "text/plain", "text/event-stream"
@@ -111,79 +135,80 @@ GENERATE, OPENAI, CLOUDS, SERVER = "Generate", "OpenAI", "Clouds", "Server"
 
 ROUTES = [
     Route(
-        method="post",
+        method="POST",
         path="/generate",
-        operation="generate",
+        endpoint=native.generate,
+        name="generate",
         group=GENERATE,
         summary="Generate text",
         description=_TIMES,
         body="GenerateRequest",
         example={"inputs": _INPUTS, "parameters": {"max_new_tokens": 20, "details": True}},
-        protected=True,
         answers=[_ok("The text", {_JSON: "GenerateResponse"}, _HEADERS), *_NATIVE],
     ),
     Route(
-        method="post",
+        method="POST",
         path="/generate_stream",
-        operation="generate_stream",
+        endpoint=native.generate_stream,
+        name="generate_stream",
         group=GENERATE,
         summary="Generate text as a stream of tokens",
         description="Server-sent events, one per token. An error found later is an event with `error` and "
         "`error_type`, and ends the stream; the status stays 200.",
         body="GenerateRequest",
         example=_GENERATE,
-        protected=True,
         answers=[_ok("The tokens as they come", {_EVENTS: "StreamResponse"}), *_STREAM],
     ),
     Route(
-        method="post",
+        method="POST",
         path="/",
-        operation="compat_generate",
+        endpoint=native.compat_generate,
+        name="compat_generate",
         group=GENERATE,
         summary="Generate text, as a stream if `stream` is true",
         description="Without `stream` the answer is a list with one element.",
         body="CompatGenerateRequest",
         example={**_GENERATE, "stream": False},
-        protected=True,
         answers=[
             _ok("The text, or its tokens as they come", {_JSON: "[GenerateResponse]", _EVENTS: "StreamResponse"}),
             *_NATIVE,
         ],
     ),
     Route(
-        method="post",
+        method="POST",
         path="/tokenize",
-        operation="tokenize",
+        endpoint=info.tokenize,
+        name="tokenize",
         group=GENERATE,
         summary="Split a text into tokens",
         description="`start` and `stop` are places in bytes.",
         body="GenerateRequest",
         example={"inputs": _INPUTS},
-        protected=True,
         answers=[_ok("The tokens", {_JSON: "TokenizeResponse"}), *_TOKENIZE],
     ),
     Route(
-        method="post",
+        method="POST",
         path="/chat_tokenize",
+        endpoint=info.chat_tokenize,
+        name="chat_tokenize",
         operation="get_chat_tokenize",
         group=GENERATE,
         summary="Apply the chat template and split the prompt into tokens",
         body="ChatRequest",
         example=_CHAT,
-        protected=True,
         answers=[_ok("The prompt and its tokens", {_JSON: "ChatTokenizeResponse"}), *_TOKENIZE],
     ),
     Route(
-        method="post",
+        method="POST",
         path="/v1/chat/completions",
-        operation="chat_completions",
+        endpoint=chat.chat_completions,
+        name="chat_completions",
         group=OPENAI,
         summary="Answer a conversation",
         description="OpenAI's chat route. TGI's own forms of `response_format` and tools are accepted too. "
         "A stream ends with `data: [DONE]`.",
         body="ChatRequest",
         example={**_CHAT, "stream": True},
-        protected=True,
         answers=[
             _ok(
                 "The answer, or its parts as they come",
@@ -194,47 +219,52 @@ ROUTES = [
         ],
     ),
     Route(
-        method="post",
+        method="POST",
         path="/v1/completions",
-        operation="completions",
+        endpoint=completions.completions,
+        name="completions",
         group=OPENAI,
         summary="Continue one or more prompts",
         description="OpenAI's text route. A stream ends with `data: [DONE]`.",
         body="CompletionRequest",
         example={"prompt": "Say this is a test.", "max_tokens": 20, "stream": True},
-        protected=True,
         answers=[
             _ok("The text, or its parts as they come", {_JSON: "CompletionFinal", _EVENTS: "Chunk"}, _HEADERS),
             *_OPENAI,
         ],
     ),
     Route(
-        method="get",
+        method="GET",
         path="/v1/models",
-        operation="openai_get_model_info",
+        endpoint=info.models,
+        name="openai_get_model_info",
+        public=True,
         group=OPENAI,
         summary="The model that is served",
         answers=[_ok("A list with one model", {_JSON: "ModelsInfo"})],
     ),
     Route(
-        method="get",
-        path="/v1/models/{model}",
+        method="GET",
+        path="/v1/models/{model*}",
+        endpoint=info.model,
+        name="openai_get_model_info",
+        public=True,
         operation="openai_get_model",
         group=OPENAI,
         summary="A model by its name",
         answers=[_ok("The model", {_JSON: "ModelInfo"})],
     ),
     Route(
-        method="post",
+        method="POST",
         path="/invocations",
-        operation="sagemaker_compatibility",
+        endpoint=cloud.invocations,
+        name="sagemaker_compatibility",
         group=CLOUDS,
         summary="Amazon SageMaker: any of the three kinds of request",
         description="A body with `inputs` goes to `/`, one with `messages` to `/v1/chat/completions`, one with "
         "`prompt` to `/v1/completions`.",
         body="SagemakerRequest",
         example=_GENERATE,
-        protected=True,
         answers=[
             _ok(
                 "As the route it goes to",
@@ -244,60 +274,75 @@ ROUTES = [
         ],
     ),
     Route(
-        method="post",
+        method="POST",
         path="/vertex",
-        operation="vertex_compatibility",
+        endpoint=cloud.vertex,
+        name="vertex_compatibility",
         group=CLOUDS,
         summary="Google Vertex AI: several requests at a time",
         body="VertexRequest",
         example={"instances": [{"inputs": _INPUTS, "parameters": {"max_new_tokens": 20}}]},
-        protected=True,
         answers=[_ok("A text for each instance", {_JSON: "VertexResponse"}), *_NATIVE],
     ),
     Route(
-        method="get",
+        method="GET",
         path="/v2",
-        operation="kserve_metadata",
+        endpoint=cloud.kserve_metadata,
+        name="kserve_metadata",
+        public=True,
         group=CLOUDS,
         summary="KServe: the server",
         answers=[_ok("Name, version and extensions", {_JSON: "object"})],
     ),
     Route(
-        method="get",
+        method="GET",
         path="/v2/health/live",
+        endpoint=cloud.kserve_live,
+        name="health",
+        public=True,
         operation="kserve_live",
         group=CLOUDS,
         summary="KServe: whether the server is alive",
         answers=_LIVE,
     ),
     Route(
-        method="get",
+        method="GET",
         path="/v2/health/ready",
+        endpoint=cloud.kserve_ready,
+        name="health",
+        public=True,
         operation="kserve_ready",
         group=CLOUDS,
         summary="KServe: whether the server takes requests",
         answers=_LIVE,
     ),
     Route(
-        method="get",
+        method="GET",
         path=_MODEL,
+        endpoint=cloud.kserve_model,
+        name="kserve_model",
+        public=True,
         operation="kserve_model_metadata",
         group=CLOUDS,
         summary="KServe: the model",
         answers=[_ok("Name, version and extensions", {_JSON: "object"})],
     ),
     Route(
-        method="get",
+        method="GET",
         path=f"{_MODEL}/ready",
+        endpoint=cloud.kserve_ready,
+        name="health",
+        public=True,
         operation="kserve_model_ready",
         group=CLOUDS,
         summary="KServe: whether the model takes requests",
         answers=_LIVE,
     ),
     Route(
-        method="post",
+        method="POST",
         path=f"{_MODEL}/infer",
-        operation="kserve_infer",
+        endpoint=cloud.kserve_infer,
+        name="kserve_infer",
         group=CLOUDS,
         summary="KServe: generate text",
         description="Texts are lists of bytes.",
@@ -307,49 +352,97 @@ ROUTES = [
             "inputs": [{"name": "prompt", "shape": [1, 5], "datatype": "BYTES", "data": list(b"Hello")}],
             "outputs": [{"name": "text"}],
         },
-        protected=True,
         answers=[_ok("The texts", {_JSON: "KserveResponse"}), *_NATIVE],
     ),
     Route(
-        method="get",
+        method="GET",
         path="/info",
-        operation="get_model_info",
+        endpoint=info.info,
+        name="get_model_info",
+        public=True,
         group=SERVER,
         summary="The model and the limits of the server",
         answers=[_ok("What is served", {_JSON: "Info"})],
     ),
     Route(
-        method="get",
+        method="GET",
         path="/health",
-        operation="health",
+        endpoint=info.health,
+        name="health",
+        public=True,
         group=SERVER,
         summary="Whether the server serves",
         answers=_HEALTH,
     ),
-    Route(method="get", path="/", operation="root_health", group=SERVER, summary="As `/health`", answers=_HEALTH),
-    Route(method="get", path="/ping", operation="ping", group=SERVER, summary="As `/health`", answers=_HEALTH),
     Route(
-        method="get",
+        method="GET",
+        path="/",
+        endpoint=info.health,
+        name="health",
+        public=True,
+        operation="root_health",
+        group=SERVER,
+        summary="As `/health`",
+        answers=_HEALTH,
+    ),
+    Route(
+        method="GET",
+        path="/ping",
+        endpoint=info.health,
+        name="health",
+        public=True,
+        operation="ping",
+        group=SERVER,
+        summary="As `/health`",
+        answers=_HEALTH,
+    ),
+    Route(
+        method="GET",
         path="/metrics",
-        operation="metrics",
+        endpoint=info.metrics,
+        name="metrics",
+        public=True,
         group=SERVER,
         summary="Metrics for Prometheus",
         answers=[_ok("The metrics", {_TEXT: "string"})],
     ),
     Route(
-        method="get",
+        method="GET",
         path="/docs",
-        operation="docs",
+        endpoint=info.docs,
+        name="docs",
+        public=True,
         group=SERVER,
         summary="This page: all routes, to read and to try",
         answers=[_ok("The page", {"text/html": "string"})],
     ),
     Route(
-        method="get",
+        method="GET",
         path="/api-doc/openapi.json",
-        operation="openapi",
+        endpoint=_openapi,
+        name="openapi",
+        public=True,
         group=SERVER,
         summary="This document",
         answers=[_ok("The OpenAPI document", {_JSON: "object"})],
     ),
+    Route(method="GET", path="/docs/{rest*}", endpoint=info.docs, name="docs", public=True),
 ]
+
+# These ask for a key of their own.
+ADMIN_ROUTES = [
+    Route(method="POST", path="/start_profile", endpoint=profiler.start, name="start_profile", public=True),
+    Route(method="POST", path="/stop_profile", endpoint=profiler.stop, name="stop_profile", public=True),
+]
+
+
+def cloud_routes(config: ServerConfig) -> list[Route]:
+    """Where Vertex AI says, by its variables, that it will call."""
+    routes: list[Route] = []
+    if config.aip_predict_route:
+        name = "vertex_compatibility"
+        routes.append(Route(method="POST", path=config.aip_predict_route, endpoint=cloud.vertex, name=name))
+    if config.aip_health_route:
+        path = config.aip_health_route
+        routes.append(Route(method="GET", path=path, endpoint=info.health, name="health", public=True))
+    return routes
