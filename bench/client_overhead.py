@@ -21,8 +21,8 @@ from contextlib import suppress
 import numpy as np
 
 from text_generation_inference.bench.serve.apis import Call
-from text_generation_inference.bench.serve.crew import Crew, Plan
-from text_generation_inference.bench.serve.orders import Request, Settings
+from text_generation_inference.bench.serve.client_pool import ClientPool, Plan
+from text_generation_inference.bench.serve.messages import Request, Settings
 from text_generation_inference.bench.serve.target import find_target
 from text_generation_inference.bench.tables import markdown
 
@@ -128,9 +128,9 @@ def measure(options: argparse.Namespace, rate: float, num_processes: int) -> lis
         call = Call(api="generate", model=None)
         data = target.frame("generate", call.body("word " * 8, options.tokens))
         settings = Settings(address=target.address, api="generate", timeout_s=60)
-        with Crew(settings, num_processes) as crew:
+        with ClientPool(settings, num_processes) as pool:
             plan = Plan(users=options.streams, seconds=options.seconds)
-            record = crew.run(plan, lambda: Request(0, data), lambda _: None, lambda: False)
+            record = pool.run(plan, lambda: Request(0, data), lambda _: None, lambda: False)
     finally:
         double.kill()
         double.wait()

@@ -15,11 +15,11 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from text_generation_inference.bench.serve import arrivals
 from text_generation_inference.bench.serve.apis import Answer, Call, describe_body
+from text_generation_inference.bench.serve.client_pool import Record
 from text_generation_inference.bench.serve.command import main, parse_limits, parse_seconds, read_task
-from text_generation_inference.bench.serve.crew import Record
 from text_generation_inference.bench.serve.measure import histogram_of, spread_of, summarise
+from text_generation_inference.bench.serve.messages import Finished, Outcome
 from text_generation_inference.bench.serve.modes import Modes, steps_of
-from text_generation_inference.bench.serve.orders import Finished, Outcome
 from text_generation_inference.bench.serve.profiles import PROFILES, Lengths, exactly, parse_lengths
 from text_generation_inference.bench.serve.prompts import Counter, FilePrompts, Prompt, PromptMaker, read_prompts
 from text_generation_inference.bench.serve.results import Phase, ServeReport

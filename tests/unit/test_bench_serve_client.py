@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import select
 import shutil
 import signal
 import socket
@@ -25,10 +26,19 @@ from tokenizers import models, pre_tokenizers
 
 from streaming_double import StreamingDouble
 from text_generation_inference.bench.serve.apis import Call
+from text_generation_inference.bench.serve.channel import Channel
 from text_generation_inference.bench.serve.client import Client, Exchange
+from text_generation_inference.bench.serve.client_pool import ClientPool, Plan
 from text_generation_inference.bench.serve.command import main
-from text_generation_inference.bench.serve.link import Link
-from text_generation_inference.bench.serve.orders import FromClient, Need, Outcome, Outcomes, ToClient
+from text_generation_inference.bench.serve.messages import (
+    FromClient,
+    Need,
+    Outcome,
+    Outcomes,
+    Request,
+    Settings,
+    ToClient,
+)
 from text_generation_inference.bench.serve.target import find_target
 from text_generation_inference.bench.serve.vocabulary import load_tokenizer
 from text_generation_inference.errors import StartError
@@ -197,20 +207,46 @@ def test_a_server_that_never_ends_is_not_waited_for() -> None:
     assert one.error == "no end within 0.3 s" and len(one.answer.times) > 1
 
 
-def test_messages_pass_whole_through_full_sockets() -> None:
-    ours, theirs = socket.socketpair()
-    sender, receiver = Link(ours, ToClient), Link(theirs, FromClient)
-    big = [Outcomes([Outcome(number, 0.0, 0.0, 1.0, bytes(200_000), 5, 6, None)], number) for number in range(9)]
+def test_messages_pass_whole_and_nobody_waits(tmp_path: Path) -> None:
+    """Megabytes are sent before anybody is there to take them."""
+    endpoint = f"ipc://{tmp_path}/socket"
+    sender = Channel(endpoint, ToClient, bind=False)
+    big = [Outcomes([Outcome(number, 0.0, 0.0, 1.0, bytes(200_000), 5, 6, None)], number) for number in range(99)]
     for message in [*big, Need(3)]:
         sender.send(message)
-    assert sender.has_unsent
+    receiver = Channel(endpoint, FromClient, bind=True)
     received: list[Any] = []
-    while len(received) < 10:
-        sender.flush()
+    until = time.monotonic() + 20
+    while len(received) < 100 and time.monotonic() < until:
+        select.select([receiver], [], [], 0.01)
         received += receiver.receive()
-    assert received == [*big, Need(3)] and receiver.is_open
-    ours.close()
-    assert receiver.receive() == [] and not receiver.is_open
+    assert received == [*big, Need(3)] and receiver.receive() == []
+    sender.close()
+    receiver.close()
+
+
+def test_client_processes_end_with_the_command_and_their_end_is_told() -> None:
+    settings = Settings(address=find_address("127.0.0.1", 9), api="generate", timeout_s=1.0)
+    program = (
+        "import sys, time; from text_generation_inference.bench.serve.client_pool import ClientPool;"
+        "from text_generation_inference.bench.serve.client import Address;"
+        "from text_generation_inference.bench.serve.messages import Settings;"
+        "settings = Settings(address=Address(family=2, place=('127.0.0.1', 9)), api='generate', timeout_s=1.0);"
+        "pool = ClientPool(settings, 1); print(pool.pids[0], flush=True); time.sleep(60)"
+    )
+    command = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    worker = int(command.stdout.readline())
+    command.kill()  # without a word to its processes
+    command.wait()
+    until = time.monotonic() + 20
+    while Path(f"/proc/{worker}/stat").exists() and Path(f"/proc/{worker}/stat").read_text().split(") ")[1][0] != "Z":
+        assert time.monotonic() < until, "the client process lives on"
+        time.sleep(0.05)
+    with ClientPool(settings, 1) as pool:
+        os.kill(pool.pids[0], signal.SIGKILL)
+        with pytest.raises(StartError, match="ended unexpectedly .SIGKILL."):
+            pool.run(Plan(users=1, seconds=1.0), lambda: Request(0, b""), lambda progress: None, lambda: False)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from text_generation_inference.bench.serve.crew import Record
-from text_generation_inference.bench.serve.orders import Outcome
+from text_generation_inference.bench.serve.client_pool import Record
+from text_generation_inference.bench.serve.messages import Outcome
 from text_generation_inference.bench.serve.prompts import Prompt
 from text_generation_inference.bench.serve.results import Goodput, Histogram, Phase, RequestDetail, Spread
 

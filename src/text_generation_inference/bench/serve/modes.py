@@ -12,9 +12,9 @@ import msgspec
 
 from text_generation_inference.bench.serve import arrivals
 from text_generation_inference.bench.serve.apis import Call
-from text_generation_inference.bench.serve.crew import Crew, Plan, Progress
+from text_generation_inference.bench.serve.client_pool import ClientPool, Plan, Progress
 from text_generation_inference.bench.serve.measure import summarise
-from text_generation_inference.bench.serve.orders import Request
+from text_generation_inference.bench.serve.messages import Request
 from text_generation_inference.bench.serve.prompts import Prompt
 from text_generation_inference.bench.serve.results import Phase
 from text_generation_inference.bench.serve.target import Target
@@ -97,7 +97,7 @@ class Session:
 
     def __init__(
         self,
-        crew: Crew,
+        pool: ClientPool,
         target: Target,
         call: Call,
         prompts: PromptSource,
@@ -105,7 +105,7 @@ class Session:
         limits_ms: dict[str, float],
         with_details: bool,
     ) -> None:
-        self._crew, self._target, self._call, self._prompts = crew, target, call, prompts
+        self._pool, self._target, self._call, self._prompts = pool, target, call, prompts
         self._rng = random.Random(seed)
         self._limits_ms, self._with_details = limits_ms, with_details
         self._sent: dict[int, Prompt] = {}
@@ -116,7 +116,7 @@ class Session:
     def run(self, step: Step, tell: Callable[[Progress], None], is_stopped: Callable[[], bool]) -> tuple[Phase, bool]:
         """The phase, and whether it was ended early."""
         self._sent.clear()
-        record = self._crew.run(self._plan(step), self._make_request, tell, is_stopped)
+        record = self._pool.run(self._plan(step), self._make_request, tell, is_stopped)
         for outcome in record.outcomes:
             prompt = self._sent[outcome.number]
             if self._call.api != "chat" and None not in (prompt.num_tokens, outcome.num_prompt):

@@ -15,10 +15,10 @@ from text_generation_inference.bench import report as reports
 from text_generation_inference.bench.command_line import EXIT_ERROR, EXIT_INTERRUPTED
 from text_generation_inference.bench.row_progress import Lines, describe_seconds, draw_bar
 from text_generation_inference.bench.serve.apis import Call
+from text_generation_inference.bench.serve.client_pool import ClientPool, Progress
 from text_generation_inference.bench.serve.command import Task
-from text_generation_inference.bench.serve.crew import Crew, Progress
+from text_generation_inference.bench.serve.messages import Settings
 from text_generation_inference.bench.serve.modes import PromptSource, Session, Step, steps_of
-from text_generation_inference.bench.serve.orders import Settings
 from text_generation_inference.bench.serve.prompts import Counter, FilePrompts, PromptMaker, read_prompts
 from text_generation_inference.bench.serve.results import Phase, ServeReport
 from text_generation_inference.bench.serve.tables import error_lines, limit_line, tables
@@ -44,8 +44,8 @@ def run_serve(task: Task) -> int:
     tokenizer_name, prompts = _make_prompts(task, server, call, seed)
     report = _start_report(task, target, server, call, tokenizer_name, seed)
     settings = Settings(address=target.address, api=call.api, timeout_s=task.timeout_s)
-    with Crew(settings, task.client_processes) as crew, _noted_interrupts() as is_stopped:
-        session = Session(crew, target, call, prompts, seed, task.limits_ms, task.details)
+    with ClientPool(settings, task.client_processes) as pool, _noted_interrupts() as is_stopped:
+        session = Session(pool, target, call, prompts, seed, task.limits_ms, task.details)
         return _run_phases(task, session, report, lines, is_stopped)
 
 

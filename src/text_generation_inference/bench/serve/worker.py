@@ -1,25 +1,27 @@
 """A client process: sends the requests of a phase when they are due, or for its share of the users, and reports.
 
-    python -m text_generation_inference.bench.serve.worker DESCRIPTOR
+    python -m text_generation_inference.bench.serve.worker ENDPOINT
 
-The command is at the other end of the descriptor, a socket; when that is closed the process ends. A timer that
-does nothing else than be late says how far behind this process was.
+The command connects to the endpoint; when standard input ends, so does the process. A timer that does nothing else than
+be late says how far behind this process was.
 """
 
 import gc
 import resource
+import select
+import shutil
 import signal
-import socket
 import sys
 import time
 from array import array
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 from text_generation_inference.bench.serve.apis import Call
-from text_generation_inference.bench.serve.client import READ, WRITE, Client, Exchange
-from text_generation_inference.bench.serve.link import Link
-from text_generation_inference.bench.serve.orders import (
+from text_generation_inference.bench.serve.channel import Channel
+from text_generation_inference.bench.serve.client import READ, Client, Exchange
+from text_generation_inference.bench.serve.messages import (
     Cut,
     Finished,
     Go,
@@ -118,7 +120,7 @@ class _Phase:
             self._worker.client.send(Exchange(request.number, request.data, now))
         if not self._has_all and not self._asked and len(self._requests) < self._start.users:
             self._asked = True
-            self._worker.link.send(Need(2 * self._start.users))
+            self._worker.channel.send(Need(2 * self._start.users))
 
     def _is_late(self, now: float) -> bool:
         return self._start.seconds is not None and now - self._begin >= self._start.seconds
@@ -145,29 +147,35 @@ class _Phase:
 
 
 class _Worker:
-    def __init__(self, sock: socket.socket) -> None:
-        self.link = Link(sock, ToClient)
+    def __init__(self, endpoint: str) -> None:
+        self.channel = Channel(endpoint, ToClient, bind=True)
         self._phase: _Phase | None = None
         self._outcomes: list[Outcome] = []
         self._num_tokens = 0
         self._next_report = 0.0
-        self._is_watching_write = False
+        self._is_wanted = True
         settings, *more = self._first_words()
         call = Call(api=settings.api, model=None)
         self.client = Client(settings.address, call.read_event(), settings.timeout_s, self._on_end)
-        self.client.selector.register(sock, READ, self._on_link)
+        self.client.selector.register(self.channel, READ, lambda mask: None)  # `run` takes what has come
+        self.client.selector.register(sys.stdin, READ, self._on_input)
         self._obey(more)
 
     def _first_words(self) -> list[Any]:
         """The settings, and what came with them."""
-        while self.link.is_open:
-            if messages := self.link.receive():
-                return messages
-            time.sleep(0.001)
-        sys.exit(0)
+        while not (messages := self.channel.receive()):
+            if select.select([self.channel, sys.stdin], [], [], _WAIT_S)[0] == [sys.stdin]:
+                sys.exit(0)
+        return messages
+
+    def _on_input(self, mask: int) -> None:
+        """Nothing is ever written there: it was closed."""
+        self._is_wanted = False
 
     def run(self) -> None:
-        while self.link.is_open:
+        while self._is_wanted:
+            while messages := self.channel.receive():
+                self._obey(messages)
             phase = self._phase
             if phase is None or not phase.is_running:
                 self.client.poll(_WAIT_S)
@@ -180,11 +188,6 @@ class _Worker:
                 self._report()
         self.client.close()
 
-    def _on_link(self, mask: int) -> None:
-        if mask & WRITE:
-            self.link.flush()
-        self._obey(self.link.receive())
-
     def _obey(self, messages: list[Any]) -> None:
         for message in messages:
             match message:
@@ -193,7 +196,7 @@ class _Worker:
                     gc.disable()
                     self._num_tokens = 0
                     self._phase = _Phase(message, self)
-                    self.link.send(Ready())
+                    self.channel.send(Ready())
                 case Go(at=at) if self._phase is not None:
                     self._phase.go(at)
                 case More() if self._phase is not None:
@@ -202,15 +205,6 @@ class _Worker:
                     self._phase.is_cut = True
                 case _:
                     pass
-        self._watch_link()
-
-    def _watch_link(self) -> None:
-        """Ask to be told when more can be written only while there is more."""
-        if self.link.has_unsent != self._is_watching_write:
-            self._is_watching_write = self.link.has_unsent
-            self.client.selector.modify(
-                self.link.sock, READ | WRITE if self._is_watching_write else READ, self._on_link
-            )
 
     def _on_end(self, exchange: Exchange) -> None:
         self._outcomes.append(_outcome_of(exchange))
@@ -221,16 +215,14 @@ class _Worker:
     def _report(self) -> None:
         self._next_report = self.client.now + _REPORT_S
         running = sum(len(exchange.answer.times) for exchange in self.client.in_flight)
-        self.link.send(Outcomes(self._outcomes, self._num_tokens + running))
+        self.channel.send(Outcomes(self._outcomes, self._num_tokens + running))
         self._outcomes = []
-        self._watch_link()
 
     def _end_phase(self, phase: _Phase) -> None:
         finished = phase.finish()
         self._outcomes += [_outcome_of(exchange) for exchange in self.client.cut()]
         self._report()
-        self.link.send(finished)
-        self._watch_link()
+        self.channel.send(finished)
         self._phase = None
         gc.enable()
 
@@ -258,7 +250,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which says when to stop
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    _Worker(socket.socket(fileno=int(sys.argv[1]))).run()
+    endpoint = sys.argv[1]
+    try:
+        _Worker(endpoint).run()
+    finally:  # the command may have been killed
+        shutil.rmtree(Path(endpoint.removeprefix("ipc://")).parent, ignore_errors=True)
 
 
 if __name__ == "__main__":

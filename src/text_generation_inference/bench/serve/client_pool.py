@@ -3,19 +3,20 @@
 Makes requests only when a process asks for more, or before a phase starts; while one runs it mostly waits.
 """
 
-import selectors
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from text_generation_inference.bench.serve.link import Link
-from text_generation_inference.bench.serve.orders import (
+import zmq
+
+from text_generation_inference.bench.serve.channel import Channel
+from text_generation_inference.bench.serve.messages import (
     Cut,
     Finished,
     FromClient,
@@ -64,21 +65,23 @@ class Progress:
 
 
 class _Process:
-    def __init__(self, settings: Settings) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "text_generation_inference.bench.serve.worker", str(theirs.fileno())]
-        self.process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        theirs.close()
-        self.link = Link(ours, FromClient)
-        self.link.send(settings)
+    """A client process. It ends when its standard input is closed, however this process ends."""
+
+    def __init__(self, endpoint: str, settings: Settings) -> None:
+        command = [sys.executable, "-m", "text_generation_inference.bench.serve.worker", endpoint]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self.channel = Channel(endpoint, FromClient, bind=False)
+        self.channel.send(settings)
         self.is_ready = False
         self.is_finished = True
         self.num_tokens = 0
 
+    def let_go(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
     def close(self) -> None:
-        self.link.sock.close()
+        self.channel.close()
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -86,14 +89,22 @@ class _Process:
             self.process.wait()
 
 
-class Crew:
+class ClientPool:
     """Use as a context: the processes end with it."""
 
     def __init__(self, settings: Settings, num_processes: int) -> None:
-        self._processes = [_Process(settings) for _ in range(num_processes)]
-        self._selector = selectors.DefaultSelector()
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="tgi-bench-", ignore_cleanup_errors=True
+        )  # for this user alone
+        endpoints = [f"ipc://{self._folder.name}/{number}" for number in range(num_processes)]
+        self._processes = [_Process(endpoint, settings) for endpoint in endpoints]
+        self._poller = zmq.Poller()
         for process in self._processes:
-            self._selector.register(process.link.sock, selectors.EVENT_READ, process)
+            self._poller.register(process.channel.socket, zmq.POLLIN)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.process.pid for process in self._processes]
 
     def __enter__(self) -> Self:
         return self
@@ -101,11 +112,11 @@ class Crew:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._selector.close()
         for process in self._processes:
-            process.link.sock.close()  # all at once, then wait for each
+            process.let_go()  # all at once, then wait for each
         for process in self._processes:
             process.close()
+        self._folder.cleanup()
 
     def run(
         self,
@@ -125,7 +136,7 @@ class Crew:
         self._wait_for(lambda: all(process.is_ready for process in busy), record, supply)
         begin = time.monotonic() + _START_DELAY_S
         for process in busy:
-            process.link.send(Go(begin))
+            process.channel.send(Go(begin))
         num_failed = 0
         seen = 0
         cut_at: float | None = None
@@ -138,7 +149,7 @@ class Crew:
             if cut_at is None and is_stopped():
                 record.is_interrupted, cut_at = True, now
                 for process in busy:
-                    process.link.send(Cut())
+                    process.channel.send(Cut())
             if cut_at is not None and now - cut_at > _LIMIT_S:
                 raise StartError("a client process did not end its phase")
         return record
@@ -161,7 +172,7 @@ class Crew:
         for process, share in zip(self._processes, shares, strict=True):
             if share.due or share.users:
                 process.is_finished, process.num_tokens = False, 0
-                process.link.send(share)
+                process.channel.send(share)
                 busy.append(process)
         return busy
 
@@ -174,18 +185,14 @@ class Crew:
 
     def _exchange(self, record: Record, supply: "_Supply", seconds: float) -> None:
         """Take what the processes say, give what they ask for."""
+        self._poller.poll(1e3 * seconds)
         for process in self._processes:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.link.has_unsent else 0)
-            self._selector.modify(process.link.sock, wanted, process)
-        for key, _ in self._selector.select(seconds):
-            process: _Process = key.data
-            process.link.flush()
-            for message in process.link.receive():
+            for message in process.channel.receive():
                 match message:
                     case Ready():
                         process.is_ready = True
                     case Need(count=count):
-                        process.link.send(More(supply.take(count), supply.is_empty))
+                        process.channel.send(More(supply.take(count), supply.is_empty))
                     case Outcomes():
                         record.outcomes += message.outcomes
                         process.num_tokens = message.num_tokens
@@ -194,8 +201,8 @@ class Crew:
                         process.is_finished = True
                     case _:
                         pass
-            if not process.link.is_open:
-                status = process.process.wait()
+            status = process.process.poll()
+            if status is not None:
                 reason = signal.Signals(-status).name if status < 0 else f"status {status}"
                 raise StartError(f"a client process ended unexpectedly ({reason})")
 
