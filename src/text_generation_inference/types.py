@@ -393,10 +393,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     dtypes: list[str]  # first is the default
     mixes_phases: bool  # prefill chunks and decode may share a step
-    pads: bool  # batches are padded to buckets
     max_batch_size: int  # requests running at a time, unless the user says otherwise
     max_batch_prefill_tokens: int  # likewise
     memory_share: float  # of the memory free after loading, how much the KV cache may take
-    ops: list[str] = []  # fast ops available, by name
+    runs_ahead: bool = False  # work is queued and done later; slots then live on the device
+    graphs: bool = False  # padded passes have a graph for each shape
+    prompt_graphs: bool = True  # those of prompts too, unless the user says otherwise
+    measures_steps: bool = False  # all free memory goes to the KV cache: what steps take is measured before
+    meters_memory: bool = False  # it can be told how much memory work takes
     buckets: bool = False  # every step has a shape of the bucket plan, unless the user says otherwise
     step_timeout_s: float = 60.0  # a step that takes longer never ends, unless the user says otherwise

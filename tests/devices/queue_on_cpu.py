@@ -2,31 +2,24 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from text_generation_inference.devices.buckets import decode_sizes, mixed_sizes
 from text_generation_inference.devices.cpu import CpuDevice
-from text_generation_inference.devices.device import Event, GraphForward, Ops
+from text_generation_inference.devices.device import GraphForward, Ops
 from text_generation_inference.devices.graphs import CapturedForward
 from text_generation_inference.kernels.batch import Batch
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
 class QueueOnCpu(CpuDevice):
-    runs_ahead = True
-    cache_by_head = False
-
     def __init__(self, cache_dir: Path, ops: Ops | None = None) -> None:
         super().__init__(cache_dir, custom_kernels=False)
+        self.limits = msgspec.structs.replace(self.limits, runs_ahead=True, graphs=True)
         self.ops = ops or Ops()
         self._most_mixed = (
             128 if ops is None else 48
@@ -34,16 +27,16 @@ class QueueOnCpu(CpuDevice):
         self.num_replays = 0
         self.is_replaying = False
 
-    def stream(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
     def pinned_int32(self, count: int) -> Tensor:
         return torch.full((count,), -7, dtype=torch.int32)
 
-    def event(self) -> Event:
-        return _Done()
-
-    def after(self, mark: Event, finish: Callable[[], Any]) -> "Future[Any]":
+    def launch(self, queue: Callable[[], Callable[[], Any]]) -> "Future[Any]":
+        try:
+            finish = queue()
+        except Exception as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
         return self.submit(finish)
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

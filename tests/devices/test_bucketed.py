@@ -266,6 +266,7 @@ class Measured(QueueOnCpu):
 
     def __init__(self, cache_dir: Path) -> None:
         super().__init__(cache_dir)
+        self.limits = msgspec.structs.replace(self.limits, measures_steps=True, meters_memory=True)
         embedding = self.ops.embedding
 
         def look_up(ids: Tensor, weight: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start
@@ -25,9 +26,11 @@ class Measured(QueueOnCpu):
 
     description = "a test (capability 8.0)"
     supports_fp8 = False
+    fp8_needs = "a GPU of compute capability 8.9"
 
     def __init__(self, cache_dir: Path) -> None:
         super().__init__(cache_dir)
+        self.limits = msgspec.structs.replace(self.limits, measures_steps=True, meters_memory=True)
         self.tokens_per_step: list[int] = []
         self.free, self.peak, self.compiled = 10**9, 1000, 0
         self.room = 10**9  # tokens
@@ -177,6 +180,7 @@ def test_fp8_on_a_gpu_without_it(tiny: Tiny, device: Measured, settings: dict, n
 PROGRAM = """
 import json, sys, time
 from pathlib import Path
+import msgspec
 import torch
 from triton.backends.compiler import GPUTarget
 from triton import knobs
@@ -223,6 +227,7 @@ def remember(self, *arguments, **options):
     functions.append(self)
 jit.JITFunction.__init__ = remember
 device = OnlyCompiles(Path(sys.argv[2]), Ops("Triton", **load_ops(132)))
+device.limits = msgspec.structs.replace(device.limits, measures_steps=True)
 text_generation_inference.engine.build.choose_device = lambda *_: device
 start(Path(sys.argv[1]), max_batch_size=40, max_batch_prefill_tokens=64, max_total_tokens=120)
 """

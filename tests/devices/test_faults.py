@@ -64,17 +64,21 @@ class Faulty(QueueOnCpu):
 
         return call
 
-    def after(self, mark: Any, finish: Any) -> "Future[Any]":
-        self.num_results += 1
-        number = self.num_results
+    def launch(self, queue: Any) -> "Future[Any]":
+        def queue_one_that_fails() -> Any:
+            finish = queue()
+            self.num_results += 1
+            number = self.num_results
 
-        def fail_or_finish() -> Any:
-            if number in self.fail_results:
-                self.num_failed += 1
-                raise self.error
-            return finish()
+            def fail_or_finish() -> Any:
+                if number in self.fail_results:
+                    self.num_failed += 1
+                    raise self.error
+                return finish()
 
-        return super().after(mark, fail_or_finish)
+            return fail_or_finish
+
+        return super().launch(queue_one_that_fails)
 
 
 @pytest.fixture(scope="module")
@@ -213,13 +217,13 @@ def test_a_request_that_does_not_fit_alone_ends_alone(tiny: Tiny, engines: Any) 
     launch = runner._queue
     victim = 4
 
-    def fail_with_victim(plan: StepPlan) -> Any:
+    def fail_with_victim(plan: StepPlan, previous: Any) -> Any:
         for admission in plan.admit:
             holders[admission.slot] = admission.request.id
         rows = [*(chunk.slot for chunk in plan.chunks), *(runner.slots.decode_slots if plan.decode else [])]
         if victim in [holders[slot] for slot in rows]:
             raise no_memory()
-        return launch(plan)
+        return launch(plan, previous)
 
     holders: dict[int, int] = {}
     calm, _ = engines(tiny.folder)

@@ -105,6 +105,7 @@ class ShapeGraphs:
 
 class GraphDevice:
     torch_device = torch.device("cpu")
+    limits = SimpleNamespace(graphs=True)
 
     def __init__(self) -> None:
         self.ops = Ops()

@@ -21,7 +21,6 @@ LIMITS = Limits(
     block_size=16,
     dtypes=["float32"],
     mixes_phases=True,
-    pads=False,
     max_batch_size=8,
     max_batch_prefill_tokens=512,
     memory_share=0.5,

@@ -166,7 +166,6 @@ HPU = Limits(
     block_size=128,
     dtypes=["bfloat16", "float32"],
     mixes_phases=True,
-    pads=True,
     buckets=True,
     max_batch_size=32,
     max_batch_prefill_tokens=4096,

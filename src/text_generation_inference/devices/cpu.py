@@ -6,14 +6,12 @@ each op over all cores.
 
 import math
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from text_generation_inference.devices.at_once import AtOnce
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.devices.host_memory import available_bytes
 from text_generation_inference.kernels.batch import Batch
@@ -23,13 +21,19 @@ from text_generation_inference.types import Limits
 _WORKING_BYTES = 512 << 20
 
 
-class CpuDevice:
+class CpuDevice(AtOnce):
     name = "cpu"
+    description = "the CPU"
     comm_backend = "gloo"
-    runs_ahead = False
     cache_by_head = False
+    holds_fp8 = False
+    supports_fp8 = True
+    fp8_max = 448.0
+    fp8_needs = ""
+    runtime_bytes = 0
 
     def __init__(self, cache_dir: Path, custom_kernels: bool = True, num_threads: int | None = None) -> None:
+        super().__init__("tgi-cpu")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.torch_device = torch.device("cpu")
@@ -37,22 +41,24 @@ class CpuDevice:
             block_size=16,
             dtypes=["float32", "bfloat16", "float16"],
             mixes_phases=True,
-            pads=False,
             max_batch_size=64,
             max_batch_prefill_tokens=512,
             memory_share=0.5,
         )
         self.ops = _load_ops(cache_dir) if custom_kernels else Ops()
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cpu")
-
-    def loading(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def free_bytes(self) -> int:
         """Without what steps and the process that answers HTTP will take: pages of the cache are handed out when they
         are first touched, and must be there then."""
         free = available_bytes()
         return free - min(_WORKING_BYTES, free // 4)
+
+    def all_free_bytes(self) -> int:
+        return self.free_bytes()
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        work()
+        return 0
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Pages that the system hands out, zeroed, when they are first touched: an unused cache costs nothing."""
@@ -62,12 +68,6 @@ class CpuDevice:
 
     def prepare(self, batch: Batch) -> Batch:
         return batch
-
-    def submit(self, work: Callable[[], Any]) -> "Future[Any]":
-        return self._worker.submit(work)
-
-    def close(self) -> None:
-        self._worker.shutdown(wait=True)
 
 
 def _load_ops(cache_dir: Path) -> Ops:

@@ -36,8 +36,11 @@ _MANY_CORES = 4  # so many compile faster in processes than in threads
 class CudaDevice:
     name = "cuda"
     comm_backend = "nccl"
-    runs_ahead = True
     cache_by_head = True
+    holds_fp8 = False
+    fp8_max = 448.0
+    fp8_needs = "a GPU of compute capability 8.9 or later (Ada, Hopper or newer)"
+    runtime_bytes = 0
 
     def __init__(
         self,
@@ -62,7 +65,10 @@ class CudaDevice:
             block_size=16,
             dtypes=["bfloat16", "float16", "float32"] if self.capability >= _BFLOAT16 else ["float16", "float32"],
             mixes_phases=True,
-            pads=True,
+            runs_ahead=True,
+            graphs=True,
+            measures_steps=True,
+            meters_memory=True,
             max_batch_size=1024,
             max_batch_prefill_tokens=8192,
             memory_share=1.0,
@@ -108,6 +114,9 @@ class CudaDevice:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return max(0, free - int((1 - self._memory_fraction) * total) - _MARGIN_BYTES)
+
+    def all_free_bytes(self) -> int:
+        return self.free_bytes()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self.stream(), _fixed_segments():  # it is filled in the queue that reads it
@@ -162,7 +171,16 @@ class CudaDevice:
         event.record(self._queue)
         return _CudaEvent(event)
 
-    def after(self, event: Event, finish: Callable[[], Any]) -> "Future[Any]":
+    def launch(self, queue: Callable[[], Callable[[], Any]]) -> "Future[Any]":
+        try:
+            with self.stream():
+                finish = queue()
+                event = self.event()
+        except Exception as error:  # a failed step is told like one that fails on the device
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
+
         def wait_and_finish() -> Any:
             event.wait()
             return finish()

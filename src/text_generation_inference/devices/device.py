@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,28 +58,72 @@ def _no_blocks(kind: str, data: torch.Tensor, in_features: int) -> object:
     raise AssertionError("this device does not compute from quantised blocks")
 
 
+class Event(Protocol):
+    """A place in the queue of a device."""
+
+    def wait(self) -> None:
+        """Until everything before it is done."""
+        ...
+
+
+class GraphForward(Protocol):
+    """A padded pass, captured when its shapes are first seen and replayed afterwards where the device has graphs."""
+
+    @property
+    def num_captured(self) -> int: ...
+
+    def __call__(self, batch: Batch, bypass: bool = False) -> Tensor:
+        """The result is good until the next call. `bypass`: without a graph."""
+        ...
+
+
 class Device(Protocol):
+    """One device. What it can do is said by its `limits`; a device that does work at once is a queue that is done."""
+
     name: str
+    description: str  # for messages
     torch_device: torch.device
     limits: Limits
     comm_backend: str
-    runs_ahead: bool  # work is queued and done later: see `QueueDevice`
     cache_by_head: bool  # the tokens of a block lie together for each head, rather than the heads for each token
+    holds_fp8: bool  # caches in FP8 are allocated as that, rather than as bytes seen as numbers
+    fp8_max: float
+    fp8_needs: str  # what computes in FP8, where this device does not
 
     @property
     def ops(self) -> Ops: ...
+
+    @property
+    def supports_fp8(self) -> bool: ...
+
+    # -- memory ----------------------------------------------------------------------------------------------------
 
     def loading(self) -> AbstractContextManager[Callable[[], AbstractContextManager[Any]] | None]:
         """Around loading. A device with memory in pools yields a pool of its own for what loading gives back."""
         ...
 
     def free_bytes(self) -> int:
-        """Memory that a KV cache could take now."""
+        """Memory that a KV cache could take now. Gives back first what an allocator keeps for later."""
+        ...
+
+    def all_free_bytes(self) -> int:
+        """With `runtime_bytes`."""
+        ...
+
+    @property
+    def runtime_bytes(self) -> int:
+        """Memory kept for passes without a graph; graphs and the cache leave it alone."""
+        ...
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """The most memory that work held at a time, beside what was held before; 0 where that cannot be told."""
         ...
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A large long-lived buffer."""
         ...
+
+    # -- work ------------------------------------------------------------------------------------------------------
 
     def prepare(self, batch: Batch) -> Batch:
         """The batch in the form that this device's ops read. Part of a captured pass."""
@@ -89,19 +133,12 @@ class Device(Protocol):
         """Run work in order after what was submitted before, without waiting for it."""
         ...
 
-    def close(self) -> None: ...
+    def launch(self, queue: Callable[[], Callable[[], Any]]) -> "Future[Any]":
+        """Compute a step: `queue` queues its work and returns what reads the results once they are there.
 
-
-class Event(Protocol):
-    """A place in the queue of a device."""
-
-    def wait(self) -> None:
-        """Until everything before it is done."""
+        In the order of launching, without waiting for the step. The future has what was read, or what was raised.
+        """
         ...
-
-
-class QueueDevice(Device, Protocol):
-    """A device that takes work faster than it does it. Nothing here waits for it except `Event.wait`."""
 
     def stream(self) -> AbstractContextManager[Any]:
         """Inside, torch ops go to this device's queue."""
@@ -113,40 +150,27 @@ class QueueDevice(Device, Protocol):
 
     def event(self) -> Event: ...
 
-    def after(self, event: Event, finish: Callable[[], Any]) -> "Future[Any]":
-        """Call `finish` on another thread once the queue is past the event; in order."""
-        ...
+    # -- graphs ----------------------------------------------------------------------------------------------------
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Record what `work` queues: (how to queue all of it again, its result).
+        """Record what `work` queues: (how to queue all of it again, its result). Where there are sizes to capture.
 
         Captures share memory: what one leaves is good until another is replayed. A result that stays allocated costs
         memory of its own, so `work` had better return a long-lived buffer.
         """
         ...
 
+    def forget_captures(self) -> None:
+        """Nobody has a capture any more: those to come share no memory with the earlier ones."""
+        ...
+
     def decode_sizes(self, maximum: int) -> list[int]:
-        """Numbers of rows to capture, up to `maximum`, which is the last."""
+        """Numbers of rows to pad to and capture, up to `maximum`, which is the last; none: steps are not padded."""
         ...
 
     def mixed_sizes(self, max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
         """(decode rows, prompt tokens) to capture steps with prompt tokens for, ascending in their sum."""
         ...
-
-
-class GraphForward(Protocol):
-    """A padded pass that is captured when its shapes are first seen, and replayed afterwards."""
-
-    @property
-    def num_captured(self) -> int: ...
-
-    def __call__(self, batch: Batch, bypass: bool = False) -> Tensor:
-        """The result is good until the next call. `bypass`: without a graph."""
-        ...
-
-
-class GraphDevice(Device, Protocol):
-    """A device that can prepare a graph for each shape."""
 
     def wrap_graphs(
         self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
@@ -154,70 +178,11 @@ class GraphDevice(Device, Protocol):
         """`first` is the same pass through fewer layers; it loads what a capture must find loaded."""
         ...
 
-
-class MeasuredDevice(QueueDevice, Protocol):
-    """A device whose free memory all goes to the cache, so that what the largest step takes is measured before."""
-
     def compiling(self) -> AbstractContextManager[Any]:
         """Inside, steps only compile their kernels and compute nothing; afterwards all those are ready."""
         ...
 
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        """The most memory that work held at a time, beside what was held before."""
-        ...
-
-    def forget_captures(self) -> None:
-        """Nobody has a capture any more: those to come share no memory with the earlier ones."""
-        ...
-
-
-class SharingDevice(Device, Protocol):
-    """A device that keeps a part of its memory for passes without a graph; graphs and the cache leave it alone."""
-
-    @property
-    def runtime_bytes(self) -> int: ...
-
-    def all_free_bytes(self) -> int:
-        """With that part."""
-        ...
-
-    def peak_during(self, work: Callable[[], object]) -> int:
-        """The most memory that work held at a time, beside what was held before."""
-        ...
-
-
-def is_queue(device: Device) -> TypeGuard[QueueDevice]:
-    return device.runs_ahead
-
-
-def is_measured(device: Device) -> TypeGuard[MeasuredDevice]:
-    return hasattr(device, "peak_bytes")
-
-
-def is_sharing(device: Device) -> TypeGuard[SharingDevice]:
-    return hasattr(device, "peak_during")
-
-
-class _PlainForward:
-    """On a device without graphs."""
-
-    num_captured = 0
-
-    def __init__(self, forward: Callable[[Batch], Tensor]) -> None:
-        self._forward = forward
-
-    def __call__(self, batch: Batch, bypass: bool = False) -> Tensor:
-        return self._forward(batch)
-
-
-def has_graphs(device: Device) -> TypeGuard[GraphDevice]:
-    return hasattr(device, "wrap_graphs")
-
-
-def wrap_graphs(
-    device: Device, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
-) -> GraphForward:
-    return device.wrap_graphs(forward, first) if has_graphs(device) else _PlainForward(forward)
+    def close(self) -> None: ...
 
 
 def check_present(config: ServerConfig) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.device import QueueDevice
+from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import key_of, put_together, take_apart
 
@@ -26,7 +26,7 @@ class CapturedForward:
 
     def __init__(
         self,
-        device: QueueDevice,
+        device: Device,
         forward: Callable[[Batch], Tensor],
         first: Callable[[Batch], object] | None = None,
     ) -> None:

@@ -8,8 +8,6 @@ it `torch.compile` does the same. Steps run on one worker thread, so that planni
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from text_generation_inference.config import ServerConfig
+from text_generation_inference.devices.at_once import AtOnce
 from text_generation_inference.devices.device import GraphForward, Ops
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import key_of, put_together, take_apart
@@ -63,13 +62,12 @@ class HpuSettings:
         )
 
 
-class HpuDevice:
-    runs_ahead = False
+class HpuDevice(AtOnce):
     cache_by_head = False
     fp8_needs = "Gaudi 2 or later"
-    limits_graphs = True  # prompts run without graphs, unless `limit_hpu_graph` says otherwise
 
     def __init__(self, settings: HpuSettings | None = None, custom_kernels: bool = True) -> None:
+        super().__init__("tgi-hpu")
         self.settings = settings or HpuSettings()
         if self.settings.fp8:
             for name, value in _FP8_ENVIRONMENT.items():
@@ -88,7 +86,9 @@ class HpuDevice:
             block_size=BLOCK_SIZE,
             dtypes=["bfloat16", "float32"],
             mixes_phases=True,
-            pads=True,
+            graphs=True,
+            prompt_graphs=False,
+            meters_memory=True,
             max_batch_size=32,
             max_batch_prefill_tokens=4096,
             memory_share=1 - self.settings.graph_share if captures else 1.0,
@@ -97,7 +97,6 @@ class HpuDevice:
         )
         self.ops = self._load_ops(custom_kernels)
         self._runtime_bytes: int | None = None  # never given away
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-hpu")
 
     def _load_ops(self, custom_kernels: bool) -> Ops:
         settings, bridge = self.settings, self.bridge
@@ -115,9 +114,6 @@ class HpuDevice:
     def supports_fp8(self) -> bool:
         return self.fp8_max > 0
 
-    def loading(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def free_bytes(self) -> int:
         """Less what the run time keeps: a share of what was free when this was first asked, once weights are loaded."""
         free = self.all_free_bytes()
@@ -134,7 +130,7 @@ class HpuDevice:
     def runtime_bytes(self) -> int:
         return self._runtime_bytes or 0
 
-    def peak_during(self, work: Callable[[], object]) -> int:
+    def peak_bytes(self, work: Callable[[], object]) -> int:
         """The most memory that work held at a time, beside what was held before."""
         card = self.bridge.torch_hpu
         self.bridge.synchronize()
@@ -154,11 +150,8 @@ class HpuDevice:
     def prepare(self, batch: Batch) -> Batch:
         return batch
 
-    def submit(self, work: Callable[[], Any]) -> "Future[Any]":
-        return self._worker.submit(work)
-
     def close(self) -> None:
-        self._worker.shutdown(wait=True)
+        super().close()
         self.bridge.synchronize()
 
     def wrap_graphs(

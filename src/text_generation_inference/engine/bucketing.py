@@ -76,7 +76,7 @@ def limits_graphs(config: ServerConfig, device: Device) -> bool:
     """Whether prompts run without graphs."""
     if config.limit_hpu_graph is not None:
         return config.limit_hpu_graph
-    return bool(getattr(device, "limits_graphs", False))
+    return not device.limits.prompt_graphs
 
 
 def warms_up(config: ServerConfig) -> bool:

@@ -11,14 +11,7 @@ import torch
 
 from text_generation_inference.config import ModelSize, Resolved, ServerConfig, cache_folder, resolve, uses_buckets
 from text_generation_inference.devices.buckets import BucketPlan
-from text_generation_inference.devices.device import (
-    Device,
-    MeasuredDevice,
-    check_present,
-    choose_device,
-    is_measured,
-    is_queue,
-)
+from text_generation_inference.devices.device import Device, check_present, choose_device
 from text_generation_inference.engine.bucketing import (
     describe_plan,
     fit_prompts,
@@ -131,7 +124,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
 
     bucketed = uses_buckets(config, device.limits)
     step_bytes = StepBytes()
-    if is_measured(device):
+    if device.limits.measures_steps:
         progress("compile kernels", 0, 0)
         with _timed(seconds, "dry_run"):
             shallow = model.shallow()
@@ -173,7 +166,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
 
     ready = bring_up(0)
     spare_bytes = 0  # that the cache leaves because the largest step did not fit beside it
-    while is_measured(device) and not bucketed and spare_bytes < MOST_SPARE_BYTES:
+    while device.limits.measures_steps and not bucketed and spare_bytes < MOST_SPARE_BYTES:
         with _timed(seconds, "largest step"):
             if largest_step_fits(ready.runner, ready.resolved):
                 break
@@ -229,7 +222,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
 def _measure(
     config: ServerConfig,
     spec: DecoderSpec,
-    device: MeasuredDevice,
+    device: Device,
     model: CausalLM,
     cache: list[tuple[torch.Tensor, torch.Tensor]],  # of one block
 ) -> StepBytes:
@@ -257,7 +250,7 @@ def make_runner(
     grammars: GrammarCompiler | None,
 ) -> StepRunner:
     watermark = (config.watermark_gamma, config.watermark_delta)
-    if not is_queue(device):
+    if not device.limits.runs_ahead:
         return Runner(device, model, cache, num_slots, max_total_tokens, watermark, grammars)
     most_tokens = most_captured_tokens(config, model.spec, device, num_slots, max_total_tokens)
     return QueuedRunner(
@@ -277,7 +270,7 @@ def make_bucketed(
 ) -> BucketedRunner | BucketedQueuedRunner:
     watermark = (config.watermark_gamma, config.watermark_delta)
     limit = limits_graphs(config, device)
-    if is_queue(device):
+    if device.limits.runs_ahead:
         return BucketedQueuedRunner(device, model, cache, num_slots, max_total_tokens, plan, watermark, grammars, limit)
     return BucketedRunner(device, model, cache, num_slots, max_total_tokens, plan, watermark, grammars, limit)
 
@@ -324,7 +317,7 @@ def load_model(
     assign_methods(model, quantization, block_types, device.ops.block_kinds)
     check_weights_fit(config, spec, model, dtype, device)
     ignored = (*model.ignored, *(quantization.may_leave if quantization is not None else ()))
-    copies_by_itself = device.runs_ahead and device.torch_device.type != "cpu"
+    copies_by_itself = device.limits.runs_ahead and device.torch_device.type != "cpu"
     uploading = Upload(device.torch_device) if copies_by_itself else nullcontext()
     with device.loading() as pool, uploading as checkpoint.upload:
         load_checkpoint(model, checkpoint, dtype, device.torch_device, ignored, progress, Scratch(pool))

@@ -81,7 +81,7 @@ def quantize_spec(calibrated: Calibrated, spec: DecoderSpec, device: Device) -> 
         )
     if calibrated.measures:
         return None
-    return MeasuredQuantization(StaticScales.load(file, getattr(device, "fp8_max", 448.0)))
+    return MeasuredQuantization(StaticScales.load(file, device.fp8_max))
 
 
 def measured_scales(quantization: Quantization | None) -> StaticScales | None:

@@ -7,7 +7,7 @@ means nothing, and nothing of it is left when the runner is dropped.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from text_generation_inference.devices.device import MeasuredDevice
+from text_generation_inference.devices.device import Device
 from text_generation_inference.engine.loop import StepRunner
 from text_generation_inference.types import Admission, Chunk, GenerationRequest, SamplingParams, StepPlan, StepResult
 
@@ -146,7 +146,7 @@ def run_captured(dry_run: DryRun, rows: int, tokens: int, length: int) -> None:
 
 
 def dry_run(
-    device: MeasuredDevice,
+    device: Device,
     make_runner: Callable[[], StepRunner],
     rows: int,
     tokens: int,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from text_generation_inference.config import Resolved, ServerConfig
-from text_generation_inference.devices.device import Device, MeasuredDevice, is_measured
+from text_generation_inference.devices.device import Device
 from text_generation_inference.engine.dry_run import SHORTEST, DryRun, dry_run, run_largest
 from text_generation_inference.engine.loop import StepRunner, is_out_of_memory
 from text_generation_inference.errors import EngineError, ResourceError, StartError
@@ -21,7 +21,7 @@ _SHORTEST_CHECKED = 8  # tokens that a request of the largest step must be allow
 
 def check_precision(config: ServerConfig, spec: DecoderSpec, device: Device) -> None:
     """Raise `StartError` if something is asked for in FP8 that the device cannot compute in it."""
-    if getattr(device, "supports_fp8", True):
+    if device.supports_fp8:
         return
     asked = {
         "`quantize` fp8": config.quantize is not None,
@@ -30,10 +30,9 @@ def check_precision(config: ServerConfig, spec: DecoderSpec, device: Device) -> 
     }
     what = next((name for name, given in asked.items() if given), None)
     if what is not None:
-        where = getattr(device, "description", device.name)
-        needed = getattr(device, "fp8_needs", "a GPU of compute capability 8.9 or later (Ada, Hopper or newer)")
         raise StartError(
-            f"{what} needs {needed}, not {where}. Use the model in float16 or bfloat16 without FP8 settings."
+            f"{what} needs {device.fp8_needs}, not {device.description}. Use the model in"
+            " float16 or bfloat16 without FP8 settings."
         )
 
 
@@ -41,23 +40,24 @@ def check_weights_fit(
     config: ServerConfig, spec: DecoderSpec, model: CausalLM, dtype: torch.dtype, device: Device
 ) -> None:
     """Raise `ResourceError` if the weights alone, as they will be stored, are larger than the memory."""
-    if not is_measured(device) and config.load_format != "dummy":  # the host maps files, and may keep them smaller
+    measured = device.limits.measures_steps
+    if not measured and config.load_format != "dummy":  # the host maps files, and may keep them smaller
         return
     needed, free = weight_bytes(model, dtype), device.free_bytes()
     if needed < free:
         return
-    ways = [f"a {'GPU' if is_measured(device) else 'machine'} with more memory", "a smaller model"]
-    if is_measured(device) and config.cuda_memory_fraction < 1:
+    ways = [f"a {'GPU' if measured else 'machine'} with more memory", "a smaller model"]
+    if measured and config.cuda_memory_fraction < 1:
         ways.insert(0, f"a `cuda_memory_fraction` above {config.cuda_memory_fraction}")
     is_plain = choose_quantization(config.quantize, spec.quantization) is None
-    if is_plain and getattr(device, "supports_fp8", False):
+    if is_plain and device.supports_fp8:
         assign_methods(model, ON_LOADING)  # nothing will be loaded into this one
         in_fp8 = weight_bytes(model, dtype)
         if in_fp8 < free:
             ways.insert(0, f"`quantize` fp8 ({_gigabytes(in_fp8)})")
     raise ResourceError(
         f"The model is too large: its weights take {_gigabytes(needed)} in {str(dtype).removeprefix('torch.')},"
-        f" {_gigabytes(free)} of memory are free on {getattr(device, 'description', device.name)}. What would help:"
+        f" {_gigabytes(free)} of memory are free on {device.description}. What would help:"
         f" {', '.join(ways)}."
     )
 
@@ -78,7 +78,7 @@ def most_captured_tokens(config: ServerConfig, spec: DecoderSpec, device: Device
 def measure_steps(
     config: ServerConfig,
     spec: DecoderSpec,
-    device: MeasuredDevice,
+    device: Device,
     make_runner: Callable[[int, int], StepRunner],  # for so many requests of so many tokens, over a cache of one block
 ) -> int:
     """Bytes that slots, captured steps and the largest permitted step take beside weights and cache."""

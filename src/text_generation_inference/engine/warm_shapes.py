@@ -19,7 +19,7 @@ import msgspec
 
 from text_generation_inference.config import Resolved, ServerConfig
 from text_generation_inference.devices.buckets import Bucket, BucketPlan
-from text_generation_inference.devices.device import Device, MeasuredDevice, is_measured, is_sharing
+from text_generation_inference.devices.device import Device
 from text_generation_inference.engine.bucketing import warms_up
 from text_generation_inference.engine.dry_run import EVERYTHING, SAMPLED, SHORTEST
 from text_generation_inference.engine.loop import is_out_of_memory
@@ -194,9 +194,7 @@ def warm_shapes(
         "plan": hashlib.sha256(repr(plan.shapes).encode()).hexdigest()[:16],
     }
     path = record_path(cache_dir, settings)
-    if is_sharing(device):
-        reserve += device.runtime_bytes
-    work = WarmUp(runner, plan, choose_meter(device), progress, read_record(path), reserve)
+    work = WarmUp(runner, plan, choose_meter(device), progress, read_record(path), reserve + device.runtime_bytes)
     work.run()
     write_record(path, work.record, settings)
 
@@ -217,7 +215,7 @@ class StepBytes(msgspec.Struct):
 
 
 def measure_shapes(
-    device: MeasuredDevice,
+    device: Device,
     plan: BucketPlan,
     make_runner: Callable[[BucketPlan, int, int], WarmableRunner],  # over a cache of one block
     length: int,  # tokens of the longest request
@@ -279,9 +277,7 @@ def _decode_once(runner: WarmableRunner, rows: int, params: SamplingParams) -> N
 
 def choose_meter(device: Device) -> Meter | None:
     """Memory is looked at where steps have it for themselves."""
-    if is_measured(device):
-        return _PeakMeter(device.free_bytes, device.peak_bytes)
-    return _PeakMeter(device.all_free_bytes, device.peak_during) if is_sharing(device) else None
+    return _PeakMeter(device.all_free_bytes, device.peak_bytes) if device.limits.meters_memory else None
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.devices.buckets import Bucket, BucketPlan
-from text_generation_inference.devices.device import Device, has_graphs
+from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts
 from text_generation_inference.models.decoder import CausalLM
@@ -78,7 +78,7 @@ class BucketedRunner:
     @torch.inference_mode()
     def _warm(self, bucket: Bucket, scored: bool) -> None:
         batch = self._prefill_batch(bucket, []) if bucket.phase == "prefill" else self._decode_batch(bucket, [])
-        few_layers = not has_graphs(self.device)  # then nothing is compiled, layer by layer or as a whole
+        few_layers = not self.device.limits.graphs  # then nothing is compiled, layer by layer or as a whole
         self.sampler.choose(self.passes.warm(bucket, batch, few_layers), []).token_ids.tolist()
         if scored:
             self.passes.warm_scores(batch, few_layers).tolist()

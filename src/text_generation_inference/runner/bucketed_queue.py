@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.devices.buckets import Bucket, BucketPlan
-from text_generation_inference.devices.device import QueueDevice
+from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts
 from text_generation_inference.models.decoder import CausalLM
@@ -25,7 +25,7 @@ from text_generation_inference.types import BucketStats, Chunk, StepPlan
 class BucketedQueuedRunner(QueuedRunner):
     def __init__(
         self,
-        device: QueueDevice,
+        device: Device,
         model: CausalLM,
         kv_cache: list[tuple[Tensor, Tensor]],
         num_slots: int,

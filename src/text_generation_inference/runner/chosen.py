@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from text_generation_inference.devices.device import QueueDevice
+from text_generation_inference.devices.device import Device
 from text_generation_inference.types import StepResult, TopTokens
 
 _NUM_RESULTS = 4  # steps whose tokens may be on their way
@@ -44,11 +44,12 @@ class Chosen:
 
 
 class ResultWords:
-    def __init__(self, device: QueueDevice, num_slots: int) -> None:
+    def __init__(self, device: Device, num_slots: int) -> None:
         self._device = device
         self._words = [device.pinned_int32(2 * num_slots) for _ in range(_NUM_RESULTS)]
         self._readers: list[Future[StepResult] | None] = [None] * _NUM_RESULTS
         self._next = 0
+        self._fetched = False
 
     def fetch(
         self,
@@ -62,6 +63,7 @@ class ResultWords:
         reader = self._readers[self._next]
         if reader is not None:
             wait([reader])
+        self._fetched = True
         parts = [out] if tops is None else [out, tops]
         count = sum(part.numel() for part in parts)
         if self._words[self._next].shape[0] < count:
@@ -76,6 +78,8 @@ class ResultWords:
         return Chosen(found[0][:, :num_rows], top_rows, top_limits, found[1] if tops is not None else None)
 
     def read_by(self, reader: "Future[StepResult]") -> None:
-        """Whose end frees the words of the last `fetch`."""
-        self._readers[self._next] = reader
-        self._next = (self._next + 1) % _NUM_RESULTS
+        """Whose end frees the words that were fetched since the last call, if any."""
+        if self._fetched:
+            self._fetched = False
+            self._readers[self._next] = reader
+            self._next = (self._next + 1) % _NUM_RESULTS

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.device import QueueDevice
+from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels import sampling
 from text_generation_inference.kernels.slot_state import PLAIN, Adjustments, Asked
 from text_generation_inference.runner.grammar import RowMasks
@@ -41,7 +41,7 @@ class Demand:
 
 class Demands:
     def __init__(
-        self, device: QueueDevice, slots: ResidentSlots, num_slots: int, vocab_size: int, watermark: tuple[float, float]
+        self, device: Device, slots: ResidentSlots, num_slots: int, vocab_size: int, watermark: tuple[float, float]
     ) -> None:
         self._slots = slots
         self._vocab_size = vocab_size

@@ -28,7 +28,7 @@ def allocate(
     """Keys and values of each layer: `[blocks, block_size, kv_heads, head_dim]`."""
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
 
-    as_bytes = dtype is FP8 and not getattr(device, "holds_fp8", False)  # zero bits are 0.0
+    as_bytes = dtype is FP8 and not device.holds_fp8  # zero bits are 0.0
     stored = torch.uint8 if as_bytes else dtype
 
     def zeros() -> Tensor:

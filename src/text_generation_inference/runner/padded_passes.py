@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.devices.buckets import Bucket, BucketPlan
-from text_generation_inference.devices.device import Device, has_graphs, wrap_graphs
+from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import Key, key_of, row_length
 from text_generation_inference.models.decoder import CausalLM
@@ -38,10 +38,10 @@ class PaddedPasses:
         self._shallow_cache = kv_cache[: len(self._shallow.model.layers)]
         self._prepare = device.prepare
         self._limit_graphs = limit_graphs
-        self._has_graphs = has_graphs(device)
+        self._has_graphs = device.limits.graphs
         self._without: set[Bucket] = set()  # shapes for whose graphs there was no room
-        self._graphs = wrap_graphs(device, self._forward, self._first)
-        self._scores = wrap_graphs(device, self._score)  # always without a graph
+        self._graphs = device.wrap_graphs(self._forward, self._first)
+        self._scores = device.wrap_graphs(self._score)  # always without a graph
 
     def find_prefill(self, rows: int, longest: int) -> Bucket | None:
         return self.plan.find_prefill(rows, longest)

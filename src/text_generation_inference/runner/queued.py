@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.devices.buckets import round_up
-from text_generation_inference.devices.device import QueueDevice
+from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.slot_state import Tops
 from text_generation_inference.models.decoder import CausalLM
@@ -42,7 +42,7 @@ class _Captured:
 class QueuedRunner:
     def __init__(
         self,
-        device: QueueDevice,
+        device: Device,
         model: CausalLM,
         kv_cache: list[tuple[Tensor, Tensor]],
         num_slots: int,
@@ -118,34 +118,30 @@ class QueuedRunner:
 
     def launch(self, plan: StepPlan) -> "Future[StepResult]":
         """Queue a step; steps run in the order of launching."""
-        try:
-            with torch.inference_mode(), self.device.stream():
-                self._last = self._queue(plan)
-        except Exception as error:  # a failed step is told like one that fails on the device
-            self._last = Future()
-            self._last.set_exception(error)
+        previous = self._last
+        self._last = self.device.launch(lambda: self._queue(plan, previous))
+        self._results.read_by(self._last)
         return self._last
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def _queue(self, plan: StepPlan) -> "Future[StepResult]":
+    @torch.inference_mode()
+    def _queue(self, plan: StepPlan, previous: "Future[StepResult] | None") -> Callable[[], StepResult]:
         followed = self.grammars.active or self.demands.follows_tokens
         if (followed and (plan.admit or plan.release)) or any(a.request.sampling.watermark for a in plan.admit):
-            self._wait_for_tokens()  # they belong to whoever had the slots until now
+            _wait_for(previous)  # its tokens belong to whoever had the slots until now
         self._update(plan)
         rows = self._decoding(plan) + [chunk.slot for chunk in plan.chunks if chunk.samples]
         logits, row_slots, prompts = self._compute(plan, rows)
         masks, chosen = None, None
         if logits is not None and rows:
-            masks = self._masks(rows)
+            if self.grammars.active or self.demands.follows_tokens:
+                _wait_for(previous)
+            masks = self.grammars.masks(rows)
             captured = None if plan.chunks else self._captured_draws.get(row_slots.shape[0])
             chosen = self._choose(logits, rows, row_slots, masks, captured)
             self.slots.lengths_cpu[rows] += 1
-        event = self.device.event()
-        future = self.device.after(event, lambda: self._finish(plan, rows, chosen, masks, prompts))
-        if chosen is not None:
-            self._results.read_by(future)
-        return future
+        return lambda: self._finish(plan, rows, chosen, masks, prompts)
 
     def _decoding(self, plan: StepPlan) -> list[int]:
         """Slots of the step's decode rows."""
@@ -265,15 +261,6 @@ class QueuedRunner:
         )
         return self.model.forward(batch, self.kv_cache), sampling_slots
 
-    def _masks(self, rows: list[int]) -> RowMasks | None:
-        if self.grammars.active or self.demands.follows_tokens:
-            self._wait_for_tokens()
-        return self.grammars.masks(rows)
-
-    def _wait_for_tokens(self) -> None:
-        if self._last is not None:
-            wait([self._last])
-
     def _choose(
         self,
         logits: Tensor,
@@ -350,3 +337,9 @@ class QueuedRunner:
             self.grammars.advance(rows, token_ids)
         self.demands.advance(rows, token_ids)
         return StepResult(plan.step, token_ids, logprobs, chosen.read_tops(), scored, list(errors.items()))
+
+
+def _wait_for(step: "Future[StepResult] | None") -> None:
+    """Until its tokens are known."""
+    if step is not None:
+        wait([step])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.device import Event, QueueDevice
+from text_generation_inference.devices.device import Device, Event
 from text_generation_inference.kernels.slot_state import ADJUSTED, DRAWS, FILTERS, PENALTIES, PLAIN, SlotState
 from text_generation_inference.types import Admission, GenerationRequest, StepPlan
 
@@ -22,7 +22,7 @@ Words = Sequence[int] | np.ndarray
 class Staging:
     """Collects int32 words on the host and sends them in one copy: changes of the state, and inputs of this step."""
 
-    def __init__(self, device: QueueDevice) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._hosts = [device.pinned_int32(_FIRST_WORDS) for _ in range(_NUM_BUFFERS)]
         self._events: list[Event | None] = [None] * _NUM_BUFFERS

@@ -6,7 +6,6 @@ The scheduler then admits everybody anew, which fills the slots again. Nothing m
 
 import torch
 
-from text_generation_inference.devices.device import is_measured
 from text_generation_inference.runner.queued import QueuedRunner
 from text_generation_inference.runner.resident import Staging
 
@@ -19,8 +18,7 @@ def forget_slots(runner: QueuedRunner) -> None:
     runner.demands.release(list(range(num_slots)))
     runner._prompt_logprobs.clear()
     slots.decode_slots = []
-    if is_measured(device):
-        device.free_bytes()  # gives back what torch keeps for later
+    device.free_bytes()  # gives back what torch keeps for later
     with torch.inference_mode(), device.stream():
         runner._staging = Staging(device)  # the old one may hold changes that were not sent
         runner._staging.write(slots.state.rows_at, [-1] * num_slots)

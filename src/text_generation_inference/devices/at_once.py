@@ -1,0 +1,78 @@
+"""What devices have in common that compute when they are told: steps run on one worker thread, so that planning
+overlaps with computing. To whoever queues work, a queue that is always done."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.devices.device import Event, GraphForward
+from text_generation_inference.kernels.batch import Batch
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class PlainForward:
+    """A padded pass on a device without graphs."""
+
+    num_captured = 0
+
+    def __init__(self, forward: Callable[[Batch], Tensor]) -> None:
+        self._forward = forward
+
+    def __call__(self, batch: Batch, bypass: bool = False) -> Tensor:
+        return self._forward(batch)
+
+
+class AtOnce:
+    """The part of `Device` that is about the queue and captures."""
+
+    def __init__(self, thread_name: str) -> None:
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=thread_name)
+
+    def submit(self, work: Callable[[], Any]) -> "Future[Any]":
+        return self._worker.submit(work)
+
+    def launch(self, queue: Callable[[], Callable[[], Any]]) -> "Future[Any]":
+        return self._worker.submit(lambda: queue()())
+
+    def stream(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def pinned_int32(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32)
+
+    def event(self) -> Event:
+        return _Done()
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        raise NotImplementedError("there are no sizes to capture")
+
+    def forget_captures(self) -> None:
+        pass
+
+    def decode_sizes(self, maximum: int) -> list[int]:
+        return []
+
+    def mixed_sizes(self, max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+        return []
+
+    def wrap_graphs(
+        self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
+    ) -> GraphForward:
+        return PlainForward(forward)
+
+    def loading(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def compiling(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True)
