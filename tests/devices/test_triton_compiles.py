@@ -15,8 +15,8 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from text_generation_inference.kernels.triton.gemv import choose_shape as vector_shape
-from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as vector8_shape
+from text_generation_inference.kernels.triton.gemv import choose_shape as gemv_shape
+from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as gemv_fp8_shape
 
 BF16, FP32, FP8 = "*bf16", "*fp32", "*fp8e4nv"
 STRIDES = "q_token q_head out_token k_block k_token k_head v_block v_token v_head table_stride"
@@ -85,7 +85,7 @@ def norm(form: int, dependent: bool = False) -> tuple:
         **dict.fromkeys(("scales", "input_scale", "x_scales", "x_columns"), FP32), **words("x_row residual_row scales_row"),
     }  # fmt: skip
     values = {"WIDTH": 4096, "PAD": 4096, "ADD": True, "SCALED": form == 1, "FORM": form, "DEPENDENT": dependent}
-    return "small", "_norm_kernel", types, values, {"num_warps": 8, "fast": True}
+    return "norms_rotary", "_norm_kernel", types, values, {"num_warps": 8, "fast": True}
 
 
 def gate(form: int, width: int = 14336, gelu: bool = False) -> tuple:
@@ -99,7 +99,7 @@ def gate(form: int, width: int = 14336, gelu: bool = False) -> tuple:
     values = {
         "WIDTH": width, "BLOCK": block, "REST": rest, "GELU": gelu, "SCALED": form == 1, "FORM": form, "DEPENDENT": False,
     }  # fmt: skip
-    return "small", "_gate_kernel", types, values, {"num_warps": min(16, block // 256), "fast": True}
+    return "norms_rotary", "_gate_kernel", types, values, {"num_warps": min(16, block // 256), "fast": True}
 
 
 def rotary(half: int, cache: str = BF16, scaled: bool = False) -> tuple:
@@ -112,17 +112,17 @@ def rotary(half: int, cache: str = BF16, scaled: bool = False) -> tuple:
         "BLOCK_SIZE": 16, "HEADS": 32, "KV_HEADS": 8, "D": 128, "D_PAD": 128, "HALF": half, "HALF_PAD": 64, "HB": 16,
         "SMALL": cache == FP8, "BACK": True, "SCALED": scaled, "DEPENDENT": False,
     }  # fmt: skip
-    return "small", "_rotary_kernel", types, values, {"fast": True}
+    return "norms_rotary", "_rotary_kernel", types, values, {"fast": True}
 
 
-def vector(k: int, shape: tuple[int, int, int]) -> tuple:
+def gemv(k: int, shape: tuple[int, int, int]) -> tuple:
     types = {**dict.fromkeys(("x", "weight", "norm_weight", "bias", "out"), BF16), "eps": "fp32"}
     bn, bk, warps = shape
     values = {"N": 4096, "K": k, "K_PAD": 1 << (k - 1).bit_length(), "BN": bn, "BK": bk, **FUSED, "DEPENDENT": True}
-    return "vector", "_vector_kernel", types, values, {"num_warps": warps, "fast": True}
+    return "gemv", "_gemv_kernel", types, values, {"num_warps": warps, "fast": True}
 
 
-def vector8(k: int, shape: tuple[int, int, int, int]) -> tuple:
+def gemv_fp8(k: int, shape: tuple[int, int, int, int]) -> tuple:
     types = {
         **dict.fromkeys(("x", "norm_weight", "bias", "out"), BF16), "weight": FP8, "eps": "fp32", "columns": "i32",
         **dict.fromkeys(("weight_scale", "input_scale"), FP32),
@@ -132,7 +132,7 @@ def vector8(k: int, shape: tuple[int, int, int, int]) -> tuple:
         "N": 4096, "K": k, "K_PAD": 1 << (k - 1).bit_length(), "BN": bn, "STAGES": stages, "FORM": 1, **FUSED,
         "GATE": int(k <= 4096),
     }  # fmt: skip
-    return "vector8", "_vector8_kernel", types, values, {"num_warps": warps, "fast": True}
+    return "gemv_fp8", "_gemv_fp8_kernel", types, values, {"num_warps": warps, "fast": True}
 
 
 FUSED = {"NORM": True, "GATE": 1, "ADD": False, "BIAS": False}
@@ -173,9 +173,9 @@ CASES = [
         {"x": BF16, "data": FP8, **dict.fromkeys(("scales", "input_scale"), FP32), **words("x_row scales_row")},
         {"WIDTH": 14336, "BLOCK": 16384, "FORM": 1, "DEPENDENT": False}, {"num_warps": 16, "fast": True},
     ),
-    vector(4096, vector_shape(4096)),
-    vector8(4096, vector8_shape(4096)),
-    vector8(11008, vector8_shape(11008)),
+    gemv(4096, gemv_shape(4096)),
+    gemv_fp8(4096, gemv_fp8_shape(4096)),
+    gemv_fp8(11008, gemv_fp8_shape(11008)),
     rotary(64),
     rotary(40),
     rotary(64, FP8),

@@ -39,8 +39,6 @@ _KINDS = (
             "linear",
             "matmul",
             "_mm",
-            "_vector_kernel",
-            "_small_gemm_kernel",
         ),
     ),
     ("copies", ("memcpy", "memset")),

@@ -35,7 +35,7 @@ def gated(gate, up, kind: tl.constexpr, GATE: tl.constexpr):
 
 
 @triton.jit
-def _vector_kernel(
+def _gemv_kernel(
     x, weight, norm_weight, bias, out, eps,
     N: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,
     GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -102,7 +102,7 @@ def vector_product(
 ) -> None:
     k, n = x.shape[1], out.shape[1]
     bn, bk, warps = shape or choose_shape(k)
-    _vector_kernel[(triton.cdiv(n, bn),)](
+    _gemv_kernel[(triton.cdiv(n, bn),)](
         x, weight, norm[0] if norm else x, x if bias is None else bias, out, norm[1] if norm else 0.0, N=n, K=k,
         K_PAD=triton.next_power_of_2(k), BN=bn, BK=bk, NORM=norm is not None,
         GATE=GATES.index(gate), ADD=add, BIAS=bias is not None,

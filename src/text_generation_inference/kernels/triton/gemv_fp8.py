@@ -24,7 +24,7 @@ def _multiply(weights, row, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _vector8_kernel(
+def _gemv_fp8_kernel(
     x, weight, weight_scale, input_scale, norm_weight, bias, out, eps, columns,
     N: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
     FORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
@@ -91,7 +91,7 @@ class GemvFp8:
         k, n = x.shape[1], out.shape[1]
         bn, stages, warps, each = shape or choose_shape(k)
         input_scale = weight.scale if weight.input_scale is None else weight.input_scale
-        _vector8_kernel[(min(triton.cdiv(n, bn), each * self._num_processors),)](
+        _gemv_fp8_kernel[(min(triton.cdiv(n, bn), each * self._num_processors),)](
             x, weight.data, weight.scale, input_scale, norm[0] if norm else x, x if bias is None else bias, out,
             norm[1] if norm else 0.0, k, N=n, K=k, K_PAD=triton.next_power_of_2(k), BN=bn, STAGES=stages,
             NORM=norm is not None, FORM=(BY_ROW if weight.input_scale is None else STATIC).value,
