@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from text_generation_inference.bench.command import main
-from text_generation_inference.bench.floor import FloorModel
+from text_generation_inference.bench.floor import FloorModel, find_rates
 from text_generation_inference.bench.offline import check_host_memory, choose_rows, find_lack, make_config
 from text_generation_inference.bench.offline_command import read_task
 from text_generation_inference.bench.offline_tables import rows_table
@@ -302,9 +302,16 @@ def test_floor_arithmetic() -> None:
         windows=(None, 10),
     )
     matrices = [torch.zeros(32, 64), torch.zeros(64, 16)]
-    model = FloorModel(spec, matrices, torch.zeros(100, 64), cache_element_bytes=2)
+    model = FloorModel(spec, matrices, torch.zeros(100, 64), cache_element_bytes=2, rates=find_rates("NVIDIA H200"))
     assert model.cache_bytes(100) == 2 * 2 * 16 * 2 * (100 + 10)
     operations = 2 * (32 * 64 + 64 * 16) + 2 * 50 * 4 * 16 * 2
     assert model.prefill_seconds(Row(50, 5, 3)) == pytest.approx(150 * operations / 750e12)
-    fp8 = FloorModel(spec, [matrix.to(torch.float8_e4m3fn) for matrix in matrices], torch.zeros(100, 64), 1)
+    fp8 = FloorModel(
+        spec, [matrix.to(torch.float8_e4m3fn) for matrix in matrices], torch.zeros(100, 64), 1, model.rates
+    )
     assert fp8.prefill_seconds(Row(50, 5, 3)) == pytest.approx(150 * operations / 1300e12)
+
+
+def test_the_floor_of_a_card_that_nobody_measured() -> None:
+    with pytest.raises(StartError, match="the rates of NVIDIA L4 are unknown; they were measured on NVIDIA H200"):
+        find_rates("NVIDIA L4")

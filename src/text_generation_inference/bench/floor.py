@@ -1,15 +1,16 @@
-"""The least time that a row can take on this GPU: what its own libraries need for the same work and nothing else.
+"""What the libraries of a GPU need for the work of a row and nothing else: a mark to measure an engine by.
 
 The prompts' operations at a rate that the card's products reach; then, for every further token, one pass of
 the model's own matrices through the library's products, captured as a graph, and the KV cache's bytes at the rate that
-the card copies memory. Norms, rotations, scores of attention, choosing tokens and the host are left out, so no engine
-reaches it.
+the card copies memory. Norms, rotations, scores of attention, choosing tokens and the host are left out, so an engine
+that uses the same products stays above it; one whose products are faster than the library's can pass it, as ours does
+for a single row. Rates are known for cards on which they were measured, and for no other.
 """
 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +18,30 @@ from torch import Tensor
 
 from text_generation_inference.bench.results import Row
 from text_generation_inference.engine.build import Engine
+from text_generation_inference.errors import StartError
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.models.spec import DecoderSpec
 
-# Measured on an H200, which `--floor` is about; other cards differ.
-READ_BYTES_PER_S = 4.2e12
-OPERATIONS_PER_S = {torch.float8_e4m3fn: 1300e12}
-OTHER_OPERATIONS_PER_S = 750e12
-
 Matrix = Tensor | Fp8Weight
+
+
+class Rates(NamedTuple):
+    """Of a card, as measured: copying memory, and large products."""
+
+    read_bytes_per_s: float
+    operations_per_s: float
+    fp8_operations_per_s: float
+
+
+# By the name that the driver gives a card.
+RATES = {"NVIDIA H200": Rates(4.2e12, 750e12, 1300e12)}
+
+
+def find_rates(gpu: str) -> Rates:
+    """Raises `StartError` for a card that nobody has measured."""
+    if gpu not in RATES:
+        raise StartError(f"--floor: the rates of {gpu} are unknown; they were measured on {', '.join(RATES)}")
+    return RATES[gpu]
 
 
 @dataclass(slots=True)
@@ -36,9 +52,10 @@ class FloorModel:
     layers: list[Matrix]  # of all layers
     head: Matrix
     cache_element_bytes: int
+    rates: Rates
 
     @classmethod
-    def of(cls, engine: Engine) -> "FloorModel":
+    def of(cls, engine: Engine, rates: Rates) -> "FloorModel":
         runner: Any = engine.loop._runner
         model = runner.model
         layers = [
@@ -47,7 +64,7 @@ class FloorModel:
             for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)
         ]
         head = (model.head or model.model.embedding).weight
-        return cls(model.spec, layers, head, runner.kv_cache[0][0].element_size())
+        return cls(model.spec, layers, head, runner.kv_cache[0][0].element_size(), rates)
 
     def cache_bytes(self, context: float) -> float:
         """Read by a decode step for one request."""
@@ -59,7 +76,8 @@ class FloorModel:
         spec = self.spec
         products = sum(2 * matrix.shape[0] * matrix.shape[1] for matrix in self.layers)  # per token
         scores = 2 * row.inputs * spec.num_heads * spec.head_dim * spec.num_layers  # half of the square, twice
-        rate = OPERATIONS_PER_S.get(_data(self.layers[0]).dtype, OTHER_OPERATIONS_PER_S)
+        in_fp8 = _data(self.layers[0]).dtype == torch.float8_e4m3fn
+        rate = self.rates.fp8_operations_per_s if in_fp8 else self.rates.operations_per_s
         return row.requests * row.inputs * (products + scores) / rate
 
 
@@ -67,7 +85,8 @@ def measure_floor(model: FloorModel, row: Row) -> tuple[float, float]:
     """(ms of the average decode step, output tokens per second over the whole row)."""
     with torch.inference_mode():
         products = _products_ms(model, row.requests)
-    step_ms = products + 1e3 * row.requests * model.cache_bytes(row.inputs + row.outputs / 2) / READ_BYTES_PER_S
+    cache_bytes = row.requests * model.cache_bytes(row.inputs + row.outputs / 2)
+    step_ms = products + 1e3 * cache_bytes / model.rates.read_bytes_per_s
     seconds = model.prefill_seconds(row) + (row.outputs - 1) * step_ms / 1e3
     return step_ms, row.requests * row.outputs / seconds
 

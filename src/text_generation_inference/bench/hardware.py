@@ -1,12 +1,14 @@
-"""What a benchmark ran on."""
+"""What a benchmark runs on: its name for the report, its memory, and whether its figures mean anything."""
 
 import os
 import platform
+import resource
 from typing import Any
 
 import torch
 
 from text_generation_inference.devices.device import Device
+from text_generation_inference.errors import StartError
 
 
 def describe_hardware(device: Device) -> dict[str, Any]:
@@ -18,3 +20,32 @@ def describe_hardware(device: Device) -> dict[str, Any]:
     else:
         found["threads"] = torch.get_num_threads()
     return found
+
+
+def runs_on_gpu(device: str) -> bool:
+    """Whether a model with this setting of `device` runs on a GPU."""
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
+def memory_bytes(device: str) -> int:
+    """Of the device that a model with this setting runs on."""
+    if runs_on_gpu(device):
+        return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_memory_gb(device: Device) -> float | None:
+    """Of the device; on a CPU, of the process."""
+    match device.torch_device.type:
+        case "cpu":
+            return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)
+        case "cuda":
+            return round(torch.cuda.max_memory_reserved(device.torch_device) / 1e9, 3)
+        case _:
+            return None
+
+
+def refuse_emulation(device: Device) -> None:
+    """A stand-in's speed says nothing of what it stands for."""
+    if "emulated" in device.name:
+        raise StartError(f"the model runs on {device.name}: no figures are taken, because they would not be a card's")

@@ -1,8 +1,6 @@
 """Starts an engine in this process and takes it through the rows of `tgi bench offline`."""
 
 import gc
-import os
-import resource
 import shutil
 import sys
 import tempfile
@@ -15,8 +13,15 @@ import torch
 
 from text_generation_inference.bench import report as reports
 from text_generation_inference.bench.command_line import EXIT_INTERRUPTED
+from text_generation_inference.bench.floor import FloorModel, find_rates, measure_floor
 from text_generation_inference.bench.generation_flags import describe_throughput
-from text_generation_inference.bench.hardware import describe_hardware
+from text_generation_inference.bench.hardware import (
+    describe_hardware,
+    memory_bytes,
+    peak_memory_gb,
+    refuse_emulation,
+    runs_on_gpu,
+)
 from text_generation_inference.bench.offline_command import Task
 from text_generation_inference.bench.offline_tables import profile_table, rows_table
 from text_generation_inference.bench.results import OfflineReport, Row, RowResult, SkippedRow
@@ -25,7 +30,7 @@ from text_generation_inference.bench.shapes import write_shape
 from text_generation_inference.bench.tables import show
 from text_generation_inference.bench.work import Iteration, run_once, summarise, warm_up
 from text_generation_inference.config import Resolved, ServerConfig
-from text_generation_inference.devices.device import Device, check_present
+from text_generation_inference.devices.device import check_present
 from text_generation_inference.engine import warm_up as engine_warm_up
 from text_generation_inference.engine.build import Engine, start_engine
 from text_generation_inference.errors import ResourceError, StartError
@@ -42,8 +47,10 @@ _ITERATION_BITS = 20  # where a seed has the number of the iteration
 
 def run_offline(task: Task) -> int:
     """The exit status. Ctrl-C ends it with what was measured so far."""
-    if (task.floor or task.profile) and not _on_gpu(task.settings.get("device", "auto")):
+    if (task.floor or task.profile) and not runs_on_gpu(task.settings.get("device", "auto")):
         raise StartError("--floor and --profile are about a GPU, on which this model does not run here")
+    if task.floor and torch.cuda.is_available():
+        find_rates(torch.cuda.get_device_name())
     if task.json_path is not None:
         if task.asked is not None:
             Path(task.json_path).parent.mkdir(parents=True, exist_ok=True)  # its program makes the folder too
@@ -67,12 +74,6 @@ def run_offline(task: Task) -> int:
         return _Run(task, rows, engine, report, lines).measure()
     finally:
         engine.close()
-
-
-def refuse_emulation(device: Device) -> None:
-    """A stand-in's speed says nothing of what it stands for."""
-    if "emulated" in device.name:
-        raise StartError(f"the model runs on {device.name}: no figures are taken, because they would not be a card's")
 
 
 @contextmanager
@@ -136,23 +137,19 @@ def make_config(task: Task, rows: list[Row], model_id: str, max_positions: int) 
 def check_host_memory(task: Task, config: ServerConfig, spec: DecoderSpec) -> None:
     """Raise `ResourceError` if a shape is too large for a CPU's memory, where the system would end the process. On a
     GPU the engine says so itself."""
-    if task.shape is None or _on_gpu(config.device):
+    if task.shape is None or runs_on_gpu(config.device):
         return
     heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     matrices = spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
     vocabulary = spec.vocab_size * spec.hidden_size * 2
     each = 2 if config.dtype in ("bfloat16", "float16") else 4
     needed = matrices * (1 if config.quantize == "fp8" else each) + vocabulary * each
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = memory_bytes(config.device)
     if needed > free:
         raise ResourceError(
             f"The model is too large: the weights of {task.shape} take about {needed / 1e9:.0f} GB, this machine has"
             f" {free / 1e9:.0f} GB of memory. What would help: a GPU, or a smaller --shape"
         )
-
-
-def _on_gpu(device: str) -> bool:
-    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
 class _Run:
@@ -231,7 +228,7 @@ class _Run:
                 self.add(row, summarise(row, iterations))
 
     def add(self, row: Row, result: RowResult) -> None:
-        result.peak_memory_gb = _peak_gb(self.engine.device)
+        result.peak_memory_gb = peak_memory_gb(self.engine.device)
         result.published = self.task.published.get(row)
         self.done.append(row)
         self.report.rows.append(result)
@@ -249,9 +246,7 @@ class _Run:
 
     def add_floors(self) -> None:
         """Last, when the engine can give its cache back: products of many rows want memory that it holds."""
-        from text_generation_inference.bench.floor import FloorModel, measure_floor
-
-        model = FloorModel.of(self.engine)
+        model = FloorModel.of(self.engine, find_rates(torch.cuda.get_device_name()))
         runner: Any = self.engine.loop._runner
         runner.kv_cache.clear()
         gc.collect()
@@ -295,7 +290,6 @@ def find_lack(row: Row, resolved: Resolved) -> str | None:
 def _start_report(task: Task, config: ServerConfig, engine: Engine) -> OfflineReport:
     return OfflineReport(
         benchmark="offline",
-        started_at=reports.now(),
         model=task.shape or config.model_id,
         preset=task.preset,
         configuration={
@@ -304,18 +298,6 @@ def _start_report(task: Task, config: ServerConfig, engine: Engine) -> OfflineRe
             "warmup": task.warmups,
             "seed": task.seed,
         },
-        versions=reports.describe_versions(),
-        hardware=describe_hardware(engine.device),
-        commit=reports.find_commit(),
+        **reports.describe_origin(describe_hardware(engine.device)),
         notes=[note for note in engine.notes if not (task.shape and config.model_id in note)],
     )
-
-
-def _peak_gb(device: Device) -> float | None:
-    match device.torch_device.type:
-        case "cpu":
-            return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)
-        case "cuda":
-            return round(torch.cuda.max_memory_reserved(device.torch_device) / 1e9, 3)
-        case _:
-            return None

@@ -15,31 +15,10 @@ from text_generation_inference.bench.generation_flags import Asked
 from text_generation_inference.bench.presets import PRESETS, Preset
 from text_generation_inference.bench.results import Published, Row, parse_row
 from text_generation_inference.bench.shapes import SHAPES
-from text_generation_inference.config import CHOICES, ENGINE_SETTINGS, ServerConfig, parse_value, read_environment
+from text_generation_inference.config import ENGINE_SETTINGS, ServerConfig, read_environment
 from text_generation_inference.errors import StartError
 
 _DEFAULT_ROWS = ["64/128/1", "64/128/4", "64/128/16"]
-
-# Flags that set the field of `ServerConfig` with their name: (flag, what its value is called, help).
-_SETTINGS = (
-    ("--model-id", "MODEL", "embedded (the default), a model folder, a .gguf file, or a model on the hub"),
-    ("--revision", "NAME", "commit, branch or tag on the hub"),
-    ("--load-format", "FORMAT", f"{' or '.join(CHOICES['load_format'])}: random weights from config.json alone"),
-    ("--device", "NAME", "auto, cpu, cuda or hpu"),
-    ("--dtype", "TYPE", "of the weights: " + ", ".join(CHOICES["dtype"])),
-    ("--quantize", "METHOD", "such as fp8"),
-    ("--kv-cache-dtype", "TYPE", "of the KV cache: " + ", ".join(CHOICES["kv_cache_dtype"])),
-    ("--max-batch-prefill-tokens", "N", "prompt tokens computed in a step"),
-    ("--max-batch-total-tokens", "N", "tokens in the KV cache"),
-    ("--max-batch-size", "N", "requests computed at a time (default: the most of any row, at most 2048)"),
-    ("--max-total-tokens", "N", "longest prompt and answer together (default: the longest row)"),
-    ("--bucketing", "true|false", "pad every step to a shape that was warmed up"),
-    ("--bucket-strategy", "NAME", "its shapes: linear or exponential"),
-    ("--cuda-memory-fraction", "X", "share of the GPU's memory to use"),
-    ("--cuda-graphs", "LIST", "batch sizes to capture, separated by commas; 0: none"),
-    ("--num-threads", "N", "CPU threads"),
-    ("--cache-dir", "DIR", "converted models and compiled kernels"),
-)
 
 
 class Shown(NamedTuple):
@@ -97,11 +76,7 @@ def read_task(arguments: list[str], prog: str = "tgi bench offline") -> Task:
         settings |= preset.settings
     if asked is not None:
         settings |= asked.settings
-    for flag, _, _ in _SETTINGS:
-        field = flag[2:].replace("-", "_")
-        text = getattr(options, field)
-        if text is not None:
-            settings[field] = parse_value(field, text, f"{flag} {text!r}")
+    settings |= command_line.engine_settings(options, command_line.ENGINE_FLAGS)
     settings["prefix_caching"] = options.prefix_caching
     if shape is not None:
         if options.model_id is not None:
@@ -180,14 +155,16 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--preset", choices=list(PRESETS), metavar="NAME", help=f"rows and their model. {presets}")
     model = parser.add_argument_group("model and engine (also from the environment, as for the server)")
     model.add_argument("--shape", choices=list(SHAPES), help="the dimensions of a known model, random weights")
-    for flag, value, text in _SETTINGS:
+    for flag, (value, text) in command_line.ENGINE_FLAGS.items():
         model.add_argument(flag, metavar=value, help=text)
     model.add_argument("--prefix-caching", action="store_true", help="reuse equal beginnings (default: off)")
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument("--iterations", type=int, metavar="N", help="runs of each row (default: 1, or the preset's)")
     measuring.add_argument("--warmup", type=int, metavar="N", help="short runs before each row (default: 1)")
     measuring.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default: 0)")
-    measuring.add_argument("--floor", action="store_true", help="the least time the GPU could take, beside each row")
+    measuring.add_argument(
+        "--floor", action="store_true", help="what the GPU's libraries alone would need, beside each row"
+    )
     measuring.add_argument("--profile", metavar="ROWS/CONTEXT", help="take a decode step on a GPU apart")
     measuring.add_argument("--json", metavar="FILE", help="also write everything there, after each row")
     measuring.add_argument("-q", "--quiet", action="store_true", help="no progress")

@@ -11,6 +11,7 @@ import time
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -48,11 +49,13 @@ def write_whole(path: str, data: bytes) -> None:
         raise
 
 
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def describe_origin(hardware: dict[str, Any]) -> dict[str, Any]:
+    """Fields of every report: when and where it was measured, and with what."""
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"started_at": started_at, "versions": _versions(), "hardware": hardware, "commit": _find_commit()}
 
 
-def describe_versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     versions = {"tgi": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -62,7 +65,7 @@ def describe_versions() -> dict[str, str]:
     return versions
 
 
-def find_commit() -> str | None:
+def _find_commit() -> str | None:
     """Of the sources this runs from; None when they are not in a repository."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:

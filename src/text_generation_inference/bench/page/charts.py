@@ -159,7 +159,7 @@ class Bar(msgspec.Struct, frozen=True):
 
 
 def bar_chart(title: str, note: str, groups: dict[str, list[Bar]]) -> Figure | None:
-    """Rows of work, with the least time they could take and what others published. None if there is no bar."""
+    """Rows of work, with their floor and what others published. None if there is no bar."""
     if not groups:
         return None
     bars = [bar for group in groups.values() for bar in group]

@@ -180,12 +180,9 @@ def _start_report(
     }
     return ServeReport(
         benchmark="serve",
-        started_at=reports.now(),
         model=server.model or call.model or tokenizer_name,
         configuration={key: value for key, value in configuration.items() if value not in (None, False, [], 0)},
-        versions=reports.describe_versions(),
-        hardware={"client": platform.machine(), "client_cpus": os.cpu_count()},
-        commit=reports.find_commit(),
+        **reports.describe_origin({"client": platform.machine(), "client_cpus": os.cpu_count()}),
         url=target.url,
         api=call.api,
         tokenizer=tokenizer_name,

@@ -1,6 +1,5 @@
 """Starts an engine in this process and takes it through the batch sizes of `text-generation-benchmark`."""
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -8,10 +7,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-import torch
-
 from text_generation_inference.bench import report as reports
-from text_generation_inference.bench.hardware import describe_hardware
+from text_generation_inference.bench.hardware import describe_hardware, memory_bytes
 from text_generation_inference.bench.static.batch_run import make_requests, run_batch
 from text_generation_inference.bench.static.display import Display, Lines, Moment, Quit, Silence
 from text_generation_inference.bench.static.prompt import make_prompt
@@ -91,13 +88,6 @@ def step_bytes_per_token(spec: DecoderSpec) -> int:
     return 4 * (6 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size)
 
 
-def memory_bytes(device: str) -> int:
-    """Of the device that the model will run on."""
-    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def check_cache(task: Task, engine: Engine) -> None:
     """Raise `ResourceError` if the largest batch does not fit the KV cache: a part of it is no static batch."""
     size, num_blocks = engine.resolved.block_size, engine.resolved.num_blocks - 1
@@ -112,12 +102,9 @@ def check_cache(task: Task, engine: Engine) -> None:
 def _start_report(task: Task, config: ServerConfig, engine: Engine) -> StaticReport:
     return StaticReport(
         benchmark="static",
-        started_at=reports.now(),
         model=task.model,
         configuration={**dict(config.__rich_repr__()), **task.sampling.given(), "batch_sizes": task.batch_sizes},
-        versions=reports.describe_versions(),
-        hardware=describe_hardware(engine.device),
-        commit=reports.find_commit(),
+        **reports.describe_origin(describe_hardware(engine.device)),
         sequence_length=task.sequence_length,
         decode_length=task.decode_length,
         runs=task.runs,

@@ -6,17 +6,15 @@ environment: the engine's limits follow from the batches.
 
 import argparse
 import re
-import shutil
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
 
+from text_generation_inference.bench.command_line import ENGINE_FLAGS, Parser, engine_settings
 from text_generation_inference.config import (
-    CHOICES,
     ENGINE_SETTINGS,
     ServerConfig,
-    parse_value,
     read_environment,
     variable_of,
 )
@@ -107,27 +105,13 @@ _SAMPLING = [
 ]
 _UDS = _Flag("-m --master-shard-uds-path", "text", None, "no effect: the engine runs in this process", "PATH")
 
-# Flags that set the field of `ServerConfig` with their name.
-_ENGINE = [
-    ("--revision", "NAME", "commit, branch or tag on the hub (default: main)"),
-    ("--load-format", "FORMAT", f"{' or '.join(CHOICES['load_format'])}: random weights from config.json alone"),
-    ("--device", "NAME", "auto, cpu or cuda"),
-    ("--dtype", "TYPE", "of the weights: " + ", ".join(CHOICES["dtype"])),
-    ("--quantize", "METHOD", "such as fp8"),
-    ("--kv-cache-dtype", "TYPE", "of the KV cache: " + ", ".join(CHOICES["kv_cache_dtype"])),
-    ("--max-batch-prefill-tokens", "N", "prompt tokens computed in a step (default: a whole batch, if memory allows)"),
-    ("--max-batch-total-tokens", "N", "tokens in the KV cache (default: what the largest batch needs)"),
-    ("--cuda-memory-fraction", "X", "share of the GPU's memory to use"),
-    ("--cuda-graphs", "LIST", "batch sizes to capture, separated by commas; 0: none"),
-    ("--num-threads", "N", "CPU threads"),
-    ("--cache-dir", "DIR", "converted models and compiled kernels"),
-]
+# Flags that set fields of `ServerConfig`; what the batches decide has none.
+_DECIDED = ("--model-id", "--max-batch-size", "--max-total-tokens", "--bucketing", "--bucket-strategy")
+_ENGINE = {flag: words for flag, words in ENGINE_FLAGS.items() if flag not in _DECIDED} | {
+    "--max-batch-prefill-tokens": ("N", "prompt tokens computed in a step (default: a whole batch, if memory allows)"),
+    "--max-batch-total-tokens": ("N", "tokens in the KV cache (default: what the largest batch needs)"),
+}
 _LIMITS = frozenset(field for field in ENGINE_SETTINGS if field.startswith("max_") or field == "prefix_caching")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise StartError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
 
 
 def read_task(arguments: Sequence[str], environment: Mapping[str, str], prog: str) -> Task:
@@ -156,15 +140,12 @@ def read_task(arguments: Sequence[str], environment: Mapping[str, str], prog: st
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
-    width = min(110, shutil.get_terminal_size((112, 24)).columns - 2)
-    parser = _Parser(
-        prog=prog,
+    parser = Parser(
+        prog,
         usage="%(prog)s --tokenizer-name MODEL [OPTIONS]",
         description="Measure static batches: for each batch size so many rounds of one prefill and the decode steps"
         " after it, without HTTP. The model runs in this process. On a terminal the figures are shown while they come;"
         " at the end three Markdown tables are printed. What each figure means: docs/benchmarking.md.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=width),
-        allow_abbrev=False,
         add_help=False,
     )
     general = parser.add_argument_group("general")
@@ -186,7 +167,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     _add(measuring, _MEASURING)
     _add(parser.add_argument_group("sampling (seed 0; the end of a text is ignored)"), _SAMPLING)
     engine = parser.add_argument_group("engine")
-    for flag, value, text in _ENGINE:
+    for flag, (value, text) in _ENGINE.items():
         field = flag[2:].replace("-", "_")
         variable = variable_of(field) if field in ENGINE_SETTINGS - _LIMITS else None
         engine.add_argument(flag, metavar=value, help=f"{text} [env: {variable}]" if variable else text)
@@ -248,11 +229,7 @@ def _batch_sizes(given: list[str]) -> list[int]:
 
 def _engine_settings(options: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Any]:
     settings = read_environment(environment, only=ENGINE_SETTINGS - _LIMITS)
-    for flag, _, _ in _ENGINE:
-        field = flag[2:].replace("-", "_")
-        text = getattr(options, field)
-        if text is not None:
-            settings[field] = parse_value(field, text, f"{flag} {text!r}")
+    settings |= engine_settings(options, _ENGINE)
     settings["prefix_caching"] = False  # every copy of the prompt is computed
     ServerConfig(**settings).check()
     return settings
