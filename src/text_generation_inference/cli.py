@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from text_generation_inference.bench import command as bench_command
-from text_generation_inference.config import ServerConfig, read_environment
+from text_generation_inference.config import SETTINGS, ServerConfig, read_environment
 from text_generation_inference.errors import TgiError
 from text_generation_inference.launch import check, command, server_command
 from text_generation_inference.types import SamplingParams
@@ -104,7 +104,7 @@ def _add_model_options(add: AddArgument) -> None:
     add("--model", help="embedded, a model folder, a .gguf file, or a hub id (default: embedded)")
     add("--revision", help="hub revision (default: main)")
     add("--dtype", choices=("float32", "float16", "bfloat16"), help="(default: the device's best)")
-    add("--device", help="auto, cpu, cuda or hpu (default: auto)")
+    add("--device", help=f"{SETTINGS['device'].help} (default: auto)")
     add("--load-format", choices=("safetensors", "dummy"), help="dummy: random weights from the config")
     add("--max-total-tokens", type=int, metavar="N", help="longest prompt and answer together")
     add("--max-batch-total-tokens", type=int, metavar="N", help="tokens in the KV cache")

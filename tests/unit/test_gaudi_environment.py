@@ -14,13 +14,14 @@ import text_generation_inference
 from text_generation_inference.config import (
     ALIASES,
     BUCKET_RANGES,
+    SETTINGS,
     ServerConfig,
     child_environment,
     choose_strategy,
     variable_of,
+    variables,
 )
 from text_generation_inference.errors import StartError
-from text_generation_inference.launch import effects, variables
 from text_generation_inference.launch.arguments import Launch, build_parser, read_arguments
 
 # The names of the reference: sections 1.1 to 1.7, beside those every TGI has.
@@ -215,7 +216,8 @@ def test_meaning(variable: str, text: str, field: str, value: Any) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_every_variable_of_the_reference_is_known(name: str) -> None:
     fields = {variable_of(field) for field in ServerConfig.__struct_fields__}
-    explained = {**effects.NO_EFFECT, **variables.NO_EFFECT}
+    without_effect = {variable_of(field) for field, setting in SETTINGS.items() if setting.no_effect}
+    explained = {*without_effect, *variables.NO_EFFECT}
     known = [name in fields or name in ALIASES, name in explained, name in PASSED_ON, name in HUB]
     assert any(known), name
     assert not (name in PASSED_ON and name in explained), name
@@ -224,7 +226,7 @@ def test_every_variable_of_the_reference_is_known(name: str) -> None:
 def test_a_setting_that_is_not_explained_is_read_somewhere() -> None:
     """A field that nothing but the command line knows would be a promise nobody keeps."""
     words = r"(config|settings)\.[a-z0-9_]+|\"[a-z0-9_]+\""
-    left_out = ("--exclude-dir=config", "--exclude=variables.py", "--exclude=arguments.py", "--exclude=effects.py")
+    left_out = ("--exclude-dir=config", "--exclude=arguments.py")
     command = ["grep", "-rhoE", words, str(SOURCES), "--include=*.py", *left_out]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     read_names = {word.strip('"').rpartition(".")[2] for word in found.split()}
@@ -260,9 +262,9 @@ def test_help_shows_every_variable() -> None:
         timeout=60,
     )
     text = " ".join(done.stdout.split())
-    for found in variables.SETTINGS.values():
-        for variable in found:
-            assert f"{variable.name}={variable.value} " in text, variable.name
+    for name, setting in SETTINGS.items():
+        if setting.help and setting.flag is None:
+            assert f"{setting.listed or variable_of(name)}={setting.value} " in text, name
     for name in (*PASSED_ON, *variables.WITHOUT_EFFECT):
         assert name in text, name
     shown = {
@@ -284,8 +286,8 @@ def test_settings_of_gaudi_elsewhere(device: str) -> None:
     ).notes
     shown = {"cpu": "CPU", "cuda": "GPU"}[device]
     assert notes == [
-        "USE_FLASH_ATTENTION has no effect: the device has one kind of attention",
         f"ENABLE_HPU_GRAPH has no effect: it is about Gaudi, and the model runs on the {shown}",
+        "USE_FLASH_ATTENTION has no effect: the device has one kind of attention",
         "BATCH_BUCKET_SIZE has no effect: batches are not padded; --bucketing true pads them",
     ]
     assert read("--device", device, "--bucketing", "true", BATCH_BUCKET_SIZE="8").notes == []

@@ -9,10 +9,10 @@ import pytest
 
 from text_generation_inference.bench.shapes import write_shape
 from text_generation_inference.config import ServerConfig
-from text_generation_inference.devices import cuda, driver
+from text_generation_inference.devices import cuda, driver, visible
 from text_generation_inference.devices.driver import Driver, Gpu
 from text_generation_inference.errors import StartError
-from text_generation_inference.launch import arguments, check, effects
+from text_generation_inference.launch import arguments, check
 from text_generation_inference.launch.arguments import build_parser, read_arguments
 
 H200 = Gpu("NVIDIA H200", 150_754_820_096, (9, 0))
@@ -121,10 +121,10 @@ def notes(*given: str) -> list[str]:
 
 def test_what_has_no_effect_depends_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("--cuda-graphs", "1,2", "--cuda-memory-fraction", "0.5")
-    monkeypatch.setattr(effects, "read_driver", lambda: Driver())
+    monkeypatch.setattr(visible, "read_driver", lambda: Driver())
     assert [note.split()[0] for note in notes(*given)] == ["--cuda-graphs", "--cuda-memory-fraction"]
     assert notes(*given, "--device", "cuda") == []
-    monkeypatch.setattr(effects, "read_driver", lambda: GOOD)
+    monkeypatch.setattr(visible, "read_driver", lambda: GOOD)
     assert notes(*given) == []
     assert [note.split()[0] for note in notes(*given, "--device", "cpu")] == ["--cuda-graphs", "--cuda-memory-fraction"]
 

@@ -10,19 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from text_generation_inference.config import ServerConfig, variable_of
+from text_generation_inference.config import SETTINGS, ServerConfig, flag_of, variable_of
+from text_generation_inference.config.effects import explain
+from text_generation_inference.config.variables import setting_names
 from text_generation_inference.devices.buckets import BucketPlan
+from text_generation_inference.devices.visible import count_devices
 from text_generation_inference.engine.bucketing import describe_plan
 from text_generation_inference.errors import StartError
-from text_generation_inference.launch.arguments import (
-    FLAGS,
-    Launch,
-    build_parser,
-    count_devices,
-    explain,
-    read_arguments,
-)
-from text_generation_inference.launch.variables import setting_names
+from text_generation_inference.launch.arguments import Launch, build_parser, read_arguments, sections
 from text_generation_inference.types import BucketStats
 
 # flag, environment variable, text, field, value. An empty text: a switch.
@@ -160,10 +155,11 @@ def test_what_would_change_answers_is_refused(flag: str, variable: str, text: st
 
 
 def test_tables_hold_every_flag() -> None:
-    flags = {flag.name for flags in FLAGS.values() for flag in flags}
+    with_flag = {name: flag for name in SETTINGS if (flag := flag_of(name))}
+    flags = set(with_flag.values())
     assert flags == {row[0] for row in [*TABLE, *REFUSED] if row[0].startswith("--")}
     # Every setting can be set from outside, but for those that only tests and `LLM` need.
-    fields = {flag.target for flags in FLAGS.values() for flag in flags} | {row[2] for row in VARIABLES_ONLY}
+    fields = {*with_flag, *(row[2] for row in VARIABLES_ONLY)}
     fields |= {name.lower() for name in setting_names()}
     assert set(ServerConfig.__struct_fields__) - fields == {"seed", "overlap", *OTHERS}
 
@@ -345,7 +341,7 @@ def test_what_has_no_effect_says_so() -> None:
     ]
     # What asks for what is done anyway needs no word.
     assert read(USAGE_STATS="off", PREFILL_CHUNKING="1", TRUST_REMOTE_CODE="false", SPECULATE="0").notes == []
-    assert explain(ServerConfig(trust_remote_code=True), ["trust_remote_code"]) == [
+    assert explain(ServerConfig(trust_remote_code=True), ["trust_remote_code"], lambda: "cpu") == [
         "--trust-remote-code has no effect: no code of a model is ever run"
     ]
 
@@ -424,7 +420,7 @@ def test_help_lists_every_flag_default_and_variable(command: list[str]) -> None:
     for name in ("max_best_of", "payload_limit", "port", "otlp_service_name"):
         default = str(getattr(ServerConfig(), name))
         assert f"[default: {default}; env: {variable_of(name)}]" in text.replace("text- ", "text-")
-    for group in FLAGS:
+    for group in (*sections(with_flags=True), *sections(with_flags=False)):
         assert f"{group}:" in done.stdout
 
 

@@ -1,10 +1,13 @@
 """What the user asked for, and what follows from it.
 
-`settings`: `ServerConfig` is what was asked, the same struct for the server and for `LLM`. `environment`: the
-only readers of the environment. `derived`: `resolve` is a pure function from the configuration, the model's size and
-the device's limits to every number the engine runs with, each with the reason it has that value.
+`settings`: `ServerConfig` is what was asked, the same struct for the server and for `LLM`; each field carries a
+`Setting`, from which its flag, variable, help, range and reasons follow. `environment`: the only readers of the
+environment. `variables`, `effects`: TGI's variables that are no settings, and what has no effect where. `derived`:
+`resolve` is a pure function from the configuration, the model's size and the device's limits to every number the
+engine runs with, each with the reason it has that value.
 """
 
+from text_generation_inference.config.combinations import LoraAdapter, parse_lora_adapters
 from text_generation_inference.config.derived import (
     LONGEST_PADDED,
     ModelSize,
@@ -14,8 +17,6 @@ from text_generation_inference.config.derived import (
     uses_buckets,
 )
 from text_generation_inference.config.environment import (
-    ALIASES,
-    ENGINE_SETTINGS,
     cache_folder,
     child_environment,
     expand_home,
@@ -23,17 +24,20 @@ from text_generation_inference.config.environment import (
     hub_token,
     parse_value,
     read_environment,
-    variable_of,
 )
+from text_generation_inference.config.setting import Setting
 from text_generation_inference.config.settings import (
+    ALIASES,
     BUCKET_RANGES,
     CHOICES,
     DTYPES,
+    ENGINE_SETTINGS,
     LINEAR_SIZES,
     SECRETS,
-    LoraAdapter,
+    SETTINGS,
     ServerConfig,
-    parse_lora_adapters,
+    flag_of,
+    variable_of,
 )
 
 __all__ = [
@@ -45,15 +49,18 @@ __all__ = [
     "LINEAR_SIZES",
     "LONGEST_PADDED",
     "SECRETS",
+    "SETTINGS",
     "LoraAdapter",
     "ModelSize",
     "Resolved",
     "ServerConfig",
+    "Setting",
     "cache_folder",
     "child_environment",
     "choose_strategy",
     "expand_home",
     "failpoints_asked",
+    "flag_of",
     "hub_token",
     "parse_lora_adapters",
     "parse_value",

@@ -1,7 +1,7 @@
 """Settings from environment variables, and the environment of child processes.
 
-Second of `config`. The only readers of the environment are here; the names of variables and how their text is
-read, which flags share, as well.
+Second of `config`. The only readers of the environment are here, and how the text of a value is read, which flags
+share.
 """
 
 import math
@@ -9,26 +9,12 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import msgspec
-
-from text_generation_inference.config.settings import BUCKET_RANGES, PORTS, SECRETS, ServerConfig
+from text_generation_inference.config.setting import check_port
+from text_generation_inference.config.settings import ALIASES, SETTINGS, TYPES, ServerConfig, variable_of
 from text_generation_inference.errors import StartError
 
-# Fields whose variable is not their name in capitals; None: no variable.
-_VARIABLES: dict[str, str | None] = {
-    "cache_dir": "TGI_CACHE_DIR",
-    "device": "TGI_DEVICE",
-    "num_threads": "TGI_NUM_THREADS",
-    "offline": "HF_HUB_OFFLINE",
-    "custom_kernels": "DISABLE_CUSTOM_KERNELS",
-    "ignore_eos_token": "TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN",
-    "bucket_strategy": "VLLM_BUCKETING_STRATEGY",
-    "seed": None,
-    "overlap": None,
-    "env": None,
-}
 _SAGEMAKER = {
     "HF_MODEL_ID": "MODEL_ID",
     "HF_MODEL_REVISION": "REVISION",
@@ -36,73 +22,7 @@ _SAGEMAKER = {
     "HF_MODEL_QUANTIZE": "QUANTIZE",
     "HF_MODEL_TRUST_REMOTE_CODE": "TRUST_REMOTE_CODE",
 }
-# Other names that releases gave to a variable.
-ALIASES = {
-    "LIMIT_HPU_GRAPHS": "LIMIT_HPU_GRAPH",
-    "VLLM_ENABLE_BUCKETING": "BUCKETING",
-    "VLLM_GRAPH_RESERVED_MEM": "TGI_GRAPH_RESERVED_MEM",
-    "VLLM_PROMPT_QUERY_BUCKET_MIN": "VLLM_PROMPT_SEQ_BUCKET_MIN",
-    "VLLM_PROMPT_QUERY_BUCKET_STEP": "VLLM_PROMPT_SEQ_BUCKET_STEP",
-    "VLLM_PROMPT_QUERY_BUCKET_MAX": "VLLM_PROMPT_SEQ_BUCKET_MAX",
-}
-_STRATEGIES = {"lin": "linear", "exp": "exponential"}  # as VLLM_BUCKETING_STRATEGY abbreviates them
 _TOKENS = ("HF_API_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-
-
-def variable_of(field: str) -> str | None:
-    """The environment variable that sets a field."""
-    return _VARIABLES.get(field, field.upper())
-
-
-# What an engine without a server reads from the environment.
-ENGINE_SETTINGS = frozenset(
-    {
-        "revision",
-        "device",
-        "dtype",
-        "quantize",
-        "kv_cache_dtype",
-        "attention",
-        "load_format",
-        "max_input_tokens",
-        "max_total_tokens",
-        "max_batch_prefill_tokens",
-        "max_batch_total_tokens",
-        "max_batch_size",
-        "max_step_ms",
-        "waiting_served_ratio",
-        "max_waiting_tokens",
-        "prefix_caching",
-        "custom_kernels",
-        "watermark_gamma",
-        "watermark_delta",
-        "cache_dir",
-        "offline",
-        "huggingface_hub_cache",
-        "weights_cache_override",
-        "cuda_graphs",
-        "cuda_memory_fraction",
-        "queue_threshold_ms",
-        "quant_config",
-        "bucketing",
-        "bucket_strategy",
-        "vllm_exponential_bucketing",
-        "batch_bucket_size",
-        "prefill_batch_bucket_size",
-        "pad_sequence_to_multiple_of",
-        *BUCKET_RANGES,
-        "warmup_enabled",
-        "vllm_skip_warmup",
-        "pt_hpu_lazy_mode",
-        "enable_hpu_graph",
-        "limit_hpu_graph",
-        "use_flash_attention",
-        "flash_attention_recompute",
-        "hpu_memory_fraction",
-        "tgi_graph_reserved_mem",
-        "vllm_fp32_softmax",
-    }
-)
 
 
 def read_environment(
@@ -111,15 +31,14 @@ def read_environment(
     """`ServerConfig` fields (or only some) given by environment variables. An empty variable counts as not set."""
     environment = _rename_aliases(_map_sagemaker(os.environ if environment is None else environment))
     given: dict[str, Any] = {}
-    for field in msgspec.structs.fields(ServerConfig):
-        variable = variable_of(field.name) if only is None or field.name in only else None
+    for name, setting in SETTINGS.items():
+        variable = variable_of(name) if only is None or name in only else None
         text = environment.get(variable) if variable else None
         # Kubernetes sets PROMETHEUS_PORT=tcp://... for a service called prometheus: not meant for us.
-        if text and variable and not (field.name in PORTS and text.startswith("tcp://")):
-            shown = "***" if field.name in SECRETS else repr(text)
-            given[field.name] = parse_value(field.name, text, f"environment variable {variable}={shown}")
-    if "custom_kernels" in given:
-        given["custom_kernels"] = not given["custom_kernels"]
+        if text and variable and not (setting.check is check_port and text.startswith("tcp://")):
+            shown = "***" if setting.secret else repr(text)
+            value = parse_value(name, text, f"environment variable {variable}={shown}")
+            given[name] = not value if setting.negated else value
     return given
 
 
@@ -175,11 +94,10 @@ def child_environment(config: ServerConfig, environment: Mapping[str, str] | Non
 
 def parse_value(field: str, text: str, origin: str) -> Any:
     """The value of a field from text. `origin` says in the error where the text came from."""
-    kind = _KINDS[field]
+    kind = TYPES[field]
     if field == "ignore_eos_token":
         return text == "true"  # TGI's rule, which everybody who sets it relies on
-    if field == "bucket_strategy":
-        text = _STRATEGIES.get(text, text)
+    text = SETTINGS[field].spellings.get(text, text)
     try:
         return _PARSERS[kind](text)
     except ValueError:
@@ -231,11 +149,6 @@ _EXPECTED: dict[Any, str] = {
     str: "UTF-8 text",
     list[str]: "UTF-8 text",
     list[int]: "whole numbers separated by commas",
-}
-# The type of each field when it is set.
-_KINDS: dict[str, Any] = {
-    field.name: next((kind for kind in get_args(field.type) if type(None) in get_args(field.type) and kind), field.type)
-    for field in msgspec.structs.fields(ServerConfig)
 }
 
 

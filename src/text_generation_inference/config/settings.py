@@ -1,183 +1,521 @@
-"""What the user asked for: every setting with its default, and what makes no sense or cannot be done.
+"""What the user asked for: every setting, with all that is said of it, and what makes no sense or cannot be done.
 
-First of `config`. Reads nothing; knows neither models nor devices.
+First of `config`. A setting is one field of `ServerConfig`: its type, its default, and a `Setting` from which flag,
+variable, help, range and reasons follow. Reads nothing; knows neither models nor devices.
 """
 
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 
+from text_generation_inference.config.combinations import check_combinations
+from text_generation_inference.config.setting import (
+    Setting,
+    check_key,
+    check_name,
+    check_port,
+    check_route,
+    check_sizes,
+)
 from text_generation_inference.errors import StartError
 
 DTYPES = ("float32", "float16", "bfloat16")
-CHOICES = {
-    "dtype": DTYPES,
-    "load_format": ("safetensors", "dummy"),
-    "quantize": (
-        "awq",
-        "compressed-tensors",
-        "eetq",
-        "exl2",
-        "gptq",
-        "marlin",
-        "bitsandbytes",
-        "bitsandbytes-nf4",
-        "bitsandbytes-fp4",
-        "fp8",
-    ),
-    "kv_cache_dtype": ("fp8_e4m3fn", "fp8_e5m2"),
-    "rope_scaling": ("linear", "dynamic"),
-    "usage_stats": ("on", "off", "no-stack"),
-    "bucket_strategy": ("linear", "exponential"),
-}
-SECRETS = ("api_key", "admin_api_key", "ngrok_authtoken")
+_METHODS = (
+    *("awq", "compressed-tensors", "eetq", "exl2", "gptq", "marlin"),
+    *("bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "fp8"),
+)
+
+_model = partial(Setting, section="model")
+_request = partial(Setting, section="limits of a request")
+_batching = partial(Setting, section="batching")
+_server = partial(Setting, section="server")
+_hub = partial(Setting, section="hub")
+_device = partial(Setting, section="device")
+_observed = partial(Setting, section="observability")
+_accepted = partial(
+    Setting, section="accepted for compatibility (each is refused or has no effect, and says so at start)"
+)
+_variable = partial(Setting, flag=None)
+_of_tgi = partial(_variable, section="variables: without a flag, of every TGI")
+_texts = partial(_variable, section="variables: text and queue, on every device")
+_padding = partial(
+    _variable, section="variables: padded batches (on by default on Gaudi; BUCKETING=true elsewhere)", engine=True
+)
+_gaudi = partial(_variable, section="variables: Gaudi", only_on="hpu", engine=True)
+_profiler = partial(_variable, section="variables: profiler")
+_AXES = "VLLM_{PROMPT_BS,PROMPT_SEQ,DECODE_BS,DECODE_BLOCK}_BUCKET_"
+_axis = partial(_padding, "lin: range of an axis", "N", listed=_AXES + "{MIN,STEP,MAX}", above=0)
+_Axis = Annotated[int | None, _axis()]
+_NumSizes = Annotated[int | None, _padding("exp: number of sizes on an axis", "N", listed=_AXES + "LIMIT", above=0)]
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Every setting, named as its flag. Children get it as JSON; printing it shows no secret."""
 
     # model
-    model_id: str = "embedded"  # "embedded", a folder, a .gguf file, or a hub id
-    revision: str | None = None
-    dtype: str | None = None
-    quantize: str | None = None
-    kv_cache_dtype: str | None = None
-    quant_config: str | None = None  # a JSON file that says what to measure, or which measured scales to quantise with
-    speculate: int | None = None
-    rope_scaling: str | None = None
-    rope_factor: float | None = None
-    lora_adapters: str | None = None  # see `parse_lora_adapters`
-    trust_remote_code: bool = False
-    tokenizer_config_path: str | None = None  # replaces the model's tokenizer_config.json
-    load_format: str = "safetensors"  # or "dummy": seeded random weights from the config alone
-    seed: int = 0  # of dummy weights
+    model_id: Annotated[
+        str,
+        _model("embedded, a model folder, a .gguf file, or a model on the Hugging Face hub", "MODEL", check=check_name),
+    ] = "embedded"
+    revision: Annotated[
+        str | None,
+        _model("commit, branch, tag or refs/pr/N on the hub", "NAME", default="main", check=check_name, engine=True),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        _model("type of the weights on the device", "TYPE", default="the device's best", choices=DTYPES, engine=True),
+    ] = None
+    quantize: Annotated[
+        str | None,
+        _model(
+            "fp8: matrices in FP8; others are refused",
+            "METHOD",
+            default="as the checkpoint is",
+            choices=_METHODS,
+            served=("fp8", "compressed-tensors"),
+            refused="use fp8, which quantises any model when it is loaded, or a model that is already in FP8 or a GGUF"
+            " file, which need no setting",
+            engine=True,
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str | None,
+        _model(
+            "fp8_e4m3fn: keys and values in FP8",
+            "TYPE",
+            default="the model's",
+            choices=("fp8_e4m3fn", "fp8_e5m2"),
+            served=("fp8_e4m3fn",),
+            refused="use fp8_e4m3fn, which is as small and more exact",
+            engine=True,
+        ),
+    ] = None
+    quant_config: Annotated[
+        str | None,
+        _model(
+            "JSON file: what to measure, or the measured scales to serve in FP8 with",
+            "FILE",
+            told=True,
+            check=check_name,
+            engine=True,
+        ),
+    ] = None
+    load_format: Annotated[
+        str,
+        _model("dummy: random weights from config.json alone", "FORMAT", choices=("safetensors", "dummy"), engine=True),
+    ] = "safetensors"
+    tokenizer_config_path: Annotated[
+        str | None, _model("a file that replaces the model's tokenizer_config.json", "FILE", check=check_name)
+    ] = None
+    weights_cache_override: Annotated[
+        str | None,
+        _model(
+            "take the .safetensors files of this folder instead of the model's", "DIR", check=check_name, engine=True
+        ),
+    ] = None
+    disable_grammar_support: Annotated[bool, _model("refuse requests with a grammar")] = False
+    watermark_gamma: Annotated[
+        float, _model("share of the vocabulary that a watermark prefers", "X", above=0, below=1, engine=True)
+    ] = 0.5
+    watermark_delta: Annotated[float, _model("how strongly a watermark prefers it", "X", engine=True)] = 2.0
 
-    # limits of one request
-    max_input_tokens: int | None = None
-    max_input_length: int | None = None  # older name of `max_input_tokens`, which takes its value over
-    max_total_tokens: int | None = None
-    max_best_of: int = 2
-    max_stop_sequences: int = 4
-    max_top_n_tokens: int = 5
-    max_client_batch_size: int = 4
-    payload_limit: int = 2_000_000  # bytes of a request body
-    max_image_fetch_size: int = 1_073_741_824  # bytes
-    disable_grammar_support: bool = False
-    ignore_eos_token: bool = False  # in every request
-    skip_tokenizer_in_tgi: bool = False  # prompts and answers are token ids between commas
-    enable_prefill_logprobs: bool = False
-    watermark_gamma: float = 0.5
-    watermark_delta: float = 2.0
+    # limits of a request
+    max_input_tokens: Annotated[
+        int | None, _request("longest prompt", "N", default="max-total-tokens - 1", above=0, engine=True)
+    ] = None
+    # `max_input_tokens` takes its value over.
+    max_input_length: Annotated[int | None, _request("older name of --max-input-tokens", "N")] = None
+    max_total_tokens: Annotated[
+        int | None,
+        _request("longest prompt and answer together", "N", default="from the model and memory", above=0, engine=True),
+    ] = None
+    max_best_of: Annotated[int, _request("most candidates of best_of", "N", above=0)] = 2
+    max_stop_sequences: Annotated[int, _request("most stop sequences", "N", least=0)] = 4
+    max_top_n_tokens: Annotated[int, _request("most alternatives reported for a token", "N", least=0)] = 5
+    max_client_batch_size: Annotated[
+        int,
+        _request(
+            "told by /info alone: no native route takes several prompts",
+            "N",
+            above=0,
+            no_effect="/v1/completions takes as many prompts as --max-concurrent-requests lets run",
+        ),
+    ] = 4
+    payload_limit: Annotated[int, _request("bytes of a request body", "N", above=0)] = 2_000_000
+    enable_prefill_logprobs: Annotated[bool, _request("allow decoder_input_details: the logprobs of a prompt")] = False
 
     # batching
-    max_concurrent_requests: int = 128
-    max_queued_tokens: int | None = None  # prompt tokens that may wait; None: derived
-    max_batch_prefill_tokens: int | None = None
-    max_batch_total_tokens: int | None = None
-    max_batch_size: int | None = None
-    max_step_ms: int = 250  # of a step with prompts beside others' decode tokens; 0: as long as it takes
-    waiting_served_ratio: float = 0.3
-    max_waiting_tokens: int = 20
-    prefix_caching: bool = True
-    prefill_chunking: bool = True
-    overlap: bool = True  # plan the next step while one runs
-    queue_threshold_ms: int | None = None  # shorter prompts go first, but not before one that waited this long
-
-    # padded batches
-    bucketing: bool | None = None  # None: as the device does
-    bucket_strategy: str | None = None  # None: as `vllm_exponential_bucketing` says, or as follows from what is given
-    vllm_exponential_bucketing: bool | None = None
-    batch_bucket_size: int | None = None  # these three: of the linear strategy; None: 8, 4 and 128
-    prefill_batch_bucket_size: int | None = None
-    pad_sequence_to_multiple_of: int | None = None  # 0: every prompt is padded to the longest
-    vllm_prompt_bs_bucket_min: int | None = None  # ranges of the linear strategy, number of sizes (limit) of the other
-    vllm_prompt_bs_bucket_step: int | None = None
-    vllm_prompt_bs_bucket_max: int | None = None
-    vllm_prompt_bs_bucket_limit: int | None = None
-    vllm_prompt_seq_bucket_min: int | None = None
-    vllm_prompt_seq_bucket_step: int | None = None
-    vllm_prompt_seq_bucket_max: int | None = None
-    vllm_prompt_seq_bucket_limit: int | None = None
-    vllm_decode_bs_bucket_min: int | None = None
-    vllm_decode_bs_bucket_step: int | None = None
-    vllm_decode_bs_bucket_max: int | None = None
-    vllm_decode_bs_bucket_limit: int | None = None
-    vllm_decode_block_bucket_min: int | None = None
-    vllm_decode_block_bucket_step: int | None = None
-    vllm_decode_block_bucket_max: int | None = None
-    vllm_decode_block_bucket_limit: int | None = None
-    warmup_enabled: bool = True
-    vllm_skip_warmup: bool = False  # like `warmup_enabled` false
+    max_concurrent_requests: Annotated[
+        int, _batching("requests in the server; more are answered with status 429", "N", above=0)
+    ] = 128
+    max_queued_tokens: Annotated[
+        int | None, _batching("prompt tokens that may wait; beyond, status 429", "N", default="derived", above=0)
+    ] = None
+    max_batch_prefill_tokens: Annotated[
+        int | None, _batching("prompt tokens computed in a step", "N", default="the device's", above=0, engine=True)
+    ] = None
+    max_batch_total_tokens: Annotated[
+        int | None, _batching("tokens in the KV cache", "N", default="from memory", above=0, engine=True)
+    ] = None
+    max_batch_size: Annotated[
+        int | None, _batching("requests computed at a time", "N", default="the device's", above=0, engine=True)
+    ] = None
+    max_step_ms: Annotated[
+        int,
+        _batching(
+            "longest step with prompts beside running requests: their chunks follow it; 0: any",
+            "N",
+            least=0,
+            engine=True,
+        ),
+    ] = 250
+    waiting_served_ratio: Annotated[
+        float, _batching("waiting to running, from which on prompts interrupt decoding", "X", least=0, engine=True)
+    ] = 0.3
+    max_waiting_tokens: Annotated[
+        int, _batching("decode steps after which waiting prompts interrupt anyway", "N", least=0, engine=True)
+    ] = 20
+    bucketing: Annotated[
+        bool | None,
+        _batching(
+            "pad every step to a shape that was warmed up",
+            "true|false",
+            default="on Gaudi",
+            told=True,
+            aliases=("VLLM_ENABLE_BUCKETING",),
+            engine=True,
+        ),
+    ] = None  # None: as the device does
+    bucket_strategy: Annotated[
+        str | None,
+        _batching(
+            "its shapes: linear or exponential",
+            "NAME",
+            default="see BATCH_BUCKET_SIZE below",
+            told=True,
+            spellings={"lin": "linear", "exp": "exponential"},
+            variable="VLLM_BUCKETING_STRATEGY",
+            choices=("linear", "exponential"),
+            engine=True,
+        ),
+    ] = None  # None: as `vllm_exponential_bucketing` says, or as follows from what is given
+    prefix_caching: Annotated[
+        bool, _batching("compute every prompt in full", flag="--no-prefix-caching", turns_off=True, engine=True)
+    ] = True
 
     # server
-    hostname: str = "0.0.0.0"
-    port: int = 3000
-    api_key: str | None = None
-    admin_api_key: str | None = None  # for what only an administrator may do, such as taking a profile
-    cors_allow_origin: list[str] = []  # empty: any
-    graceful_termination_timeout: int = 90  # seconds
-    client_header: str | None = None  # a proxy's header that names the client; None: clients are told by their address
-    max_connections: int | None = None  # open at a time; None: as many as descriptors allow, up to 16,384
-    cache_salt_by_key: bool = False  # cached prefixes are shared only under the same `Authorization`
-    hide_cached_tokens: bool = False  # `usage` does not tell how much of a prompt was cached
-    step_timeout_s: float | None = None  # a step that takes longer hangs: the engine is started again; None: derived
-    request_timeout_s: float | None = None  # a request that takes longer ends with an error
-    validation_workers: int = 2
-    compute_type: str | None = None  # of the `x-compute-type` header; None: derived
-    aip_http_port: int | None = None  # Vertex AI: listens here instead of on `port`
-    aip_predict_route: str | None = None
-    aip_health_route: str | None = None
+    hostname: Annotated[str, _server("IP address to listen on; what is no address counts as 0.0.0.0", "ADDRESS")] = (
+        "0.0.0.0"
+    )
+    port: Annotated[int, _server("port to listen on", "PORT", short="-p", check=check_port)] = 3000
+    api_key: Annotated[
+        str | None,
+        _server(
+            "key that clients must send as a bearer token",
+            "KEY",
+            default="no key is asked for",
+            check=check_key,
+            secret=True,
+        ),
+    ] = None
+    admin_api_key: Annotated[
+        str | None,
+        _server("key for what only an administrator may do", "KEY", default="nobody may", check=check_key, secret=True),
+    ] = None
+    cors_allow_origin: Annotated[
+        list[str], _server("origin that browsers may call from (repeatable)", "ORIGIN", default="any")
+    ] = []
+    cache_salt_by_key: Annotated[bool, _server("share cached prefixes only between requests with the same API key")] = (
+        False
+    )
+    hide_cached_tokens: Annotated[bool, _server("do not tell in `usage` how many prompt tokens were cached")] = False
+    client_header: Annotated[
+        str | None,
+        _server(
+            "header in which a proxy names the client", "NAME", default="the connection's address", check=check_name
+        ),
+    ] = None  # a proxy's header that names the client; None: clients are told by their address
+    max_connections: Annotated[
+        int | None, _server("connections open at a time; beyond, status 503", "N", default="derived", above=0)
+    ] = None  # open at a time; None: as many as descriptors allow, up to 16,384
+    validation_workers: Annotated[int, _server("threads that check and tokenise requests", "N", above=0)] = 2
+    graceful_termination_timeout: Annotated[
+        int, _server("seconds for requests to end after SIGTERM", "SECONDS", short="-g", least=0)
+    ] = 90
+    request_timeout_s: Annotated[
+        float | None, _server("seconds after which a request ends with status 504", "SECONDS", default="none", above=0)
+    ] = None
+    step_timeout_s: Annotated[
+        float | None, _server("seconds after which a step counts as hung", "SECONDS", default="the device's", above=0)
+    ] = None  # a step that takes longer hangs: the engine is started again; None: derived
 
     # hub and files
-    huggingface_hub_cache: str | None = None
-    weights_cache_override: str | None = None  # a folder whose weights are used instead of the model's
-    offline: bool = False
-    cache_dir: str = ""  # converted models and compiled kernels; empty: the user's cache folder
+    huggingface_hub_cache: Annotated[
+        str | None,
+        _hub("folder of downloaded models", "DIR", default="the hub library's", check=check_name, engine=True),
+    ] = None
+    cache_dir: Annotated[
+        str,
+        _hub(
+            "folder of converted models and compiled kernels",
+            "DIR",
+            default="~/.cache/tgi",
+            variable="TGI_CACHE_DIR",
+            check=check_name,
+            engine=True,
+        ),
+    ] = ""
 
     # device
-    device: str = "auto"
-    num_threads: int | None = None
-    custom_kernels: bool = True
-    sharded: bool | None = None
-    num_shard: int | None = None
-    master_addr: str = "localhost"
-    master_port: int = 29500
-    shard_uds_path: str = "/tmp/text-generation-server"
-    cuda_graphs: list[int] | None = None
-    cuda_memory_fraction: float = 1.0
-    attention: str | None = None
-
-    # Gaudi
-    pt_hpu_lazy_mode: bool | None = (
-        None  # False: compile ahead of time instead of capturing graphs; None: the software's
-    )
-    enable_hpu_graph: bool = True
-    limit_hpu_graph: bool | None = None  # prompts run outside graphs; None: on Gaudi
-    use_flash_attention: bool = True
-    flash_attention_recompute: bool = True
-    hpu_memory_fraction: float = 0.8  # of the memory free after loading; the rest is never given away
-    tgi_graph_reserved_mem: float = 0.1  # share of that for graphs
-    vllm_fp32_softmax: bool | None = None  # False: decode attention in the model's type
-
-    # profiler
-    prof_waitstep: int = 0
-    prof_warmupstep: int = 0
-    prof_step: int = 0  # 0: no profile at start
-    prof_path: str = "/tmp/hpu_profile"
-    prof_ranks: list[int] = msgspec.field(default_factory=lambda: [0])
-    prof_record_shapes: bool = False
+    device: Annotated[
+        str,
+        _device(
+            "auto (a GPU or a Gaudi card if there is one), cpu, cuda or hpu", "NAME", variable="TGI_DEVICE", engine=True
+        ),
+    ] = "auto"
+    num_threads: Annotated[
+        int | None, _device("CPU threads", "N", default="all cores", variable="TGI_NUM_THREADS", above=0, most=1024)
+    ] = None
+    cuda_graphs: Annotated[
+        list[int] | None,
+        _device(
+            "batch sizes to capture, separated by commas; 0: none",
+            "LIST",
+            default="the device's",
+            check=check_sizes,
+            only_on="cuda",
+            elsewhere="the {device} captures no graphs",
+            engine=True,
+        ),
+    ] = None
+    cuda_memory_fraction: Annotated[
+        float,
+        _device(
+            "share of the GPU's memory to use",
+            "X",
+            above=0,
+            most=1,
+            only_on="cuda",
+            elsewhere="the model runs on the {device}; --max-batch-total-tokens limits the KV cache",
+            engine=True,
+        ),
+    ] = 1.0
+    custom_kernels: Annotated[
+        bool,
+        _device(
+            "torch's own ops only",
+            flag="--disable-custom-kernels",
+            turns_off=True,
+            variable="DISABLE_CUSTOM_KERNELS",
+            negated=True,
+            engine=True,
+        ),
+    ] = True
+    sharded: Annotated[bool | None, _device("split the model over devices: one is used", "true|false")] = None
+    num_shard: Annotated[
+        int | None, _device("number of devices to split it over: 1; on Gaudi more is accepted", "N", default="1")
+    ] = None
 
     # observability
-    log_level: str = "info"  # or a filter such as "error,text_generation_router=debug"
-    json_output: bool = False
-    env: bool = False  # log the environment at start
-    otlp_endpoint: str | None = None
-    otlp_service_name: str = "text-generation-inference.router"
-    prometheus_port: int = 9000
-    usage_stats: str = "on"
-    ngrok: bool = False
-    ngrok_authtoken: str | None = None
-    ngrok_edge: str | None = None
+    json_output: Annotated[bool, _observed("logs as JSON lines")] = False
+    env: Annotated[bool, _observed("log the versions of what runs", short="-e", variable=None)] = False
+    otlp_endpoint: Annotated[str | None, _observed("OTLP gRPC collector of traces", "URL", default="no traces")] = None
+    otlp_service_name: Annotated[str, _observed("name of the service in traces", "NAME")] = (
+        "text-generation-inference.router"
+    )
+
+    # refused or without effect
+    speculate: Annotated[
+        int | None, _accepted("speculative tokens per step", "N", least=0, refused="tokens are generated one at a time")
+    ] = None
+    rope_scaling: Annotated[
+        str | None,
+        _accepted(
+            "linear or dynamic",
+            "KIND",
+            choices=("linear", "dynamic"),
+            refused="positions are scaled as the model's config.json says",
+        ),
+    ] = None
+    rope_factor: Annotated[
+        float | None,
+        _accepted("factor of --rope-scaling", "X", refused="positions are scaled as the model's config.json says"),
+    ] = None
+    lora_adapters: Annotated[
+        str | None,
+        _accepted(
+            "repo/id, repo/id@revision or name=/path, separated by commas",
+            "LIST",
+            refused="merge the adapter into the model first",
+        ),
+    ] = None  # see `parse_lora_adapters`
+    trust_remote_code: Annotated[
+        bool, _accepted("run code that comes with a model", no_effect="no code of a model is ever run", as_it_is=False)
+    ] = False
+    shard_uds_path: Annotated[
+        str, _accepted("prefix of unix sockets", "PATH", no_effect="processes talk over sockets in a private folder")
+    ] = "/tmp/text-generation-server"
+    master_addr: Annotated[
+        str, _accepted("address for ranks to meet at", "HOST", no_effect="one process serves the model")
+    ] = "localhost"
+    master_port: Annotated[
+        int, _accepted("port for ranks to meet at", "PORT", check=check_port, no_effect="one process serves the model")
+    ] = 29500
+    prometheus_port: Annotated[
+        int,
+        _accepted(
+            "a second port for metrics",
+            "PORT",
+            check=check_port,
+            no_effect="nothing is served there; /metrics is on the main port",
+        ),
+    ] = 9000
+    usage_stats: Annotated[
+        str,
+        _accepted(
+            "on, off or no-stack",
+            "LEVEL",
+            choices=("on", "off", "no-stack"),
+            no_effect="nothing is ever sent",
+            as_it_is="off",
+        ),
+    ] = "on"
+    ngrok: Annotated[bool, _accepted("open a tunnel", refused="no tunnel is opened; run one beside the server")] = False
+    ngrok_authtoken: Annotated[
+        str | None, _accepted("token of the tunnel", "TOKEN", secret=True, no_effect="no tunnel is opened")
+    ] = None
+    ngrok_edge: Annotated[str | None, _accepted("edge of the tunnel", "EDGE", no_effect="no tunnel is opened")] = None
+
+    # variables without a flag
+    log_level: Annotated[str, _of_tgi("error, warn, info or debug", "LEVEL")] = (
+        "info"  # or a filter such as "error,text_generation_router=debug"
+    )
+    attention: Annotated[
+        str | None,
+        _of_tgi(
+            "flashinfer: prompts run its kernels on a GPU; others have no effect",
+            "NAME",
+            no_effect="the device has one kind of attention",
+            engine=True,
+        ),
+    ] = None
+    prefill_chunking: Annotated[
+        bool,
+        _of_tgi(
+            "no effect: long prompts are computed in parts, or whole if batches are padded",
+            "0|1",
+            no_effect="long prompts are always computed in parts",
+            as_it_is=True,
+        ),
+    ] = True
+
+    # texts and queue
+    ignore_eos_token: Annotated[
+        bool,
+        _texts(
+            "nothing but length and stop sequences ends an answer",
+            "true",
+            variable="TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN",
+        ),
+    ] = False  # in every request
+    skip_tokenizer_in_tgi: Annotated[
+        bool, _texts("prompts and answers are token ids between commas; `?` pads", "true|false")
+    ] = False
+    queue_threshold_ms: Annotated[
+        int | None,
+        _texts(
+            "shorter prompts first, but those that waited longer before all",
+            "N",
+            default="as they come",
+            least=0,
+            engine=True,
+        ),
+    ] = None
+
+    # padded batches
+    vllm_exponential_bucketing: Annotated[bool | None, _padding("true: exp, false: lin", "true|false")] = None
+    batch_bucket_size: Annotated[
+        int | None, _padding("lin: decode batches are multiples of it", "N", default="8", above=0)
+    ] = None
+    prefill_batch_bucket_size: Annotated[
+        int | None, _padding("lin: batches of prompts are multiples of it", "N", default="4", above=0)
+    ] = None
+    pad_sequence_to_multiple_of: Annotated[
+        int | None, _padding("lin: lengths of prompts; 0: all as the longest", "N", default="128", least=0)
+    ] = None
+    vllm_prompt_bs_bucket_min: _Axis = None
+    vllm_prompt_bs_bucket_step: _Axis = None
+    vllm_prompt_bs_bucket_max: _Axis = None
+    vllm_prompt_seq_bucket_min: Annotated[int | None, _axis(aliases=("VLLM_PROMPT_QUERY_BUCKET_MIN",))] = None
+    vllm_prompt_seq_bucket_step: Annotated[int | None, _axis(aliases=("VLLM_PROMPT_QUERY_BUCKET_STEP",))] = None
+    vllm_prompt_seq_bucket_max: Annotated[int | None, _axis(aliases=("VLLM_PROMPT_QUERY_BUCKET_MAX",))] = None
+    vllm_decode_bs_bucket_min: _Axis = None
+    vllm_decode_bs_bucket_step: _Axis = None
+    vllm_decode_bs_bucket_max: _Axis = None
+    vllm_decode_block_bucket_min: _Axis = None
+    vllm_decode_block_bucket_step: _Axis = None
+    vllm_decode_block_bucket_max: _Axis = None
+    vllm_prompt_bs_bucket_limit: _NumSizes = None
+    vllm_prompt_seq_bucket_limit: _NumSizes = None
+    vllm_decode_bs_bucket_limit: _NumSizes = None
+    vllm_decode_block_bucket_limit: _NumSizes = None
+    warmup_enabled: Annotated[
+        bool, _padding("compute every shape before the first request", "true|false", as_it_is=True)
+    ] = True
+    vllm_skip_warmup: Annotated[bool, _padding("the opposite", "true|false", as_it_is=False)] = (
+        False  # like `warmup_enabled` false
+    )
+
+    # Gaudi
+    pt_hpu_lazy_mode: Annotated[
+        bool | None, _gaudi("1: graphs; 0: eager, compiled by torch.compile", "0|1", default="the software's")
+    ] = None
+    enable_hpu_graph: Annotated[bool, _gaudi("capture steps as graphs", "true|false")] = True
+    limit_hpu_graph: Annotated[
+        bool | None,
+        _gaudi("decode steps alone, to save memory", "true|false", default="true", aliases=("LIMIT_HPU_GRAPHS",)),
+    ] = None  # prompts run outside graphs; None: on Gaudi
+    use_flash_attention: Annotated[
+        bool, _gaudi("fused attention for prompts", "true|false", elsewhere="the device has one kind of attention")
+    ] = True
+    flash_attention_recompute: Annotated[
+        bool,
+        _gaudi("its variant that takes less memory", "true|false", elsewhere="the device has one kind of attention"),
+    ] = True
+    hpu_memory_fraction: Annotated[
+        float, _gaudi("share of the memory free after loading that may be used", "X", above=0, most=1)
+    ] = 0.8  # of the memory free after loading; the rest is never given away
+    tgi_graph_reserved_mem: Annotated[
+        float, _gaudi("share of that for graphs", "X", least=0, below=1, aliases=("VLLM_GRAPH_RESERVED_MEM",))
+    ] = 0.1
+    vllm_fp32_softmax: Annotated[
+        bool | None, _gaudi("decode attention keeps its scores in float32", "true|false", default="true")
+    ] = None  # False: decode attention in the model's type
+
+    # profiler
+    prof_step: Annotated[
+        int, _profiler("steps of a torch.profiler trace taken from the start on", "N", default="0: none", least=0)
+    ] = 0
+    prof_waitstep: Annotated[int, _profiler("steps before it", "N", least=0)] = 0
+    prof_warmupstep: Annotated[int, _profiler("steps to warm the profiler up", "N", least=0)] = 0
+    prof_path: Annotated[str, _profiler("folder of traces", "DIR")] = "/tmp/hpu_profile"
+    prof_ranks: Annotated[list[int], _profiler("ranks to profile", "LIST", default="0")] = msgspec.field(
+        default_factory=lambda: [0]
+    )
+    prof_record_shapes: Annotated[bool, _profiler("record the shapes of tensors", "true|false")] = False
+
+    # not in the help
+    seed: Annotated[int, _variable(variable=None)] = 0  # of dummy weights
+    max_image_fetch_size: Annotated[int, _variable(least=0)] = 1_073_741_824  # bytes
+    overlap: Annotated[bool, _variable(variable=None)] = True  # plan the next step while one runs
+    compute_type: Annotated[str | None, _variable()] = None  # of the `x-compute-type` header; None: derived
+    aip_http_port: Annotated[int | None, _variable(check=check_port)] = (
+        None  # Vertex AI: listens here instead of on `port`
+    )
+    aip_predict_route: Annotated[str | None, _variable(check=check_route)] = None
+    aip_health_route: Annotated[str | None, _variable(check=check_route)] = None
+    offline: Annotated[bool, _variable(variable="HF_HUB_OFFLINE", engine=True)] = False
 
     def __post_init__(self) -> None:
         if self.max_input_length is not None and self.max_input_tokens is None:
@@ -195,223 +533,53 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise `StartError` naming the first setting that makes no sense or that nothing here can do."""
-        _check_values(self)
-        _check_combinations(self)
-        for name, reason in _REFUSED.items():
-            value = getattr(self, name)
-            if value is not None and value is not False and value != 0:
-                raise StartError(f"`{name}` is set to {value!r}, which is not supported: {reason}")
-        for name, (served, reason) in _SERVED.items():
-            value = getattr(self, name)
-            if value is not None and value not in served:
-                raise StartError(f"`{name}` is set to {value!r}, which is not supported: {reason}")
+        for name, setting in SETTINGS.items():
+            setting.check_value(name, getattr(self, name))
+        check_combinations(self)
+        for name, setting in SETTINGS.items():
+            setting.check_served(name, getattr(self, name))
         if self.num_shard is not None and self.num_shard > 1:
             raise StartError(
                 f"`num_shard` is {self.num_shard}, but one process serves the whole model on this device: leave it out"
             )
 
 
-# What would change the answers if it were ignored. A feature that comes to work takes its line away.
-_REFUSED = {
-    "speculate": "tokens are generated one at a time",
-    "rope_scaling": "positions are scaled as the model's config.json says",
-    "rope_factor": "positions are scaled as the model's config.json says",
-    "lora_adapters": "merge the adapter into the model first",
-    "ngrok": "no tunnel is opened; run one beside the server",
-}
+def plain_type(kind: Any) -> Any:
+    """The type of a field when it is set."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    return next((part for part in get_args(kind) if type(None) in get_args(kind) and part), kind)
 
-# Of these some values work.
-_SERVED = {
-    "quantize": (
-        ("fp8", "compressed-tensors"),
-        "use fp8, which quantises any model when it is loaded, or a model that is already in FP8 or a GGUF file, which"
-        " need no setting",
-    ),
-    "kv_cache_dtype": (("fp8_e4m3fn",), "use fp8_e4m3fn, which is as small and more exact"),
-}
 
+def _setting_of(kind: Any) -> Setting:
+    return next(said for said in get_args(kind) if isinstance(said, Setting))
+
+
+_FIELDS = msgspec.structs.fields(ServerConfig)
+SETTINGS: dict[str, Setting] = {field.name: _setting_of(field.type) for field in _FIELDS}
+TYPES: dict[str, Any] = {field.name: plain_type(field.type) for field in _FIELDS}
+
+CHOICES = {name: setting.choices for name, setting in SETTINGS.items() if setting.choices}
+SECRETS = tuple(name for name, setting in SETTINGS.items() if setting.secret)
+# What an engine without a server reads from the environment.
+ENGINE_SETTINGS = frozenset(name for name, setting in SETTINGS.items() if setting.engine)
 # The sizes of the linear strategy.
 LINEAR_SIZES = ("batch_bucket_size", "prefill_batch_bucket_size", "pad_sequence_to_multiple_of")
 # The bounds of padded sizes, by axis.
-BUCKET_RANGES = tuple(
-    f"vllm_{axis}_bucket_{bound}"
-    for axis in ("prompt_bs", "prompt_seq", "decode_bs", "decode_block")
-    for bound in ("min", "step", "max", "limit")
-)
-
-_POSITIVE = (
-    "validation_workers",
-    "max_batch_size",
-    "max_input_tokens",
-    "max_total_tokens",
-    "max_batch_prefill_tokens",
-    "max_batch_total_tokens",
-    "max_concurrent_requests",
-    "max_queued_tokens",
-    "max_best_of",
-    "max_client_batch_size",
-    "payload_limit",
-    "max_connections",
-    "num_threads",
-    "step_timeout_s",
-    "request_timeout_s",
-    "batch_bucket_size",
-    "prefill_batch_bucket_size",
-    *BUCKET_RANGES,
-)
-_NOT_NEGATIVE = (
-    "pad_sequence_to_multiple_of",
-    "queue_threshold_ms",
-    "max_step_ms",
-    "prof_waitstep",
-    "prof_warmupstep",
-    "prof_step",
-    "max_waiting_tokens",
-    "waiting_served_ratio",
-    "max_stop_sequences",
-    "max_top_n_tokens",
-    "max_image_fetch_size",
-    "graceful_termination_timeout",
-    "speculate",
-)
-# Names and paths, which are looked for on disk or on the hub.
-_NAMES = (
-    "model_id",
-    "revision",
-    "tokenizer_config_path",
-    "huggingface_hub_cache",
-    "weights_cache_override",
-    "cache_dir",
-    "quant_config",
-    "client_header",
-)
-_MAX_NAME, _MAX_PART = 4096, 255  # bytes: the longest path there can be, and the longest name in it
-PORTS = ("port", "prometheus_port", "master_port", "aip_http_port")
+BUCKET_RANGES = tuple(name for name, setting in SETTINGS.items() if setting.listed)
 
 
-def _check_name(name: str, value: str | None) -> None:
-    if value is None:
-        return
-    size = len(value.encode(errors="replace"))
-    if size > _MAX_NAME:
-        raise StartError(f"`{name}` has {size} bytes, and no name or path has more than {_MAX_NAME}")
-    longest = max(len(part.encode(errors="replace")) for part in value.split("/"))
-    if longest > _MAX_PART:
-        raise StartError(f"`{name}` has a name of {longest} bytes in it, and no file has one of more than {_MAX_PART}")
-    if any(ord(character) < 32 or character == "\x7f" for character in value):
-        raise StartError(f"`{name}` holds control characters, which no name or path has. Given: {value[:60]!r}")
+def variable_of(name: str) -> str | None:
+    """The environment variable that sets a field."""
+    setting = SETTINGS.get(name, Setting())
+    return name.upper() if setting.variable == "" else setting.variable
 
 
-def _check_values(config: ServerConfig) -> None:
-    for name, choices in CHOICES.items():
-        value = getattr(config, name)
-        if value is not None and value not in choices:
-            raise StartError(f"`{name}` must be one of {', '.join(choices)}. Given: {value}")
-    for name in _NAMES:
-        _check_name(name, getattr(config, name))
-    for name in _POSITIVE:
-        value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise StartError(f"`{name}` must be > 0")
-    for name in _NOT_NEGATIVE:
-        value = getattr(config, name)
-        if value is not None and value < 0:
-            raise StartError(f"`{name}` must be >= 0. Given: {value}")
-    for name in PORTS:
-        value = getattr(config, name)
-        if value is not None and not 0 <= value <= 65535:
-            raise StartError(f"`{name}` must be a port, 0 to 65535. Given: {value}")
-    if config.num_threads is not None and config.num_threads > 1024:
-        raise StartError(f"`num_threads` must be <= 1024. Given: {config.num_threads}")
-    if not 0 < config.watermark_gamma < 1:
-        raise StartError(f"`watermark_gamma` must be > 0 and < 1. Given: {config.watermark_gamma}")
-    for name in ("cuda_memory_fraction", "hpu_memory_fraction"):
-        if not 0 < getattr(config, name) <= 1:
-            raise StartError(f"`{name}` must be > 0 and <= 1. Given: {getattr(config, name)}")
-    if any(size < 0 for size in config.cuda_graphs or ()):
-        raise StartError(f"`cuda_graphs` must be numbers of requests, 0 for none. Given: {config.cuda_graphs}")
-    if not 0 <= config.tgi_graph_reserved_mem < 1:
-        raise StartError(f"`tgi_graph_reserved_mem` must be >= 0 and < 1. Given: {config.tgi_graph_reserved_mem}")
-    for name in ("api_key", "admin_api_key"):
-        key = getattr(config, name)
-        if key is not None and not (key.strip() and key.isascii() and key.isprintable()):
-            raise StartError(f"`{name}` must be printable ASCII and not empty: no other text can be sent in a header")
-    for name in ("aip_predict_route", "aip_health_route"):
-        route = getattr(config, name)
-        if route is not None and not route.startswith("/"):
-            raise StartError(f"`{name}` must start with '/'. Given: {route}")
+def flag_of(name: str) -> str | None:
+    """The flag that sets a field."""
+    flag = SETTINGS[name].flag
+    return f"--{name.replace('_', '-')}" if flag == "" else flag
 
 
-def _check_combinations(config: ServerConfig) -> None:
-    """What TGI checks of settings given together, in its words."""
-    max_input, max_total, batch_total = (
-        config.max_input_tokens,
-        config.max_total_tokens,
-        config.max_batch_total_tokens,
-    )
-    if max_input is not None and config.max_input_length is not None:
-        raise StartError(
-            f"Both `max_input_tokens` ({max_input}) and `max_input_length` ({config.max_input_length}) are set. Please"
-            " define only `max_input_tokens` as `max_input_length is deprecated for naming consistency."
-        )
-    if max_input is not None and max_total is not None and max_input >= max_total:
-        raise StartError(f"`max_input_tokens`({max_input}) must be < `max_total_tokens`({max_total})")
-    for name, value in (
-        ("max_total_tokens", max_total),
-        ("max_batch_prefill_tokens", config.max_batch_prefill_tokens),
-    ):
-        if value is not None and batch_total is not None and value > batch_total:
-            raise StartError(f"`{name}` must be <= `max_batch_total_tokens`. Given: {value} and {batch_total}")
-    if config.num_shard is not None and config.num_shard < 1:
-        raise StartError("`num_shard` cannot be < 1")
-    if config.sharded and config.num_shard is not None and config.num_shard <= 1:
-        raise StartError("`sharded` is true but `num_shard` <= 1")
-    if config.quantize == "exl2" and (config.num_shard or 1) > 1:
-        raise StartError("Sharding is currently not supported with `exl2` quantization")
-    if config.dtype and config.quantize and not config.quantize.startswith("bitsandbytes"):
-        raise StartError(
-            "Only 1 can be set between `dtype` and `quantize`, as they both decide how goes the final model."
-        )
-    if config.quant_config and config.quantize:
-        raise StartError(
-            "`quant_config` and `quantize` both say how matrices are stored: leave one out"
-            " (QUANT_CONFIG quantises with measured scales, --quantize fp8 with those of the weights)"
-        )
-    strategy = {None: None, True: "exponential", False: "linear"}[config.vllm_exponential_bucketing]
-    if config.bucket_strategy and strategy and config.bucket_strategy != strategy:
-        raise StartError(
-            f"`bucket_strategy` is {config.bucket_strategy}, but VLLM_EXPONENTIAL_BUCKETING says {strategy}:"
-            " leave one out"
-        )
-    for axis in ("prompt_bs", "prompt_seq", "decode_bs", "decode_block"):
-        least, most = (getattr(config, f"vllm_{axis}_bucket_{bound}") for bound in ("min", "max"))
-        if least is not None and most is not None and least > most:
-            raise StartError(f"`vllm_{axis}_bucket_min` must be <= `vllm_{axis}_bucket_max`. Given: {least} and {most}")
-    if config.ngrok:
-        for name in ("authtoken", "edge"):
-            if not getattr(config, f"ngrok_{name}"):
-                raise StartError(f"`ngrok-{name}` must be set when using ngrok tunneling")
-    if config.lora_adapters is not None:
-        parse_lora_adapters(config.lora_adapters)
-
-
-class LoraAdapter(msgspec.Struct, frozen=True):
-    """One item of `lora_adapters`."""
-
-    id: str  # what requests name it
-    path: str | None = None  # a local folder; None: `id` is on the hub
-    revision: str | None = None
-
-
-def parse_lora_adapters(text: str) -> list[LoraAdapter]:
-    """Items between commas: `repo/id`, `repo/id@revision`, `name=/local/path` or `name=/local/path@revision`."""
-    adapters: list[LoraAdapter] = []
-    for item in (part.strip() for part in text.split(",")):
-        if not item:
-            continue
-        place, _, revision = item.partition("@")
-        name, _, path = place.partition("=")
-        if item.count("=") > 1 or item.count("@") > 1 or not name or ("=" in item and not path):
-            raise StartError(f"Invalid LoRA adapter format: {item}")
-        adapters.append(LoraAdapter(name, path or None, revision or None))
-    return adapters
+# Other names of variables.
+ALIASES = {alias: variable_of(name) or "" for name, setting in SETTINGS.items() for alias in setting.aliases}

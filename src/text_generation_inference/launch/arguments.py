@@ -1,130 +1,33 @@
-"""The flags of `text-generation-launcher`: one table, from which come the parser, the help and the configuration.
+"""The command line of `text-generation-launcher`: a parser and its help made from the settings, and what it reads.
 
-Types, defaults and the names of environment variables are those of `ServerConfig`; a flag beats its variable,
-which beats the default. `read_arguments` is pure but for counting devices when `--sharded true` asks for it.
+A flag beats its variable, which beats the default. `read_arguments` is pure but for looking at devices where a setting
+depends on them.
 """
 
 import argparse
 import ipaddress
 import shutil
 import socket
-import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
 
-from text_generation_inference.config import ALIASES, SECRETS, ServerConfig, parse_value, read_environment, variable_of
+from text_generation_inference.config import (
+    ALIASES,
+    SETTINGS,
+    ServerConfig,
+    effects,
+    flag_of,
+    parse_value,
+    read_environment,
+    variable_of,
+    variables,
+)
+from text_generation_inference.devices import visible
 from text_generation_inference.errors import StartError
-from text_generation_inference.launch import effects, variables
 from text_generation_inference.version import __version__
-
-
-class Flag(msgspec.Struct, frozen=True):
-    """A flag that sets the field of `ServerConfig` with its name, unless `field` names another."""
-
-    name: str
-    help: str
-    value: str = ""  # what is shown for its value; empty: a switch
-    field: str = ""
-    sets: bool = True  # what a switch sets
-    short: str = ""
-    default: str = ""  # in words, where the default is derived
-
-    @property
-    def target(self) -> str:
-        return self.field or self.name[2:].replace("-", "_")
-
-
-FLAGS: dict[str, list[Flag]] = {
-    "model": [
-        Flag("--model-id", "embedded, a model folder, a .gguf file, or a model on the Hugging Face hub", "MODEL"),
-        Flag("--revision", "commit, branch, tag or refs/pr/N on the hub", "NAME", default="main"),
-        Flag("--dtype", "type of the weights on the device", "TYPE", default="the device's best"),
-        Flag("--quantize", "fp8: matrices in FP8; others are refused", "METHOD", default="as the checkpoint is"),
-        Flag("--kv-cache-dtype", "fp8_e4m3fn: keys and values in FP8", "TYPE", default="the model's"),
-        Flag("--quant-config", "JSON file: what to measure, or the measured scales to serve in FP8 with", "FILE"),
-        Flag("--load-format", "dummy: random weights from config.json alone", "FORMAT"),
-        Flag("--tokenizer-config-path", "a file that replaces the model's tokenizer_config.json", "FILE"),
-        Flag("--weights-cache-override", "take the .safetensors files of this folder instead of the model's", "DIR"),
-        Flag("--disable-grammar-support", "refuse requests with a grammar"),
-        Flag("--watermark-gamma", "share of the vocabulary that a watermark prefers", "X"),
-        Flag("--watermark-delta", "how strongly a watermark prefers it", "X"),
-    ],
-    "limits of a request": [
-        Flag("--max-input-tokens", "longest prompt", "N", default="max-total-tokens - 1"),
-        Flag("--max-input-length", "older name of --max-input-tokens", "N"),
-        Flag("--max-total-tokens", "longest prompt and answer together", "N", default="from the model and memory"),
-        Flag("--max-best-of", "most candidates of best_of", "N"),
-        Flag("--max-stop-sequences", "most stop sequences", "N"),
-        Flag("--max-top-n-tokens", "most alternatives reported for a token", "N"),
-        Flag("--max-client-batch-size", "told by /info alone: no native route takes several prompts", "N"),
-        Flag("--payload-limit", "bytes of a request body", "N"),
-        Flag("--enable-prefill-logprobs", "allow decoder_input_details: the logprobs of a prompt"),
-    ],
-    "batching": [
-        Flag("--max-concurrent-requests", "requests in the server; more are answered with status 429", "N"),
-        Flag("--max-queued-tokens", "prompt tokens that may wait; beyond, status 429", "N", default="derived"),
-        Flag("--max-batch-prefill-tokens", "prompt tokens computed in a step", "N", default="the device's"),
-        Flag("--max-batch-total-tokens", "tokens in the KV cache", "N", default="from memory"),
-        Flag("--max-batch-size", "requests computed at a time", "N", default="the device's"),
-        Flag("--max-step-ms", "longest step with prompts beside running requests: their chunks follow it; 0: any", "N"),
-        Flag("--waiting-served-ratio", "waiting to running, from which on prompts interrupt decoding", "X"),
-        Flag("--max-waiting-tokens", "decode steps after which waiting prompts interrupt anyway", "N"),
-        Flag("--bucketing", "pad every step to a shape that was warmed up", "true|false", default="on Gaudi"),
-        Flag("--bucket-strategy", "its shapes: linear or exponential", "NAME", default="see BATCH_BUCKET_SIZE below"),
-        Flag("--no-prefix-caching", "compute every prompt in full", field="prefix_caching", sets=False),
-    ],
-    "server": [
-        Flag("--hostname", "IP address to listen on; what is no address counts as 0.0.0.0", "ADDRESS"),
-        Flag("--port", "port to listen on", "PORT", short="-p"),
-        Flag("--api-key", "key that clients must send as a bearer token", "KEY", default="no key is asked for"),
-        Flag("--admin-api-key", "key for what only an administrator may do", "KEY", default="nobody may"),
-        Flag("--cors-allow-origin", "origin that browsers may call from (repeatable)", "ORIGIN", default="any"),
-        Flag("--cache-salt-by-key", "share cached prefixes only between requests with the same API key"),
-        Flag("--hide-cached-tokens", "do not tell in `usage` how many prompt tokens were cached"),
-        Flag("--client-header", "header in which a proxy names the client", "NAME", default="the connection's address"),
-        Flag("--max-connections", "connections open at a time; beyond, status 503", "N", default="derived"),
-        Flag("--validation-workers", "threads that check and tokenise requests", "N"),
-        Flag("--graceful-termination-timeout", "seconds for requests to end after SIGTERM", "SECONDS", short="-g"),
-        Flag("--request-timeout-s", "seconds after which a request ends with status 504", "SECONDS", default="none"),
-        Flag("--step-timeout-s", "seconds after which a step counts as hung", "SECONDS", default="the device's"),
-    ],
-    "hub": [
-        Flag("--huggingface-hub-cache", "folder of downloaded models", "DIR", default="the hub library's"),
-        Flag("--cache-dir", "folder of converted models and compiled kernels", "DIR", default="~/.cache/tgi"),
-    ],
-    "device": [
-        Flag("--device", "auto (a GPU or a Gaudi card if there is one), cpu, cuda or hpu", "NAME"),
-        Flag("--num-threads", "CPU threads", "N", default="all cores"),
-        Flag("--cuda-memory-fraction", "share of the GPU's memory to use", "X"),
-        Flag("--cuda-graphs", "batch sizes to capture, separated by commas; 0: none", "LIST", default="the device's"),
-        Flag("--disable-custom-kernels", "torch's own ops only", field="custom_kernels", sets=False),
-        Flag("--sharded", "split the model over devices: one is used", "true|false"),
-        Flag("--num-shard", "number of devices to split it over: 1; on Gaudi more is accepted", "N", default="1"),
-    ],
-    "observability": [
-        Flag("--json-output", "logs as JSON lines"),
-        Flag("--env", "log the versions of what runs", short="-e"),
-        Flag("--otlp-endpoint", "OTLP gRPC collector of traces", "URL", default="no traces"),
-        Flag("--otlp-service-name", "name of the service in traces", "NAME"),
-    ],
-    "accepted for compatibility (each is refused or has no effect, and says so at start)": [
-        Flag("--speculate", "speculative tokens per step", "N"),
-        Flag("--rope-scaling", "linear or dynamic", "KIND"),
-        Flag("--rope-factor", "factor of --rope-scaling", "X"),
-        Flag("--lora-adapters", "repo/id, repo/id@revision or name=/path, separated by commas", "LIST"),
-        Flag("--trust-remote-code", "run code that comes with a model"),
-        Flag("--shard-uds-path", "prefix of unix sockets", "PATH"),
-        Flag("--master-addr", "address for ranks to meet at", "HOST"),
-        Flag("--master-port", "port for ranks to meet at", "PORT"),
-        Flag("--prometheus-port", "a second port for metrics", "PORT"),
-        Flag("--usage-stats", "on, off or no-stack", "LEVEL"),
-        Flag("--ngrok", "open a tunnel"),
-        Flag("--ngrok-authtoken", "token of the tunnel", "TOKEN"),
-        Flag("--ngrok-edge", "edge of the tunnel", "EDGE"),
-    ],
-}
 
 _END = "A flag beats its environment variable. Rules, exit codes and every variable: docs/cli.md, docs/environment.md."
 
@@ -165,27 +68,37 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
     general = parser.add_argument_group("general")
     general.add_argument("-h", "--help", action="help", help="show this help")
     general.add_argument("-V", "--version", action="version", version=f"{prog} {__version__}", help="show the version")
-    for title, flags in FLAGS.items():
-        group = parser.add_argument_group(title)
-        for flag in flags:
-            names = [name for name in (flag.short, flag.name) if name]
-            text = f"{flag.help} {_origins(flag)}".replace("%", "%%")
-            if flag.value:
-                # Repeated values are joined where the field is a list; elsewhere the last one counts.
-                group.add_argument(*names, dest=flag.name, metavar=flag.value, action="append", help=text)
-            else:
-                group.add_argument(*names, dest=flag.name, action="store_true", help=text)
+    for section, names in sections(with_flags=True).items():
+        group = parser.add_argument_group(section)
+        for name in names:
+            setting, flag = SETTINGS[name], flag_of(name) or ""
+            text = f"{setting.help} {_origins(name)}".replace("%", "%%")
+            # Repeated values are joined where the field is a list; elsewhere the last one counts.
+            action = "append" if setting.value else "store_true"
+            more: dict[str, Any] = {"metavar": setting.value} if setting.value else {}
+            group.add_argument(*filter(None, (setting.short, flag)), dest=flag, action=action, help=text, **more)
     return parser
+
+
+def sections(with_flags: bool) -> dict[str, list[str]]:
+    """The settings that the help shows, by section: those with a flag, or those with a variable alone."""
+    found: dict[str, list[str]] = {}
+    for name, setting in SETTINGS.items():
+        if setting.help and (setting.flag is not None) == with_flags:
+            found.setdefault(setting.section, []).append(name)
+    return found
 
 
 def _describe_variables(formatter: argparse.HelpFormatter) -> str:
     """The part of the help that is about variables, below the flags."""
-    for title, found in variables.SETTINGS.items():
-        formatter.start_section(title)
-        for variable in found:
-            default = f" [default: {variable.default}]" if variable.default else ""
-            action = argparse.Action([], "", help=f"{variable.help}{default}".replace("%", "%%"), metavar="")
-            action.option_strings = [f"{variable.name}={variable.value}"]
+    for section, names in sections(with_flags=False).items():
+        formatter.start_section(section)
+        listed = {SETTINGS[name].listed or variable_of(name): name for name in reversed(names)}
+        for variable, name in reversed(listed.items()):
+            shown = default_of(name)
+            default = f" [default: {shown}]" if shown else ""
+            action = argparse.Action([], "", help=f"{SETTINGS[name].help}{default}".replace("%", "%%"), metavar="")
+            action.option_strings = [f"{variable}={SETTINGS[name].value}"]
             action.nargs = 0
             formatter.add_argument(action)
         formatter.end_section()
@@ -202,15 +115,20 @@ def _describe_variables(formatter: argparse.HelpFormatter) -> str:
     return formatter.format_help()
 
 
-def _origins(flag: Flag) -> str:
+def default_of(name: str) -> str:
+    """The default of a setting, for people; empty: there is none."""
+    value = getattr(ServerConfig(), name)
+    plain = "" if value in (None, "", []) else str(value).lower() if isinstance(value, bool) else str(value)
+    return SETTINGS[name].default or plain
+
+
+def _origins(name: str) -> str:
     """Default and environment variable, for the help."""
-    default = getattr(ServerConfig(), flag.target)
-    shown = flag.default or (str(default) if flag.value and default not in (None, "", []) else "")
-    # A switch that turns a setting off has no variable of its own, except where that is negated too.
-    variable = variable_of(flag.target) if flag.value or flag.sets or flag.target == "custom_kernels" else None
-    if flag.name == "--no-prefix-caching":
-        variable = "PREFIX_CACHING=0"
-    parts = [f"default: {shown}" if shown else "", f"env: {variable}" if variable else ""]
+    setting, variable = SETTINGS[name], variable_of(name)
+    if variable and setting.turns_off and not setting.negated:
+        variable += "=0"
+    default = default_of(name) if setting.value else ""
+    parts = [f"default: {default}" if default else "", f"env: {variable}" if variable else ""]
     return f"[{'; '.join(part for part in parts if part)}]" if any(parts) else ""
 
 
@@ -226,7 +144,8 @@ def read_arguments(options: argparse.Namespace, environment: Mapping[str, str]) 
     config = _choose_shards(config, environment, notes)
     _check(config)
     given = {*by_flag, *by_variable}
-    effects.check_given(config, given)
+    find_device = partial(visible.find_device, config.device)
+    effects.check_given(config, given, find_device)
     if config.aip_http_port is not None:
         port = by_flag.get("port", config.aip_http_port)
         config = msgspec.structs.replace(config, port=port, aip_http_port=port)
@@ -235,7 +154,8 @@ def read_arguments(options: argparse.Namespace, environment: Mapping[str, str]) 
     if environment.get("TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN", "true") not in ("true", "false", ""):
         notes.append("TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN has no effect: only the text true, as it is here, counts")
     known = {name for name in variables.NO_EFFECT if kept.get(name)}
-    return Launch(config, notes + explain(config, given | known), variables.list_given(environment))
+    notes += effects.explain(config, given | known, find_device)
+    return Launch(config, notes, variables.list_given(environment))
 
 
 def _check(config: ServerConfig) -> None:
@@ -247,20 +167,16 @@ def _check(config: ServerConfig) -> None:
 
 def _read_flags(options: argparse.Namespace) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    for flag in (flag for flags in FLAGS.values() for flag in flags):
-        found: Sequence[str] | bool | None = getattr(options, flag.name, None)
+    for name, setting in SETTINGS.items():
+        flag = flag_of(name)
+        found: Sequence[str] | bool | None = getattr(options, flag, None) if flag else None
         if found is True:
-            fields[flag.target] = flag.sets
+            fields[name] = not setting.turns_off
         elif found:
-            text = ",".join(found) if isinstance(getattr(ServerConfig(), flag.target), list) else found[-1]
-            shown = "***" if flag.target in SECRETS else repr(text)
-            fields[flag.target] = parse_value(flag.target, text, f"{flag.name} {shown}")
+            text = ",".join(found) if isinstance(getattr(ServerConfig(), name), list) else found[-1]
+            shown = "***" if setting.secret else repr(text)
+            fields[name] = parse_value(name, text, f"{flag} {shown}")
     return fields
-
-
-def explain(config: ServerConfig, given: Collection[str]) -> list[str]:
-    """One line for each setting or variable in `given` that has no effect, and why."""
-    return effects.explain(config, given, {flag.target: flag.name for flags in FLAGS.values() for flag in flags})
 
 
 def _choose_hostname(hostname: str, notes: list[str]) -> str:
@@ -275,9 +191,8 @@ def _choose_hostname(hostname: str, notes: list[str]) -> str:
 
 
 def _choose_shards(config: ServerConfig, environment: Mapping[str, str], notes: list[str]) -> ServerConfig:
-    """One process serves the model. The published commands for Gaudi ask for more cards, and are served by one."""
-    wants_more = config.num_shard is not None and config.num_shard > 1
-    if (wants_more or (config.sharded and config.num_shard is None)) and effects.device_of(config) == "hpu":
+    """One process serves the model."""
+    if effects.serves_one_of_many(config, partial(visible.find_device, config.device)):
         asked = "--sharded true" if config.num_shard is None else f"--num-shard {config.num_shard}"
         notes.append(f"{asked}: one card is used, because a model is not split over cards yet; it must fit into one")
         return msgspec.structs.replace(config, sharded=None, num_shard=1)
@@ -286,28 +201,4 @@ def _choose_shards(config: ServerConfig, environment: Mapping[str, str], notes: 
     _check(config)
     if not config.sharded:
         return msgspec.structs.replace(config, num_shard=1)
-    num_devices = count_devices(environment)
-    if num_devices <= 1:
-        raise StartError(f"not enough cuda devices: `sharded` is true but only found {num_devices} CUDA devices")
-    return msgspec.structs.replace(config, num_shard=num_devices)
-
-
-def count_devices(environment: Mapping[str, str]) -> int:
-    """Devices that the variables of GPU containers let this process see; 0 without any of them."""
-    for variable in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
-        text = environment.get(variable)
-        if text is None:
-            continue
-        if variable == "NVIDIA_VISIBLE_DEVICES" and text in ("all", "void"):
-            return _count_gpus()
-        return len([item for item in text.split(",") if item.strip()])
-    return 0
-
-
-def _count_gpus() -> int:
-    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return len(done.stdout.split())
+    return msgspec.structs.replace(config, num_shard=visible.count_to_split(environment))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from text_generation_inference.config import ENGINE_SETTINGS, ServerConfig, parse_value, read_environment
+from text_generation_inference.config import ENGINE_SETTINGS, SETTINGS, ServerConfig, parse_value, read_environment
 from text_generation_inference.drive import run_requests
 from text_generation_inference.errors import StartError
 from text_generation_inference.launch.command import EXIT_USAGE, run_guarded
@@ -58,7 +58,7 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--window", type=int, default=512, metavar="N", help="tokens of each prompt (default: 512)")
     parser.add_argument("--max-prompts", type=int, metavar="N", help="prompts at most (default: all of the text)")
     parser.add_argument("--max-new-tokens", type=int, default=1, metavar="N", help="generated each (default: 1)")
-    parser.add_argument("--device", help="auto, cpu, cuda or hpu [env: TGI_DEVICE]")
+    parser.add_argument("--device", help=f"{SETTINGS['device'].help} [env: TGI_DEVICE]")
     parser.add_argument("--dtype", help="float32, float16 or bfloat16 (default: the device's) [env: DTYPE]")
     return parser
 

@@ -1,82 +1,11 @@
-"""The environment variables of TGI, on Gaudi above all: what each does, who else reads it, or why it has no effect.
+"""The variables of TGI, on Gaudi above all, that are no settings: who else reads each, or why it has no effect.
 
-Data alone: `--help`, the log of a start and docs/environment.md come from these tables. Settings of the engine
-have their types and defaults in `ServerConfig`.
+Those that are settings stand on the fields of `ServerConfig`.
 """
 
 from collections.abc import Iterator, Mapping
 
-import msgspec
-
-from text_generation_inference.config import ALIASES
-
-
-class Variable(msgspec.Struct, frozen=True):
-    """A variable that sets a field of `ServerConfig`."""
-
-    name: str
-    value: str  # what is shown for its value
-    help: str
-    default: str = ""  # in words
-
-
-_BOOL = "true|false"
-_AXES = "{PROMPT_BS,PROMPT_SEQ,DECODE_BS,DECODE_BLOCK}"
-
-# Of these, those with a flag of their own are in `arguments.FLAGS` as well.
-SETTINGS: dict[str, list[Variable]] = {
-    "variables: without a flag, of every TGI": [
-        Variable("LOG_LEVEL", "LEVEL", "error, warn, info or debug", "info"),
-        Variable("ATTENTION", "NAME", "flashinfer: prompts run its kernels on a GPU; others have no effect"),
-        Variable(
-            "PREFILL_CHUNKING", "0|1", "no effect: long prompts are computed in parts, or whole if batches are padded"
-        ),
-    ],
-    "variables: text and queue, on every device": [
-        Variable(
-            "TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN", "true", "nothing but length and stop sequences ends an answer"
-        ),
-        Variable("SKIP_TOKENIZER_IN_TGI", _BOOL, "prompts and answers are token ids between commas; `?` pads", "false"),
-        Variable(
-            "QUEUE_THRESHOLD_MS", "N", "shorter prompts first, but those that waited longer before all", "as they come"
-        ),
-    ],
-    "variables: padded batches (on by default on Gaudi; BUCKETING=true elsewhere)": [
-        Variable("BUCKETING", _BOOL, "pad every step to a shape that was warmed up", "on Gaudi"),
-        Variable("VLLM_BUCKETING_STRATEGY", "lin|exp", "which shapes there are", "linear if a size below is given"),
-        Variable("VLLM_EXPONENTIAL_BUCKETING", _BOOL, "true: exp, false: lin"),
-        Variable("BATCH_BUCKET_SIZE", "N", "lin: decode batches are multiples of it", "8"),
-        Variable("PREFILL_BATCH_BUCKET_SIZE", "N", "lin: batches of prompts are multiples of it", "4"),
-        Variable("PAD_SEQUENCE_TO_MULTIPLE_OF", "N", "lin: lengths of prompts; 0: all as the longest", "128"),
-        Variable(
-            "VLLM_{PROMPT_BS,PROMPT_SEQ,DECODE_BS,DECODE_BLOCK}_BUCKET_{MIN,STEP,MAX}", "N", "lin: range of an axis"
-        ),
-        Variable(
-            "VLLM_{PROMPT_BS,PROMPT_SEQ,DECODE_BS,DECODE_BLOCK}_BUCKET_LIMIT", "N", "exp: number of sizes on an axis"
-        ),
-        Variable("WARMUP_ENABLED", _BOOL, "compute every shape before the first request", "true"),
-        Variable("VLLM_SKIP_WARMUP", _BOOL, "the opposite", "false"),
-    ],
-    "variables: Gaudi": [
-        Variable("PT_HPU_LAZY_MODE", "0|1", "1: graphs; 0: eager, compiled by torch.compile", "the software's"),
-        Variable("ENABLE_HPU_GRAPH", _BOOL, "capture steps as graphs", "true"),
-        Variable("LIMIT_HPU_GRAPH", _BOOL, "decode steps alone, to save memory", "true"),
-        Variable("USE_FLASH_ATTENTION", _BOOL, "fused attention for prompts", "true"),
-        Variable("FLASH_ATTENTION_RECOMPUTE", _BOOL, "its variant that takes less memory", "true"),
-        Variable("HPU_MEMORY_FRACTION", "X", "share of the memory free after loading that may be used", "0.8"),
-        Variable("TGI_GRAPH_RESERVED_MEM", "X", "share of that for graphs", "0.1"),
-        Variable("VLLM_FP32_SOFTMAX", _BOOL, "decode attention keeps its scores in float32", "true"),
-    ],
-    "variables: FP8 and profiler": [
-        Variable("QUANT_CONFIG", "FILE", "what to measure, or the measured scales to serve in FP8 with"),
-        Variable("PROF_STEP", "N", "steps of a torch.profiler trace taken from the start on", "0: none"),
-        Variable("PROF_WAITSTEP", "N", "steps before it", "0"),
-        Variable("PROF_WARMUPSTEP", "N", "steps to warm the profiler up", "0"),
-        Variable("PROF_PATH", "DIR", "folder of traces", "/tmp/hpu_profile"),
-        Variable("PROF_RANKS", "LIST", "ranks to profile", "0"),
-        Variable("PROF_RECORD_SHAPES", _BOOL, "record the shapes of tensors", "false"),
-    ],
-}
+from text_generation_inference.config.settings import ALIASES, SETTINGS, variable_of
 
 # Read for the hub's library, or by it. One is a secret, so none is logged.
 OF_THE_HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN", "HF_HOME", "HF_HUB_OFFLINE")
@@ -193,8 +122,9 @@ NO_EFFECT = {name: reason for pattern, reason in WITHOUT_EFFECT.items() for name
 
 
 def setting_names() -> list[str]:
-    """Every variable of `SETTINGS`, and its other names."""
-    names = [name for variables in SETTINGS.values() for variable in variables for name in expand(variable.name)]
+    """The variables that a start logs, and their other names."""
+    told = [name for name, setting in SETTINGS.items() if setting.told or (setting.flag is None and setting.help)]
+    names = [variable for name in told if (variable := variable_of(name))]
     return names + [alias for alias, name in ALIASES.items() if name in names]
 
 
