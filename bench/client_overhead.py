@@ -20,9 +20,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from text_generation_inference.bench.serve.apis import Call
-from text_generation_inference.bench.serve.client_pool import ClientPool, Plan
-from text_generation_inference.bench.serve.messages import Request, Settings
+from text_generation_inference.bench.serve.apis import ApiCall
+from text_generation_inference.bench.serve.client_pool import ClientPool, LoadPlan
+from text_generation_inference.bench.serve.messages import EncodedRequest, Settings
 from text_generation_inference.bench.serve.target import find_target
 from text_generation_inference.bench.tables import markdown
 
@@ -125,12 +125,12 @@ def measure(options: argparse.Namespace, rate: float, num_processes: int) -> lis
     assert double.stdout is not None
     try:
         target = find_target(f"http://127.0.0.1:{int(double.stdout.readline())}", None)
-        call = Call(api="generate", model=None)
+        call = ApiCall(api="generate", model=None)
         data = target.frame("generate", call.body("word " * 8, options.tokens))
         settings = Settings(address=target.address, api="generate", timeout_s=60)
         with ClientPool(settings, num_processes) as pool:
-            plan = Plan(users=options.streams, seconds=options.seconds)
-            record = pool.run(plan, lambda: Request(0, data), lambda _: None, lambda: False)
+            plan = LoadPlan(users=options.streams, seconds=options.seconds)
+            record = pool.run(plan, lambda: EncodedRequest(0, data), lambda _: None, lambda: False)
     finally:
         double.kill()
         double.wait()

@@ -14,7 +14,7 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from text_generation_inference.bench.serve.profiles import PROFILES, Profile
+from text_generation_inference.bench.serve.profiles import PROFILES, LengthProfile
 from text_generation_inference.devices.buckets import BucketPlan, BucketSettings, PlanLimits, plan_buckets
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.policy import BatchPolicy
@@ -73,7 +73,7 @@ class PaddingCounter:
 
 
 def simulate(
-    profile: Profile, limits: PlanLimits, plan: BucketPlan, users: int, count: int, waits: bool
+    profile: LengthProfile, limits: PlanLimits, plan: BucketPlan, users: int, count: int, waits: bool
 ) -> PaddingCounter:
     rng = random.Random(0)
     policy = BatchPolicy(

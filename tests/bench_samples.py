@@ -13,7 +13,7 @@ from text_generation_inference.bench.results import (
     SkippedRow,
     StepProfile,
 )
-from text_generation_inference.bench.serve.results import Goodput, Histogram, Phase, ServeReport, Spread
+from text_generation_inference.bench.serve.results import Goodput, LatencyHistogram, Phase, ServeReport, Spread
 from text_generation_inference.bench.static.results import BatchResult, StaticReport
 
 # A model folder without weights needs no more: --load-format dummy.
@@ -46,14 +46,14 @@ def spread_of(values: list[float]) -> Spread:
     return Spread(sum(ordered) / len(ordered), ordered[0], ordered[-1], at(0.5), at(0.9), at(0.99))
 
 
-def histogram_of(values: list[float], factor: float = 1.12) -> Histogram:
+def histogram_of(values: list[float], factor: float = 1.12) -> LatencyHistogram:
     low, high = min(values), max(values) * 1.0001
     num = max(1, math.ceil(math.log(high / low) / math.log(factor)))
     edges = [low * (high / low) ** (number / num) for number in range(num + 1)]
     counts = [0] * num
     for value in values:
         counts[min(num - 1, int(math.log(value / low) / math.log(high / low) * num))] += 1
-    return Histogram(edges, counts)
+    return LatencyHistogram(edges, counts)
 
 
 def make_phase(name: str, rng: random.Random, load: float, speed: float, **fields: Any) -> Phase:

@@ -19,7 +19,7 @@ from text_generation_inference.bench.row_progress import RowProgress, describe_s
 from text_generation_inference.bench.shapes import SHAPES, config_of, write_shape
 from text_generation_inference.bench.step_profile import find_steps, kind_of, summarise
 from text_generation_inference.bench.tables import markdown
-from text_generation_inference.bench.work import Iteration, Step
+from text_generation_inference.bench.work import Iteration, StepTime
 from text_generation_inference.bench.work import summarise as summarise_row
 from text_generation_inference.config import Resolved
 from text_generation_inference.errors import ResourceError, StartError
@@ -171,8 +171,8 @@ def test_a_shape_beyond_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_iterations_are_summed() -> None:
-    one = Iteration(2.0, [0.1, 0.3], [Step(0.010, 0.001, 2), Step(0.030, 0.003, 1)], 20, 11, 1, 0)
-    two = Iteration(3.0, [0.2, 0.4], [Step(0.020, 0.002, 2)], 20, 12, 2, 3)
+    one = Iteration(2.0, [0.1, 0.3], [StepTime(0.010, 0.001, 2), StepTime(0.030, 0.003, 1)], 20, 11, 1, 0)
+    two = Iteration(3.0, [0.2, 0.4], [StepTime(0.020, 0.002, 2)], 20, 12, 2, 3)
     result = summarise_row(Row(50, 10, 2), [one, two])
     assert result.iterations == 2 and result.iteration_seconds == [2.0, 3.0] and result.seconds == 5.0
     assert result.output_tokens_per_s == 2 * 2 * 10 / 5.0

@@ -18,9 +18,9 @@ from text_generation_inference.bench.command import main
 from text_generation_inference.bench.page.page import make_page
 from text_generation_inference.bench.page.read import name_runs, read_runs
 from text_generation_inference.bench.report import write_report
-from text_generation_inference.bench.results import Report
+from text_generation_inference.bench.results import BenchmarkReport
 from text_generation_inference.bench.scale import Scale, axis, linear_ticks, log_ticks, short
-from text_generation_inference.bench.serve.results import Histogram, Spread
+from text_generation_inference.bench.serve.results import LatencyHistogram, Spread
 from text_generation_inference.bench.static.results import BatchResult, summarise
 
 
@@ -68,7 +68,7 @@ class Seen(HTMLParser):
         return not self._open
 
 
-def page_of(tmp_path: Path, *reports: Report, title: str | None = None) -> str:
+def page_of(tmp_path: Path, *reports: BenchmarkReport, title: str | None = None) -> str:
     files = []
     for number, report in enumerate(reports):
         file = tmp_path / f"report-{number}.json"
@@ -239,7 +239,7 @@ def replace_strings(value: Any, text: str, keep: tuple[str, ...] = ()) -> Any:
 
 @pytest.mark.parametrize("make", [serve_report, offline_report, static_report])
 @pytest.mark.parametrize("text", HOSTILE)
-def test_text_stays_text(tmp_path: Path, make: Callable[[], Report], text: str) -> None:
+def test_text_stays_text(tmp_path: Path, make: Callable[[], BenchmarkReport], text: str) -> None:
     """The page has the same elements and attributes, whatever the texts of the file are."""
     pages = []
     for number, each in enumerate(["harmless", text]):
@@ -333,7 +333,7 @@ def spoil(path: list[str | int], value: Any) -> Callable[[dict[str, Any]], None]
 )
 def test_spoilt_reports_are_refused(
     tmp_path: Path,
-    make: Callable[[], Report],
+    make: Callable[[], BenchmarkReport],
     change: Callable[[Any], None],
     words: str,
     capsys: pytest.CaptureFixture[str],
@@ -415,8 +415,8 @@ def odd_phases(value: float) -> list[Any]:
         "ttft": spread,
         "itl": None,
         "e2e": spread,
-        "ttft_histogram": Histogram([value, value + 1], [3]),
-        "itl_histogram": Histogram([0.0], []),
+        "ttft_histogram": LatencyHistogram([value, value + 1], [3]),
+        "itl_histogram": LatencyHistogram([0.0], []),
         "goodput": None,
         "lag": None,
     }

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from text_generation_inference.bench.serve import arrivals
-from text_generation_inference.bench.serve.apis import Answer, Call, describe_body
+from text_generation_inference.bench.serve.apis import ApiCall, StreamedAnswer, describe_body
 from text_generation_inference.bench.serve.client_pool import Record
 from text_generation_inference.bench.serve.command import main, parse_limits, parse_seconds, read_task
 from text_generation_inference.bench.serve.measure import histogram_of, spread_of, summarise
@@ -346,9 +346,9 @@ def test_tokenizers_come_from_folders_and_files(tmp_path: Path, embedded: Tokeni
 # -- events --------------------------------------------------------------------------------------------------------
 
 
-def read(api: str, *events: object) -> Answer:
-    answer = Answer()
-    read_event = Call(api=api, model=None).read_event()
+def read(api: str, *events: object) -> StreamedAnswer:
+    answer = StreamedAnswer()
+    read_event = ApiCall(api=api, model=None).read_event()
     for number, event in enumerate(events):
         read_event(event if isinstance(event, bytes) else b" " + json.dumps(event).encode(), answer, float(number))
     return answer
@@ -395,11 +395,11 @@ def test_completion_events() -> None:
 
 def test_bodies() -> None:
     turns = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Yes."}]
-    native = json.loads(Call(api="generate", model="m").body(turns, 5))
+    native = json.loads(ApiCall(api="generate", model="m").body(turns, 5))
     assert native == {"inputs": "One?\nYes.", "parameters": {"max_new_tokens": 5, "do_sample": False, "details": True}}
-    chat = json.loads(Call(api="chat", model="m", ignore_eos=True).body(turns, 5))
+    chat = json.loads(ApiCall(api="chat", model="m", ignore_eos=True).body(turns, 5))
     assert chat["messages"] == turns and chat["ignore_eos"] is True and chat["max_tokens"] == 5 and chat["model"] == "m"
-    completion = json.loads(Call(api="completions", model=None).body("One?", 5))
+    completion = json.loads(ApiCall(api="completions", model=None).body("One?", 5))
     assert completion["prompt"] == "One?" and completion["stream"] is True and "ignore_eos" not in completion
     assert "model" not in completion
 

@@ -25,17 +25,17 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from streaming_double import StreamingDouble
-from text_generation_inference.bench.serve.apis import Call
+from text_generation_inference.bench.serve.apis import ApiCall
 from text_generation_inference.bench.serve.channel import Channel
 from text_generation_inference.bench.serve.client import Client, Exchange
-from text_generation_inference.bench.serve.client_pool import ClientPool, Plan
+from text_generation_inference.bench.serve.client_pool import ClientPool, LoadPlan
 from text_generation_inference.bench.serve.command import main
 from text_generation_inference.bench.serve.messages import (
+    EncodedRequest,
     FromClient,
     Need,
     Outcome,
     Outcomes,
-    Request,
     Settings,
     ToClient,
 )
@@ -79,7 +79,7 @@ def exchange(url: str, count: int = 1, timeout_s: float = 20.0) -> list[Exchange
     ended: list[Exchange] = []
     host, port = url.removeprefix("http://").split(":")
     address = find_address(host, int(port))
-    call = Call(api="generate", model=None)
+    call = ApiCall(api="generate", model=None)
     client = Client(address, call.read_event(), timeout_s, ended.append)
     head = b"POST /generate_stream HTTP/1.1\r\nhost: x\r\n"
     body = call.body("Hi", 2)
@@ -246,7 +246,9 @@ def test_client_processes_end_with_the_command_and_their_end_is_told() -> None:
     with ClientPool(settings, 1) as pool:
         os.kill(pool.pids[0], signal.SIGKILL)
         with pytest.raises(StartError, match="ended unexpectedly .SIGKILL."):
-            pool.run(Plan(users=1, seconds=1.0), lambda: Request(0, b""), lambda progress: None, lambda: False)
+            pool.run(
+                LoadPlan(users=1, seconds=1.0), lambda: EncodedRequest(0, b""), lambda progress: None, lambda: False
+            )
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ from text_generation_inference.bench.row_progress import describe_seconds
 from text_generation_inference.bench.scale import short
 from text_generation_inference.bench.static import display as displays
 from text_generation_inference.bench.static import state as states
-from text_generation_inference.bench.static.charts import Point, count_bins, histogram, scatter, ticks
+from text_generation_inference.bench.static.charts import NamedPoint, count_bins, histogram, scatter, ticks
 from text_generation_inference.bench.static.command import main
-from text_generation_inference.bench.static.display import Lines, Moment
+from text_generation_inference.bench.static.display import Moment, ProgressLines
 from text_generation_inference.bench.static.prompt import make_prompt
 from text_generation_inference.bench.static.results import BatchResult, percentile, summarise
 from text_generation_inference.bench.static.state import State
 from text_generation_inference.bench.static.tables import all_tables
-from text_generation_inference.bench.static.task import Sampling, Task, read_task
+from text_generation_inference.bench.static.task import Sampling, StaticTask, read_task
 from text_generation_inference.bench.static.terminal import split_keys
 from text_generation_inference.bench.static.view import Look, draw
 from text_generation_inference.errors import StartError
@@ -32,7 +32,7 @@ from text_generation_inference.text.tokenizer import Tokenizer
 PROG = "text-generation-benchmark"
 
 
-def task_of(*arguments: str, **environment: str) -> Task:
+def task_of(*arguments: str, **environment: str) -> StaticTask:
     return read_task(["-t", "embedded", *arguments], environment, PROG)
 
 
@@ -308,7 +308,7 @@ def test_time_left(now: list[float]) -> None:
 
 def test_lines_of_progress(now: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     state = State(task_of("-b", "1,2", "-r", "2", "-d", "8"))
-    lines = Lines(state)
+    lines = ProgressLines(state)
     assert not lines.wants_turn(Moment.BETWEEN_ROUNDS)
     run(state, now, 2, 6.0)
     assert lines.wants_turn(Moment.BETWEEN_ROUNDS) and not lines.wants_turn(Moment.IN_A_STEP)
@@ -413,7 +413,7 @@ def test_short_numbers() -> None:
 
 
 def test_scatter() -> None:
-    points = [Point(10, 100, "1", False), Point(20, 150, "2", True), Point(40, 190, "4", False)]
+    points = [NamedPoint(10, 100, "1", False), NamedPoint(20, 150, "2", True), NamedPoint(40, 190, "4", False)]
     whole = [line.plain for line in scatter(points, 60, 16, "cyan", False, "ms")]
     assert len(whole) == 16 and all(len(line) == 60 for line in whole)
     assert whole[0].startswith("200 ┤") and whole[13].startswith("  0 ┤")
@@ -428,7 +428,7 @@ def test_scatter() -> None:
 
 
 def test_names_of_points_do_not_run_together() -> None:
-    points = [Point(10 + number, 100 + number, str(10 + number), False) for number in range(12)]
+    points = [NamedPoint(10 + number, 100 + number, str(10 + number), False) for number in range(12)]
     for line in scatter(points, 70, 12, "cyan", False, "ms")[:-1]:
         for word in line.plain.split("┤")[-1].replace("●", " ").split():
             digits = "".join(character for character in word if character.isdigit())

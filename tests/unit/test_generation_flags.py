@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from text_generation_inference.bench.generation_flags import NAMES, describe_throughput
-from text_generation_inference.bench.offline_command import Task, read_task
+from text_generation_inference.bench.offline_command import OfflineTask, read_task
 from text_generation_inference.bench.presets import PRESETS
 from text_generation_inference.bench.results import Row, RowResult
 from text_generation_inference.errors import StartError
@@ -85,7 +85,7 @@ REFERENCE = [
 ]
 
 
-def read(line: str) -> Task:
+def read(line: str) -> OfflineTask:
     return read_task(line.split())
 
 

@@ -19,7 +19,7 @@ _WARM_UPS, _ITERATIONS, _NEW_TOKENS, _INPUT_TOKENS = 3, 5, 100, 16
 _PREFIX = "generation_"  # of the parser's own names, apart from those of our flags
 
 
-class Asked(msgspec.Struct, kw_only=True):
+class GenerationRun(msgspec.Struct, kw_only=True):
     """What a command line with such flags asks for."""
 
     row: Row
@@ -131,7 +131,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(names, dest=dest, action="store_const", const=True, help=help_text)
 
 
-def read_flags(options: argparse.Namespace) -> Asked | None:
+def read_flags(options: argparse.Namespace) -> GenerationRun | None:
     """What they ask for; None if none was given. Raises `StartError` for what cannot be done."""
     values = {flag.name: getattr(options, _PREFIX + flag.name) for flag in _FLAGS}
     given = [flag for flag in _FLAGS if values[flag.name] is not None]
@@ -150,7 +150,7 @@ def read_flags(options: argparse.Namespace) -> Asked | None:
         if flag.settings is not None:
             settings |= flag.settings(value)
     folder = values["output_dir"]
-    return Asked(
+    return GenerationRun(
         row=Row(
             _number("max_input_tokens", values["max_input_tokens"], 0, 0) or _INPUT_TOKENS,
             _number("max_new_tokens", values["max_new_tokens"], _NEW_TOKENS, 1),

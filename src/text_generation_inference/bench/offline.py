@@ -22,10 +22,10 @@ from text_generation_inference.bench.hardware import (
     refuse_emulation,
     runs_on_gpu,
 )
-from text_generation_inference.bench.offline_command import Task
+from text_generation_inference.bench.offline_command import OfflineTask
 from text_generation_inference.bench.offline_tables import profile_table, rows_table
 from text_generation_inference.bench.results import OfflineReport, Row, RowResult, SkippedRow
-from text_generation_inference.bench.row_progress import Lines, RowProgress
+from text_generation_inference.bench.row_progress import RowProgress, StatusLines
 from text_generation_inference.bench.shapes import write_shape
 from text_generation_inference.bench.tables import show
 from text_generation_inference.bench.work import Iteration, run_once, summarise, warm_up
@@ -45,7 +45,7 @@ _WARM_UP_SEED = 1 << 16
 _ITERATION_BITS = 20  # where a seed has the number of the iteration
 
 
-def run_offline(task: Task) -> int:
+def run_offline(task: OfflineTask) -> int:
     """The exit status. Ctrl-C ends it with what was measured so far."""
     if (task.floor or task.profile) and not runs_on_gpu(task.settings.get("device", "auto")):
         raise StartError("--floor and --profile are about a GPU, on which this model does not run here")
@@ -55,7 +55,7 @@ def run_offline(task: Task) -> int:
         if task.asked is not None:
             Path(task.json_path).parent.mkdir(parents=True, exist_ok=True)  # its program makes the folder too
         reports.check_writable(task.json_path)
-    lines = Lines(task.quiet)
+    lines = StatusLines(task.quiet)
     with _model_folder(task) as model_id, StageBars(enabled=not task.quiet) as bars:
         asked = ServerConfig(**{**task.settings, "model_id": model_id})
         check_present(asked)
@@ -77,7 +77,7 @@ def run_offline(task: Task) -> int:
 
 
 @contextmanager
-def _model_folder(task: Task) -> Iterator[str]:
+def _model_folder(task: OfflineTask) -> Iterator[str]:
     """The model's name; for a shape, a folder that is gone afterwards."""
     if task.shape is None:
         yield task.settings.get("model_id", "embedded")
@@ -89,7 +89,7 @@ def _model_folder(task: Task) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def choose_rows(task: Task, max_positions: int) -> tuple[list[Row], list[SkippedRow]]:
+def choose_rows(task: OfflineTask, max_positions: int) -> tuple[list[Row], list[SkippedRow]]:
     """Rows of a preset that are too long for the model are left out; rows that somebody wrote are kept, and refused."""
     if task.preset is None:
         return task.rows, []
@@ -108,7 +108,7 @@ def _skip(row: Row, reason: str) -> SkippedRow:
     return SkippedRow(row.inputs, row.outputs, row.requests, reason)
 
 
-def make_config(task: Task, rows: list[Row], model_id: str, max_positions: int) -> ServerConfig:
+def make_config(task: OfflineTask, rows: list[Row], model_id: str, max_positions: int) -> ServerConfig:
     """As asked; what was not is as large as the rows need, so that the requests of a row run all at a time."""
     if task.profile is not None:
         from text_generation_inference.bench.step_profile import new_tokens
@@ -134,7 +134,7 @@ def make_config(task: Task, rows: list[Row], model_id: str, max_positions: int) 
     return config
 
 
-def check_host_memory(task: Task, config: ServerConfig, spec: DecoderSpec) -> None:
+def check_host_memory(task: OfflineTask, config: ServerConfig, spec: DecoderSpec) -> None:
     """Raise `ResourceError` if a shape is too large for a CPU's memory, where the system would end the process. On a
     GPU the engine says so itself."""
     if task.shape is None or runs_on_gpu(config.device):
@@ -155,7 +155,9 @@ def check_host_memory(task: Task, config: ServerConfig, spec: DecoderSpec) -> No
 class _Run:
     """An engine taken through the rows, and the report that grows with it."""
 
-    def __init__(self, task: Task, rows: list[Row], engine: Engine, report: OfflineReport, lines: Lines) -> None:
+    def __init__(
+        self, task: OfflineTask, rows: list[Row], engine: Engine, report: OfflineReport, lines: StatusLines
+    ) -> None:
         self.task, self.rows, self.engine, self.report, self.lines = task, rows, engine, report, lines
         self.done: list[Row] = []  # beside `report.rows`
 
@@ -287,7 +289,7 @@ def find_lack(row: Row, resolved: Resolved) -> str | None:
     return None
 
 
-def _start_report(task: Task, config: ServerConfig, engine: Engine) -> OfflineReport:
+def _start_report(task: OfflineTask, config: ServerConfig, engine: Engine) -> OfflineReport:
     return OfflineReport(
         benchmark="offline",
         model=task.shape or config.model_id,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from text_generation_inference.bench import command_line, generation_flags
-from text_generation_inference.bench.generation_flags import Asked
+from text_generation_inference.bench.generation_flags import GenerationRun
 from text_generation_inference.bench.presets import PRESETS, Preset
 from text_generation_inference.bench.results import Published, Row, parse_row
 from text_generation_inference.bench.shapes import SHAPES
@@ -28,7 +28,7 @@ class Shown(NamedTuple):
     context: int
 
 
-class Task(msgspec.Struct, kw_only=True):
+class OfflineTask(msgspec.Struct, kw_only=True):
     """What was asked for, checked as far as can be without the model."""
 
     rows: list[Row]
@@ -39,7 +39,7 @@ class Task(msgspec.Struct, kw_only=True):
     iterations: int
     warmups: int
     whole_warmups: bool = False  # of the whole row, not of a piece
-    asked: Asked | None = None  # by flags of run_generation
+    asked: GenerationRun | None = None  # by flags of run_generation
     seed: int
     floor: bool
     profile: Shown | None
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str], prog: str = "tgi bench offline") -> int:
     )
 
 
-def _run(task: Task) -> int:
+def _run(task: OfflineTask) -> int:
     from text_generation_inference.bench.offline import (
         run_offline,  # loads torch, which takes seconds: mistakes in flags are told at once
     )
@@ -61,7 +61,7 @@ def _run(task: Task) -> int:
     return run_offline(task)
 
 
-def read_task(arguments: list[str], prog: str = "tgi bench offline") -> Task:
+def read_task(arguments: list[str], prog: str = "tgi bench offline") -> OfflineTask:
     """Raises `StartError` naming the first flag or row that makes no sense."""
     options = _build_parser(prog).parse_intermixed_args(arguments)
     preset = None if options.preset is None else PRESETS[options.preset]
@@ -95,7 +95,7 @@ def read_task(arguments: list[str], prog: str = "tgi bench offline") -> Task:
             raise StartError(f"--profile {options.profile!r} is not ROWS/CONTEXT: two numbers above 0, such as 256/600")
         profile = Shown(int(found[1]), int(found[2]))
     ServerConfig(**settings).check()
-    return Task(
+    return OfflineTask(
         rows=_choose_rows(options, preset) if asked is None else [asked.row],
         shape=shape,
         settings=settings,
@@ -120,7 +120,7 @@ def _check_preset(options: argparse.Namespace) -> None:
         raise StartError(f"--preset {options.preset} names a model itself: leave --shape out, or give --model-id")
 
 
-def _check_asked(options: argparse.Namespace, asked: Asked) -> None:
+def _check_asked(options: argparse.Namespace, asked: GenerationRun) -> None:
     """Flags of run_generation are a row: nothing else may say one, nor a model twice."""
     if options.rows:
         raise StartError(f"flags of run_generation are a row of their own: leave {options.rows[0]} out")

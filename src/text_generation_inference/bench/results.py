@@ -106,7 +106,7 @@ class StepProfile(msgspec.Struct, kw_only=True):
     kernels: list[Kernel]  # longest first
 
 
-class Report(msgspec.Struct, kw_only=True):
+class BenchmarkReport(msgspec.Struct, kw_only=True):
     """What the report of every benchmark says. `complete` is false when it was ended early."""
 
     format: int = 1  # of the file; another number is refused
@@ -120,7 +120,7 @@ class Report(msgspec.Struct, kw_only=True):
     commit: str | None
 
 
-class OfflineReport(Report, kw_only=True):
+class OfflineReport(BenchmarkReport, kw_only=True):
     ready_seconds: float | None = None  # from the start of the process to a warmed-up engine
     stages: dict[str, float] = {}  # parts of that
     notes: list[str] = []  # how the engine came up and why its limits are what they are

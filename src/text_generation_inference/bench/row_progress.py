@@ -59,7 +59,7 @@ class RowProgress:
         return f"{self._row} ({self._place}): {drawn}{done:,} of {total:,} tokens ({done / total:.0%}){ending}"
 
 
-class Lines:
+class StatusLines:
     """Says lines on standard error; on a terminal a passing one is replaced by the next."""
 
     def __init__(self, quiet: bool) -> None:

@@ -41,7 +41,7 @@ def make_requests(row: Row, vocab_size: int, seed: int) -> list[GenerationReques
     ]
 
 
-class Step(msgspec.Struct):
+class StepTime(msgspec.Struct):
     """One step as the host sees it."""
 
     seconds: float  # since the result before
@@ -54,7 +54,7 @@ class Iteration(msgspec.Struct):
 
     seconds: float = 0.0
     firsts: list[float] = []  # seconds to the first token of each request
-    decode: list[Step] = []  # steps without prompt tokens
+    decode: list[StepTime] = []  # steps without prompt tokens
     num_tokens: int = 0
     num_steps: int = 0
     num_prefill: int = 0
@@ -96,7 +96,7 @@ def run_once(engine: Engine, row: Row, seed: int, tell: Tell = lambda _: None) -
             if loop.last.prefill:
                 found.num_prefill += 1
             else:
-                found.decode.append(Step(now - last, launched - resumed + now - waited, len(out.token_ids)))
+                found.decode.append(StepTime(now - last, launched - resumed + now - waited, len(out.token_ids)))
             last = now
             if now > next_word:
                 tell(found.num_tokens)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from text_generation_inference.bench.scale import Scale, axis, short, thin
-from text_generation_inference.bench.serve.results import Histogram, Spread
+from text_generation_inference.bench.serve.results import LatencyHistogram, Spread
 
 WIDTH, HEIGHT = 420.0, 240.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 14.0, 10.0, 36.0
@@ -211,7 +211,7 @@ def parts_chart(title: str, note: str, unit: str, parts: list[tuple[int, str, fl
 
 class Ridge(msgspec.Struct, frozen=True):
     label: str
-    histogram: Histogram
+    histogram: LatencyHistogram
     spread: Spread | None
 
     @property
@@ -248,7 +248,7 @@ def ridge_chart(title: str, note: str, slot: int, ridges: list[Ridge]) -> Figure
     )
 
 
-def filled(histogram: Histogram) -> list[tuple[float, float, int]]:
+def filled(histogram: LatencyHistogram) -> list[tuple[float, float, int]]:
     """(low edge, high edge, count) of what is not empty, in milliseconds."""
     bins = zip(histogram.edges, histogram.edges[1:], histogram.counts, strict=False)
     return [(low, high, count) for low, high, count in bins if count > 0 and high > low]

@@ -15,7 +15,7 @@ from text_generation_inference.bench.report import check_writable, write_whole
 from text_generation_inference.errors import StartError
 
 
-class Task(msgspec.Struct, frozen=True):
+class PageTask(msgspec.Struct, frozen=True):
     files: list[str]
     output: str
     title: str | None
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str], prog: str = "tgi bench report") -> int:
     return command_line.run(lambda: read_task(arguments, prog), make_report, interrupted="interrupted: nothing written")
 
 
-def read_task(arguments: Sequence[str], prog: str = "tgi bench report") -> Task:
+def read_task(arguments: Sequence[str], prog: str = "tgi bench report") -> PageTask:
     parser = command_line.Parser(
         prog,
         usage="%(prog)s [OPTIONS] FILE ...",
@@ -36,10 +36,10 @@ def read_task(arguments: Sequence[str], prog: str = "tgi bench report") -> Task:
     parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
     parser.add_argument("--title", metavar="TEXT", help="of the page (default: named after the model)")
     options = parser.parse_intermixed_args(list(arguments))
-    return Task(options.files, options.output, options.title)
+    return PageTask(options.files, options.output, options.title)
 
 
-def make_report(task: Task) -> int:
+def make_report(task: PageTask) -> int:
     check_writable(task.output, "--output")
     target = Path(task.output).expanduser().resolve()
     if any(Path(file).expanduser().resolve() == target for file in task.files):

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from text_generation_inference.bench.results import OfflineReport, Report
+from text_generation_inference.bench.results import BenchmarkReport, OfflineReport
 from text_generation_inference.bench.serve.results import ServeReport
 from text_generation_inference.bench.static.results import StaticReport
 from text_generation_inference.errors import StartError
 
 FORMAT = 1  # of the files; one that does not say is of this format
-_KINDS: dict[str, type[Report]] = {"offline": OfflineReport, "serve": ServeReport, "static": StaticReport}
+_KINDS: dict[str, type[BenchmarkReport]] = {"offline": OfflineReport, "serve": ServeReport, "static": StaticReport}
 
 
 class Run(msgspec.Struct):
@@ -25,7 +25,7 @@ class Run(msgspec.Struct):
     slot: int
     name: str
     file: str
-    report: Report
+    report: BenchmarkReport
 
 
 class _Head(msgspec.Struct):
@@ -45,7 +45,7 @@ def read_runs(files: Sequence[str]) -> list[Run]:
     return runs
 
 
-def read_report(file: str) -> Report:
+def read_report(file: str) -> BenchmarkReport:
     try:
         data = Path(file).expanduser().read_bytes()
     except OSError as error:
@@ -68,7 +68,7 @@ def read_report(file: str) -> Report:
     return report
 
 
-def _check(report: Report) -> None:
+def _check(report: BenchmarkReport) -> None:
     """What types do not say."""
     if isinstance(report, ServeReport):
         for phase in report.phases:
@@ -77,7 +77,7 @@ def _check(report: Report) -> None:
                     raise ValueError(f"a histogram of phase {phase.name[:40]!r} needs one edge more than counts")
 
 
-def name_runs(files: Sequence[str], reports: Sequence[Report]) -> list[str]:
+def name_runs(files: Sequence[str], reports: Sequence[BenchmarkReport]) -> list[str]:
     """The model's name; where several of a benchmark have the same, with the file's; then with a number."""
     kinds = [report.benchmark for report in reports]
     names = [short_model(report.model) for report in reports]

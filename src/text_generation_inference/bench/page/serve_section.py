@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from text_generation_inference.bench.page.charts import Figure, Line, Point, Ridge, filled, line_chart, ridge_chart
 from text_generation_inference.bench.page.read import Run
-from text_generation_inference.bench.serve.results import Histogram, Phase, ServeReport
+from text_generation_inference.bench.serve.results import LatencyHistogram, Phase, ServeReport
 from text_generation_inference.bench.serve.tables import METRICS, Pick, page_tables
 from text_generation_inference.bench.tables import Table
 
@@ -25,7 +25,7 @@ TERMS = {
 _LATENCIES = {"TTFT": "Time to first token", "ITL": "Time between tokens", "E2E": "Whole request"}
 
 Pairs = list[tuple[Run, ServeReport]]
-PickCounts = Callable[[Phase], Histogram | None]
+PickCounts = Callable[[Phase], LatencyHistogram | None]
 _COUNTED: tuple[tuple[str, PickCounts, Pick], ...] = (
     (_LATENCIES["TTFT"], lambda phase: phase.ttft_histogram, METRICS["TTFT"]),
     (_LATENCIES["ITL"], lambda phase: phase.itl_histogram, METRICS["ITL"]),
@@ -106,12 +106,12 @@ def _throughput(phase: Phase, at: float) -> Point:
 
 def _shares(pairs: Pairs, title: str, pick: PickCounts) -> Figure | None:
     """Of each run's closed loop with most users, or else of its fastest phase."""
-    found: list[tuple[Run, str, Histogram]] = []
+    found: list[tuple[Run, str, LatencyHistogram]] = []
     for run, report in pairs:
         phases = [phase for phase in _shown(report) if (counts := pick(phase)) is not None and filled(counts)]
         if phases:
             phase = max(phases, key=lambda phase: (_is_closed(phase), phase.users or 0, phase.qps))
-            found.append((run, phase.name, pick(phase) or Histogram([], [])))
+            found.append((run, phase.name, pick(phase) or LatencyHistogram([], [])))
     if len(found) < 2:
         return None
     longest = max(high for _, _, histogram in found for _, high, _ in filled(histogram))
@@ -120,7 +120,7 @@ def _shares(pairs: Pairs, title: str, pick: PickCounts) -> Figure | None:
     return line_chart(title, "share of values up to a time", unit, lines, x_log=None, y_log=False)
 
 
-def _rising(histogram: Histogram, name: str, factor: float) -> list[Point]:
+def _rising(histogram: LatencyHistogram, name: str, factor: float) -> list[Point]:
     bins = filled(histogram)
     total = sum(count for _, _, count in bins)
     sums = accumulate(count for _, _, count in bins)

@@ -17,7 +17,7 @@ Message = dict[str, str]  # role and content
 _encode = msgspec.json.Encoder().encode
 
 
-class Answer:
+class StreamedAnswer:
     """What has come of one answer so far."""
 
     __slots__ = ("error", "is_finished", "num_generated", "num_prompt", "times")
@@ -30,10 +30,10 @@ class Answer:
         self.error: str | None = None
 
 
-ReadEvent = Callable[[bytes, Answer, float], None]
+ReadEvent = Callable[[bytes, StreamedAnswer, float], None]
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class ApiCall(msgspec.Struct, frozen=True, kw_only=True):
     """What all requests of a run have in common."""
 
     api: str
@@ -113,7 +113,7 @@ _decode_native = msgspec.json.Decoder(_NativeEvent).decode
 _decode_openai = msgspec.json.Decoder(_OpenaiEvent).decode
 
 
-def _read_native(payload: bytes, answer: Answer, now: float) -> None:
+def _read_native(payload: bytes, answer: StreamedAnswer, now: float) -> None:
     try:
         event = _decode_native(payload)
     except msgspec.DecodeError:
@@ -129,7 +129,7 @@ def _read_native(payload: bytes, answer: Answer, now: float) -> None:
         answer.error = f"error in the stream: {describe_error(event.error)}"
 
 
-def _read_openai(payload: bytes, answer: Answer, now: float) -> None:
+def _read_openai(payload: bytes, answer: StreamedAnswer, now: float) -> None:
     try:
         event = _decode_openai(payload)
     except msgspec.DecodeError:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import httptools
 import msgspec
 
-from text_generation_inference.bench.serve.apis import Answer, ReadEvent, describe_body
+from text_generation_inference.bench.serve.apis import ReadEvent, StreamedAnswer, describe_body
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _READ_BYTES = 1 << 16
@@ -47,7 +47,7 @@ class Exchange:
         self.sent = 0.0
         self.end: float | None = None
         self.error: str | None = None
-        self.answer = Answer()
+        self.answer = StreamedAnswer()
         self.connection: _Connection | None = None
         self.is_retried = False
 

@@ -17,7 +17,9 @@ import zmq
 
 from text_generation_inference.bench.serve.channel import Channel
 from text_generation_inference.bench.serve.messages import (
+    ClientReady,
     Cut,
+    EncodedRequest,
     Finished,
     FromClient,
     Go,
@@ -25,10 +27,8 @@ from text_generation_inference.bench.serve.messages import (
     Need,
     Outcome,
     Outcomes,
-    Ready,
-    Request,
     Settings,
-    Start,
+    StartPhase,
 )
 from text_generation_inference.errors import StartError
 
@@ -38,7 +38,7 @@ _WAIT_S = 0.1
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan:
+class LoadPlan:
     """A phase: `users`, or requests that are due `due` seconds after its start."""
 
     users: int = 0
@@ -57,7 +57,7 @@ class Record:
 
 
 @dataclass(slots=True)
-class Progress:
+class LoadProgress:
     elapsed: float
     num_ended: int
     num_failed: int
@@ -120,9 +120,9 @@ class ClientPool:
 
     def run(
         self,
-        plan: Plan,
-        make_request: Callable[[], Request],
-        tell: Callable[[Progress], None],
+        plan: LoadPlan,
+        make_request: Callable[[], EncodedRequest],
+        tell: Callable[[LoadProgress], None],
         is_stopped: Callable[[], bool],
     ) -> Record:
         """`make_request` is called once for every request, in the order in which they are due."""
@@ -145,7 +145,7 @@ class ClientPool:
             num_failed += sum(1 for outcome in record.outcomes[seen:] if outcome.error is not None)
             seen = len(record.outcomes)
             now = time.monotonic()
-            tell(Progress(now - begin, seen, num_failed, sum(process.num_tokens for process in busy)))
+            tell(LoadProgress(now - begin, seen, num_failed, sum(process.num_tokens for process in busy)))
             if cut_at is None and is_stopped():
                 record.is_interrupted, cut_at = True, now
                 for process in busy:
@@ -154,7 +154,7 @@ class ClientPool:
                 raise StartError("a client process did not end its phase")
         return record
 
-    def _start(self, plan: Plan, supply: "_Supply") -> list[_Process]:
+    def _start(self, plan: LoadPlan, supply: "_Supply") -> list[_Process]:
         """Hand out shares; a process without one has nothing to do."""
         count = len(self._processes)
         busy: list[_Process] = []
@@ -162,11 +162,12 @@ class ClientPool:
             requests = supply.take(len(plan.due))
             due = plan.due[: len(requests)]
             shares = [
-                Start(due=due[place::count], requests=requests[place::count], has_all=True) for place in range(count)
+                StartPhase(due=due[place::count], requests=requests[place::count], has_all=True)
+                for place in range(count)
             ]
         else:
             users = [plan.users // count + (place < plan.users % count) for place in range(count)]
-            shares = [Start(users=share, seconds=plan.seconds, requests=supply.take(2 * share)) for share in users]
+            shares = [StartPhase(users=share, seconds=plan.seconds, requests=supply.take(2 * share)) for share in users]
             for share in shares:
                 share.has_all = supply.is_empty
         for process, share in zip(self._processes, shares, strict=True):
@@ -189,7 +190,7 @@ class ClientPool:
         for process in self._processes:
             for message in process.channel.receive():
                 match message:
-                    case Ready():
+                    case ClientReady():
                         process.is_ready = True
                     case Need(count=count):
                         process.channel.send(More(supply.take(count), supply.is_empty))
@@ -210,18 +211,18 @@ class ClientPool:
 class _Supply:
     """Requests, as many as there may be."""
 
-    def __init__(self, most: int | None, make: Callable[[], Request], is_stopped: Callable[[], bool]) -> None:
+    def __init__(self, most: int | None, make: Callable[[], EncodedRequest], is_stopped: Callable[[], bool]) -> None:
         self._left, self._make, self._is_stopped = most, make, is_stopped
 
     @property
     def is_empty(self) -> bool:
         return self._left == 0 or self._is_stopped()
 
-    def take(self, count: int) -> list[Request]:
+    def take(self, count: int) -> list[EncodedRequest]:
         """Fewer when there are no more, or when nobody wants them any longer."""
         if self._left is not None:
             count = min(count, self._left)
-        taken: list[Request] = []
+        taken: list[EncodedRequest] = []
         while len(taken) < count and not self._is_stopped():
             taken.append(self._make())
         if self._left is not None:

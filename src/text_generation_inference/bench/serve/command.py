@@ -36,7 +36,7 @@ class Load(msgspec.Struct, frozen=True):
 _QUICK, _PUBLISHED = Load(16, 4, 10.0, "5s"), Load(128, 10, 120.0, "30s")
 
 
-class Task(msgspec.Struct, kw_only=True):
+class ServeTask(msgspec.Struct, kw_only=True):
     """What was asked for, checked as far as can be without the server."""
 
     url: str
@@ -64,7 +64,7 @@ class Task(msgspec.Struct, kw_only=True):
 
 
 def main(arguments: Sequence[str], prog: str = "tgi bench serve") -> int:
-    def work(task: Task) -> int:
+    def work(task: ServeTask) -> int:
         from text_generation_inference.bench.serve.run import run_serve  # mistakes above are told at once
 
         return run_serve(task)
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str], prog: str = "tgi bench serve") -> int:
     return run(lambda: read_task(arguments, prog), work, "interrupted before anything was measured")
 
 
-def read_task(arguments: Sequence[str], prog: str = "tgi bench serve") -> Task:
+def read_task(arguments: Sequence[str], prog: str = "tgi bench serve") -> ServeTask:
     """Raises `StartError` naming the first flag that makes no sense."""
     options = _build_parser(prog).parse_args(list(arguments))
     profile = QUICK if options.profile is None else PROFILES[options.profile]
@@ -95,7 +95,7 @@ def read_task(arguments: Sequence[str], prog: str = "tgi bench serve") -> Task:
     if options.shared_prefix and options.prompts is not None:
         raise StartError("--shared-prefix is about prompts made here: leave it or --prompts out")
     environment = read_environment(only=("api_key",))
-    return Task(
+    return ServeTask(
         url=options.url,
         api=options.api,
         api_key=_check_key(options.api_key or environment.get("api_key")),

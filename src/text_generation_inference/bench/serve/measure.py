@@ -12,7 +12,7 @@ import numpy as np
 from text_generation_inference.bench.serve.client_pool import Record
 from text_generation_inference.bench.serve.messages import Outcome
 from text_generation_inference.bench.serve.prompts import Prompt
-from text_generation_inference.bench.serve.results import Goodput, Histogram, Phase, RequestDetail, Spread
+from text_generation_inference.bench.serve.results import Goodput, LatencyHistogram, Phase, RequestDetail, Spread
 
 CPU_LIMIT = 0.85  # share of a core that one client process may take
 LAG_LIMIT_MS = 10.0  # p99
@@ -142,7 +142,7 @@ def spread_of(values: Sequence[float] | np.ndarray) -> Spread | None:
     return Spread(*(round(float(number), 4) for number in numbers))
 
 
-def histogram_of(values: Sequence[float] | np.ndarray) -> Histogram | None:
+def histogram_of(values: Sequence[float] | np.ndarray) -> LatencyHistogram | None:
     """Bins of growing width when the values are orders of magnitude apart, else of one width."""
     found = np.asarray(values, dtype=np.float64)
     if not len(found):
@@ -157,7 +157,7 @@ def histogram_of(values: Sequence[float] | np.ndarray) -> Histogram | None:
         edges = np.geomspace(first, highest, _BINS + 1 - (lowest < first))
         edges = np.concatenate([[lowest], edges]) if lowest < first else edges
     counts, edges = np.histogram(np.clip(found, edges[0], edges[-1]), bins=edges)
-    return Histogram([round(float(edge), 6) for edge in edges], [int(count) for count in counts])
+    return LatencyHistogram([round(float(edge), 6) for edge in edges], [int(count) for count in counts])
 
 
 def _goodput(good: Sequence[_Seen], limits_ms: Mapping[str, float], num_ended: int, seconds: float) -> Goodput:

@@ -16,18 +16,18 @@ class Settings(msgspec.Struct, tag=True, kw_only=True):
     timeout_s: float
 
 
-class Request(msgspec.Struct, array_like=True):
+class EncodedRequest(msgspec.Struct, array_like=True):
     number: int
     data: bytes  # as it goes over the wire
 
 
-class Start(msgspec.Struct, tag=True, kw_only=True):
+class StartPhase(msgspec.Struct, tag=True, kw_only=True):
     """A phase: either `users`, each with one request at a time, or requests that are due at given moments."""
 
     users: int = 0
     due: list[float] = []  # seconds from the start
     seconds: float | None = None  # users send nothing after it; None: until the requests are used up
-    requests: list[Request] = []
+    requests: list[EncodedRequest] = []
     has_all: bool = False  # no further requests will come
 
 
@@ -38,7 +38,7 @@ class Go(msgspec.Struct, tag=True):
 class More(msgspec.Struct, tag=True):
     """Requests for users."""
 
-    requests: list[Request]
+    requests: list[EncodedRequest]
     has_all: bool
 
 
@@ -46,10 +46,10 @@ class Cut(msgspec.Struct, tag=True):
     """End the phase now."""
 
 
-ToClient = Settings | Start | Go | More | Cut
+ToClient = Settings | StartPhase | Go | More | Cut
 
 
-class Ready(msgspec.Struct, tag=True):
+class ClientReady(msgspec.Struct, tag=True):
     pass
 
 
@@ -87,4 +87,4 @@ class Finished(msgspec.Struct, tag=True, kw_only=True):
     starved_seconds: float  # in which a user had no request to send
 
 
-FromClient = Ready | Need | Outcomes | Finished
+FromClient = ClientReady | Need | Outcomes | Finished

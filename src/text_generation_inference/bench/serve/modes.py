@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import msgspec
 
 from text_generation_inference.bench.serve import arrivals
-from text_generation_inference.bench.serve.apis import Call
-from text_generation_inference.bench.serve.client_pool import ClientPool, Plan, Progress
+from text_generation_inference.bench.serve.apis import ApiCall
+from text_generation_inference.bench.serve.client_pool import ClientPool, LoadPlan, LoadProgress
 from text_generation_inference.bench.serve.measure import summarise
-from text_generation_inference.bench.serve.messages import Request
+from text_generation_inference.bench.serve.messages import EncodedRequest
 from text_generation_inference.bench.serve.prompts import Prompt
 from text_generation_inference.bench.serve.results import Phase
 from text_generation_inference.bench.serve.target import Target
@@ -50,7 +50,7 @@ class Modes(msgspec.Struct, frozen=True, kw_only=True):
         return None if rate is None else self.num_requests / rate
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
     """A phase to run."""
 
     name: str
@@ -61,13 +61,13 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int | None = None
 
 
-def steps_of(modes: Modes, last_phase: Callable[[], Phase | None]) -> Iterator[Step]:
+def steps_of(modes: Modes, last_phase: Callable[[], Phase | None]) -> Iterator[PhasePlan]:
     """`last_phase` is what the phase before has measured. Raises `StartError` if a sweep has found no maximum."""
     if modes.warmup_seconds:
-        yield Step(name="warmup", mode="throughput", users=1, seconds=modes.warmup_seconds)
+        yield PhasePlan(name="warmup", mode="throughput", users=1, seconds=modes.warmup_seconds)
     rates = modes.rates
     if modes.mode != "rate":
-        yield Step(
+        yield PhasePlan(
             name="throughput",
             mode="throughput",
             users=modes.users,
@@ -83,7 +83,7 @@ def steps_of(modes: Modes, last_phase: Callable[[], Phase | None]) -> Iterator[S
         highest = SWEEP_UP_TO * found.qps
         rates = [number * highest / modes.num_rates for number in range(1, modes.num_rates + 1)]
     for rate in rates:
-        yield Step(
+        yield PhasePlan(
             name=f"{modes.arrivals}@{rate:.2f}req/s",
             mode=modes.arrivals,
             rate=rate,
@@ -99,7 +99,7 @@ class Session:
         self,
         pool: ClientPool,
         target: Target,
-        call: Call,
+        call: ApiCall,
         prompts: PromptSource,
         seed: int,
         limits_ms: dict[str, float],
@@ -113,7 +113,9 @@ class Session:
         self.mismatch: tuple[int, int] | None = None  # of tokens in a prompt: ours, the server's
         self.num_short = 0  # answers that ended before the asked length
 
-    def run(self, step: Step, tell: Callable[[Progress], None], is_stopped: Callable[[], bool]) -> tuple[Phase, bool]:
+    def run(
+        self, step: PhasePlan, tell: Callable[[LoadProgress], None], is_stopped: Callable[[], bool]
+    ) -> tuple[Phase, bool]:
         """The phase, and whether it was ended early."""
         self._sent.clear()
         record = self._pool.run(self._plan(step), self._make_request, tell, is_stopped)
@@ -130,21 +132,21 @@ class Session:
         phase = summarise(record, self._sent, **names, limits_ms=limits, with_details=details)
         return phase, record.is_interrupted
 
-    def _plan(self, step: Step) -> Plan:
+    def _plan(self, step: PhasePlan) -> LoadPlan:
         if step.rate is None:
-            return Plan(users=step.users or 1, seconds=step.seconds, num_requests=step.num_requests)
+            return LoadPlan(users=step.users or 1, seconds=step.seconds, num_requests=step.num_requests)
         seconds = step.seconds or 0.0
         if step.mode == "poisson":
             due = arrivals.poisson(step.rate, seconds, self._rng, step.num_requests)
         else:
             due = arrivals.constant(step.rate, seconds, step.num_requests)
-        return Plan(due=due)
+        return LoadPlan(due=due)
 
-    def _make_request(self) -> Request:
+    def _make_request(self) -> EncodedRequest:
         prompt = self._prompts.make()
         number = self._number
         self._number += 1
         self._sent[number] = msgspec.structs.replace(prompt, content="")  # texts may be long
-        return Request(
+        return EncodedRequest(
             number, self._target.frame(self._call.api, self._call.body(prompt.content, prompt.max_new_tokens))
         )

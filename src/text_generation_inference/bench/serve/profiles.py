@@ -38,19 +38,19 @@ def exactly(num_tokens: int) -> Lengths:
     return Lengths(num_tokens, num_tokens, num_tokens)
 
 
-class Profile(msgspec.Struct, frozen=True):
+class LengthProfile(msgspec.Struct, frozen=True):
     prompt: Lengths
     output: Lengths
 
 
 # For a first look that ends within a minute or two on a CPU as well.
-QUICK = Profile(exactly(64), exactly(32))
+QUICK = LengthProfile(exactly(64), exactly(32))
 PROFILES = {
-    "fixed-length": Profile(exactly(200), Lengths(800, 50, 800, 100)),
+    "fixed-length": LengthProfile(exactly(200), Lengths(800, 50, 800, 100)),
     # inference-benchmarker takes the prompts of `chat` from a file of conversations; without one, lengths of our own.
-    "chat": Profile(Lengths(200, 20, 1000, 150), Lengths(800, 50, 800, 100)),
-    "code-generation": Profile(Lengths(4096, 3000, 6000, 1000), Lengths(50, 30, 80, 10)),
-    "classification": Profile(Lengths(10000, 8000, 12000, 5000), Lengths(50, 30, 80, 10)),
+    "chat": LengthProfile(Lengths(200, 20, 1000, 150), Lengths(800, 50, 800, 100)),
+    "code-generation": LengthProfile(Lengths(4096, 3000, 6000, 1000), Lengths(50, 30, 80, 10)),
+    "classification": LengthProfile(Lengths(10000, 8000, 12000, 5000), Lengths(50, 30, 80, 10)),
 }
 
 

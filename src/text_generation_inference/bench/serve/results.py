@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from text_generation_inference.bench.results import Report
+from text_generation_inference.bench.results import BenchmarkReport
 
 
 class Spread(msgspec.Struct):
@@ -21,7 +21,7 @@ class Spread(msgspec.Struct):
     p99: float
 
 
-class Histogram(msgspec.Struct):
+class LatencyHistogram(msgspec.Struct):
     """`counts[i]` lie from `edges[i]` (included) to `edges[i + 1]` (excluded; the last included)."""
 
     edges: list[float]  # milliseconds, rising; one more than counts
@@ -74,8 +74,8 @@ class Phase(msgspec.Struct, kw_only=True):
     itl: Spread | None = None
     tpot: Spread | None = None
     e2e: Spread | None = None
-    ttft_histogram: Histogram | None = None
-    itl_histogram: Histogram | None = None
+    ttft_histogram: LatencyHistogram | None = None
+    itl_histogram: LatencyHistogram | None = None
     goodput: Goodput | None = None
     lag: Spread | None = None  # of the client itself: how late its own timers were
     client_cpu: float  # share of one core
@@ -83,7 +83,7 @@ class Phase(msgspec.Struct, kw_only=True):
     requests: list[RequestDetail] | None = None
 
 
-class ServeReport(Report, kw_only=True):
+class ServeReport(BenchmarkReport, kw_only=True):
     url: str
     api: str  # "generate", "completions" or "chat"
     tokenizer: str

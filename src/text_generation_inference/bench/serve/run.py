@@ -13,12 +13,12 @@ from typing import Any
 
 from text_generation_inference.bench import report as reports
 from text_generation_inference.bench.command_line import EXIT_ERROR, EXIT_INTERRUPTED
-from text_generation_inference.bench.row_progress import Lines, describe_seconds, draw_bar
-from text_generation_inference.bench.serve.apis import Call
-from text_generation_inference.bench.serve.client_pool import ClientPool, Progress
-from text_generation_inference.bench.serve.command import Task
+from text_generation_inference.bench.row_progress import StatusLines, describe_seconds, draw_bar
+from text_generation_inference.bench.serve.apis import ApiCall
+from text_generation_inference.bench.serve.client_pool import ClientPool, LoadProgress
+from text_generation_inference.bench.serve.command import ServeTask
 from text_generation_inference.bench.serve.messages import Settings
-from text_generation_inference.bench.serve.modes import PromptSource, Session, Step, steps_of
+from text_generation_inference.bench.serve.modes import PhasePlan, PromptSource, Session, steps_of
 from text_generation_inference.bench.serve.prompts import Counter, FilePrompts, PromptMaker, read_prompts
 from text_generation_inference.bench.serve.results import Phase, ServeReport
 from text_generation_inference.bench.serve.tables import error_lines, limit_line, tables
@@ -30,11 +30,11 @@ from text_generation_inference.errors import StartError
 _SECONDS_BETWEEN_WORDS, _SECONDS_BETWEEN_LINES = 0.25, 30.0
 
 
-def run_serve(task: Task) -> int:
+def run_serve(task: ServeTask) -> int:
     """The exit status. Ctrl-C ends it with what was measured so far."""
     if task.json_path is not None:
         reports.check_writable(task.json_path)
-    lines = Lines(task.quiet)
+    lines = StatusLines(task.quiet)
     seed = secrets.randbelow(2**32) if task.seed is None else task.seed
     target = find_target(task.url, task.api_key)
     server = ask_server(target)
@@ -49,7 +49,9 @@ def run_serve(task: Task) -> int:
         return _run_phases(task, session, report, lines, is_stopped)
 
 
-def _run_phases(task: Task, session: Session, report: ServeReport, lines: Lines, is_stopped: Callable[[], bool]) -> int:
+def _run_phases(
+    task: ServeTask, session: Session, report: ServeReport, lines: StatusLines, is_stopped: Callable[[], bool]
+) -> int:
     interrupted = False
     problem: StartError | None = None
     _save(task, report)
@@ -111,7 +113,7 @@ def _noted_interrupts() -> Iterator[Callable[[], bool]]:
 # -- prompts -------------------------------------------------------------------------------------------------------
 
 
-def _make_prompts(task: Task, server: Server, call: Call, seed: int) -> tuple[str, PromptSource]:
+def _make_prompts(task: ServeTask, server: Server, call: ApiCall, seed: int) -> tuple[str, PromptSource]:
     """The name of the tokenizer, and where prompts come from."""
     needs_tokenizer = task.prompts_path is None or task.prompt_is_given
     name = task.tokenizer or (server.model if needs_tokenizer else None)
@@ -156,7 +158,7 @@ def _check_room(server: Server, prompt_tokens: int, new_tokens: int) -> None:
 
 
 def _start_report(
-    task: Task, target: Target, server: Server, call: Call, tokenizer_name: str, seed: int
+    task: ServeTask, target: Target, server: Server, call: ApiCall, tokenizer_name: str, seed: int
 ) -> ServeReport:
     modes = task.modes
     configuration: dict[str, Any] = {
@@ -191,7 +193,7 @@ def _start_report(
     )
 
 
-def _notes(report: ServeReport, session: Session, task: Task) -> list[str]:
+def _notes(report: ServeReport, session: Session, task: ServeTask) -> list[str]:
     """What a reader of the figures should know."""
     notes = [limit_line(report.phases)]
     if session.mismatch is not None:
@@ -205,7 +207,7 @@ def _notes(report: ServeReport, session: Session, task: Task) -> list[str]:
     return [note for note in notes if note is not None]
 
 
-def _save(task: Task, report: ServeReport) -> None:
+def _save(task: ServeTask, report: ServeReport) -> None:
     if task.json_path is not None:
         reports.write_report(report, task.json_path)
 
@@ -216,7 +218,7 @@ def _save(task: Task, report: ServeReport) -> None:
 class _PhaseProgress:
     """One line while a phase runs, with the time left."""
 
-    def __init__(self, task: Task, step: Step, number: int, lines: Lines) -> None:
+    def __init__(self, task: ServeTask, step: PhasePlan, number: int, lines: StatusLines) -> None:
         self._step, self._lines, self._number = step, lines, number
         self._seconds = step.seconds if number == 0 and step.users == 1 else task.modes.planned_seconds(step.rate)
         self._later = task.modes.num_phases() - number - 1
@@ -227,7 +229,7 @@ class _PhaseProgress:
         self._last_line = time.monotonic()
         lines.pass_by(f"{step.name}: preparing requests")
 
-    def tell(self, progress: Progress) -> None:
+    def tell(self, progress: LoadProgress) -> None:
         now = time.monotonic()
         if now < self._next:
             return
@@ -238,7 +240,7 @@ class _PhaseProgress:
             self._last_line = now
             self._lines.say(self.describe(progress))
 
-    def describe(self, progress: Progress) -> str:
+    def describe(self, progress: LoadProgress) -> str:
         elapsed = max(0.0, progress.elapsed)
         share, left = 0.0, None
         if self._seconds:

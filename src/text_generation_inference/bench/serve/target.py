@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from text_generation_inference.bench.serve.apis import PATHS, Call
+from text_generation_inference.bench.serve.apis import PATHS, ApiCall
 from text_generation_inference.bench.serve.client import Address, Client, Exchange, Place, describe_os_error
 from text_generation_inference.errors import StartError
 from text_generation_inference.version import __version__
@@ -141,7 +141,7 @@ def ask_server(target: Target) -> Server:
 
 def choose_call(
     target: Target, server: Server, api: str, model: str | None, ignore_eos: bool, timeout_s: float
-) -> Call:
+) -> ApiCall:
     """The API to use, after one short request has shown that it works. Raises `StartError` if none does."""
     if api != "auto":
         choices = [api]
@@ -151,7 +151,7 @@ def choose_call(
         choices = ["completions", "chat"]
     problem = ""
     for choice in choices:
-        call = Call(api=choice, model=None if choice == "generate" else model or server.model, ignore_eos=ignore_eos)
+        call = ApiCall(api=choice, model=None if choice == "generate" else model or server.model, ignore_eos=ignore_eos)
         problem = try_call(target, call, timeout_s)
         if problem is None or problem.startswith(_NOT_FATAL):
             return call
@@ -160,7 +160,7 @@ def choose_call(
     raise StartError(_explain(problem, target, choices))
 
 
-def try_call(target: Target, call: Call, timeout_s: float) -> str | None:
+def try_call(target: Target, call: ApiCall, timeout_s: float) -> str | None:
     """What went wrong with one short request; None if nothing did."""
     ended: list[Exchange] = []
     client = Client(target.address, call.read_event(), timeout_s, ended.append)

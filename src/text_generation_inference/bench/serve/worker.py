@@ -18,20 +18,20 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from text_generation_inference.bench.serve.apis import Call
+from text_generation_inference.bench.serve.apis import ApiCall
 from text_generation_inference.bench.serve.channel import Channel
 from text_generation_inference.bench.serve.client import READ, Client, Exchange
 from text_generation_inference.bench.serve.messages import (
+    ClientReady,
     Cut,
+    EncodedRequest,
     Finished,
     Go,
     More,
     Need,
     Outcome,
     Outcomes,
-    Ready,
-    Request,
-    Start,
+    StartPhase,
     ToClient,
 )
 
@@ -44,7 +44,7 @@ _WAIT_S = 0.5
 class _Phase:
     """Drives one phase; `step` is called as often as something may have happened."""
 
-    def __init__(self, start: Start, worker: "_Worker") -> None:
+    def __init__(self, start: StartPhase, worker: "_Worker") -> None:
         self._start, self._worker = start, worker
         self._requests = deque(start.requests)
         self._has_all = start.has_all
@@ -115,7 +115,7 @@ class _Phase:
         if self.is_cut or self._is_late(now):
             return
         while self._idle_users and self._requests:
-            request: Request = self._requests.popleft()
+            request: EncodedRequest = self._requests.popleft()
             self._idle_users -= 1
             self._worker.client.send(Exchange(request.number, request.data, now))
         if not self._has_all and not self._asked and len(self._requests) < self._start.users:
@@ -155,7 +155,7 @@ class _Worker:
         self._next_report = 0.0
         self._is_wanted = True
         settings, *more = self._first_words()
-        call = Call(api=settings.api, model=None)
+        call = ApiCall(api=settings.api, model=None)
         self.client = Client(settings.address, call.read_event(), settings.timeout_s, self._on_end)
         self.client.selector.register(self.channel, READ, lambda mask: None)  # `run` takes what has come
         self.client.selector.register(sys.stdin, READ, self._on_input)
@@ -191,12 +191,12 @@ class _Worker:
     def _obey(self, messages: list[Any]) -> None:
         for message in messages:
             match message:
-                case Start():
+                case StartPhase():
                     gc.collect()
                     gc.disable()
                     self._num_tokens = 0
                     self._phase = _Phase(message, self)
-                    self.channel.send(Ready())
+                    self.channel.send(ClientReady())
                 case Go(at=at) if self._phase is not None:
                     self._phase.go(at)
                 case More() if self._phase is not None:

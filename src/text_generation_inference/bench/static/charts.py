@@ -35,7 +35,7 @@ class Drawn:
         yield from self._draw(options.max_width, options.height or options.max_height)
 
 
-class Point(NamedTuple):
+class NamedPoint(NamedTuple):
     x: float
     y: float
     name: str
@@ -120,7 +120,7 @@ class _Axis:
         return {self.place(tick, num_places): short(tick, _DIGITS) for tick in self.ticks}
 
 
-def scatter(points: Sequence[Point], width: int, height: int, style: str, zoom: bool, x_unit: str) -> Block:
+def scatter(points: Sequence[NamedPoint], width: int, height: int, style: str, zoom: bool, x_unit: str) -> Block:
     """Points with their names, joined in their order. `zoom`: the axes cover the points only, not zero."""
     if not points or height < 3 or width < 24:
         return blank(width, height, "" if points else "no batch size is done yet")
@@ -162,7 +162,7 @@ def _join_places(places: Sequence[tuple[int, int]], num_columns: int, num_rows: 
     return [[(chr(_BRAILLE + dot) if dot else " ", style) for dot in row] for row in dots]
 
 
-def _mark(rows: list[list[Cell]], point: Point, column: int, row: int, style: str) -> None:
+def _mark(rows: list[list[Cell]], point: NamedPoint, column: int, row: int, style: str) -> None:
     """A mark, and beside it the point's name where nothing is written, else where only the line is."""
     look = "bold white" if point.chosen else f"bold {style}"
     rows[row][column] = ("◆" if point.chosen else "●", look)

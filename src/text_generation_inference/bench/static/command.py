@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from text_generation_inference.bench import command_line
-from text_generation_inference.bench.static.task import Task, read_task
+from text_generation_inference.bench.static.task import StaticTask, read_task
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "text-generation-benchmark") -> int:
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "text-generation-be
     return command_line.run(lambda: read_task(arguments, os.environ, prog), _run, interrupted="interrupted")
 
 
-def _run(task: Task) -> int:
+def _run(task: StaticTask) -> int:
     from text_generation_inference.bench.static.run import run_static  # loads torch: mistakes are told at once
 
     return run_static(task)

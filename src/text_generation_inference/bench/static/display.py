@@ -69,7 +69,7 @@ class Silence:
         pass
 
 
-class Lines(Silence):
+class ProgressLines(Silence):
     """A line for each batch size, and one now and then while it takes long."""
 
     def __init__(self, state: State) -> None:

@@ -7,7 +7,7 @@ import math
 
 import msgspec
 
-from text_generation_inference.bench.results import Report
+from text_generation_inference.bench.results import BenchmarkReport
 
 
 class BatchResult(msgspec.Struct, kw_only=True):
@@ -33,7 +33,7 @@ class BatchResult(msgspec.Struct, kw_only=True):
             self.decode_tokens_per_s.append(round(self.batch_size * num_calls / decode_seconds, 3))
 
 
-class StaticReport(Report, kw_only=True):
+class StaticReport(BenchmarkReport, kw_only=True):
     sequence_length: int
     decode_length: int
     runs: int
@@ -44,7 +44,7 @@ class StaticReport(Report, kw_only=True):
     batches: list[BatchResult] = msgspec.field(default_factory=list)
 
 
-class Summary(msgspec.Struct, frozen=True):
+class RunSummary(msgspec.Struct, frozen=True):
     """Of one quantity over the runs of a batch size. NaN where there was no run."""
 
     average: float
@@ -55,12 +55,12 @@ class Summary(msgspec.Struct, frozen=True):
     p99: float
 
 
-def summarise(values: list[float]) -> Summary:
+def summarise(values: list[float]) -> RunSummary:
     if not values:
-        return Summary(*[math.nan] * 6)
+        return RunSummary(*[math.nan] * 6)
     ordered = sorted(values)
     average = math.fsum(values) / len(values)
-    return Summary(average, ordered[0], ordered[-1], *(percentile(ordered, p) for p in (50, 90, 99)))
+    return RunSummary(average, ordered[0], ordered[-1], *(percentile(ordered, p) for p in (50, 90, 99)))
 
 
 def percentile(ordered: list[float], p: int) -> float:

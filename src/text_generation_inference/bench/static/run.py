@@ -10,13 +10,13 @@ from typing import Any
 from text_generation_inference.bench import report as reports
 from text_generation_inference.bench.hardware import describe_hardware, memory_bytes
 from text_generation_inference.bench.static.batch_run import make_requests, run_batch
-from text_generation_inference.bench.static.display import Display, Lines, Moment, Quit, Silence
+from text_generation_inference.bench.static.display import Display, Moment, ProgressLines, Quit, Silence
 from text_generation_inference.bench.static.prompt import make_prompt
 from text_generation_inference.bench.static.results import StaticReport
 from text_generation_inference.bench.static.screen import Screen
 from text_generation_inference.bench.static.state import State
 from text_generation_inference.bench.static.tables import all_tables
-from text_generation_inference.bench.static.task import Task
+from text_generation_inference.bench.static.task import StaticTask
 from text_generation_inference.bench.static.terminal import has_terminal
 from text_generation_inference.bench.tables import show
 from text_generation_inference.config import ServerConfig
@@ -35,7 +35,7 @@ _EXIT_SIGNALLED = 128  # and the number of the signal
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run_static(task: Task) -> int:
+def run_static(task: StaticTask) -> int:
     """The exit status. Ctrl-C, q and SIGTERM end it with what was measured so far."""
     if task.json_path is not None:
         reports.check_writable(task.json_path)
@@ -61,7 +61,7 @@ def run_static(task: Task) -> int:
         signal.signal(signal.SIGINT, on_interrupt)
 
 
-def make_config(task: Task, spec: DecoderSpec, memory: int) -> ServerConfig:
+def make_config(task: StaticTask, spec: DecoderSpec, memory: int) -> ServerConfig:
     """As asked; what was not is as large as the batches need, so that each is computed whole and at once."""
     length = task.sequence_length + task.decode_length
     if length > spec.max_positions:
@@ -88,7 +88,7 @@ def step_bytes_per_token(spec: DecoderSpec) -> int:
     return 4 * (6 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size)
 
 
-def check_cache(task: Task, engine: Engine) -> None:
+def check_cache(task: StaticTask, engine: Engine) -> None:
     """Raise `ResourceError` if the largest batch does not fit the KV cache: a part of it is no static batch."""
     size, num_blocks = engine.resolved.block_size, engine.resolved.num_blocks - 1
     blocks = max(-(-task.sequence_length // size) + 1, -(-(task.sequence_length + task.decode_length) // size))
@@ -99,7 +99,7 @@ def check_cache(task: Task, engine: Engine) -> None:
         )
 
 
-def _start_report(task: Task, config: ServerConfig, engine: Engine) -> StaticReport:
+def _start_report(task: StaticTask, config: ServerConfig, engine: Engine) -> StaticReport:
     return StaticReport(
         benchmark="static",
         model=task.model,
@@ -113,7 +113,7 @@ def _start_report(task: Task, config: ServerConfig, engine: Engine) -> StaticRep
     )
 
 
-def _measure(task: Task, config: ServerConfig, engine: Engine, prompt: list[int]) -> int:
+def _measure(task: StaticTask, config: ServerConfig, engine: Engine, prompt: list[int]) -> int:
     state = State(task, about=f"{engine.device.name}, {config.quantize or engine.facts.dtype}")
     report = _start_report(task, config, engine)
 
@@ -152,7 +152,7 @@ def _measure(task: Task, config: ServerConfig, engine: Engine, prompt: list[int]
 
 
 def _run_batches(
-    task: Task, engine: Engine, prompt: list[int], state: State, display: Display, save: Callable[[], None]
+    task: StaticTask, engine: Engine, prompt: list[int], state: State, display: Display, save: Callable[[], None]
 ) -> None:
     lengths = (task.sequence_length, task.decode_length)
     for index, batch in enumerate(state.batches):
@@ -170,10 +170,10 @@ def _run_batches(
     state.finish()
 
 
-def _make_display(task: Task, state: State) -> Display:
+def _make_display(task: StaticTask, state: State) -> Display:
     if task.quiet:
         return Silence()
-    return Screen(state) if has_terminal() and not task.plain else Lines(state)
+    return Screen(state) if has_terminal() and not task.plain else ProgressLines(state)
 
 
 @contextmanager

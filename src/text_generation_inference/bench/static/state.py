@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, field
 
 from text_generation_inference.bench.static.results import BatchResult
-from text_generation_inference.bench.static.task import Task
+from text_generation_inference.bench.static.task import StaticTask
 
 
 @dataclass
 class State:
-    task: Task
+    task: StaticTask
     about: str = ""  # device and precision
     batches: list[BatchResult] = field(default_factory=list)  # of all batch sizes
     current: int = 0  # index of the batch size at work

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from text_generation_inference.bench.static.results import BatchResult, summarise
-from text_generation_inference.bench.static.task import Task
+from text_generation_inference.bench.static.task import StaticTask
 from text_generation_inference.bench.tables import Column, Table, make_table, markdown, text_cells
 
 Pick = Callable[[BatchResult], list[float]]
@@ -41,11 +41,11 @@ def page_tables(name: str, batches: list[BatchResult]) -> list[Table]:
     ]
 
 
-def all_tables(task: Task, batches: list[BatchResult]) -> str:
+def all_tables(task: StaticTask, batches: list[BatchResult]) -> str:
     return "\n\n".join([parameters_table(task), latency_table(batches), throughput_table(batches)])
 
 
-def parameters_table(task: Task) -> str:
+def parameters_table(task: StaticTask) -> str:
     sampling = task.sampling
     rows = [
         ["Model", task.model.replace("|", "\\|")],

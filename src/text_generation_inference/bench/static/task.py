@@ -49,7 +49,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return SamplingParams(**self.given(), seed=0, ignore_eos=True)
 
 
-class Task(msgspec.Struct, kw_only=True):
+class StaticTask(msgspec.Struct, kw_only=True):
     """Checked as far as can be without the model."""
 
     model: str
@@ -114,7 +114,7 @@ _ENGINE = {flag: words for flag, words in ENGINE_FLAGS.items() if flag not in _D
 _LIMITS = frozenset(field for field in ENGINE_SETTINGS if field.startswith("max_") or field == "prefix_caching")
 
 
-def read_task(arguments: Sequence[str], environment: Mapping[str, str], prog: str) -> Task:
+def read_task(arguments: Sequence[str], environment: Mapping[str, str], prog: str) -> StaticTask:
     """Raises `TgiError` naming the first flag or variable that makes no sense."""
     options = build_parser(prog).parse_args(list(arguments))
     found = {flag.field: _value_of(flag, options, environment) for flag in (*_MEASURING, *_SAMPLING, _UDS)}
@@ -126,7 +126,7 @@ def read_task(arguments: Sequence[str], environment: Mapping[str, str], prog: st
         )
     sampling = Sampling(**{flag.field: found[flag.field] for flag in _SAMPLING})
     sampling.params().check()
-    return Task(
+    return StaticTask(
         model=model,
         settings=_engine_settings(options, environment),
         batch_sizes=_batch_sizes(options.batch_size or []),

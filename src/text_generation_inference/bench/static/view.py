@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from text_generation_inference.bench.row_progress import describe_seconds
-from text_generation_inference.bench.static.charts import Drawn, Point, histogram, scatter
+from text_generation_inference.bench.static.charts import Drawn, NamedPoint, histogram, scatter
 from text_generation_inference.bench.static.results import BatchResult, summarise
 from text_generation_inference.bench.static.state import State
 
@@ -213,8 +213,8 @@ def _histograms(batch: BatchResult) -> Layout:
 
 def _scatters(state: State, tab: int, zoom: bool, width: int) -> Layout:
     """Averages of each batch size that is done."""
-    prefill: list[Point] = []
-    decode: list[Point] = []
+    prefill: list[NamedPoint] = []
+    decode: list[NamedPoint] = []
     for index, batch in enumerate(state.batches[: state.num_finished]):
         for points, latencies, throughputs in (
             (prefill, batch.prefill_ms, batch.prefill_tokens_per_s),
@@ -222,7 +222,7 @@ def _scatters(state: State, tab: int, zoom: bool, width: int) -> Layout:
         ):
             if latencies:
                 x, y = summarise(latencies).average, summarise(throughputs).average
-                points.append(Point(x, y, str(batch.batch_size), index == tab))
+                points.append(NamedPoint(x, y, str(batch.batch_size), index == tab))
     left, right = (
         _headed(
             f"{name} throughput over latency",
