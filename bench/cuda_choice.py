@@ -13,9 +13,12 @@ import time
 import torch
 from torch import Tensor
 
-from text_generation_inference.kernels import sampling, slot_state
-from text_generation_inference.kernels.slot_state import FILTERS, PENALTIES, Adjustments, Asked, SlotState, Tops
+from text_generation_inference.kernels import choice, slot_state
+from text_generation_inference.kernels.choice import Adjustments, SamplingNeeds, Tops
+from text_generation_inference.kernels.slot_state import FILTERS, SlotState
 from text_generation_inference.kernels.triton.choice import Choice, greedy_into
+from text_generation_inference.sampling import filters
+from text_generation_inference.sampling.penalties import FIELDS as PENALTIES
 
 NEUTRAL = dict(zip(FILTERS, (1.0, 0.0, 1.0, 1.0, 0.0, 1.0), strict=True))
 WAYS: dict[str, dict[str, float]] = {
@@ -41,12 +44,12 @@ def make_state(rows: int, vocab: int) -> SlotState:
     return state
 
 
-def set_filters(state: SlotState, numbers: dict[str, float]) -> Asked:
+def set_filters(state: SlotState, numbers: dict[str, float]) -> SamplingNeeds:
     for name, value in {**NEUTRAL, **numbers}.items():
         state.numbers[name].fill_(value)
     limits = "top_k" in numbers or "top_p" in numbers
     typical = "typical_p" in numbers
-    return Asked(filters=limits or typical or "min_p" in numbers, counts=limits, typical=typical)
+    return SamplingNeeds(filters=limits or typical or "min_p" in numbers, counts=limits, typical=typical)
 
 
 def adjustments(rows: int, vocab: int, penalties: bool, mask: bool) -> Adjustments:
@@ -98,7 +101,7 @@ def graph_us(work, repeats: int = 15) -> float:
     return statistics.median(times)
 
 
-def check(name: str, op: KeptChoice, logits: Tensor, state: SlotState, asked: Asked) -> None:
+def check(name: str, op: KeptChoice, logits: Tensor, state: SlotState, needs: SamplingNeeds) -> None:
     """Print how many rows differ from the definition, and in how many ids what is kept differs."""
     rows = logits.shape[0]
     other = SlotState(rows, 4096, 16, logits.device)
@@ -106,17 +109,14 @@ def check(name: str, op: KeptChoice, logits: Tensor, state: SlotState, asked: As
     index = torch.arange(rows, dtype=torch.int32, device="cuda")
     ours, again, expected = (torch.zeros((2, rows), dtype=torch.int32, device="cuda") for _ in range(3))
     before = state.words.clone()
-    op(logits, index, state, ours, asked)
+    op(logits, index, state, ours, needs)
     state.words.copy_(before)
-    op(logits, index, state, again, asked)
-    slot_state.choose_into(logits, index, other, expected, asked)
+    op(logits, index, state, again, needs)
+    choice.choose_into(logits, index, other, expected, needs)
     kept = ""
-    if asked.filters and asked.adjustments is None:
-        temperature, top_k, top_p, typical_p, min_p, _ = state.filters.unbind(1)
-        x = logits.float() / temperature[:, None]
-        exact = sampling.top_k(x, top_k)
-        exact = sampling.typical_p(slot_state._with_ties(exact, sampling.top_p(exact, top_p)), typical_p)
-        exact = sampling.min_p(exact, min_p) > float("-inf")
+    if needs.filters and needs.adjustments is None:
+        x = logits.float() / state.numbers["temperature"][:, None]
+        exact = filters.keep(x, state.numbers) > float("-inf")
         floor, mean, _, reach = op.spaces[2][:rows].unbind(1)
         near = (x.amax(-1, keepdim=True) - x - mean[:, None]).abs() <= reach[:, None]
         found = (x >= floor[:, None]) & near
@@ -140,17 +140,17 @@ def run_checks(vocab: int) -> None:
             check(name, op, logits, state, set_filters(state, numbers))
         for name, penalties, mask in (("penalties", True, False), ("mask", False, True)):
             state = make_state(rows, vocab)
-            asked = set_filters(state, {"sampling_mode": slot_state.ADJUSTED})
-            asked.adjustments = adjustments(rows, vocab, penalties, mask)
-            check(name, op, logits, state, asked)
+            needs = set_filters(state, {"sampling_mode": slot_state.ADJUSTED})
+            needs.adjustments = adjustments(rows, vocab, penalties, mask)
+            check(name, op, logits, state, needs)
         state = make_state(rows, vocab)
         found = [tops(rows, 5), tops(rows, 5)]
         index = torch.arange(rows, dtype=torch.int32, device="cuda")
-        for choose, best in ((op, found[0]), (slot_state.choose_into, found[1])):
+        for choose, best in ((op, found[0]), (choice.choose_into, found[1])):
             out = torch.zeros((2, rows), dtype=torch.int32, device="cuda")
-            asked = set_filters(state, {"sampling_mode": slot_state.ADJUSTED})
-            asked.tops, asked.counts = best, True
-            choose(logits, index, state, out, asked)
+            needs = set_filters(state, {"sampling_mode": slot_state.ADJUSTED})
+            needs.tops, needs.counts = best, True
+            choose(logits, index, state, out, needs)
         room = found[0].room
         same = (found[0].out[:, : 1 + room] == found[1].out[:, : 1 + room]).all(dim=1)
         print(f"top 5            {int((~same).sum()):4d} of {rows} rows differ", flush=True)
@@ -167,25 +167,25 @@ def time_rows(rows: int, vocab: int) -> dict[str, float]:
     found["greedy"] = graph_us(lambda: greedy_into(logits, index, state, out))
     for name, numbers in WAYS.items():
         state = make_state(rows, vocab)
-        asked = set_filters(state, numbers)
-        found[name] = graph_us(lambda: op(logits, index, state, out, asked))
+        needs = set_filters(state, numbers)
+        found[name] = graph_us(lambda: op(logits, index, state, out, needs))
         if name == "p.9":
-            found["p.9 peaked"] = graph_us(lambda: op(peaked, index, state, out, asked))
+            found["p.9 peaked"] = graph_us(lambda: op(peaked, index, state, out, needs))
     for name, penalties, mask in (("penalties", True, False), ("mask", False, True)):
         state = make_state(rows, vocab)
-        asked = set_filters(state, {"sampling_mode": slot_state.ADJUSTED})
-        asked.adjustments = adjustments(rows, vocab, penalties, mask)
-        found[name] = graph_us(lambda: op(logits, index, state, out, asked))
+        needs = set_filters(state, {"sampling_mode": slot_state.ADJUSTED})
+        needs.adjustments = adjustments(rows, vocab, penalties, mask)
+        found[name] = graph_us(lambda: op(logits, index, state, out, needs))
     state = make_state(rows, vocab)
-    asked = set_filters(state, {"sampling_mode": slot_state.ADJUSTED})
-    asked.tops, asked.counts = tops(rows, 5), True
-    found["top 5"] = graph_us(lambda: op(logits, index, state, out, asked))
-    asked = set_filters(state, WAYS["k50 p.9"])
+    needs = set_filters(state, {"sampling_mode": slot_state.ADJUSTED})
+    needs.tops, needs.counts = tops(rows, 5), True
+    found["top 5"] = graph_us(lambda: op(logits, index, state, out, needs))
+    needs = set_filters(state, WAYS["k50 p.9"])
     state.lengths.fill_(HISTORY)
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(20):
-        op(logits, index, state, out, asked)
+        op(logits, index, state, out, needs)
     found["(host, k50 p.9)"] = (time.perf_counter() - started) / 20 * 1e6
     torch.cuda.synchronize()
     return found

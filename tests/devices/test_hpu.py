@@ -302,7 +302,7 @@ def on_cpu(tiny: Tiny) -> dict[str, list[list[int]]]:
         engine = start(tiny.folder, device="cpu", **LIMITS, **extra)
         found[name] = [output.token_ids for output in run(engine, requests())]
         if name == "plain":
-            found["sampled"] = [output.token_ids for output in run(engine, requests(**SAMPLED))]
+            found["sampled"] = [output.token_ids for output in run(engine, sampled_requests())]
         engine.close()
     return found
 
@@ -310,6 +310,26 @@ def on_cpu(tiny: Tiny) -> dict[str, list[list[int]]]:
 def requests(**params):
     prompts = random_prompts(320, LENGTHS, seed=3)
     return [make_request(n, prompt, 9, **params, seed=50 + n) for n, prompt in enumerate(prompts)]
+
+
+EVERY_WAY = [
+    SAMPLED,
+    {"do_sample": True, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"typical_p": 0.6, "watermark": True},
+    {"min_p": 0.05, "logit_bias": {7: 4.0, 9: -100.0}},
+    {"top_p": 0.9, "top_n_tokens": 2},
+    {"repetition_penalty": 1.5},
+    {"min_tokens": 5, "stop_token_ids": list(range(300)), "temperature": 1.3},
+    {},
+]
+
+
+def sampled_requests():
+    """One of each, twice, so that each meets others."""
+    prompts = random_prompts(320, LENGTHS, seed=3)
+    return [
+        make_request(n, prompts[(n + n // 8) % 8], 9, **EVERY_WAY[n % 8], seed=50 + n) for n in range(2 * len(LENGTHS))
+    ]
 
 
 @pytest.fixture
@@ -367,7 +387,7 @@ def test_sampling_is_that_of_the_cpu(hpu, start_hpu, tiny, on_cpu, tmp_path):
     if hpu.bridge.lazy or not hpu.bridge.emulated:  # the stand-in reckons with it where graphs would be
         assert max(prompts) > 0, "what a pass without a graph takes for a while is seen, too"
     warm = hpu.bridge.count_compilations()
-    assert [output.token_ids for output in run(engine, requests(**SAMPLED))] == on_cpu["sampled"]
+    assert [output.token_ids for output in run(engine, sampled_requests())] == on_cpu["sampled"]
     assert hpu.bridge.count_compilations() == warm
 
 
@@ -467,8 +487,10 @@ def test_nothing_new_is_gathered_after_warm_up(hpu, start_hpu, tiny, monkeypatch
         SAMPLED,
         {"decoder_input_details": True, **SAMPLED},
         {"top_n_tokens": 3},
+        {"watermark": True, "typical_p": 0.7},
+        {"logit_bias": {5: 3.0}, "min_tokens": 9, "stop_token_ids": [7]},
     ]
-    asked = [make_request(n, request.token_ids, 4, **ways[n % 5], seed=n) for n, request in enumerate(requests() * 2)]
+    asked = [make_request(n, request.token_ids, 4, **ways[n % 7], seed=n) for n, request in enumerate(requests() * 2)]
     run(engine, asked, arrivals=[n // 2 for n in range(16)])
     submit(pieces.close).result()
     submit(pieces.end).result()
@@ -571,9 +593,10 @@ def run_eager(folder: str) -> None:
     engine = start(Path(folder), device="hpu", limit_hpu_graph=False, **limits)
     count = engine.device.bridge.count_compilations
     warm = count()
-    found = [output.token_ids for output in run(engine, wanted)]
+    found = [[output.token_ids for output in run(engine, some)] for some in (wanted, sampled_requests()[:5])]
     stats = engine.buckets.bucket_stats
-    print(found, warm == stats.num_captured == stats.num_planned, count() - warm)
+    sampling = warm - stats.num_captured  # programs for one row: watermark, penalties, bias, mask, three draws, tops
+    print(found, sampling, stats.num_captured == stats.num_planned, count() - warm)
     engine = start(Path(folder), device="hpu", dtype=None, quantize="fp8", enable_hpu_graph=False, **limits)
     outputs = run(engine, wanted)
     print([output.error for output in outputs if output.error], [output.logprobs[0] for output in outputs])
@@ -584,7 +607,7 @@ def test_eager_mode_and_matrices_in_fp8(hpu, tiny, on_cpu):
         pytest.skip("this process has the card already, or it has no FP8")
     program = f"import test_hpu; test_hpu.run_eager({str(tiny.folder)!r})"
     first, second = run_with_stand_in(program, PT_HPU_LAZY_MODE="0").splitlines()[-2:]
-    assert first == f"{on_cpu['plain'][:5]} True 0"
+    assert first == f"{[on_cpu['plain'][:5], on_cpu['sampled'][:5]]} 8 True 0"
     assert second.startswith("[] ")
     engine = start(tiny.folder, device="cpu", **LIMITS)
     expected = [output.logprobs[0] for output in run(engine, requests()[:5])]

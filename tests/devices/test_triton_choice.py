@@ -17,8 +17,11 @@ from test_triton_compiles import PROGRAM
 from torch import Tensor
 
 from text_generation_inference.devices.device import Ops
-from text_generation_inference.kernels import sampling, slot_state
-from text_generation_inference.kernels.slot_state import FILTERS, PENALTIES, Adjustments, Asked, SlotState, Tops
+from text_generation_inference.kernels import choice, slot_state
+from text_generation_inference.kernels.choice import Adjustments, SamplingNeeds, Tops
+from text_generation_inference.kernels.slot_state import FILTERS, SlotState
+from text_generation_inference.sampling import filters as filter_table
+from text_generation_inference.sampling import penalties
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -106,7 +109,7 @@ def test_greedy(device: torch.device, dtype: torch.dtype, vocab: int) -> None:
     rows = words([3, 0, 1, 4, 2, -1, 5, 6], device)
     ours, expected = out_for(9, device).fill_(-7), out_for(9, device).fill_(-7)
     greedy_into(logits, rows, one, ours)
-    slot_state.greedy_into(logits, rows, two, expected)
+    choice.greedy_into(logits, rows, two, expected)
     good = [0, 3, 4]
     assert torch.equal(ours[0], expected[0])
     ours_, expected_ = (out[1].view(torch.float32)[good] for out in (ours, expected))
@@ -129,12 +132,12 @@ def test_greedy_takes_the_first_of_equals(device: torch.device) -> None:
 
 @pytest.mark.parametrize("vocab", [5, 4097])
 @pytest.mark.parametrize("sampling_mode", ["greedy", "choose", "sample"])
-def test_what_cannot_be_chosen_from_is_not_a_number(device: torch.device, vocab: int, way: str) -> None:
+def test_what_cannot_be_chosen_from_is_not_a_number(device: torch.device, vocab: int, sampling_mode: str) -> None:
     """The step after reads the id before the host sees the NaN, so it must exist whatever the scores are."""
     one = make_state(device, 8)
-    if way == "greedy":
+    if sampling_mode == "greedy":
         one.numbers["sampling_mode"].fill_(slot_state.PLAIN)
-    if way == "sample":
+    if sampling_mode == "sample":
         one.filters.copy_(torch.tensor([0.8, 4, 0.9, 0.7, 0.1, 1]))
         one.filters[3, 1:3] = torch.tensor([0.0, 1.0])  # typical-p alone takes another way
         one.filters[1, 1:4] = torch.tensor([0.0, 1.0, 1.0])  # and so does min-p
@@ -149,12 +152,12 @@ def test_what_cannot_be_chosen_from_is_not_a_number(device: torch.device, vocab:
     logits[6, vocab - 1], logits[6, 1] = math.inf, math.nan
     rows = words([3, 1, 0, 5, 2, 7, 6, 4], device)
     ours, expected = out_for(8, device), out_for(8, device)
-    if way == "greedy":
+    if sampling_mode == "greedy":
         greedy_into(logits, rows, one, ours)
-        slot_state.greedy_into(logits, rows, two, expected)
+        choice.greedy_into(logits, rows, two, expected)
     else:
         small_choice()(logits, rows, one, ours)
-        slot_state.choose_into(logits, rows, two, expected)
+        choice.choose_into(logits, rows, two, expected)
     assert ours[1].view(torch.float32).isnan().tolist() == [True] * 7 + [False]
     assert expected[1].view(torch.float32).isnan().tolist() == [True] * 7 + [False]
     assert ours[0, :7].tolist() == [0] * 7
@@ -184,10 +187,8 @@ WAYS = [
 
 
 def kept_by_definition(logits: Tensor, state: SlotState, rows: Tensor) -> Tensor:
-    temperature, top_k, top_p, typical_p, min_p, _ = state.filters[rows.long()].unbind(1)
-    kept = sampling.top_k(logits.float() / temperature[:, None], top_k)
-    kept = sampling.typical_p(slot_state._with_ties(kept, sampling.top_p(kept, top_p)), typical_p)
-    return sampling.min_p(kept, min_p) > -math.inf
+    numbers = {name: values[rows.long()] for name, values in state.numbers.items()}
+    return filter_table.keep(logits.float() / numbers["temperature"][:, None], numbers) > -math.inf
 
 
 def kept_by_kernels(op: KeptChoice, logits: Tensor, state: SlotState, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,20 +203,20 @@ def kept_by_kernels(op: KeptChoice, logits: Tensor, state: SlotState, rows: Tens
 
 
 def check_choice(
-    op: Choice, logits: Tensor, one: SlotState, rows: Tensor, asked: Asked = slot_state.EVERY_FILTER
+    op: Choice, logits: Tensor, one: SlotState, rows: Tensor, needs: SamplingNeeds = choice.EVERY_FILTER
 ) -> None:
     """Tokens, log-probabilities, slots, and exactly the ids that filters keep."""
     two = twin(one, logits.device)
     ours, expected = out_for(len(rows), logits.device), out_for(len(rows), logits.device)
-    op(logits, rows, one, ours, asked)
-    slot_state.choose_into(logits, rows, two, expected, asked)
+    op(logits, rows, one, ours, needs)
+    choice.choose_into(logits, rows, two, expected, needs)
     real = rows >= 0
     wrong = [(row, one.filters[rows[row]].tolist()) for row in (ours[0] != expected[0]).nonzero()[:, 0] if real[row]]
     assert not wrong
     ours_, expected_ = (out[1].view(torch.float32)[real] for out in (ours, expected))
     torch.testing.assert_close(ours_, expected_, rtol=1e-4, atol=1e-4)
     assert torch.equal(one.words, two.words)
-    if asked.adjustments is None:
+    if needs.adjustments is None:
         numbers = one.filters[rows.clamp(min=0).long()]
         limited = (numbers[:, 1] > 0) & (numbers[:, 1] < logits.shape[1])
         filtered = limited | (numbers[:, 2] < 1) | (numbers[:, 3] < 1) | (numbers[:, 4] > 0)
@@ -327,7 +328,7 @@ def test_plain_rows_are_left_alone(device: torch.device) -> None:
     rows = words([3, 1, 0, 2, 4], device)
     ours, expected = out_for(5, device).fill_(-7), out_for(5, device).fill_(-7)
     small_choice(64, 256)(logits, rows, one, ours)
-    slot_state.choose_into(logits, rows, two, expected)
+    choice.choose_into(logits, rows, two, expected)
     assert torch.equal(ours[0], expected[0]) and torch.equal(one.words, two.words)
     assert (ours == -7).all(dim=0).tolist() == [True, False, True, False, False]
     greedy_into(logits, rows, one, ours)
@@ -343,7 +344,8 @@ def test_draws_are_from_the_filtered_distribution(device: torch.device) -> None:
         set_filters(slots, [{name: value}] * count)
         out = out_for(count, device)
         small_choice(64, 16)(logits, torch.arange(count, dtype=torch.int32, device=device), slots, out)
-        chances = getattr(sampling, name)(logits[:1], torch.tensor([value], device=device)).softmax(-1)[0]
+        numbers = {name: torch.tensor([value], device=device)}
+        chances = filter_table.keep(logits[:1], numbers, numbers).softmax(-1)[0]
         shares = torch.bincount(out[0], minlength=vocab) / count
         assert not bool((shares > 0)[chances == 0].any())
         assert float((shares - chances).abs().max()) < 4 * math.sqrt(0.25 / count)
@@ -359,9 +361,9 @@ def check_tops(op: Choice, logits: Tensor, state: SlotState, rows: Tensor, wante
         table[row] = words([wanted[row], place], logits.device)
     found = [torch.full((len(wanting), 1 + 2 * room), -5, dtype=torch.int32, device=logits.device) for _ in range(2)]
     other = twin(state, logits.device)
-    asked = [Asked(True, True, True, tops=Tops(table, out)) for out in found]
+    asked = [SamplingNeeds(True, True, True, tops=Tops(table, out)) for out in found]
     op(logits, rows, state, out_for(len(rows), logits.device), asked[0])
-    slot_state.choose_into(logits, rows, other, out_for(len(rows), logits.device), asked[1])
+    choice.choose_into(logits, rows, other, out_for(len(rows), logits.device), asked[1])
     assert torch.equal(state.words, other.words)
     for ours, expected in zip(*found, strict=True):
         count = int(expected[0])
@@ -414,7 +416,7 @@ def make_adjustments(state: SlotState, rows: Tensor, vocab: int, every: bool = F
         columns = [words([bias[k] for bias in biases], device) for k in range(2)]
         values = torch.tensor([bias[2] for bias in biases], device=device).view(torch.int32)
         bias_table = torch.stack([*columns, values])
-    for name in PENALTIES:
+    for name in penalties.FIELDS:
         state.numbers[name].copy_(torch.rand(state.records.shape[0]) + 0.5)
     state.numbers["frequency_by_length"].copy_(torch.arange(state.records.shape[0]) % 2)
     return Adjustments(
@@ -446,7 +448,7 @@ def test_adjustments(device: torch.device, vocab: int, dtype: torch.dtype, monke
         wanted = make_adjustments(state, rows, vocab, every)
         logits = (torch.randn(len(rows), vocab, device=device) * 3).to(dtype)
         before = logits.clone()
-        ours, expected = op(logits, rows, state, wanted), slot_state.adjust(logits, rows, state, wanted)
+        ours, expected = op(logits, rows, state, wanted), choice.adjust(logits, rows, state, wanted)
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-4)
         assert torch.equal(before, logits)
         assert op._tables is not None and not bool(op._tables.any())
@@ -458,13 +460,13 @@ def test_everything_together(device: torch.device) -> None:
     set_filters(state, [WAYS[n] for n in (0, 4, 7, 10, 13, 2)])
     rows = words([5, 3, -1, 0, 1, 2, 4], device)
     logits = torch.randn(len(rows), vocab, device=device) * 3
-    asked = Asked(True, True, True, adjustments=make_adjustments(state, rows, vocab))
+    asked = SamplingNeeds(True, True, True, adjustments=make_adjustments(state, rows, vocab))
     check_choice(small_choice(100, 256), logits, state, rows, asked)
     asked.adjustments = make_adjustments(state, rows, vocab)
     two = twin(state, device)
     table = words([[2, 0], [0, 0], [0, 0], [3, 1], [0, 0], [5, 2], [0, 0]], device)
     found = [torch.zeros((3, 21), dtype=torch.int32, device=device) for _ in range(2)]
-    for op, slots, out in ((small_choice(100, 256), state, found[0]), (slot_state.choose_into, two, found[1])):
+    for op, slots, out in ((small_choice(100, 256), state, found[0]), (choice.choose_into, two, found[1])):
         asked.tops = Tops(table, out)
         op(logits, rows, slots, out_for(len(rows), device), asked)
     assert torch.equal(found[0][:, :11], found[1][:, :11])
@@ -476,11 +478,11 @@ def test_a_batch_without_filters_needs_two_kernels(device: torch.device) -> None
     state = make_state(device, 3)
     set_filters(state, [{"sampling_mode": slot_state.ADJUSTED}, {}, {"temperature": 0.5}])
     logits = torch.randn(3, 5000, device=device)
-    check_choice(small_choice(), logits, state, words([2, 0, 1], device), Asked())
+    check_choice(small_choice(), logits, state, words([2, 0, 1], device), SamplingNeeds())
     set_filters(state, [{"sampling_mode": slot_state.ADJUSTED}, {"min_p": 0.2}, {"temperature": 0.5}])
-    check_choice(small_choice(), logits, state, words([2, 0, 1], device), Asked(filters=True))
+    check_choice(small_choice(), logits, state, words([2, 0, 1], device), SamplingNeeds(filters=True))
     set_filters(state, [{"sampling_mode": slot_state.ADJUSTED}, {"typical_p": 0.2}, {"min_p": 0.5}])
-    check_choice(small_choice(64), logits, state, words([2, 0, 1], device), Asked(filters=True, typical=True))
+    check_choice(small_choice(64), logits, state, words([2, 0, 1], device), SamplingNeeds(filters=True, typical=True))
 
 
 # For real GPUs ----------------------------------------------------------------------------------------------------
@@ -501,7 +503,7 @@ KERNELS = [
     ("filters", "join", 1, "PAD"),
     *(("filters", name, 8, f"PART PAD KIND{kind}") for name in ("count", "collect") for kind in (0, 1)),
     *(("filters", "bound", 4, f"PAD KIND{kind}") for kind in (0, 1)),
-    *(("settle", "settle", 8, f"BLOCK PAD KIND{kind}") for kind in (0, 1)),
+    *(("thresholds", "thresholds", 8, f"BLOCK PAD KIND{kind}") for kind in (0, 1)),
     ("adjust", "copy", 8, "PART"),
     ("adjust", "tally", 4, "HISTORY"),
     ("adjust", "penalise", 4, "HISTORY"),

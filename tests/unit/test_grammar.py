@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from text_generation_inference.errors import OverloadedError, ValidationError
-from text_generation_inference.kernels import sampling
 from text_generation_inference.runner.grammar import SlotGrammars
+from text_generation_inference.sampling import filters
+from text_generation_inference.sampling.draw import draw, draw_from_best, noise_keys
+from text_generation_inference.sampling.mask import RowMasks, allow_only
 from text_generation_inference.text.grammar import (
     GrammarCompiler,
     any_json,
@@ -563,14 +565,15 @@ def test_allow_only_is_what_the_bits_say(vocab: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     keep = rng.random((2, -(-vocab // 32) * 32)) < 0.5
     allowed = torch.from_numpy(np.packbits(keep, axis=1, bitorder="little").view(np.int32))
-    scores = torch.randn(5, vocab)
-    before = scores.clone()
-    sampling.allow_only(scores, torch.tensor([3, 1]), allowed)
-    for row, mask in ((3, keep[0]), (1, keep[1])):
-        expected = torch.where(torch.from_numpy(mask[:vocab]), before[row], -torch.inf)
-        assert torch.equal(scores[row], expected)
-    for row in (0, 2, 4):
-        assert torch.equal(scores[row], before[row])
+    scores = torch.randn(2, vocab)
+    expected = torch.where(torch.from_numpy(keep[:, :vocab]), scores, -torch.inf)
+    assert torch.equal(allow_only(scores.clone(), allowed), expected)
+    masks = RowMasks([3, 1], allowed.numpy(), {})
+    five = torch.randn(5, vocab)
+    five[[3, 1]] = scores
+    masked = allow_only(five.clone(), torch.from_numpy(masks.for_all(5, allowed.shape[1])))
+    five[[3, 1]] = expected  # the others may have everything
+    assert torch.equal(masked, five)
 
 
 @pytest.mark.parametrize("few", [1, 2, 40])
@@ -578,12 +581,11 @@ def test_drawing_from_the_best_of_few(few: int) -> None:
     """A mask that leaves few ids: the short way finds the same ids as the long one, and knows that it does."""
     scores = torch.full((6, 1000), -torch.inf)
     scores[:, torch.randperm(1000)[:few]] = torch.randn(6, few)
-    k, p, share = torch.full((6,), 30), torch.full((6,), 0.9), torch.zeros(6)
-    seeds, positions = torch.arange(6), torch.arange(6)
-    ids, enough = sampling.draw_from_best(scores, k, p, share, seeds, positions, 256)
+    numbers = {"top_k": torch.full((6,), 30), "top_p": torch.full((6,), 0.9), "min_p": torch.zeros(6)}
+    keys = noise_keys(torch.arange(6), torch.arange(6))
+    ids, enough = draw_from_best(scores, numbers, *keys)
     assert bool(enough.all())
-    filtered = sampling.top_p(sampling.top_k(scores, k), p)
-    assert ids.tolist() == sampling.draw(filtered, seeds, positions).tolist()
+    assert ids.tolist() == draw(filters.keep(scores, numbers, numbers), *keys).tolist()
 
 
 def admission(slot: int, grammar: Grammar, stop_ids: list[int], output_ids: list[int]) -> Admission:
@@ -603,12 +605,12 @@ def mask_of(grammars: SlotGrammars, slot: int) -> list[int]:
     masks = grammars.masks([slot])
     assert masks is not None and not masks.errors
     scores = torch.zeros(1, VOCAB)
-    sampling.allow_only(scores, masks.rows, masks.allowed)
+    allow_only(scores, torch.from_numpy(masks.allowed))
     return (scores[0] == 0).nonzero()[:, 0].tolist()
 
 
 def test_slots_advance_and_end(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    grammars = SlotGrammars(compiler, 4, VOCAB, torch.device("cpu"))
+    grammars = SlotGrammars(compiler, 4, VOCAB)
     assert grammars.masks([0, 1]) is None
     dog, cat = tokenizer.encode("dog")[0], tokenizer.encode("cat")[0]
     pets = Grammar("regex", "(dog|cat){2}")
@@ -628,7 +630,7 @@ def test_slots_advance_and_end(compiler: GrammarCompiler, tokenizer: Tokenizer) 
 
 
 def test_ignoring_eos_goes_on_while_it_can(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    grammars = SlotGrammars(compiler, 2, VOCAB, torch.device("cpu"))
+    grammars = SlotGrammars(compiler, 2, VOCAB)
     a = tokenizer.encode("a")[0]
     grammars.admit(admission(0, Grammar("regex", "a{1,2}"), [], [a]))
     grammars.admit(admission(1, Grammar("regex", "a{1,2}"), [EOS], [a]))
@@ -637,7 +639,7 @@ def test_ignoring_eos_goes_on_while_it_can(compiler: GrammarCompiler, tokenizer:
 
 
 def test_errors_stay_with_their_slot(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    grammars = SlotGrammars(compiler, 5, VOCAB, torch.device("cpu"))
+    grammars = SlotGrammars(compiler, 5, VOCAB)
     a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
     grammars.admit(admission(0, Grammar("regex", "a+"), [EOS], []))
     grammars.admit(admission(1, Grammar("regex", "a+"), [EOS], []))
@@ -646,13 +648,13 @@ def test_errors_stay_with_their_slot(compiler: GrammarCompiler, tokenizer: Token
     grammars.advance([0, 1], [a, b])  # b is not allowed
     masks = grammars.masks([4, 3, 2, 1, 0])
     assert masks is not None
-    assert masks.rows.tolist() == [4]
+    assert masks.rows == [4]
     assert set(masks.errors) == {1, 2, 3}
     assert "grammar is not valid" in masks.errors[2]
     assert "doesn't satisfy the grammar" in masks.errors[3] and "doesn't satisfy the grammar" in masks.errors[1]
     grammars.admit(admission(1, Grammar("regex", "b"), [EOS], []))  # the slot's next request starts afresh
     assert mask_of(grammars, 1) == [b]
-    without = SlotGrammars(None, 1, VOCAB, torch.device("cpu"))
+    without = SlotGrammars(None, 1, VOCAB)
     without.admit(admission(0, any_json(), [EOS], []))
     masks = without.masks([0])
     assert masks is not None and masks.errors == {0: "grammar is not supported"}
@@ -662,15 +664,15 @@ def test_a_vocabulary_that_differs_from_the_models(tokenizer: Tokenizer) -> None
     """A model may lack tokens that the tokenizer has, or have more of them."""
     digit = tokenizer.encode("7")[0]
     for vocab_size in (digit + 1, VOCAB + 77):
-        grammars = SlotGrammars(GrammarCompiler(tokenizer, vocab_size), 1, vocab_size, torch.device("cpu"))
+        grammars = SlotGrammars(GrammarCompiler(tokenizer, vocab_size), 1, vocab_size)
         grammars.admit(admission(0, Grammar("regex", ".*"), [EOS], []))
         masks = grammars.masks([0])
         assert masks is not None and not masks.errors
         scores = torch.zeros(1, vocab_size)
-        sampling.allow_only(scores, masks.rows, masks.allowed)
+        allow_only(scores, torch.from_numpy(masks.allowed))
         allowed = (scores[0] == 0).nonzero()[:, 0].tolist()
         assert digit in allowed and max(allowed) < VOCAB
-    grammars = SlotGrammars(GrammarCompiler(tokenizer, digit), 1, digit, torch.device("cpu"))
+    grammars = SlotGrammars(GrammarCompiler(tokenizer, digit), 1, digit)
     grammars.admit(admission(0, Grammar("regex", "7"), [EOS], []))
     masks = grammars.masks([0])
     assert masks is not None and masks.errors == {0: "grammar error: no token of the model can follow"}

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from text_generation_inference.errors import ValidationError
-from text_generation_inference.kernels.sampling import MORE_TIES
-from text_generation_inference.kernels.slot_state import Asked, SlotState, Tops, choose_into
-from text_generation_inference.runner.chosen import Chosen
-from text_generation_inference.runner.sampler import top_tokens
+from text_generation_inference.kernels.choice import SamplingNeeds, Tops, choose_into
+from text_generation_inference.kernels.slot_state import SlotState
+from text_generation_inference.sampling.sampled_tokens import BestIds, SampledTokens
+from text_generation_inference.sampling.tops import MORE_TIES, best_ids, count_kept, in_order
 from text_generation_inference.text.prepare import prepare_request
 from text_generation_inference.types import MIN_TEMPERATURE, ModelFacts, SamplingParams
 
@@ -17,8 +17,11 @@ VOCAB = 500
 
 
 def on_host(logits: torch.Tensor, wanted: list[int]) -> list[list[int]]:
-    logprobs = logits.log_softmax(-1)
-    return [top_tokens(row, count, logprobs[row]).token_ids for row, count in enumerate(wanted)]
+    """As the sampler does: candidates on the device, their order on the host."""
+    limits = [count + MORE_TIES for count in wanted]
+    ids, values = best_ids(logits.log_softmax(-1), max(limits))
+    found = BestIds(range(len(wanted)), limits, count_kept(values, torch.tensor(wanted)), *in_order(ids, values))
+    return [top.token_ids for top in SampledTokens(ids, values, found).read_tops()]
 
 
 def on_slots(logits: torch.Tensor, wanted: list[int]) -> list[list[int]]:
@@ -31,9 +34,11 @@ def on_slots(logits: torch.Tensor, wanted: list[int]) -> list[list[int]]:
     found = torch.zeros((rows, 1 + 2 * max(limits)), dtype=torch.int32)
     table = torch.tensor([[count, row] for row, count in enumerate(wanted)], dtype=torch.int32)
     out = torch.zeros((2, rows), dtype=torch.int32)
-    asked = Asked(counts=True, tops=Tops(table, found))
-    choose_into(logits, torch.arange(rows, dtype=torch.int32), state, out, asked)
-    return [top.token_ids for top in Chosen(out, range(rows), limits, found).read_tops()]
+    needs = SamplingNeeds(counts=True, tops=Tops(table, found))
+    choose_into(logits, torch.arange(rows, dtype=torch.int32), state, out, needs)
+    room = max(limits)
+    best = BestIds(range(rows), limits, found[:, 0], found[:, 1 : 1 + room], found[:, 1 + room :].view(torch.float32))
+    return [top.token_ids for top in SampledTokens(out[0], out[1], best).read_tops()]
 
 
 def test_ties_are_bounded_and_equal_on_all_paths() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.driver import read_driver
 from text_generation_inference.errors import StartError
-from text_generation_inference.kernels import fp8, reference, slot_state
+from text_generation_inference.kernels import choice, fp8, reference, slot_state
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.types import Limits
 
@@ -42,11 +42,13 @@ class Ops:
         self.rotary_and_cache: Callable[..., Any] = reference.rotary_and_cache
         self.attention: Callable[..., Any] = reference.attention
         self.greedy: Callable[..., Any] = reference.greedy
-        self.samples_on_host = False  # all of the choice but `greedy`, from padded logits
+        # For a device that makes a graph for each shape: a function of tensors alone -> the same, through its graphs. A
+        # result is good until the next call.
+        self.by_shape: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
         self.apply_writes: Callable[..., Any] = slot_state.apply_writes
         self.gather_inputs: Callable[..., Any] = slot_state.gather_inputs
-        self.greedy_into: Callable[..., Any] = slot_state.greedy_into
-        self.choose_into: Callable[..., Any] = slot_state.choose_into
+        self.greedy_into: Callable[..., Any] = choice.greedy_into
+        self.choose_into: Callable[..., Any] = choice.choose_into
         self.make_fused_decode: Callable[..., Any] | None = None  # see `kernels.fused_decode`
         self.run_fused_decode: Callable[..., Any] | None = None
         for name, op in faster.items():

@@ -97,6 +97,8 @@ class HpuDevice(AtOnce):
         )
         self.ops = self._load_ops(custom_kernels)
         self._runtime_bytes: int | None = None  # never given away
+        if not bridge.lazy:
+            self.submit(_allow_many_shapes)
 
     def _load_ops(self, custom_kernels: bool) -> Ops:
         settings, bridge = self.settings, self.bridge
@@ -106,9 +108,9 @@ class HpuDevice(AtOnce):
             mode = "eager mode, torch.compile"
         if not custom_kernels:
             slower = f"torch ops on {self.description}, {mode}: slower than the card's own kernels"
-            return Ops(slower, samples_on_host=True, greedy=Choice(bridge).greedy)
+            return Ops(slower, greedy=Choice(bridge).greedy, by_shape=self._by_shape)
         faster = load_ops(bridge, settings.flash_attention, settings.flash_attention_recompute, settings.wide_softmax)
-        return Ops(f"fused kernels on {self.description}, {mode}", **faster)
+        return Ops(f"fused kernels on {self.description}, {mode}", **faster, by_shape=self._by_shape)
 
     @property
     def supports_fp8(self) -> bool:
@@ -158,12 +160,38 @@ class HpuDevice(AtOnce):
         self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
     ) -> GraphForward:
         self.bridge.synchronize()  # weights and caches were filled by another thread
-        module = _PaddedPass(forward)
+        return _Passes(self.bridge, self._graphs_of(_PaddedPass(forward)), self.settings.graphs)
+
+    def _graphs_of(self, module: nn.Module) -> "_Call":
         if not self.settings.graphs:
-            call = _ungraphed(module)
-        else:
-            call = _hpu_graphs(self.bridge, module) if self.bridge.lazy else _compiled(module)
-        return _Passes(self.bridge, call, self.settings.graphs)
+            return _ungraphed(module)
+        return _hpu_graphs(self.bridge, module) if self.bridge.lazy else _compiled(module)
+
+    def _by_shape(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """See `Ops.by_shape`."""
+        call = self._graphs_of(_Function(function))
+
+        def run(*tensors: Tensor) -> Any:
+            with memory_errors():
+                out = call(list(tensors), False)
+                self.bridge.mark_step()
+            return out
+
+        return run
+
+
+_Call = Callable[[Any, bool], Any]  # (tensors in a dict or list, bypass) -> tensors
+
+
+class _Function(nn.Module):
+    """A function that may overwrite the first of its tensors: a graph changes none of its inputs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, tensors: list[Tensor]) -> Any:
+        return self._function(tensors[0].clone(), *tensors[1:])
 
 
 class _PaddedPass(nn.Module):
@@ -180,7 +208,7 @@ class _PaddedPass(nn.Module):
 class _Passes:
     """Runs passes by the given call: (tensors, bypass) -> logits. On one thread, as ops are gathered by thread."""
 
-    def __init__(self, bridge: Bridge, call: Callable[[dict[str, Tensor], bool], Tensor], captures: bool) -> None:
+    def __init__(self, bridge: Bridge, call: _Call, captures: bool) -> None:
         self._bridge, self._call, self._captures = bridge, call, captures
         self._captured: set[object] = set()  # keys
 
@@ -197,23 +225,27 @@ class _Passes:
         return out
 
 
-def _ungraphed(module: nn.Module) -> Callable[[dict[str, Tensor], bool], Tensor]:
+def _ungraphed(module: nn.Module) -> _Call:
     return lambda tensors, _: module(tensors)
 
 
-def _hpu_graphs(bridge: Bridge, module: nn.Module) -> Callable[[dict[str, Tensor], bool], Tensor]:
+def _hpu_graphs(bridge: Bridge, module: nn.Module) -> _Call:
     """Lazy mode. The result is the same tensor for every replay of a graph."""
     # Inputs are bound to a graph rather than copied into it, so that it holds no memory for them.
     graphed = bridge.torch_hpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
     return lambda tensors, bypass: graphed(tensors, bypass_hpu_graphs=True) if bypass else graphed(tensors)
 
 
-def _compiled(module: nn.Module) -> Callable[[dict[str, Tensor], bool], Tensor]:
-    """Without lazy mode: a program for each shape, made by torch.compile."""
+def _allow_many_shapes() -> None:
+    """On the thread where steps run: the limits are each thread's own."""
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(_COMPILED_SHAPES, dynamo.recompile_limit)
     dynamo.accumulated_recompile_limit = max(_COMPILED_SHAPES, dynamo.accumulated_recompile_limit)
+
+
+def _compiled(module: nn.Module) -> _Call:
+    """Without lazy mode: a program for each shape, made by torch.compile."""
     options = {"keep_input_mutations": True}
     compiled = _torch.compile(module, backend="hpu_backend", dynamic=False, options=options)
     return lambda tensors, bypass: (module if bypass else compiled)(tensors)

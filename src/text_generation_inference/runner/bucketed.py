@@ -17,11 +17,13 @@ from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts
 from text_generation_inference.models.decoder import CausalLM
-from text_generation_inference.runner.grammar import RowMasks, SlotGrammars
+from text_generation_inference.runner.grammar import SlotGrammars
 from text_generation_inference.runner.padded_inputs import HostBooks, describe_decode, describe_prefill
 from text_generation_inference.runner.padded_passes import PaddedPasses
-from text_generation_inference.runner.padded_sampler import PaddedSampler
-from text_generation_inference.runner.sampler import Chosen
+from text_generation_inference.sampling.mask import RowMasks
+from text_generation_inference.sampling.parts import KnownTokens
+from text_generation_inference.sampling.sampled_tokens import SampledTokens
+from text_generation_inference.sampling.sampler import Sampler
 from text_generation_inference.text.grammar import GrammarCompiler
 from text_generation_inference.types import BucketStats, Chunk, PromptLogprobs, StepPlan, StepResult, TopTokens
 
@@ -31,7 +33,7 @@ class _Pass:
     """Rows that were computed together, and their tokens."""
 
     slots: list[int]
-    chosen: Chosen
+    sampled: SampledTokens
     masks: RowMasks | None
 
 
@@ -55,8 +57,9 @@ class BucketedRunner:
         self.books = HostBooks(num_slots, max_total_tokens, kv_cache[0][0].shape[1])
         self._tokens = np.zeros((num_slots, max_total_tokens), dtype=np.int64)
         vocab_size = model.spec.vocab_size
-        self.sampler = PaddedSampler(device.ops, self._tokens, self.books.lengths, vocab_size, watermark)
-        self.grammars = SlotGrammars(grammars, num_slots, vocab_size, torch.device("cpu"))
+        known = KnownTokens(self._tokens, self.books.lengths)
+        self.sampler = Sampler(device.ops, device.torch_device, known, vocab_size, watermark, pads=True)
+        self.grammars = SlotGrammars(grammars, num_slots, vocab_size)
         self._decode_slots: list[int] = []
         self._prompt_logprobs: set[int] = set()  # slots whose prompt is to be scored
 
@@ -79,7 +82,7 @@ class BucketedRunner:
     def _warm(self, bucket: Bucket, scored: bool) -> None:
         batch = self._prefill_batch(bucket, []) if bucket.phase == "prefill" else self._decode_batch(bucket, [])
         few_layers = not self.device.limits.graphs  # then nothing is compiled, layer by layer or as a whole
-        self.sampler.choose(self.passes.warm(bucket, batch, few_layers), []).token_ids.tolist()
+        self.sampler.warm(self.passes.warm(bucket, batch, few_layers))
         if scored:
             self.passes.warm_scores(batch, few_layers).tolist()
 
@@ -188,13 +191,12 @@ class BucketedRunner:
         tops: list[TopTokens] = []
         errors: dict[int, str] = {}
         for ran in done:
-            found = zip(ran.slots, ran.chosen.token_ids.tolist(), ran.chosen.logprobs.tolist(), strict=False)
-            for slot, token_id, logprob in found:
+            for slot, token_id, logprob in zip(ran.slots, *ran.sampled.read_tokens(), strict=False):
                 row = row_of[slot]
                 token_ids[row], logprobs[row] = token_id, logprob
                 if logprob != logprob:
                     errors[row] = "the model produced scores that are not finite"
-            tops += [TopTokens(row_of[ran.slots[t.row]], t.token_ids, t.logprobs) for t in ran.chosen.top_tokens]
+            tops += [TopTokens(row_of[ran.slots[t.row]], t.token_ids, t.logprobs) for t in ran.sampled.read_tops()]
             if ran.masks is not None:
                 errors.update({row_of[ran.slots[row]]: text for row, text in ran.masks.errors.items()})
         self._tokens[rows, self.books.lengths[rows]] = token_ids

@@ -19,17 +19,9 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from torch import Tensor
 
 from text_generation_inference.errors import ValidationError
+from text_generation_inference.sampling.mask import RowMasks
 from text_generation_inference.text.grammar import CompiledGrammar, GrammarCompiler, describe_error, is_worn
 from text_generation_inference.types import Admission, Grammar
-
-
-@dataclass(slots=True)
-class RowMasks:
-    """The constrained rows of a step, and those that cannot go on."""
-
-    rows: Tensor  # [constrained] int64, on the device
-    allowed: Tensor  # [constrained, words] int32, on the device: bit i of word j is id 32 j + i
-    errors: dict[int, str]  # by row
 
 
 @dataclass(slots=True)
@@ -67,9 +59,9 @@ class _Vocabulary:
 
 
 class SlotGrammars:
-    def __init__(self, compiler: GrammarCompiler | None, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, compiler: GrammarCompiler | None, num_slots: int, vocab_size: int) -> None:
         self._compiler = compiler
-        self._num_slots, self._vocab_size, self._device = num_slots, vocab_size, device
+        self._num_slots, self._vocab_size = num_slots, vocab_size
         self._constraints: dict[int, _Constraint] = {}  # by slot
         self._held: dict[int, _HeldEnds] = {}  # by slot, while ends are masked
         # Made when the first constrained request comes:
@@ -125,8 +117,7 @@ class SlotGrammars:
                 words[place] = self._vocabulary.words[slot]
             if slot in self._held:
                 self._hold_ends(slot, words[place])
-        index = torch.tensor([row for row, _ in masked], dtype=torch.int64, device=self._device)
-        return RowMasks(index, torch.from_numpy(words.view(np.int32)).to(self._device), errors)
+        return RowMasks([row for row, _ in masked], words.view(np.int32), errors)
 
     def _hold_ends(self, slot: int, words: np.ndarray) -> None:
         """Take the ends from a mask, for one token. Where a grammar allows nothing else they stay."""

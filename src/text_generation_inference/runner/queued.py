@@ -18,14 +18,16 @@ from torch import Tensor
 from text_generation_inference.devices.buckets import round_up
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch, PagedMeta
-from text_generation_inference.kernels.slot_state import Tops
+from text_generation_inference.kernels.choice import Tops
 from text_generation_inference.models.decoder import CausalLM
-from text_generation_inference.runner.chosen import Chosen, ResultWords
-from text_generation_inference.runner.demands import Demands
-from text_generation_inference.runner.grammar import RowMasks, SlotGrammars
+from text_generation_inference.runner.grammar import SlotGrammars
 from text_generation_inference.runner.mixed import MixedSize, describe, find_size
 from text_generation_inference.runner.prompt_scores import PromptScores, read_scores, score
 from text_generation_inference.runner.resident import ResidentSlots, Staging
+from text_generation_inference.runner.result_words import ResultWords
+from text_generation_inference.runner.sampling_needs import SlotNeeds
+from text_generation_inference.sampling.mask import RowMasks
+from text_generation_inference.sampling.sampled_tokens import SampledTokens
 from text_generation_inference.text.grammar import GrammarCompiler
 from text_generation_inference.types import Chunk, StepPlan, StepResult
 
@@ -60,12 +62,12 @@ class QueuedRunner:
         with device.stream():  # what is filled here is read in this queue
             model.bind(kv_cache, max_total_tokens)
             self.slots = ResidentSlots(num_slots, max_total_tokens, kv_cache[0][0].shape[1], device.torch_device)
-            self.demands = Demands(device, self.slots, num_slots, model.spec.vocab_size, watermark)
+            self.sampling_needs = SlotNeeds(device, self.slots, num_slots, model.spec.vocab_size, watermark)
             self._staging = Staging(device)
             self._logits = torch.zeros(shape, dtype=torch.float32, device=device.torch_device)  # of decode steps
             self._out = torch.zeros(2 * num_slots, dtype=torch.int32, device=device.torch_device)
             self._tops = torch.zeros(num_slots, dtype=torch.int32, device=device.torch_device)
-        self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size, torch.device("cpu"))
+        self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size)
         self._results = ResultWords(device, num_slots)
         self._last: Future[StepResult] | None = None
         # slot -> prompt tokens and how many of the best ids in their places, while they are owed
@@ -127,21 +129,21 @@ class QueuedRunner:
 
     @torch.inference_mode()
     def _queue(self, plan: StepPlan, previous: "Future[StepResult] | None") -> Callable[[], StepResult]:
-        followed = self.grammars.active or self.demands.follows_tokens
+        followed = self.grammars.active or self.sampling_needs.follows_tokens
         if (followed and (plan.admit or plan.release)) or any(a.request.sampling.watermark for a in plan.admit):
             _wait_for(previous)  # its tokens belong to whoever had the slots until now
         self._update(plan)
         rows = self._decoding(plan) + [chunk.slot for chunk in plan.chunks if chunk.samples]
         logits, row_slots, prompts = self._compute(plan, rows)
-        masks, chosen = None, None
+        masks, sampled = None, None
         if logits is not None and rows:
-            if self.grammars.active or self.demands.follows_tokens:
+            if self.grammars.active or self.sampling_needs.follows_tokens:
                 _wait_for(previous)
             masks = self.grammars.masks(rows)
             captured = None if plan.chunks else self._captured_draws.get(row_slots.shape[0])
-            chosen = self._choose(logits, rows, row_slots, masks, captured)
+            sampled = self._choose(logits, rows, row_slots, masks, captured)
             self.slots.lengths_cpu[rows] += 1
-        return lambda: self._finish(plan, rows, chosen, masks, prompts)
+        return lambda: self._finish(plan, rows, sampled, masks, prompts)
 
     def _decoding(self, plan: StepPlan) -> list[int]:
         """Slots of the step's decode rows."""
@@ -181,10 +183,10 @@ class QueuedRunner:
         for slot in plan.release:
             self._prompt_logprobs.pop(slot, None)
         self.grammars.release(plan.release)
-        self.demands.release(plan.release)
+        self.sampling_needs.release(plan.release)
         self.slots.update(plan, self._staging)
         for admission in plan.admit:
-            self.demands.admit(admission)
+            self.sampling_needs.admit(admission)
             self.grammars.admit(admission)
             if admission.request.sampling.decoder_input_details and not admission.output_ids:
                 wanted = (len(admission.request.token_ids), admission.request.sampling.prompt_top_n_tokens)
@@ -268,26 +270,26 @@ class QueuedRunner:
         row_slots: Tensor,
         masks: RowMasks | None,
         captured_draws: Callable[[], None] | None,
-    ) -> Chosen:
+    ) -> SampledTokens:
         """Queue the choice of tokens for rows that are not plain, and the way of all tokens to the host."""
         size = row_slots.shape[0]
-        demand = self.demands.find(rows, size, masks)
-        if demand is None:
+        needs = self.sampling_needs.find(rows, size, masks)
+        if needs is None:
             return self._results.fetch(self._out_of(size), len(rows))
-        worth_it = demand.asked.filters or size <= _FEW_ROWS
-        if captured_draws is not None and demand.only_draws and worth_it:
+        worth_it = needs.sampling.filters or size <= _FEW_ROWS
+        if captured_draws is not None and needs.only_draws and worth_it:
             captured_draws()
             return self._results.fetch(self._out_of(size), len(rows))
-        self.demands.bring(demand, masks)
+        self.sampling_needs.bring(needs, masks)
         tops = None
-        if demand.top_table is not None:
-            count = len(demand.top_rows) * (1 + 2 * demand.top_room)
+        if needs.top_table is not None:
+            count = len(needs.top_rows) * (1 + 2 * needs.top_room)
             if self._tops.shape[0] < count:
                 self._tops = torch.zeros(2 * count, dtype=torch.int32, device=self._tops.device)
-            tops = self._tops[:count].view(len(demand.top_rows), -1)
-            demand.asked.tops = Tops(demand.top_table, tops)
-        self.device.ops.choose_into(logits[:size], row_slots, self.slots.state, self._out_of(size), demand.asked)
-        return self._results.fetch(self._out_of(size), len(rows), demand.top_rows, demand.top_limits, tops)
+            tops = self._tops[:count].view(len(needs.top_rows), -1)
+            needs.sampling.tops = Tops(needs.top_table, tops)
+        self.device.ops.choose_into(logits[:size], row_slots, self.slots.state, self._out_of(size), needs.sampling)
+        return self._results.fetch(self._out_of(size), len(rows), needs.top_rows, needs.top_limits, tops)
 
     def _score_prompts(
         self, plan: StepPlan, chunks: list[Chunk], hidden: Tensor
@@ -319,14 +321,14 @@ class QueuedRunner:
         self,
         plan: StepPlan,
         rows: list[int],
-        chosen: Chosen | None,
+        sampled: SampledTokens | None,
         masks: RowMasks | None,
         prompts: list[tuple[int, int, list[PromptScores]]],
     ) -> StepResult:
         scored = [read_scores(row, start, parts) for row, start, parts in prompts]
-        if chosen is None:
+        if sampled is None:
             return StepResult(plan.step, [], [], prompt_logprobs=scored)
-        token_ids, logprobs = chosen.read_tokens()
+        token_ids, logprobs = sampled.read_tokens()
         errors = {
             row: "the model produced scores that are not finite"
             for row, logprob in enumerate(logprobs)
@@ -335,8 +337,8 @@ class QueuedRunner:
         if masks is not None:
             errors.update(masks.errors)
             self.grammars.advance(rows, token_ids)
-        self.demands.advance(rows, token_ids)
-        return StepResult(plan.step, token_ids, logprobs, chosen.read_tops(), scored, list(errors.items()))
+        self.sampling_needs.advance(rows, token_ids)
+        return StepResult(plan.step, token_ids, logprobs, sampled.read_tops(), scored, list(errors.items()))
 
 
 def _wait_for(step: "Future[StepResult] | None") -> None:

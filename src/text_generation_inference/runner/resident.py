@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.devices.device import Device, Event
-from text_generation_inference.kernels.slot_state import ADJUSTED, DRAWS, FILTERS, PENALTIES, PLAIN, SlotState
+from text_generation_inference.kernels.slot_state import ADJUSTED, DRAWS, NUMBER_FIELDS, PLAIN, SlotState
 from text_generation_inference.types import Admission, GenerationRequest, StepPlan
 
 _NUM_BUFFERS = 4  # steps whose copy may still be under way
@@ -127,7 +127,7 @@ def _record(length: int, request: GenerationRequest) -> np.ndarray:
     record = np.zeros(SlotState.RECORD, dtype=np.int32)
     seed = request.seed
     record.view(np.int64)[:3] = length, len(request.token_ids), seed - 2**64 if seed >= 2**63 else seed
-    numbers = {name: float(getattr(request.sampling, name)) for name in FILTERS + PENALTIES if name != "sampling_mode"}
+    numbers = {name: float(getattr(request.sampling, name)) for name in NUMBER_FIELDS if name != "sampling_mode"}
     numbers["sampling_mode"] = sampling_mode_of(request)
-    record.view(np.float32)[SlotState.NUMBERS :] = [numbers[name] for name in FILTERS + PENALTIES]
+    record.view(np.float32)[SlotState.NUMBERS :][: len(NUMBER_FIELDS)] = [numbers[name] for name in NUMBER_FIELDS]
     return record

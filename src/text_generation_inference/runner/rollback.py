@@ -15,7 +15,7 @@ def forget_slots(runner: QueuedRunner) -> None:
     device, slots = runner.device, runner.slots
     num_slots = slots.state.rows.shape[0]
     runner.grammars.release(range(num_slots))
-    runner.demands.release(list(range(num_slots)))
+    runner.sampling_needs.release(list(range(num_slots)))
     runner._prompt_logprobs.clear()
     slots.decode_slots = []
     device.free_bytes()  # gives back what torch keeps for later

@@ -15,8 +15,9 @@ from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.runner.grammar import SlotGrammars
 from text_generation_inference.runner.inputs import build_batch
 from text_generation_inference.runner.prompt_scores import PromptScores, read_scores, score
-from text_generation_inference.runner.sampler import Sampler
 from text_generation_inference.runner.slots import Slots
+from text_generation_inference.sampling.parts import KnownTokens
+from text_generation_inference.sampling.sampler import Sampler
 from text_generation_inference.text.grammar import GrammarCompiler
 from text_generation_inference.types import Chunk, PromptLogprobs, StepPlan, StepResult
 
@@ -39,8 +40,9 @@ class Runner:
         self.kv_cache = kv_cache
         model.bind(kv_cache, max_total_tokens)
         self.slots = Slots(num_slots, max_total_tokens, kv_cache[0][0].shape[1], device.torch_device)
-        self.sampler = Sampler(device.ops, self.slots, num_slots, *watermark)
-        self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size, device.torch_device)
+        known = KnownTokens(self.slots.tokens.numpy(), self.slots.lengths_cpu)
+        self.sampler = Sampler(device.ops, device.torch_device, known, model.spec.vocab_size, watermark)
+        self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size)
         # slot -> prompt tokens and how many of the best ids in their places, while they are owed
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}
 
@@ -65,9 +67,9 @@ class Runner:
             index = torch.tensor(rows, dtype=torch.int64, device=self.slots.device)
         logits = self.model.logits(hidden[: len(rows)]).float()
         masks = self.grammars.masks(rows)
-        chosen = self.sampler.choose(logits, rows, index, masks)
-        self.slots.append(rows, index, chosen.token_ids)
-        token_ids, logprobs = chosen.token_ids.tolist(), chosen.logprobs.tolist()
+        sampled = self.sampler.choose(logits, rows, masks)
+        self.slots.append(rows, index, sampled.token_ids)
+        token_ids, logprobs = sampled.read_tokens()
         errors = {
             row: "the model produced scores that are not finite"
             for row, logprob in enumerate(logprobs)
@@ -76,7 +78,7 @@ class Runner:
         if masks is not None:
             errors.update(masks.errors)
             self.grammars.advance(rows, token_ids)
-        return StepResult(plan.step, token_ids, logprobs, chosen.top_tokens, prompts, list(errors.items()))
+        return StepResult(plan.step, token_ids, logprobs, sampled.read_tops(), prompts, list(errors.items()))
 
     def _update(self, plan: StepPlan) -> None:
         for slot in plan.release:

@@ -61,8 +61,6 @@ def load_ops(bridge: Bridge, flash: bool = True, recompute: bool = True, wide_so
     norms = _Norms(bridge, fp8)
     attention = Attention(bridge, fp8, flash, recompute, wide_softmax)
     return {
-        # The card has no 64-bit integers, which noise is made of, and every op that is new to it is compiled.
-        "samples_on_host": True,
         "greedy": Choice(bridge).greedy,
         "pack_fp8": fp8.pack_fp8,
         "linear": fp8.linear,

@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false
 # ruff: noqa: ANN201
-"""Watermark, penalties, biases and grammars, on a float32 copy of the rows that ask. Definition: `kernels.slot_state`.
+"""Watermark, penalties, biases and grammars, on a float32 copy of the rows that ask. Definition: `kernels.choice`.
 
 An id is penalised once however often a history has it: one kernel tallies the histories in tables with a word
 per id, the next takes each word out: whichever occurrence comes first changes the score, and the tables are clean
@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_inference.kernels.slot_state import PENALTIES, Adjustments, SlotState
+from text_generation_inference.kernels.choice import Adjustments
+from text_generation_inference.kernels.slot_state import SlotState
+from text_generation_inference.sampling.penalties import FIELDS as PENALTIES
 
 _PART = 4096  # ids that one program copies
 _HISTORY = 1024  # known tokens that one program takes
@@ -112,7 +114,7 @@ def bias_kernel(scores, biases, count, vocab, BLOCK: tl.constexpr):
 
 
 class Adjust:
-    """`kernels.slot_state.adjust`. Keeps its tables: calls on one device go to one queue."""
+    """`kernels.choice.adjust`. Keeps its tables: calls on one device go to one queue."""
 
     def __init__(self) -> None:
         self._tables: Tensor | None = None

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""From logits to tokens, and the tokens into the slots. Definitions: `kernels.slot_state`.
+"""From logits to tokens, and the tokens into the slots. Definitions: `kernels.choice`.
 
 Plain rows take the best token, in two small kernels over parts of the vocabulary. For the others `Choice`
 queues the kernels of `filters` that the batch needs; which rows take part in each is decided on the device.
@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_inference.kernels.slot_state import EVERY_FILTER, Asked, SlotState
+from text_generation_inference.kernels.choice import EVERY_FILTER, SamplingNeeds
+from text_generation_inference.kernels.slot_state import SlotState
 from text_generation_inference.kernels.triton import filters, thresholds
 from text_generation_inference.kernels.triton.adjust import Adjust
 from text_generation_inference.kernels.triton.filters import DRAWS, PLAIN, SAMPLING_MODE, finish_row, step_kernel
@@ -67,7 +68,7 @@ def _join_parts_kernel(
 
 
 def greedy_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) -> None:
-    """See `kernels.slot_state.greedy_into`."""
+    """See `kernels.choice.greedy_into`."""
     rows, vocab = logits.shape
     num_parts = triton.cdiv(vocab, _PART)
     parts = torch.empty((rows, num_parts, 3), dtype=torch.float32, device=logits.device)
@@ -85,7 +86,7 @@ def greedy_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) ->
 
 
 class Choice:
-    """`kernels.slot_state.choose_into`."""
+    """`kernels.choice.choose_into`."""
 
     room = 8192  # scores of a row that the list of the ones near a threshold holds
     part = 4096  # ids that one program looks at
@@ -94,33 +95,33 @@ class Choice:
         self._adjust = Adjust()
 
     def __call__(
-        self, logits: Tensor, slots: Tensor, state: SlotState, out: Tensor, asked: Asked = EVERY_FILTER
+        self, logits: Tensor, slots: Tensor, state: SlotState, out: Tensor, needs: SamplingNeeds = EVERY_FILTER
     ) -> None:
         rows, vocab = logits.shape
         num_parts = triton.cdiv(vocab, self.part)
         parts, plan, facts, bins, listed, ids = self._make_room(rows, num_parts, logits.device)
         scores, places = parts, slots  # where there are none: not read
-        if asked.adjustments is not None:
-            scores, places = self._adjust(logits, slots, state, asked.adjustments), asked.adjustments.places
+        if needs.adjustments is not None:
+            scores, places = self._adjust(logits, slots, state, needs.adjustments), needs.adjustments.places
         tops = top_out = slots
-        if asked.tops is not None:
-            tops, top_out = asked.tops.rows, asked.tops.out
+        if needs.tops is not None:
+            tops, top_out = needs.tops.rows, needs.tops.out
         read = {
             "logits": logits, "scores": scores, "places": places, "slots": slots, "filters": state.filters,
             "parts": parts, "plan": plan, "logits_row": logits.stride(0), "filters_row": state.filters.stride(0),
-            "vocab": vocab, "num_parts": num_parts, "adjusted": int(asked.adjustments is not None),
+            "vocab": vocab, "num_parts": num_parts, "adjusted": int(needs.adjustments is not None),
         }  # fmt: skip
         noise = {"lengths": state.lengths, "seeds": state.seeds, "record": state.lengths.stride(0)}
         write = {"out": out, "tokens": state.tokens, "out_row": out.stride(0), "tokens_row": state.tokens.stride(0)}
         many = {"PART": self.part, "num_warps": 8}
         pad = {"PAD": triton.next_power_of_2(num_parts)}
-        top = {"tops": tops, "wants_tops": int(asked.tops is not None)}
+        top = {"tops": tops, "wants_tops": int(needs.tops is not None)}
         top_write = {"top_out": top_out, "top_row": top_out.stride(0)}
         by_parts, by_rows = (num_parts, rows), (rows,)
         filters.look_kernel[by_parts](**read, **noise, **top, **top_write, bins=bins, **many)
-        if asked.filters or asked.tops is not None:
-            for kind in (0, 1) if asked.typical else (0,):
-                if asked.counts or kind == 1:
+        if needs.filters or needs.tops is not None:
+            for kind in (0, 1) if needs.typical else (0,):
+                if needs.counts or kind == 1:
                     filters.count_kernel[by_parts](**read, **pad, **many, facts=facts, bins=bins, KIND=kind)
                     filters.bound_kernel[by_rows](
                         slots, state.filters, tops, parts, plan, facts, bins, state.filters.stride(0), vocab, num_parts,
@@ -131,7 +132,7 @@ class Choice:
                     )
                 thresholds.thresholds_kernel[by_rows](
                     **read, **noise, **write, **top, **top_write, **pad, facts=facts, bins=bins, listed=listed, ids=ids,
-                    room=self.room, top_room=asked.tops.room if asked.tops is not None else 0, BLOCK=512, KIND=kind,
+                    room=self.room, top_room=needs.tops.room if needs.tops is not None else 0, BLOCK=512, KIND=kind,
                     num_warps=8,
                 )  # fmt: skip
             filters.draw_kernel[by_parts](**read, **noise, **pad, **many, facts=facts)

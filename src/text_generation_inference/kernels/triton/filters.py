@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false
 # ruff: noqa: ANN201
-"""Drawing from what top-k, top-p, typical-p and min-p keep; the best ids of a row. Definition: `kernels.slot_state`.
+"""Drawing from what top-k, top-p, typical-p and min-p keep; the best ids of a row. Definition: `kernels.choice`.
 
 Nothing is sorted. A row is read in parts by many programs, a few times:
 
@@ -26,8 +26,11 @@ from text_generation_inference.kernels.triton.noise import gumbel, noise_key
 BINS = tl.constexpr(512)
 LAST_BIN = tl.constexpr(510)  # beyond it: what is dropped already
 
-# A slot's way to choose.
-SAMPLING_MODE = tl.constexpr(slot_state.FILTERS.index("sampling_mode"))
+# Where a slot's numbers are, and what its sampling mode says.
+TEMPERATURE, TOP_K, TOP_P, TYPICAL_P, MIN_P, SAMPLING_MODE = (
+    tl.constexpr(slot_state.FILTERS.index(name))
+    for name in ("temperature", "top_k", "top_p", "typical_p", "min_p", "sampling_mode")
+)
 PLAIN, DRAWS = tl.constexpr(slot_state.PLAIN), tl.constexpr(slot_state.DRAWS)
 
 # Words of a row's plan, and what its first one says.
@@ -79,12 +82,12 @@ def finish_row(row, slot, token, logprob, out, out_row, tokens, tokens_row, leng
 def wishes(filters, slot, filters_row, vocab):
     numbers = filters + slot.to(tl.int64) * filters_row
     samples = tl.load(numbers + SAMPLING_MODE) == DRAWS
-    temperature = tl.load(numbers)
-    top_k = tl.load(numbers + 1)
+    temperature = tl.load(numbers + TEMPERATURE)
+    top_k = tl.load(numbers + TOP_K)
     top_k = tl.where(samples & (top_k > 0) & (top_k < vocab), top_k, 0.0).to(tl.int32)
-    top_p = tl.where(samples, tl.load(numbers + 2), 1.0)
-    typical_p = tl.where(samples, tl.load(numbers + 3), 1.0)
-    min_p = tl.where(samples, tl.load(numbers + 4), 0.0)
+    top_p = tl.where(samples, tl.load(numbers + TOP_P), 1.0)
+    typical_p = tl.where(samples, tl.load(numbers + TYPICAL_P), 1.0)
+    min_p = tl.where(samples, tl.load(numbers + MIN_P), 0.0)
     return temperature, top_k, top_p, typical_p, min_p, samples
 
 
@@ -232,7 +235,7 @@ def count_kernel(
     slot = tl.load(slots + row)
     state = tl.load(plan + row * PLAN, mask=slot >= 0, other=DONE)
     if state == (BOUND if KIND == 0 else TYPICAL):
-        temperature = tl.load(filters + slot.to(tl.int64) * filters_row)
+        temperature = tl.load(filters + slot.to(tl.int64) * filters_row + TEMPERATURE)
         logits, scores, place = row_of(logits, logits_row, scores, places, row, vocab, adjusted)
         best, _, _ = join_stats(parts, row, num_parts, PAD)
         i = part * PART + tl.arange(0, PART)
@@ -335,7 +338,7 @@ def collect_kernel(
     at = plan + row * PLAN
     state = tl.load(plan + row * PLAN, mask=slot >= 0, other=DONE)
     if state == (BOUND if KIND == 0 else TYPICAL):
-        temperature = tl.load(filters + slot.to(tl.int64) * filters_row)
+        temperature = tl.load(filters + slot.to(tl.int64) * filters_row + TEMPERATURE)
         logits, scores, place = row_of(logits, logits_row, scores, places, row, vocab, adjusted)
         best, _, _ = join_stats(parts, row, num_parts, PAD)
         mean = tl.load(facts + row * FACTS + MEAN)
@@ -371,7 +374,7 @@ def draw_kernel(
     slot = tl.load(slots + row)
     state = tl.load(plan + row * PLAN, mask=slot >= 0, other=DONE)
     if state == DRAW:
-        temperature = tl.load(filters + slot.to(tl.int64) * filters_row)
+        temperature = tl.load(filters + slot.to(tl.int64) * filters_row + TEMPERATURE)
         logits, scores, place = row_of(logits, logits_row, scores, places, row, vocab, adjusted)
         best, _, _ = join_stats(parts, row, num_parts, PAD)
         floor = tl.load(facts + row * FACTS + FLOOR)

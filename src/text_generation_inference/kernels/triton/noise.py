@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false
 # ruff: noqa: ANN201
-"""The noise that draws are made of, and floats as numbers that sort. Definitions: `kernels.sampling`."""
+"""The noise that draws are made of, and floats as numbers that sort. Definitions: `sampling.draw`."""
 
 import triton
 import triton.language as tl
@@ -35,7 +35,7 @@ def noise_key(seed, position):
 
 @triton.jit
 def gumbel(key, ids):
-    """Gumbel noise of ids (int32): the same bits as `sampling.exponential_noise`."""
+    """Gumbel noise of ids (int32): the same bits as `sampling.draw.exponential_noise`."""
     low, high = key.to(tl.int32), (key >> 32).to(tl.int32)
     bits = ids * -1640531535 + low
     bits = bits ^ ((bits >> 16) & 0xFFFF)

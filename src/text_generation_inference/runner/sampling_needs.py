@@ -1,4 +1,4 @@
-"""What the rows of a step ask of the choice of tokens, on a device that runs ahead.
+"""What the rows of a step need of sampling, on a device that runs ahead.
 
 Each slot's numbers are on the device already; this says which kernels a batch needs and for which rows, and
 brings the masks of grammars and watermarks, which depend on the tokens before, in one copy. What it says is kept while
@@ -6,29 +6,29 @@ the rows stay the same.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from text_generation_inference.devices.device import Device
-from text_generation_inference.kernels import sampling
-from text_generation_inference.kernels.slot_state import PLAIN, Adjustments, Asked
-from text_generation_inference.runner.grammar import RowMasks
+from text_generation_inference.kernels.choice import Adjustments, SamplingNeeds
+from text_generation_inference.kernels.slot_state import PLAIN
 from text_generation_inference.runner.resident import ResidentSlots, Staging, sampling_mode_of
+from text_generation_inference.sampling.mask import RowMasks
+from text_generation_inference.sampling.tops import MORE_TIES
+from text_generation_inference.sampling.watermark import green_list
 from text_generation_inference.types import Admission, SamplingParams
 
 
 @dataclass(slots=True)
-class Demand:
+class BatchNeeds:
     """Of one batch."""
 
-    asked: Asked
+    sampling: SamplingNeeds
     top_rows: list[int]  # rows that want their best ids
     top_limits: list[int]  # how many each may get at most
-    top_table: Tensor | None  # see `slot_state.Tops.rows`
+    top_table: Tensor | None  # see `choice.Tops.rows`
     top_room: int
     penalised: list[int]  # slots
     marked: list[int]  # slots with a watermark
@@ -36,10 +36,10 @@ class Demand:
     @property
     def only_draws(self) -> bool:
         """Whether draws, perhaps with filters, are all that is asked for: what they need is in the slots."""
-        return self.asked.adjustments is None and not self.top_rows
+        return self.sampling.adjustments is None and not self.top_rows
 
 
-class Demands:
+class SlotNeeds:
     def __init__(
         self, device: Device, slots: ResidentSlots, num_slots: int, vocab_size: int, watermark: tuple[float, float]
     ) -> None:
@@ -51,7 +51,7 @@ class Demands:
         self._is_plain = [True] * num_slots
         self._last: dict[int, int] = {}  # last token of each slot with a watermark
         self._key: object = None
-        self._demand: Demand | None = None
+        self._needs: BatchNeeds | None = None
 
     @property
     def follows_tokens(self) -> bool:
@@ -77,38 +77,38 @@ class Demands:
                 if slot in self._last:
                     self._last[slot] = token_id
 
-    def find(self, rows: list[int], size: int, masks: RowMasks | None) -> Demand | None:
+    def find(self, rows: list[int], size: int, masks: RowMasks | None) -> BatchNeeds | None:
         """What the rows (slots; `size` with padding) ask for; None if all are plain."""
-        masked: list[int] = masks.rows.tolist() if masks is not None else []
+        masked = masks.rows if masks is not None else []
         if self._key != (size, masked, rows):
-            self._key, self._demand = (size, masked, list(rows)), self._make(rows, size, masked)
-        return self._demand
+            self._key, self._needs = (size, list(masked), list(rows)), self._make(rows, size, masked)
+        return self._needs
 
-    def bring(self, demand: Demand, masks: RowMasks | None) -> None:
+    def bring(self, needs: BatchNeeds, masks: RowMasks | None) -> None:
         """What differs from step to step."""
-        adjustments = demand.asked.adjustments
+        adjustments = needs.sampling.adjustments
         if adjustments is None:
             return
-        if demand.penalised:
-            adjustments.longest = int(self._slots.lengths_cpu[demand.penalised].max())
+        if needs.penalised:
+            adjustments.longest = int(self._slots.lengths_cpu[needs.penalised].max())
         wanted: dict[str, np.ndarray] = {}
-        if masks is not None and masks.rows.shape[0]:
-            wanted["allowed"] = masks.allowed.numpy()
-        if demand.marked:
-            green = [_green_list(self._last[slot], self._vocab_size, self._gamma) for slot in demand.marked]
+        if masks is not None and masks.rows:
+            wanted["allowed"] = masks.allowed
+        if needs.marked:
+            green = [green_list(self._last[slot], self._vocab_size, self._gamma) for slot in needs.marked]
             wanted["green"] = np.stack(green)
         for words in wanted.values():
             self._staging.put(words.reshape(-1))
         for (name, words), sent in zip(wanted.items(), self._staging.send(self._slots.state), strict=True):
             setattr(adjustments, name, sent.view(words.shape))
 
-    def _make(self, rows: list[int], size: int, masked: list[int]) -> Demand | None:
+    def _make(self, rows: list[int], size: int, masked: list[int]) -> BatchNeeds | None:
         if all(self._is_plain[slot] for slot in rows):
             return None
         params = [self._params[slot] for slot in rows]
         drawing = [p for p in params if p.samples]
         top_rows = [row for row, p in enumerate(params) if p.top_n_tokens]
-        top_limits = [params[row].top_n_tokens + sampling.MORE_TIES for row in top_rows]
+        top_limits = [params[row].top_n_tokens + MORE_TIES for row in top_rows]
         penalised = [row for row, p in enumerate(params) if p.penalises]
         marked = [row for row, p in enumerate(params) if p.watermark]
         biased = [row for row, p in enumerate(params) if p.logit_bias]
@@ -129,21 +129,21 @@ class Demands:
             top_table,
         )
         limits = any(p.top_k > 0 or p.top_p < 1 for p in drawing)
-        asked = Asked(
+        sampling = SamplingNeeds(
             filters=limits or any(p.typical_p < 1 or p.min_p > 0 for p in drawing),
             counts=limits or bool(top_rows),
             typical=any(p.typical_p < 1 for p in drawing),
         )
         if adjusted:
-            asked.adjustments = Adjustments(
+            sampling.adjustments = Adjustments(
                 rows=rows_of_adjusted,
                 places=place_of_row,
                 delta=self._delta,
                 penalised=penalised_places if penalised else None,
                 biases=bias_table if biases else None,
             )
-        return Demand(
-            asked=asked,
+        return BatchNeeds(
+            sampling=sampling,
             top_rows=top_rows,
             top_table=tops if top_rows else None,
             top_limits=top_limits,
@@ -158,12 +158,3 @@ class Demands:
         kept = self._staging.send(self._slots.state)[0].clone()
         bounds = pairwise(accumulate((array.size for array in arrays), initial=0))
         return [kept[a:b].view(array.shape) for array, (a, b) in zip(arrays, bounds, strict=True)]
-
-
-@lru_cache(maxsize=256)
-def _green_list(last_token: int, vocab_size: int, gamma: float) -> np.ndarray:
-    """`sampling.watermark` as bits in int32 words."""
-    favoured = sampling.watermark(torch.zeros(vocab_size), last_token, gamma, 1.0)
-    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
-    bits[:vocab_size] = favoured.numpy() > 0
-    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -1,4 +1,4 @@
-"""What steps chose, on its way from the device to the host.
+"""Words on the host for what steps sampled.
 
 Several steps may be under way: each has words of its own on the host, which are taken again only once they are
 read.
@@ -6,41 +6,15 @@ read.
 
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from text_generation_inference.devices.device import Device
-from text_generation_inference.types import StepResult, TopTokens
+from text_generation_inference.sampling.sampled_tokens import BestIds, SampledTokens
+from text_generation_inference.types import StepResult
 
 _NUM_RESULTS = 4  # steps whose tokens may be on their way
-
-
-@dataclass(slots=True)
-class Chosen:
-    """What the host reads once the step is done."""
-
-    words: Tensor  # [2, rows] int32 on the host: ids, bits of logprobs
-    top_rows: Sequence[int]
-    top_limits: Sequence[int]  # how many ids each of them reports at most
-    tops: Tensor | None  # [top_rows, 1 + 2 * room] int32 on the host, see `slot_state.Tops.out`
-
-    def read_tokens(self) -> tuple[list[int], list[float]]:
-        words = self.words.numpy()
-        return words[0].tolist(), words[1].view(np.float32).tolist()
-
-    def read_tops(self) -> list[TopTokens]:
-        if self.tops is None:
-            return []
-        words = self.tops.numpy()
-        room = words.shape[1] // 2
-        result: list[TopTokens] = []
-        for row, limit, found in zip(self.top_rows, self.top_limits, words, strict=True):
-            count = min(int(found[0]), limit)  # the room is that of the row that asks for most
-            values = found[1 + room :].view(np.float32)
-            result.append(TopTokens(row, found[1 : 1 + count].tolist(), values[:count].tolist()))
-        return result
 
 
 class ResultWords:
@@ -57,9 +31,9 @@ class ResultWords:
         num_rows: int,
         top_rows: Sequence[int] = (),
         top_limits: Sequence[int] = (),
-        tops: Tensor | None = None,
-    ) -> Chosen:
-        """Queue the copies of what was chosen for the first `num_rows` of `out`, and of their best ids."""
+        tops: Tensor | None = None,  # see `choice.Tops.out`
+    ) -> SampledTokens:
+        """Queue the copies of what was sampled for the first `num_rows` of `out`, and of their best ids."""
         reader = self._readers[self._next]
         if reader is not None:
             wait([reader])
@@ -75,7 +49,12 @@ class ResultWords:
             words.copy_(part, non_blocking=True)
             found.append(words)
             first += part.numel()
-        return Chosen(found[0][:, :num_rows], top_rows, top_limits, found[1] if tops is not None else None)
+        best = None
+        if tops is not None:
+            room = tops.shape[1] // 2
+            counts, ids, bits = found[1][:, 0], found[1][:, 1 : 1 + room], found[1][:, 1 + room :]
+            best = BestIds(top_rows, top_limits, counts, ids, bits.view(torch.float32))
+        return SampledTokens(found[0][0, :num_rows], found[0][1, :num_rows].view(torch.float32), best)
 
     def read_by(self, reader: "Future[StepResult]") -> None:
         """Whose end frees the words that were fetched since the last call, if any."""

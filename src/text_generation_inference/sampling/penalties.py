@@ -1,0 +1,71 @@
+"""Repetition, frequency and presence penalty: ids that a request has seen become less likely, or more."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_inference.sampling.parts import Arrays, KnownTokens, Room
+from text_generation_inference.sampling.slot_numbers import SlotNumbers
+from text_generation_inference.types import Admission, SamplingParams
+
+FIELDS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "frequency_by_length")
+
+
+def penalise(scores: Tensor, history: Tensor, lengths: Tensor, prompts: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+    """In place: the penalties of rows with these known tokens `[rows, room]`, of which the first `prompts` are given.
+
+    `numbers`: those of `FIELDS`. An id is touched once however often it occurs, where an occurrence does not count.
+    """
+    repetition, frequency, presence, by_length = (values[:, None] for values in numbers)
+    lengths, prompts = lengths[:, None], prompts[:, None]
+    history = history.long()
+    places = torch.arange(history.shape[1], device=history.device)
+    is_known = places < lengths
+    seen_ids = torch.where(is_known, history, history[:, :1])  # past a row's end: its first token, known anyway
+    seen = scores.gather(1, seen_ids)
+    scores.scatter_(1, seen_ids, torch.where(seen < 0, seen * repetition, seen / repetition))
+    in_output = is_known & (places >= prompts)
+    shares = torch.where(by_length > 0, is_known / lengths, in_output.float())
+    scores.scatter_add_(1, seen_ids, -(frequency * shares))
+    # Where the output does not have an id: the last token, which is in the output if there is any.
+    last = history.gather(1, (lengths - 1).clamp(0, history.shape[1] - 1))
+    output_ids = torch.where(in_output, history, last)
+    amount = torch.where(lengths > prompts, presence, 0.0)
+    return scores.scatter_(1, output_ids, scores.gather(1, output_ids) - amount)
+
+
+class Penalties:
+    def __init__(self, known: KnownTokens, room: Room) -> None:
+        self._known, self._room = known, room
+        num_slots = known.tokens.shape[0]
+        self._numbers = SlotNumbers(FIELDS, num_slots)
+        self._num_prompt = np.ones(num_slots + 1, dtype=np.int32)
+
+    def asks(self, params: SamplingParams) -> bool:
+        return params.penalises
+
+    def admit(self, admission: Admission) -> None:
+        self._numbers.admit(admission.slot, admission.request.sampling)
+        self._num_prompt[admission.slot] = len(admission.request.token_ids)
+
+    def keep(self, slots: np.ndarray) -> Arrays:
+        return [*self._numbers.of(slots), self._num_prompt[slots]]
+
+    def step(self, slots: np.ndarray) -> Arrays:
+        known = self._known
+        lengths = np.where(slots >= 0, known.lengths[slots], 1).astype(np.int32)
+        room = self._room.fit(int(lengths.max()), known.tokens.shape[1])
+        return [lengths, known.tokens[slots, :room].astype(np.int32, copy=False)]
+
+    def shapes(self, num_rows: int) -> Iterator[Arrays]:
+        slots = np.full(num_rows, -1)
+        for room in self._room.sizes(self._known.tokens.shape[1]):
+            lengths = np.ones(num_rows, dtype=np.int32)
+            yield [*self.keep(slots), lengths, np.zeros((num_rows, room), dtype=np.int32)]
+
+    @staticmethod
+    def apply(scores: Tensor, *arrays: Tensor) -> Tensor:
+        *numbers, prompts, lengths, history = arrays
+        return penalise(scores, history, lengths, prompts, numbers)

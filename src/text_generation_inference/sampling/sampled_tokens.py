@@ -1,0 +1,44 @@
+"""What a step sampled, on its way from the device to the host."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from text_generation_inference.types import TopTokens
+
+
+@dataclass(slots=True)
+class BestIds:
+    """Of the rows that want to know theirs."""
+
+    rows: Sequence[int]
+    limits: Sequence[int]  # how many each of them reports at most: the room is that of the row that asks for most
+    counts: Tensor  # [rows]: how many there are
+    ids: Tensor  # [rows, room]
+    logprobs: Tensor  # [rows, room] float32
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """One token for each row; rows of padding may follow."""
+
+    token_ids: Tensor  # [rows]
+    logprobs: Tensor  # [rows] float32
+    tops: BestIds | None = None
+
+    def read_tokens(self) -> tuple[list[int], list[float]]:
+        """Once the step is done."""
+        return _read(self.token_ids), _read(self.logprobs)
+
+    def read_tops(self) -> list[TopTokens]:
+        if self.tops is None:
+            return []
+        counts = map(min, _read(self.tops.counts), self.tops.limits)
+        found = zip(self.tops.rows, counts, _read(self.tops.ids), _read(self.tops.logprobs), strict=True)
+        return [TopTokens(row, ids[:count], logprobs[:count]) for row, count, ids, logprobs in found]
+
+
+def _read(tensor: Tensor) -> list[Any]:
+    return tensor.cpu().numpy().tolist()

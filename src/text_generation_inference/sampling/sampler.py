@@ -1,0 +1,335 @@
+"""The sampler: chooses the next token of each row, from logits and what the slots' requests ask for.
+
+Order: watermark, penalties, bias, mask; temperature; here log-probabilities and the best ids are taken; filters; draw.
+What no row asks for is not computed: a batch of plain greedy requests is one pass over the logits. Where shapes are
+exact a part touches the rows that ask for it. Where they are padded it touches all rows, with neutral numbers for
+those that do not ask: then every shape follows from the number of rows, and the device may make a graph for each.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_inference.sampling import filters, temperature
+from text_generation_inference.sampling.bias import Bias
+from text_generation_inference.sampling.draw import FEW, NUM_BEST, draw, draw_from_best, noise_keys
+from text_generation_inference.sampling.mask import RowMasks, allow_only
+from text_generation_inference.sampling.parts import Arrays, KnownTokens, Part, Room
+from text_generation_inference.sampling.penalties import Penalties
+from text_generation_inference.sampling.sampled_tokens import BestIds, SampledTokens
+from text_generation_inference.sampling.slot_numbers import SlotNumbers
+from text_generation_inference.sampling.tops import MORE_TIES, best_ids, count_kept, in_order
+from text_generation_inference.sampling.watermark import Watermark
+from text_generation_inference.types import Admission, SamplingParams
+
+_NEUTRAL = SamplingParams()
+_TOP_ROOM = 16  # best ids that padded rows report at least: up to 8 wanted ones, and ties
+
+
+class SamplerOps(Protocol):
+    """The ops of a device that sampling uses."""
+
+    greedy: Callable[..., Any]
+    by_shape: Callable[[Callable[..., Any]], Callable[..., Any]] | None  # see `devices.device.Ops`
+
+
+@dataclass(slots=True)
+class _Group:
+    """Rows that a part touches."""
+
+    rows: slice | list[int] | None  # None: all of them
+    slots: np.ndarray  # of these rows; -1: padding
+    kept: list[Tensor]  # on the device, as long as the rows stay
+
+    def take(self, scores: Tensor) -> Tensor:
+        return scores if self.rows is None else scores[self.rows]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What the rows of a batch ask for."""
+
+    adjusting: list[tuple[Part, _Group]]
+    few: _Group | None  # drawing from what filters that keep few ids leave
+    wide: _Group | None  # drawing from all ids that filters leave
+    filters: list[str]  # of the latter
+    tops: _Group | None
+    top_rows: list[int]
+    top_counts: list[int]  # how many each of them wants
+    all_draw: bool
+
+
+class Sampler:
+    def __init__(
+        self,
+        ops: SamplerOps,
+        device: torch.device,
+        known: KnownTokens,
+        vocab_size: int,
+        watermark: tuple[float, float],  # gamma, delta
+        pads: bool = False,
+    ) -> None:
+        num_slots = known.tokens.shape[0]
+        self._greedy, self._device, self._known, self._pads = ops.greedy, device, known, pads
+        self._vocab_size, self._num_words = vocab_size, -(-vocab_size // 32)
+        room = Room(pads)
+        self._parts: list[Part] = [
+            Watermark(known, vocab_size, *watermark),
+            Penalties(known, room),
+            Bias(vocab_size, room),
+        ]
+        self._numbers = SlotNumbers((temperature.NAME, *filters.FIELDS), num_slots)
+        self._params = [_NEUTRAL] * (num_slots + 1)  # slot -1 is padding
+        self._seeds = np.zeros(num_slots + 1, dtype=np.int64)
+        self._has_graphs = pads and ops.by_shape is not None
+        by_shape = ops.by_shape if pads and ops.by_shape is not None else _as_it_is
+        self._apply = {id(part): by_shape(part.apply) for part in self._parts}
+        self._allow_only = by_shape(allow_only)
+        self._draw_unfiltered, self._draw_filtered = by_shape(_draw_unfiltered), by_shape(_draw_filtered)
+        self._draw_from_best = by_shape(_draw_from_best)
+        self._find_tops = by_shape(_find_tops)
+        self._warmed: set[int] = set()  # numbers of rows
+        self._key: tuple[int, list[int]] | None = None
+        self._batch: _Batch | None = None
+
+    def admit(self, admission: Admission) -> None:
+        """Take over a slot's parameters."""
+        slot, request = admission.slot, admission.request
+        for part in self._parts:
+            part.admit(admission)
+        self._numbers.admit(slot, request.sampling)
+        self._params[slot] = request.sampling
+        self._seeds[slot] = request.seed - 2**64 if request.seed >= 2**63 else request.seed
+        self._key = None
+
+    def choose(self, logits: Tensor, rows: list[int], masks: RowMasks | None = None) -> SampledTokens:
+        """logits `[rows or more, vocab]` float32, which may be overwritten; `rows` are the slots of the first ones.
+
+        Tokens and log-probabilities are those of all rows of the logits.
+        """
+        batch = self._look_up(rows, logits.shape[0])
+        scores = self._here(logits)
+        for part, group in batch.adjusting:
+            arrays = [*group.kept, *self._send(part.step(group.slots))]
+            scores = self._touch(scores, group.rows, lambda part_of, a=arrays, p=part: self._apply[id(p)](part_of, *a))
+        if masks is not None and masks.rows:
+            scores = self._mask(scores, masks)
+        tops = self._report_best(scores, batch) if batch.tops is not None else None
+        if self._pads and (batch.few or batch.wide):
+            token_ids, logprobs = self._draw_padded(scores, batch)
+            return SampledTokens(token_ids, logprobs, tops)
+        if batch.all_draw and len(rows):
+            shape = (scores.shape[0],)
+            token_ids = torch.empty(shape, dtype=torch.int64, device=scores.device)
+            logprobs = torch.empty(shape, dtype=torch.float32, device=scores.device)
+        else:
+            token_ids, logprobs = self._greedy(scores)
+        for group, is_few in ((batch.few, True), (batch.wide, False)):
+            if group is not None:
+                where = slice(None) if group.rows is None else group.rows
+                token_ids[where], logprobs[where] = self._draw_exact(group.take(scores), group, batch, is_few)
+        return SampledTokens(token_ids, logprobs, tops)
+
+    def warm(self, logits: Tensor) -> None:
+        """Meet everything that may follow padded logits of this shape, whatever is asked for."""
+        self.choose(logits, []).read_tokens()
+        scores, num_rows = self._here(logits), logits.shape[0]
+        if not self._has_graphs or num_rows in self._warmed:
+            return
+        self._warmed.add(num_rows)
+        slots = np.full(num_rows, -1)
+        for part in self._parts:
+            for arrays in part.shapes(num_rows):
+                self._apply[id(part)](scores, *self._send(arrays))
+        words = np.full((num_rows, self._num_words), -1, dtype=np.int32)
+        self._allow_only(scores, *self._send([words]))
+        kept, keys = self._send(self._draw_numbers(slots)), self._send(self._keys(slots))
+        _fetch(self._draw_unfiltered(scores, *kept[:2], *keys))
+        _fetch(self._draw_filtered(scores, *kept, *keys))
+        _fetch(self._draw_from_best(scores, *kept, *keys))
+        _fetch(self._find_tops(scores, *self._send(self._top_arrays(slots, [0] * num_rows, 1))))
+
+    # -- who asks for what -----------------------------------------------------------------------------------------
+
+    def _look_up(self, rows: list[int], num_rows: int) -> _Batch:
+        """Kept while the rows stay the same."""
+        if self._batch is None or self._key is None or self._key[0] != num_rows or self._key[1] != rows:
+            self._key, self._batch = (num_rows, list(rows)), self._make_batch(rows, num_rows)
+        return self._batch
+
+    def _make_batch(self, rows: list[int], num_rows: int) -> _Batch:
+        slots = np.array([*rows, *[-1] * (num_rows - len(rows))], dtype=np.int64)
+        params = [self._params[slot] for slot in slots]
+
+        def group(wanted: list[bool], arrays: Callable[[np.ndarray], Arrays]) -> _Group | None:
+            if not any(wanted):
+                return None
+            touched = None if self._pads else _as_slice([row for row, wants in enumerate(wanted) if wants], num_rows)
+            of_group = slots if touched is None else slots[touched]
+            return _Group(touched, of_group, self._send(arrays(of_group)))
+
+        adjusting = [(part, group([part.asks(p) for p in params], part.keep)) for part in self._parts]
+        few, wide = ([p.samples and keeps_few(p) is is_few for p in params] for is_few in (True, False))
+        if self._pads and any(wide):  # one graph for all rows
+            few, wide = [], [p.samples for p in params]
+        top_counts = [p.top_n_tokens for p in params]
+        most = max(top_counts, default=0)
+        found = [name for name in filters.FIELDS if any(name in filters.asked_by(p) for p in params if p.samples)]
+        return _Batch(
+            adjusting=[(part, its_group) for part, its_group in adjusting if its_group is not None],
+            few=group(few, self._draw_numbers),
+            wide=group(wide, self._draw_numbers),
+            filters=found,
+            tops=group([count > 0 for count in top_counts], lambda some: self._top_arrays(some, top_counts, most)),
+            top_rows=[row for row, count in enumerate(top_counts) if count],
+            top_counts=[count for count in top_counts if count],
+            all_draw=all(p.samples for p in params),
+        )
+
+    def _draw_numbers(self, slots: np.ndarray) -> Arrays:
+        samples = np.array([self._params[slot].samples for slot in slots])
+        return [self._numbers.of(slots)[0], samples, *self._numbers.of(slots)[1:]]
+
+    def _top_arrays(self, slots: np.ndarray, counts: list[int], most: int) -> Arrays:
+        """Temperatures, how many are wanted, and a place for each that may be found."""
+        room = most + MORE_TIES
+        if self._pads:
+            room = max(_TOP_ROOM, 1 << (room - 1).bit_length())
+            wanted = counts
+        else:
+            wanted = [count for count in counts if count]
+        places = np.arange(min(room, self._vocab_size), dtype=np.int32)
+        return [self._numbers.of(slots)[0], np.array(wanted, dtype=np.int32), places]
+
+    def _keys(self, slots: np.ndarray) -> Arrays:
+        """What the noise of these rows follows from. 64-bit integers stay on the host."""
+        seeds, positions = self._seeds[slots], self._known.lengths[slots].astype(np.int64)
+        return [key.numpy() for key in noise_keys(_tensor(seeds), _tensor(positions))]
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _touch(self, scores: Tensor, rows: "slice | list[int] | None", change: Callable[[Tensor], Tensor]) -> Tensor:
+        """Change some rows."""
+        if rows is None:
+            return change(scores)
+        some = scores[rows]
+        changed = change(some)
+        if changed is not some or not isinstance(rows, slice):  # else the rows themselves were changed
+            scores[rows] = changed
+        return scores
+
+    def _mask(self, scores: Tensor, masks: RowMasks) -> Tensor:
+        if self._pads:
+            return self._allow_only(scores, *self._send([masks.for_all(scores.shape[0], self._num_words)]))
+        (allowed,) = self._send([masks.allowed])
+        return self._touch(scores, _as_slice(masks.rows, scores.shape[0]), lambda some: allow_only(some, allowed))
+
+    def _draw_exact(self, scores: Tensor, group: _Group, batch: _Batch, is_few: bool) -> tuple[Tensor, Tensor]:
+        """Rows that all draw."""
+        low, high = self._send(self._keys(group.slots))
+        warmth, _, *numbers = group.kept
+        scores = temperature.apply(scores, warmth)
+        named = dict(zip(filters.FIELDS, numbers, strict=True))
+        if is_few:
+            token_ids, enough = draw_from_best(scores, named, low, high)
+            if not bool(enough.all()):
+                rest = ~enough
+                kept = filters.keep(scores[rest], {name: named[name][rest] for name in named}, batch.filters)
+                token_ids[rest] = draw(kept, low[rest], high[rest])
+        else:
+            token_ids = draw(filters.keep(scores, named, batch.filters), low, high)
+        return token_ids, scores.gather(1, token_ids[:, None])[:, 0] - scores.logsumexp(dim=-1)
+
+    def _draw_padded(self, scores: Tensor, batch: _Batch) -> list[Tensor]:
+        """Rows of which some draw: one of three functions, each of them a graph of its own. On the host."""
+        group = batch.few or batch.wide
+        assert group is not None
+        arrays = [*group.kept, *self._send(self._keys(group.slots))]
+        if batch.few is not None:
+            *sampled, enough = _fetch(self._draw_from_best(scores, *arrays))
+            if bool(enough.all()):
+                return sampled
+        if not batch.filters:
+            return _fetch(self._draw_unfiltered(scores, *arrays[:2], *arrays[-2:]))
+        return _fetch(self._draw_filtered(scores, *arrays))
+
+    def _report_best(self, scores: Tensor, batch: _Batch) -> BestIds:
+        assert batch.tops is not None
+        counts, ids, values = _fetch(self._find_tops(batch.tops.take(scores), *batch.tops.kept))
+        if self._pads:
+            counts, ids, values = (found[batch.top_rows] for found in (counts, ids, values))
+        limits = [count + MORE_TIES for count in batch.top_counts]
+        return BestIds(batch.top_rows, limits, counts, *in_order(ids, values))
+
+    def _here(self, logits: Tensor) -> Tensor:
+        """Those of a scored prompt come back from the host."""
+        return logits if logits.device.type == self._device.type else logits.to(self._device)
+
+    def _send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        return [_tensor(array).to(self._device) for array in arrays]
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def _fetch(found: Sequence[Tensor]) -> list[Tensor]:
+    """To the host: the next call of a graph overwrites what the one before has found."""
+    return [tensor.cpu().clone() for tensor in found]
+
+
+def keeps_few(params: SamplingParams) -> bool:
+    """Whether filters are likely to keep at most `NUM_BEST` ids. Depends on the request alone."""
+    asked = filters.asked_by(params)
+    return all(name in FEW for name in asked) and (0 < params.top_k <= NUM_BEST or params.top_p < 1)
+
+
+def _as_slice(rows: list[int], num_rows: int) -> "slice | list[int] | None":
+    """Rows that follow each other are seen without a copy; None: all there are."""
+    if len(rows) == num_rows:
+        return None
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return slice(rows[0], rows[-1] + 1)
+    return rows
+
+
+# -- functions of tensors alone, for all rows of a padded batch ------------------------------------------------------
+
+
+def _take(scores: Tensor, samples: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    token_ids = torch.where(samples, drawn, scores.argmax(dim=-1))
+    return token_ids, scores.gather(1, token_ids[:, None])[:, 0] - scores.logsumexp(dim=-1)
+
+
+def _draw_unfiltered(scores: Tensor, warmth: Tensor, samples: Tensor, low: Tensor, high: Tensor) -> Any:
+    scores = temperature.apply(scores, warmth)
+    return _take(scores, samples, draw(scores, low, high))
+
+
+def _draw_filtered(scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Tensor) -> Any:
+    *numbers, low, high = arrays
+    scores = temperature.apply(scores, warmth)
+    kept = filters.keep(scores, dict(zip(filters.FIELDS, numbers, strict=True)))
+    return _take(scores, samples, draw(kept, low, high))
+
+
+def _draw_from_best(scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Tensor) -> Any:
+    *numbers, low, high = arrays
+    named = dict(zip(filters.FIELDS, numbers, strict=True))
+    scores = temperature.apply(scores, warmth)
+    drawn, enough = draw_from_best(scores, named, low, high)
+    return *_take(scores, samples, drawn), enough | ~samples
+
+
+def _find_tops(scores: Tensor, warmth: Tensor, wanted: Tensor, places: Tensor) -> Any:
+    scores = temperature.apply(scores, warmth)
+    ids, values = best_ids(scores - scores.logsumexp(dim=-1, keepdim=True), places.shape[0])
+    return count_kept(values, wanted), ids, values

@@ -1,0 +1,42 @@
+"""The best ids of a row with their log-probabilities.
+
+All ids at least as likely as the one at the wanted place: ties can make it more than wanted, but never more than
+`MORE_TIES` more. The best first, lower ids first among equals.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+MORE_TIES = 8
+
+
+def best_ids(logprobs: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    """The `room` best ids of each row `[rows, vocab]`, lower ones among equals: ids int64 and log-probabilities,
+    `[rows, room]`. The best come first, equals in any order: see `in_order`."""
+    values, ids = logprobs.topk(room, dim=-1)  # leaves open which of equals it takes
+    last = values[:, -1:]
+    every = torch.arange(logprobs.shape[1], dtype=torch.float32, device=logprobs.device)
+    lowest = torch.where(logprobs == last, -every, -math.inf).topk(room, dim=-1).values
+    num_better = (values > last).sum(dim=-1, keepdim=True)
+    place = torch.arange(room, device=logprobs.device)
+    equal = -lowest.gather(1, (place - num_better).clamp(min=0))
+    # What is not a number is equal to nothing.
+    return torch.where((place < num_better) | equal.isinf(), ids, equal.long()), values
+
+
+def in_order(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The best first, lower ids first among equals."""
+    ids, order = ids.sort(dim=-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return ids.gather(1, order), values
+
+
+def count_kept(values: Tensor, wanted: Tensor) -> Tensor:
+    """How many of the best `[rows, room]` are at least as good as the one at place `wanted` `[rows]`.
+
+    A mask may leave fewer than wanted.
+    """
+    at = (wanted.long() - 1).clamp(0, values.shape[1] - 1)[:, None]
+    return ((values >= values.gather(1, at)) & (values > -math.inf)).sum(dim=-1)
