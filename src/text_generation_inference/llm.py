@@ -305,6 +305,7 @@ class LLM(AbstractContextManager["LLM"]):
         for prompt in out.prompt_logprobs:
             if prompt.row in self._jobs:
                 self._jobs[prompt.row].prompt_logprobs.update(enumerate(prompt.logprobs, prompt.start))
+        after = [*out.request_ids[1:], None]  # whose token comes next
         for row, (request_id, token_id, logprob) in enumerate(
             zip(out.request_ids, out.token_ids, out.logprobs, strict=True)
         ):
@@ -313,7 +314,7 @@ class LLM(AbstractContextManager["LLM"]):
                 continue
             if row in tops:
                 job.add_top(tops[row].token_ids, tops[row].logprobs)
-            if job.push(token_id, logprob) and request_id not in ended:
+            if job.push(token_id, logprob) and (request_id not in ended or after[row] == request_id):
                 job.finish("stop_sequence")
                 self._drop(job)
         for finish in out.finished:

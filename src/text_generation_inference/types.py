@@ -202,7 +202,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """What one step does, as changes to what the runner already knows.
 
-    The decode set is the ordered list of slots that compute their one uncomputed token in every decode step. The plan
+    The decode set is the ordered list of slots that compute their one uncomputed token in every decode step, and
+    guesses of those after it where rows may yield several: they have blocks for as many, up to their length. The plan
     carries who leaves and who joins; order is kept, joiners go to the end. Rows of the step: the decode set first
     (when `decode` is true), then the chunks.
     """
@@ -236,14 +237,17 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What a step produced: one entry per row that samples, in plan order."""
+    """What a step produced: the tokens of the rows that sample, in plan order."""
 
     step: int
     token_ids: list[int]
     logprobs: list[float]
-    top_tokens: list[TopTokens] = []
+    top_tokens: list[TopTokens] = []  # `row` indexes the tokens
     prompt_logprobs: list[PromptLogprobs] = []  # `row` counts all rows of the plan
     errors: list[tuple[int, str]] = []  # (row among those that sample, text)
+    # Tokens of each row that samples; None: one each. A row of the decode set has 0 to `BatchPolicy.tokens_per_row`,
+    # never more than its request may still have; its keys and values stay for as many. A chunk has one.
+    counts: list[int] | None = None
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
@@ -285,7 +289,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
 class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     """All tokens of one step for all requests, as parallel arrays."""
 
-    request_ids: list[int] = []
+    request_ids: list[int] = []  # the tokens of one request stand together, in their order
     token_ids: list[int] = []
     logprobs: list[float] = []
     top_tokens: list[TopTokens] = []  # `row` indexes the arrays above

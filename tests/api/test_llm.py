@@ -23,7 +23,7 @@ from text_generation_inference.errors import (
     StartError,
     ValidationError,
 )
-from text_generation_inference.types import Grammar
+from text_generation_inference.types import Grammar, TokenOut, TopTokens
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,52 @@ def test_stop_strings_across_token_borders(llm: LLM) -> None:
         answer = llm.generate("Count: 1, 2, 3, 4,", params)[0]
         assert (answer.text, answer.finish_reason) == (expected, "stop_sequence")
         assert "".join(t.text for t in llm.stream("Count: 1, 2, 3, 4,", params)) == expected
+    assert idle(llm)
+
+
+def join(outs: list[TokenOut]) -> TokenOut:
+    """The tokens of several steps as if one step had yielded them."""
+    rows = [(n, row) for n, out in enumerate(outs) for row in range(len(out.request_ids))]
+    rows.sort(key=lambda place: outs[place[0]].request_ids[place[1]])  # those of one request stay in order
+    new_row = {place: row for row, place in enumerate(rows)}
+    return TokenOut(
+        [outs[n].request_ids[row] for n, row in rows],
+        [outs[n].token_ids[row] for n, row in rows],
+        [outs[n].logprobs[row] for n, row in rows],
+        [TopTokens(new_row[n, t.row], t.token_ids, t.logprobs) for n, out in enumerate(outs) for t in out.top_tokens],
+        [prompt for out in outs for prompt in out.prompt_logprobs],
+        [finish for out in outs for finish in out.finished],
+        [admitted for out in outs for admitted in out.admitted],
+    )
+
+
+@pytest.mark.parametrize("steps", [2, 5, 40])
+def test_several_tokens_of_a_request_at_a_time_change_nothing(
+    llm: LLM, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = llm.generate("Count: 1, 2, 3, 4,", SamplingParams(max_new_tokens=40))[0].text
+    all_params = [
+        SamplingParams(max_new_tokens=17, top_n_tokens=2),
+        SamplingParams(
+            max_new_tokens=20, stop=[free[11:17]]
+        ),  # the engine's end may come with it, after the stop string
+        SamplingParams(max_new_tokens=33, ignore_eos=True, decoder_input_details=True),
+    ]
+    one_by_one = [llm.generate("Count: 1, 2, 3, 4,", params)[0] for params in all_params]
+    loop = llm._engine.loop
+    take = loop.take
+
+    def take_several() -> TokenOut:
+        outs = [take()]
+        while len(outs) < steps and loop.has_work:
+            if loop.launch():
+                loop.wait()
+                outs.append(take())
+        return join(outs)
+
+    monkeypatch.setattr(loop, "take", take_several)
+    assert [llm.generate("Count: 1, 2, 3, 4,", params)[0] for params in all_params] == one_by_one
+    assert one_by_one[1].finish_reason == "stop_sequence"
     assert idle(llm)
 
 

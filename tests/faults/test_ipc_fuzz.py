@@ -26,12 +26,14 @@ from text_generation_inference.engine.process import EngineServer, configure_soc
 from text_generation_inference.errors import OverloadedError, RequestError, SlowClientError, ValidationError
 from text_generation_inference.types import (
     Abort,
+    Admitted,
     Finish,
     GenerationRequest,
     Grammar,
     Hello,
     ModelFacts,
     Profile,
+    PromptLogprobs,
     Ready,
     SamplingParams,
     Submit,
@@ -336,6 +338,35 @@ def play(played: Played, test: Callable[[EngineClient, bytes], Any]) -> None:
         await client.close()
 
     asyncio.run(run())
+
+
+def test_several_tokens_of_a_request_in_one_message(played: Played) -> None:
+    """Each is an event of its own, in order; what is before them comes with the first, the end with the last."""
+
+    async def test(client: EngineClient, address: bytes) -> None:
+        one, two, three = (client.submit(request(client.next_id())) for _ in range(3))
+        ids = [one.request_id] * 3 + [two.request_id]
+        plain = TokenOut(ids, [5, 6, 7, 8], [-0.5] * 4)
+        finished = [Finish(stream.request_id, "length", None, 0, 0, 0) for stream in (one, three)]
+        admitted = [Admitted(stream.request_id, 0, 1) for stream in (one, two)]
+        prompts = [PromptLogprobs(one.request_id, 0, [-1.0])]
+        more = TokenOut(ids, [1, 2, 3, 4], [-0.5] * 4, [TopTokens(1, [9], [-2.0])], prompts, finished, admitted)
+        for out in (plain, more):
+            await asyncio.to_thread(played.socket.send_multipart, [address, wire.encode(out)])
+        events: list[TokenEvent] = []
+        while not (events and events[-1].finish):
+            events += await one.take()
+        assert [event.token_id for event in events] == [5, 6, 7, 1, 2, 3]
+        assert [bool(event.finish) for event in events] == [False] * 5 + [True]
+        assert [event.admitted is not None for event in events] == [False] * 3 + [True, False, False]
+        assert [bool(event.prompt_logprobs) for event in events] == [False] * 3 + [True, False, False]
+        assert [event.top_tokens for event in events] == [[], [], [], [], [(9, -2.0)], []]
+        assert [event.token_id for event in await two.take()] == [8, 4]
+        (last,) = await three.take()
+        assert last.token_id is None and last.finish is not None
+        assert client.num_in_flight == 1
+
+    play(played, test)
 
 
 def test_the_client_survives_any_message(played: Played) -> None:

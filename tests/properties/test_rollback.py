@@ -39,7 +39,7 @@ class FaultyHarness(Harness):
     def __init__(self, *arguments: object, fail_plans: set[int], fail_results: set[int]) -> None:
         super().__init__(*arguments)
         old = self.runner
-        self.runner = FaultyRunner(len(old.cache), old.block_size, old.num_slots)
+        self.runner = FaultyRunner(len(old.cache), old.block_size, old.num_slots, old.tokens_per_row)
         self.fail_plans, self.fail_results = fail_plans, fail_results
         self.num_results = 0
         self.failed_plan = False
@@ -65,17 +65,6 @@ class FaultyHarness(Harness):
             self.take(result)
         if self.failed_plan:
             self.rollback()
-
-    def take(self, result: StepResult) -> None:
-        out = self.scheduler.apply(result)
-        self.scheduler.check()
-        for request_id, token in zip(out.request_ids, out.token_ids, strict=True):
-            assert request_id not in self.reasons, "a token after the end"
-            self.outputs.setdefault(request_id, []).append(token)
-        for prompt in out.prompt_logprobs:
-            self.prompts.setdefault(prompt.row, {}).update(enumerate(prompt.logprobs, prompt.start))
-        for finish in out.finished:
-            self.reasons[finish.request_id] = finish.reason
 
     def rollback(self) -> None:
         self.pending.clear()

@@ -3,10 +3,14 @@
 The oracle keeps a KV cache addressed exactly as a runner would. The entry of a position is a hash of the token, the
 position and the entry before it, read back through the block table, as a real key depends on all that precedes it; the
 next token is a hash of all entries. A wrong block, offset, order, slot, prefix or stale entry changes a token.
+
+Where rows may yield several tokens in a step, each yields a number of them that only the runner knows, none included; what
+it wrote beyond them, into the blocks that it has for all it may yield, is worth nothing.
 """
 
 import gc
 from collections import deque
+from itertools import groupby
 
 import msgspec
 import pytest
@@ -55,7 +59,8 @@ def expected_output(request: GenerationRequest) -> list[int]:
 class OracleRunner:
     """Executes plans as a runner would, with token values for keys and values."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_slots: int, tokens_per_row: int = 1) -> None:
+        self.tokens_per_row = tokens_per_row
         self.cache = [[-1] * block_size for _ in range(num_blocks)]
         self.block_size = block_size
         self.num_slots = num_slots
@@ -83,32 +88,58 @@ class OracleRunner:
         for slot, start, blocks in plan.grow:
             assert start <= len(self.tables[slot])
             self.tables[slot][start:] = blocks
-        rows: list[tuple[int, int, int, bool]] = []
-        if plan.decode:
-            rows += [(slot, self.computed[slot], self.computed[slot] + 1, True) for slot in self.decode_set]
-        rows += [(chunk.slot, chunk.start, chunk.end, chunk.samples) for chunk in plan.chunks]
+        decode = self.decode_set if plan.decode else []
         # A layer writes all keys of a step before any query reads; here a shared prefix may be written in this very step.
-        for slot, start, end, _ in sorted(rows, key=lambda row: row[1]):
-            assert start < end, "a row without a token"
-            for position in range(start, end):
-                block = self.tables[slot][position // self.block_size]
-                assert block != 0
-                before = self.read(slot, position)[-1] if position else 0
-                entry = make_entry(before, self.tokens[slot][position], position)
-                self.cache[block][position % self.block_size] = entry
-            self.computed[slot] = end
-        sampled: list[int] = []
+        for chunk in sorted(plan.chunks, key=lambda chunk: chunk.start):
+            assert chunk.start < chunk.end, "a row without a token"
+            for position in range(chunk.start, chunk.end):
+                self.write(chunk.slot, position)
+            self.computed[chunk.slot] = chunk.end
+        sampled = [self.decode(slot, plan.step) for slot in decode]
         prompts: list[PromptLogprobs] = []
-        for row, (slot, start, end, samples) in enumerate(rows):
-            if self.wants_prompt.get(slot) and row >= len(rows) - len(plan.chunks):
-                prompts.append(PromptLogprobs(row, start, [float(p) for p in range(start, end)]))
-            if samples:
-                sampled.append(next_token(self.read(slot, end)))
-        for (slot, _, end, _), token in zip((r for r in rows if r[3]), sampled, strict=True):
-            assert len(self.tokens[slot]) == end
-            self.tokens[slot].append(token)
-            assert end < self.limits[slot], "a token past the length was computed"
-        return StepResult(plan.step, sampled, [0.0] * len(sampled), prompt_logprobs=prompts)
+        for row, chunk in enumerate(plan.chunks, len(decode)):
+            if self.wants_prompt.get(chunk.slot):
+                places = [float(place) for place in range(chunk.start, chunk.end)]
+                prompts.append(PromptLogprobs(row, chunk.start, places))
+            if chunk.samples:
+                assert len(self.tokens[chunk.slot]) == chunk.end
+                sampled.append([self.add_token(chunk.slot)])
+        tokens = [token for row in sampled for token in row]
+        tops = [TopTokens(place, [token], [-0.5]) for place, token in enumerate(tokens) if place % 3 == 0]
+        counts = None if self.tokens_per_row == 1 else [len(row) for row in sampled]
+        return StepResult(plan.step, tokens, [0.0] * len(tokens), tops, prompts, counts=counts)
+
+    def decode(self, slot: int, step: int) -> list[int]:
+        """The tokens that a row of the decode set yields."""
+        start, left = self.computed[slot], self.limits[slot] - len(self.tokens[slot])
+        assert len(self.tokens[slot]) == start + 1
+        if self.tokens_per_row == 1:
+            self.write(slot, start)
+            self.computed[slot] += 1
+            return [self.add_token(slot)]
+        for position in range(start, min(start + self.tokens_per_row, self.limits[slot] - 1)):
+            block = self.tables[slot][position // self.block_size]
+            assert block != 0
+            self.cache[block][position % self.block_size] = hash((step, position, "a guess"))
+        tokens: list[int] = []
+        for _ in range(min(left, hash((step, slot, start)) % (self.tokens_per_row + 1))):
+            self.write(slot, self.computed[slot])
+            self.computed[slot] += 1
+            tokens.append(self.add_token(slot))
+        return tokens
+
+    def write(self, slot: int, position: int) -> None:
+        block = self.tables[slot][position // self.block_size]
+        assert block != 0
+        before = self.read(slot, position)[-1] if position else 0
+        self.cache[block][position % self.block_size] = make_entry(before, self.tokens[slot][position], position)
+
+    def add_token(self, slot: int) -> int:
+        length = self.computed[slot]
+        assert length < self.limits[slot], "a token past the length was computed"
+        token = next_token(self.read(slot, length))
+        self.tokens[slot].append(token)
+        return token
 
     def read(self, slot: int, length: int) -> list[int]:
         size = self.block_size
@@ -121,7 +152,7 @@ class Harness:
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, prefix_caching)
         self.scheduler = Scheduler(policy, self.pool, clock=lambda: 0)
-        self.runner = OracleRunner(num_blocks, block_size, policy.max_batch_size)
+        self.runner = OracleRunner(num_blocks, block_size, policy.max_batch_size, policy.tokens_per_row)
         self.overlap = overlap
         self.pending: deque[StepResult] = deque()
         self.outputs: dict[int, list[int]] = {}
@@ -140,7 +171,7 @@ class Harness:
             if not self.scheduler.policy.mixes_phases:
                 assert not (plan.decode and plan.chunks)
             elif plan.decode and plan.chunks:
-                num_decode = len(self.scheduler._in_flight[-1].decode_rows)
+                num_decode = len(self.scheduler._in_flight[-1].decode_rows) * self.scheduler.policy.tokens_per_row
                 assert num_prefill + num_decode <= self.scheduler.policy.max_batch_prefill_tokens
             self.count_admissions(plan)
             self.pending.append(self.runner.execute(plan))
@@ -148,15 +179,21 @@ class Harness:
         while self.pending and (len(self.pending) > self.overlap or plan is None):
             result = self.pending.popleft()
             step_s = hash((result.step, 5)) % 30 / 1000  # any at all: how long steps take never changes a token
-            out = self.scheduler.apply(result, step_s)
-            self.scheduler.check()
-            for request_id, token in zip(out.request_ids, out.token_ids, strict=True):
-                assert request_id not in self.reasons, "a token after the end"
-                self.outputs.setdefault(request_id, []).append(token)
-            for prompt in out.prompt_logprobs:
-                self.prompts.setdefault(prompt.row, {}).update(enumerate(prompt.logprobs, prompt.start))
-            for finish in out.finished:
-                self.reasons[finish.request_id] = finish.reason
+            self.take(result, step_s)
+
+    def take(self, result: StepResult, step_s: float = 0.0) -> None:
+        out = self.scheduler.apply(result, step_s)
+        self.scheduler.check()
+        for request_id, token in zip(out.request_ids, out.token_ids, strict=True):
+            assert request_id not in self.reasons, "a token after the end"
+            self.outputs.setdefault(request_id, []).append(token)
+        assert len([key for key, _ in groupby(out.request_ids)]) == len(set(out.request_ids)), "they stand together"
+        for top in out.top_tokens:
+            assert top.token_ids == [out.token_ids[top.row]]
+        for prompt in out.prompt_logprobs:
+            self.prompts.setdefault(prompt.row, {}).update(enumerate(prompt.logprobs, prompt.start))
+        for finish in out.finished:
+            self.reasons[finish.request_id] = finish.reason
 
     def count_admissions(self, plan: StepPlan) -> None:
         for admission in plan.admit:
@@ -221,6 +258,7 @@ def scenarios(draw: st.DrawFn) -> dict:
             waiting_served_ratio=draw(st.sampled_from([0.0, 0.3, 1.2])),
             max_waiting_tokens=draw(st.integers(0, 10)),
             max_step_ms=draw(st.sampled_from([0, 1, 10])),
+            tokens_per_row=draw(st.sampled_from([1, 1, 2, 4])),
         ),
     }
 
@@ -292,6 +330,72 @@ def test_a_pool_for_one_request_preempts_but_finishes_all(overlap: bool) -> None
     harness.drain()
     assert harness.scheduler.stats.num_preemptions > 0
     assert all(harness.outputs[r.id] == expected_output(r) for r in requests)
+
+
+def result_of(plan: StepPlan, *rows: list[int]) -> StepResult:
+    tokens = [token for row in rows for token in row]
+    return StepResult(plan.step, tokens, [0.0] * len(tokens), counts=[len(row) for row in rows])
+
+
+def test_a_row_ends_in_the_middle_of_its_tokens() -> None:
+    """By a stop token, by its length, by an error; what it yielded behind that is nobody's."""
+    scheduler = Scheduler(policy(tokens_per_row=4), BlockPool(100, 4), clock=lambda: 0)
+    stopping = msgspec.structs.replace(make(0, [5, 5, 5], 20), stop_token_ids=[9])
+    for request in (stopping, make(1, [6], 3), make(2, [7], 20), make(3, [8], 20)):
+        scheduler.add(request)
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.apply(StepResult(plan.step, [1, 1, 1, 1], [0.0] * 4))
+    plan = scheduler.plan()
+    assert plan is not None
+    result = result_of(plan, [2, 9, 3, 3], [2, 3, 4, 4], [], [4, 5, 6])
+    out = scheduler.apply(msgspec.structs.replace(result, errors=[(3, "bad")], top_tokens=[TopTokens(4, [2], [-1.0])]))
+    assert list(zip(out.request_ids, out.token_ids, strict=True)) == [(0, 2), (0, 9), (1, 2), (1, 3)]
+    assert [(f.request_id, f.reason) for f in out.finished] == [(3, "error"), (0, "eos_token"), (1, "length")]
+    assert [(top.row, top.token_ids) for top in out.top_tokens] == [(2, [2])]
+    assert scheduler.num_running == 1
+    scheduler.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_have_blocks_for_all_that_they_may_yield(overlap: bool) -> None:
+    """And for no more than the request's length: its pool has room for exactly that."""
+    for block_size, tokens_per_row in ((1, 4), (2, 3), (4, 4), (16, 2)):
+        blocks = 1 + -(-32 // block_size)
+        harness = Harness(blocks, block_size, True, overlap, policy(max_total_tokens=32, tokens_per_row=tokens_per_row))
+        request = make(0, [1, 2, 3], 29)
+        harness.scheduler.add(request)
+        harness.drain()
+        assert harness.outputs[0] == expected_output(request)
+        assert harness.scheduler.stats.num_preemptions == 0
+
+
+def test_generated_tokens_are_found_again_where_rows_yield_several() -> None:
+    harness = Harness(100, 4, True, True, policy(tokens_per_row=4))
+    first = make(0, [1, 2, 3], 30)
+    harness.scheduler.add(first)
+    harness.drain()
+    again = make(1, [1, 2, 3, *harness.outputs[0]], 5)
+    harness.scheduler.add(again)
+    harness.drain()
+    assert harness.scheduler.stats.num_cached_prompt_tokens == 32
+    assert harness.outputs[1] == expected_output(again)
+
+
+def test_what_a_step_in_flight_may_not_compute_is_not_found() -> None:
+    """A row that yields nothing leaves no key of its last token; when it goes, its block does not pass for a full one."""
+    pool = BlockPool(100, 4)
+    scheduler = Scheduler(policy(tokens_per_row=2), pool, clock=lambda: 0)
+    scheduler.add(make(0, [1, 2, 3], 20))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.apply(StepResult(plan.step, [4], [0.0]))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.abort(0)
+    assert pool.match([1, 2, 3, 4]) == []
+    assert not scheduler.apply(result_of(plan, [])).token_ids
+    scheduler.check()
 
 
 def test_equal_prompts_in_one_step_share_blocks() -> None:

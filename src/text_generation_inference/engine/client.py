@@ -62,7 +62,8 @@ _EVENT_BYTES, _TOP_BYTES = 200, 150  # roughly what an event takes in memory, an
 
 
 class TokenEvent(msgspec.Struct, gc=False):
-    """What one step brought for one request: its admission, a token, prompt log-probabilities, its end."""
+    """What a step brought for one request: its admission, a token, prompt log-probabilities, its end. A step may bring
+    several tokens; what is before them comes with the first, the end with the last."""
 
     token_id: int | None = None
     logprob: float = 0.0
@@ -344,7 +345,7 @@ class EngineClient:
                 self.fail(EngineError("a step failed on the device"))  # clients are told: no words of the device's own
 
     def _deliver(self, out: TokenOut) -> None:
-        """One event per request of the step."""
+        """One event per token of the step."""
         failpoint("api.deliver")
         streams = self._streams
         logprobs = shortest_floats(out.logprobs)
@@ -370,28 +371,37 @@ class EngineClient:
             self.on_slow_client()
 
     def _deliver_more(self, out: TokenOut, logprobs: list[float]) -> None:
-        events: dict[int, TokenEvent] = {}
-        for request_id, token_id, logprob in zip(out.request_ids, out.token_ids, logprobs, strict=True):
-            events[request_id] = TokenEvent(token_id, logprob)
+        events = [TokenEvent(token_id, logprob) for token_id, logprob in zip(out.token_ids, logprobs, strict=True)]
         for top in out.top_tokens:
             pairs = zip(top.token_ids, shortest_floats(top.logprobs), strict=True)
-            events[out.request_ids[top.row]].top_tokens = list(pairs)
+            events[top.row].top_tokens = list(pairs)
+        by_request: dict[int, list[TokenEvent]] = {}
+        for request_id, event in zip(out.request_ids, events, strict=True):
+            by_request.setdefault(request_id, []).append(event)
+
+        def events_of(request_id: int) -> list[TokenEvent]:
+            if request_id not in by_request:
+                by_request[request_id] = [TokenEvent()]
+            return by_request[request_id]
+
         for prompt in out.prompt_logprobs:
-            event = events.setdefault(prompt.row, TokenEvent())
+            event = events_of(prompt.row)[0]
             event.prompt_logprobs = [*event.prompt_logprobs, (prompt.start, shortest_floats(prompt.logprobs))]
             for place, ids in enumerate(prompt.top_ids):
                 values = shortest_floats(prompt.top_logprobs[place])
                 event.prompt_top_tokens[prompt.start + place] = list(zip(ids, values, strict=True))
         for admitted in out.admitted:
-            events.setdefault(admitted.request_id, TokenEvent()).admitted = admitted
+            events_of(admitted.request_id)[0].admitted = admitted
         for finish in out.finished:
-            events.setdefault(finish.request_id, TokenEvent()).finish = finish
-        for request_id, event in events.items():
+            events_of(finish.request_id)[-1].finish = finish
+        for request_id, own in by_request.items():
             stream = self._streams.get(request_id)
-            if stream is not None:
+            if stream is None:
+                continue
+            for event in own:
                 stream.push(event)
-                if event.finish is not None:
-                    self._streams.pop(request_id, None)
+            if own[-1].finish is not None:
+                self._streams.pop(request_id, None)
 
 
 _SINGLE = struct.Struct("f")

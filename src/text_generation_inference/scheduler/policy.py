@@ -21,6 +21,7 @@ class BatchPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_total_tokens: int  # of one request, prompt and output
     mixes_phases: bool = True
     max_step_ms: int = 0  # 0: as long as it takes
+    tokens_per_row: int = 1  # of a decode step: each row yields this one, or 0 to so many
     waiting_served_ratio: float = 0.3
     max_waiting_tokens: int = 20
 
@@ -28,7 +29,7 @@ class BatchPolicy(msgspec.Struct, frozen=True, kw_only=True):
         """Prompt tokens the next step may compute beside `num_decode` decode tokens."""
         if not self.mixes_phases:
             return self.max_batch_prefill_tokens
-        return max(0, self.max_batch_prefill_tokens - num_decode)
+        return max(0, self.max_batch_prefill_tokens - num_decode * self.tokens_per_row)
 
     def min_newcomers(self, num_running: int, decode_steps_waited: int) -> int:
         """How many requests must be able to join at once, given `num_running` would pause for them."""

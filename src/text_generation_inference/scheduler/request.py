@@ -9,8 +9,9 @@ from text_generation_inference.types import GenerationRequest
 class Request:
     """One generation in progress.
 
-    *Known* tokens exist (prompt, or sampled on the device); *computed* ones have their keys and values in the cache or
-    in a planned step. `tokens` holds the values the host has seen, which may be one step behind the device.
+    *Known* tokens exist (prompt, or sampled on the device). *Computed* ones have their keys and values in the cache, or
+    will have them by the steps that were planned. *Reserved* is the most that can be said: what steps in flight may
+    write. `tokens` holds the values the host has seen, which may be one step behind the device.
     """
 
     __slots__ = (
@@ -19,7 +20,6 @@ class Request:
         "blocks",
         "busy_until",
         "chain",
-        "computed",
         "finished",
         "join_clock",
         "next_event",
@@ -27,6 +27,7 @@ class Request:
         "num_prompt",
         "num_published",
         "order",
+        "reserved",
         "slot",
         "source",
         "stop_ids",
@@ -45,7 +46,7 @@ class Request:
         self.stop_ids = frozenset(source.stop_token_ids)
         self.slot = -1
         self.blocks: list[int] = []
-        self.computed = 0  # as of `join_clock` while in the decode set
+        self.reserved = 0  # as of `join_clock` while in the decode set
         self.join_clock = -1  # decode clock at which it entered the decode set; -1 outside
         self.next_event = -1  # decode clock of its calendar entry; -1 without one
         self.busy_until = 0  # last planned step that may still return a token for it
@@ -61,6 +62,11 @@ class Request:
     @property
     def running(self) -> bool:
         return self.slot >= 0
+
+    @property
+    def computed(self) -> int:
+        """Outside the decode set. The last known token is computed with the one after it."""
+        return min(self.reserved, len(self.tokens) - 1)
 
     @property
     def decodes(self) -> bool:

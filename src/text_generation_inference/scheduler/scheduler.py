@@ -3,10 +3,11 @@
 Pure Python. There are no phases: each request has known and computed tokens, and a step spends a token budget
 closing the gap. Prefill, chunked prefill, decode and recompute after preemption are all that one rule.
 
-Requests whose gap is one token form the *decode set*; each decode step moves all of them by one token, so the plan need
-not list them. A calendar says at which decode step a member needs its next block or reaches its length, which keeps
-planning proportional to what changes. A plan may be made while the step before it still runs: then `tokens` lacks the
-newest value, and a request that turns out to be finished has computed one token that is dropped.
+Requests whose gap is one token form the *decode set*; each decode step moves all of them, by one token or by up to
+`BatchPolicy.tokens_per_row`, so the plan need not list them. What steps in flight may write is reserved; their results
+confirm all of it or a part. A calendar says at which decode step a member's blocks may be full or it reaches its
+length, which keeps planning proportional to what changes. A plan may be made while the step before it still runs: then
+`tokens` lacks the newest value, and a request that turns out to be finished has computed one token that is dropped.
 
 Where steps have the shapes of a bucket plan (`prompts_fit`) a prompt is computed in one step, never in chunks, and a
 request holds the blocks of its whole length from the start: nobody is preempted, to come back with a longer prompt than
@@ -86,6 +87,7 @@ class Scheduler:
         self._limit = StepLimit(policy)
         self._pace = StepPace(policy.max_step_ms / 1000 or None, pool.block_size)
         self._now = clock
+        self._per_row = policy.tokens_per_row
         self._prompts_fit = prompts_fit
         self._requests: dict[int, Request] = {}  # every unfinished request
         # May hold finished ones, which are dropped when reached, or when they are more than the others.
@@ -98,6 +100,7 @@ class Scheduler:
         self._step = 0  # last planned step
         self._applied_step = 0  # last step whose result came back
         self._decode_clock = 0  # decode steps planned so far
+        self._applied_clock = 0  # those whose result came back
         self._steps_since_join = 1  # decode steps since newcomers joined
         self._calendar: dict[int, list[Request]] = {}  # decode clock -> members to look at before that step
         self._in_flight: deque[_InFlight] = deque()
@@ -186,22 +189,21 @@ class Scheduler:
         self._applied_step = flight.step
         self._pace.on_step(flight.work, step_s)
         rows = flight.decode_rows + flight.sampling_rows if flight.sampling_rows else flight.decode_rows
+        if flight.decode_rows:
+            self._applied_clock += 1
         self._limit.on_step(*self._size(flight), bool(rows))
-        assert len(rows) == len(result.token_ids)
         scored = [(flight.chunk_rows[p.row - len(flight.decode_rows)], p) for p in result.prompt_logprobs]
         prompts = [msgspec.structs.replace(p, row=request.id) for request, p in scored if not request.finished]
-        failed = dict(result.errors)
+        finished = [self._end(rows[row], "error", text) for row, text in result.errors if not rows[row].finished]
+        if result.counts is not None:
+            rows = [request for request, count in zip(rows, result.counts, strict=True) for _ in range(count)]
         top_by_row = {top.row: top for top in result.top_tokens}
         ids: list[int] = []
         tokens: list[int] = []
         logprobs: list[float] = []
         tops: list[TopTokens] = []
-        finished: list[Finish] = []
         for row, (request, token, logprob) in enumerate(zip(rows, result.token_ids, result.logprobs, strict=True)):
-            if request.finished:
-                continue
-            if row in failed:
-                finished.append(self._end(request, "error", failed[row]))
+            if request.finished:  # before this step, or by a token before this one
                 continue
             if row in top_by_row:
                 top = top_by_row[row]
@@ -226,7 +228,7 @@ class Scheduler:
         """
         flight = self._in_flight[0]
         self._in_flight.clear()
-        self._applied_step = self._step
+        self._applied_step, self._applied_clock = self._step, self._decode_clock
         self.stats.num_rollbacks += 1
         self.pool.forget()
         running = sorted((*self._decode_rows, *self._prefilling, *self._join), key=lambda request: request.order)
@@ -251,7 +253,7 @@ class Scheduler:
         assert self._shares.num_held == len(slots), "shares of slots do not balance"
         for request in running:
             assert not request.finished and request.running
-            assert len(request.blocks) * self.pool.block_size >= self._num_computed(request)
+            assert len(request.blocks) * self.pool.block_size >= self._num_reserved(request)
         for request in self._waiting:
             assert request.finished or not (request.running or request.blocks), "a waiting request holds something"
 
@@ -262,10 +264,18 @@ class Scheduler:
 
     # -- parts of a plan -------------------------------------------------------------------------------------------
 
-    def _num_computed(self, request: Request) -> int:
-        if request.decodes:
-            return request.computed + self._decode_clock - request.join_clock
-        return request.computed
+    def _num_reserved(self, request: Request) -> int:
+        """The most tokens of a request that steps in flight may leave computed."""
+        if not request.decodes:
+            return request.reserved
+        in_flight = self._decode_clock - max(request.join_clock, self._applied_clock)
+        # While the step with its last chunk is in flight its first token is not known.
+        confirmed = max(request.reserved, len(request.tokens) - 1)
+        return min(confirmed + in_flight * self._per_row, request.total_limit - 1)
+
+    def _num_needed(self, request: Request, reserved: int) -> int:
+        """Tokens that a member of the decode set must have blocks for in the coming step."""
+        return min(reserved + self._per_row, request.total_limit - 1)
 
     def _grow_decode_set(self) -> list[tuple[int, int, list[int]]]:
         """Serve the calendar for the coming decode step: members at their length leave, others get their next block."""
@@ -277,25 +287,30 @@ class Scheduler:
         for request in due:
             if request.next_event != self._decode_clock:
                 continue  # preempted while an older one was served
-            computed = self._num_computed(request)
-            if computed + 1 >= request.total_limit:
+            reserved = self._num_reserved(request)
+            if reserved + 1 >= request.total_limit and self._per_row == 1:
                 self._leave_decode_set(request)
                 continue
             num_blocks = len(request.blocks)
-            if computed >= num_blocks * self.pool.block_size:
-                blocks = self._take_blocks_for(request, request.total_limit - 1 - computed)
+            room = num_blocks * self.pool.block_size
+            num_needed = self._num_needed(request, reserved)
+            if num_needed > room:
+                blocks = self._take_blocks_for(request, num_needed - room, request.total_limit - 1 - room)
                 if blocks is None:
                     continue
                 request.blocks += blocks
                 grown.append((request, num_blocks, blocks))
-            self._schedule(request, computed)
+            self._schedule(request, reserved)
         # A member that grew may have been preempted for an older one right after.
         return [(request.slot, start, blocks) for request, start, blocks in grown if request.running]
 
-    def _schedule(self, request: Request, computed: int) -> None:
-        """Enter in the calendar when a member must be seen next: its blocks are full, or it reaches its length."""
-        until_full = len(request.blocks) * self.pool.block_size - computed
-        when = self._decode_clock + min(until_full, request.total_limit - 1 - computed)
+    def _schedule(self, request: Request, reserved: int) -> None:
+        """Enter in the calendar when a member must be seen next: its blocks may be full, or it reaches its length."""
+        room = len(request.blocks) * self.pool.block_size
+        if self._per_row > 1 and room >= request.total_limit - 1:
+            request.next_event = -1  # it has all it can need, and who yields how many ends when results say so
+            return
+        when = self._decode_clock + (min(room, request.total_limit - 1) - reserved) // self._per_row
         request.next_event = when
         self._calendar.setdefault(when, []).append(request)
 
@@ -307,14 +322,15 @@ class Scheduler:
                 del self._calendar[request.next_event]
         request.next_event = -1
 
-    def _take_blocks_for(self, request: Request, num_tokens: int) -> list[int] | None:
+    def _take_blocks_for(self, request: Request, least_tokens: int, most_tokens: int) -> list[int] | None:
         """Blocks for the next tokens of a member of the decode set; None if it had to be preempted for lack of them.
 
-        Where empty blocks abound several are taken at once, up to a fair share of half of them, so that the next visit
+        Where empty blocks abound more are taken at once, up to a fair share of half of them, so that the next visit
         comes later. Where blocks lack, those taken ahead are given back, then the newest requests are preempted.
         """
         share = self.pool.num_empty // (2 * self.num_running)
-        count = max(1, min(share, _MAX_BLOCKS_AHEAD, -(-num_tokens // self.pool.block_size)))
+        size = self.pool.block_size
+        count = max(-(-least_tokens // size), min(share, _MAX_BLOCKS_AHEAD, -(-most_tokens // size)))
         while (taken := self.pool.try_take(count)) is None:
             if self._give_back_ahead():
                 continue
@@ -332,14 +348,14 @@ class Scheduler:
         found = False
         size = self.pool.block_size
         for request in self._decode_rows:
-            computed = self._num_computed(request)
-            num_needed = computed // size + 1
+            reserved = self._num_reserved(request)
+            num_needed = -(-self._num_needed(request, reserved) // size)
             if len(request.blocks) > num_needed:
                 found = True
                 self.pool.free(request.blocks[num_needed:])
                 del request.blocks[num_needed:]
                 self._unschedule(request)
-                self._schedule(request, computed)
+                self._schedule(request, reserved)
         return found
 
     def _continue_prefills(self, room: StepRoom) -> tuple[list[Chunk], list[Request]]:
@@ -353,14 +369,14 @@ class Scheduler:
         return chunks, rows
 
     def _is_behind(self, request: Request) -> bool:
-        return request.computed < len(request.tokens)
+        return request.reserved < len(request.tokens)
 
     def _chunk(self, request: Request, room: StepRoom) -> Chunk:
         """Plan the next run of known tokens. Its blocks can be found at once: the device works in plan order."""
         known = len(request.tokens)
-        start = request.computed
+        start = request.reserved
         end = room.take(start, known)
-        request.computed = end
+        request.reserved = end
         self.pool.publish(request, end)
         return Chunk(request.slot, start, end, end == known)
 
@@ -428,7 +444,7 @@ class Scheduler:
             if not self._give_back_ahead():
                 return False
         request.blocks = blocks
-        request.computed = len(shared) * size
+        request.reserved = len(shared) * size
         return True
 
     def _num_blocks_for(self, request: Request) -> int:
@@ -441,11 +457,11 @@ class Scheduler:
         self._prefilling.append(request)
         if request.admitted_ns is None:
             request.admitted_ns = self._now()
-            request.num_cached_tokens = request.computed
+            request.num_cached_tokens = request.reserved
             queue_ns = request.admitted_ns - request.arrived_ns
-            self._admitted.append(Admitted(request.source.id, request.computed, queue_ns))
+            self._admitted.append(Admitted(request.source.id, request.reserved, queue_ns))
             self.stats.num_prompt_tokens += request.num_prompt
-            self.stats.num_cached_prompt_tokens += request.computed
+            self.stats.num_cached_prompt_tokens += request.reserved
         return Admission(request.slot, request.source, request.tokens[request.num_prompt :], list(request.blocks))
 
     def _commit(
@@ -492,7 +508,7 @@ class Scheduler:
         self._prefilling.append(request)
 
     def _drop_row(self, request: Request) -> None:
-        request.computed = self._num_computed(request)
+        request.reserved = self._num_reserved(request)
         request.busy_until = self._step
         request.join_clock = -1
         self._unschedule(request)
@@ -509,8 +525,7 @@ class Scheduler:
         else:
             self._drop_row(request)
         if not forget:
-            # An abort between planning a step and taking the result before it finds a computed token not known here.
-            self.pool.publish(request, min(request.computed, len(request.tokens)))
+            self.pool.publish(request, request.computed)
         self.pool.free(request.blocks, forget)
         self._release.append(request.slot)
         self._free_slots.append(request.slot)
@@ -520,7 +535,7 @@ class Scheduler:
 
     def _forget_progress(self, request: Request) -> None:
         request.blocks = []
-        request.computed = 0
+        request.reserved = 0
         request.num_published = 0
         request.chain = request.source.cache_salt
 
