@@ -9,7 +9,7 @@ import torch
 
 from text_generation_inference.bench.command import main
 from text_generation_inference.bench.floor import FloorModel, find_rates
-from text_generation_inference.bench.offline import check_host_memory, choose_rows, find_lack, make_config
+from text_generation_inference.bench.offline import choose_rows, find_lack, make_config
 from text_generation_inference.bench.offline_command import read_task
 from text_generation_inference.bench.offline_tables import rows_table
 from text_generation_inference.bench.presets import PRESETS
@@ -22,7 +22,7 @@ from text_generation_inference.bench.tables import markdown
 from text_generation_inference.bench.work import Iteration, StepTime
 from text_generation_inference.bench.work import summarise as summarise_row
 from text_generation_inference.config import Resolved
-from text_generation_inference.errors import ResourceError, StartError
+from text_generation_inference.errors import StartError
 from text_generation_inference.layers.rotary import RopeSpec
 from text_generation_inference.models.registry import read_config, read_spec
 from text_generation_inference.models.spec import DecoderSpec
@@ -158,16 +158,12 @@ def test_rows_that_do_not_fit() -> None:
     assert find_lack(Row(1, 1, 51), engine) == "51 requests at a time, 50 are possible"
 
 
-def test_a_shape_beyond_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, "huge", {**SHAPES["llama-2-70b"], "num_hidden_layers": 4096})
-    monkeypatch.setattr("text_generation_inference.bench.offline_command.SHAPES", SHAPES)
-    spec = read_spec(read_config(write_shape("huge", tmp_path / "huge")))
-    task = read_task(["--shape", "huge", "--device", "cpu", "1/1/1"])
-    with pytest.raises(ResourceError, match="the weights of huge take about 14[0-9]{3} GB"):
-        check_host_memory(task, make_config(task, task.rows, "m", 4096), spec)
-    small = read_task(["--shape", "smollm2-135m", "--device", "cpu", "1/1/1"])
-    spec = read_spec(read_config(write_shape("smollm2-135m", tmp_path / "small")))
-    check_host_memory(small, make_config(small, small.rows, "m", 4096), spec)
+def test_a_shape_beyond_all_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Told before anything is allocated."""
+    monkeypatch.setitem(SHAPES, "huge", {**SHAPES["llama-2-7b"], "intermediate_size": 2**22})
+    assert main(["offline", "--shape", "huge", "--device", "cpu", "--quiet", "1/1/1"]) == 1
+    told = capsys.readouterr().err
+    assert "The model is too large: its weights take 66" in told and told.count("\n") == 1
 
 
 def test_iterations_are_summed() -> None:

@@ -17,7 +17,6 @@ from text_generation_inference.bench.floor import FloorModel, find_rates, measur
 from text_generation_inference.bench.generation_flags import describe_throughput
 from text_generation_inference.bench.hardware import (
     describe_hardware,
-    memory_bytes,
     peak_memory_gb,
     refuse_emulation,
     runs_on_gpu,
@@ -33,9 +32,8 @@ from text_generation_inference.config import Resolved, ServerConfig
 from text_generation_inference.devices.device import check_present
 from text_generation_inference.engine import warm_up as engine_warm_up
 from text_generation_inference.engine.build import Engine, start_engine
-from text_generation_inference.errors import ResourceError, StartError
+from text_generation_inference.errors import StartError
 from text_generation_inference.models.registry import read_config, read_spec
-from text_generation_inference.models.spec import DecoderSpec
 from text_generation_inference.progress import StageBars
 from text_generation_inference.weights.source import find_model
 
@@ -63,7 +61,6 @@ def run_offline(task: OfflineTask) -> int:
         spec = read_spec(read_config(source.path))
         rows, skipped = choose_rows(task, spec.max_positions)
         config = make_config(task, rows, model_id, spec.max_positions)
-        check_host_memory(task, config, spec)
         engine = start_engine(config, bars.update)
     try:
         refuse_emulation(engine.device)
@@ -132,24 +129,6 @@ def make_config(task: OfflineTask, rows: list[Row], model_id: str, max_positions
             f"`max_total_tokens` {config.max_total_tokens} is less than the longest row needs: {longest.length}"
         )
     return config
-
-
-def check_host_memory(task: OfflineTask, config: ServerConfig, spec: DecoderSpec) -> None:
-    """Raise `ResourceError` if a shape is too large for a CPU's memory, where the system would end the process. On a
-    GPU the engine says so itself."""
-    if task.shape is None or runs_on_gpu(config.device):
-        return
-    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    matrices = spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
-    vocabulary = spec.vocab_size * spec.hidden_size * 2
-    each = 2 if config.dtype in ("bfloat16", "float16") else 4
-    needed = matrices * (1 if config.quantize == "fp8" else each) + vocabulary * each
-    free = memory_bytes(config.device)
-    if needed > free:
-        raise ResourceError(
-            f"The model is too large: the weights of {task.shape} take about {needed / 1e9:.0f} GB, this machine has"
-            f" {free / 1e9:.0f} GB of memory. What would help: a GPU, or a smaller --shape"
-        )
 
 
 class _Run:

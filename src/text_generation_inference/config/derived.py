@@ -8,6 +8,7 @@ import msgspec
 from text_generation_inference.config.settings import LINEAR_SIZES, ServerConfig
 from text_generation_inference.errors import ResourceError, StartError
 from text_generation_inference.types import Limits
+from text_generation_inference.units import gigabytes
 
 
 class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +89,7 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
         if config.max_total_tokens:
             raise ResourceError(
                 f"Not enough memory to handle `max_total_tokens={longest}`: the KV cache has room for {pool_tokens}"
-                f" tokens ({_gigabytes(free_bytes)} free). Lower `max_total_tokens` or free memory."
+                f" tokens ({gigabytes(free_bytes)} free). Lower `max_total_tokens` or free memory."
             )
         longest = pool_tokens
         reasons["max_total_tokens"] = "tokens in the KV cache"
@@ -127,22 +128,18 @@ def _pool_tokens(
         if needed > free_bytes:
             raise ResourceError(
                 f"Not enough memory for a KV cache of `max_batch_total_tokens={config.max_batch_total_tokens}`: it"
-                f" needs {_gigabytes(needed)}, {_gigabytes(free_bytes)} are free."
+                f" needs {gigabytes(needed)}, {gigabytes(free_bytes)} are free."
                 f" At most {free_bytes // size.kv_bytes_per_token} tokens fit."
             )
         reasons["max_batch_total_tokens"] = "as given"
         return -(-config.max_batch_total_tokens // limits.block_size) * limits.block_size
     if affordable < limits.block_size:
         raise ResourceError(
-            f"Not enough memory for a KV cache: {_gigabytes(free_bytes)} are free once the weights are loaded, and one"
+            f"Not enough memory for a KV cache: {gigabytes(free_bytes)} are free once the weights are loaded, and one"
             f" token takes {size.kv_bytes_per_token:,} bytes. Free memory or use a smaller model."
         )
     if useful <= affordable:
         reasons["max_batch_total_tokens"] = "max_batch_size x max_total_tokens, in blocks"
         return -(-useful // limits.block_size) * limits.block_size
-    reasons["max_batch_total_tokens"] = f"{limits.memory_share:.0%} of the {_gigabytes(free_bytes)} of memory free"
+    reasons["max_batch_total_tokens"] = f"{limits.memory_share:.0%} of the {gigabytes(free_bytes)} of memory free"
     return affordable
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"

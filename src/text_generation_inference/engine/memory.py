@@ -13,6 +13,7 @@ from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.spec import DecoderSpec
 from text_generation_inference.quant.choose import assign_methods, choose_quantization
 from text_generation_inference.quant.fp8 import ON_LOADING
+from text_generation_inference.units import gigabytes
 from text_generation_inference.weights.load import weight_bytes
 
 _MOST_CAPTURED, _MOST_CAPTURED_IN_EIGHT_BITS = 1024, 2048
@@ -54,10 +55,10 @@ def check_weights_fit(
         assign_methods(model, ON_LOADING)  # nothing will be loaded into this one
         in_fp8 = weight_bytes(model, dtype)
         if in_fp8 < free:
-            ways.insert(0, f"`quantize` fp8 ({_gigabytes(in_fp8)})")
+            ways.insert(0, f"`quantize` fp8 ({gigabytes(in_fp8)})")
     raise ResourceError(
-        f"The model is too large: its weights take {_gigabytes(needed)} in {str(dtype).removeprefix('torch.')},"
-        f" {_gigabytes(free)} of memory are free on {device.description}. What would help:"
+        f"The model is too large: its weights take {gigabytes(needed)} in {str(dtype).removeprefix('torch.')},"
+        f" {gigabytes(free)} of memory are free on {device.description}. What would help:"
         f" {', '.join(ways)}."
     )
 
@@ -115,7 +116,3 @@ def largest_step_fits(runner: StepRunner, resolved: Resolved) -> bool:
         return False
     dry_run.release()
     return True
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"

@@ -26,6 +26,7 @@ from text_generation_inference.engine.loop import is_out_of_memory
 from text_generation_inference.errors import EngineError, ResourceError
 from text_generation_inference.runner.padded_passes import PaddedPasses
 from text_generation_inference.types import Admission, GenerationRequest, SamplingParams, StepPlan, StepResult
+from text_generation_inference.units import gigabytes
 from text_generation_inference.version import __version__
 from text_generation_inference.weights.progress import Progress, silent
 
@@ -159,9 +160,9 @@ class WarmUp:
     def _report(self, bucket: Bucket, needed: int, free: int) -> str:
         last = f", the last one {_describe(self.shapes[-1].bucket)}" if self.shapes else ""
         lower = "`max_batch_prefill_tokens` or `max_input_tokens`" if bucket.phase == "prefill" else "`max_batch_size`"
-        amount = f"about {_gigabytes(needed)}" if needed else "more memory than there is"
+        amount = f"about {gigabytes(needed)}" if needed else "more memory than there is"
         return (
-            f"Warm-up stopped before {_describe(bucket)}: it needs {amount}, {_gigabytes(free)} are free. Warm are"
+            f"Warm-up stopped before {_describe(bucket)}: it needs {amount}, {gigabytes(free)} are free. Warm are"
             f" {len(self.shapes)} of {len(self.plan.shapes)} shapes{last}. Lower {lower}, or give the KV cache less:"
             " `max_batch_total_tokens`."
         )
@@ -324,7 +325,3 @@ def _describe(bucket: Bucket) -> str:
     if bucket.phase == "prefill":
         return f"{bucket.batch} prompts of {bucket.length} tokens"
     return f"{bucket.batch} requests with {bucket.length} blocks"
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"

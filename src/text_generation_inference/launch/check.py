@@ -20,6 +20,7 @@ from text_generation_inference.devices.driver import read_driver
 from text_generation_inference.errors import StartError, TgiError
 from text_generation_inference.launch.arguments import build_parser, read_arguments
 from text_generation_inference.launch.command import EXIT_ERROR, EXIT_USAGE, run_guarded
+from text_generation_inference.units import gigabytes
 
 Shapes = dict[str, tuple[int, ...]]
 _NARROW = 60  # columns below which values stand under their names
@@ -110,7 +111,7 @@ def _look_at_gpu() -> dict[str, str]:
     features.append("FP8" if gpu.capability >= (8, 9) else "no FP8")
     facts = {
         "name": gpu.name,
-        "memory": _gigabytes(gpu.memory_bytes),
+        "memory": gigabytes(gpu.memory_bytes),
         "capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
         "features": ", ".join(features),
         "driver": f"CUDA {driver.cuda[0]}.{driver.cuda[1]}" if driver.cuda else "unknown",
@@ -281,7 +282,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     left = report.free_bytes - report.weight_bytes
     if left <= 0:
         raise StartError(
-            f"the weights take {_gigabytes(report.weight_bytes)}, {_gigabytes(report.free_bytes)} of memory are free"
+            f"the weights take {gigabytes(report.weight_bytes)}, {gigabytes(report.free_bytes)} of memory are free"
         )
     size = ModelSize(max_positions=spec.max_positions, kv_bytes_per_token=report.kv_bytes_per_token)
     resolved = resolve(config, size, device.limits, left)
@@ -309,10 +310,10 @@ def render(report: Report, width: int | None = None) -> str:
     if report.parameters is not None:
         rows.append(("parameters", f"{report.parameters / 1e6:,.1f} million"))
     if report.weight_bytes is not None:
-        others = ", ".join(f"{name} {_gigabytes(size)}" for name, size in report.weight_bytes_by_dtype.items())
-        rows.append(("weights", f"{_gigabytes(report.weight_bytes)} as they would be loaded (all {others})"))
+        others = ", ".join(f"{name} {gigabytes(size)}" for name, size in report.weight_bytes_by_dtype.items())
+        rows.append(("weights", f"{gigabytes(report.weight_bytes)} as they would be loaded (all {others})"))
     if report.free_bytes is not None:
-        rows.append(("memory", f"{_gigabytes(report.free_bytes)} free"))
+        rows.append(("memory", f"{gigabytes(report.free_bytes)} free"))
     if report.kv_bytes_per_token is not None:
         rows.append(("KV cache", f"{report.kv_bytes_per_token:,} bytes per token"))
     if report.kv_cache_tokens is not None:
@@ -323,7 +324,7 @@ def render(report: Report, width: int | None = None) -> str:
         rows.append(("tokenizer", "found" if report.tokenizer else "missing"))
         rows.append(("chat template", "found" if report.chat_template else "missing"))
     if report.download_bytes:
-        rows.append(("to download", _gigabytes(report.download_bytes)))
+        rows.append(("to download", gigabytes(report.download_bytes)))
     verdict = "it fits" if report.fits else f"it cannot be served: {'; '.join(report.problems)}"
     lines = [report.model]
     for name, text in rows:
@@ -343,10 +344,6 @@ def _wrap(line: str, width: int | None, indent: int) -> list[str]:
     if width is None or len(line) <= width:
         return [line]
     return textwrap.wrap(line, max(width, 2 * indent), subsequent_indent=" " * indent, break_on_hyphens=False)
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"
 
 
 if __name__ == "__main__":
