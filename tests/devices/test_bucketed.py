@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, run, start
+from engine_cases import MIN_TOKENS, PARAMS, ends_in_time, on_cpu, requests, same, wait_for_device
 from queue_on_cpu import QueueOnCpu
-from test_engine import MIN_TOKENS, PARAMS, ends_in_time, on_cpu, requests, same, wait_for_device
 from torch import Tensor
 
 from text_generation_inference.config import ServerConfig

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from compile_program import PROGRAM
 from driving import make_request, make_tiny, random_prompts, run, start
 from queue_on_cpu import QueueOnCpu
-from test_triton_compiles import PROGRAM
 from torch import Tensor
 
 from text_generation_inference.devices.device import Ops

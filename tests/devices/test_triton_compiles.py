@@ -14,6 +14,7 @@ import pytest
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
+from compile_program import PROGRAM
 
 from text_generation_inference.kernels.triton.gemv import choose_shape as gemv_shape
 from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as gemv_fp8_shape
@@ -207,44 +208,6 @@ CASES = [
         for last in (True, False)
     ),
 ]  # fmt: skip
-
-PROGRAM = """
-import importlib, json, re, subprocess, sys, tempfile
-from concurrent.futures import ThreadPoolExecutor
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-def build(asked):
-    capability, (module, name, types, values, options) = asked
-    fast = options.pop("fast", False)
-    kernel = getattr(importlib.import_module(f"text_generation_inference.kernels.triton.{module}"), name)
-    signature = {parameter.name: types.get(parameter.name, "constexpr") for parameter in kernel.params}
-    # What is passed is aligned: without that, loads are of single values.
-    attributes = {
-        (place,): [["tt.divisibility", 16]]
-        for place, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32") and not kind.startswith("tensordesc")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    registers, stack = re.search(r"REG:(\\d+) STACK:(\\d+)", usage.stdout + usage.stderr).groups()
-    shown = f"{capability} {name}: {registers} registers, {stack} bytes spilled, {compiled.metadata.shared} shared"
-    shown += " " + " ".join(f"{k}={v}" for k, v in values.items())
-    # The larger tiles are only measured, on larger GPUs; tiles in bulk are for those only.
-    room = 227 if values.get("BLOCK_N", 0) >= 128 or "bulk" in name else 99
-    assert compiled.metadata.shared <= room * 1024, "no room in the shared memory of smaller GPUs: " + shown
-    assert not fast or capability < 90 or stack == "0", shown
-    return shown
-
-with ThreadPoolExecutor(2) as threads:
-    for shown in threads.map(build, json.load(sys.stdin)):
-        print(shown, flush=True)
-"""
 
 
 def chosen_for(capability: int, every: bool) -> list[tuple]:
