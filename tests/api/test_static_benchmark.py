@@ -22,10 +22,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from bench_samples import TINY_CONFIG
+from text_generation_inference.bench.floor import FloorModel, find_rates
 from text_generation_inference.bench.static import batch_run
 from text_generation_inference.bench.static.batch_run import make_requests, run_batch
 from text_generation_inference.bench.static.command import main
-from text_generation_inference.bench.static.display import Moment, Silence
+from text_generation_inference.bench.static.display import Display, Moment
 from text_generation_inference.bench.static.run import _terminating
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine, start_engine
@@ -175,7 +176,7 @@ class FakeTime:
         return self.now
 
 
-class Slow(Silence):
+class Slow(Display):
     """Wants a turn after every step, and takes a million seconds for it."""
 
     def __init__(self, clock: FakeTime) -> None:
@@ -200,14 +201,14 @@ def test_the_clock_stands_still_while_the_screen_is_drawn(engine: Engine, monkey
 
 
 def test_nothing_of_a_batch_stays_in_the_engine(engine: Engine) -> None:
-    class Impatient(Silence):
+    class Impatient(Display):
         def wants_turn(self, moment: Moment) -> bool:
             raise KeyboardInterrupt
 
     requests = make_requests(list(range(10)), 3, 6, SamplingParams())
     with pytest.raises(KeyboardInterrupt):
         run_batch(engine.loop, requests, Impatient())
-    done = run_batch(engine.loop, requests, Silence())
+    done = run_batch(engine.loop, requests, Display())
     assert done.prefill_steps == 1 and not engine.loop.has_work
     engine.loop.scheduler.check()
 
@@ -215,7 +216,15 @@ def test_nothing_of_a_batch_stays_in_the_engine(engine: Engine) -> None:
 def test_a_failed_request_ends_it(engine: Engine) -> None:
     bad = make_requests([0] * 10, 1, 6, SamplingParams(logit_bias={0: float("nan")}))
     with pytest.raises(EngineError):
-        run_batch(engine.loop, bad, Silence())
+        run_batch(engine.loop, bad, Display())
+
+
+def test_the_floor_finds_the_matrices_of_a_model(engine: Engine) -> None:
+    """What it looks for in a loaded model is there; a GPU is needed only to time them."""
+    model = FloorModel.of(engine, find_rates("NVIDIA H200"))
+    assert [tuple(matrix.shape) for matrix in model.layers] == 2 * [(128, 64), (64, 64), (192, 64), (64, 96)]
+    assert tuple(model.head.shape) == (320, 64) and model.cache_element_bytes == 4
+    assert model.cache_bytes(10) == 2 * 10 * 2 * 2 * 16 * 4
 
 
 def test_signals() -> None:

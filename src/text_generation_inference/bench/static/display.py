@@ -7,7 +7,7 @@ import sys
 import time
 from enum import Enum
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from text_generation_inference.bench.row_progress import describe_seconds
 from text_generation_inference.bench.static.results import summarise
@@ -28,48 +28,27 @@ class Moment(Enum):
     IN_A_STEP = 3  # the device computes
 
 
-class Display(Protocol):
-    """Gets turns while the clock of the measurement stands still, where that is possible."""
+class Display:
+    """Shows nothing. Gets turns while the clock of the measurement stands still, where that is possible."""
 
     def wants_turn(self, moment: Moment) -> bool:
         """Costs next to nothing. May raise `Quit`."""
-        ...
+        return False
 
     def take_turn(self) -> None: ...
 
     def finish(self) -> None:
         """Everything is measured. Returns when the user has seen it."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-
-class Silence:
-    """Shows nothing."""
-
-    def wants_turn(self, moment: Moment) -> bool:
-        return False
-
-    def take_turn(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        pass
+    ) -> None: ...
 
 
-class ProgressLines(Silence):
+class ProgressLines(Display):
     """A line for each batch size, and one now and then while it takes long."""
 
     def __init__(self, state: State) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from text_generation_inference.bench import report as reports
 from text_generation_inference.bench.hardware import describe_hardware, memory_bytes
 from text_generation_inference.bench.static.batch_run import make_requests, run_batch
-from text_generation_inference.bench.static.display import Display, Moment, ProgressLines, Quit, Silence
+from text_generation_inference.bench.static.display import Display, Moment, ProgressLines, Quit
 from text_generation_inference.bench.static.prompt import make_prompt
 from text_generation_inference.bench.static.results import StaticReport
 from text_generation_inference.bench.static.screen import Screen
@@ -172,7 +172,7 @@ def _run_batches(
 
 def _make_display(task: StaticTask, state: State) -> Display:
     if task.quiet:
-        return Silence()
+        return Display()
     return Screen(state) if has_terminal() and not task.plain else ProgressLines(state)
 
 

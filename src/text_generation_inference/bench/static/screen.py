@@ -14,7 +14,7 @@ from typing import Self
 from rich.console import Console
 from rich.live import Live
 
-from text_generation_inference.bench.static.display import Moment, Quit
+from text_generation_inference.bench.static.display import Display, Moment, Quit
 from text_generation_inference.bench.static.state import State
 from text_generation_inference.bench.static.terminal import Keyboard
 from text_generation_inference.bench.static.view import Look, draw
@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_FRAMES = 0.25
 _SECONDS_BETWEEN_LOOKS = 0.05  # at the keyboard and the size of the window
 
 
-class Screen:
+class Screen(Display):
     def __init__(self, state: State) -> None:
         self._state = state
         self._look = Look()
