@@ -5,8 +5,7 @@
 The real scheduler and the real bucket plan take a number of users through the profiles of inference-benchmarker; each
 user sends the next request when one is answered. Counted are the tokens of prompts, the rows of decode steps, and the
 blocks of the KV cache that attention reads. Limits are those of the published benchmark (512/1536/256/131072); chat has
-longer prompts (1024/2048/256/131072). Newcomers join at once, or wait as `waiting_served_ratio` 0.3 and
-`max_waiting_tokens` 20 say (the devices that cannot compute prompts and decode rows in one step).
+longer prompts (1024/2048/256/131072).
 """
 
 import argparse
@@ -72,15 +71,12 @@ class PaddingCounter:
         return computed / max(1, needed)
 
 
-def simulate(
-    profile: LengthProfile, limits: PlanLimits, plan: BucketPlan, users: int, count: int, waits: bool
-) -> PaddingCounter:
+def simulate(profile: LengthProfile, limits: PlanLimits, plan: BucketPlan, users: int, count: int) -> PaddingCounter:
     rng = random.Random(0)
     policy = BatchPolicy(
         max_batch_prefill_tokens=limits.max_batch_prefill_tokens,
         max_batch_size=limits.max_batch_size,
         max_total_tokens=limits.max_total_tokens,
-        mixes_phases=not waits,
     )
     pool = BlockPool(limits.max_batch_size * (limits.blocks_per_row + 1) + 1, BLOCK_SIZE, False)
     scheduler = Scheduler(policy, pool, clock=lambda: 0, prompts_fit=plan.fits)
@@ -112,21 +108,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--users", type=int, nargs="+", default=[1, 16, 256])
     arguments = parser.parse_args()
-    print("users                            join at once: prompts, decode, both, blocks   wait for others: the same")
+    print("users                            prompts, decode, both, blocks")
     for name, numbers in LIMITS.items():
         limits = PlanLimits(*numbers, BLOCK_SIZE)
         for strategy, settings in STRATEGIES.items():
             plan = plan_buckets(limits, settings)
             print(f"{name}, {strategy}: {len(plan.prefill)} + {len(plan.decode)} shapes")
             for users in arguments.users:
-                cells = ""
-                for waits in (False, True):
-                    found = simulate(PROFILES[name], limits, plan, users, min(arguments.requests, 40 * users), waits)
-                    shares = (
-                        found.share(*parts) for parts in (["prefill"], ["decode"], ["prefill", "decode"], ["blocks"])
-                    )
-                    cells += "  " + "".join(f"{share:8.3f}" for share in shares)
-                print(f"{users:19}               {cells}")
+                found = simulate(PROFILES[name], limits, plan, users, min(arguments.requests, 40 * users))
+                parts = (["prefill"], ["decode"], ["prefill", "decode"], ["blocks"])
+                print(f"{users:19}                 " + "".join(f"{found.share(*part):8.3f}" for part in parts))
 
 
 if __name__ == "__main__":

@@ -396,7 +396,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size: int
     dtypes: list[str]  # first is the default
-    mixes_phases: bool  # prefill chunks and decode may share a step
     max_batch_size: int  # requests running at a time, unless the user says otherwise
     max_batch_prefill_tokens: int  # likewise
     memory_share: float  # of the memory free after loading, how much the KV cache may take

@@ -126,7 +126,6 @@ class GraphDevice:
 class Traffic:
     limits: PlanLimits
     wanted: BucketSettings
-    mixes_phases: bool
     overlap: bool
     limit_graphs: bool
     arrivals: list[tuple[int, GenerationRequest]]  # at which step
@@ -175,9 +174,7 @@ def traffic(draw: st.DrawFn) -> Traffic:
         arrivals.append((rng.randrange(1 + 2 * count), request))
     aborts = [(rng.randrange(1 + 3 * count), rng.randrange(count)) for _ in range(rng.choice([0, 0, 3]))]
     booleans = st.booleans()
-    return Traffic(
-        limits, wanted, draw(booleans), draw(booleans), draw(booleans), sorted(arrivals, key=lambda a: a[0]), aborts
-    )
+    return Traffic(limits, wanted, draw(booleans), draw(booleans), sorted(arrivals, key=lambda a: a[0]), aborts)
 
 
 def make_runner(asked: Traffic, plan: BucketPlan) -> tuple[Any, OracleModel]:
@@ -207,8 +204,6 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
         max_batch_prefill_tokens=limits.max_batch_prefill_tokens,
         max_batch_size=limits.max_batch_size,
         max_total_tokens=limits.max_total_tokens,
-        mixes_phases=asked.mixes_phases,
-        max_waiting_tokens=3,
     )
     assert limits.num_blocks is not None
     pool = BlockPool(limits.num_blocks + 1, limits.block_size, False)
@@ -231,7 +226,6 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
             if planned.chunks:
                 together = plan.find_prefill(len(planned.chunks), max(chunk.end for chunk in planned.chunks))
                 assert together is not None, "prompts of a step that no shape holds"
-            assert asked.mixes_phases or not (planned.decode and planned.chunks)
             pending.append(runner.execute(planned))
         while pending and (len(pending) > asked.overlap or planned is None):
             out = scheduler.apply(pending.popleft())

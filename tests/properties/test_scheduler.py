@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.policy import BatchPolicy
-from text_generation_inference.scheduler.prefix import PrefixIndex
+from text_generation_inference.scheduler.prefix import PrefixIndex, root_of
 from text_generation_inference.scheduler.request import Request
 from text_generation_inference.scheduler.scheduler import Scheduler
 from text_generation_inference.types import (
@@ -168,9 +168,7 @@ class Harness:
             self.steps += 1
             num_prefill = sum(chunk.end - chunk.start for chunk in plan.chunks)
             assert num_prefill <= self.scheduler.policy.max_batch_prefill_tokens
-            if not self.scheduler.policy.mixes_phases:
-                assert not (plan.decode and plan.chunks)
-            elif plan.decode and plan.chunks:
+            if plan.decode and plan.chunks:
                 num_decode = len(self.scheduler._in_flight[-1].decode_rows) * self.scheduler.policy.tokens_per_row
                 assert num_prefill + num_decode <= self.scheduler.policy.max_batch_prefill_tokens
             self.count_admissions(plan)
@@ -241,7 +239,6 @@ def scenarios(draw: st.DrawFn) -> dict:
     ]
     longest = max(len(r.token_ids) + r.max_new_tokens for r in requests)
     least_blocks = -(-longest // block_size)
-    mixes = draw(st.booleans())
     return {
         "requests": requests,
         "arrivals": [draw(st.integers(0, 25)) for _ in requests],
@@ -254,9 +251,6 @@ def scenarios(draw: st.DrawFn) -> dict:
             max_batch_prefill_tokens=draw(st.integers(1, 40)),
             max_batch_size=draw(st.integers(1, 8)),
             max_total_tokens=longest,
-            mixes_phases=mixes,
-            waiting_served_ratio=draw(st.sampled_from([0.0, 0.3, 1.2])),
-            max_waiting_tokens=draw(st.integers(0, 10)),
             max_step_ms=draw(st.sampled_from([0, 1, 10])),
             tokens_per_row=draw(st.sampled_from([1, 1, 2, 4])),
         ),
@@ -416,6 +410,23 @@ def test_salt_separates_prefixes() -> None:
     assert harness.scheduler.stats.num_cached_prompt_tokens == 8
 
 
+def test_whatever_else_decides_the_cache_separates_prefixes() -> None:
+    sources = [
+        make(0, [1], 1),
+        make(1, [1], 1, cache_salt="a"),
+        make(2, [1], 1, adapter="a"),
+        make(3, [1], 1, images={"a": None}),
+        make(4, [1], 1, images={"a": None, "b": None}),
+    ]
+    pool = BlockPool(100, 1)
+    for number, source in enumerate(sources):
+        assert pool.match([1], root_of(source)) == []
+        request = Request(source, number, 0)
+        request.blocks = pool.try_take(1) or []
+        pool.publish(request, 1)
+        assert pool.match([1], root_of(source)) == request.blocks
+
+
 def test_least_recently_used_prefix_is_evicted_first() -> None:
     harness = Harness(1 + 6, 4, True, True, policy(max_batch_size=1, max_total_tokens=24))
     a, b, c = ([n] * 9 for n in (1, 2, 3))
@@ -445,25 +456,6 @@ def test_decode_steps_carry_only_changes() -> None:
     for _ in range(10):
         harness.step()
     assert all(p.decode and not (p.admit or p.chunks or p.join or p.leave or p.release or p.grow) for p in plans)
-
-
-@pytest.mark.parametrize(("ratio", "waiting", "joins_at"), [(0.0, 20, 1), (1.0, 5, 4), (0.5, 100, None)])
-def test_where_phases_do_not_mix_newcomers_wait_their_turn(ratio: float, waiting: int, joins_at: int | None) -> None:
-    rules = policy(mixes_phases=False, waiting_served_ratio=ratio, max_waiting_tokens=waiting)
-    harness = Harness(200, 4, True, False, rules)
-    for number in range(4):
-        harness.scheduler.add(make(number, [number] * 4, 30))
-    harness.step()
-    harness.step()
-    harness.scheduler.add(make(9, [9] * 4, 30))
-    joined = None
-    for tick in range(1, 12):
-        harness.step()
-        if joined is None and 9 in harness.outputs:
-            joined = tick
-    assert joined == joins_at
-    harness.drain()
-    assert harness.outputs[9] == expected_output(make(9, [9] * 4, 30))
 
 
 def test_a_failing_request_ends_alone_and_its_blocks_are_not_reused() -> None:
@@ -626,24 +618,6 @@ def test_the_end_of_a_prefix_is_evicted_before_its_start() -> None:
     harness.drain()
     assert harness.pool.try_take(2) is not None
     assert len(harness.pool.match([1] * 12)) == 2
-
-
-@pytest.mark.parametrize(("prompt", "joins"), [(30, True), (33, False)])
-def test_newcomers_that_must_come_together_fit_one_prefill_together(prompt: int, joins: bool) -> None:
-    """Half of 4 running makes 2: they pause the batch only if both prompts fit the budget of 64."""
-    rules = policy(mixes_phases=False, waiting_served_ratio=0.5, max_waiting_tokens=100)
-    harness = Harness(200, 4, False, False, rules)
-    for number in range(4):
-        harness.scheduler.add(make(number, [number] * 4, 30))
-    harness.step()
-    harness.step()
-    for number in (8, 9):
-        harness.scheduler.add(make(number, [number % 4] * prompt, 5))
-    for _ in range(5):
-        harness.step()
-    assert (8 in harness.outputs and 9 in harness.outputs) == joins
-    harness.drain()
-    assert harness.outputs[9] == expected_output(make(9, [1] * prompt, 5))
 
 
 def test_an_abort_while_two_steps_are_in_flight() -> None:

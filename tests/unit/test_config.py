@@ -20,7 +20,6 @@ from text_generation_inference.types import Limits
 LIMITS = Limits(
     block_size=16,
     dtypes=["float32"],
-    mixes_phases=True,
     max_batch_size=8,
     max_batch_prefill_tokens=512,
     memory_share=0.5,
@@ -93,12 +92,6 @@ def test_too_little_memory_says_how_much_fits() -> None:
         derive(free=1000)
     with pytest.raises(ResourceError, match="Not enough memory to handle `max_total_tokens=1000`"):
         derive(free=1_000_000, max_total_tokens=1000)
-
-
-def test_where_phases_do_not_mix_a_prompt_must_fit_one_prefill() -> None:
-    limits = Limits(**{**{f: getattr(LIMITS, f) for f in LIMITS.__struct_fields__}, "mixes_phases": False})
-    with pytest.raises(StartError, match="`max_batch_prefill_tokens` must be >= `max_input_tokens`"):
-        derive(limits=limits)
 
 
 def test_environment() -> None:

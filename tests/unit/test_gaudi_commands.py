@@ -165,7 +165,6 @@ COMMANDS: dict[str, Command] = {
 HPU = Limits(
     block_size=128,
     dtypes=["bfloat16", "float32"],
-    mixes_phases=True,
     buckets=True,
     max_batch_size=32,
     max_batch_prefill_tokens=4096,

@@ -99,14 +99,12 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
         raise StartError(f"`max_input_tokens`({max_input}) must be < `max_total_tokens`({longest})")
     prefill = config.max_batch_prefill_tokens or min(limits.max_batch_prefill_tokens, pool_tokens)
     reasons["max_batch_prefill_tokens"] = "as given" if config.max_batch_prefill_tokens else "the device's default"
-    whole = padded or not limits.mixes_phases  # prompts are not computed in parts
     if padded and not config.max_batch_prefill_tokens and prefill < max_input:
         prefill = max_input
         reasons["max_batch_prefill_tokens"] = "max_input_tokens"
-    if whole and prefill < max_input:
+    if padded and prefill < max_input:  # prompts are not computed in parts
         raise StartError(f"`max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: {prefill} and {max_input}")
-    if limits.mixes_phases:
-        reasons["waiting_served_ratio, max_waiting_tokens"] = "no effect: prefill and decode share a step here"
+    reasons["waiting_served_ratio, max_waiting_tokens"] = "no effect: prefill and decode share a step here"
     return Resolved(
         block_size=limits.block_size,
         num_blocks=num_blocks + 1,

@@ -40,7 +40,6 @@ class CpuDevice(AtOnce):
         self.limits = Limits(
             block_size=16,
             dtypes=["float32", "bfloat16", "float16"],
-            mixes_phases=True,
             max_batch_size=64,
             max_batch_prefill_tokens=512,
             memory_share=0.5,

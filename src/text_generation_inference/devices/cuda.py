@@ -64,7 +64,6 @@ class CudaDevice:
         self.limits = Limits(
             block_size=16,
             dtypes=["bfloat16", "float16", "float32"] if self.capability >= _BFLOAT16 else ["float16", "float32"],
-            mixes_phases=True,
             runs_ahead=True,
             graphs=True,
             measures_steps=True,

@@ -85,7 +85,6 @@ class HpuDevice(AtOnce):
         self.limits = Limits(
             block_size=BLOCK_SIZE,
             dtypes=["bfloat16", "float32"],
-            mixes_phases=True,
             graphs=True,
             prompt_graphs=False,
             meters_memory=True,

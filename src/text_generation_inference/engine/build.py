@@ -181,10 +181,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         max_batch_prefill_tokens=resolved.max_batch_prefill_tokens,
         max_batch_size=resolved.max_batch_size,
         max_total_tokens=resolved.max_total_tokens,
-        mixes_phases=device.limits.mixes_phases,
         max_step_ms=config.max_step_ms,
-        waiting_served_ratio=config.waiting_served_ratio,
-        max_waiting_tokens=config.max_waiting_tokens,
     )
     pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching and not bucketed)
     notes = [note for note in (source.note, device.ops.description) if note]

@@ -8,10 +8,11 @@ tensors live on the device; this module knows numbers only.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from text_generation_inference.scheduler.prefix import PrefixIndex
+from text_generation_inference.scheduler.prefix import PrefixIndex, PrefixRoot
 from text_generation_inference.scheduler.request import Request
 
 PADDING_BLOCK = 0
+_PLAIN_ROOT = PrefixRoot()
 
 
 class BlockPool:
@@ -38,12 +39,12 @@ class BlockPool:
         """Free blocks that hold nothing findable."""
         return len(self._empty)
 
-    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
+    def match(self, tokens: Sequence[int], root: PrefixRoot = _PLAIN_ROOT) -> list[int]:
         """The published blocks that hold the longest whole-block prefix of `tokens`."""
         blocks: list[int] = []
         if not self.prefix_caching:
             return blocks
-        parent: object = salt
+        parent: object = root
         size = self.block_size
         for start in range(0, len(tokens) - size + 1, size):
             hit = self._index.find(parent, tuple(tokens[start : start + size]))

@@ -7,9 +7,6 @@ Pure arithmetic over the settings TGI's users know.
   full later, the newest request is preempted and recomputed.
 - `max_batch_size`: requests running at a time.
 - `max_step_ms`: how long a step may take where prompts are computed beside others' decode tokens (see `pace`).
-- `waiting_served_ratio`, `max_waiting_tokens`: only where a step cannot mix prefill and decode (`Limits.mixes_phases`
-  is false). There newcomers pause the running batch, so they wait until they are numerous enough or waited long enough.
-  Where phases mix nobody is paused and both settings have no effect.
 """
 
 import msgspec
@@ -19,20 +16,9 @@ class BatchPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_prefill_tokens: int
     max_batch_size: int
     max_total_tokens: int  # of one request, prompt and output
-    mixes_phases: bool = True
     max_step_ms: int = 0  # 0: as long as it takes
     tokens_per_row: int = 1  # of a decode step: each row yields this one, or 0 to so many
-    waiting_served_ratio: float = 0.3
-    max_waiting_tokens: int = 20
 
     def prefill_budget(self, num_decode: int) -> int:
         """Prompt tokens the next step may compute beside `num_decode` decode tokens."""
-        if not self.mixes_phases:
-            return self.max_batch_prefill_tokens
         return max(0, self.max_batch_prefill_tokens - num_decode * self.tokens_per_row)
-
-    def min_newcomers(self, num_running: int, decode_steps_waited: int) -> int:
-        """How many requests must be able to join at once, given `num_running` would pause for them."""
-        if self.mixes_phases or num_running == 0 or decode_steps_waited >= self.max_waiting_tokens:
-            return 1
-        return max(1, int(num_running * self.waiting_served_ratio))

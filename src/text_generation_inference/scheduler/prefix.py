@@ -1,11 +1,27 @@
 """Which block holds which tokens after which prefix: the index behind prefix reuse.
 
-A published block is found by (identity of its parent block, its tokens). Identities are never reused, and
+A published block is found by (identity of its parent block, or root, and its tokens). Identities are never reused, and
 the dictionary compares tokens and parent, not only their hash, so a hit is exact. There is at most one entry for each
 block of the pool.
 """
 
 from itertools import count
+from typing import NamedTuple
+
+from text_generation_inference.types import GenerationRequest
+
+
+class PrefixRoot(NamedTuple):
+    """What decides keys and values beside the tokens, and who may find them: requests share cached prefixes only where
+    all of it is equal. In place of a parent before the first block."""
+
+    salt: str = ""
+    adapter: str | None = None
+    image_digests: tuple[str, ...] = ()
+
+
+def root_of(source: GenerationRequest) -> PrefixRoot:
+    return PrefixRoot(source.cache_salt, source.adapter, tuple(source.images))
 
 
 class PrefixIndex:

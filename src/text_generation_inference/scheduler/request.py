@@ -3,6 +3,7 @@
 Owned by `Scheduler`; nothing outside `scheduler/` holds one.
 """
 
+from text_generation_inference.scheduler.prefix import root_of
 from text_generation_inference.types import GenerationRequest
 
 
@@ -28,6 +29,7 @@ class Request:
         "num_published",
         "order",
         "reserved",
+        "root",
         "slot",
         "source",
         "stop_ids",
@@ -50,7 +52,8 @@ class Request:
         self.join_clock = -1  # decode clock at which it entered the decode set; -1 outside
         self.next_event = -1  # decode clock of its calendar entry; -1 without one
         self.busy_until = 0  # last planned step that may still return a token for it
-        self.chain: object = source.cache_salt  # identity of the last published block, or the salt before the first
+        self.root = root_of(source)
+        self.chain: object = self.root  # identity of the last published block, or the root before the first
         self.num_published = 0
         self.num_cached_tokens = 0
         self.finished = False

@@ -9,19 +9,18 @@ confirm all of it or a part. A calendar says at which decode step a member's blo
 length, which keeps planning proportional to what changes. A plan may be made while the step before it still runs: then
 `tokens` lacks the newest value, and a request that turns out to be finished has computed one token that is dropped.
 
-Where steps have the shapes of a bucket plan (`prompts_fit`) a prompt is computed in one step, never in chunks, and a
-request holds the blocks of its whole length from the start: nobody is preempted, to come back with a longer prompt than
-any shape is made for. Only after a lack of memory (`rollback`) this happens; such a prompt is computed alone.
+Who joins a step is for `admission` to say: by tokens, or by shapes where steps have those of a bucket plan
+(`prompts_fit`) and a prompt is computed in one step, never in chunks.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
 
 import msgspec
 
 from text_generation_inference.errors import ValidationError
+from text_generation_inference.scheduler.admission import AdmissionByShapes, AdmissionByTokens, PromptsFit
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.pace import StepPace, StepRoom, StepWork, attended
 from text_generation_inference.scheduler.policy import BatchPolicy
@@ -43,10 +42,6 @@ from text_generation_inference.types import (
 
 _MAX_BLOCKS_AHEAD = 64
 _MOST_ENDED = 64  # requests in the queue that have ended, beyond as many as have not
-
-
-# Whether so many prompts, padded to the longest of so many tokens, have a shape that a step can have.
-PromptsFit = Callable[[int, int], bool]
 
 
 class SchedulerStats(msgspec.Struct):
@@ -88,7 +83,11 @@ class Scheduler:
         self._pace = StepPace(policy.max_step_ms / 1000 or None, pool.block_size)
         self._now = clock
         self._per_row = policy.tokens_per_row
-        self._prompts_fit = prompts_fit
+        self._admission = (
+            AdmissionByTokens(policy, pool, self._pace, self._give_back_ahead)
+            if prompts_fit is None
+            else AdmissionByShapes(policy, pool, self._pace, prompts_fit)
+        )
         self._requests: dict[int, Request] = {}  # every unfinished request
         # May hold finished ones, which are dropped when reached, or when they are more than the others.
         self._waiting = make_queue(queue_threshold_ms, clock)
@@ -101,12 +100,9 @@ class Scheduler:
         self._applied_step = 0  # last step whose result came back
         self._decode_clock = 0  # decode steps planned so far
         self._applied_clock = 0  # those whose result came back
-        self._steps_since_join = 1  # decode steps since newcomers joined
         self._calendar: dict[int, list[Request]] = {}  # decode clock -> members to look at before that step
         self._in_flight: deque[_InFlight] = deque()
         self._admitted: list[Admitted] = []  # since the last result
-        # Head of the queue that did not fit, and what it found: until that changes it need not be looked up again.
-        self._blocked: tuple[Request, int, int] | None = None
         # Changes that the next plan will carry:
         self._release: list[int] = []
         self._leave: list[int] = []
@@ -130,10 +126,7 @@ class Scheduler:
                 f"`inputs` tokens + `max_new_tokens` must be <= {room}. Given: {len(source.token_ids)} `inputs` tokens"
                 f" and {source.max_new_tokens} `max_new_tokens`"
             )
-        if self._prompts_fit is not None and not self._prompts_fit(1, len(source.token_ids)):
-            raise ValidationError(
-                f"`inputs` must have at most `max_input_tokens` tokens. Given: {len(source.token_ids)}"
-            )
+        self._admission.check(source)
         self._num_arrived += 1
         request = Request(source, self._num_arrived, self._now())
         self._requests[source.id] = request
@@ -169,18 +162,14 @@ class Scheduler:
         """The next step; None if there is nothing to compute now."""
         grow = self._grow_decode_set()
         num_decode = len(self._decode_rows) + len(self._join)
-        budget = min(self.policy.prefill_budget(num_decode), max(0, self._limit.tokens - num_decode))
-        if self._prompts_fit is not None:
-            budget = self.policy.max_batch_prefill_tokens  # what fits is looked up with each prompt
-        room = self._pace.room(num_decode if self._prompts_fit is None else 0, budget)
+        room = self._admission.open(num_decode, self._limit.tokens)
         chunks, chunk_rows = self._continue_prefills(room)
-        admit, new_chunks, new_rows = self._admit(room, num_decode)
+        admit, new_chunks, new_rows = self._admit(room)
         chunks += new_chunks
         chunk_rows += new_rows
-        decode = num_decode > 0 and (self.policy.mixes_phases or not chunks)
-        if not decode and not chunks:
+        if not num_decode and not chunks:
             return None
-        return self._commit(grow, admit, chunks, chunk_rows, decode)
+        return self._commit(grow, admit, chunks, chunk_rows, num_decode > 0)
 
     def apply(self, result: StepResult, step_s: float = 0.0) -> TokenOut:
         """Take the result of the oldest planned step, which took the device `step_s`, and tell the callers."""
@@ -235,7 +224,7 @@ class Scheduler:
         for request in reversed(running):
             self._preempt(request, forget=True)
         self._release, self._leave = [], []
-        self._blocked = None
+        self._admission.forget()
         rows = flight.decode_rows + flight.chunk_rows
         finished: list[Finish] = []
         if not self._limit.shrink(*self._size(flight)):
@@ -258,9 +247,8 @@ class Scheduler:
             assert request.finished or not (request.running or request.blocks), "a waiting request holds something"
 
     def _size(self, flight: _InFlight) -> tuple[int, int]:
-        """Requests and tokens of a step. Where prompts are not cut, fewer of them are all that makes it smaller."""
-        num_rows = len(flight.decode_rows) + len(flight.chunk_rows)
-        return num_rows, flight.num_tokens if self._prompts_fit is None else num_rows
+        """Requests and tokens of a step, for its limit."""
+        return self._admission.measure(len(flight.decode_rows) + len(flight.chunk_rows), flight.num_tokens)
 
     # -- parts of a plan -------------------------------------------------------------------------------------------
 
@@ -380,15 +368,11 @@ class Scheduler:
         self.pool.publish(request, end)
         return Chunk(request.slot, start, end, end == known)
 
-    def _admit(self, room: StepRoom, num_decode: int) -> tuple[list[Admission], list[Chunk], list[Request]]:
+    def _admit(self, room: StepRoom) -> tuple[list[Admission], list[Chunk], list[Request]]:
         """Let waiting requests in, in the order of the queue, until tokens, slots or blocks run out."""
         admit: list[Admission] = []
         chunks: list[Chunk] = []
         rows: list[Request] = []
-        longest = 0
-        minimum = self.policy.min_newcomers(num_decode, self._steps_since_join)
-        if minimum > 1 and not self._could_join(minimum, room.tokens):
-            return admit, chunks, rows
         while room.is_open and self._free_slots and self.num_running < self._limit.rows:
             request = self._waiting.head(self._shares.may_take)
             if request is None:
@@ -398,58 +382,13 @@ class Scheduler:
                 continue
             if request.busy_until > self._applied_step:
                 break
-            if self._prompts_fit is not None:
-                longest = max(longest, len(request.tokens))
-                if rows and not self._prompts_fit(len(rows) + 1, longest):
-                    break  # one alone has been looked up; after a rollback it may be longer, and has its own shape
-                room.tokens = max(room.tokens, len(request.tokens))
-            state = (request, self.pool.num_free, self.num_running)
-            if state == self._blocked:
-                break
-            if not self._try_hold_blocks(request):
-                self._blocked = (request, self.pool.num_free, self.num_running)
+            if not self._admission.try_join(request, self.num_running):
                 break
             self._waiting.take(request)
             admit.append(self._start(request))
             chunks.append(self._chunk(request, room))
             rows.append(request)
         return admit, chunks, rows
-
-    def _could_join(self, minimum: int, budget: int) -> bool:
-        """Whether the first `minimum` waiting requests would fit together, cached prefixes not counted."""
-        if len(self._free_slots) < minimum or self.num_waiting < minimum:
-            return False
-        first = list(islice((request for request in self._waiting if not request.finished), minimum))
-        num_tokens = sum(len(request.tokens) for request in first)
-        if self._prompts_fit is not None:
-            longest = max((len(request.tokens) for request in first), default=0)
-            num_blocks = sum(self._num_blocks_for(request) for request in first)
-            return self._prompts_fit(len(first), longest) and num_blocks <= self.pool.num_free
-        num_blocks = sum(-(-len(request.tokens) // self.pool.block_size) for request in first)
-        return num_tokens <= budget and num_blocks + self.num_running <= self.pool.num_free
-
-    def _try_hold_blocks(self, request: Request) -> bool:
-        """Blocks for all known tokens, shared ones first; one spare block stays for each running request."""
-        size = self.pool.block_size
-        if self._prompts_fit is not None:
-            blocks = self.pool.try_take(self._num_blocks_for(request))
-            request.blocks = blocks or []
-            return blocks is not None
-        known = len(request.tokens)
-        shared: list[int] = []
-        if not request.wants_prompt_logprobs:
-            shared = self.pool.match(request.tokens[: known - 1], request.source.cache_salt)
-        num_new = -(-known // size) - len(shared)
-        while (blocks := self.pool.try_take(num_new, shared, num_spare=self.num_running)) is None:
-            if not self._give_back_ahead():
-                return False
-        request.blocks = blocks
-        request.reserved = len(shared) * size
-        return True
-
-    def _num_blocks_for(self, request: Request) -> int:
-        """Blocks for all tokens that the request may compute: its last one is not."""
-        return -(-(request.total_limit - 1) // self.pool.block_size)
 
     def _start(self, request: Request) -> Admission:
         request.slot = self._free_slots.pop()
@@ -487,9 +426,6 @@ class Scheduler:
             self._join.append(request)  # from the next plan on
         if decode:
             self._decode_clock += 1
-            self._steps_since_join += 1
-        if admit:
-            self._steps_since_join = 1
         plan = StepPlan(self._step, self._release, admit, self._leave, join, grow, decode, chunks)
         self._release, self._leave = [], []
         work = StepWork(
@@ -537,7 +473,7 @@ class Scheduler:
         request.blocks = []
         request.reserved = 0
         request.num_published = 0
-        request.chain = request.source.cache_salt
+        request.chain = request.root
 
     def _preempt(self, request: Request, forget: bool = False) -> None:
         """Back to the head of the queue; its tokens will be computed again."""
