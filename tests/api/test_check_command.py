@@ -21,7 +21,7 @@ from text_generation_inference.engine.build import start_engine
 from text_generation_inference.errors import StartError
 from text_generation_inference.launch.arguments import build_parser, read_arguments
 from text_generation_inference.launch.check import check_model, main, render
-from text_generation_inference.models.registry import read_config, read_spec
+from text_generation_inference.models.registry import judge
 from text_generation_inference.weights.download import HubAccess
 from text_generation_inference.weights.source import resolve_model
 from unit import tiny_gguf
@@ -213,7 +213,7 @@ def test_the_launcher_judges_a_model_before_fetching_it(tiny: Path, tmp_path: Pa
                 tmp_path,
                 hub_cache=access.cache_dir,
                 endpoint=access.endpoint,
-                judge=lambda folder: read_spec(read_config(folder)),
+                judge=judge,
             )
         assert not any("model.safetensors" in line for line in hub.asked if "/resolve/" in line)
 

@@ -19,6 +19,7 @@ from queue_on_cpu import QueueOnCpu
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import start_engine
 from text_generation_inference.errors import ResourceError, StartError
+from text_generation_inference.layers.cache import bytes_per_token
 
 
 class Measured(QueueOnCpu):
@@ -98,8 +99,7 @@ def test_the_cache_gets_what_steps_do_not_need(tiny: Tiny, device: Measured) -> 
     assert per_token == 4 * (64 // 16 + 1) + 1  # memory abounds: one to spare for each, and nobody's
     device.free, device.peak = 2_000_000, 200_000
     engine = start(tiny.folder, **settings)
-    spec = engine.loop._runner.model.spec
-    kv = spec.kv_bytes_per_token(spec.num_kv_heads, 4)
+    kv = bytes_per_token(engine.loop._runner.model.caches(torch.float32))
     share = device.limits.memory_share
     assert engine.facts.num_blocks - 1 == int((2_000_000 - 3 * 200_000) * share) // kv // 16
 

@@ -19,7 +19,8 @@ from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.engine.build import Engine
 from text_generation_inference.engine.memory import most_captured_tokens
-from text_generation_inference.models.registry import read_config, read_spec
+from text_generation_inference.models.registry import build, read_config
+from text_generation_inference.quant.choose import assign_methods, choose_quantization
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.types import Grammar
 
@@ -134,8 +135,9 @@ def test_how_many_prompt_tokens_are_captured(
     tiny_llama: Tiny, settings: dict, rows: int, length: int, most: int
 ) -> None:
     config = ServerConfig(**{"max_batch_prefill_tokens": 8192, **settings})
-    spec = read_spec(read_config(tiny_llama.folder))
-    assert most_captured_tokens(config, spec, SimpleNamespace(), rows, length) == most
+    model = build(read_config(tiny_llama.folder))
+    assign_methods(model, choose_quantization(config.quantize, None))
+    assert most_captured_tokens(config, model, SimpleNamespace(), rows, length) == most
 
 
 def test_every_way_to_choose(tiny_llama: Tiny, start_here: Start) -> None:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -512,11 +511,10 @@ def test_fp8_need_gaudi_2(hpu):
 
     device = HpuDevice()
     device.fp8_max = 0.0
-    spec = SimpleNamespace(quantization=None)
-    check_precision(ServerConfig(), spec, device)
+    check_precision(ServerConfig(), None, device)
     for config in (ServerConfig(quantize="fp8"), ServerConfig(kv_cache_dtype="fp8_e4m3fn")):
         with pytest.raises(StartError, match="needs Gaudi 2 or later, not hpu"):
-            check_precision(config, spec, device)
+            check_precision(config, None, device)
 
 
 def test_memory_figures(hpu, monkeypatch):

@@ -10,10 +10,10 @@ import torch
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import FP8, Fp8Weight
+from text_generation_inference.models import registry
 from text_generation_inference.models.decoder import CausalLM
-from text_generation_inference.models.registry import read_spec
+from text_generation_inference.models.model import Context
 from text_generation_inference.models.spec import Config
-from text_generation_inference.parallel import SINGLE
 from text_generation_inference.quant.choose import assign_methods
 from text_generation_inference.quant.fp8 import ON_LOADING, Fp8Scheme
 from text_generation_inference.quant.fp8_formats import StoredQuantization
@@ -55,8 +55,8 @@ def build(quantization: Quantization, cache_dtype: torch.dtype, **changes: Any) 
         "vocab_size": 40, "hidden_size": 80, "intermediate_size": 208, "num_hidden_layers": 2,
         "num_attention_heads": 4, "head_dim": 20, "max_position_embeddings": 64, "hidden_act": "silu", **changes,
     }  # fmt: skip
-    spec = read_spec(Config(fields, "config.json"))
-    model = CausalLM(ops, SINGLE, spec, CPU)
+    model = registry.build(Config(fields, "config.json"), Context(ops))
+    assert isinstance(model, CausalLM)
     assign_methods(model, quantization)
     load_dummy(model, torch.float16, CPU, 1)
     for number, layer in enumerate(model.model.layers):
@@ -66,8 +66,8 @@ def build(quantization: Quantization, cache_dtype: torch.dtype, **changes: Any) 
         for matrix in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
             if matrix.bias is not None:
                 matrix.bias.normal_()
-    shape = (4, 16, spec.num_kv_heads, spec.head_dim)
-    cache = [(torch.randn(shape).to(cache_dtype), torch.randn(shape).to(cache_dtype)) for _ in model.model.layers]
+    shapes = [(4, 16, spec.num_kv_heads, spec.head_dim) for spec in model.caches(cache_dtype)]
+    cache = [(torch.randn(shape).to(cache_dtype), torch.randn(shape).to(cache_dtype)) for shape in shapes]
     model.bind(cache, 64)
     return model, cache
 

@@ -14,7 +14,7 @@ from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.cpu import CpuDevice
 from text_generation_inference.engine.build import load_model
 from text_generation_inference.kernels.batch import Batch, PagedMeta
-from text_generation_inference.models.registry import read_config, read_spec
+from text_generation_inference.models.registry import read_config, read_quantization
 from text_generation_inference.parallel import Parallel
 from text_generation_inference.runner import kv_cache
 from text_generation_inference.weights.source import ModelFolder
@@ -41,12 +41,13 @@ def _run(rank: int, world: int, folder: Path, meeting: Path) -> None:
         store = f"file://{meeting / 'store'}"
         dist.init_process_group("gloo", store, timedelta(seconds=60), rank=rank, world_size=world)
     device = CpuDevice(meeting, custom_kernels=False)
-    spec = read_spec(read_config(folder))
+    config = read_config(folder)
     parallel = Parallel(rank, world)
     source = ModelFolder(model_id="tiny", path=folder, note="")
-    model = load_model(ServerConfig(), source, spec, device, torch.float32, parallel, lambda *_: None)
-    start, end = parallel.split_kv_heads(spec.num_kv_heads)
-    cache = kv_cache.allocate(device, spec.num_layers, 4, 16, end - start, spec.head_dim, torch.float32)
+    model = load_model(
+        ServerConfig(), source, config, read_quantization(config), device, torch.float32, parallel, lambda *_: None
+    )
+    cache = kv_cache.allocate(device, model.caches(torch.float32), num_blocks=4)
     model.bind(cache, 64)
     count = len(PROMPT)
     batch = Batch(

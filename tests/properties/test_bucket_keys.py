@@ -55,8 +55,7 @@ class OracleModel:
     """Hidden states are sums of entries; logits prefer that sum modulo the vocabulary."""
 
     def __init__(self) -> None:
-        self.spec = SimpleNamespace(vocab_size=VOCAB)
-        self.model = SimpleNamespace(layers=[None])
+        self.vocab_size = VOCAB
         self.keys: set[object] = set()
 
     def bind(self, kv_cache: list[tuple[Tensor, Tensor]], num_positions: int) -> None:

@@ -23,9 +23,8 @@ from text_generation_inference.bench.work import Iteration, StepTime
 from text_generation_inference.bench.work import summarise as summarise_row
 from text_generation_inference.config import Resolved
 from text_generation_inference.errors import StartError
-from text_generation_inference.layers.rotary import RopeSpec
-from text_generation_inference.models.registry import read_config, read_spec
-from text_generation_inference.models.spec import DecoderSpec
+from text_generation_inference.layers.cache import CacheSpec
+from text_generation_inference.models.registry import build, read_config
 
 
 @pytest.mark.parametrize(
@@ -224,9 +223,10 @@ def test_unwritable_reports(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_shapes_are_models(shape: str, tmp_path: Path) -> None:
-    spec = read_spec(read_config(write_shape(shape, tmp_path / shape)))
-    assert spec.num_layers == SHAPES[shape]["num_hidden_layers"]
-    assert spec.head_dim * spec.num_heads == config_of(shape)["hidden_size"]
+    model = build(read_config(write_shape(shape, tmp_path / shape)))
+    caches, fields = model.caches(torch.bfloat16), config_of(shape)
+    assert len(caches) == fields["num_hidden_layers"]
+    assert caches[0].head_dim * fields["num_attention_heads"] == fields["hidden_size"]
 
 
 def test_tables() -> None:
@@ -284,26 +284,14 @@ def test_kinds_of_kernels() -> None:
 
 
 def test_floor_arithmetic() -> None:
-    spec = DecoderSpec(
-        vocab_size=100,
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        intermediate_size=128,
-        norm_eps=1e-5,
-        rope=RopeSpec(kind="default", theta=1e4, rotary_dim=16),
-        max_positions=512,
-        windows=(None, 10),
-    )
+    caches = [CacheSpec(2, 16, torch.bfloat16), CacheSpec(2, 16, torch.bfloat16, window=10)]
     matrices = [torch.zeros(32, 64), torch.zeros(64, 16)]
-    model = FloorModel(spec, matrices, torch.zeros(100, 64), cache_element_bytes=2, rates=find_rates("NVIDIA H200"))
+    model = FloorModel(caches, 2 * 4 * 16, matrices, torch.zeros(100, 64), find_rates("NVIDIA H200"))
     assert model.cache_bytes(100) == 2 * 2 * 16 * 2 * (100 + 10)
     operations = 2 * (32 * 64 + 64 * 16) + 2 * 50 * 4 * 16 * 2
     assert model.prefill_seconds(Row(50, 5, 3)) == pytest.approx(150 * operations / 750e12)
     fp8 = FloorModel(
-        spec, [matrix.to(torch.float8_e4m3fn) for matrix in matrices], torch.zeros(100, 64), 1, model.rates
+        caches, 128, [matrix.to(torch.float8_e4m3fn) for matrix in matrices], torch.zeros(100, 64), model.rates
     )
     assert fp8.prefill_seconds(Row(50, 5, 3)) == pytest.approx(150 * operations / 1300e12)
 

@@ -20,7 +20,7 @@ from text_generation_inference.bench.results import Row
 from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import StartError
 from text_generation_inference.kernels.fp8 import Fp8Weight
-from text_generation_inference.models.spec import DecoderSpec
+from text_generation_inference.layers.cache import CacheSpec
 
 Matrix = Tensor | Fp8Weight
 
@@ -48,10 +48,10 @@ def find_rates(gpu: str) -> Rates:
 class FloorModel:
     """What of a model the floor depends on."""
 
-    spec: DecoderSpec
+    caches: list[CacheSpec]
+    query_width: int  # of all heads of all layers
     layers: list[Matrix]  # of all layers
     head: Matrix
-    cache_element_bytes: int
     rates: Rates
 
     @classmethod
@@ -64,18 +64,17 @@ class FloorModel:
             for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)
         ]
         head = (model.head or model.model.embedding).weight
-        return cls(model.spec, layers, head, runner.kv_cache[0][0].element_size(), rates)
+        heads = [layer.attention.heads for layer in model.model.layers]
+        query_width = sum(layout.num_heads * layout.head_dim for layout in heads)
+        return cls(model.caches(runner.kv_cache[0][0].dtype), query_width, layers, head, rates)
 
     def cache_bytes(self, context: float) -> float:
         """Read by a decode step for one request."""
-        spec = self.spec
-        by_layer = 2 * spec.num_kv_heads * spec.head_dim * self.cache_element_bytes
-        return sum(by_layer * min(context, window or context) for window in spec.windows)
+        return sum(cache.bytes_per_token * min(context, cache.window or context) for cache in self.caches)
 
     def prefill_seconds(self, row: Row) -> float:
-        spec = self.spec
         products = sum(2 * matrix.shape[0] * matrix.shape[1] for matrix in self.layers)  # per token
-        scores = 2 * row.inputs * spec.num_heads * spec.head_dim * spec.num_layers  # half of the square, twice
+        scores = 2 * row.inputs * self.query_width  # half of the square, twice
         in_fp8 = _data(self.layers[0]).dtype == torch.float8_e4m3fn
         rate = self.rates.fp8_operations_per_s if in_fp8 else self.rates.operations_per_s
         return row.requests * row.inputs * (products + scores) / rate

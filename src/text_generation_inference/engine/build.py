@@ -3,13 +3,20 @@
 import gc
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from text_generation_inference.config import ModelSize, Resolved, ServerConfig, cache_folder, resolve, uses_buckets
+from text_generation_inference.config import (
+    ModelSize,
+    Resolved,
+    ServerConfig,
+    cache_folder,
+    resolve,
+    uses_buckets,
+)
 from text_generation_inference.devices.buckets import BucketPlan
 from text_generation_inference.devices.device import Device, check_present, choose_device
 from text_generation_inference.engine.bucketing import (
@@ -20,7 +27,7 @@ from text_generation_inference.engine.bucketing import (
     make_plan,
     plan_from,
 )
-from text_generation_inference.engine.calibrate import choose_cache, make_recorder, quantize_spec, read_quant_config
+from text_generation_inference.engine.calibrate import choose_cache, make_recorder, read_quant_config
 from text_generation_inference.engine.loop import EngineLoop, StepRunner, is_out_of_memory
 from text_generation_inference.engine.memory import (
     check_precision,
@@ -31,12 +38,14 @@ from text_generation_inference.engine.memory import (
 )
 from text_generation_inference.engine.warm_shapes import StepBytes, measure_shapes, warm_shapes
 from text_generation_inference.errors import EngineError, ResourceError, StartError
-from text_generation_inference.models.decoder import CausalLM
-from text_generation_inference.models.registry import read_config, read_spec
-from text_generation_inference.models.spec import DecoderSpec
+from text_generation_inference.layers.cache import bytes_per_token
+from text_generation_inference.models.model import Context, Model
+from text_generation_inference.models.registry import build, judge, read_config, read_quantization
+from text_generation_inference.models.spec import Config
 from text_generation_inference.parallel import SINGLE, Parallel
 from text_generation_inference.quant.choose import assign_methods, choose_quantization
 from text_generation_inference.quant.inc.measure import Recorder
+from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.runner import kv_cache, rollback
 from text_generation_inference.runner.bucketed import BucketedRunner
 from text_generation_inference.runner.bucketed_queue import BucketedQueuedRunner
@@ -48,6 +57,7 @@ from text_generation_inference.scheduler.scheduler import Scheduler
 from text_generation_inference.text.grammar import GrammarCompiler
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.types import ModelFacts
+from text_generation_inference.units import gigabytes
 from text_generation_inference.weights.checkpoint import Checkpoint
 from text_generation_inference.weights.load import load_checkpoint, load_dummy
 from text_generation_inference.weights.progress import Progress, silent
@@ -98,8 +108,9 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     cache_dir = cache_folder(config)
     check_present(config)
     with _timed(seconds, "resolve"):
-        source = find_model(config, progress, judge=lambda folder: read_spec(read_config(folder)))
-        spec = read_spec(read_config(source.path))
+        source = find_model(config, progress, judge=judge)
+        model_config = read_config(source.path)
+        stored = read_quantization(model_config)
     with _timed(seconds, "device"):
         device = choose_device(
             config.device, cache_dir, config.custom_kernels, config.num_threads, config.cuda_memory_fraction, config
@@ -109,32 +120,26 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
             device = choose_device(
                 config.device, cache_dir, False, config.num_threads, config.cuda_memory_fraction, config
             )
-        spec = replace(spec, quantization=quantize_spec(calibrated, spec, device))
+        stored = calibrated.quantize(stored, device)
         dtype = choose_dtype(config, device)
-        check_precision(config, spec, device)
+        check_precision(config, stored, device)
+        quantization = choose_quantization(config.quantize, stored)
     with _timed(seconds, "load"):
-        model = load_model(config, source, spec, device, dtype, SINGLE, progress)
-    grammars = GrammarCompiler(lambda: Tokenizer.load(source.path), spec.vocab_size)
-    cache_setting = choose_cache(config, spec, model)
+        model = load_model(config, source, model_config, quantization, device, dtype, SINGLE, progress)
+    grammars = GrammarCompiler(lambda: Tokenizer.load(source.path), model.vocab_size)
+    cache_setting = choose_cache(config, quantization, model)
     cache_dtype = kv_cache.choose_dtype(cache_setting, dtype)
-
-    def allocate(num_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        heads, dim, block_size = spec.num_kv_heads, spec.head_dim, device.limits.block_size
-        return kv_cache.allocate(device, spec.num_layers, num_blocks, block_size, heads, dim, cache_dtype)
-
+    caches = model.caches(cache_dtype)
     bucketed = uses_buckets(config, device.limits)
     step_bytes = StepBytes()
     if device.limits.measures_steps:
         progress("compile kernels", 0, 0)
         with _timed(seconds, "dry_run"):
             shallow = model.shallow()
-            small = allocate(1)[: len(shallow.model.layers)]
-            step_bytes = _measure(config, spec, device, shallow, small)
+            small = kv_cache.allocate(device, caches, num_blocks=1)
+            step_bytes = _measure(config, device, shallow, small)
             del small
-    size = ModelSize(
-        max_positions=spec.max_positions,
-        kv_bytes_per_token=spec.kv_bytes_per_token(spec.num_kv_heads, cache_dtype.itemsize),
-    )
+    size = ModelSize(max_positions=model.max_positions, kv_bytes_per_token=bytes_per_token(caches))
 
     def bring_up(spare_bytes: int) -> _Ready:
         with _timed(seconds, "cache"):
@@ -142,7 +147,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
             resolved = resolve(config, size, device.limits, max(0, free_bytes))
             if bucketed:
                 resolved = fit_prompts(config, resolved)
-            cache = allocate(resolved.num_blocks)
+            cache = kv_cache.allocate(device, caches, resolved.num_blocks)
         rows, length = resolved.max_batch_size, resolved.max_total_tokens
         try:
             with _timed(seconds, "prepare"):
@@ -172,7 +177,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
                 break
         spare_bytes += SPARE_BYTES
         del ready
-        model.fused_decode = None  # refers to the cache
+        model.unbind()
         gc.collect()  # captured steps refer to what refers to them
         device.forget_captures()
         ready = bring_up(spare_bytes)
@@ -186,15 +191,15 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching and not bucketed)
     notes = [note for note in (source.note, device.ops.description) if note]
     if spare_bytes:
-        notes.append(f"{spare_bytes / 1e9:.2f} GB less for the KV cache: the largest step did not fit beside it")
-    notes += describe_precision(config, spec, cache_setting) + calibrated.describe(spec, model)
+        notes.append(f"{gigabytes(spare_bytes)} less for the KV cache: the largest step did not fit beside it")
+    notes += describe_precision(quantization, cache_setting) + calibrated.describe(quantization, model)
     notes += [f"{name}: {reason}" for name, reason in resolved.explain()]
     if plan is not None and buckets is not None:
         notes += describe_plan(config, plan, buckets.bucket_stats)
     facts = ModelFacts(
         model_id=source.model_id,
         dtype=str(dtype).removeprefix("torch."),
-        vocab_size=spec.vocab_size,
+        vocab_size=model.vocab_size,
         max_input_tokens=resolved.max_input_tokens,
         max_total_tokens=resolved.max_total_tokens,
         num_blocks=resolved.num_blocks,
@@ -218,19 +223,18 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
 
 def _measure(
     config: ServerConfig,
-    spec: DecoderSpec,
     device: Device,
-    model: CausalLM,
+    model: Model,
     cache: list[tuple[torch.Tensor, torch.Tensor]],  # of one block
 ) -> StepBytes:
     if uses_buckets(config, device.limits):
-        plan = plan_from(guess_limits(config, spec.max_positions, device), config)
-        length = config.max_total_tokens or spec.max_positions
+        plan = plan_from(guess_limits(config, model.max_positions, device), config)
+        length = config.max_total_tokens or model.max_positions
         return measure_shapes(device, plan, partial(make_bucketed, config, device, model, cache), length)
     return StepBytes(
         measure_steps(
             config,
-            spec,
+            model,
             device,
             lambda rows, length: make_runner(config, device, model, cache, rows, length, None),
         )
@@ -240,7 +244,7 @@ def _measure(
 def make_runner(
     config: ServerConfig,
     device: Device,
-    model: CausalLM,
+    model: Model,
     cache: list[tuple[torch.Tensor, torch.Tensor]],
     num_slots: int,
     max_total_tokens: int,
@@ -249,7 +253,7 @@ def make_runner(
     watermark = (config.watermark_gamma, config.watermark_delta)
     if not device.limits.runs_ahead:
         return Runner(device, model, cache, num_slots, max_total_tokens, watermark, grammars)
-    most_tokens = most_captured_tokens(config, model.spec, device, num_slots, max_total_tokens)
+    most_tokens = most_captured_tokens(config, model, device, num_slots, max_total_tokens)
     return QueuedRunner(
         device, model, cache, num_slots, max_total_tokens, watermark, grammars, config.cuda_graphs, most_tokens
     )
@@ -258,7 +262,7 @@ def make_runner(
 def make_bucketed(
     config: ServerConfig,
     device: Device,
-    model: CausalLM,
+    model: Model,
     cache: list[tuple[torch.Tensor, torch.Tensor]],
     plan: BucketPlan,
     num_slots: int,
@@ -280,9 +284,8 @@ def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def describe_precision(config: ServerConfig, spec: DecoderSpec, cache_setting: str | None) -> list[str]:
+def describe_precision(quantization: Quantization | None, cache_setting: str | None) -> list[str]:
     """What is computed or kept in FP8."""
-    quantization = choose_quantization(config.quantize, spec.quantization)
     notes = [quantization.description] if quantization is not None and quantization.description else []
     if cache_setting is not None:
         notes.append(f"KV cache in {cache_setting}")
@@ -292,17 +295,17 @@ def describe_precision(config: ServerConfig, spec: DecoderSpec, cache_setting: s
 def load_model(
     config: ServerConfig,
     source: ModelFolder,
-    spec: DecoderSpec,
+    model_config: Config,
+    quantization: Quantization | None,
     device: Device,
     dtype: torch.dtype,
     parallel: Parallel,
     progress: Progress,
-) -> CausalLM:
-    model = CausalLM(device.ops, parallel, spec, device.torch_device)
-    quantization = choose_quantization(config.quantize, spec.quantization)
+) -> Model:
+    model = build(model_config, Context(device.ops, parallel, device.torch_device))
     if config.load_format == "dummy":
         assign_methods(model, quantization)
-        check_weights_fit(config, spec, model, dtype, device)
+        check_weights_fit(config, model, dtype, device)
         with device.loading() as pool:
             load_dummy(model, dtype, device.torch_device, config.seed, Scratch(pool))
         return model
@@ -312,7 +315,7 @@ def load_model(
     # Quantised blocks stand for float32 values.
     block_types = checkpoint.block_types if dtype is torch.float32 else {}
     assign_methods(model, quantization, block_types, device.ops.block_kinds)
-    check_weights_fit(config, spec, model, dtype, device)
+    check_weights_fit(config, model, dtype, device)
     ignored = (*model.ignored, *(quantization.may_leave if quantization is not None else ()))
     copies_by_itself = device.limits.runs_ahead and device.torch_device.type != "cpu"
     uploading = Upload(device.torch_device) if copies_by_itself else nullcontext()

@@ -8,8 +8,7 @@ import msgspec
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.device import Device
 from text_generation_inference.errors import StartError
-from text_generation_inference.models.decoder import CausalLM
-from text_generation_inference.models.spec import DecoderSpec
+from text_generation_inference.models.model import Model
 from text_generation_inference.quant.cache_scales import CacheScales
 from text_generation_inference.quant.inc.config import CalibrationConfig, read_calibration
 from text_generation_inference.quant.inc.files import check_writable, statistics_path
@@ -38,12 +37,25 @@ class Calibrated:
     def quantizes(self) -> bool:
         return self.file is not None and self.file.mode == "QUANTIZE"
 
-    def describe(self, spec: DecoderSpec, model: CausalLM) -> list[str]:
+    def quantize(self, stored: Quantization | None, device: Device) -> Quantization | None:
+        """How matrices are stored and loaded; `stored` is what the checkpoint says."""
+        if self.file is None or self.file.mode == "NONE":
+            return stored
+        if stored is not None:
+            raise StartError(
+                "`quant_config` is for models in bfloat16, float16 or float32, but this one is stored in FP8"
+                f" ({stored.method}). Leave QUANT_CONFIG out."
+            )
+        if self.measures:
+            return None
+        return MeasuredQuantization(StaticScales.load(self.file, device.fp8_max))
+
+    def describe(self, quantization: Quantization | None, model: Model) -> list[str]:
         """Notes for the log."""
         if self.file is None:
             return []
         path = statistics_path(self.file.stats, self.file.observer)
-        static = measured_scales(spec.quantization)
+        static = measured_scales(quantization)
         if static is not None:
             origin = f"from {path}" if self.file.methods.need_statistics else "that are fixed"
             notes = [f"static scales {origin}: {_describe_matrices(static, model)}"]
@@ -69,28 +81,13 @@ def read_quant_config(config: ServerConfig) -> Calibrated:
     return Calibrated(msgspec.structs.replace(config, **changes), file)
 
 
-def quantize_spec(calibrated: Calibrated, spec: DecoderSpec, device: Device) -> Quantization | None:
-    """How matrices are stored and loaded."""
-    file, stored = calibrated.file, spec.quantization
-    if file is None or file.mode == "NONE":
-        return stored
-    if stored is not None:
-        raise StartError(
-            "`quant_config` is for models in bfloat16, float16 or float32, but this one is stored in FP8"
-            f" ({stored.method}). Leave QUANT_CONFIG out."
-        )
-    if calibrated.measures:
-        return None
-    return MeasuredQuantization(StaticScales.load(file, device.fp8_max))
-
-
 def measured_scales(quantization: Quantization | None) -> StaticScales | None:
     return quantization.scales if isinstance(quantization, MeasuredQuantization) else None
 
 
-def choose_cache(config: ServerConfig, spec: DecoderSpec, model: CausalLM) -> str | None:
+def choose_cache(config: ServerConfig, quantization: Quantization | None, model: Model) -> str | None:
     """The setting `kv_cache_dtype`, or what measured scales make of it. Scales that nothing has are refused."""
-    static = measured_scales(spec.quantization)
+    static = measured_scales(quantization)
     if config.kv_cache_dtype is not None or static is None:
         return config.kv_cache_dtype
     attentions = [prefix.removesuffix(".") for prefix, module in model.walk() if isinstance(module, CacheScales)]
@@ -104,12 +101,12 @@ def choose_cache(config: ServerConfig, spec: DecoderSpec, model: CausalLM) -> st
     return None
 
 
-def _list_matrices(model: CausalLM) -> list[list[str]]:
+def _list_matrices(model: Model) -> list[list[str]]:
     """The matrices of a checkpoint, each with those that it is multiplied at once with."""
     return [module.names(prefix) for prefix, module in model.walk() if isinstance(module, Matrix) and module.may_round]
 
 
-def _describe_matrices(static: StaticScales, model: CausalLM) -> str:
+def _describe_matrices(static: StaticScales, model: Model) -> str:
     matrices = _list_matrices(model)
     plain = [name for names in matrices if static.find(names) is None for name in names]
     total = sum(map(len, matrices))
@@ -120,7 +117,7 @@ def _describe_matrices(static: StaticScales, model: CausalLM) -> str:
     return f"{text}; as they were stay {', '.join(plain[:_SHOWN])}{more}"
 
 
-def make_recorder(calibrated: Calibrated, model: CausalLM, block_size: int) -> Recorder | None:
+def make_recorder(calibrated: Calibrated, model: Model, block_size: int) -> Recorder | None:
     if calibrated.file is None or not calibrated.measures:
         return None
     return Recorder(model, calibrated.file, block_size)

@@ -224,10 +224,10 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     from text_generation_inference.devices.device import choose_device
     from text_generation_inference.engine.build import choose_dtype
     from text_generation_inference.engine.memory import check_precision, check_weights_fit
-    from text_generation_inference.models.decoder import CausalLM
-    from text_generation_inference.models.registry import ARCHITECTURES, read_spec
+    from text_generation_inference.layers.cache import bytes_per_token
+    from text_generation_inference.models.model import Context
+    from text_generation_inference.models.registry import ARCHITECTURES, build, read_quantization
     from text_generation_inference.models.spec import Config
-    from text_generation_inference.parallel import SINGLE
     from text_generation_inference.quant.choose import assign_methods, choose_quantization, name_quantization
     from text_generation_inference.runner import kv_cache
     from text_generation_inference.weights.load import check_tensors, count_parameters, weight_bytes
@@ -237,7 +237,9 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     report.architecture = str(architectures[0])[:80] if isinstance(architectures, list) and architectures else None
     report.is_supported = report.architecture in ARCHITECTURES
     report.quantization = name_quantization(facts.config)
-    spec = read_spec(Config(facts.config, facts.source))
+    model_config = Config(facts.config, facts.source)
+    stored = read_quantization(model_config)
+    build(model_config)  # raises for what cannot be served anywhere
     report.is_supported = True
     report.quantization_is_supported = report.quantization is not None
     report.tokenizer = facts.has_tokenizer
@@ -254,11 +256,11 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     )
     dtype = choose_dtype(config, device)
     report.dtype = str(dtype).removeprefix("torch.")
-    check_precision(config, spec, device)
-    model = CausalLM(device.ops, SINGLE, spec, device.torch_device)
+    check_precision(config, stored, device)
+    model = build(model_config, Context(device.ops, device=device.torch_device))
     report.parameters = count_parameters(model)
     report.weight_bytes_by_dtype = {name: weight_bytes(model, getattr(torch, name)) for name in device.limits.dtypes}
-    quantization = choose_quantization(config.quantize, spec.quantization)
+    quantization = choose_quantization(config.quantize, stored)
     computes_blocks = config.custom_kernels and report.dtype == "float32"  # the kernels of the CPU take all kinds
     block_types = facts.blocks if computes_blocks else {}
     assign_methods(model, quantization, block_types, {kind.lower() for kind in block_types.values()})
@@ -270,7 +272,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
             assign_methods(model, quantization.named_as_in(list(shapes)))
         check_tensors(model, shapes, (*model.ignored, *may_leave), report.model)
     cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, dtype)
-    report.kv_bytes_per_token = spec.kv_bytes_per_token(spec.num_kv_heads, cache_dtype.itemsize)
+    report.kv_bytes_per_token = bytes_per_token(model.caches(cache_dtype))
     if on_gpu:
         report.notes = [
             *report.notes,
@@ -278,13 +280,13 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         ]
     report.free_bytes = device.free_bytes()
     device.close()
-    check_weights_fit(config, spec, model, dtype, device)
+    check_weights_fit(config, model, dtype, device)
     left = report.free_bytes - report.weight_bytes
     if left <= 0:
         raise StartError(
             f"the weights take {gigabytes(report.weight_bytes)}, {gigabytes(report.free_bytes)} of memory are free"
         )
-    size = ModelSize(max_positions=spec.max_positions, kv_bytes_per_token=report.kv_bytes_per_token)
+    size = ModelSize(max_positions=model.max_positions, kv_bytes_per_token=report.kv_bytes_per_token)
     resolved = resolve(config, size, device.limits, left)
     report.kv_cache_tokens = (resolved.num_blocks - 1) * resolved.block_size
     names = ("max_input_tokens", "max_total_tokens", "max_batch_prefill_tokens", "max_batch_size")

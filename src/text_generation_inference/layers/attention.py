@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import split_scales
+from text_generation_inference.layers.cache import CacheSpec
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.quant.cache_scales import CacheScales
 from text_generation_inference.quant.method import Product, Rows
@@ -33,6 +35,10 @@ class Attention(Module):
         self.out = out
         self.heads = heads
         self.cache_scales = CacheScales()
+
+    def cache_spec(self, dtype: torch.dtype) -> CacheSpec:
+        """What it keeps, in this type."""
+        return CacheSpec(self.heads.num_kv_heads, self.heads.head_dim, dtype, self.heads.window)
 
     def forward(
         self,

@@ -1,70 +1,75 @@
-"""The decoder that most families share: embedding, layers of attention and gated feed-forward, norm, head.
+"""The decoder that most families share: embedding, layers of attention and feed-forward, norm, head.
 
-A family describes itself with a `DecoderSpec`; what no spec can say it passes by composition.
+A family describes itself with a `DecoderSpec`; what no spec can say is a module of its own file.
 """
 
 from copy import copy
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.device import Ops
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fused_decode import FusedLayer
 from text_generation_inference.layers.attention import Attention, HeadLayout
+from text_generation_inference.layers.cache import CacheSpec
 from text_generation_inference.layers.embedding import VocabWeight
 from text_generation_inference.layers.linear import Linear, bias_parts, column_parts, row_linear
 from text_generation_inference.layers.norm import RMSNorm
 from text_generation_inference.layers.rotary import build_table
-from text_generation_inference.models.spec import DecoderSpec
-from text_generation_inference.parallel import Parallel
+from text_generation_inference.models.model import Caches, Context, Model
+from text_generation_inference.models.spec import AttentionSpec, DecoderSpec, DenseSpec, Join, LayerSpec, TensorNames
 from text_generation_inference.quant.method import Product, Rows
 from text_generation_inference.weights.declare import Module
 
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as configs and as ops call them
+
 
 class GatedMlp(Module):
-    name = "mlp"
-
-    def __init__(self, ops: Ops, parallel: Parallel, spec: DecoderSpec) -> None:
-        width = spec.intermediate_size
+    def __init__(self, context: Context, spec: DenseSpec, hidden_size: int, names: TensorNames) -> None:
+        ops, parallel, width = context.ops, context.parallel, spec.width
+        self.name = names.feed_forward
         kept = parallel.split(width, "the feed-forward width")
-        names, sizes, ranges = ["gate_proj", "up_proj"], [width, width], [kept, kept]
-        biases = bias_parts(names, sizes, ranges) if spec.mlp_bias else None
-        self.gate_up = Linear(ops, column_parts(names, sizes, spec.hidden_size, ranges), biases)
-        self.down = row_linear(ops, parallel, "down_proj", width, spec.hidden_size, kept, spec.mlp_bias)
-        activations = {"silu": ops.silu_mul, "gelu_pytorch_tanh": ops.gelu_tanh_mul}
-        if spec.activation not in activations:
-            raise ModelFormatError(f"activation {spec.activation!r} is not supported; known: {', '.join(activations)}")
-        self.activate = activations[spec.activation]
+        parts, sizes, ranges = list(names.gate_up), [width, width], [kept, kept]
+        biases = bias_parts(parts, sizes, ranges) if spec.bias else None
+        self.gate_up = Linear(ops, column_parts(parts, sizes, hidden_size, ranges), biases)
+        self.down = row_linear(ops, parallel, names.down, width, hidden_size, kept, spec.bias)
+        if spec.activation not in _ACTIVATIONS:
+            raise ModelFormatError(f"activation {spec.activation!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
+        self.activate = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_tanh_mul}[_ACTIVATIONS[spec.activation]]
 
     def forward(self, x: Rows) -> Product:
         gated = self.activate(self.gate_up.linear_unscaled(x), quantize_for=self.down.input_form)
         return self.down.linear_unscaled(gated)
 
 
-def build_attention(ops: Ops, parallel: Parallel, spec: DecoderSpec, layer: int) -> Attention:
-    """Attention with the tensors q_proj, k_proj, v_proj and o_proj, split by head."""
-    dim = spec.head_dim
+def build_attention(context: Context, spec: AttentionSpec, hidden_size: int, names: TensorNames) -> Attention:
+    """Split by head."""
+    ops, parallel, dim = context.ops, context.parallel, spec.head_dim
     heads = parallel.split(spec.num_heads, "the number of attention heads")
     kv_heads = parallel.split_kv_heads(spec.num_kv_heads)
     sizes = [spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim]
     ranges = [(start * dim, end * dim) for start, end in (heads, kv_heads, kv_heads)]
-    names = ["q_proj", "k_proj", "v_proj"]
-    biases = bias_parts(names, sizes, ranges) if spec.qkv_bias else None
-    qkv = Linear(ops, column_parts(names, sizes, spec.hidden_size, ranges), biases)
-    out = row_linear(ops, parallel, "o_proj", sizes[0], spec.hidden_size, ranges[0], spec.out_bias)
-    layout = HeadLayout(heads[1] - heads[0], kv_heads[1] - kv_heads[0], dim, spec.scale, spec.windows[layer])
-    return Attention(ops, "self_attn", qkv, out, layout)
+    parts = list(names.qkv)
+    biases = bias_parts(parts, sizes, ranges) if spec.qkv_bias else None
+    qkv = Linear(ops, column_parts(parts, sizes, hidden_size, ranges), biases)
+    out = row_linear(ops, parallel, names.out, sizes[0], hidden_size, ranges[0], spec.out_bias)
+    layout = HeadLayout(heads[1] - heads[0], kv_heads[1] - kv_heads[0], dim, spec.scale, spec.window)
+    return Attention(ops, names.attention, qkv, out, layout)
 
 
-class DecoderLayer(Module):
-    def __init__(self, ops: Ops, parallel: Parallel, spec: DecoderSpec, layer: int) -> None:
-        self.name = f"layers.{layer}"
-        self.attention_norm = RMSNorm(ops, "input_layernorm", spec.hidden_size, spec.norm_eps)
-        self.attention = build_attention(ops, parallel, spec, layer)
-        self.mlp_norm = RMSNorm(ops, "post_attention_layernorm", spec.hidden_size, spec.norm_eps)
-        self.mlp = GatedMlp(ops, parallel, spec)
+class PreNormLayer(Module):
+    """Attention and feed-forward each read the normalised stream and add to it."""
+
+    def __init__(self, context: Context, spec: DecoderSpec, layer: LayerSpec, number: int) -> None:
+        ops, names, hidden_size = context.ops, spec.names, spec.hidden_size
+        self.name = names.layer.format(number)
+        self.number = number  # its cache is the one with this number
+        self.attention_norm = RMSNorm(ops, names.attention_norm, hidden_size, spec.norm_eps)
+        self.attention = build_attention(context, layer.attention, hidden_size, names)
+        self.mlp_norm = RMSNorm(ops, names.feed_forward_norm, hidden_size, spec.norm_eps)
+        self.mlp = GatedMlp(context, layer.feed_forward, hidden_size, names)
 
     def forward(
         self,
@@ -81,8 +86,8 @@ class DecoderLayer(Module):
         Of tokens that are not `wanted` only keys and values come about.
         """
         if residual is None:
-            assert isinstance(x, Tensor)
-            normed, residual = self.attention_norm.forward(x, self.attention.qkv.input_form), x
+            residual = cast(Tensor, x)
+            normed = self.attention_norm.forward(residual, self.attention.qkv.input_form)
         else:
             normed, residual = self.attention_norm.add(x, residual, self.attention.qkv.input_form)
         x = self.attention.forward(normed, batch, cos_sin, k_cache, v_cache, wanted)
@@ -117,47 +122,52 @@ class DecoderLayer(Module):
         )
 
 
-class Decoder(Module):
-    name = "model"
+_LAYERS = {Join.PRE: PreNormLayer}
 
-    def __init__(self, ops: Ops, parallel: Parallel, spec: DecoderSpec) -> None:
-        self.embedding = VocabWeight(ops, parallel, "embed_tokens", spec.vocab_size, spec.hidden_size, spec.tied)
-        self.layers = [DecoderLayer(ops, parallel, spec, layer) for layer in range(spec.num_layers)]
+
+class Decoder(Module):
+    def __init__(self, context: Context, spec: DecoderSpec) -> None:
+        ops, parallel, names = context.ops, context.parallel, spec.names
+        self.name = names.decoder
+        self.embedding = VocabWeight(ops, parallel, names.embedding, spec.vocab_size, spec.hidden_size, spec.tied)
+        self.layers = [_LAYERS[layer.join](context, spec, layer, number) for number, layer in enumerate(spec.layers)]
         # Nothing after it evens its errors out: half of what FP8 cost SmolLM2 in perplexity is its last layer.
         self.layers[-1].mlp.down.is_delicate = True
-        self.norm = RMSNorm(ops, "norm", spec.hidden_size, spec.norm_eps)
+        self.norm = RMSNorm(ops, names.norm, spec.hidden_size, spec.norm_eps)
 
 
-class CausalLM(Module):
-    """A decoder with its head: token ids in, logits out."""
+class CausalLM(Model):
+    """A decoder with its head."""
 
-    ignored = ("*.rotary_emb.inv_freq",)  # tables that old checkpoints carry
-
-    def __init__(self, ops: Ops, parallel: Parallel, spec: DecoderSpec, device: torch.device) -> None:
+    def __init__(self, spec: DecoderSpec, context: Context) -> None:
         self.spec = spec
-        self.ops = ops
-        self.parallel = parallel
-        self.fused_decode: object | None = None  # all layers as one op, where the device can
+        self.vocab_size = spec.vocab_size
+        self.max_positions = spec.max_positions
+        self.ops = context.ops
+        self.parallel = context.parallel
+        self.device = context.device
+        self.fused_decode: Any = None  # all layers as one op, where the device can
         self._computes_all = False  # else the last layer computes what logits need
-        self.model = Decoder(ops, parallel, spec)
+        self.model = Decoder(context, spec)
         self.head = None
+        self.ignored = spec.names.ignored
         if spec.tied:
-            self.ignored = (*self.ignored, "lm_head.weight*")
+            self.ignored = (*self.ignored, f"{spec.names.head}.weight*")
         else:
-            self.head = VocabWeight(ops, parallel, "lm_head", spec.vocab_size, spec.hidden_size, True)
-        self.device = device
+            self.head = VocabWeight(
+                self.ops, self.parallel, spec.names.head, spec.vocab_size, spec.hidden_size, is_head=True
+            )
         self.cos_sin: Tensor  # positions that are served, set by `bind`
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states and logits, whatever the matrices and the cache are stored in."""
         return self.model.norm.weight.dtype
 
-    def shallow(self) -> "CausalLM":
-        """The same model with the last layer, which may compute less, and one of each kind before it.
+    def caches(self, dtype: torch.dtype) -> list[CacheSpec]:
+        return [layer.attention.cache_spec(dtype) for layer in self.model.layers]
 
-        Enough to meet every kernel, and the most memory of a step.
-        """
+    def shallow(self) -> Self:
+        """With the last layer, which may compute less, and one of each kind before it."""
         *others, last = self.model.layers
         kinds = {layer.kind: layer for layer in reversed(others)}
         found = copy(self)
@@ -166,30 +176,36 @@ class CausalLM(Module):
         return found
 
     def without_shortcuts(self) -> None:
-        """From now on every token goes through every layer, op by op: for those who look at what comes by."""
         self.fused_decode = None
         self._computes_all = True
 
-    def bind(self, kv_cache: list[tuple[Tensor, Tensor]], num_positions: int) -> None:
-        """Called once with the cache that every pass will use, when the weights are loaded."""
+    def bind(self, caches: Caches, num_positions: int) -> None:
         self.cos_sin = build_table(self.spec.rope, num_positions, self.device)
-        capped = any(layer.attention.heads.softcap is not None for layer in self.model.layers)
-        if (
-            self.ops.make_fused_decode is not None and self.parallel.world == 1 and not capped
-        ):  # no fused pass caps its scores
-            pairs = zip(self.model.layers, kv_cache, strict=True)
-            self.fused_decode = self.ops.make_fused_decode(
-                [layer.as_fused_layer(k_cache, v_cache) for layer, (k_cache, v_cache) in pairs],
-                self.model.norm.weight,
-                self.cos_sin,
-                heads=self.spec.num_heads,
-                eps=self.spec.norm_eps,
-                scale=self.spec.scale,
-                activation={"gelu_pytorch_tanh": "gelu_tanh"}.get(self.spec.activation, self.spec.activation),
-            )
+        self.fused_decode = self._fuse(caches)
 
-    def forward(self, batch: Batch, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Hidden states `[logit tokens, hidden]` of the tokens whose logits are needed."""
+    def unbind(self) -> None:
+        self.fused_decode = None
+
+    def _fuse(self, caches: Caches) -> Any:
+        """All layers as one op, if the device has one and the layers differ in nothing but windows and caches."""
+        layouts = {(layer.attention.heads.num_heads, layer.attention.heads.scale) for layer in self.model.layers}
+        activations = {layer.feed_forward.activation for layer in self.spec.layers}
+        capped = any(layer.attention.heads.softcap is not None for layer in self.model.layers)
+        is_uniform = len(layouts) == len(activations) == 1 and not capped  # no fused pass caps its scores
+        if self.ops.make_fused_decode is None or self.parallel.world > 1 or not is_uniform:
+            return None
+        (heads, scale), activation = layouts.pop(), activations.pop()
+        return self.ops.make_fused_decode(
+            [layer.as_fused_layer(*caches[layer.number]) for layer in self.model.layers],
+            self.model.norm.weight,
+            self.cos_sin,
+            heads=heads,
+            eps=self.spec.norm_eps,
+            scale=scale,
+            activation=_ACTIVATIONS[activation],
+        )
+
+    def forward(self, batch: Batch, caches: Caches) -> Tensor:
         x = self.model.embedding.look_up(batch.input_ids)
         if self.fused_decode is not None and self.ops.run_fused_decode is not None:
             done = self.ops.run_fused_decode(x, self.fused_decode, batch)
@@ -197,14 +213,13 @@ class CausalLM(Module):
                 return done if batch.logit_tokens is None else done[batch.logit_tokens]
         residual = None
         last = self.model.layers[-1]
-        for layer, (k_cache, v_cache) in zip(self.model.layers, kv_cache, strict=True):
+        for layer in self.model.layers:
+            k_cache, v_cache = caches[layer.number]
             wanted = batch.logit_tokens if layer is last and not self._computes_all else None
             x, residual = layer.forward(x, residual, batch, self.cos_sin, k_cache, v_cache, wanted)
         assert residual is not None
-        normed = self.model.norm.add(x, residual)[0]
-        assert isinstance(normed, Tensor)
+        normed = cast(Tensor, self.model.norm.add(x, residual)[0])
         return normed[batch.logit_tokens] if self._computes_all and batch.logit_tokens is not None else normed
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """`[tokens, hidden]` -> `[tokens, vocab]`, into `out` if there is one."""
         return (self.head or self.model.embedding).logits(hidden, out)

@@ -1,6 +1,8 @@
 """Llama and everything that says `LlamaForCausalLM`."""
 
-from text_generation_inference.models.spec import Config, DecoderSpec, read_llama_like
+from text_generation_inference.models.decoder import CausalLM
+from text_generation_inference.models.model import Context, Model
+from text_generation_inference.models.spec import Config, read_llama_like
 
 TINY = {
     "vocab_size": 320,
@@ -13,8 +15,7 @@ TINY = {
 }
 
 
-def read_spec(config: Config) -> DecoderSpec:
-    attention_bias = config.flag("attention_bias", False)
-    return read_llama_like(
-        config, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=config.flag("mlp_bias", False)
-    )
+def build(config: Config, context: Context) -> Model:
+    bias = config.flag("attention_bias", False)
+    spec = read_llama_like(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.flag("mlp_bias", False))
+    return CausalLM(spec, context)

@@ -1,15 +1,16 @@
 """Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and optional windows on the upper layers."""
 
+from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.llama import TINY as LLAMA_TINY
-from text_generation_inference.models.spec import Config, DecoderSpec, read_llama_like
+from text_generation_inference.models.model import Context, Model
+from text_generation_inference.models.spec import Config, read_llama_like
 
 TINY = {**LLAMA_TINY, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 
 
-def read_spec(config: Config) -> DecoderSpec:
-    num_layers = config.integer("num_hidden_layers")
-    windows: tuple[int | None, ...] = (None,) * num_layers
+def build(config: Config, context: Context) -> Model:
+    windows = None
     if config.flag("use_sliding_window", False):
         window, first = config.integer("sliding_window"), int(config.number("max_window_layers", 28))
-        windows = tuple(window if layer >= first else None for layer in range(num_layers))
-    return read_llama_like(config, qkv_bias=True, windows=windows)
+        windows = [window if layer >= first else None for layer in range(config.integer("num_hidden_layers"))]
+    return CausalLM(read_llama_like(config, qkv_bias=True, windows=windows), context)

@@ -1,16 +1,18 @@
-"""Which architecture is read by which file.
+"""Which architecture is built by which file.
 
 One line per architecture; modules are imported when they are needed.
 """
 
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from text_generation_inference.errors import ModelFormatError, ModelNotFoundError
 from text_generation_inference.files import read_json_object, shorten
-from text_generation_inference.models.spec import Config, DecoderSpec
+from text_generation_inference.models.model import Context, Model
+from text_generation_inference.models.spec import Config
 from text_generation_inference.quant.choose import detect, quantization_beside
+from text_generation_inference.quant.quantization import Quantization
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -28,17 +30,32 @@ def read_config(folder: Path) -> Config:
     return Config({**fields, **quantization_beside(fields, folder)}, str(path))
 
 
-def read_spec(config: Config) -> DecoderSpec:
-    """The dimensions of the model a config describes."""
+def build(config: Config, context: Context | None = None) -> Model:
+    """The model that a config describes, without its weights."""
+    return _find_family(config).build(config, context or Context())
+
+
+def read_quantization(config: Config) -> Quantization | None:
+    """How the checkpoint of a model that is served stores its matrices; None: plainly."""
+    _find_family(config)
+    return detect(config.fields, config.source)
+
+
+def judge(folder: Path) -> None:
+    """Raise `StartError` if the model of a folder cannot be served, whatever its weights are."""
+    config = read_config(folder)
+    read_quantization(config)
+    build(config)
+
+
+def _find_family(config: Config) -> Any:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ModelFormatError(f"{config.source}: `architectures` is missing, so the model cannot be recognised")
     for name in architectures:
         if isinstance(name, str) and name in ARCHITECTURES:
-            quantization = detect(config.fields, config.source)
-            spec = import_module(f"text_generation_inference.models.{ARCHITECTURES[name]}").read_spec(config)
-            return replace(spec, quantization=quantization)
-    name = shorten(architectures[0])
+            return import_module(f"text_generation_inference.models.{ARCHITECTURES[name]}")
     raise ModelFormatError(
-        f"{config.source}: architecture {name} is not supported. Supported: {', '.join(ARCHITECTURES)}"
+        f"{config.source}: architecture {shorten(architectures[0])} is not supported."
+        f" Supported: {', '.join(ARCHITECTURES)}"
     )

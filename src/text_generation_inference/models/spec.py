@@ -1,41 +1,84 @@
-"""`DecoderSpec`: the dimensions of a decoder-only model, read once from its Hugging Face config."""
+"""`DecoderSpec`: what a decoder-only model is composed of, read once from its Hugging Face config.
 
-from collections.abc import Mapping
+Layers say which attention and feed-forward they have and how those join, `TensorNames` what a checkpoint calls them.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.files import shorten
 from text_generation_inference.layers.rotary import RopeSpec
-from text_generation_inference.quant.quantization import Quantization
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSpec:
+    """A gated feed-forward: down(activation(gate) * up)."""
+
+    width: int
+    activation: str = "silu"
+    bias: bool = False
+
+
+class Join(StrEnum):
+    """How attention and feed-forward join the residual stream."""
+
+    PRE = "pre"  # each normalises the stream and adds to it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    attention: AttentionSpec
+    feed_forward: DenseSpec
+    join: Join = Join.PRE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """What checkpoints call the parts of a decoder, each relative to what it is in."""
+
+    decoder: str = "model"
+    embedding: str = "embed_tokens"
+    layer: str = "layers.{}"
+    attention_norm: str = "input_layernorm"
+    attention: str = "self_attn"
+    qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    feed_forward_norm: str = "post_attention_layernorm"
+    feed_forward: str = "mlp"
+    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    norm: str = "norm"
+    head: str = "lm_head"
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # patterns: tables that old checkpoints carry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
+    layers: tuple[LayerSpec, ...]
     norm_eps: float
     rope: RopeSpec
     max_positions: int
-    activation: str = "silu"
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    tied: bool = False
-    windows: tuple[int | None, ...] = ()  # by layer
-    quantization: Quantization | None = None  # how the checkpoint stores its matrices, if not plainly
-
-    @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5
-
-    def kv_bytes_per_token(self, num_kv_heads: int, element_bytes: int) -> int:
-        return 2 * self.num_layers * num_kv_heads * self.head_dim * element_bytes
+    tied: bool = False  # the head is the embedding
+    names: TensorNames = TensorNames()
 
 
 # Far beyond any model, and small enough that what follows from them can be computed before anything is allocated.
@@ -136,8 +179,15 @@ def read_rope(config: Config, head_dim: int, max_positions: int) -> RopeSpec:
     )
 
 
-def read_llama_like(config: Config, **special: Any) -> DecoderSpec:
-    """The fields that Llama and its relatives share; `special` overrides what differs."""
+def read_llama_like(
+    config: Config,
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+    windows: Sequence[int | None] | None = None,  # by layer
+) -> DecoderSpec:
+    """The fields that Llama and its relatives share, with what differs."""
     num_heads = config.integer("num_attention_heads")
     hidden_size = config.integer("hidden_size")
     head_dim = config.integer("head_dim", hidden_size // num_heads)
@@ -148,19 +198,29 @@ def read_llama_like(config: Config, **special: Any) -> DecoderSpec:
         raise ModelFormatError(
             f"{config.source}: {num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly"
         )
-    fields: dict[str, Any] = {
-        "vocab_size": config.integer("vocab_size"),
-        "hidden_size": hidden_size,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": config.integer("intermediate_size"),
-        "norm_eps": config.positive("rms_norm_eps", 1e-6),
-        "rope": read_rope(config, head_dim, max_positions),
-        "max_positions": max_positions,
-        "activation": config.text("hidden_act", "silu"),
-        "tied": config.flag("tie_word_embeddings", False),
-        "windows": (None,) * num_layers,
-    }
-    return DecoderSpec(**{**fields, **special})
+    feed_forward = DenseSpec(
+        width=config.integer("intermediate_size"), activation=config.text("hidden_act", "silu"), bias=mlp_bias
+    )
+
+    def attention(window: int | None) -> AttentionSpec:
+        return AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            window=window,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+        )
+
+    return DecoderSpec(
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        layers=tuple(
+            LayerSpec(attention=attention(window), feed_forward=feed_forward)
+            for window in windows or (None,) * num_layers
+        ),
+        norm_eps=config.positive("rms_norm_eps", 1e-6),
+        rope=read_rope(config, head_dim, max_positions),
+        max_positions=max_positions,
+        tied=config.flag("tie_word_embeddings", False),
+    )

@@ -58,6 +58,11 @@ def assign_methods(
                     module.set_measured(side, scale)
 
 
+def is_quantized(model: Module) -> bool:
+    """Whether any matrix is stored otherwise than plainly."""
+    return any(isinstance(module, Matrix) and module.method is not PLAIN for _, module in model.walk())
+
+
 # -- what config.json says, for people -------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from text_generation_inference.devices.buckets import Bucket, BucketPlan
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts
-from text_generation_inference.models.decoder import CausalLM
+from text_generation_inference.models.model import Model
 from text_generation_inference.runner.grammar import SlotGrammars
 from text_generation_inference.runner.padded_inputs import HostBooks, describe_decode, describe_prefill
 from text_generation_inference.runner.padded_passes import PaddedPasses
@@ -41,7 +41,7 @@ class BucketedRunner:
     def __init__(
         self,
         device: Device,
-        model: CausalLM,
+        model: Model,
         kv_cache: list[tuple[Tensor, Tensor]],
         num_slots: int,
         max_total_tokens: int,
@@ -56,7 +56,7 @@ class BucketedRunner:
         self.passes = PaddedPasses(device, model, kv_cache, plan, limit_graphs)
         self.books = HostBooks(num_slots, max_total_tokens, kv_cache[0][0].shape[1])
         self._tokens = np.zeros((num_slots, max_total_tokens), dtype=np.int64)
-        vocab_size = model.spec.vocab_size
+        vocab_size = model.vocab_size
         known = KnownTokens(self._tokens, self.books.lengths)
         self.sampler = Sampler(device.ops, device.torch_device, known, vocab_size, watermark, pads=True)
         self.grammars = SlotGrammars(grammars, num_slots, vocab_size)

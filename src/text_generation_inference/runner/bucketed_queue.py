@@ -13,7 +13,7 @@ from text_generation_inference.devices.buckets import Bucket, BucketPlan
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts
-from text_generation_inference.models.decoder import CausalLM
+from text_generation_inference.models.model import Model
 from text_generation_inference.runner.padded_inputs import HostBooks, describe_decode, describe_prefill
 from text_generation_inference.runner.padded_passes import PaddedPasses
 from text_generation_inference.runner.prompt_scores import PromptScores
@@ -26,7 +26,7 @@ class BucketedQueuedRunner(QueuedRunner):
     def __init__(
         self,
         device: Device,
-        model: CausalLM,
+        model: Model,
         kv_cache: list[tuple[Tensor, Tensor]],
         num_slots: int,
         max_total_tokens: int,
@@ -40,9 +40,7 @@ class BucketedQueuedRunner(QueuedRunner):
         self.books.lengths = self.slots.lengths_cpu  # kept by the slots
         most = max((bucket.batch for bucket in plan.prefill), default=1)
         with device.stream():
-            self._prompt_logits = torch.zeros(
-                (most, model.spec.vocab_size), dtype=torch.float32, device=device.torch_device
-            )
+            self._prompt_logits = torch.zeros((most, model.vocab_size), dtype=torch.float32, device=device.torch_device)
         self.passes = PaddedPasses(device, model, kv_cache, plan, limit_graphs, self._place_for)
 
     @property

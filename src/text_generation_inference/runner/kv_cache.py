@@ -3,12 +3,16 @@
 Allocated once; block 0 takes the writes of padding.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from text_generation_inference.devices.device import Device
 from text_generation_inference.errors import ResourceError
 from text_generation_inference.kernels.fp8 import FP8
+from text_generation_inference.layers.cache import CacheSpec, bytes_per_token
+from text_generation_inference.units import gigabytes
 
 
 def choose_dtype(asked: str | None, model_dtype: torch.dtype) -> torch.dtype:
@@ -16,31 +20,23 @@ def choose_dtype(asked: str | None, model_dtype: torch.dtype) -> torch.dtype:
     return FP8 if asked == "fp8_e4m3fn" else model_dtype
 
 
-def allocate(
-    device: Device,
-    num_layers: int,
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-) -> list[tuple[Tensor, Tensor]]:
+def allocate(device: Device, caches: Sequence[CacheSpec], num_blocks: int) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of each layer: `[blocks, block_size, kv_heads, head_dim]`."""
-    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    block_size = device.limits.block_size
+    try:
+        return [(_zeros(device, spec, num_blocks), _zeros(device, spec, num_blocks)) for spec in caches]
+    except (RuntimeError, MemoryError) as error:
+        num_tokens = num_blocks * block_size
+        raise ResourceError(
+            f"Not enough memory for the KV cache: {gigabytes(num_tokens * bytes_per_token(caches))} for {num_tokens}"
+            f" tokens could not be allocated ({error}). Lower `max_batch_total_tokens`."
+        ) from None
 
+
+def _zeros(device: Device, spec: CacheSpec, num_blocks: int) -> Tensor:
+    block_size, heads, dim, dtype = device.limits.block_size, spec.num_kv_heads, spec.head_dim, spec.dtype
     as_bytes = dtype is FP8 and not device.holds_fp8  # zero bits are 0.0
     stored = torch.uint8 if as_bytes else dtype
-
-    def zeros() -> Tensor:
-        if device.cache_by_head:
-            return device.zeros((num_blocks, num_kv_heads, block_size, head_dim), stored).view(dtype).transpose(1, 2)
-        return device.zeros(shape, stored).view(dtype)
-
-    try:
-        return [(zeros(), zeros()) for _ in range(num_layers)]
-    except (RuntimeError, MemoryError) as error:
-        num_bytes = 2 * num_layers * num_blocks * block_size * num_kv_heads * head_dim * dtype.itemsize
-        raise ResourceError(
-            f"Not enough memory for the KV cache: {num_bytes / 1e9:.2f} GB for {num_blocks * block_size} tokens"
-            f" could not be allocated ({error}). Lower `max_batch_total_tokens`."
-        ) from None
+    if device.cache_by_head:
+        return device.zeros((num_blocks, heads, block_size, dim), stored).view(dtype).transpose(1, 2)
+    return device.zeros((num_blocks, block_size, heads, dim), stored).view(dtype)

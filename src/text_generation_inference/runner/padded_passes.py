@@ -13,7 +13,7 @@ from text_generation_inference.devices.buckets import Bucket, BucketPlan
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import Key, key_of, row_length
-from text_generation_inference.models.decoder import CausalLM
+from text_generation_inference.models.model import Model
 from text_generation_inference.runner.shape_book import ShapeBook
 from text_generation_inference.types import BucketStats, Chunk
 
@@ -25,7 +25,7 @@ class PaddedPasses:
     def __init__(
         self,
         device: Device,
-        model: CausalLM,
+        model: Model,
         kv_cache: list[tuple[Tensor, Tensor]],
         plan: BucketPlan,
         limit_graphs: bool = False,  # prompts go without
@@ -35,7 +35,6 @@ class PaddedPasses:
         self.book = ShapeBook(plan)
         self._model, self._kv_cache, self._outputs = model, kv_cache, outputs
         self._shallow = model.shallow()
-        self._shallow_cache = kv_cache[: len(self._shallow.model.layers)]
         self._prepare = device.prepare
         self._limit_graphs = limit_graphs
         self._has_graphs = device.limits.graphs
@@ -108,10 +107,10 @@ class PaddedPasses:
 
     def _score(self, batch: Batch, few_layers: bool = False) -> Tensor:
         """`[length + vocab]`: see `score`."""
-        model, cache = (self._shallow, self._shallow_cache) if few_layers else (self._model, self._kv_cache)
+        model = self._shallow if few_layers else self._model
         length = row_length(batch)
         wanted = torch.arange(length, device=batch.input_ids.device)  # all tokens of the first prompt
-        hidden = model.forward(self._prepare(replace(batch, logit_tokens=wanted)), cache)  # [length, hidden]
+        hidden = model.forward(self._prepare(replace(batch, logit_tokens=wanted)), self._kv_cache)  # [length, hidden]
         following = batch.input_ids[:length].roll(-1)
         found: list[Tensor] = []
         for start in range(0, length, _LOGIT_ROWS):
@@ -122,7 +121,7 @@ class PaddedPasses:
         return torch.cat((*found, model.logits(last).float()[0]))
 
     def _first(self, batch: Batch) -> Tensor:
-        return self._logits(batch, self._shallow.forward(self._prepare(batch), self._shallow_cache))
+        return self._logits(batch, self._shallow.forward(self._prepare(batch), self._kv_cache))
 
     def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
         if self._outputs is not None:

@@ -19,7 +19,7 @@ from text_generation_inference.devices.buckets import round_up
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.choice import Tops
-from text_generation_inference.models.decoder import CausalLM
+from text_generation_inference.models.model import Model
 from text_generation_inference.runner.grammar import SlotGrammars
 from text_generation_inference.runner.mixed import MixedSize, describe, find_size
 from text_generation_inference.runner.prompt_scores import PromptScores, read_scores, score
@@ -45,7 +45,7 @@ class QueuedRunner:
     def __init__(
         self,
         device: Device,
-        model: CausalLM,
+        model: Model,
         kv_cache: list[tuple[Tensor, Tensor]],
         num_slots: int,
         max_total_tokens: int,
@@ -58,16 +58,16 @@ class QueuedRunner:
         self.model = model
         self.kv_cache = kv_cache
         self._max_total_tokens = max_total_tokens
-        shape = (num_slots, model.spec.vocab_size)
+        shape = (num_slots, model.vocab_size)
         with device.stream():  # what is filled here is read in this queue
             model.bind(kv_cache, max_total_tokens)
             self.slots = ResidentSlots(num_slots, max_total_tokens, kv_cache[0][0].shape[1], device.torch_device)
-            self.sampling_needs = SlotNeeds(device, self.slots, num_slots, model.spec.vocab_size, watermark)
+            self.sampling_needs = SlotNeeds(device, self.slots, num_slots, model.vocab_size, watermark)
             self._staging = Staging(device)
             self._logits = torch.zeros(shape, dtype=torch.float32, device=device.torch_device)  # of decode steps
             self._out = torch.zeros(2 * num_slots, dtype=torch.int32, device=device.torch_device)
             self._tops = torch.zeros(num_slots, dtype=torch.int32, device=device.torch_device)
-        self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size)
+        self.grammars = SlotGrammars(grammars, num_slots, model.vocab_size)
         self._results = ResultWords(device, num_slots)
         self._last: Future[StepResult] | None = None
         # slot -> prompt tokens and how many of the best ids in their places, while they are owed
@@ -101,7 +101,7 @@ class QueuedRunner:
                 self._captured_draws[size] = self._capture_draws(size)
                 progress("capture steps", done, total)
 
-    def _capture(self, compute: Callable[[Any, CausalLM], Tensor], size: object, shallow: CausalLM) -> _Captured:
+    def _capture(self, compute: Callable[[Any, Model], Tensor], size: object, shallow: Model) -> _Captured:
         with self.device.stream():  # loads kernels and makes workspaces, which a capture may not
             compute(size, shallow)
         return _Captured(*self.device.capture(lambda: compute(size, self.model)))
@@ -192,7 +192,7 @@ class QueuedRunner:
                 wanted = (len(admission.request.token_ids), admission.request.sampling.prompt_top_n_tokens)
                 self._prompt_logprobs[admission.slot] = wanted
 
-    def _decode_pass(self, size: int, model: CausalLM) -> Tensor:
+    def _decode_pass(self, size: int, model: Model) -> Tensor:
         """Logits `[size, vocab]` of the decode set's next tokens, from what is on the device alone."""
         slots = self.slots.state.rows[:size]
         return self._take_best(self._logits_of(self._resident_batch(slots, None, size), size, model), slots)
@@ -219,9 +219,9 @@ class QueuedRunner:
             meta=PagedMeta(state.block_tables, num_decode, [], [], self._max_total_tokens, slots[:num_decode]),
         )
 
-    def _logits_of(self, batch: Batch, count: int, model: CausalLM) -> Tensor:
+    def _logits_of(self, batch: Batch, count: int, model: Model) -> Tensor:
         """Where they stay until the next pass."""
-        return model.logits(model.forward(batch, self.kv_cache[: len(model.model.layers)]), self._logits[:count])
+        return model.logits(model.forward(batch, self.kv_cache), self._logits[:count])
 
     def _replay_mixed(self, size: MixedSize, plan: StepPlan, rows: list[int]) -> tuple[Tensor | None, Tensor]:
         self._staging.put(size.fill(self._decoding(plan), plan.chunks, rows))
@@ -231,7 +231,7 @@ class QueuedRunner:
         captured.replay()
         return captured.logits if rows else None, size.split(self._mixed_words)[2]
 
-    def _padded_mixed_pass(self, size: MixedSize, model: CausalLM) -> Tensor:
+    def _padded_mixed_pass(self, size: MixedSize, model: Model) -> Tensor:
         """Logits of a step with prompt tokens, from what is on the device alone."""
         token_slots, at, row_slots, logit_tokens, tiles = size.split(self._mixed_words)
         tiles = tiles.view(-1, 5)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import Device
 from text_generation_inference.failpoints import failpoint
-from text_generation_inference.models.decoder import CausalLM
+from text_generation_inference.models.model import Model
 from text_generation_inference.runner.grammar import SlotGrammars
 from text_generation_inference.runner.inputs import build_batch
 from text_generation_inference.runner.prompt_scores import PromptScores, read_scores, score
@@ -28,7 +28,7 @@ class Runner:
     def __init__(
         self,
         device: Device,
-        model: CausalLM,
+        model: Model,
         kv_cache: list[tuple[Tensor, Tensor]],
         num_slots: int,
         max_total_tokens: int,
@@ -41,8 +41,8 @@ class Runner:
         model.bind(kv_cache, max_total_tokens)
         self.slots = Slots(num_slots, max_total_tokens, kv_cache[0][0].shape[1], device.torch_device)
         known = KnownTokens(self.slots.tokens.numpy(), self.slots.lengths_cpu)
-        self.sampler = Sampler(device.ops, device.torch_device, known, model.spec.vocab_size, watermark)
-        self.grammars = SlotGrammars(grammars, num_slots, model.spec.vocab_size)
+        self.sampler = Sampler(device.ops, device.torch_device, known, model.vocab_size, watermark)
+        self.grammars = SlotGrammars(grammars, num_slots, model.vocab_size)
         # slot -> prompt tokens and how many of the best ids in their places, while they are owed
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+import torch
+
 from text_generation_inference.bench import report as reports
 from text_generation_inference.bench.hardware import describe_hardware, memory_bytes
 from text_generation_inference.bench.static.batch_run import make_requests, run_batch
@@ -23,9 +25,10 @@ from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine import warm_up as engine_warm_up
 from text_generation_inference.engine.build import Engine, start_engine
 from text_generation_inference.errors import ResourceError, StartError
-from text_generation_inference.models.registry import read_config, read_spec
-from text_generation_inference.models.spec import DecoderSpec
+from text_generation_inference.models.model import Model
+from text_generation_inference.models.registry import build, read_config
 from text_generation_inference.progress import StageBars
+from text_generation_inference.quant.method import Matrix
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.weights.source import find_model
 
@@ -43,9 +46,9 @@ def run_static(task: StaticTask) -> int:
         _say(f"note: {note}")
     with StageBars(enabled=not task.quiet) as bars:
         source = find_model(ServerConfig(**{**task.settings, "model_id": task.model}), bars.update)
-        spec = read_spec(read_config(source.path))
-        config = make_config(task, spec, memory_bytes(task.settings.get("device", "auto")))
-        prompt = make_prompt(Tokenizer.load(source.path), task.sequence_length, spec.vocab_size, task.model)
+        model = build(read_config(source.path))
+        config = make_config(task, model, memory_bytes(task.settings.get("device", "auto")))
+        prompt = make_prompt(Tokenizer.load(source.path), task.sequence_length, model.vocab_size, task.model)
         engine = start_engine(config, bars.update)
         try:
             check_cache(task, engine)
@@ -61,16 +64,16 @@ def run_static(task: StaticTask) -> int:
         signal.signal(signal.SIGINT, on_interrupt)
 
 
-def make_config(task: StaticTask, spec: DecoderSpec, memory: int) -> ServerConfig:
+def make_config(task: StaticTask, model: Model, memory: int) -> ServerConfig:
     """As asked; what was not is as large as the batches need, so that each is computed whole and at once."""
     length = task.sequence_length + task.decode_length
-    if length > spec.max_positions:
+    if length > model.max_positions:
         raise StartError(
             f"--sequence-length {task.sequence_length} and --decode-length {task.decode_length} make {length} tokens,"
-            f" {task.model} has {spec.max_positions} positions: shorten them"
+            f" {task.model} has {model.max_positions} positions: shorten them"
         )
-    largest, longest = max(task.batch_sizes), min(spec.max_positions, length + _SLACK_TOKENS)
-    most = max(longest, int(memory * _STEP_SHARE) // step_bytes_per_token(spec))
+    largest, longest = max(task.batch_sizes), min(model.max_positions, length + _SLACK_TOKENS)
+    most = max(longest, int(memory * _STEP_SHARE) // step_bytes_per_token(model))
     derived = {
         "max_total_tokens": longest,
         "max_batch_size": largest,
@@ -82,10 +85,12 @@ def make_config(task: StaticTask, spec: DecoderSpec, memory: int) -> ServerConfi
     return ServerConfig(**{**derived, **task.settings, "model_id": task.model})
 
 
-def step_bytes_per_token(spec: DecoderSpec) -> int:
-    """What a token of a prefill step takes beside the KV cache, roughly and rather too much."""
-    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    return 4 * (6 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size)
+def step_bytes_per_token(model: Model) -> int:
+    """What a token of a prefill step takes beside the KV cache, roughly and rather too much: what the matrices of a
+    layer put out, twice, and the stream they add to."""
+    matrices = [module for _, module in model.walk() if isinstance(module, Matrix) and module.may_round]
+    outputs = sum(matrix.shape[0] for matrix in matrices) // len(model.caches(torch.float32))
+    return 4 * 2 * (outputs + matrices[-1].shape[0])
 
 
 def check_cache(task: StaticTask, engine: Engine) -> None:

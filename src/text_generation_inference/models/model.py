@@ -1,0 +1,67 @@
+"""`Model`: what the engine and the runner ask of a model, and `Context`: what one is built for."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.devices.device import Ops
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.layers.cache import CacheSpec
+from text_generation_inference.parallel import SINGLE, Parallel
+from text_generation_inference.weights.declare import Module
+
+_CPU = torch.device("cpu")
+Caches = list[tuple[Tensor, Tensor]]  # keys and values of each layer of the whole model
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Without a device a model can be described, but not computed."""
+
+    ops: Ops = field(default_factory=Ops)
+    parallel: Parallel = SINGLE
+    device: torch.device = _CPU
+
+
+class Model(Module, ABC):
+    """Token ids in, logits out. Built before anything is loaded; the loader fills the tensors that it declares."""
+
+    vocab_size: int
+    max_positions: int  # longest sequence it was made for
+    ignored: tuple[str, ...] = ()  # patterns of checkpoint tensors that it does not need
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of hidden states and logits, whatever matrices and caches are stored in."""
+
+    @abstractmethod
+    def caches(self, dtype: torch.dtype) -> list[CacheSpec]:
+        """What each layer keeps on this rank, keys and values in this type."""
+
+    @abstractmethod
+    def bind(self, caches: Caches, num_positions: int) -> None:
+        """Called with the caches that every pass will use, when the weights are loaded."""
+
+    @abstractmethod
+    def unbind(self) -> None:
+        """Forget the caches: they will be allocated anew."""
+
+    @abstractmethod
+    def forward(self, batch: Batch, caches: Caches) -> Tensor:
+        """Hidden states `[logit tokens, hidden]` of the tokens whose logits are needed."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[tokens, hidden]` -> `[tokens, vocab]`, into `out` if there is one."""
+
+    @abstractmethod
+    def shallow(self) -> Self:
+        """The same model with few layers: enough to meet every kernel, and the most memory of a step."""
+
+    @abstractmethod
+    def without_shortcuts(self) -> None:
+        """From now on every token goes through every layer, op by op: for those who look at what comes by."""
