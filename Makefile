@@ -37,7 +37,8 @@ test: $(READY)  ## run all tests
 	-@$(BIN)/python tests/clients/install.py
 	$(BIN)/python -m pytest tests/api tests/faults tests/clients \
 		|| $(BIN)/python -m pytest $(AGAIN) tests/api tests/faults tests/clients
-	$(BIN)/python -m pytest $(SHARED) tests/models tests/devices $(FAST_TESTS)
+	$(BIN)/python -m pytest $(SHARED) tests/models tests/devices $(FAST_TESTS) \
+		|| $(BIN)/python -m pytest $(AGAIN) tests/models tests/devices $(FAST_TESTS)
 
 test-cuda:  ## run the device suite on a GPU (PYTHON: one with torch for CUDA, Triton and the test packages)
 	PYTHONPATH=src $(PYTHON) -m pytest tests/devices --device cuda
