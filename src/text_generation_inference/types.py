@@ -34,11 +34,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0  # in [-2, 2]; subtracted once for each id in the output
     logit_bias: dict[int, float] = {}
     temperature: float = 1.0  # in (0, 100]
+    top_n_sigma: float = 0.0  # in [0, 100]; 0: off
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # in (0, 1]; 1: off
     typical_p: float = 1.0  # in (0, 1]; 1: off
     min_p: float = 0.0  # in [0, 1]; 0: off
-    do_sample: bool = False  # any of temperature, top_k, top_p, typical_p, min_p also turns sampling on
+    do_sample: bool = False  # any of temperature and the filters also turns sampling on
     seed: int | None = None  # None: random
     max_new_tokens: int | None = None  # None: up to the model's or the server's limit
     min_tokens: int = 0  # until there are so many, neither EOS nor a stop token may come and stop strings are only text
@@ -58,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return (
             self.do_sample
             or self.temperature != 1.0
+            or self.top_n_sigma > 0.0
             or self.top_k != 0
             or self.top_p < 1.0
             or self.typical_p < 1.0
@@ -85,6 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         check_repetition_penalty(self.repetition_penalty)
         _require(-2 <= self.frequency_penalty <= 2, "`frequency_penalty` must be >= -2.0 and <= 2.0")
         _require(-2 <= self.presence_penalty <= 2, "`presence_penalty` must be >= -2.0 and <= 2.0")
+        _require(0 <= self.top_n_sigma <= 100, "`top_n_sigma` must be >= 0.0 and <= 100.0")
         _require(0 < self.top_p <= 1, "`top_p` must be > 0.0 and <= 1.0")
         _require(0 < self.typical_p <= 1, "`typical_p` must be > 0.0 and <= 1.0")
         _require(0 <= self.min_p <= 1, "`min_p` must be >= 0.0 and <= 1.0")
@@ -124,6 +127,7 @@ _FLOAT_FIELDS = (
     "frequency_penalty",
     "presence_penalty",
     "temperature",
+    "top_n_sigma",
     "top_p",
     "typical_p",
     "min_p",

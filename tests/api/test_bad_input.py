@@ -113,7 +113,7 @@ HUGE = {
 def test_numbers(http: httpx.Client, name: str) -> None:
     """Every numeric parameter with every odd number: accepted or refused with a text, never a failure."""
     native = (
-        "best_of temperature repetition_penalty frequency_penalty top_k top_p typical_p max_new_tokens truncate seed"
+        "best_of temperature repetition_penalty frequency_penalty top_k top_p typical_p top_n_sigma max_new_tokens truncate seed"
         " top_n_tokens"
     )
     for parameter in native.split():
@@ -123,7 +123,7 @@ def test_numbers(http: httpx.Client, name: str) -> None:
         assert answer.status_code in (200, 422), (parameter, answer.text)
         if answer.status_code == 422 and answer.headers["content-type"] == "application/json":
             assert answer.json()["error_type"] == "validation"
-    openai = "temperature top_p frequency_penalty presence_penalty max_tokens n seed top_k min_p truncate logprobs"
+    openai = "temperature top_p frequency_penalty presence_penalty max_tokens n seed top_k min_p top_n_sigma truncate logprobs"
     for parameter in openai.split():
         limit = b"" if parameter == "max_tokens" else b'"max_tokens":1,'
         body = b'{"prompt":"a",%s"%s":%s}' % (limit, parameter.encode(), HUGE[name])

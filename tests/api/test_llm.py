@@ -190,6 +190,7 @@ def test_details(llm: LLM) -> None:
         ("x", {"top_k": -1}, "`top_k` must be >= 0"),
         ("x", {"typical_p": 0.0}, "`typical_p` must be"),
         ("x", {"min_p": 2.0}, "`min_p` must be"),
+        ("x", {"top_n_sigma": -1.0}, "`top_n_sigma` must be >= 0.0 and <= 100.0"),
         ("x", {"repetition_penalty": 0.0}, "`repetition_penalty` must be strictly positive"),
         ("x", {"frequency_penalty": 3.0}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
         ("x", {"presence_penalty": -3.0}, "`presence_penalty` must be >= -2.0 and <= 2.0"),

@@ -238,6 +238,7 @@ def test_greedy_and_sampling(http: httpx.Client) -> None:
     assert chat(http, top_k=1, max_tokens=8)["choices"][0]["message"]["content"] == greedy
     assert chat(http, top_p=0.0001, max_tokens=8)["choices"][0]["message"]["content"] == greedy
     assert chat(http, min_p=1.0, max_tokens=8)["choices"][0]["message"]["content"] == greedy
+    assert chat(http, top_n_sigma=1e-4, max_tokens=8)["choices"][0]["message"]["content"] == greedy
 
 
 @pytest.mark.parametrize(
@@ -250,6 +251,7 @@ def test_greedy_and_sampling(http: httpx.Client) -> None:
         ("top_p", 1.1),
         ("typical_p", 0),
         ("min_p", 1.1),
+        ("top_n_sigma", -0.1),
         ("top_k", -2),
         ("frequency_penalty", 2.1),
         ("presence_penalty", -2.1),

@@ -317,7 +317,7 @@ EVERY_WAY = [
     {"typical_p": 0.6, "watermark": True},
     {"min_p": 0.05, "logit_bias": {7: 4.0, 9: -100.0}},
     {"top_p": 0.9, "top_n_tokens": 2},
-    {"repetition_penalty": 1.5},
+    {"repetition_penalty": 1.5, "top_n_sigma": 1.0},
     {"min_tokens": 5, "stop_token_ids": list(range(300)), "temperature": 1.3},
     {},
 ]

@@ -553,6 +553,8 @@ PARAMS = [
     {"min_p": 0.05, "frequency_penalty": 1.1, "presence_penalty": 0.7},
     {"logit_bias": {7: 4.0, 9: -100.0}, "top_n_tokens": 2},
     {},
+    {"top_n_sigma": 1.2, "presence_penalty": 0.5, "top_n_tokens": 3},  # left to the definition
+    {"top_n_sigma": 0.5, "temperature": 2.0},
 ]
 
 
@@ -563,14 +565,14 @@ def test_under_the_runner(device_name: str, tmp_path: Path, monkeypatch: pytest.
     tiny = make_tiny("Llama", {}, tmp_path / "model")
     asked = [
         make_request(n, prompt, 3, seed=n, **PARAMS[n])
-        for n, prompt in enumerate(random_prompts(320, [3, 9, 5, 4, 7], 5))
+        for n, prompt in enumerate(random_prompts(320, [3, 9, 5, 4, 7, 6, 8], 5))
     ]
     plain = start(tiny.folder, device="cpu", custom_kernels=False)
     expected = run(plain, asked)
     plain.close()
     ops = Ops("choice in Triton", greedy_into=greedy_into, choose_into=small_choice(8192, 512))
     monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path, ops))
-    engine = start(tiny.folder, max_batch_size=5, max_total_tokens=64)
+    engine = start(tiny.folder, max_batch_size=7, max_total_tokens=64)
     for ours, theirs in zip(run(engine, asked), expected, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=2e-4)

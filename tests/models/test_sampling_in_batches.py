@@ -25,6 +25,7 @@ PARAMS = [
     {"logit_bias": {7: 4.0, 9: -100.0}, "do_sample": True},
     {"repetition_penalty": 1.8},
     {},
+    {"top_n_sigma": 1.0, "temperature": 1.5},
 ]
 
 
@@ -126,6 +127,8 @@ def kept_ids(logits: np.ndarray, p: dict) -> set[int]:
         probabilities = np.exp(log_softmax(scores))[order]
         return list(zip(order.tolist(), np.cumsum(probabilities) - probabilities, strict=True))
 
+    if p.get("top_n_sigma"):
+        drop({i for i in everything if scores[i] >= scores.max() - p["top_n_sigma"] * scores.std() - 1e-4})
     if p.get("top_k"):
         drop(set(np.argsort(-scores)[: p["top_k"]].tolist()))
     if "top_p" in p:
@@ -164,6 +167,7 @@ def drawn_ranks(tiny: Tiny, prompts: list[list[int]], params: dict) -> set[int]:
         {"typical_p": 0.5, "top_p": 0.6},
         {"min_p": 0.3, "temperature": 1.5},
         {"min_p": 0.2, "top_k": 30},
+        {"top_n_sigma": 1.2, "temperature": 2.0},
     ],
     ids=lambda p: "+".join(p),
 )

@@ -107,7 +107,7 @@ _LIMITS = (
     "'max_client_batch_size', 'max_concurrent_requests', 'max_input_tokens', 'max_stop_sequences', 'max_total_tokens'"
 )
 EXCEPTIONS = {
-    "GenerateParameters: more ['cache_salt']": "ours: keeps tenants apart in the prefix cache",
+    "GenerateParameters: more ['cache_salt', 'top_n_sigma']": "ours: keeps tenants apart in the prefix cache; a filter",
     "Info: more ['model_device_type', 'server_version']": "TGI 2's field, only where a device is emulated; our version",
     f"Info required: ['max_best_of', {_LIMITS}, 'model_id', 'router', 'validation_workers', 'version'] -> "
     f"['max_best_of', {_LIMITS}, 'model_id', 'router', 'server_version', 'validation_workers', 'version']": "our version",

@@ -23,6 +23,7 @@ VOCAB, NUM_SLOTS, MAX_TOKENS = 400, 6, 64
 PARAMS = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([1.0, 0.5, 2.0]),
+        "top_n_sigma": st.sampled_from([0.0, 0.0, 0.5, 1.3]),
         "top_k": st.sampled_from([0, 0, 1, 5, 300]),
         "top_p": st.sampled_from([1.0, 1.0, 0.3, 0.77, 0.991]),
         "typical_p": st.sampled_from([1.0, 1.0, 0.6]),
@@ -46,6 +47,10 @@ def expected_token(logits: np.ndarray, params: SamplingParams, seed: int, positi
         weights = np.exp(x - x.max())
         return weights / weights.sum()
 
+    if params.top_n_sigma:
+        floor = x.max() - params.top_n_sigma * x.std()
+        near |= bool((np.abs(x - floor) < 1e-4).any())
+        x = np.where(x >= floor, x, -math.inf)
     if params.top_k and params.top_k < len(x):
         x = np.where(x >= np.sort(x)[-params.top_k], x, -math.inf)
     if params.top_p < 1:
@@ -131,7 +136,7 @@ MIXED = [
     {"logit_bias": {3: 5.0, 399: -100.0}, "top_p": 0.8},
     {},
     {"top_n_tokens": 3, "top_k": 4},
-    {"frequency_penalty": 1.0, "frequency_by_length": False, "top_n_tokens": 1},
+    {"frequency_penalty": 1.0, "frequency_by_length": False, "top_n_tokens": 1, "top_n_sigma": 1.0},
 ]
 
 

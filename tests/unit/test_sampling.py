@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from text_generation_inference.sampling import filters, min_p, penalties, top_k, top_p, typical_p
+from text_generation_inference.sampling import filters, min_p, penalties, top_k, top_n_sigma, top_p, typical_p
 from text_generation_inference.sampling.bias import add_biases
 from text_generation_inference.sampling.candidates import Candidates
 from text_generation_inference.sampling.draw import draw, draw_from_best, exponential_noise, noise_keys
@@ -135,6 +135,23 @@ def test_min_p(seed: int, share: float) -> None:
     unsure = {i for i in range(VOCAB) if abs(p[i] - share * p.max()) < 1e-6}
     expected = {i for i in range(VOCAB) if p[i] >= share * p.max()}
     assert (kept_by(min_p, x, [share])[0] ^ expected) <= unsure
+
+
+@given(st.integers(0, 1000), st.floats(0.01, 4.0), st.floats(0.2, 3.0))
+@settings(max_examples=50, deadline=None)
+def test_top_n_sigma(seed: int, n: float, temperature: float) -> None:
+    """A dropped id does not count; the temperature makes no difference; 0 keeps all."""
+    x = scores(2, seed)
+    x[:, :5] = -math.inf
+    values = x[0, 5:].numpy().astype(np.float64)
+    floor = values.max() - n * values.std()
+    expected = {i + 5 for i, value in enumerate(values) if value >= floor}
+    unsure = {i + 5 for i, value in enumerate(values) if abs(value - floor) < 1e-4}
+    for divisor in (1.0, temperature):
+        result = kept_by(top_n_sigma, x / divisor, [n, 0.0])
+        assert (result[0] ^ expected) <= unsure
+        assert int(x[0].argmax()) in result[0]
+        assert result[1] == set(range(5, VOCAB))
 
 
 def test_watermark_green_list() -> None:

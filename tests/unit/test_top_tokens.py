@@ -59,7 +59,16 @@ def test_ties_are_bounded_and_equal_on_all_paths() -> None:
 
 
 EXTREMES = [5e-324, 1e-300, 1e-38, 1e-10, 100.0001, 1e8, 3.5e38, 1e308, -1e-300, -1e308, math.inf, -math.inf, math.nan]
-NUMBERS = ("temperature", "repetition_penalty", "frequency_penalty", "presence_penalty", "top_p", "typical_p", "min_p")
+NUMBERS = (
+    "temperature",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "top_p",
+    "typical_p",
+    "min_p",
+    "top_n_sigma",
+)
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -71,7 +80,9 @@ def test_extreme_numbers_are_refused_by_name_or_harmless(name: str, value: float
     except ValidationError as error:
         assert str(error).startswith(f"`{name}` must be ")
         return
-    assert 0 <= value <= 1 or (name.endswith("_penalty") and abs(value) <= 2)
+    assert (
+        0 <= value <= 1 or (name == "top_n_sigma" and value <= 100) or (name.endswith("_penalty") and abs(value) <= 2)
+    )
     single = torch.tensor(value, dtype=torch.float32)
     assert bool(single.isfinite())
     if name == "temperature":  # what the engine divides by

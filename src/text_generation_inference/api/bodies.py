@@ -62,6 +62,15 @@ class GenerateParameters(msgspec.Struct, kw_only=True):
         float | None,
         doc("Makes a token less likely the more often it has appeared; negative: more likely.", **WITHIN_2),
     ] = None
+    top_n_sigma: Annotated[
+        float | None,
+        doc(
+            "Choose among the tokens whose score is within so many standard deviations of the best one.",
+            example=1.0,
+            minimum=0,
+            maximum=100,
+        ),
+    ] = None  # ours
     top_k: Annotated[I32 | None, doc("Choose among this many of the most likely tokens.", example=10, minimum=1)] = None
     top_p: Annotated[
         float | None,

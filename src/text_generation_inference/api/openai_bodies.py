@@ -200,6 +200,15 @@ class _Sampling(msgspec.Struct, kw_only=True):
         ),
     ] = None
     # Not OpenAI's:
+    top_n_sigma: Annotated[
+        float | None,
+        doc(
+            "Choose among the tokens whose score is within so many standard deviations of the best one.",
+            example=1.0,
+            minimum=0,
+            maximum=100,
+        ),
+    ] = None
     top_k: Annotated[I32 | None, doc("Choose among this many of the most likely tokens.", minimum=-1)] = None
     min_p: Annotated[
         float | None, doc("Leave out tokens less likely than this share of the most likely one.", minimum=0, maximum=1)

@@ -74,6 +74,7 @@ def sampling_params(
         presence_penalty=body.presence_penalty or 0.0,
         logit_bias=_logit_bias(body.logit_bias),
         temperature=1.0 if greedy else temperature,
+        top_n_sigma=0.0 if greedy else body.top_n_sigma or 0.0,
         top_k=0 if greedy else max(0, body.top_k or 0),
         top_p=1.0 if greedy or body.top_p is None else body.top_p,
         typical_p=1.0 if greedy or body.typical_p is None else body.typical_p,

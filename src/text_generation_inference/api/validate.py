@@ -42,6 +42,7 @@ def check_parameters(
     p = parameters
     best_of = p.best_of or 1
     samples = p.do_sample or any(value is not None for value in (p.temperature, p.top_k, p.top_p, p.typical_p))
+    samples = samples or bool(p.top_n_sigma)
     if best_of > 1 and not samples:
         raise ValidationError("you must use sampling when `best_of` is > 1")
     if p.temperature is not None:
@@ -50,6 +51,8 @@ def check_parameters(
         check_repetition_penalty(p.repetition_penalty)
     if p.frequency_penalty is not None and not -2 <= p.frequency_penalty <= 2:
         raise ValidationError("`frequency_penalty` must be >= -2.0 and <= 2.0")
+    if p.top_n_sigma is not None and not 0 <= p.top_n_sigma <= 100:
+        raise ValidationError("`top_n_sigma` must be >= 0.0 and <= 100.0")
     if p.top_p is not None and not 0 < p.top_p < 1:
         raise ValidationError("`top_p` must be > 0.0 and < 1.0")
     if p.typical_p is not None and not 0 < p.typical_p < 1:
@@ -76,6 +79,7 @@ def check_parameters(
         repetition_penalty=_or(p.repetition_penalty, 1.0),
         frequency_penalty=_or(p.frequency_penalty, 0.0),
         temperature=_or(p.temperature, 1.0),
+        top_n_sigma=p.top_n_sigma or 0.0,
         top_k=p.top_k or 0,
         top_p=_or(p.top_p, 1.0),
         typical_p=_or(p.typical_p, 1.0),

@@ -57,6 +57,7 @@ class SamplingNeeds:
     filters: bool = False  # top-k, top-p, typical-p or min-p
     counts: bool = False  # top-k, top-p or the best ids
     typical: bool = False
+    others: Tensor | None = None  # [others] int64: rows with `OTHER_FILTERS`, for ops that do not know these
     adjustments: Adjustments | None = None
     tops: Tops | None = None
 

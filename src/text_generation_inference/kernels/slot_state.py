@@ -15,8 +15,11 @@ PLAIN, DRAWS, ADJUSTED = (
     1.0,
     -1.0,
 )  # sampling modes: the best token; a draw; the best token, with more to it than that
-FILTERS = (temperature.NAME, *filters.FIELDS, "sampling_mode")
-NUMBER_FIELDS = FILTERS + penalties.FIELDS  # of a slot
+FILTERS = (temperature.NAME, "top_k", "top_p", "typical_p", "min_p", "sampling_mode")  # what kernels know
+OTHER_FILTERS = tuple(
+    name for name in filters.FIELDS if name not in FILTERS
+)  # rows with one are left to the definition
+NUMBER_FIELDS = FILTERS + penalties.FIELDS + OTHER_FILTERS  # of a slot
 
 
 class SlotState:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.choice import Adjustments, SamplingNeeds
-from text_generation_inference.kernels.slot_state import PLAIN
+from text_generation_inference.kernels.slot_state import OTHER_FILTERS, PLAIN
 from text_generation_inference.runner.resident import ResidentSlots, Staging, sampling_mode_of
+from text_generation_inference.sampling.filters import asked_by
 from text_generation_inference.sampling.mask import RowMasks
 from text_generation_inference.sampling.tops import MORE_TIES
 from text_generation_inference.sampling.watermark import green_list
@@ -36,7 +37,7 @@ class BatchNeeds:
     @property
     def only_draws(self) -> bool:
         """Whether draws, perhaps with filters, are all that is asked for: what they need is in the slots."""
-        return self.sampling.adjustments is None and not self.top_rows
+        return self.sampling.adjustments is None and self.sampling.others is None and not self.top_rows
 
 
 class SlotNeeds:
@@ -121,12 +122,16 @@ class SlotNeeds:
         top_table = np.zeros((size if top_rows else 0, 2), dtype=np.int32)
         for number, row in enumerate(top_rows):
             top_table[row] = params[row].top_n_tokens, number
-        rows_of_adjusted, place_of_row, penalised_places, bias_table, tops = self._keep(
+        others = [
+            row for row, p in enumerate(params) if p.samples and any(name in OTHER_FILTERS for name in asked_by(p))
+        ]
+        rows_of_adjusted, place_of_row, penalised_places, bias_table, tops, other_rows = self._keep(
             np.array([(row, green.get(row, -1), allowed.get(row, -1)) for row in adjusted], dtype=np.int32),
             np.array([places.get(row, -1) for row in range(size)], dtype=np.int32),
             np.array([places[row] for row in penalised], dtype=np.int32),
             np.array([of_place, of_id, np.array(of_value, dtype=np.float32).view(np.int32)], dtype=np.int32),
             top_table,
+            np.array(others, dtype=np.int32),
         )
         limits = any(p.top_k > 0 or p.top_p < 1 for p in drawing)
         sampling = SamplingNeeds(
@@ -134,6 +139,8 @@ class SlotNeeds:
             counts=limits or bool(top_rows),
             typical=any(p.typical_p < 1 for p in drawing),
         )
+        if others:
+            sampling.others = other_rows.long()
         if adjusted:
             sampling.adjustments = Adjustments(
                 rows=rows_of_adjusted,

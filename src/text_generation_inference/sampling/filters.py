@@ -6,11 +6,11 @@ from typing import Final
 
 from torch import Tensor
 
-from text_generation_inference.sampling import min_p, top_k, top_p, typical_p
+from text_generation_inference.sampling import min_p, top_k, top_n_sigma, top_p, typical_p
 from text_generation_inference.sampling.candidates import Candidates
 from text_generation_inference.types import SamplingParams
 
-_TABLE: tuple[ModuleType, ...] = (top_k, top_p, typical_p, min_p)
+_TABLE: tuple[ModuleType, ...] = (top_n_sigma, top_k, top_p, typical_p, min_p)
 FIELDS: Final[tuple[str, ...]] = tuple(module.NAME for module in _TABLE)
 _NEUTRAL = SamplingParams()
 

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_inference.kernels.choice import EVERY_FILTER, SamplingNeeds
+from text_generation_inference.kernels import choice
+from text_generation_inference.kernels.choice import EVERY_FILTER, SamplingNeeds, Tops
 from text_generation_inference.kernels.slot_state import SlotState
 from text_generation_inference.kernels.triton import filters, thresholds
 from text_generation_inference.kernels.triton.adjust import Adjust
@@ -90,6 +91,7 @@ class Choice:
 
     room = 8192  # scores of a row that the list of the ones near a threshold holds
     part = 4096  # ids that one program looks at
+    few = 16  # rows that are left to the definition at a time
 
     def __init__(self) -> None:
         self._adjust = Adjust()
@@ -103,6 +105,9 @@ class Choice:
         scores, places = parts, slots  # where there are none: not read
         if needs.adjustments is not None:
             scores, places = self._adjust(logits, slots, state, needs.adjustments), needs.adjustments.places
+        if needs.others is not None:
+            self._choose_others(logits, scores, places, slots, state, out, needs, needs.others)
+            slots = slots.index_fill(0, needs.others, -1)
         tops = top_out = slots
         if needs.tops is not None:
             tops, top_out = needs.tops.rows, needs.tops.out
@@ -140,6 +145,28 @@ class Choice:
             parts, slots, plan, out, state.tokens, state.lengths, out.stride(0), state.tokens.stride(0),
             state.lengths.stride(0), num_parts, **pad, num_warps=1,
         )  # fmt: skip
+
+    def _choose_others(
+        self,
+        logits: Tensor,
+        scores: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        state: SlotState,
+        out: Tensor,
+        needs: SamplingNeeds,
+        others: Tensor,
+    ) -> None:
+        """Rows with a filter that no kernel knows: by the definition, few at a time, as it takes much memory."""
+        for rows in others.split(self.few):
+            some = logits[rows].float()
+            if needs.adjustments is not None:
+                place = places[rows].long()
+                some = torch.where(place[:, None] >= 0, scores[place.clamp(min=0)], some)
+            tops = Tops(needs.tops.rows[rows], needs.tops.out) if needs.tops is not None else None
+            found = torch.zeros((2, rows.shape[0]), dtype=torch.int32, device=out.device)
+            choice.choose_into(some, slots[rows], state, found, SamplingNeeds(tops=tops))
+            out[:, rows] = found
 
     def _make_room(self, rows: int, num_parts: int, device: torch.device) -> list[Tensor]:
         """Made for each call, so that a captured one has its own."""
