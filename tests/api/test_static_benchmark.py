@@ -223,7 +223,7 @@ def test_the_floor_finds_the_matrices_of_a_model(engine: Engine) -> None:
     """What it looks for in a loaded model is there; a GPU is needed only to time them."""
     model = FloorModel.of(engine, find_rates("NVIDIA H200"))
     assert [tuple(matrix.shape) for matrix in model.layers] == 2 * [(128, 64), (64, 64), (192, 64), (64, 96)]
-    assert tuple(model.head.shape) == (320, 64) and model.cache_element_bytes == 4
+    assert tuple(model.head.shape) == (320, 64) and model.query_width == 2 * 64
     assert model.cache_bytes(10) == 2 * 10 * 2 * 2 * 16 * 4
 
 

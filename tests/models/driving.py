@@ -10,6 +10,7 @@ import transformers
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine, start_engine
+from text_generation_inference.models.registry import ARCHITECTURES
 from text_generation_inference.types import GenerationRequest, SamplingParams, TokenOut
 
 
@@ -32,7 +33,8 @@ class Output:
 
 def make_tiny(family: str, overrides: dict, folder: Path) -> Tiny:
     """A model with weights spread enough that its best token is never a near-tie, and its folder."""
-    tiny = import_module(f"text_generation_inference.models.{family.lower()}").TINY
+    module = ARCHITECTURES[f"{family}ForCausalLM"]
+    tiny = import_module(f"text_generation_inference.models.{module}").TINY
     config = getattr(transformers, f"{family}Config")(**{**tiny, **overrides})
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
