@@ -18,11 +18,21 @@ from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.weights.declare import Module
 from text_generation_inference.weights.model_files import QUANTIZATION_BESIDE
 
+# Who reads which `quant_method` of config.json.
+METHODS = {
+    "fp8": fp8_formats.detect,
+    "compressed-tensors": fp8_formats.detect,
+    "fbgemm_fp8": fp8_formats.detect,
+}
+
 
 def detect(config: Mapping[str, Any], source: str) -> Quantization | None:
     """What config.json says; None: matrices are stored plainly. `source` names the file in errors."""
     found = config.get("quantization_config") or config.get("compression_config")
-    return fp8_formats.detect(found, source) if found else None
+    if not found:
+        return None
+    method = str(found.get("quant_method")) if isinstance(found, Mapping) else ""
+    return METHODS.get(method, fp8_formats.detect)(found, source)  # which says why it reads no others
 
 
 def choose_quantization(asked: str | None, stored: Quantization | None) -> Quantization | None:
