@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+class _DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, unless the help says so in words or there is none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -87,7 +87,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "generate",
         help="answer prompts without a server",
         description="Answer prompts from the arguments or, without any, from standard input (one per line).",
-        formatter_class=_Defaults,
+        formatter_class=_DefaultsFormatter,
     )
     generate.set_defaults(run=_generate)
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; '-' reads lines from standard input")

@@ -22,7 +22,7 @@ from engine_process import SETTINGS, Process, collect, connected, make
 
 from text_generation_inference.api.app import App
 from text_generation_inference.api.generation import Generation
-from text_generation_inference.api.http import Request
+from text_generation_inference.api.http import HttpRequest
 from text_generation_inference.api.service import Permit, Service
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.client import EngineClient
@@ -238,7 +238,7 @@ def test_requests_leave_no_cycles_behind(engine: Process) -> None:
     """A cycle of references, with all that it holds, would stay until a collection that may be hours away."""
 
     def count() -> Counter[type]:
-        kinds = Generation, Request, Permit
+        kinds = Generation, HttpRequest, Permit
         return Counter(type(thing) for thing in gc.get_objects() if type(thing) in kinds)
 
     async def run() -> None:

@@ -24,7 +24,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from text_generation_inference.kernels.triton.fused_decode import make_fused_decode
-from text_generation_inference.kernels.triton.linear import Linear
+from text_generation_inference.kernels.triton.linear import LinearOp
 from text_generation_inference.kernels.triton.ops import load_ops
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def _interpreter(device_name: str) -> None:
 
 def build(quantization: Quantization, cache_dtype: torch.dtype, **changes: Any) -> tuple[CausalLM, Cache]:
     """Of odd sizes; what a GPU with eight-bit types would multiply it with."""
-    linear = Linear(3, (8, 9))
+    linear = LinearOp(3, (8, 9))
     loaded = load_ops(3)
     assert not isinstance(loaded, str)
     ops = Ops(

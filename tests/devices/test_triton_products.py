@@ -15,7 +15,7 @@ if importlib.util.find_spec("triton") is None:
 
 from text_generation_inference.kernels.triton.gemv import vector_product
 from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8
-from text_generation_inference.kernels.triton.linear import Linear
+from text_generation_inference.kernels.triton.linear import LinearOp
 from text_generation_inference.kernels.triton.quantize import quantize_rows
 from text_generation_inference.kernels.triton.small_gemm_fp8 import SmallGemmFp8, choose_tiling
 
@@ -100,7 +100,7 @@ def test_linear_in_fp8(device: torch.device, rows: int, n: int, k: int, by_squar
         torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
     )  # 0: products without a library
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    op = Linear(4, capability)
+    op = LinearOp(4, capability)
     weight = fp8.quantize_weight(torch.randn(n, k, device=device) * 0.05)
     if by_square:
         scale = torch.rand(-(-n // 128), -(-k // 128), device=device) + 0.5

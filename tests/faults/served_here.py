@@ -15,7 +15,7 @@ from text_generation_inference.api.http import (
     ClientGoneError,
     Connection,
     HttpError,
-    Request,
+    HttpRequest,
     json_response,
     text_response,
 )
@@ -76,7 +76,7 @@ class ServedHere:
         self.loop.call_soon_threadsafe(action)
 
     async def _answer(self, scope, receive, send) -> None:
-        request = Request(scope, receive, self.payload_limit, self.bodies)
+        request = HttpRequest(scope, receive, self.payload_limit, self.bodies)
         connection = Connection(send, [])
         task = asyncio.current_task()
         assert task is not None
@@ -90,7 +90,7 @@ class ServedHere:
         finally:
             request.stop_watching()
 
-    async def _route(self, request: Request, scope):
+    async def _route(self, request: HttpRequest, scope):
         kind = (request.method.replace("HEAD", "GET"), request.path)
         if kind == ("POST", "/tokenize"):
             return json_response([{"text": json.loads(await request.read_json())["inputs"]}])

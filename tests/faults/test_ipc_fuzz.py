@@ -400,7 +400,7 @@ def test_arrays_that_do_not_belong_together_are_malformed() -> None:
         TokenOut([1], [2], [-0.5], [TopTokens(1, [5], [-1.0])]),
         TokenOut([1], [2], [-0.5], [TopTokens(0, [5, 6], [-1.0])]),
     ):
-        with pytest.raises(wire.MalformedError):
+        with pytest.raises(wire.MalformedMessageError):
             wire.decode_from_engine(wire.encode(out))
 
 

@@ -9,7 +9,7 @@ from text_generation_inference.quant.inc.scales import (
     GAUDI2,
     GAUDI3,
     METHODS,
-    Generation,
+    CardGeneration,
     Rounding,
     Rule,
     Value,
@@ -32,13 +32,13 @@ def pow2(scale: float) -> float:
     return next(2.0**e for e in range(-140, 140) if 2.0**e >= scale)
 
 
-def hardware(scale: float, generation: Generation) -> float:
+def hardware(scale: float, generation: CardGeneration) -> float:
     """By looking: the smallest hardware scale that is not less, else the largest."""
     return min((s for s in HARDWARE[generation.name] if s >= scale), default=HARDWARE[generation.name][0])
 
 
 @BOTH
-def test_formats(generation: Generation) -> None:
+def test_formats(generation: CardGeneration) -> None:
     assert generation.full_scale == FULL[generation.name]
     assert list(generation.hardware_scales) == HARDWARE[generation.name]
 
@@ -67,7 +67,7 @@ TABLE = {
 }
 
 
-def by_hand(maximum: float, how: str, backoff: float, generation: Generation) -> float:
+def by_hand(maximum: float, how: str, backoff: float, generation: CardGeneration) -> float:
     scale = float(torch.tensor(maximum / (FULL[generation.name] * backoff), dtype=torch.float32))
     rounded = {"pow2": pow2, "none": float, "hw": lambda s: hardware(s, generation)}
     fixed = {"one": 1.0, "first": HARDWARE[generation.name][0]}
@@ -80,14 +80,14 @@ def test_the_table_is_complete() -> None:
 
 @BOTH
 @pytest.mark.parametrize("name", TABLE)
-def test_activations(name: str, generation: Generation) -> None:
+def test_activations(name: str, generation: CardGeneration) -> None:
     rule = METHODS[name].activation
     for maximum in MAXIMA:
         expected = by_hand(maximum, TABLE[name][1], 0.25, generation)
         assert activation_scale(maximum, rule, generation) == pytest.approx(expected, rel=1e-6)
 
 
-def squared_error(rows: torch.Tensor, scale: float, generation: Generation) -> float:
+def squared_error(rows: torch.Tensor, scale: float, generation: CardGeneration) -> float:
     full = FULL[generation.name]
     stored = (rows / scale).clamp(-full, full).to(torch.float8_e4m3fn).float()
     return (stored.double() * scale - rows.double()).square().sum().item()
@@ -95,7 +95,7 @@ def squared_error(rows: torch.Tensor, scale: float, generation: Generation) -> f
 
 @BOTH
 @pytest.mark.parametrize("name", TABLE)
-def test_weights(name: str, generation: Generation) -> None:
+def test_weights(name: str, generation: CardGeneration) -> None:
     how, by_channel = TABLE[name][0]
     torch.manual_seed(3)
     weight = torch.randn(1100, 48) * torch.logspace(-4, 2, 1100)[:, None]  # more rows than are looked at at once
@@ -131,7 +131,7 @@ def test_opt_is_better_than_maxabs() -> None:
 
 
 @BOTH
-def test_nothing_but_zeros(generation: Generation) -> None:
+def test_nothing_but_zeros(generation: CardGeneration) -> None:
     for rounding in (Rounding.IDENTITY, Rounding.POW2, Rounding.HARDWARE):
         rule = Rule(Value.MAXABS, rounding, 0.5)
         assert scale_of(torch.zeros(3), rule, generation).tolist() == [1.0] * 3
@@ -139,13 +139,13 @@ def test_nothing_but_zeros(generation: Generation) -> None:
 
 
 @BOTH
-def test_stored_values_stay_in_range(generation: Generation) -> None:
+def test_stored_values_stay_in_range(generation: CardGeneration) -> None:
     stored = quantize(torch.tensor([1e9, -1e9, 3.0]), torch.tensor(1.0), generation).float()
     assert stored.tolist() == [FULL[generation.name], -FULL[generation.name], 3.0]
 
 
 @BOTH
-def test_the_largest_value_uses_its_share_of_the_range(generation: Generation) -> None:
+def test_the_largest_value_uses_its_share_of_the_range(generation: CardGeneration) -> None:
     for backoff in (0.25, 0.5, 1.0):
         scale = activation_scale(10.0, Rule(Value.MAXABS, Rounding.IDENTITY, backoff), generation)
         assert 10.0 / scale == pytest.approx(FULL[generation.name] * backoff, rel=1e-6)

@@ -21,7 +21,7 @@ from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 from text_generation_inference.weights.declare import Declared, Module, Number, Part
 from text_generation_inference.weights.load import load_checkpoint
-from text_generation_inference.weights.upload import Span, Upload, identify
+from text_generation_inference.weights.upload import FileSpan, Upload, identify
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, torch.device("cuda", 0)] if torch.cuda.is_available() else [CPU]
@@ -217,7 +217,7 @@ def test_a_short_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1000))
     with path.open("rb") as file:
-        span = Span(path, identify(file.fileno()), 300, (801,), torch.uint8)
+        span = FileSpan(path, identify(file.fileno()), 300, (801,), torch.uint8)
     with Upload(CPU, PIECE) as upload, pytest.raises(ModelFormatError, match="was changed while it was read"):
         upload.read(span)
 

@@ -28,8 +28,8 @@ from text_generation_inference.api.http import (
     ClientGoneError,
     Connection,
     HttpError,
+    HttpRequest,
     Receive,
-    Request,
     Response,
     Send,
     frame,
@@ -64,7 +64,7 @@ class App:
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        request = Request(scope, receive, self.service.config.payload_limit, self._bodies)
+        request = HttpRequest(scope, receive, self.service.config.payload_limit, self._bodies)
         given_id = request.headers.get("x-request-id", "")
         request.id = given_id if _REQUEST_ID.fullmatch(given_id) else secrets.token_hex(16)
         current_key.set(key_of(request.headers))
@@ -81,7 +81,7 @@ class App:
 
     # -- finding the route -----------------------------------------------------------------------------------------
 
-    async def _dispatch(self, request: Request, connection: Connection) -> None:
+    async def _dispatch(self, request: HttpRequest, connection: Connection) -> None:
         openai = request.path.startswith("/v1/") or request.path == "/v1"
         route = self._find(request)
         if route is None:
@@ -100,7 +100,7 @@ class App:
                 finally:
                     self._calls.discard(call)
 
-    def _find(self, request: Request) -> Route | None:
+    def _find(self, request: HttpRequest) -> Route | None:
         method = "GET" if request.method == "HEAD" else request.method
         route = self._exact.get((method, request.path))
         if route is not None:
@@ -112,7 +112,7 @@ class App:
                 return candidate
         return None
 
-    def _not_found(self, request: Request, openai: bool) -> Response:
+    def _not_found(self, request: HttpRequest, openai: bool) -> Response:
         allowed = [method for method, path in self._exact if path == request.path]
         allowed += [route.method for pattern, route in self._patterns if pattern.fullmatch(request.path)]
         if allowed:
@@ -126,13 +126,13 @@ class App:
             return openai_plain(404, f"Unknown request URL: {request.method} {request.path}", code="unknown_url")
         return Response(404)
 
-    def _may(self, request: Request) -> bool:
+    def _may(self, request: HttpRequest) -> bool:
         if self._key is None:
             return True
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(key.encode("latin-1"), self._key)
 
-    def _cors_headers(self, request: Request) -> list[tuple[bytes, bytes]]:
+    def _cors_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
         if not self._origins:
             return [(b"access-control-allow-origin", b"*")]
         origin = request.headers.get("origin", "")

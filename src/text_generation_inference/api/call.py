@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from text_generation_inference.api.errors import UnavailableError, decode_body, describe
 from text_generation_inference.api.generation import Generation
-from text_generation_inference.api.http import Connection, Request
+from text_generation_inference.api.http import Connection, HttpRequest
 from text_generation_inference.api.logs import log_success, span_fields
 from text_generation_inference.api.metrics import Timings
 from text_generation_inference.api.refusals import field_of, log_refusal
@@ -32,7 +32,7 @@ _WITHOUT_USER_TEXT = (DeadlineError, EngineError, OverloadedError, UnavailableEr
 @dataclass(slots=True, eq=False)
 class Call:
     service: Service
-    request: Request
+    request: HttpRequest
     connection: Connection
     span: Span
     name: str  # of the span

@@ -28,7 +28,7 @@ from text_generation_inference.api.generation import Generation, Piece
 from text_generation_inference.api.http import DONE, KEEP_ALIVE, frame, json_response
 from text_generation_inference.api.metrics import Timings
 from text_generation_inference.api.openai_bodies import (
-    Chunk,
+    CompletionChunk,
     CompletionComplete,
     CompletionFinal,
     CompletionLogprobs,
@@ -300,10 +300,12 @@ async def _stream_choice(
     call.succeed(generation)
 
 
-def _chunk(call: Call, completion: _Completion, choices: list[CompletionComplete], usage: Usage | None = None) -> Chunk:
+def _chunk(
+    call: Call, completion: _Completion, choices: list[CompletionComplete], usage: Usage | None = None
+) -> CompletionChunk:
     options = completion.body.stream_options
     wants_usage = options is not None and options.include_usage
-    return Chunk(
+    return CompletionChunk(
         completion.id,
         completion.created,
         completion.model,

@@ -42,7 +42,7 @@ class ClientGoneError(Exception):
     """The connection was closed before the request was complete."""
 
 
-class Request:
+class HttpRequest:
     """One HTTP request."""
 
     def __init__(self, scope: Mapping[str, Any], receive: Receive, payload_limit: int, budget: BodyBudget) -> None:

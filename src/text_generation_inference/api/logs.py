@@ -146,7 +146,7 @@ def duration_text(seconds: float) -> str:
 # -- lines ---------------------------------------------------------------------------------------------------------
 
 
-class _Lines(logging.Formatter):
+class _LineFormatter(logging.Formatter):
     """What both forms share."""
 
     def __init__(self, secrets: list[str]) -> None:
@@ -168,7 +168,7 @@ class _Lines(logging.Formatter):
         return self._safe(self.formatException(record.exc_info)) if record.exc_info else ""
 
 
-class TextLines(_Lines):
+class TextLines(_LineFormatter):
     """`2026-01-31T12:00:00.000000Z  INFO text_generation_inference.api.app: Listening port=8080`."""
 
     def __init__(self, secrets: list[str], colours: bool) -> None:
@@ -190,7 +190,7 @@ class TextLines(_Lines):
         return f"{line}\n{trace}" if trace else line
 
 
-class JsonLines(_Lines):
+class JsonLines(_LineFormatter):
     """One JSON object per line, with the keys of TGI's own."""
 
     def __init__(self, secrets: list[str], nested: bool) -> None:

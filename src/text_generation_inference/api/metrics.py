@@ -46,7 +46,7 @@ def hundredths(maximum: int) -> list[float]:
 # -- one series each -----------------------------------------------------------------------------------------------
 
 
-class Number:
+class Scalar:
     """The value of a counter or a gauge."""
 
     __slots__ = ("_last_total", "_recorded", "value")
@@ -145,7 +145,7 @@ def _label(name: str, value: str) -> str:
 
 # -- all series of a name ------------------------------------------------------------------------------------------
 
-Series = TypeVar("Series", Number, Histogram, Summary)
+Series = TypeVar("Series", Scalar, Histogram, Summary)
 
 
 class Family(Generic[Series]):
@@ -161,10 +161,10 @@ class Family(Generic[Series]):
         self._series[labels] = series
         return series
 
-    def one(self: "Family[Number]", label: str, value: str) -> Number:
+    def one(self: "Family[Scalar]", label: str, value: str) -> Scalar:
         """The number with this value of a label, which is there from its first use."""
         labels = _label(label, value)
-        return self._series.get(labels) or self.keep(Number(), labels)
+        return self._series.get(labels) or self.keep(Scalar(), labels)
 
     def lines(self) -> list[str]:
         body = [line for labels, series in self._series.items() for line in series.lines(self._name, labels)]
@@ -176,9 +176,9 @@ class StepSeries:
 
     def __init__(self, metrics: "Metrics", method: str) -> None:
         labels = _label("method", method)
-        self.count = metrics.batch_inference_count.keep(Number(), labels)
-        self.success = metrics.batch_inference_success.keep(Number(), labels)
-        self.failure = metrics.batch_inference_failure.keep(Number(), labels)
+        self.count = metrics.batch_inference_count.keep(Scalar(), labels)
+        self.success = metrics.batch_inference_success.keep(Scalar(), labels)
+        self.failure = metrics.batch_inference_failure.keep(Scalar(), labels)
         self.inference = metrics.batch_inference_duration.keep(Histogram(DURATION_BOUNDS), labels)
         self.forward = metrics.batch_forward_duration.keep(Histogram(DURATION_BOUNDS), labels)
         self.decode = metrics.batch_decode_duration.keep(Histogram(DURATION_BOUNDS), labels)
@@ -189,30 +189,30 @@ class BucketSeries:
     """The series of `tgi_bucket_*`: only an engine with a bucket plan has them."""
 
     def __init__(self, metrics: "Metrics") -> None:
-        shapes: Family[Number] = metrics.family(
+        shapes: Family[Scalar] = metrics.family(
             "tgi_bucket_shapes", "gauge", "Shapes planned, graph keys warmed up, graphs captured"
         )
         self._shapes = {
-            state: shapes.keep(Number(), _label("state", state)) for state in ("planned", "warmed", "captured")
+            state: shapes.keep(Scalar(), _label("state", state)) for state in ("planned", "warmed", "captured")
         }
         self._bypassed = metrics.counter("tgi_bucket_bypassed", "Padded passes that ran without a graph")
         self._unplanned = metrics.counter(
             "tgi_bucket_unplanned", "Graph keys met while serving that warming up has not met"
         )
-        computed: Family[Number] = metrics.family(
+        computed: Family[Scalar] = metrics.family(
             "tgi_bucket_tokens_computed", "counter", "Tokens computed in padded passes, padding included"
         )
-        needed: Family[Number] = metrics.family(
+        needed: Family[Scalar] = metrics.family(
             "tgi_bucket_tokens_needed", "counter", "Tokens computed in padded passes, without the padding"
         )
         self._tokens = {
-            f"{method}_{name}": family.keep(Number(), _label("method", method))
+            f"{method}_{name}": family.keep(Scalar(), _label("method", method))
             for name, family in (("computed", computed), ("needed", needed))
             for method in ("prefill", "decode")
         }
 
     @property
-    def counters(self) -> list[Number]:
+    def counters(self) -> list[Scalar]:
         return [self._bypassed, self._unplanned, *self._tokens.values()]
 
     def set(self, stats: BucketStats) -> None:
@@ -233,8 +233,8 @@ class Metrics:
 
         self._request_count = self.counter("tgi_request_count", "Total number of requests")
         self._request_success = self.counter("tgi_request_success", "Number of successful requests")
-        self._request_failure: Family[Number] = self.family("tgi_request_failure", "counter")
-        self._failures: dict[str, Number] = {}
+        self._request_failure: Family[Scalar] = self.family("tgi_request_failure", "counter")
+        self._failures: dict[str, Scalar] = {}
         self._request_duration = self._duration("tgi_request_duration", "Request duration")
         self._validation_duration = self._duration("tgi_request_validation_duration", "Request validation duration")
         self._queue_duration = self._duration("tgi_request_queue_duration", "Request queue duration")
@@ -260,15 +260,15 @@ class Metrics:
         self._batch_next_size = self._histogram(
             "tgi_batch_next_size", "Batch size of the next batch", BATCH_SIZE_BOUNDS
         )
-        self.batch_inference_count: Family[Number] = self.family(
+        self.batch_inference_count: Family[Scalar] = self.family(
             "tgi_batch_inference_count", "counter", "Inference calls per method (prefill or decode)"
         )
-        self.batch_inference_success: Family[Number] = self.family(
+        self.batch_inference_success: Family[Scalar] = self.family(
             "tgi_batch_inference_success",
             "counter",
             "Number of successful inference calls per method (prefill or decode)",
         )
-        self.batch_inference_failure: Family[Number] = self.family("tgi_batch_inference_failure", "counter")
+        self.batch_inference_failure: Family[Scalar] = self.family("tgi_batch_inference_failure", "counter")
         self.batch_inference_duration: Family[Histogram] = self.family(
             "tgi_batch_inference_duration", "histogram", "Batch inference duration"
         )
@@ -285,18 +285,18 @@ class Metrics:
         )
         self._prefill = StepSeries(self, "prefill")
         self._decode = StepSeries(self, "decode")
-        concat: Family[Number] = self.family("tgi_batch_concat", "counter")
-        self._concat = concat.keep(Number(), _label("reason", "chunking"))
+        concat: Family[Scalar] = self.family("tgi_batch_concat", "counter")
+        self._concat = concat.keep(Scalar(), _label("reason", "chunking"))
         concat_duration: Family[Histogram] = self.family("tgi_batch_concat_duration", "histogram")
         self._concat_duration = concat_duration.keep(Histogram(DURATION_BOUNDS), _label("method", "decode"))
 
-        self._waiting: Family[Number] = self.family(
+        self._waiting: Family[Scalar] = self.family(
             "tgi_worker_queue_size", "gauge", "Requests that wait for a worker thread of the api process"
         )
-        self._refused_waiting: Family[Number] = self.family(
+        self._refused_waiting: Family[Scalar] = self.family(
             "tgi_worker_queue_refused", "counter", "Requests refused because they waited too long for a worker thread"
         )
-        self._grammars: Family[Number] = self.family(
+        self._grammars: Family[Scalar] = self.family(
             "tgi_grammar_compilations", "counter", "Grammars compiled or not, by result"
         )
         self._in_flight = self._gauge("tgi_requests_in_flight", "Requests being served, queued ones included")
@@ -311,18 +311,18 @@ class Metrics:
         self._cached_tokens = self.counter("tgi_cached_prompt_tokens", "Prompt tokens found in the prefix cache")
         self._unknown_fields = self.counter("tgi_unknown_fields", "Fields of request bodies that were ignored")
         self._engine_restarts = self.counter("tgi_engine_restarts", "Times the engine was started again")
-        malformed: Family[Number] = self.family(
+        malformed: Family[Scalar] = self.family(
             "tgi_malformed_messages",
             "counter",
             "Messages that were dropped, by the process that could not read them",
         )
-        self._dropped_by_api = malformed.keep(Number(), _label("by", "api"))
-        self._dropped_by_engine = malformed.keep(Number(), _label("by", "engine"))
+        self._dropped_by_api = malformed.keep(Scalar(), _label("by", "api"))
+        self._dropped_by_engine = malformed.keep(Scalar(), _label("by", "engine"))
         self._loop_lag = self._duration("tgi_api_loop_lag_seconds", "How late the event loop of the api process runs")
         self._connections = self._gauge("tgi_http_connections", "Open connections")
         self._evicted = self.counter("tgi_http_evicted", "Idle connections closed to make room for new ones")
         self._buffered = self._gauge("tgi_http_buffered_bytes", "Bytes of request bodies that are not complete yet")
-        self._http_refused: Family[Number] = self.family(
+        self._http_refused: Family[Scalar] = self.family(
             "tgi_http_refused", "counter", "What was turned away before a route saw it, by reason"
         )
         self._engine_hangs = self.counter("tgi_engine_hangs", "Times the engine was ended because it hung")
@@ -345,7 +345,7 @@ class Metrics:
     def fail_request(self, err: str) -> None:
         """`err`: validation, overloaded, template, generation, incomplete, dropped or slow_client."""
         if err not in self._failures:
-            self._failures[err] = self._request_failure.keep(Number(), _label("err", err))
+            self._failures[err] = self._request_failure.keep(Scalar(), _label("err", err))
         self._failures[err].add()
 
     def count_unknown_fields(self, count: int) -> None:
@@ -493,11 +493,11 @@ class Metrics:
         self._families.append(family)
         return family
 
-    def counter(self, name: str, help_text: str) -> Number:
-        return self.family(name, "counter", help_text).keep(Number())
+    def counter(self, name: str, help_text: str) -> Scalar:
+        return self.family(name, "counter", help_text).keep(Scalar())
 
-    def _gauge(self, name: str, help_text: str) -> Number:
-        return self.family(name, "gauge", help_text).keep(Number())
+    def _gauge(self, name: str, help_text: str) -> Scalar:
+        return self.family(name, "gauge", help_text).keep(Scalar())
 
     def _histogram(self, name: str, help_text: str, bounds: list[float]) -> Histogram:
         return self.family(name, "histogram", help_text).keep(Histogram(bounds))

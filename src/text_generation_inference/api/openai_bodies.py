@@ -496,7 +496,7 @@ class CompletionFinal(msgspec.Struct, tag_field="object", tag="text_completion")
     usage: Usage
 
 
-class Chunk(msgspec.Struct, tag_field="object", tag="text_completion"):
+class CompletionChunk(msgspec.Struct, tag_field="object", tag="text_completion"):
     """A part of a streamed completion."""
 
     id: str

@@ -47,6 +47,8 @@ _CHOICES = {
     "SagemakerResponse": ("GenerateResponse", "ChatCompletion", "CompletionFinal"),
     "SagemakerStreamResponse": ("StreamResponse", "ChatCompletionChunk", "Chunk"),
 }
+# Components that TGI's document calls otherwise.
+_RENAMED = {"CompletionChunk": "Chunk"}
 # TGI's document does not require what may be null, with this exception.
 _REQUIRED_THOUGH_NULLABLE = "logprob"
 
@@ -129,7 +131,7 @@ def _components() -> dict[str, Schema]:
     }
     schemas, raw = msgspec.json.schema_components([*_NAMED.values(), *structs.values()], ref_template=_REF + "{name}")
     translation = _Translation(dict(zip(_NAMED, schemas, strict=False)))
-    components = {name: translation.of_struct(name, raw[name], structs[name]) for name in structs}
+    components = {_RENAMED.get(name, name): translation.of_struct(name, raw[name], structs[name]) for name in structs}
     components |= translation.named
     components |= {name: {"oneOf": [{"$ref": _REF + part} for part in parts]} for name, parts in _CHOICES.items()}
     components["GrammarType"] = _GRAMMAR

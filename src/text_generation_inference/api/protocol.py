@@ -53,7 +53,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timer: TimerHandle | None = None  # for a head to come, or for the rest of a body nobody waits for
         self._num_owed = 0  # requests without a complete answer
         self.num_written = 0
-        self._progress: _Progress | None = None  # while something is unsent
+        self._progress: _WriteProgress | None = None  # while something is unsent
 
     # -- the connection --------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         taken = self.num_written - num_unsent - num_unacknowledged(self.transport.get_extra_info("socket"))
         if self._progress is None:
-            self._progress = _Progress(taken, now)
+            self._progress = _WriteProgress(taken, now)
         elif not self._progress.goes_on(taken, now):
             self._shared.refusals.add("not_reading", "A client that does not read its answer is disconnected")
             self.transport.abort()
@@ -368,7 +368,7 @@ class _AnswerTransport:
         self._protocol.close_behind_answer(self._cycle)
 
 
-class _Progress:
+class _WriteProgress:
     """Whether a client takes what was written for it."""
 
     __slots__ = ("_moved", "_since", "_taken", "_taken_before")

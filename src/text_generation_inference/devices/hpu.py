@@ -20,7 +20,7 @@ from text_generation_inference.devices.device import GraphForward, Ops
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import key_of, put_together, take_apart
 from text_generation_inference.kernels.hpu.bridge import Bridge, is_present, load_bridge, memory_errors
-from text_generation_inference.kernels.hpu.ops import Choice, load_ops
+from text_generation_inference.kernels.hpu.ops import HpuGreedy, load_ops
 from text_generation_inference.types import Limits
 
 BLOCK_SIZE = 128
@@ -107,7 +107,7 @@ class HpuDevice(AtOnce):
             mode = "eager mode, torch.compile"
         if not custom_kernels:
             slower = f"torch ops on {self.description}, {mode}: slower than the card's own kernels"
-            return Ops(slower, greedy=Choice(bridge).greedy, by_shape=self._by_shape)
+            return Ops(slower, greedy=HpuGreedy(bridge).greedy, by_shape=self._by_shape)
         faster = load_ops(bridge, settings.flash_attention, settings.flash_attention_recompute, settings.wide_softmax)
         return Ops(f"fused kernels on {self.description}, {mode}", **faster, by_shape=self._by_shape)
 

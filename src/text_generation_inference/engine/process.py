@@ -167,12 +167,12 @@ class EngineServer:
             failpoint("engine.receive")
             try:
                 message = wire.decode_to_engine(b"".join(frames))
-            except wire.MalformedError as error:
+            except wire.MalformedMessageError as error:
                 self._drop(frames, error)
             else:
                 self._handle(address, message)
 
-    def _drop(self, frames: list[bytes], error: wire.MalformedError) -> None:
+    def _drop(self, frames: list[bytes], error: wire.MalformedMessageError) -> None:
         """A message that means nothing. Said at most once in a while: whoever sends one may send many."""
         self._num_malformed += 1
         now = time.monotonic()

@@ -31,7 +31,7 @@ _decode_request = msgspec.msgpack.Decoder(ToEngine).decode
 _decode_answer = msgspec.msgpack.Decoder(FromEngine).decode
 
 
-class MalformedError(Exception):
+class MalformedMessageError(Exception):
     """A message that means nothing."""
 
 
@@ -44,11 +44,11 @@ def decode_to_engine(payload: bytes) -> ToEngine:
     try:
         message = _decode_request(payload)
     except Exception as error:  # nesting, overflow and encodings have errors of their own
-        raise MalformedError(f"{type(error).__name__}: {error}") from None
+        raise MalformedMessageError(f"{type(error).__name__}: {error}") from None
     if isinstance(message, Submit) and not 0 < message.request.id < MAX_ID:
-        raise MalformedError("its request id is out of range")
+        raise MalformedMessageError("its request id is out of range")
     if isinstance(message, Hello) and not 0 < message.pid < 2**31:
-        raise MalformedError("its process id is out of range")
+        raise MalformedMessageError("its process id is out of range")
     return message
 
 
@@ -56,13 +56,13 @@ def decode_from_engine(payload: bytes) -> FromEngine:
     try:
         message = _decode_answer(payload)
     except Exception as error:
-        raise MalformedError(f"{type(error).__name__}: {error}") from None
+        raise MalformedMessageError(f"{type(error).__name__}: {error}") from None
     if isinstance(message, TokenOut):
         rows = len(message.request_ids)
         fits = len(message.token_ids) == len(message.logprobs) == rows
         fits = fits and all(0 <= t.row < rows and len(t.token_ids) == len(t.logprobs) for t in message.top_tokens)
         if not fits:
-            raise MalformedError("its arrays do not belong together")
+            raise MalformedMessageError("its arrays do not belong together")
     return message
 
 

@@ -87,7 +87,7 @@ def _run(given: dict[str, Any], options: argparse.Namespace) -> int:
             for note in engine.notes:
                 print(note, file=sys.stderr)
             prompts = cut(Tokenizer.load(engine.folder), text, options.window)[: options.max_prompts]
-            measure(engine, prompts, options.max_new_tokens, _Progress(bars).update)
+            measure(engine, prompts, options.max_new_tokens, _MeasureProgress(bars).update)
         finally:
             engine.close()
     path = recorder.save()
@@ -145,7 +145,7 @@ def measure(
             tell(done, len(prompts))
 
 
-class _Progress:
+class _MeasureProgress:
     """A bar on a terminal, else a line every few seconds, with the time that is left."""
 
     def __init__(self, bars: StageBars) -> None:

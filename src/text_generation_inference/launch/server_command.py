@@ -79,11 +79,11 @@ def _run_download(options: argparse.Namespace) -> int:
     given["model_id"] = options.model_id
     if options.revision is not None:
         given["revision"] = options.revision
-    tell = _Lines(options.json_output, options.logger_level.upper() in ("TRACE", "DEBUG", "INFO"))
+    tell = _ProgressLines(options.json_output, options.logger_level.upper() in ("TRACE", "DEBUG", "INFO"))
     return run_guarded(lambda: _download(ServerConfig(**given), options.extension, tell))
 
 
-class _Lines:
+class _ProgressLines:
     """Progress as lines on standard error: at most one every few seconds."""
 
     def __init__(self, as_json: bool, enabled: bool) -> None:
@@ -105,7 +105,7 @@ class _Lines:
         self.say(f"Download: [{done / 1e6:.0f}/{total / 1e6:.0f} MB] -- ETA: {left:.0f} s")
 
 
-def _download(config: ServerConfig, extension: str, tell: _Lines) -> int:
+def _download(config: ServerConfig, extension: str, tell: _ProgressLines) -> int:
     from text_generation_inference.weights import embedded
     from text_generation_inference.weights.model_files import explain_pickles
     from text_generation_inference.weights.source import find_model

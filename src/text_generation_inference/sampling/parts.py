@@ -40,7 +40,7 @@ class Room:
         yield most
 
 
-class Part(Protocol):
+class SamplingPart(Protocol):
     """Slots are given as an array in which -1 stands for padding. Arrays go to the device and from there to `apply`."""
 
     def asks(self, params: SamplingParams) -> bool:

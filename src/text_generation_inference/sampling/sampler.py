@@ -18,7 +18,7 @@ from text_generation_inference.sampling import filters, temperature
 from text_generation_inference.sampling.bias import Bias
 from text_generation_inference.sampling.draw import FEW, NUM_BEST, draw, draw_from_best, noise_keys
 from text_generation_inference.sampling.mask import RowMasks, allow_only
-from text_generation_inference.sampling.parts import Arrays, KnownTokens, Part, Room
+from text_generation_inference.sampling.parts import Arrays, KnownTokens, Room, SamplingPart
 from text_generation_inference.sampling.penalties import Penalties
 from text_generation_inference.sampling.sampled_tokens import BestIds, SampledTokens
 from text_generation_inference.sampling.slot_numbers import SlotNumbers
@@ -53,7 +53,7 @@ class _Group:
 class _Batch:
     """What the rows of a batch ask for."""
 
-    adjusting: list[tuple[Part, _Group]]
+    adjusting: list[tuple[SamplingPart, _Group]]
     few: _Group | None  # drawing from what filters that keep few ids leave
     wide: _Group | None  # drawing from all ids that filters leave
     filters: list[str]  # of the latter
@@ -77,7 +77,7 @@ class Sampler:
         self._greedy, self._device, self._known, self._pads = ops.greedy, device, known, pads
         self._vocab_size, self._num_words = vocab_size, -(-vocab_size // 32)
         room = Room(pads)
-        self._parts: list[Part] = [
+        self._parts: list[SamplingPart] = [
             Watermark(known, vocab_size, *watermark),
             Penalties(known, room),
             Bias(vocab_size, room),

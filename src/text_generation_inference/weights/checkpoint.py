@@ -17,7 +17,7 @@ from torch import Tensor
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.files import check_plain_file, read_json_object
 from text_generation_inference.weights.model_files import BLOCKS, INDEX, WEIGHTS, explain_pickles
-from text_generation_inference.weights.upload import Identity, Span, Upload, identify
+from text_generation_inference.weights.upload import FileSpan, Identity, Upload, identify
 
 _DTYPES = {
     "F64": torch.float64,
@@ -150,7 +150,7 @@ class Checkpoint:
             return self.upload.read(span)
         return self._map(wanted) if on_host else self.upload(self._map(wanted))
 
-    def _span(self, wanted: Wanted) -> Span | None:
+    def _span(self, wanted: Wanted) -> FileSpan | None:
         """Where the bytes are, if they are all in one place."""
         stored = self._find(wanted.name)
         file, offset, shape = stored.file, stored.offset, stored.shape
@@ -162,7 +162,7 @@ class Checkpoint:
                 shape = (last - first, *shape[1:])
             elif (first, last) != (0, shape[dim]):
                 return None
-        return Span(file.path, file.identity, offset, shape, stored.dtype, wanted.on_host)
+        return FileSpan(file.path, file.identity, offset, shape, stored.dtype, wanted.on_host)
 
     def _map(self, wanted: Wanted) -> Tensor:
         stored = self._find(wanted.name)

@@ -32,7 +32,7 @@ Identity = tuple[int, int, int, int]  # of a file: file system, number there, si
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """Bytes of a file that are a tensor."""
 
     path: Path
@@ -51,7 +51,7 @@ class Span:
 class _Arriving:
     """A tensor that threads are filling."""
 
-    span: Span
+    span: FileSpan
     tensor: Tensor
     pieces: list[Future[None]]
 
@@ -88,7 +88,7 @@ class Upload:
 
     def __init__(self, device: torch.device, piece_bytes: int = _PIECE_BYTES, ahead_bytes: int = _AHEAD_BYTES) -> None:
         self._device, self._piece_bytes, self._ahead_bytes = device, piece_bytes, ahead_bytes
-        self._announced: deque[Span] = deque()
+        self._announced: deque[FileSpan] = deque()
         self._started: list[_Arriving] = []  # that were announced, in this order
         self.waiting_bytes = 0  # of these
         num_threads = min(_MOST_THREADS, max(_FEWEST_THREADS, os.cpu_count() or 1))
@@ -99,12 +99,12 @@ class Upload:
         for _ in range(num_threads + _SPARE_BUFFERS):
             self._buffers.put(_Buffer(piece_bytes, on_gpu))
 
-    def announce(self, spans: Iterable[Span]) -> None:
+    def announce(self, spans: Iterable[FileSpan]) -> None:
         """What will be read, in about this order."""
         self._announced.extend(spans)
         self._read_ahead()
 
-    def read(self, span: Span) -> Tensor:
+    def read(self, span: FileSpan) -> Tensor:
         """Raises `ModelFormatError` if the file has changed or cannot be read."""
         arriving = self._take(span)
         self._read_ahead()
@@ -122,7 +122,7 @@ class Upload:
             piece.result()
         return result
 
-    def _take(self, span: Span) -> _Arriving:
+    def _take(self, span: FileSpan) -> _Arriving:
         for place, arriving in enumerate(self._started):
             if arriving.span == span:
                 self.waiting_bytes -= span.num_bytes
@@ -141,7 +141,7 @@ class Upload:
             self._started.append(self._start(self._announced.popleft()))
             self.waiting_bytes = num_bytes
 
-    def _start(self, span: Span) -> _Arriving:
+    def _start(self, span: FileSpan) -> _Arriving:
         tensor = torch.empty(span.shape, dtype=span.dtype, device=_HOST if span.on_host else self._device)
         target = _bytes_of(tensor)
         pieces: list[Future[None]] = []
@@ -204,7 +204,7 @@ def _copy(source: Tensor, piece: Tensor) -> None:
     piece.copy_(source)
 
 
-def _fill(span: Span, start: int, piece: Tensor) -> None:
+def _fill(span: FileSpan, start: int, piece: Tensor) -> None:
     """Read the bytes of a span from `start` on into memory."""
     try:
         # A descriptor of its own for each: the kernel reads ahead by descriptor.

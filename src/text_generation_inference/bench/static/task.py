@@ -66,7 +66,7 @@ class StaticTask(msgspec.Struct, kw_only=True):
     notes: list[str] = []  # to be told first
 
 
-class _Flag(NamedTuple):
+class _StaticFlag(NamedTuple):
     names: str  # separated by spaces, the long one last
     kind: str  # "text", "count", "size", "number" or "switch"
     default: Any
@@ -87,23 +87,23 @@ class _Flag(NamedTuple):
 
 
 _MEASURING = [
-    _Flag("-s --sequence-length", "size", 10, "tokens of each prompt", "N"),
-    _Flag("-d --decode-length", "size", 8, "tokens of each answer; the first one comes from the prefill", "N"),
-    _Flag("-r --runs", "size", 10, "measured rounds of each batch size", "N"),
-    _Flag("-w --warmups", "count", 1, "rounds of each batch size before them, which are not measured", "N"),
+    _StaticFlag("-s --sequence-length", "size", 10, "tokens of each prompt", "N"),
+    _StaticFlag("-d --decode-length", "size", 8, "tokens of each answer; the first one comes from the prefill", "N"),
+    _StaticFlag("-r --runs", "size", 10, "measured rounds of each batch size", "N"),
+    _StaticFlag("-w --warmups", "count", 1, "rounds of each batch size before them, which are not measured", "N"),
 ]
 _SAMPLING = [
-    _Flag("--temperature", "number", None, "of the scores; not 1: sample", "X"),
-    _Flag("--top-k", "count", None, "keep the k best tokens", "N"),
-    _Flag("--top-p", "number", None, "keep the likeliest tokens that hold this mass", "X"),
-    _Flag("--typical-p", "number", None, "keep the most typical tokens that hold this mass", "X"),
-    _Flag("--repetition-penalty", "number", None, "above 1: fewer repetitions", "X"),
-    _Flag("--frequency-penalty", "number", None, "-2 to 2", "X"),
-    _Flag("--watermark", "switch", False, "mark the text as generated"),
-    _Flag("--do-sample", "switch", False, "sample although no option above asks for it"),
-    _Flag("--top-n-tokens", "count", None, "also find the N best tokens at each step", "N"),
+    _StaticFlag("--temperature", "number", None, "of the scores; not 1: sample", "X"),
+    _StaticFlag("--top-k", "count", None, "keep the k best tokens", "N"),
+    _StaticFlag("--top-p", "number", None, "keep the likeliest tokens that hold this mass", "X"),
+    _StaticFlag("--typical-p", "number", None, "keep the most typical tokens that hold this mass", "X"),
+    _StaticFlag("--repetition-penalty", "number", None, "above 1: fewer repetitions", "X"),
+    _StaticFlag("--frequency-penalty", "number", None, "-2 to 2", "X"),
+    _StaticFlag("--watermark", "switch", False, "mark the text as generated"),
+    _StaticFlag("--do-sample", "switch", False, "sample although no option above asks for it"),
+    _StaticFlag("--top-n-tokens", "count", None, "also find the N best tokens at each step", "N"),
 ]
-_UDS = _Flag("-m --master-shard-uds-path", "text", None, "no effect: the engine runs in this process", "PATH")
+_UDS = _StaticFlag("-m --master-shard-uds-path", "text", None, "no effect: the engine runs in this process", "PATH")
 
 # Flags that set fields of `ServerConfig`; what the batches decide has none.
 _DECIDED = ("--model-id", "--max-batch-size", "--max-total-tokens", "--bucketing", "--bucket-strategy")
@@ -179,7 +179,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add(group: "argparse._ArgumentGroup", flags: list[_Flag]) -> None:
+def _add(group: "argparse._ArgumentGroup", flags: list[_StaticFlag]) -> None:
     for flag in flags:
         default = f" (default: {flag.default})" if flag.default not in (None, False) else ""
         text = f"{flag.help}{default} [env: {flag.variable}]"
@@ -189,7 +189,7 @@ def _add(group: "argparse._ArgumentGroup", flags: list[_Flag]) -> None:
             group.add_argument(*flag.names.split(), metavar=flag.value, help=text)
 
 
-def _value_of(flag: _Flag, options: argparse.Namespace, environment: Mapping[str, str]) -> Any:
+def _value_of(flag: _StaticFlag, options: argparse.Namespace, environment: Mapping[str, str]) -> Any:
     """From the flag, else from its variable, else the default. An empty variable counts as not set."""
     given = getattr(options, flag.field)
     if given is not None and given is not False:

@@ -98,7 +98,7 @@ class _FusedDecodeStruct(ctypes.Structure):
     )
 
 
-class FusedDecode:
+class NativeFusedDecode:
     """The layers of a decoder, ready for `NativeOps.run_fused_decode`. Keeps alive all memory it points to."""
 
     __slots__ = ("_kept", "address", "hidden")
@@ -382,7 +382,7 @@ class NativeOps:
         scale: float,
         softcap: float | None = None,
         activation: str = "silu",  # or gelu_tanh
-    ) -> FusedDecode | None:
+    ) -> NativeFusedDecode | None:
         """All layers as one op, or None where something in them has no native kernel."""
         _, block_size, kv_heads, head_dim = layers[0].k_cache.shape
         tensors = [final_norm, cos_sin]
@@ -419,9 +419,11 @@ class NativeOps:
             head_dim, cos_sin.shape[1], cos_sin.shape[0], layers[0].k_cache.shape[0], block_size,
             ACTIVATIONS.index(activation), eps, scale, softcap or 0.0,
         )  # fmt: skip
-        return FusedDecode(layers[0].o.shape[0], ctypes.addressof(fused), (fused, structs, tuple(layers), tensors))
+        return NativeFusedDecode(
+            layers[0].o.shape[0], ctypes.addressof(fused), (fused, structs, tuple(layers), tensors)
+        )
 
-    def run_fused_decode(self, x: Tensor, fused: FusedDecode, batch: Batch) -> Tensor | None:
+    def run_fused_decode(self, x: Tensor, fused: NativeFusedDecode, batch: Batch) -> Tensor | None:
         """x `[tokens, hidden]` (embeddings) through all layers and the final norm -> `[tokens, hidden]`.
 
         None for a padded pass of one phase.

@@ -23,7 +23,7 @@ from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
 _LEAST = -1e30  # below any score. Not -inf: a block outside the window has nothing else, and inf - inf is no number
 
 
-class Attention:
+class HpuAttention:
     def __init__(
         self, bridge: Bridge, fp8: Fp8Ops, flash: bool = True, recompute: bool = True, wide_softmax: bool = True
     ) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight
-from text_generation_inference.kernels.hpu.attention import Attention
+from text_generation_inference.kernels.hpu.attention import HpuAttention
 from text_generation_inference.kernels.hpu.bridge import Bridge
 from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
 
@@ -44,7 +44,7 @@ class _Norms:
         return x if quantize_for is None else self._fp8.quantize_rows(x, quantize_for)
 
 
-class Choice:
+class HpuGreedy:
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
 
@@ -59,9 +59,9 @@ def load_ops(bridge: Bridge, flash: bool = True, recompute: bool = True, wide_so
     """The faster ops by name, for `Ops`. `flash`: prompts through the fused attention op, which may `recompute`."""
     fp8 = Fp8Ops(bridge)
     norms = _Norms(bridge, fp8)
-    attention = Attention(bridge, fp8, flash, recompute, wide_softmax)
+    attention = HpuAttention(bridge, fp8, flash, recompute, wide_softmax)
     return {
-        "greedy": Choice(bridge).greedy,
+        "greedy": HpuGreedy(bridge).greedy,
         "pack_fp8": fp8.pack_fp8,
         "linear": fp8.linear,
         "quantize_rows": fp8.quantize_rows,

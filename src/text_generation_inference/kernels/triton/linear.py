@@ -26,7 +26,7 @@ from text_generation_inference.kernels.triton.small_gemm_fp8 import MAX_ROWS, Sm
 _MAX_SCALED_LATER = 512
 
 
-class Linear:
+class LinearOp:
     """The ops `linear` and `linear_unscaled` for one device."""
 
     def __init__(self, num_processors: int, capability: tuple[int, int]) -> None:

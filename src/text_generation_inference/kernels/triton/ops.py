@@ -15,7 +15,7 @@ def load_ops(num_processors: int, flashinfer: bool = False) -> dict[str, Any] | 
     import torch
 
     from text_generation_inference.kernels.triton import attention, choice, fused_decode, norms_rotary, quantize, state
-    from text_generation_inference.kernels.triton.linear import Linear, logits
+    from text_generation_inference.kernels.triton.linear import LinearOp, logits
 
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     paged_attention = attention.PagedAttention(
@@ -25,7 +25,7 @@ def load_ops(num_processors: int, flashinfer: bool = False) -> dict[str, Any] | 
         from text_generation_inference.kernels.flashinfer_prompts import FlashinferPrompts
 
         paged_attention.prompts = FlashinferPrompts(torch.device("cuda", torch.cuda.current_device()))
-    linear = Linear(num_processors, capability)
+    linear = LinearOp(num_processors, capability)
     return {
         "linear": linear,
         "linear_unscaled": linear.linear_unscaled,

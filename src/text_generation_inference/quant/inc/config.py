@@ -17,7 +17,7 @@ from text_generation_inference.quant.inc.scales import (
     DEFAULT_METHOD,
     GENERATIONS,
     METHODS,
-    Generation,
+    CardGeneration,
     Rounding,
     Rule,
     ScaleMethod,
@@ -130,7 +130,7 @@ class CalibrationConfig:
     allowed: Selection = Selection()
     blocked: Selection = Selection()
     methods: ScaleMethods = field(default_factory=ScaleMethods)
-    generation: Generation | None = None  # None: what fits the device
+    generation: CardGeneration | None = None  # None: what fits the device
     excluded: frozenset[str] = _EXCLUDES["OUTPUT"]  # of inputs, outputs and params: what is not measured
     ignores_unmeasured: bool = False  # such modules stay as they are
     save_every: int = 0  # passes; 0: at the end
@@ -214,7 +214,7 @@ class _Reader:
             raise self.refuse("dump_stats_path", "it is a folder and the first part of file names, such as out/measure")
         return path
 
-    def _generation(self) -> Generation | None:
+    def _generation(self) -> CardGeneration | None:
         if self._value.get("device_for_scales") is None:
             return None
         return GENERATIONS[self._choice("device_for_scales", "", GENERATIONS)]

@@ -18,7 +18,7 @@ _OPT_BESIDE = tuple(2.0**exponent for exponent in range(-3, 5))  # times the sca
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class CardGeneration:
     """What a generation of Gaudi computes with."""
 
     name: str
@@ -30,8 +30,8 @@ class Generation:
         return tuple(2.0**exponent for exponent in self.exponents)
 
 
-GAUDI2 = Generation("GAUDI2", 240.0, range(4, -9, -4))
-GAUDI3 = Generation("GAUDI3", 448.0, range(7, -56, -1))
+GAUDI2 = CardGeneration("GAUDI2", 240.0, range(4, -9, -4))
+GAUDI3 = CardGeneration("GAUDI3", 448.0, range(7, -56, -1))
 GENERATIONS = {generation.name: generation for generation in (GAUDI2, GAUDI3)}
 
 
@@ -98,12 +98,12 @@ METHODS = {
 DEFAULT_METHOD = "maxabs_hw"
 
 
-def activation_scale(maximum: float, rule: Rule, generation: Generation) -> float:
+def activation_scale(maximum: float, rule: Rule, generation: CardGeneration) -> float:
     """The scale of a tensor whose largest value is known."""
     return scale_of(torch.tensor(maximum, dtype=torch.float32), rule, generation).item()
 
 
-def weight_scale(weight: Tensor, rule: Rule, generation: Generation) -> Tensor:
+def weight_scale(weight: Tensor, rule: Rule, generation: CardGeneration) -> Tensor:
     """The scale of a matrix `[out, in]`: `[]`, or `[out]` where each row has its own. float32."""
     # Powers of two are exact on the CPU, which not every device promises.
     largest = torch.cat([rows.abs().amax(1) for rows in _split(weight)]).float().cpu()
@@ -119,7 +119,7 @@ def weight_scale(weight: Tensor, rule: Rule, generation: Generation) -> Tensor:
     return _choose_best(weight, candidates.to(weight.device), rule.by_channel, generation)
 
 
-def scale_of(maxabs: Tensor, rule: Rule, generation: Generation) -> Tensor:
+def scale_of(maxabs: Tensor, rule: Rule, generation: CardGeneration) -> Tensor:
     """maxabs of any shape -> scales. What holds nothing but zeros gets 1."""
     if rule.rounding is Rounding.UNIT:
         return torch.ones_like(maxabs)
@@ -139,7 +139,7 @@ def round_pow2(scale: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(scale), _exponent(scale))
 
 
-def round_hardware(scale: Tensor, generation: Generation) -> Tensor:
+def round_hardware(scale: Tensor, generation: CardGeneration) -> Tensor:
     """Up to a scale that the hardware multiplies with for nothing; the nearest one beyond its range."""
     step = abs(generation.exponents.step)
     exponent = step * torch.ceil(_exponent(scale) / step)
@@ -153,13 +153,13 @@ def _exponent(scale: Tensor) -> Tensor:
     return (exponent - (mantissa == 0.5).to(exponent.dtype)).float()
 
 
-def quantize(x: Tensor, scale: Tensor, generation: Generation) -> Tensor:
+def quantize(x: Tensor, scale: Tensor, generation: CardGeneration) -> Tensor:
     """x in FP8; scale broadcasts to it."""
     limit = generation.full_scale
     return (x.float() / scale).clamp(-limit, limit).to(FP8)
 
 
-def _choose_best(weight: Tensor, candidates: Tensor, by_channel: bool, generation: Generation) -> Tensor:
+def _choose_best(weight: Tensor, candidates: Tensor, by_channel: bool, generation: CardGeneration) -> Tensor:
     """candidates `[n]`, or `[n, out]` -> those with the least squared error, `[]` or `[out]`."""
     each = candidates if candidates.ndim == 2 else candidates[:, None].expand(-1, weight.shape[0])
     errors: list[Tensor] = []

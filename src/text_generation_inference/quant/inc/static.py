@@ -13,7 +13,7 @@ from text_generation_inference.quant.inc.files import Node, Nodes, read_statisti
 from text_generation_inference.quant.inc.scales import (
     GAUDI2,
     GAUDI3,
-    Generation,
+    CardGeneration,
     Rule,
     Value,
     activation_scale,
@@ -32,14 +32,14 @@ class MatrixScales:
 
     input_scale: float
     weight: Rule
-    generation: Generation
+    generation: CardGeneration
     measured_maximum: float | None = None  # of its values, to see that the measurement belongs to these weights
 
 
 class StaticScales:
     """What quantise mode does with a model."""
 
-    def __init__(self, config: CalibrationConfig, nodes: Nodes, generation: Generation) -> None:
+    def __init__(self, config: CalibrationConfig, nodes: Nodes, generation: CardGeneration) -> None:
         self.config = config
         self.generation = generation
         self._nodes = nodes

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from typing import Any, Literal, cast
 
 from text_generation_inference.text.tools.formats import MARKERS, Family, ToolFormat
-from text_generation_inference.text.tools.reader import EndOfTextError, MalformedError, Reader, Steps
+from text_generation_inference.text.tools.reader import EndOfTextError, MalformedCallError, Reader, Steps
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class ToolParser:
             self._name = None
             try:
                 yield from self._read_calls(start.strip())
-            except (MalformedError, EndOfTextError) as error:
+            except (MalformedCallError, EndOfTextError) as error:
                 taken = "".join(reader.taken or ())
                 another = self._num_calls > num_calls
                 if isinstance(error, EndOfTextError) and reader.cut and (another or self._is_call(start)):
@@ -292,21 +292,21 @@ class ToolParser:
                 yield from reader.expect(",")
         if self._num_calls == num_calls:
             if name is None or names is not None:
-                raise MalformedError
+                raise MalformedCallError
             self._start(name)
             self._arguments("{}")
         reader.take(1)
 
     def _check_name(self, name: str, names: Collection[str] | None) -> None:
         if not name or len(name) > _MAX_NAME:
-            raise MalformedError
+            raise MalformedCallError
         if names is not None and name not in names:
             self._give_up()
 
     def _give_up(self) -> None:
         """The answer is JSON and no call, so what looks like one in the rest of it is none either."""
         self._starts = _start_pattern(self._family, bare=False)
-        raise MalformedError
+        raise MalformedCallError
 
     def _buffer_value(self) -> Steps[str]:
         pieces: list[str] = []
@@ -316,7 +316,7 @@ class ToolParser:
     def _read_arguments(self, name: str) -> Steps[None]:
         reader = self._reader
         if not name or len(name) > _MAX_NAME or (yield from reader.peek()) != "{":
-            raise MalformedError
+            raise MalformedCallError
         self._start(name)
         yield from reader.take_value(self._arguments)
 
@@ -374,13 +374,13 @@ def _read_function(text: str) -> tuple[str, str]:
     try:
         value = cast(dict[str, Any], json.loads(text))
     except (ValueError, RecursionError):
-        raise MalformedError from None
+        raise MalformedCallError from None
     if isinstance(name := value.pop("_name", None), str):
         return name, json.dumps(value, ensure_ascii=False)
     arguments: object = value.get("arguments", value.get("parameters", {}))
     # With a description it is a tool shown, not called.
     if not isinstance(name := value.get("name"), str) or isinstance(value.get("description"), str):
-        raise MalformedError
+        raise MalformedCallError
     return name, _as_object(json.dumps(arguments, ensure_ascii=False))
 
 
@@ -391,7 +391,7 @@ def _as_object(text: str) -> str:
     if text == "null":
         return "{}"
     if not (text.startswith("{") and text.endswith("}")):
-        raise MalformedError
+        raise MalformedCallError
     return text
 
 

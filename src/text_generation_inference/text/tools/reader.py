@@ -18,7 +18,7 @@ _SCALAR = re.compile(r"[\w.+-]+")
 _CLOSERS = {"{": "}", "[": "]"}
 
 
-class MalformedError(Exception):
+class MalformedCallError(Exception):
     """The text is not what was looked for. What is wrong has not been taken."""
 
 
@@ -64,7 +64,7 @@ class Reader:
     def expect(self, characters: str) -> Steps[str]:
         """Take the next character, which must be one of these."""
         if (yield from self.peek()) not in characters:
-            raise MalformedError
+            raise MalformedCallError
         return self.take(1)
 
     def take_all(self, pattern: re.Pattern[str]) -> Steps[str]:
@@ -105,7 +105,7 @@ class Reader:
                 self.take(len(literal))
                 return head
             if len(self.text) - self.position > limit + len(literal):
-                raise MalformedError
+                raise MalformedCallError
             if self.ended:
                 raise EndOfTextError
             yield
@@ -127,7 +127,7 @@ class Reader:
         try:
             return json.loads("".join(pieces), strict=False)
         except ValueError:
-            raise MalformedError from None
+            raise MalformedCallError from None
 
     def take_value(self, emit: Callable[[str], object]) -> Steps[None]:
         """Take a JSON value and give its text to `emit` as it comes."""
@@ -141,7 +141,7 @@ class Reader:
             if self.cut and self.position == len(self.text):
                 raise EndOfTextError
             if not scalar:
-                raise MalformedError
+                raise MalformedCallError
             emit(scalar)
 
     def _take_nested(self, emit: Callable[[str], object]) -> Steps[None]:
@@ -167,7 +167,7 @@ class Reader:
                     closers.append(_CLOSERS[char])
                 elif char != closers.pop():
                     emit(self.take(position - 1 - start))
-                    raise MalformedError
+                    raise MalformedCallError
                 elif not closers:
                     emit(self.take(position - start))
                     return
