@@ -24,7 +24,7 @@ from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import start_engine
 from text_generation_inference.engine.loop import EngineLoop
 from text_generation_inference.engine.warm_up import warm_up
-from text_generation_inference.runner.queued import QueuedRunner
+from text_generation_inference.runner.runner import Runner
 from text_generation_inference.types import GenerationRequest, SamplingParams
 
 WAYS = {
@@ -79,14 +79,14 @@ def main() -> None:
     options = parser.parse_args()
     counts = [int(text) for text in options.rows.split(",")]
     fp8 = {"quantize": "fp8", "kv_cache_dtype": "fp8_e4m3fn"} if options.fp8 else {}
-    prepare, taken = QueuedRunner.prepare, []
+    prepare, taken = Runner.prepare, []
 
     def prepare_and_weigh(*arguments: object) -> None:
         before = torch.cuda.mem_get_info()[0]
         prepare(*arguments)
         taken.append(before - torch.cuda.mem_get_info()[0])
 
-    QueuedRunner.prepare = prepare_and_weigh
+    Runner.prepare = prepare_and_weigh
     with tempfile.TemporaryDirectory() as folder:
         config = ServerConfig(
             model_id=str(write_shape(options.shape, Path(folder) / options.shape)), device="cuda",

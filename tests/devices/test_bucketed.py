@@ -25,7 +25,8 @@ from text_generation_inference.kernels import block_lists, reference
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts, put_together, take_apart
 from text_generation_inference.kernels.fp8 import FP8
-from text_generation_inference.runner.padded_inputs import HostBooks, describe_decode, describe_prefill
+from text_generation_inference.runner.padded_inputs import describe_decode, describe_prefill
+from text_generation_inference.runner.slots import HostTables
 from text_generation_inference.types import Grammar
 
 Start = Callable[..., Engine]
@@ -78,7 +79,7 @@ def check_shapes(engine: Engine) -> None:
     assert engine.buckets is not None
     stats = engine.buckets.bucket_stats
     assert stats.num_unplanned == 0
-    assert engine.buckets.passes.book.news == []
+    assert engine.buckets.passes.shape_stats.news == []
     assert stats.prefill_computed >= stats.prefill_needed > 0
     assert stats.decode_computed >= stats.decode_needed > 0
 
@@ -140,7 +141,7 @@ def test_settings_change_nothing(tiny_llama: Tiny, start_bucketed: Start, settin
     same(run(engine, asked, arrivals=list(range(9))), expected)
     if settings.get("warmup_enabled") is False:  # every shape was a miss, once
         assert engine.buckets is not None
-        stats, news = engine.buckets.bucket_stats, engine.buckets.passes.book.news
+        stats, news = engine.buckets.bucket_stats, engine.buckets.passes.shape_stats.news
         assert 0 < stats.num_unplanned == len(news) <= stats.num_planned and stats.num_warmed == 0
         assert "was not warmed up" in news[0]
     else:
@@ -199,7 +200,7 @@ def test_a_step_without_memory_is_taken_back(
     monkeypatch.setattr(runner.passes, "_graphs", compute_or_not)
     same(run(engine, asked, arrivals=[0, 0, 2, 3]), expected)
     assert engine.loop.scheduler.stats.num_rollbacks >= 2
-    assert any("not in the bucket plan" in news for news in runner.passes.book.take_news())
+    assert any("not in the bucket plan" in news for news in runner.passes.shape_stats.take_news())
 
 
 def test_a_request_that_never_fits_ends(
@@ -226,7 +227,7 @@ def test_a_request_that_never_fits_ends(
 def test_a_broken_model_fails_its_requests(tiny_llama: Tiny, start_bucketed: Start, device_name: str) -> None:
     engine = start_bucketed(tiny_llama.folder)
     assert engine.buckets is not None
-    engine.buckets.model.model.norm.weight.fill_(math.nan)
+    engine.loop._runner.model.model.norm.weight.fill_(math.nan)
     wait_for_device(device_name)
     output = run(engine, requests([{}], [5]))[0]
     assert output.reason == "error"
@@ -333,10 +334,10 @@ def test_a_measured_device_meets_every_shape(
 # -- the ops -------------------------------------------------------------------------------------------------------
 
 
-def padded_case(seed: int, lengths: list[int], bucket: Bucket, dtype: torch.dtype) -> tuple[HostBooks, list[Tensor]]:
+def padded_case(seed: int, lengths: list[int], bucket: Bucket, dtype: torch.dtype) -> tuple[HostTables, list[Tensor]]:
     """Rows of these lengths in random blocks of a cache full of random values, and that cache."""
     rng = np.random.default_rng(seed)
-    books = HostBooks(len(lengths), 160, 8)
+    books = HostTables(np.zeros(len(lengths), dtype=np.int64), np.zeros((len(lengths), 20), dtype=np.int32), 8)
     books.lengths[:] = lengths
     blocks = iter(rng.permutation(np.arange(1, 50)))
     for row, length in enumerate(lengths):
@@ -348,7 +349,7 @@ def padded_case(seed: int, lengths: list[int], bucket: Bucket, dtype: torch.dtyp
     return books, [cache.to(dtype) for cache in caches]
 
 
-def decode_batch(bucket: Bucket, books: HostBooks) -> Batch:
+def decode_batch(bucket: Bucket, books: HostTables) -> Batch:
     arrays = describe_decode(bucket, range(len(books.lengths)), books)
     blocks = (arrays.seq_lens, arrays.block_list, arrays.block_groups, arrays.block_usage, arrays.row_starts)
     seq_lens, *flat = (torch.from_numpy(array.astype(np.int32)) for array in blocks)
@@ -356,14 +357,14 @@ def decode_batch(bucket: Bucket, books: HostBooks) -> Batch:
     return Batch(ids, ids, torch.from_numpy(arrays.kv_index), seq_lens, BlockLists(*flat))
 
 
-def prefill_batch(bucket: Bucket, books: HostBooks) -> Batch:
+def prefill_batch(bucket: Bucket, books: HostTables) -> Batch:
     arrays = describe_prefill(bucket, range(len(books.lengths)), books)
     index, last = torch.from_numpy(arrays.kv_index), torch.from_numpy(arrays.last_tokens)
     ids = torch.zeros(bucket.num_tokens, dtype=torch.int64)
     return Batch(ids, ids, index, torch.from_numpy(arrays.seq_lens).int(), WholePrompts(), last)
 
 
-def as_unpadded(books: HostBooks, lengths: list[int], num_decode: int) -> Batch:
+def as_unpadded(books: HostTables, lengths: list[int], num_decode: int) -> Batch:
     prompts = lengths[num_decode:]
     return Batch(
         input_ids=torch.zeros(0),

@@ -117,7 +117,7 @@ def test_a_step_with_few_prompt_tokens_is_replayed(
 def test_no_captured_step_is_larger_than_one_that_may_be(
     tiny_llama: Tiny, start_here: Start, settings: dict, most: int
 ) -> None:
-    sizes = start_here(tiny_llama.folder, **settings).loop._runner._mixed_sizes
+    sizes = start_here(tiny_llama.folder, **settings).loop._runner.paged.mixed_sizes
     assert sizes and max(size.rows + size.tokens for size in sizes) <= most
 
 
@@ -153,7 +153,7 @@ DRAWS = [{"do_sample": True}, {"temperature": 0.9, "top_k": 40, "top_p": 0.95}, 
 
 def count_draws(engine: Engine) -> list[int]:
     """The sizes of the captured draws that are replayed."""
-    captured, replayed = engine.loop._runner._captured_draws, []
+    captured, replayed = engine.loop._runner.sampling.captured_draws, []
 
     def counted(size: int, replay: Callable[[], None]) -> Callable[[], None]:
         def replay_and_count() -> None:

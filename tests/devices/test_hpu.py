@@ -456,14 +456,14 @@ def test_nothing_new_is_gathered_after_warm_up(hpu, start_hpu, tiny, monkeypatch
     from habana_frameworks.torch.hpu.graphs import HPUGraph
 
     engine = start_hpu(tiny.folder)  # with its own warm-up, and once more below where everything is seen
-    runner, submit = engine.buckets, engine.device.submit
-    caches = [tensor for pair in runner.passes._kv_cache for tensor in pair]
+    runner, submit = engine.loop._runner, engine.device.submit
+    caches = [tensor for pair in runner.kv_cache for tensor in pair]
     weights = [runner.model.cos_sin, *(w for _, module in runner.model.walk() for w in vars(module).values() if isinstance(w, Tensor))]  # fmt: skip
     pieces = Pieces(books, [*caches, *(t._base for t in caches if t._base is not None), *weights])
-    send, replay = runner._send, HPUGraph.replayV3
+    send, replay = runner.slots.move, HPUGraph.replayV3
 
-    def send_to_card(*arrays):
-        sent = send(*arrays)
+    def send_to_card(tensors):
+        sent = send(tensors)
         pieces.send(*sent)
         return sent
 
@@ -474,12 +474,12 @@ def test_nothing_new_is_gathered_after_warm_up(hpu, start_hpu, tiny, monkeypatch
         pieces.quiet = False
         pieces.send(*graph._outputs)
 
-    monkeypatch.setattr(runner, "_send", send_to_card)
+    monkeypatch.setattr(runner.slots, "move", send_to_card)
     monkeypatch.setattr(HPUGraph, "replayV3", replay_quietly)
     submit(pieces.start).result()
-    WarmUp(runner, runner.passes.plan).run()
+    WarmUp(runner.buckets, runner.buckets.passes.plan).run()
     warm = set(pieces.met)
-    assert len(warm) > len(runner.passes.plan.prefill)
+    assert len(warm) > len(runner.buckets.passes.plan.prefill)
     ways = [
         {},
         {"decoder_input_details": True},

@@ -20,13 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from text_generation_inference.devices.at_once import AtOnce
 from text_generation_inference.devices.buckets import Axis, BucketPlan, BucketSettings, PlanLimits, plan_buckets
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.engine.warm_shapes import WarmUp
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import WholePrompts, key_of, row_length
-from text_generation_inference.runner.bucketed import BucketedRunner
+from text_generation_inference.runner.runner import Runner
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.scheduler import Scheduler
@@ -102,19 +103,20 @@ class ShapeGraphs:
         return self.results.setdefault(key_of(batch), torch.empty_like(result)).copy_(result)
 
 
-class GraphDevice:
+class GraphDevice(AtOnce):
     torch_device = torch.device("cpu")
-    limits = SimpleNamespace(graphs=True)
+    limits = SimpleNamespace(graphs=True, runs_ahead=False)
 
     def __init__(self) -> None:
+        super().__init__("graphs")
         self.ops = Ops()
 
     def prepare(self, batch: Batch) -> Batch:
         return batch
 
-    def submit(self, work: Callable[[], None]) -> "Future[None]":
-        done: Future[None] = Future()
-        done.set_result(work())
+    def launch(self, queue: Callable[[], Callable[[], Any]]) -> "Future[Any]":
+        done: Future[Any] = Future()
+        done.set_result(queue()())
         return done
 
     def wrap_graphs(self, forward: Callable[[Batch], Tensor], first: object = None) -> ShapeGraphs:
@@ -181,9 +183,9 @@ def make_runner(asked: Traffic, plan: BucketPlan) -> tuple[Any, OracleModel]:
     model = OracleModel()
     assert limits.num_blocks is not None
     cache = torch.full((limits.num_blocks + 1, limits.block_size, 1, 1), 1e9, dtype=torch.float64)
-    runner: Any = BucketedRunner(
-        GraphDevice(), model, [(cache, cache)], limits.max_batch_size, limits.max_total_tokens, plan,  # pyright: ignore
-        limit_graphs=asked.limit_graphs,
+    runner: Any = Runner(
+        GraphDevice(), model, [(cache, cache)], limits.max_batch_size, limits.max_total_tokens,  # pyright: ignore
+        plan=plan, limit_graphs=asked.limit_graphs,
     )  # fmt: skip
     return runner, model
 
@@ -195,10 +197,10 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
     plan = plan_buckets(limits, asked.wanted)
     plan.pass_tokens = 5  # so little that prompts of a step often are several passes
     runner, model = make_runner(asked, plan)
-    WarmUp(runner, plan).run()
-    warmed, num_captured = set(model.keys), runner.bucket_stats.num_captured
-    assert num_captured == sum(runner.passes.captures(bucket) for bucket in plan.shapes)
-    assert warmed == runner.passes.book.warmed
+    WarmUp(runner.buckets, plan).run()
+    warmed, num_captured = set(model.keys), runner.buckets.bucket_stats.num_captured
+    assert num_captured == sum(runner.buckets.passes.captures(bucket) for bucket in plan.shapes)
+    assert warmed == runner.buckets.passes.shape_stats.warmed
     policy = BatchPolicy(
         max_batch_prefill_tokens=limits.max_batch_prefill_tokens,
         max_batch_size=limits.max_batch_size,
@@ -225,7 +227,7 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
             if planned.chunks:
                 together = plan.find_prefill(len(planned.chunks), max(chunk.end for chunk in planned.chunks))
                 assert together is not None, "prompts of a step that no shape holds"
-            pending.append(runner.execute(planned))
+            pending.append(runner.launch(planned).result())
         while pending and (len(pending) > asked.overlap or planned is None):
             out = scheduler.apply(pending.popleft())
             for number, token in zip(out.request_ids, out.token_ids, strict=True):
@@ -241,8 +243,8 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
             assert outputs[request.id] == expected_output(request)
             assert prompts.get(request.id, 0) == request.sampling.decoder_input_details * (len(request.token_ids) - 1)
     assert model.keys == warmed
-    assert runner.bucket_stats.num_captured == num_captured
-    assert runner.bucket_stats.num_unplanned == 0
+    assert runner.buckets.bucket_stats.num_captured == num_captured
+    assert runner.buckets.bucket_stats.num_unplanned == 0
     with pytest.raises(ValidationError):
         scheduler.add(GenerationRequest(
             id=-1, token_ids=[0] * (limits.max_input_tokens + 1), sampling=SamplingParams(), max_new_tokens=1,

@@ -38,7 +38,7 @@ from text_generation_inference.engine.warm_shapes import (
     write_record,
 )
 from text_generation_inference.errors import ResourceError, StartError
-from text_generation_inference.runner.shape_book import ShapeBook
+from text_generation_inference.runner.shape_stats import ShapeStats
 from text_generation_inference.types import BucketStats, EngineLoad, ModelFacts
 
 LENGTHS_TO_1024 = list(range(128, 1025, 128))
@@ -372,7 +372,7 @@ def test_settings_become_a_plan() -> None:
 
 class FakePasses:
     def __init__(self, plan: BucketPlan) -> None:
-        self.plan, self.book = plan, ShapeBook(plan)
+        self.plan, self.shape_stats = plan, ShapeStats(plan)
         self.without: set[Bucket] = set()
         self.graphs: set[Bucket] = set()
 
@@ -384,7 +384,7 @@ class FakePasses:
 
     @property
     def stats(self) -> BucketStats:
-        return self.book.stats(len(self.graphs))
+        return self.shape_stats.stats(len(self.graphs))
 
 
 class FakeRunner:
@@ -500,7 +500,7 @@ def test_the_record_of_a_warm_up(tmp_path: Path) -> None:
 
 
 def test_misses_are_counted_and_told_once_each() -> None:
-    book = ShapeBook(PLAN)
+    book = ShapeStats(PLAN)
     planned, other = PLAN.prefill[0], Bucket("prefill", 1, 9999)
     known, new = ((128,), None), ((9999,), None)
     book.warmed.add(known)

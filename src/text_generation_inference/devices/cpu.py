@@ -15,6 +15,7 @@ from text_generation_inference.devices.at_once import AtOnce
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.devices.host_memory import available_bytes
 from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.cpu import slots
 from text_generation_inference.kernels.cpu.ops import BLOCK_BYTES, load_ops
 from text_generation_inference.types import Limits
 
@@ -44,7 +45,7 @@ class CpuDevice(AtOnce):
             max_batch_prefill_tokens=512,
             memory_share=0.5,
         )
-        self.ops = _load_ops(cache_dir) if custom_kernels else Ops()
+        self.ops = _load_ops(cache_dir) if custom_kernels else Ops(gather_inputs=slots.gather_inputs)
 
     def free_bytes(self) -> int:
         """Without what steps and the process that answers HTTP will take: pages of the cache are handed out when they
@@ -72,7 +73,7 @@ class CpuDevice(AtOnce):
 def _load_ops(cache_dir: Path) -> Ops:
     native = load_ops(cache_dir)
     if isinstance(native, str):
-        return Ops(f"torch ops, slower than native kernels: {native}")
+        return Ops(f"torch ops, slower than native kernels: {native}", gather_inputs=slots.gather_inputs)
     return Ops(
         native.description,
         pack_linear=native.pack_linear,
@@ -88,6 +89,7 @@ def _load_ops(cache_dir: Path) -> Ops:
         rotary_and_cache=native.rotary_and_cache,
         attention=native.attention,
         greedy=native.greedy,
+        gather_inputs=slots.gather_inputs,
         make_fused_decode=native.make_fused_decode,
         run_fused_decode=native.run_fused_decode,
     )

@@ -4,7 +4,6 @@ import gc
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ from text_generation_inference.engine.bucketing import (
     plan_from,
 )
 from text_generation_inference.engine.calibrate import choose_cache, make_recorder, read_quant_config
-from text_generation_inference.engine.loop import EngineLoop, StepRunner, is_out_of_memory
+from text_generation_inference.engine.loop import EngineLoop, is_out_of_memory
 from text_generation_inference.engine.memory import (
     check_precision,
     check_weights_fit,
@@ -46,10 +45,8 @@ from text_generation_inference.parallel import SINGLE, Parallel
 from text_generation_inference.quant.choose import assign_methods, choose_quantization
 from text_generation_inference.quant.inc.measure import Recorder
 from text_generation_inference.quant.quantization import Quantization
-from text_generation_inference.runner import kv_cache, rollback
-from text_generation_inference.runner.bucketed import BucketedRunner
-from text_generation_inference.runner.bucketed_queue import BucketedQueuedRunner
-from text_generation_inference.runner.queued import QueuedRunner
+from text_generation_inference.runner import kv_cache
+from text_generation_inference.runner.bucketed_steps import BucketedSteps
 from text_generation_inference.runner.runner import Runner
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.policy import BatchPolicy
@@ -82,7 +79,7 @@ class Engine:
     seconds: dict[str, float] = field(default_factory=dict)  # start-up stages
     notes: list[str] = field(default_factory=list)
     recorder: Recorder | None = None  # measures every pass
-    buckets: BucketedRunner | BucketedQueuedRunner | None = None  # the runner, where steps have the shapes of a plan
+    buckets: BucketedSteps | None = None  # where steps have the shapes of a plan
 
     def close(self) -> None:
         self.device.close()
@@ -95,9 +92,8 @@ class _Ready:
     """A runner over its cache."""
 
     resolved: Resolved
-    runner: StepRunner
-    plan: BucketPlan | None = None
-    buckets: BucketedRunner | BucketedQueuedRunner | None = None
+    runner: Runner
+    plan: BucketPlan | None
 
 
 def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
@@ -151,16 +147,13 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         rows, length = resolved.max_batch_size, resolved.max_total_tokens
         try:
             with _timed(seconds, "prepare"):
-                if not bucketed:
-                    runner = make_runner(config, device, model, cache, rows, length, grammars)
-                    if isinstance(runner, QueuedRunner):
-                        runner.prepare(progress)
-                    return _Ready(resolved, runner)
-                plan = make_plan(config, resolved)
-                buckets = make_bucketed(config, device, model, cache, plan, rows, length, grammars)
-                without_graph = step_bytes.without_graph
-                warm_shapes(config, resolved, device, buckets, source.model_id, cache_dir, progress, without_graph)
-                return _Ready(resolved, buckets, plan, buckets)
+                plan = make_plan(config, resolved) if bucketed else None
+                runner = make_runner(config, device, model, cache, rows, length, grammars, plan)
+                runner.prepare(progress)
+                if runner.buckets is not None:
+                    about = (config, resolved, device, runner.buckets, source.model_id, cache_dir, progress)
+                    warm_shapes(*about, step_bytes.without_graph)
+                return _Ready(resolved, runner, plan)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise EngineError(f"the device cannot compute: {error}") from error
@@ -181,7 +174,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         gc.collect()  # captured steps refer to what refers to them
         device.forget_captures()
         ready = bring_up(spare_bytes)
-    resolved, runner, plan, buckets = ready.resolved, ready.runner, ready.plan, ready.buckets
+    resolved, runner, plan = ready.resolved, ready.runner, ready.plan
     policy = BatchPolicy(
         max_batch_prefill_tokens=resolved.max_batch_prefill_tokens,
         max_batch_size=resolved.max_batch_size,
@@ -194,8 +187,8 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         notes.append(f"{gigabytes(spare_bytes)} less for the KV cache: the largest step did not fit beside it")
     notes += describe_precision(quantization, cache_setting) + calibrated.describe(quantization, model)
     notes += [f"{name}: {reason}" for name, reason in resolved.explain()]
-    if plan is not None and buckets is not None:
-        notes += describe_plan(config, plan, buckets.bucket_stats)
+    if plan is not None and runner.buckets is not None:
+        notes += describe_plan(config, plan, runner.buckets.bucket_stats)
     facts = ModelFacts(
         model_id=source.model_id,
         dtype=str(dtype).removeprefix("torch."),
@@ -209,16 +202,11 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         sha=source.sha,
         notes=notes,
     )
-    forget_slots = None
-    if isinstance(runner, QueuedRunner):
-        forget_slots = partial(rollback.forget_slots, runner)
-    elif isinstance(runner, BucketedRunner):
-        forget_slots = runner.forget_slots
     prompts_fit = plan.fits if plan is not None else None
     scheduler = Scheduler(policy, pool, prompts_fit=prompts_fit, queue_threshold_ms=config.queue_threshold_ms)
-    loop = EngineLoop(scheduler, runner, config.overlap, forget_slots)
+    loop = EngineLoop(scheduler, runner, config.overlap, runner.forget)
     recorder = make_recorder(calibrated, model, resolved.block_size)
-    return Engine(loop, facts, source.path, device, resolved, grammars, seconds, notes, recorder, buckets)
+    return Engine(loop, facts, source.path, device, resolved, grammars, seconds, notes, recorder, runner.buckets)
 
 
 def _measure(
@@ -230,7 +218,11 @@ def _measure(
     if uses_buckets(config, device.limits):
         plan = plan_from(guess_limits(config, model.max_positions, device), config)
         length = config.max_total_tokens or model.max_positions
-        return measure_shapes(device, plan, partial(make_bucketed, config, device, model, cache), length)
+
+        def make_bucketed(rows: int, length: int) -> Runner:
+            return make_runner(config, device, model, cache, rows, length, None, plan)
+
+        return measure_shapes(device, plan, make_bucketed, length)
     return StepBytes(
         measure_steps(
             config,
@@ -249,31 +241,21 @@ def make_runner(
     num_slots: int,
     max_total_tokens: int,
     grammars: GrammarCompiler | None,
-) -> StepRunner:
-    watermark = (config.watermark_gamma, config.watermark_delta)
-    if not device.limits.runs_ahead:
-        return Runner(device, model, cache, num_slots, max_total_tokens, watermark, grammars)
-    most_tokens = most_captured_tokens(config, model, device, num_slots, max_total_tokens)
-    return QueuedRunner(
-        device, model, cache, num_slots, max_total_tokens, watermark, grammars, config.cuda_graphs, most_tokens
+    plan: BucketPlan | None = None,
+) -> Runner:
+    return Runner(
+        device,
+        model,
+        cache,
+        num_slots,
+        max_total_tokens,
+        (config.watermark_gamma, config.watermark_delta),
+        grammars,
+        capture_sizes=config.cuda_graphs,
+        most_tokens=most_captured_tokens(config, model, device, num_slots, max_total_tokens),
+        plan=plan,
+        limit_graphs=limits_graphs(config, device),
     )
-
-
-def make_bucketed(
-    config: ServerConfig,
-    device: Device,
-    model: Model,
-    cache: list[tuple[torch.Tensor, torch.Tensor]],
-    plan: BucketPlan,
-    num_slots: int,
-    max_total_tokens: int,
-    grammars: GrammarCompiler | None = None,
-) -> BucketedRunner | BucketedQueuedRunner:
-    watermark = (config.watermark_gamma, config.watermark_delta)
-    limit = limits_graphs(config, device)
-    if device.limits.runs_ahead:
-        return BucketedQueuedRunner(device, model, cache, num_slots, max_total_tokens, plan, watermark, grammars, limit)
-    return BucketedRunner(device, model, cache, num_slots, max_total_tokens, plan, watermark, grammars, limit)
 
 
 def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:

@@ -148,8 +148,8 @@ class EngineServer:
     def _tell_unplanned(self) -> None:
         """Shapes that warming up has not met, once each."""
         buckets = self._engine.buckets
-        if buckets is not None and buckets.passes.book.news:
-            for text in buckets.passes.book.take_news():
+        if buckets is not None and buckets.passes.shape_stats.news:
+            for text in buckets.passes.shape_stats.take_news():
                 print(text, file=sys.stderr, flush=True)
 
     def _receive(self) -> None:

@@ -10,7 +10,6 @@ import gc
 import hashlib
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,10 +21,10 @@ from text_generation_inference.devices.buckets import Bucket, BucketPlan
 from text_generation_inference.devices.device import Device
 from text_generation_inference.engine.bucketing import warms_up
 from text_generation_inference.engine.dry_run import EVERYTHING, SAMPLED, SHORTEST
-from text_generation_inference.engine.loop import is_out_of_memory
+from text_generation_inference.engine.loop import StepRunner, is_out_of_memory
 from text_generation_inference.errors import EngineError, ResourceError
 from text_generation_inference.runner.padded_passes import PaddedPasses
-from text_generation_inference.types import Admission, GenerationRequest, SamplingParams, StepPlan, StepResult
+from text_generation_inference.types import Admission, GenerationRequest, SamplingParams, StepPlan
 from text_generation_inference.units import gigabytes
 from text_generation_inference.version import __version__
 from text_generation_inference.weights.progress import Progress, silent
@@ -34,14 +33,17 @@ STAGE = "warm up shapes"
 _FEW_SIZES = (1, 2, 8, 16)  # kernels differ where a number is 1 or divisible by 16
 
 
-class WarmableRunner(Protocol):
+class WarmableSteps(Protocol):
     passes: PaddedPasses
-
-    def launch(self, plan: StepPlan) -> "Future[StepResult]": ...
 
     def warm(self, bucket: Bucket, scored: bool = False) -> None: ...
 
-    def touch(self, bucket: Bucket) -> None: ...
+    def run_shallow(self, bucket: Bucket) -> None: ...
+
+
+class BucketedRunner(StepRunner, Protocol):
+    @property
+    def buckets(self) -> WarmableSteps | None: ...
 
 
 class Meter(Protocol):
@@ -98,7 +100,7 @@ class Prediction:
 
 @dataclass
 class WarmUp:
-    runner: WarmableRunner
+    steps: WarmableSteps
     plan: BucketPlan
     meter: Meter | None = None  # None: memory is not looked at
     progress: Progress = silent
@@ -127,7 +129,7 @@ class WarmUp:
         return time.perf_counter() - started
 
     def _warm(self, bucket: Bucket, scored: bool, known_bytes: int) -> WarmedShape:
-        passes, meter = self.runner.passes, self.meter
+        passes, meter = self.steps.passes, self.meter
         captured, cost = passes.captures(bucket), _cost(bucket)
         prediction = self._predictions.setdefault((bucket.phase, captured), Prediction())
         if meter is not None:
@@ -145,10 +147,10 @@ class WarmUp:
         num_bytes = 0
         try:
             if meter is not None and cost >= 2 * prediction.cost:  # others are little larger than a known one
-                num_bytes = meter.used_by(lambda: self.runner.warm(bucket, scored))
+                num_bytes = meter.used_by(lambda: self.steps.warm(bucket, scored))
                 prediction.add(cost, num_bytes)
             else:
-                self.runner.warm(bucket, scored)
+                self.steps.warm(bucket, scored)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -170,14 +172,14 @@ class WarmUp:
     @property
     def record(self) -> WarmRecord:
         seconds = sum(shape.seconds for shape in self.shapes)
-        return WarmRecord(__version__, {}, round(seconds, 3), self.runner.passes.stats.num_captured, self.shapes)
+        return WarmRecord(__version__, {}, round(seconds, 3), self.steps.passes.stats.num_captured, self.shapes)
 
 
 def warm_shapes(
     config: ServerConfig,
     resolved: Resolved,
     device: Device,
-    runner: WarmableRunner,
+    steps: WarmableSteps,
     model_id: str,
     cache_dir: Path,
     progress: Progress,
@@ -186,7 +188,7 @@ def warm_shapes(
     """Unless the user does not want it. `reserve`: see `WarmUp`."""
     if not warms_up(config):
         return
-    plan = runner.passes.plan
+    plan = steps.passes.plan
     settings = {
         "model_id": model_id,
         "device": device.name,
@@ -195,7 +197,7 @@ def warm_shapes(
         "plan": hashlib.sha256(repr(plan.shapes).encode()).hexdigest()[:16],
     }
     path = record_path(cache_dir, settings)
-    work = WarmUp(runner, plan, choose_meter(device), progress, read_record(path), reserve + device.runtime_bytes)
+    work = WarmUp(steps, plan, choose_meter(device), progress, read_record(path), reserve + device.runtime_bytes)
     work.run()
     write_record(path, work.record, settings)
 
@@ -218,33 +220,34 @@ class StepBytes(msgspec.Struct):
 def measure_shapes(
     device: Device,
     plan: BucketPlan,
-    make_runner: Callable[[BucketPlan, int, int], WarmableRunner],  # over a cache of one block
+    make_runner: Callable[[int, int], BucketedRunner],  # for so many requests of so many tokens; a cache of one block
     length: int,  # tokens of the longest request
 ) -> StepBytes:
     """Compiles kernels too."""
     rows, length = max(bucket.batch for bucket in plan.decode), max(SHORTEST, length)
     few = [size for size in _FEW_SIZES if size < rows]
 
-    def choose(runner: WarmableRunner) -> None:
+    def choose(runner: StepRunner) -> None:
         for params in (SamplingParams(), SAMPLED, EVERYTHING):
             for size in (rows, *few):
                 _decode_once(runner, size, params)
 
     try:
         with device.compiling():
-            runner = make_runner(plan, rows, length)
+            runner = make_runner(rows, length)
+            steps = _steps_of(runner)
             for bucket in plan.shapes:
-                runner.passes.go_without(bucket)  # nothing is launched, so there is nothing to capture
-                runner.touch(bucket)
+                steps.passes.go_without(bucket)  # nothing is launched, so there is nothing to capture
+                steps.run_shallow(bucket)
             choose(runner)
-        del runner
-        made: list[WarmableRunner] = []
-        slots = device.peak_bytes(lambda: made.append(make_runner(plan, rows, length)))
+        del runner, steps
+        made: list[BucketedRunner] = []
+        slots = device.peak_bytes(lambda: made.append(make_runner(rows, length)))
         largest = max(plan.prefill, key=_cost)
-        made[0].touch(largest)  # makes workspaces, which stay
-        graphs = [bucket for bucket in sorted(plan.shapes, key=_cost) if made[0].passes.captures(bucket)]
-        captured = device.peak_bytes(lambda: [made[0].warm(bucket) for bucket in graphs])
-        eager = device.peak_bytes(lambda: (made[0].touch(largest), choose(made[0])))
+        _steps_of(made[0]).run_shallow(largest)  # makes workspaces, which stay
+        graphs = [bucket for bucket in sorted(plan.shapes, key=_cost) if _steps_of(made[0]).passes.captures(bucket)]
+        captured = device.peak_bytes(lambda: [_steps_of(made[0]).warm(bucket) for bucket in graphs])
+        eager = device.peak_bytes(lambda: (_steps_of(made[0]).run_shallow(largest), choose(made[0])))
         made.clear()
         gc.collect()  # its graphs refer to it
         device.forget_captures()
@@ -258,7 +261,12 @@ def measure_shapes(
         ) from None
 
 
-def _decode_once(runner: WarmableRunner, rows: int, params: SamplingParams) -> None:
+def _steps_of(runner: BucketedRunner) -> WarmableSteps:
+    assert runner.buckets is not None, "a runner without a bucket plan"
+    return runner.buckets
+
+
+def _decode_once(runner: StepRunner, rows: int, params: SamplingParams) -> None:
     """A decode step of made-up requests, whose one token is in the block that belongs to nobody."""
     slots = list(range(rows))
     admit = [

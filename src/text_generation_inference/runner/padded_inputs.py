@@ -1,7 +1,6 @@
 """Turns rows into the arrays of a padded pass, on the host.
 
-`HostBooks` is what the host knows of each slot in order to do so: lengths and blocks, never more. A pass that
-has no rows at all is all padding: it has the shape of its bucket, which is what warming up needs.
+A pass that has no rows at all is all padding: it has the shape of its bucket, which is what warming up needs.
 """
 
 from collections.abc import Sequence
@@ -10,32 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from text_generation_inference.devices.buckets import Bucket
-from text_generation_inference.types import StepPlan
-
-
-class HostBooks:
-    """Lengths and block tables of all slots."""
-
-    def __init__(self, num_slots: int, max_tokens: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.lengths = np.zeros(num_slots, dtype=np.int64)  # known tokens
-        self.tables = np.zeros((num_slots, -(-max_tokens // block_size)), dtype=np.int32)
-
-    def update(self, plan: StepPlan) -> None:
-        for admission in plan.admit:
-            self.lengths[admission.slot] = len(admission.request.token_ids) + len(admission.output_ids)
-            self._put(admission.slot, 0, admission.block_ids)
-        for slot, start, blocks in plan.grow:
-            self._put(slot, start, blocks)
-
-    def _put(self, slot: int, start: int, blocks: Sequence[int]) -> None:
-        """Requests may hold a block more than their tokens need."""
-        room = self.tables.shape[1] - start
-        self.tables[slot, start : start + min(len(blocks), room)] = blocks[:room]
-
-    def num_blocks(self, slots: Sequence[int]) -> int:
-        """Blocks that the slots' known tokens are in."""
-        return int((-(-self.lengths[list(slots)] // self.block_size)).sum())
+from text_generation_inference.runner.slots import HostTables
 
 
 @dataclass(slots=True)
@@ -49,11 +23,11 @@ class PrefillArrays:
     last_tokens: np.ndarray  # [batch]: each row's last one among the tokens
 
 
-def describe_prefill(bucket: Bucket, slots: Sequence[int], books: HostBooks) -> PrefillArrays:
-    rows, length, size = bucket.batch, bucket.length, books.block_size
+def describe_prefill(bucket: Bucket, slots: Sequence[int], host: HostTables) -> PrefillArrays:
+    rows, length, size = bucket.batch, bucket.length, host.block_size
     index = np.array(slots, dtype=np.int64)
     count = len(index)
-    lengths = books.lengths[index]
+    lengths = host.lengths[index]
     inside = np.arange(length)
     real = inside < lengths[:, None]
     token_slots = np.full((rows, length), -1, dtype=np.int64)
@@ -61,7 +35,7 @@ def describe_prefill(bucket: Bucket, slots: Sequence[int], books: HostBooks) -> 
     positions = np.zeros((rows, length), dtype=np.int64)
     positions[:count] = np.where(real, inside, 0)
     kv_index = np.zeros((rows, length), dtype=np.int64)
-    blocks = books.tables[index[:, None], np.minimum(inside // size, books.tables.shape[1] - 1)].astype(np.int64)
+    blocks = host.tables[index[:, None], np.minimum(inside // size, host.tables.shape[1] - 1)].astype(np.int64)
     kv_index[:count] = np.where(real, blocks * size + inside % size, 0)
     seq_lens = np.zeros(rows, dtype=np.int64)
     seq_lens[:count] = lengths
@@ -83,11 +57,11 @@ class DecodeArrays:
     row_starts: np.ndarray  # [batch]
 
 
-def describe_decode(bucket: Bucket, slots: Sequence[int], books: HostBooks) -> DecodeArrays:
-    rows, size = bucket.batch, books.block_size
+def describe_decode(bucket: Bucket, slots: Sequence[int], host: HostTables) -> DecodeArrays:
+    rows, size = bucket.batch, host.block_size
     index = np.array(slots, dtype=np.int64)
     count = len(index)
-    lengths = books.lengths[index]
+    lengths = host.lengths[index]
     counts = -(-lengths // size)
     ends = np.cumsum(counts)
     found = DecodeArrays(
@@ -106,9 +80,9 @@ def describe_decode(bucket: Bucket, slots: Sequence[int], books: HostBooks) -> D
     last = lengths - 1
     found.slots[:count] = index
     found.positions[:count] = last
-    found.kv_index[:count] = books.tables[index, last // size].astype(np.int64) * size + last % size
+    found.kv_index[:count] = host.tables[index, last // size].astype(np.int64) * size + last % size
     found.seq_lens[:count] = lengths
-    tables = books.tables[index, : int(counts.max())]
+    tables = host.tables[index, : int(counts.max())]
     found.block_list[:total] = tables[np.arange(tables.shape[1]) < counts[:, None]]
     found.block_groups[:total] = np.repeat(np.arange(count), counts)
     found.block_usage[:total] = size

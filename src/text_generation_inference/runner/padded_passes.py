@@ -1,4 +1,4 @@
-"""The model's padded passes: through the device's graphs where they are, with a book of the shapes met.
+"""The model's padded passes: through the device's graphs where they are, with figures of the shapes met.
 
 Shared by the runners of devices that run ahead and of those that do not.
 """
@@ -14,10 +14,10 @@ from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import Key, key_of, row_length
 from text_generation_inference.models.model import Model
-from text_generation_inference.runner.shape_book import ShapeBook
+from text_generation_inference.runner.prompt_scores import LOGIT_ROWS
+from text_generation_inference.runner.shape_stats import ShapeStats
 from text_generation_inference.types import BucketStats, Chunk
 
-_LOGIT_ROWS = 128  # prompt positions whose logits are held at a time
 GRAPH_TOKENS = 8192  # a pass of more is limited by computing, not by launching: a graph would only cost memory
 
 
@@ -32,7 +32,7 @@ class PaddedPasses:
         outputs: Callable[[Batch], Tensor] | None = None,  # a long-lived place for the logits of a batch
     ) -> None:
         self.plan = plan
-        self.book = ShapeBook(plan)
+        self.shape_stats = ShapeStats(plan)
         self._model, self._kv_cache, self._outputs = model, kv_cache, outputs
         self._shallow = model.shallow()
         self._prepare = device.prepare
@@ -59,7 +59,7 @@ class PaddedPasses:
 
     def captures(self, bucket: Bucket) -> bool:
         """Whether the shape has, or will have, a graph. What is not planned comes once."""
-        if not self._has_graphs or bucket in self._without or bucket not in self.book.planned:
+        if not self._has_graphs or bucket in self._without or bucket not in self.shape_stats.planned:
             return False
         return bucket.phase == "decode" or not (self._limit_graphs or bucket.num_tokens > GRAPH_TOKENS)
 
@@ -70,13 +70,13 @@ class PaddedPasses:
     def logits(self, bucket: Bucket, batch: Batch, needed: int) -> Tensor:
         """`[batch, vocab]` float32, good until the next pass of the same phase; `needed` tokens are real."""
         bypass = not self.captures(bucket)
-        self.book.on_pass(key_of(batch), bucket, needed, bypass and self._has_graphs)
+        self.shape_stats.on_pass(key_of(batch), bucket, needed, bypass and self._has_graphs)
         return self._graphs(batch, bypass)
 
     def score(self, bucket: Bucket, batch: Batch, needed: int) -> Tensor:
         """`[length + vocab]` float32: log-probabilities of the tokens after the first, of the pass's first prompt, then
         the logits of its last one. Without a graph; one tensor, so that all there is to compute is in the pass."""
-        self.book.on_pass(_key_of_scores(batch), bucket, needed, self._has_graphs)
+        self.shape_stats.on_pass(_key_of_scores(batch), bucket, needed, self._has_graphs)
         return self._scores(batch, True)
 
     def warm(self, bucket: Bucket, batch: Batch, few_layers: bool) -> Tensor:
@@ -84,23 +84,23 @@ class PaddedPasses:
 
         `few_layers`: where no graph is made, few layers are enough to load all that the shape needs.
         """
-        self.book.warmed.add(key_of(batch))
+        self.shape_stats.warmed.add(key_of(batch))
         if self.captures(bucket):
             return self._graphs(batch)
         return self._first(batch) if few_layers else self._graphs(batch, True)
 
     def warm_scores(self, batch: Batch, few_layers: bool) -> Tensor:
         """The same for a prompt whose tokens are scored."""
-        self.book.warmed.add(_key_of_scores(batch))
+        self.shape_stats.warmed.add(_key_of_scores(batch))
         return self._score(batch, few_layers) if few_layers else self._scores(batch, True)
 
-    def touch(self, batch: Batch) -> None:
+    def run_shallow(self, batch: Batch) -> None:
         """Run a shape through few layers, without a graph: to compile and load what it needs."""
         self._first(batch)
 
     @property
     def stats(self) -> BucketStats:
-        return self.book.stats(self._graphs.num_captured)
+        return self.shape_stats.stats(self._graphs.num_captured)
 
     def _forward(self, batch: Batch) -> Tensor:
         return self._logits(batch, self._model.forward(self._prepare(batch), self._kv_cache))
@@ -113,8 +113,8 @@ class PaddedPasses:
         hidden = model.forward(self._prepare(replace(batch, logit_tokens=wanted)), self._kv_cache)  # [length, hidden]
         following = batch.input_ids[:length].roll(-1)
         found: list[Tensor] = []
-        for start in range(0, length, _LOGIT_ROWS):
-            rows = slice(start, min(start + _LOGIT_ROWS, length))
+        for start in range(0, length, LOGIT_ROWS):
+            rows = slice(start, min(start + LOGIT_ROWS, length))
             scores = model.logits(hidden[rows]).float()
             found.append(scores.gather(1, following[rows, None])[:, 0] - scores.logsumexp(dim=-1))
         last = hidden.index_select(0, (batch.seq_lens[:1] - 1).clamp(min=0).long())

@@ -1,13 +1,13 @@
-"""Log-probabilities of prompt tokens, and of the best ids in their places.
+"""Log-probabilities of prompt tokens, and of the best ids in their places."""
 
-Shared by the runners that score a prompt chunk by chunk.
-"""
-
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch import Tensor
 
-from text_generation_inference.types import PromptLogprobs
+from text_generation_inference.types import Admission, Chunk, PromptLogprobs
+
+LOGIT_ROWS = 128  # prompt positions whose logits are held at a time
 
 
 class PromptScores(NamedTuple):
@@ -37,3 +37,45 @@ def read_scores(row: int, start: int, parts: list[PromptScores]) -> PromptLogpro
             result.top_ids.extend(part.top_ids.tolist())
             result.top_logprobs.extend(part.top_logprobs.tolist())
     return result
+
+
+class OwedScores:
+    """Whose prompts are to be scored, and how."""
+
+    def __init__(self) -> None:
+        self._owed: dict[int, tuple[int, int]] = {}  # slot -> prompt tokens, how many of the best ids in their places
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._owed
+
+    def admit(self, admission: Admission) -> None:
+        request = admission.request
+        if request.sampling.decoder_input_details and not admission.output_ids:
+            self._owed[admission.slot] = (len(request.token_ids), request.sampling.prompt_top_n_tokens)
+
+    def release(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._owed.pop(slot, None)
+
+    def forget(self) -> None:
+        self._owed.clear()
+
+    def score_chunk(
+        self,
+        chunk: Chunk,
+        hidden: Tensor,  # [chunk tokens, hidden]
+        logits: Callable[[Tensor], Tensor],
+        targets: Tensor,  # [max_tokens]: the slot's known tokens
+    ) -> list[PromptScores]:
+        """Of the prompt tokens that follow each token of the chunk."""
+        num_tokens, num_top = self._owed[chunk.slot]
+        last = min(chunk.end, num_tokens - 1)
+        parts: list[PromptScores] = []
+        for start in range(chunk.start, last, LOGIT_ROWS):
+            end = min(start + LOGIT_ROWS, last)
+            scores = logits(hidden[start - chunk.start : end - chunk.start]).float()
+            following = targets[start + 1 : end + 1].to(scores.device).long()
+            parts.append(score(scores, following, num_top))
+        if chunk.samples:
+            del self._owed[chunk.slot]
+        return parts

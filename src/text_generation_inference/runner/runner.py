@@ -1,27 +1,42 @@
 """One rank: executes plans, in order, and returns results.
 
-Holds the model, the cache, the slots and their grammars. `launch` returns at once; the result is waited for
-later, so that the next plan is made while this one runs.
+A step: the slots are updated from the plan, passes are computed (`paged_steps`, or `bucketed_steps` where every pass
+has a shape of a plan), tokens are chosen (on the device or on the host, where the slots are). `launch` returns at once;
+a step waits for the tokens of the one before only where a grammar or a watermark must see them.
 """
 
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from text_generation_inference.devices.buckets import BucketPlan
 from text_generation_inference.devices.device import Device
 from text_generation_inference.failpoints import failpoint
 from text_generation_inference.models.model import Model
+from text_generation_inference.runner.bucketed_steps import BucketedSteps
+from text_generation_inference.runner.device_sampling import DeviceSampling
 from text_generation_inference.runner.grammar import SlotGrammars
-from text_generation_inference.runner.inputs import build_batch
-from text_generation_inference.runner.prompt_scores import PromptScores, read_scores, score
+from text_generation_inference.runner.host_sampling import HostSampling, HostTokens
+from text_generation_inference.runner.paged_steps import PagedSteps
+from text_generation_inference.runner.prompt_scores import OwedScores, read_scores
 from text_generation_inference.runner.slots import Slots
-from text_generation_inference.sampling.parts import KnownTokens
-from text_generation_inference.sampling.sampler import Sampler
+from text_generation_inference.runner.step_pass import ScoredPrompt, StepPass
+from text_generation_inference.sampling.mask import RowMasks
+from text_generation_inference.sampling.sampled_tokens import SampledTokens
 from text_generation_inference.text.grammar import GrammarCompiler
-from text_generation_inference.types import Chunk, PromptLogprobs, StepPlan, StepResult
+from text_generation_inference.types import StepPlan, StepResult, TopTokens
 
-_LOGIT_ROWS = 128  # prompt positions whose logits are held at a time
+
+@dataclass(slots=True)
+class _Chosen:
+    """The rows of one pass, and their tokens once the step is done."""
+
+    slots: list[int]
+    sampled: SampledTokens | HostTokens
+    masks: RowMasks | None
 
 
 class Runner:
@@ -34,82 +49,135 @@ class Runner:
         max_total_tokens: int,
         watermark: tuple[float, float] = (0.5, 2.0),
         grammars: GrammarCompiler | None = None,
+        capture_sizes: list[int] | None = None,  # None: the device's choice; empty: nothing is captured
+        most_tokens: int = 0,  # of a captured step with prompt tokens
+        plan: BucketPlan | None = None,  # all passes have its shapes
+        limit_graphs: bool = False,  # of these, prompts go without graphs
     ) -> None:
-        self.device = device
-        self.model = model
-        self.kv_cache = kv_cache
-        model.bind(kv_cache, max_total_tokens)
-        self.slots = Slots(num_slots, max_total_tokens, kv_cache[0][0].shape[1], device.torch_device)
-        known = KnownTokens(self.slots.tokens.numpy(), self.slots.lengths_cpu)
-        self.sampler = Sampler(device.ops, device.torch_device, known, model.vocab_size, watermark)
-        self.grammars = SlotGrammars(grammars, num_slots, model.vocab_size)
-        # slot -> prompt tokens and how many of the best ids in their places, while they are owed
-        self._prompt_logprobs: dict[int, tuple[int, int]] = {}
+        self.device, self.model, self.kv_cache = device, model, kv_cache
+        vocab_size, block_size = model.vocab_size, kv_cache[0][0].shape[1]
+        with device.stream():  # what is filled here is read in this queue
+            model.bind(kv_cache, max_total_tokens)
+            self.slots = Slots(device, num_slots, max_total_tokens, block_size, plan is not None)
+        about = (device, self.slots, vocab_size, watermark)
+        self.sampling = DeviceSampling(*about) if self.slots.on_device else HostSampling(*about, plan is not None)
+        self.grammars = SlotGrammars(grammars, num_slots, vocab_size)
+        self._owed = OwedScores()
+        self._last: Future[StepResult] | None = None
+        parts = (device, model, kv_cache, self.slots, self.sampling, self._owed)
+        self.paged, self.buckets = None, None
+        if plan is None:
+            self.paged = PagedSteps(*parts, max_total_tokens, capture_sizes, most_tokens)
+        else:
+            self.buckets = BucketedSteps(*parts, plan, limit_graphs)
+
+    def prepare(self, progress: Callable[[str, int, int], None] = lambda *_: None) -> None:
+        """Capture steps. Shapes of a plan are warmed up one by one instead."""
+        if self.paged is not None:
+            self.paged.prepare(progress)
 
     def launch(self, plan: StepPlan) -> "Future[StepResult]":
         """Start a step; steps run in the order of launching."""
-        return self.device.submit(lambda: self.execute(plan))
+        previous = self._last
+        self._last = self.device.launch(lambda: self._queue(plan, previous))
+        if isinstance(self.sampling, DeviceSampling):
+            self.sampling.read_by(self._last)
+        return self._last
+
+    def forget(self) -> None:
+        """Every request, after a step that failed half way: the scheduler admits all anew, which fills the slots again.
+
+        Nothing may be in flight.
+        """
+        self._last = None  # a failed one holds tensors
+        everybody = range(self.slots.state.rows.shape[0])
+        self.grammars.release(everybody)
+        self.sampling.release(everybody)
+        self._owed.forget()
+        self.device.free_bytes()  # gives back what an allocator keeps for later
+        with torch.inference_mode(), self.device.stream():
+            self.slots.forget()
+
+    # -- one step --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
+    def _queue(self, plan: StepPlan, previous: "Future[StepResult] | None") -> Callable[[], StepResult]:
         failpoint("engine.compute")
+        followed = self.grammars.active or self.sampling.follows_tokens
+        if (followed and (plan.admit or plan.release)) or any(a.request.sampling.watermark for a in plan.admit):
+            _wait_for(previous)  # its tokens belong to whoever had the slots until now
         self._update(plan)
-        prompt_chunks = [chunk for chunk in plan.chunks if chunk.slot in self._prompt_logprobs]
-        batch = build_batch(plan, self.slots, prompt_chunks)
-        hidden = self.model.forward(batch, self.kv_cache)
         rows = list(self.slots.decode_slots) if plan.decode else []
+        row_of_prompt = {chunk.slot: len(rows) + number for number, chunk in enumerate(plan.chunks)}
         rows += [chunk.slot for chunk in plan.chunks if chunk.samples]
-        prompts = self._score_prompts(plan, prompt_chunks, hidden[len(rows) :])
-        if not rows:
-            return StepResult(plan.step, [], [], prompt_logprobs=prompts)
-        index = self.slots.decode_index
-        if not (plan.decode and len(rows) == index.shape[0]):
-            index = torch.tensor(rows, dtype=torch.int64, device=self.slots.device)
-        logits = self.model.logits(hidden[: len(rows)]).float()
-        masks = self.grammars.masks(rows)
-        sampled = self.sampler.choose(logits, rows, masks)
-        self.slots.append(rows, index, sampled.token_ids)
-        token_ids, logprobs = sampled.read_tokens()
-        errors = {
-            row: "the model produced scores that are not finite"
-            for row, logprob in enumerate(logprobs)
-            if logprob != logprob
-        }
-        if masks is not None:
-            errors.update(masks.errors)
-            self.grammars.advance(rows, token_ids)
-        return StepResult(plan.step, token_ids, logprobs, sampled.read_tops(), prompts, list(errors.items()))
+        done: list[_Chosen] = []
+        prompts: list[ScoredPrompt] = []
+        steps = self.buckets or self.paged
+        assert steps is not None
+        for made in steps.compute(plan):
+            prompts += made.prompts
+            if made.logits is not None:
+                done.append(self._choose(made, previous))
+        return lambda: self._finish(plan, rows, done, prompts, row_of_prompt)
 
     def _update(self, plan: StepPlan) -> None:
-        for slot in plan.release:
-            self._prompt_logprobs.pop(slot, None)
+        self._owed.release(plan.release)
         self.grammars.release(plan.release)
+        self.sampling.release(plan.release)
         self.slots.update(plan)
         for admission in plan.admit:
-            self.sampler.admit(admission)
+            self.sampling.admit(admission)
             self.grammars.admit(admission)
-            if admission.request.sampling.decoder_input_details and not admission.output_ids:
-                wanted = (len(admission.request.token_ids), admission.request.sampling.prompt_top_n_tokens)
-                self._prompt_logprobs[admission.slot] = wanted
+            self._owed.admit(admission)
 
-    def _score_prompts(self, plan: StepPlan, chunks: list[Chunk], hidden: Tensor) -> list[PromptLogprobs]:
-        """Log-probabilities of the prompt tokens that follow each chunk token. hidden `[chunk tokens, hidden]`."""
-        scored: list[PromptLogprobs] = []
-        num_decode = len(self.slots.decode_slots) if plan.decode else 0
-        row_of = {chunk.slot: num_decode + number for number, chunk in enumerate(plan.chunks)}
-        first = 0
-        for chunk in chunks:
-            num_tokens, num_top = self._prompt_logprobs[chunk.slot]
-            last = min(chunk.end, num_tokens - 1)
-            parts: list[PromptScores] = []
-            for start in range(chunk.start, last, _LOGIT_ROWS):
-                end = min(start + _LOGIT_ROWS, last)
-                rows = hidden[first + start - chunk.start : first + end - chunk.start]
-                scores = self.model.logits(rows).float()
-                parts.append(score(scores, self.slots.tokens[chunk.slot, start + 1 : end + 1].long(), num_top))
-            if parts:
-                scored.append(read_scores(row_of[chunk.slot], chunk.start + 1, parts))
-            if chunk.samples:
-                del self._prompt_logprobs[chunk.slot]
-            first += chunk.end - chunk.start
-        return scored
+    def _choose(self, made: StepPass, previous: "Future[StepResult] | None") -> _Chosen:
+        if self.grammars.active or self.sampling.follows_tokens:
+            _wait_for(previous)
+        slots = list(made.slots)
+        masks = self.grammars.masks(slots)
+        return _Chosen(slots, self.sampling.choose(made, masks), masks)
+
+    # -- when the device is past the step --------------------------------------------------------------------------
+
+    def _finish(
+        self,
+        plan: StepPlan,
+        rows: list[int],
+        done: list[_Chosen],
+        prompts: list[ScoredPrompt],
+        row_of_prompt: dict[int, int],
+    ) -> StepResult:
+        scored = [read_scores(row_of_prompt[prompt.slot], prompt.start, prompt.parts) for prompt in prompts]
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        tops: list[TopTokens] = []
+        errors: dict[int, str] = {}
+        slots = [slot for chosen in done for slot in chosen.slots]
+        order = {slot: row for row, slot in enumerate(rows)} if slots != rows else None
+        for chosen in done:
+            first = len(token_ids)
+            ids, values = chosen.sampled.read_tokens()
+            token_ids += ids
+            logprobs += values
+            for found in chosen.sampled.read_tops():
+                tops.append(TopTokens(first + found.row, found.token_ids, found.logprobs))
+            if chosen.masks is not None:
+                errors.update({first + row: text for row, text in chosen.masks.errors.items()})
+                self.grammars.advance(chosen.slots, ids)
+            self.sampling.advance(chosen.slots, ids)
+        for row, logprob in enumerate(logprobs):
+            if logprob != logprob:
+                errors.setdefault(row, "the model produced scores that are not finite")
+        if order is not None:  # passes of a plan come in an order of their own
+            places = [order[slot] for slot in slots]
+            by_row = sorted(range(len(places)), key=places.__getitem__)
+            token_ids, logprobs = [token_ids[n] for n in by_row], [logprobs[n] for n in by_row]
+            tops = [TopTokens(places[top.row], top.token_ids, top.logprobs) for top in tops]
+            errors = {places[n]: text for n, text in errors.items()}
+        return StepResult(plan.step, token_ids, logprobs, tops, scored, list(errors.items()))
+
+
+def _wait_for(step: "Future[StepResult] | None") -> None:
+    """Until its tokens are known."""
+    if step is not None:
+        wait([step])

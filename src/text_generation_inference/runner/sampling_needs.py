@@ -14,7 +14,8 @@ from torch import Tensor
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.choice import Adjustments, SamplingNeeds
 from text_generation_inference.kernels.slot_state import OTHER_FILTERS, PLAIN
-from text_generation_inference.runner.resident import ResidentSlots, Staging, sampling_mode_of
+from text_generation_inference.runner.slots import Slots, sampling_mode_of
+from text_generation_inference.runner.staging import Staging
 from text_generation_inference.sampling.filters import asked_by
 from text_generation_inference.sampling.mask import RowMasks
 from text_generation_inference.sampling.tops import MORE_TIES
@@ -42,7 +43,7 @@ class BatchNeeds:
 
 class SlotNeeds:
     def __init__(
-        self, device: Device, slots: ResidentSlots, num_slots: int, vocab_size: int, watermark: tuple[float, float]
+        self, device: Device, slots: Slots, num_slots: int, vocab_size: int, watermark: tuple[float, float]
     ) -> None:
         self._slots = slots
         self._vocab_size = vocab_size

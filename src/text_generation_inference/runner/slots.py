@@ -1,52 +1,144 @@
-"""What the runner remembers of each request: one row per slot in arrays on the device.
+"""What the runner remembers of each request: one row per slot, at home on the device or on the host.
 
-A plan carries changes; these arrays are the rest. The host keeps only lengths (to size a batch without asking
-the device) and which slots are in the decode set.
+A device that runs ahead keeps the slots, so that a step needs nothing from the host but changes; elsewhere they are on
+the host, and a pass is sent what it reads. The host always knows lengths (to size what is not captured) and which slots
+are in the decode set.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_inference.types import Admission, StepPlan
+from text_generation_inference.devices.device import Device
+from text_generation_inference.kernels.slot_state import ADJUSTED, DRAWS, NUMBER_FIELDS, PLAIN, SlotState
+from text_generation_inference.runner.staging import HostStaging, Staging, Words
+from text_generation_inference.types import Admission, GenerationRequest, StepPlan
+
+
+@dataclass(slots=True)
+class HostTables:
+    """What the host knows of all slots in order to describe a padded pass."""
+
+    lengths: np.ndarray  # [slots]: known tokens
+    tables: np.ndarray  # [slots, max_blocks]: blocks
+    block_size: int
+
+    def num_blocks(self, slots: Sequence[int]) -> int:
+        """Blocks that the slots' known tokens are in."""
+        return int((-(-self.lengths[list(slots)] // self.block_size)).sum())
 
 
 class Slots:
-    def __init__(self, num_slots: int, max_tokens: int, block_size: int, device: torch.device) -> None:
-        self.block_size = block_size
-        self.device = device
-        max_blocks = -(-max_tokens // block_size)
-        self.tokens = torch.zeros((num_slots, max_tokens), dtype=torch.int32, device=device)
-        self.lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)  # known tokens
-        self.block_tables = torch.zeros((num_slots, max_blocks), dtype=torch.int32, device=device)
-        self.num_prompt = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.lengths_cpu = np.zeros(num_slots, dtype=np.int64)
+    def __init__(
+        self, device: Device, num_slots: int, max_tokens: int, block_size: int, keeps_tables: bool = False
+    ) -> None:
+        """`keeps_tables`: block tables are kept on the host, too."""
+        self.on_device = device.limits.runs_ahead
+        self._device = device
+        self._keeps_tables = keeps_tables and self.on_device
+        home = device.torch_device if self.on_device else torch.device("cpu")
+        self.state = SlotState(num_slots, max_tokens, block_size, home)
         self.decode_slots: list[int] = []
-        self.decode_index = torch.zeros(0, dtype=torch.int64, device=device)  # `decode_slots` on the device
+        if self.on_device:
+            self._staging: Staging | HostStaging = Staging(device)
+            lengths = np.zeros(num_slots, dtype=np.int64)
+            tables = np.zeros(tuple(self.state.block_tables.shape), dtype=np.int32)
+        else:
+            self._staging = HostStaging(self.state)
+            lengths, tables = self.state.lengths.numpy(), self.state.block_tables.numpy()
+        self.host = HostTables(lengths, tables, block_size)
+
+    @property
+    def lengths_cpu(self) -> np.ndarray:
+        return self.host.lengths
 
     def update(self, plan: StepPlan) -> None:
-        """Apply the plan's changes to who is where."""
+        """Stage the plan's changes to who is where."""
+        state = self.state
         if plan.leave or plan.join:
+            before = len(self.decode_slots)
             leaving = set(plan.leave)
             self.decode_slots = [slot for slot in self.decode_slots if slot not in leaving] + plan.join
-            self.decode_index = torch.tensor(self.decode_slots, dtype=torch.int64, device=self.device)
+            self._staging.write(state.rows_at, self.decode_slots + [-1] * (before - len(self.decode_slots)))
         for admission in plan.admit:
             self._fill(admission)
         for slot, start, blocks in plan.grow:
-            self.block_tables[slot, start : start + len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            self._put_blocks(slot, start, blocks)
+
+    def put(self, *inputs: Words) -> None:
+        """Inputs of the next pass."""
+        for words in inputs:
+            self._staging.put(words)
+
+    def send(self) -> list[Tensor]:
+        """Make the changes; what was `put`, where the slots are, good until the next `send`."""
+        return self._staging.send(self.state)
+
+    def gather(self, token_slots: Tensor, at: Tensor | None) -> list[Tensor]:
+        """input_ids, positions, kv_index and seq_lens on the device: see `kernels.slot_state.gather_inputs`."""
+        return self.move(self._device.ops.gather_inputs(self.state, token_slots, at))
+
+    def find_tables(self, row_slots: Tensor, max_seq_len: int) -> tuple[Tensor, Tensor | None]:
+        """Block tables on the device, and the row of each among them; None: in order."""
+        if self.on_device:
+            return self.state.block_tables, row_slots
+        num_blocks = -(-max_seq_len // self.state.block_size)
+        tables = self.host.tables[row_slots.numpy(), :num_blocks]
+        return self.move([torch.from_numpy(tables)])[0], None  # pyright: ignore[reportUnknownMemberType]
+
+    def move(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """From where the slots are to the device."""
+        return list(tensors) if self.on_device else [tensor.to(self._device.torch_device) for tensor in tensors]
+
+    def append(self, slots: list[int], token_ids: list[int]) -> None:
+        """One sampled token more for each of the slots, which are on the host."""
+        self.state.tokens.numpy()[slots, self.host.lengths[slots]] = token_ids
+        self.host.lengths[slots] += 1
+
+    def forget(self) -> None:
+        """Nobody is anywhere. Nothing may be in flight."""
+        self.decode_slots = []
+        # The old one may hold changes that were not sent.
+        self._staging = Staging(self._device) if self.on_device else HostStaging(self.state)
+        self._staging.write(self.state.rows_at, [-1] * self.state.rows.shape[0])
+        self.send()
 
     def _fill(self, admission: Admission) -> None:
-        slot, request = admission.slot, admission.request
+        slot, request, state = admission.slot, admission.request, self.state
         known = request.token_ids + admission.output_ids
-        self.tokens[slot, : len(known)] = torch.tensor(known, dtype=torch.int32)
-        self.lengths[slot] = self.lengths_cpu[slot] = len(known)
-        self.num_prompt[slot] = len(request.token_ids)
-        blocks = admission.block_ids
-        self.block_tables[slot].zero_()
-        self.block_tables[slot, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        self._staging.write(slot * state.RECORD, _record(len(known), request))
+        self._staging.write(state.tokens_at + slot * state.tokens.shape[1], known)
+        self._put_blocks(slot, 0, admission.block_ids)
+        self.host.lengths[slot] = len(known)
 
-    def append(self, slots: list[int], index: Tensor, token_ids: Tensor) -> None:
-        """One sampled token more for each of the slots; `index` is `slots` on the device."""
-        self.tokens[index, self.lengths[index]] = token_ids.to(torch.int32)
-        self.lengths[index] += 1
-        self.lengths_cpu[slots] += 1
+    def _put_blocks(self, slot: int, start: int, blocks: Sequence[int]) -> None:
+        """Requests may hold a block more than their tokens need."""
+        max_blocks = self.state.block_tables.shape[1]
+        blocks = blocks[: max_blocks - start]
+        if blocks:
+            self._staging.write(self.state.tables_at + slot * max_blocks + start, blocks)
+            if self._keeps_tables:
+                self.host.tables[slot, start : start + len(blocks)] = blocks
+
+
+def sampling_mode_of(request: GenerationRequest) -> float:
+    """How the request's tokens are chosen, see `kernels.slot_state`."""
+    params = request.sampling
+    if params.samples:
+        return DRAWS
+    masked = request.grammar is not None or params.min_tokens > 0
+    more = masked or params.watermark or params.penalises or params.logit_bias or params.top_n_tokens
+    return ADJUSTED if more else PLAIN
+
+
+def _record(length: int, request: GenerationRequest) -> np.ndarray:
+    record = np.zeros(SlotState.RECORD, dtype=np.int32)
+    seed = request.seed
+    record.view(np.int64)[:3] = length, len(request.token_ids), seed - 2**64 if seed >= 2**63 else seed
+    numbers = {name: float(getattr(request.sampling, name)) for name in NUMBER_FIELDS if name != "sampling_mode"}
+    numbers["sampling_mode"] = sampling_mode_of(request)
+    record.view(np.float32)[SlotState.NUMBERS :][: len(NUMBER_FIELDS)] = [numbers[name] for name in NUMBER_FIELDS]
+    return record

@@ -1,6 +1,6 @@
 """Which shapes a bucketed runner has met, and how much of its work was padding.
 
-A *key* is what graphs are found by: the shapes of all tensors of a pass. The book knows every key that was
+A *key* is what graphs are found by: the shapes of all tensors of a pass. It knows every key that was
 warmed up; whatever comes later and is not in it is a miss, counted and told once for each key.
 """
 
@@ -11,7 +11,7 @@ from text_generation_inference.kernels.block_lists import Key
 from text_generation_inference.types import BucketStats
 
 
-class ShapeBook:
+class ShapeStats:
     def __init__(self, plan: BucketPlan) -> None:
         self.plan = plan
         self.warmed: set[Key] = set()

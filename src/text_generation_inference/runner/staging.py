@@ -1,7 +1,4 @@
-"""The slots of a device that runs ahead, and the one copy per step that brings it the plan's changes.
-
-The host keeps lengths (to size what is not captured) and which slots are in the decode set.
-"""
+"""The one copy per step that brings a device the changes of its slots and the inputs of a step."""
 
 from collections.abc import Sequence
 
@@ -10,8 +7,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.devices.device import Device, Event
-from text_generation_inference.kernels.slot_state import ADJUSTED, DRAWS, NUMBER_FIELDS, PLAIN, SlotState
-from text_generation_inference.types import Admission, GenerationRequest, StepPlan
+from text_generation_inference.kernels.slot_state import SlotState
 
 _NUM_BUFFERS = 4  # steps whose copy may still be under way
 _FIRST_WORDS = 1 << 16
@@ -81,53 +77,20 @@ class Staging:
         return self._hosts[self._next]
 
 
-class ResidentSlots:
-    def __init__(self, num_slots: int, max_tokens: int, block_size: int, device: torch.device) -> None:
-        self.device = device
-        self.state = SlotState(num_slots, max_tokens, block_size, device)
-        self.tokens, self.lengths, self.num_prompt = self.state.tokens, self.state.lengths, self.state.num_prompt
-        self.lengths_cpu = np.zeros(num_slots, dtype=np.int64)
-        self.decode_slots: list[int] = []
+class HostStaging:
+    """The same where the slots are on the host: changes are made at once."""
 
-    def update(self, plan: StepPlan, staging: Staging) -> None:
-        """Stage the plan's changes to who is where."""
-        state = self.state
-        if plan.leave or plan.join:
-            before = len(self.decode_slots)
-            leaving = set(plan.leave)
-            self.decode_slots = [slot for slot in self.decode_slots if slot not in leaving] + plan.join
-            staging.write(state.rows_at, self.decode_slots + [-1] * (before - len(self.decode_slots)))
-        for admission in plan.admit:
-            self._fill(admission, staging)
-        max_blocks = state.block_tables.shape[1]
-        for slot, start, blocks in plan.grow:
-            staging.write(state.tables_at + slot * max_blocks + start, blocks)
+    def __init__(self, state: SlotState) -> None:
+        self._target = state.words.numpy()
+        self._inputs: list[Words] = []
 
-    def _fill(self, admission: Admission, staging: Staging) -> None:
-        slot, request, state = admission.slot, admission.request, self.state
-        known = request.token_ids + admission.output_ids
-        self.lengths_cpu[slot] = len(known)
-        record = _record(len(known), request)
-        staging.write(slot * state.RECORD, record)
-        staging.write(state.tokens_at + slot * state.tokens.shape[1], known)
-        staging.write(state.tables_at + slot * state.block_tables.shape[1], admission.block_ids)
+    def write(self, place: int, words: Words) -> None:
+        self._target[place : place + len(words)] = words
 
+    def put(self, words: Words) -> int:
+        self._inputs.append(words)
+        return len(self._inputs) - 1
 
-def sampling_mode_of(request: GenerationRequest) -> float:
-    """How the request's tokens are chosen, see `kernels.slot_state`."""
-    params = request.sampling
-    if params.samples:
-        return DRAWS
-    masked = request.grammar is not None or params.min_tokens > 0
-    more = masked or params.watermark or params.penalises or params.logit_bias or params.top_n_tokens
-    return ADJUSTED if more else PLAIN
-
-
-def _record(length: int, request: GenerationRequest) -> np.ndarray:
-    record = np.zeros(SlotState.RECORD, dtype=np.int32)
-    seed = request.seed
-    record.view(np.int64)[:3] = length, len(request.token_ids), seed - 2**64 if seed >= 2**63 else seed
-    numbers = {name: float(getattr(request.sampling, name)) for name in NUMBER_FIELDS if name != "sampling_mode"}
-    numbers["sampling_mode"] = sampling_mode_of(request)
-    record.view(np.float32)[SlotState.NUMBERS :][: len(NUMBER_FIELDS)] = [numbers[name] for name in NUMBER_FIELDS]
-    return record
+    def send(self, state: SlotState) -> list[Tensor]:
+        inputs, self._inputs = self._inputs, []
+        return [torch.from_numpy(np.array(words, dtype=np.int32)) for words in inputs]  # pyright: ignore

@@ -1,0 +1,25 @@
+"""Reading slots that are on the host: numpy takes a tenth of the time that torch does over so few numbers."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_inference.kernels.slot_state import SlotState
+
+
+def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `kernels.slot_state.gather_inputs`."""
+    index = slots.numpy()
+    real = index >= 0
+    rows = np.maximum(index, 0)
+    positions = state.lengths.numpy()[rows] - 1
+    if at is not None:
+        given = at.numpy()
+        positions = np.where(given >= 0, given, positions)
+    positions = np.where(real, positions, 0)
+    size = state.block_size
+    ids = np.where(real, state.tokens.numpy()[rows, positions], 0).astype(np.int64)
+    blocks = state.block_tables.numpy()[rows, positions // size].astype(np.int64)
+    kv_index = np.where(real, blocks * size + positions % size, 0)
+    seq_lens = np.where(real, positions + 1, 0).astype(np.int32)
+    return tuple(torch.from_numpy(array) for array in (ids, positions, kv_index, seq_lens))  # pyright: ignore

@@ -1,0 +1,178 @@
+"""Steps whose passes all have shapes of a bucket plan, for devices that make one graph for each shape.
+
+Prompts and decode rows of a step are padded passes of their own. A prompt is computed whole and nothing of it is cached
+before. What a pass reads beside the slots goes in one copy.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.devices.buckets import Bucket, BucketPlan
+from text_generation_inference.devices.device import Device
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts
+from text_generation_inference.models.model import Model
+from text_generation_inference.runner.device_sampling import DeviceSampling
+from text_generation_inference.runner.host_sampling import HostSampling
+from text_generation_inference.runner.padded_inputs import describe_decode, describe_prefill
+from text_generation_inference.runner.padded_passes import PaddedPasses
+from text_generation_inference.runner.prompt_scores import OwedScores, PromptScores
+from text_generation_inference.runner.slots import Slots
+from text_generation_inference.runner.step_pass import ScoredPrompt, StepPass
+from text_generation_inference.types import BucketStats, Chunk, StepPlan
+
+
+class BucketedSteps:
+    def __init__(
+        self,
+        device: Device,
+        model: Model,
+        kv_cache: list[tuple[Tensor, Tensor]],
+        slots: Slots,
+        sampling: DeviceSampling | HostSampling,
+        owed: OwedScores,
+        plan: BucketPlan,
+        limit_graphs: bool = False,
+    ) -> None:
+        self._device, self._slots, self._sampling, self._owed = device, slots, sampling, owed
+        outputs = None
+        if slots.on_device:
+            num_slots, vocab_size = slots.state.rows.shape[0], model.vocab_size
+            most = max((bucket.batch for bucket in plan.prefill), default=1)
+            with device.stream():
+                self._decode_logits = torch.zeros((num_slots, vocab_size), device=device.torch_device)
+                self._prompt_logits = torch.zeros((most, vocab_size), device=device.torch_device)
+            outputs = self._place_for
+        self.passes = PaddedPasses(device, model, kv_cache, plan, limit_graphs, outputs)
+
+    @property
+    def bucket_stats(self) -> BucketStats:
+        return self.passes.stats
+
+    # -- before the first request ----------------------------------------------------------------------------------
+
+    def warm(self, bucket: Bucket, scored: bool = False) -> None:
+        """Meet a shape with a pass that is all padding, and the choice of tokens that follows it.
+
+        Where steps run, as there is what they will find: on some devices each thread has its own.
+        """
+        # Without a graph few layers load all there is to load, except where passes are compiled as a whole.
+        few_layers = self._slots.on_device or not self._device.limits.graphs
+
+        def work() -> None:
+            batch = self._empty_batch(bucket)
+            self._sampling.warm(self.passes.warm(bucket, batch, few_layers))
+            if scored:
+                found = self.passes.warm_scores(batch, few_layers)
+                if not self._slots.on_device:
+                    found.cpu()
+
+        self._run(work)
+
+    def run_shallow(self, bucket: Bucket) -> None:
+        """Run a shape through few layers, without a graph."""
+        self._run(lambda: self.passes.run_shallow(self._empty_batch(bucket)))
+
+    def _run(self, work: Callable[[], object]) -> None:
+        def in_step() -> Callable[[], None]:
+            with torch.inference_mode():
+                work()
+            return lambda: None
+
+        self._device.launch(in_step).result()
+
+    def _empty_batch(self, bucket: Bucket) -> Batch:
+        return self._prefill_batch(bucket, []) if bucket.phase == "prefill" else self._decode_batch(bucket, [])
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def compute(self, plan: StepPlan) -> Iterator[StepPass]:
+        """What one pass leaves is good until the next one of its phase."""
+        if not self._slots.on_device:
+            yield from self._each(plan)
+            return
+        if not plan.chunks and plan.decode:
+            made = next(self._each(plan))
+            assert made.logits is not None
+            size = made.logits.shape[0]
+            made.row_slots = self._slots.state.rows[:size]
+            self._sampling.take_best(made.logits, made.row_slots)
+            yield made
+        elif plan.chunks:
+            yield self._join(plan)
+        else:
+            self._slots.send()
+
+    def _each(self, plan: StepPlan) -> Iterator[StepPass]:
+        nothing = self._slots.state.rows[:0]
+        if plan.decode and self._slots.decode_slots:
+            slots = self._slots.decode_slots
+            bucket = self.passes.find_decode(len(slots), self._slots.host.num_blocks(slots))
+            logits = self.passes.logits(bucket, self._decode_batch(bucket, slots), len(slots))
+            yield StepPass(slots, logits, nothing, is_decode=True)
+        plain = [chunk for chunk in plan.chunks if chunk.slot not in self._owed]
+        scored = [chunk for chunk in plan.chunks if chunk.slot in self._owed]
+        for chunks in self.passes.group(plain):
+            yield StepPass([chunk.slot for chunk in chunks], self._prompt_pass(chunks), nothing)
+        for chunk in scored:
+            logits, logprobs = self._scored_pass(chunk)
+            self._owed.release([chunk.slot])
+            prompt = ScoredPrompt(chunk.slot, 1, [PromptScores(logprobs)])
+            yield StepPass([chunk.slot], logits, nothing, [prompt])
+
+    def _join(self, plan: StepPlan) -> StepPass:
+        """All passes of a step as one to choose from: on the device another shape of the choice costs nothing."""
+        parts: list[Tensor] = []
+        slots: list[int] = []
+        prompts: list[ScoredPrompt] = []
+        for made in self._each(plan):
+            assert made.logits is not None
+            slots += made.slots
+            logits = made.logits[: len(made.slots)]
+            parts.append(logits if made.is_decode else logits.clone())  # the next pass of prompts overwrites it
+            prompts += made.prompts
+        self._slots.put(slots)
+        (row_slots,) = self._slots.send()
+        return StepPass(slots, self._sampling.take_best(torch.cat(parts), row_slots), row_slots, prompts)
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def _prompt_pass(self, chunks: list[Chunk]) -> Tensor:
+        longest = max(chunk.end for chunk in chunks)
+        found = self.passes.find_prefill(len(chunks), longest)
+        bucket = found or self.passes.find_alone(longest)
+        batch = self._prefill_batch(bucket, [chunk.slot for chunk in chunks])
+        return self.passes.logits(bucket, batch, sum(chunk.end for chunk in chunks))
+
+    def _scored_pass(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Logits of a prompt's last token `[1, vocab]`, and the log-probabilities of those after the first."""
+        bucket = self.passes.find_alone(chunk.end)
+        scores = self.passes.score(bucket, self._prefill_batch(bucket, [chunk.slot]), chunk.end)
+        if not self._slots.on_device:
+            scores = scores.cpu()  # its parts have shapes of their own
+        return scores[None, bucket.length :], scores[: chunk.end - 1]
+
+    def _prefill_batch(self, bucket: Bucket, slots: list[int]) -> Batch:
+        arrays = describe_prefill(bucket, slots, self._slots.host)
+        self._slots.put(arrays.token_slots, arrays.positions, arrays.seq_lens, arrays.last_tokens)
+        token_slots, at, seq_lens, last_tokens = self._slots.send()
+        ids, positions, kv_index, _ = self._slots.gather(token_slots, at)
+        seq_lens, last_tokens = self._slots.move((seq_lens, last_tokens.long()))
+        return Batch(ids, positions, kv_index, seq_lens, WholePrompts(), last_tokens)
+
+    def _decode_batch(self, bucket: Bucket, slots: list[int]) -> Batch:
+        arrays = describe_decode(bucket, slots, self._slots.host)
+        self._slots.put(arrays.slots, arrays.block_list, arrays.block_groups, arrays.block_usage, arrays.row_starts)
+        rows, *lists = self._slots.send()
+        ids, positions, kv_index, seq_lens = self._slots.gather(rows, None)
+        return Batch(ids, positions, kv_index, seq_lens, BlockLists(*self._slots.move(lists)))
+
+    def _place_for(self, batch: Batch) -> Tensor:
+        """Where the logits of a pass go; what is in the place of the other phase stays."""
+        rows = batch.seq_lens.shape[0]
+        place = self._prompt_logits if isinstance(batch.meta, WholePrompts) else self._decode_logits
+        if rows <= place.shape[0]:
+            return place[:rows]
+        return torch.zeros((rows, place.shape[1]), device=place.device)
