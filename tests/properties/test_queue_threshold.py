@@ -1,8 +1,8 @@
 """QUEUE_THRESHOLD_MS: overdue requests first, else shorter ones; nobody is lost, and nobody waits forever."""
 
+from harness import Harness, check_outputs, make, policy, scenarios
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scheduler import Harness, check_outputs, make, policy, scenarios
 
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.queue import ShorterFirst, TakingTurns, make_queue

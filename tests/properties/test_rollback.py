@@ -5,9 +5,9 @@ A failed step leaves arbitrary entries in every block that it was to write, as a
 
 import random
 
+from harness import Harness, OracleRunner, check_outputs, relaxed, scenarios
 from hypothesis import given
 from hypothesis import strategies as st
-from test_scheduler import Harness, OracleRunner, check_outputs, relaxed, scenarios
 
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.policy import BatchPolicy

@@ -9,252 +9,22 @@ it wrote beyond them, into the blocks that it has for all it may yield, is worth
 """
 
 import gc
-from collections import deque
-from itertools import groupby
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from harness import Harness, OracleRunner, check_outputs, expected_output, make, policy, relaxed, scenarios
+from hypothesis import given
 
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.scheduler.blocks import BlockPool
-from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.prefix import PrefixIndex, root_of
 from text_generation_inference.scheduler.request import Request
 from text_generation_inference.scheduler.scheduler import Scheduler
 from text_generation_inference.types import (
-    GenerationRequest,
-    PromptLogprobs,
-    SamplingParams,
     StepPlan,
     StepResult,
     TopTokens,
 )
-
-EOS = 3
-VOCAB = 4  # few: generated text often equals prompts
-
-
-def make_entry(before: int, token: int, position: int) -> int:
-    return hash((before, token, position))
-
-
-def next_token(entries: list[int]) -> int:
-    return hash(tuple(entries)) % VOCAB
-
-
-def expected_output(request: GenerationRequest) -> list[int]:
-    tokens = list(request.token_ids)
-    entries: list[int] = []
-    while len(tokens) < len(request.token_ids) + request.max_new_tokens:
-        for position in range(len(entries), len(tokens)):
-            entries.append(make_entry(entries[-1] if entries else 0, tokens[position], position))
-        tokens.append(next_token(entries))
-        if tokens[-1] in request.stop_token_ids:
-            break
-    return tokens[len(request.token_ids) :]
-
-
-class OracleRunner:
-    """Executes plans as a runner would, with token values for keys and values."""
-
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int, tokens_per_row: int = 1) -> None:
-        self.tokens_per_row = tokens_per_row
-        self.cache = [[-1] * block_size for _ in range(num_blocks)]
-        self.block_size = block_size
-        self.num_slots = num_slots
-        self.tokens: dict[int, list[int]] = {}
-        self.tables: dict[int, list[int]] = {}
-        self.computed: dict[int, int] = {}
-        self.limits: dict[int, int] = {}
-        self.wants_prompt: dict[int, bool] = {}
-        self.decode_set: list[int] = []
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        for slot in plan.leave:
-            self.decode_set.remove(slot)
-        for slot in plan.release:
-            assert slot not in self.decode_set
-            del self.tokens[slot], self.tables[slot], self.computed[slot]
-        for admission in plan.admit:
-            assert admission.slot not in self.tokens and 0 <= admission.slot < self.num_slots
-            self.tokens[admission.slot] = [*admission.request.token_ids, *admission.output_ids]
-            self.tables[admission.slot] = list(admission.block_ids)
-            self.limits[admission.slot] = len(admission.request.token_ids) + admission.request.max_new_tokens
-            sampling = admission.request.sampling
-            self.wants_prompt[admission.slot] = sampling.decoder_input_details and not admission.output_ids
-        self.decode_set += plan.join
-        for slot, start, blocks in plan.grow:
-            assert start <= len(self.tables[slot])
-            self.tables[slot][start:] = blocks
-        decode = self.decode_set if plan.decode else []
-        # A layer writes all keys of a step before any query reads; here a shared prefix may be written in this very step.
-        for chunk in sorted(plan.chunks, key=lambda chunk: chunk.start):
-            assert chunk.start < chunk.end, "a row without a token"
-            for position in range(chunk.start, chunk.end):
-                self.write(chunk.slot, position)
-            self.computed[chunk.slot] = chunk.end
-        sampled = [self.decode(slot, plan.step) for slot in decode]
-        prompts: list[PromptLogprobs] = []
-        for row, chunk in enumerate(plan.chunks, len(decode)):
-            if self.wants_prompt.get(chunk.slot):
-                places = [float(place) for place in range(chunk.start, chunk.end)]
-                prompts.append(PromptLogprobs(row, chunk.start, places))
-            if chunk.samples:
-                assert len(self.tokens[chunk.slot]) == chunk.end
-                sampled.append([self.add_token(chunk.slot)])
-        tokens = [token for row in sampled for token in row]
-        tops = [TopTokens(place, [token], [-0.5]) for place, token in enumerate(tokens) if place % 3 == 0]
-        counts = None if self.tokens_per_row == 1 else [len(row) for row in sampled]
-        return StepResult(plan.step, tokens, [0.0] * len(tokens), tops, prompts, counts=counts)
-
-    def decode(self, slot: int, step: int) -> list[int]:
-        """The tokens that a row of the decode set yields."""
-        start, left = self.computed[slot], self.limits[slot] - len(self.tokens[slot])
-        assert len(self.tokens[slot]) == start + 1
-        if self.tokens_per_row == 1:
-            self.write(slot, start)
-            self.computed[slot] += 1
-            return [self.add_token(slot)]
-        for position in range(start, min(start + self.tokens_per_row, self.limits[slot] - 1)):
-            block = self.tables[slot][position // self.block_size]
-            assert block != 0
-            self.cache[block][position % self.block_size] = hash((step, position, "a guess"))
-        tokens: list[int] = []
-        for _ in range(min(left, hash((step, slot, start)) % (self.tokens_per_row + 1))):
-            self.write(slot, self.computed[slot])
-            self.computed[slot] += 1
-            tokens.append(self.add_token(slot))
-        return tokens
-
-    def write(self, slot: int, position: int) -> None:
-        block = self.tables[slot][position // self.block_size]
-        assert block != 0
-        before = self.read(slot, position)[-1] if position else 0
-        self.cache[block][position % self.block_size] = make_entry(before, self.tokens[slot][position], position)
-
-    def add_token(self, slot: int) -> int:
-        length = self.computed[slot]
-        assert length < self.limits[slot], "a token past the length was computed"
-        token = next_token(self.read(slot, length))
-        self.tokens[slot].append(token)
-        return token
-
-    def read(self, slot: int, length: int) -> list[int]:
-        size = self.block_size
-        return [self.cache[self.tables[slot][p // size]][p % size] for p in range(length)]
-
-
-class Harness:
-    def __init__(
-        self, num_blocks: int, block_size: int, prefix_caching: bool, overlap: bool, policy: BatchPolicy
-    ) -> None:
-        self.pool = BlockPool(num_blocks, block_size, prefix_caching)
-        self.scheduler = Scheduler(policy, self.pool, clock=lambda: 0)
-        self.runner = OracleRunner(num_blocks, block_size, policy.max_batch_size, policy.tokens_per_row)
-        self.overlap = overlap
-        self.pending: deque[StepResult] = deque()
-        self.outputs: dict[int, list[int]] = {}
-        self.reasons: dict[int, str] = {}
-        self.prompts: dict[int, dict[int, float]] = {}
-        self.admissions: dict[int, int] = {}
-        self.steps = 0
-
-    def step(self) -> None:
-        plan = self.scheduler.plan()
-        self.scheduler.check()
-        if plan is not None:
-            self.steps += 1
-            num_prefill = sum(chunk.end - chunk.start for chunk in plan.chunks)
-            assert num_prefill <= self.scheduler.policy.max_batch_prefill_tokens
-            if plan.decode and plan.chunks:
-                num_decode = len(self.scheduler._in_flight[-1].decode_rows) * self.scheduler.policy.tokens_per_row
-                assert num_prefill + num_decode <= self.scheduler.policy.max_batch_prefill_tokens
-            self.count_admissions(plan)
-            self.pending.append(self.runner.execute(plan))
-            self.compare_books()
-        while self.pending and (len(self.pending) > self.overlap or plan is None):
-            result = self.pending.popleft()
-            step_s = hash((result.step, 5)) % 30 / 1000  # any at all: how long steps take never changes a token
-            self.take(result, step_s)
-
-    def take(self, result: StepResult, step_s: float = 0.0) -> None:
-        out = self.scheduler.apply(result, step_s)
-        self.scheduler.check()
-        for request_id, token in zip(out.request_ids, out.token_ids, strict=True):
-            assert request_id not in self.reasons, "a token after the end"
-            self.outputs.setdefault(request_id, []).append(token)
-        assert len([key for key, _ in groupby(out.request_ids)]) == len(set(out.request_ids)), "they stand together"
-        for top in out.top_tokens:
-            assert top.token_ids == [out.token_ids[top.row]]
-        for prompt in out.prompt_logprobs:
-            self.prompts.setdefault(prompt.row, {}).update(enumerate(prompt.logprobs, prompt.start))
-        for finish in out.finished:
-            self.reasons[finish.request_id] = finish.reason
-
-    def count_admissions(self, plan: StepPlan) -> None:
-        for admission in plan.admit:
-            number = admission.request.id
-            self.admissions[number] = self.admissions.get(number, 0) + 1
-
-    def compare_books(self) -> None:
-        """What the runner was told must be what the scheduler holds."""
-        scheduler = self.scheduler
-        running = [r for r in scheduler._requests.values() if r.running]
-        for request in running:
-            assert self.runner.tables[request.slot][: len(request.blocks)] == request.blocks
-        in_set = [r.slot for r in scheduler._decode_rows]
-        left = set(scheduler._leave)
-        assert [slot for slot in self.runner.decode_set if slot not in left] == in_set
-
-    def drain(self) -> None:
-        for _ in range(5000):
-            if not self.scheduler.has_work:
-                break
-            self.step()
-        assert not self.scheduler.has_work, "the scheduler does not make progress"
-        self.scheduler.check()
-        assert self.pool.num_free == self.pool.num_usable, "a block is still held"
-
-
-token_lists = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24)
-
-
-@st.composite
-def scenarios(draw: st.DrawFn) -> dict:
-    block_size = draw(st.integers(1, 5))
-    requests = [
-        GenerationRequest(
-            id=number,
-            token_ids=draw(token_lists),
-            sampling=SamplingParams(decoder_input_details=draw(st.booleans()) and draw(st.booleans())),
-            max_new_tokens=draw(st.integers(1, 20)),
-            stop_token_ids=draw(st.sampled_from([[], [], [EOS], [EOS, 0]])),
-            seed=0,
-            cache_salt=draw(st.sampled_from(["", "", "a"])),
-            caller=draw(st.sampled_from(["", "one", "two"])),
-        )
-        for number in range(draw(st.integers(1, 14)))
-    ]
-    longest = max(len(r.token_ids) + r.max_new_tokens for r in requests)
-    least_blocks = -(-longest // block_size)
-    return {
-        "requests": requests,
-        "arrivals": [draw(st.integers(0, 25)) for _ in requests],
-        "aborts": [draw(st.one_of(st.none(), st.none(), st.integers(0, 40))) for _ in requests],
-        "block_size": block_size,
-        "least_blocks": least_blocks + 1,
-        "spare_blocks": draw(st.integers(0, 30)),
-        "overlap": draw(st.booleans()),
-        "policy": BatchPolicy(
-            max_batch_prefill_tokens=draw(st.integers(1, 40)),
-            max_batch_size=draw(st.integers(1, 8)),
-            max_total_tokens=longest,
-            max_step_ms=draw(st.sampled_from([0, 1, 10])),
-            tokens_per_row=draw(st.sampled_from([1, 1, 2, 4])),
-        ),
-    }
 
 
 def run(scenario: dict, prefix_caching: bool, spare_blocks: int) -> Harness:
@@ -272,23 +42,6 @@ def run(scenario: dict, prefix_caching: bool, spare_blocks: int) -> Harness:
     return harness
 
 
-def check_outputs(scenario: dict, harness: Harness) -> None:
-    for request, arrival, abort in zip(scenario["requests"], scenario["arrivals"], scenario["aborts"], strict=True):
-        expected = expected_output(request)
-        output = harness.outputs.get(request.id, [])
-        if abort is not None and abort >= arrival:
-            assert output == expected[: len(output)]
-            continue
-        assert output == expected
-        by_length = len(output) == request.max_new_tokens
-        assert harness.reasons[request.id] == ("length" if by_length else "eos_token")
-        if request.sampling.decoder_input_details:
-            assert harness.prompts[request.id] == {p: float(p) for p in range(len(request.token_ids))}
-
-
-relaxed = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
 @relaxed
 @given(scenarios())
 def test_every_request_gets_its_tokens_and_the_books_balance(scenario: dict) -> None:
@@ -303,16 +56,6 @@ def test_the_smallest_pool_and_no_cache_change_nothing(scenario: dict) -> None:
     check_outputs(scenario, small)
     check_outputs(scenario, large)
     assert large.scheduler.stats.num_preemptions == 0
-
-
-def make(number: int, tokens: list[int], new: int, **kwargs: object) -> GenerationRequest:
-    return GenerationRequest(
-        id=number, token_ids=tokens, sampling=SamplingParams(), max_new_tokens=new, stop_token_ids=[], seed=0, **kwargs
-    )
-
-
-def policy(**kwargs: object) -> BatchPolicy:
-    return BatchPolicy(**{"max_batch_prefill_tokens": 64, "max_batch_size": 8, "max_total_tokens": 100, **kwargs})
 
 
 @pytest.mark.parametrize("overlap", [False, True])
