@@ -53,6 +53,8 @@ def _frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
             return _llama3(spec, base), 1.0
         case "yarn":
             return _yarn(spec, base)
+        case _:
+            pass
     raise ModelFormatError(f"rope type {spec.kind!r} is not supported; known: default, linear, dynamic, llama3, yarn")
 
 

@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import msgspec
@@ -61,7 +61,7 @@ def _environment() -> jinja2.Environment:
         finalize=_finalize,
     )
     made.filters["plain"] = _plain
-    made.globals["spans"] = _spans
+    cast(dict[str, Any], made.globals)["spans"] = _spans
     return made
 
 

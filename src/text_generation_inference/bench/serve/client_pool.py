@@ -186,7 +186,7 @@ class ClientPool:
 
     def _exchange(self, record: Record, supply: "_Supply", seconds: float) -> None:
         """Take what the processes say, give what they ask for."""
-        self._poller.poll(1e3 * seconds)
+        self._poller.poll(int(1e3 * seconds))
         for process in self._processes:
             for message in process.channel.receive():
                 match message:
