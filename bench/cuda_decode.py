@@ -97,8 +97,8 @@ def main() -> None:
     warm_up(engine)
     print({stage: round(seconds, 2) for stage, seconds in engine.seconds.items()}, flush=True)
     print(f"captures took {taken[0] / 1e6:.0f} MB", flush=True)
-    loop, runner = engine.loop, engine.loop._runner
-    captured = runner._captured_draws
+    loop, sampling = engine.loop, engine.loop._runner.sampling
+    captured = sampling.captured_draws
     found, lines = [], []
     for count in counts:
         for name, params in WAYS.items():
@@ -106,11 +106,11 @@ def main() -> None:
             times: dict[bool, list[float]] = {True: [], False: []}
             for turn in range(2 * (STRETCHES + 1)):
                 replays = turn % 4 in (0, 3)  # contexts get longer: neither way may always come first
-                runner._captured_draws = captured if replays else {}
+                sampling.captured_draws = captured if replays else {}
                 took = time_stretch(loop)
                 if turn > 1:  # what happens once is not measured
                     times[replays].append(took)
-            runner._captured_draws = captured
+            sampling.captured_draws = captured
             empty(loop, count)
             one, other = statistics.median(times[True]), statistics.median(times[False])
             found.append({"rows": count, "choice": name, "captured_ms": one, "queued_ms": other})

@@ -82,8 +82,8 @@ def main() -> None:
         engine = start_engine(config)
     warm_up(engine)
     print({stage: round(seconds, 2) for stage, seconds in engine.seconds.items()}, flush=True)
-    steps, runner = Steps(engine), engine.loop._runner
-    captured = runner._captured_mixed
+    steps, passes = Steps(engine), engine.loop._runner.paged
+    captured = passes._captured_mixed
     found, lines = [], []
     for beside in BESIDE:
         steps.decode_beside(beside)
@@ -91,7 +91,7 @@ def main() -> None:
             times: dict[str, list[float]] = {"captured": [], "queued": []}
             for turn in range(2 * (ROUNDS + 1)):
                 way = ("captured", "queued")[turn % 2]
-                runner._captured_mixed = captured if way == "captured" else {}
+                passes._captured_mixed = captured if way == "captured" else {}
                 took = steps.prompt(length)
                 if turn > 1:  # what happens once is not measured
                     times[way].append(took)

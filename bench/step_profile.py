@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 
 from text_generation_inference import LLM, SamplingParams
-from text_generation_inference.runner import runner as runner_module
 
 PARTS: dict[str, list[float]] = defaultdict(list)
 
@@ -32,13 +31,13 @@ def main() -> None:
         loop = llm._engine.loop
         runner = loop._runner
         model = runner.model
-        runner_module.build_batch = timed("build the batch", runner_module.build_batch)
+        runner.paged._batch = timed("build the batch", runner.paged._batch)
         model.model.embedding.look_up = timed("embedding", model.model.embedding.look_up)
         if model.ops.run_fused_decode is not None:
             model.ops.run_fused_decode = timed("layers", model.ops.run_fused_decode)
         model.logits = timed("output head", model.logits)
-        runner.sampler.choose = timed("choose tokens", runner.sampler.choose)
-        runner.execute = timed("step on the device thread", runner.execute)
+        runner.sampling.choose = timed("choose tokens", runner.sampling.choose)
+        runner._queue = timed("step on the device thread", runner._queue)
         loop.scheduler.plan = timed("plan (overlapped)", loop.scheduler.plan)
         loop.scheduler.apply = timed("apply", loop.scheduler.apply)
         llm._deliver = timed("text out", llm._deliver)

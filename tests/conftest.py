@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the device suite runs where the packages of clients are mis
 
 # Triton decides when it is first imported, which other conftest files do before options are parsed. Worker processes of
 # pytest-xdist inherit the decision.
-if "PYTEST_XDIST_WORKER" not in os.environ and not any("cuda" in argument for argument in sys.argv):
+if "PYTEST_XDIST_WORKER" not in os.environ and not any("cuda" in argument for argument in sys.argv[1:]):
     os.environ["TRITON_INTERPRET"] = "1"
 
 # What a script starts in the background ignores Ctrl-C, and under nohup a closed window: so would all that tests start.

@@ -1,7 +1,8 @@
 """The CPU in the role of a device that runs ahead, so that its runner can be tested anywhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from text_generation_inference.devices.buckets import decode_sizes, mixed_sizes
 from text_generation_inference.devices.cpu import CpuDevice
-from text_generation_inference.devices.device import GraphForward, Ops
+from text_generation_inference.devices.device import GraphForward, Ops, failed_step
 from text_generation_inference.devices.graphs import CapturedForward
 from text_generation_inference.kernels.batch import Batch
 
@@ -26,21 +27,30 @@ class QueueOnCpu(CpuDevice):
         )  # the CPU, and even more an interpreter, would take long over more
         self.num_replays = 0
         self.is_replaying = False
+        self.in_stream = 0
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        self.in_stream += 1
+        try:
+            yield
+        finally:
+            self.in_stream -= 1
 
     def pinned_int32(self, count: int) -> Tensor:
         return torch.full((count,), -7, dtype=torch.int32)
 
     def launch(self, queue: Callable[[], Callable[[], Any]]) -> "Future[Any]":
         try:
-            finish = queue()
+            with self.stream():
+                finish = queue()
         except Exception as error:
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return failed
+            return failed_step(error)
         return self.submit(finish)
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        result = work()
+        with self.stream():
+            result = work()
 
         def replay() -> None:
             self.num_replays += 1

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.devices.buckets import decode_sizes, mixed_sizes
-from text_generation_inference.devices.device import Event, GraphForward, Ops
+from text_generation_inference.devices.device import Event, GraphForward, Ops, failed_step
 from text_generation_inference.devices.driver import Driver, read_driver
 from text_generation_inference.devices.graphs import CapturedForward
 from text_generation_inference.errors import StartError
@@ -176,9 +176,7 @@ class CudaDevice:
                 finish = queue()
                 event = self.event()
         except Exception as error:  # a failed step is told like one that fails on the device
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return failed
+            return failed_step(error)
 
         def wait_and_finish() -> Any:
             event.wait()
@@ -193,7 +191,8 @@ class CudaDevice:
             def again() -> None:
                 work()
 
-            return again, work()
+            with self.stream():
+                return again, work()
         self._after_loading()
         with self.stream():
             self._queue.synchronize()

@@ -60,6 +60,14 @@ def _no_blocks(kind: str, data: torch.Tensor, in_features: int) -> object:
     raise AssertionError("this device does not compute from quantised blocks")
 
 
+def failed_step(error: Exception) -> "Future[Any]":
+    """What `Device.launch` returns where queueing raised. Made here: a variable of `launch`, which is in the error's
+    traceback, would keep the error, and with it the tensors of the step, until a collection of cycles."""
+    failed: Future[Any] = Future()
+    failed.set_exception(error)
+    return failed
+
+
 class Event(Protocol):
     """A place in the queue of a device."""
 

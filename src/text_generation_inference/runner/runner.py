@@ -107,9 +107,9 @@ class Runner:
         if (followed and (plan.admit or plan.release)) or any(a.request.sampling.watermark for a in plan.admit):
             _wait_for(previous)  # its tokens belong to whoever had the slots until now
         self._update(plan)
-        rows = list(self.slots.decode_slots) if plan.decode else []
-        row_of_prompt = {chunk.slot: len(rows) + number for number, chunk in enumerate(plan.chunks)}
-        rows += [chunk.slot for chunk in plan.chunks if chunk.samples]
+        decode = self.slots.decode_slots if plan.decode else []
+        row_of_prompt = {chunk.slot: len(decode) + number for number, chunk in enumerate(plan.chunks)}
+        rows = decode + [chunk.slot for chunk in plan.chunks if chunk.samples]
         done: list[_Chosen] = []
         prompts: list[ScoredPrompt] = []
         steps = self.buckets or self.paged
@@ -133,9 +133,8 @@ class Runner:
     def _choose(self, made: StepPass, previous: "Future[StepResult] | None") -> _Chosen:
         if self.grammars.active or self.sampling.follows_tokens:
             _wait_for(previous)
-        slots = list(made.slots)
-        masks = self.grammars.masks(slots)
-        return _Chosen(slots, self.sampling.choose(made, masks), masks)
+        masks = self.grammars.masks(made.slots)
+        return _Chosen(made.slots, self.sampling.choose(made, masks), masks)
 
     # -- when the device is past the step --------------------------------------------------------------------------
 
@@ -152,8 +151,7 @@ class Runner:
         logprobs: list[float] = []
         tops: list[TopTokens] = []
         errors: dict[int, str] = {}
-        slots = [slot for chosen in done for slot in chosen.slots]
-        order = {slot: row for row, slot in enumerate(rows)} if slots != rows else None
+        slots = done[0].slots if len(done) == 1 else [slot for chosen in done for slot in chosen.slots]
         for chosen in done:
             first = len(token_ids)
             ids, values = chosen.sampled.read_tokens()
@@ -168,7 +166,8 @@ class Runner:
         for row, logprob in enumerate(logprobs):
             if logprob != logprob:
                 errors.setdefault(row, "the model produced scores that are not finite")
-        if order is not None:  # passes of a plan come in an order of their own
+        if slots != rows:  # passes of a plan come in an order of their own
+            order = {slot: row for row, slot in enumerate(rows)}
             places = [order[slot] for slot in slots]
             by_row = sorted(range(len(places)), key=places.__getitem__)
             token_ids, logprobs = [token_ids[n] for n in by_row], [logprobs[n] for n in by_row]

@@ -51,6 +51,7 @@ class SlotNeeds:
         self._staging = Staging(device)
         self._params = [SamplingParams()] * num_slots
         self._is_plain = [True] * num_slots
+        self._has_others = [False] * num_slots
         self._last: dict[int, int] = {}  # last token of each slot with a watermark
         self._key: object = None
         self._needs: BatchNeeds | None = None
@@ -63,6 +64,8 @@ class SlotNeeds:
     def admit(self, admission: Admission) -> None:
         slot, request = admission.slot, admission.request
         self._params[slot], self._is_plain[slot] = request.sampling, sampling_mode_of(request) == PLAIN
+        others = [name for name in asked_by(request.sampling) if name in OTHER_FILTERS]
+        self._has_others[slot] = request.sampling.samples and bool(others)
         self._last.pop(slot, None)
         if request.sampling.watermark:
             self._last[slot] = (request.token_ids + admission.output_ids)[-1]
@@ -123,9 +126,7 @@ class SlotNeeds:
         top_table = np.zeros((size if top_rows else 0, 2), dtype=np.int32)
         for number, row in enumerate(top_rows):
             top_table[row] = params[row].top_n_tokens, number
-        others = [
-            row for row, p in enumerate(params) if p.samples and any(name in OTHER_FILTERS for name in asked_by(p))
-        ]
+        others = [row for row, slot in enumerate(rows) if self._has_others[slot]]
         rows_of_adjusted, place_of_row, penalised_places, bias_table, tops, other_rows = self._keep(
             np.array([(row, green.get(row, -1), allowed.get(row, -1)) for row in adjusted], dtype=np.int32),
             np.array([places.get(row, -1) for row in range(size)], dtype=np.int32),

@@ -41,7 +41,7 @@ class Slots:
         self._keeps_tables = keeps_tables and self.on_device
         home = device.torch_device if self.on_device else torch.device("cpu")
         self.state = SlotState(num_slots, max_tokens, block_size, home)
-        self.decode_slots: list[int] = []
+        self.decode_slots: list[int] = []  # a new list with every change: steps in flight keep theirs
         if self.on_device:
             self._staging: Staging | HostStaging = Staging(device)
             lengths = np.zeros(num_slots, dtype=np.int64)
