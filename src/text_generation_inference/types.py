@@ -19,6 +19,7 @@ MAX_SALT_CHARACTERS = 256
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_BIAS = 1e30
+MIN_TOP_N_SIGMA = 1e-30  # less counts as this, if it is not 0: in float32 it may be 0, which is off
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -264,6 +264,7 @@ def test_ranges(http: httpx.Client, name: str, value: float) -> None:
         error = refused(http, path, 400, **{name: value})
         assert (error["type"], error["param"]) == ("invalid_request_error", name)
         assert name in error["message"]
+        assert refused(http, path, 400, **{"temperature": 0, name: value}) == error  # where it would make no difference
 
 
 def test_penalties_of_openai(http: httpx.Client) -> None:

@@ -334,8 +334,10 @@ def tokens(number: int, token: int, finish: bool = False, tops: int = 0) -> byte
 def play(played: Played, test: Callable[[EngineClient, bytes], Any]) -> None:
     async def run() -> None:
         client, address = await played.connect()
-        await asyncio.wait_for(test(client, address), 30)
-        await client.close()
+        try:
+            await asyncio.wait_for(test(client, address), 30)
+        finally:
+            await client.close()
 
     asyncio.run(run())
 
@@ -423,6 +425,26 @@ def test_a_request_that_nobody_reads_is_ended_and_nobody_else(played: Played) ->
         assert client.num_held_bytes < 100_000
         with pytest.raises(SlowClientError):
             await unread.take()
+
+    play(played, test)
+
+
+def test_nothing_follows_the_end_of_a_request_that_nobody_reads(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends in the middle of a message with several of its tokens: those behind would come after a gap."""
+    monkeypatch.setattr(client_module, "MAX_STREAM_BYTES", 1000)
+
+    async def test(client: EngineClient, address: bytes) -> None:
+        unread = client.submit(request(client.next_id()))
+        number = unread.request_id
+        out = TokenOut([number] * 8, list(range(8)), [-0.5] * 8, admitted=[Admitted(number, 0, 1)])
+        await asyncio.to_thread(played.socket.send_multipart, [address, wire.encode(out)])
+        while client.num_in_flight:
+            await asyncio.sleep(0.01)
+        with pytest.raises(SlowClientError):
+            await unread.take()
+        assert client.num_held_bytes == 0
 
     play(played, test)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels.choice import choose_into
 from text_generation_inference.kernels.slot_state import DRAWS, NUMBER_FIELDS, PLAIN, SlotState
+from text_generation_inference.sampling.bits import spread
 from text_generation_inference.sampling.draw import exponential_noise, noise_keys
 from text_generation_inference.sampling.mask import RowMasks
 from text_generation_inference.sampling.parts import KnownTokens
@@ -216,11 +217,58 @@ def test_a_greedy_batch_is_one_op() -> None:
     assert counting.ops == ["aten.zeros.default"] * 3  # those of this test
 
 
+@pytest.mark.parametrize("pads", [False, True])
+def test_filters_that_need_no_order_sort_nothing(pads: bool) -> None:
+    asked = [{"min_p": 0.1}, {"top_n_sigma": 1.0, "temperature": 0.7}, {"do_sample": True}, {}]
+    admissions = [admission(slot, SamplingParams(**params), 3) for slot, params in enumerate(asked)]
+    sampler = make_sampler(admissions, pads)
+    with Counting() as counting:
+        sampler.choose(bf16_logits(4, 1), [0, 1, 2, 3])
+    assert not {op for op in counting.ops if "sort" in op or "topk" in op}
+
+
+def test_rows_do_not_pay_for_the_filters_of_others() -> None:
+    """A row is sorted if it asks for what needs an order itself."""
+    asked = [
+        {"min_p": 0.1},
+        {"typical_p": 0.5},
+        {"do_sample": True},
+        {"top_p": 0.9, "top_n_sigma": 2.0},
+        {"min_p": 0.2},
+    ]
+    admissions = [admission(slot, SamplingParams(**params), 3) for slot, params in enumerate(asked)]
+    sampler = make_sampler(admissions, False)
+    with Counting() as counting:
+        sampler.choose(bf16_logits(5, 1), [0, 1, 2, 3, 4])
+    assert counting.sorted_rows == [1, 1]
+
+
+def test_the_best_ids_are_looked_for_once() -> None:
+    sampler = make_sampler([admission(0, SamplingParams(top_n_tokens=3), 3)], False)
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
+    with Counting() as counting:
+        sampler.choose(logits, [0])
+    assert sum("topk" in op for op in counting.ops) == 1
+
+
+@pytest.mark.parametrize("count", [32, 37, 64])
+def test_bits_mean_the_same_in_a_graph(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are kept and words are seen as bytes where torch runs op by op on the host, and only there."""
+    words = torch.from_numpy(np.random.default_rng(count).integers(-(2**31), 2**31, (3, 2)).astype(np.int32))
+    expected = [[float(int(row[i // 32]) >> (i % 32) & 1) * 2.5 for i in range(count)] for row in words]
+    assert spread(words, 0.0, 2.5, count).tolist() == expected
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert spread(words, 0.0, 2.5, count).tolist() == expected
+
+
 class Counting(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[str] = []
+        self.sorted_rows: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops.append(str(func))
+        if "sort" in str(func):
+            self.sorted_rows.append(args[0].shape[0])
         return func(*args, **(kwargs or {}))

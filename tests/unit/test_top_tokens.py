@@ -9,7 +9,7 @@ from text_generation_inference.errors import ValidationError
 from text_generation_inference.kernels.choice import SamplingNeeds, Tops, choose_into
 from text_generation_inference.kernels.slot_state import SlotState
 from text_generation_inference.sampling.sampled_tokens import BestIds, SampledTokens
-from text_generation_inference.sampling.tops import MORE_TIES, best_ids, count_kept, in_order
+from text_generation_inference.sampling.tops import MORE_TIES, best_ids, count_kept, in_order, kept_ids
 from text_generation_inference.text.prepare import prepare_request
 from text_generation_inference.types import MIN_TEMPERATURE, ModelFacts, SamplingParams
 
@@ -20,7 +20,13 @@ def on_host(logits: torch.Tensor, wanted: list[int]) -> list[list[int]]:
     """As the sampler does: candidates on the device, their order on the host."""
     limits = [count + MORE_TIES for count in wanted]
     ids, values = best_ids(logits.log_softmax(-1), max(limits))
-    found = BestIds(range(len(wanted)), limits, count_kept(values, torch.tensor(wanted)), *in_order(ids, values))
+    counts = count_kept(values, torch.tensor(wanted))
+    found = BestIds(range(len(wanted)), limits, counts, *in_order(ids, values))
+    exact_counts, *exact = kept_ids(logits.log_softmax(-1), torch.tensor(wanted), max(limits))
+    assert exact_counts.tolist() == counts.tolist()
+    for row, count in enumerate(counts.tolist()):
+        for one, other in zip(in_order(*exact), (found.ids, found.logprobs), strict=True):
+            assert one[row, :count].tolist() == other[row, :count].tolist()
     return [top.token_ids for top in SampledTokens(ids, values, found).read_tops()]
 
 
@@ -56,6 +62,10 @@ def test_ties_are_bounded_and_equal_on_all_paths() -> None:
         logits[3].argsort(descending=True)[:5].tolist(),
     ]
     assert on_host(logits, wanted) == on_slots(logits, wanted) == expected
+    for row in range(4):
+        assert on_host(logits[[row]], [wanted[row]]) == [expected[row]]
+    logits[:, 20:] = -math.inf  # a mask leaves fewer than there is room for
+    assert on_host(logits, [2, 2, 3, 19]) == on_slots(logits, [2, 2, 3, 19])
 
 
 EXTREMES = [5e-324, 1e-300, 1e-38, 1e-10, 100.0001, 1e8, 3.5e38, 1e308, -1e-300, -1e308, math.inf, -math.inf, math.nan]
@@ -85,12 +95,14 @@ def test_extreme_numbers_are_refused_by_name_or_harmless(name: str, value: float
     )
     single = torch.tensor(value, dtype=torch.float32)
     assert bool(single.isfinite())
+    facts = ModelFacts(
+        model_id="", dtype="", vocab_size=VOCAB, max_input_tokens=9, max_total_tokens=10, num_blocks=2, block_size=4,
+        device="",
+    )  # fmt: skip
+    request = prepare_request(1, [3], params, _NoTokenizer(), facts)  # type: ignore[arg-type]
+    if name == "top_n_sigma":  # what is small keeps the best alone; 0 would keep all
+        assert bool(torch.tensor(request.sampling.top_n_sigma, dtype=torch.float32) > 0)
     if name == "temperature":  # what the engine divides by
-        facts = ModelFacts(
-            model_id="", dtype="", vocab_size=VOCAB, max_input_tokens=9, max_total_tokens=10, num_blocks=2, block_size=4,
-            device="",
-        )  # fmt: skip
-        request = prepare_request(1, [3], params, _NoTokenizer(), facts)  # type: ignore[arg-type]
         assert request.sampling.temperature == MIN_TEMPERATURE
         assert bool((torch.tensor([1e30, -1e30]) / request.sampling.temperature).isfinite().all())
 

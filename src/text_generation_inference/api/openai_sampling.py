@@ -52,6 +52,8 @@ def sampling_params(
         len(stop) <= config.max_stop_sequences,
         f"`stop` supports up to {config.max_stop_sequences} stop sequences. Given: {len(stop)}",
     )
+    _require(body.top_n_sigma is None or 0 <= body.top_n_sigma <= 100, "`top_n_sigma` must be >= 0.0 and <= 100.0")
+    _require(body.min_p is None or 0 <= body.min_p <= 1, "`min_p` must be >= 0.0 and <= 1.0")
     _require(body.top_p is None or 0 < body.top_p <= 1, "`top_p` must be > 0.0 and <= 1.0")
     _require(body.typical_p is None or 0 < body.typical_p <= 1, "`typical_p` must be > 0.0 and <= 1.0")
     _require(body.top_k is None or body.top_k >= -1, "`top_k` must be strictly positive, or 0 or -1 for none")

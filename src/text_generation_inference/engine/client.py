@@ -395,11 +395,10 @@ class EngineClient:
         for finish in out.finished:
             events_of(finish.request_id)[-1].finish = finish
         for request_id, own in by_request.items():
-            stream = self._streams.get(request_id)
-            if stream is None:
-                continue
             for event in own:
-                stream.push(event)
+                stream = self._streams.get(request_id)  # one that piles up too much ends with any event
+                if stream is not None:
+                    stream.push(event)
             if own[-1].finish is not None:
                 self._streams.pop(request_id, None)
 

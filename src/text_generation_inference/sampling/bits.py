@@ -1,5 +1,7 @@
 """Sets of ids as bits: bit i of word j is id 32 j + i."""
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,10 +13,23 @@ def spread(words: Tensor, zero: float, one: float, count: int) -> Tensor:
     Eight ids at a time: a table of all bytes is much faster than a shift for every id.
     """
     device = words.device
-    is_set = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
-    table = torch.where(is_set != 0, one, zero)
-    bytes_ = (words[:, :, None] >> torch.arange(0, 32, 8, dtype=torch.int32, device=device)) & 255
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        table, bytes_ = _kept_table(zero, one), words.view(torch.uint8).int()
+    else:  # a graph keeps no tensor of ours, and may not look at words as bytes
+        table = _table(zero, one, device)
+        bytes_ = (words[:, :, None] >> torch.arange(0, 32, 8, dtype=torch.int32, device=device)) & 255
     return table.index_select(0, bytes_.flatten()).view(words.shape[0], -1)[:, :count]
+
+
+def _table(zero: float, one: float, device: torch.device) -> Tensor:
+    """`[256, 8]`: the eight values of each byte."""
+    is_set = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
+    return torch.where(is_set != 0, one, zero)
+
+
+@cache
+def _kept_table(zero: float, one: float) -> Tensor:
+    return _table(zero, one, torch.device("cpu"))
 
 
 def pack(is_in: np.ndarray) -> np.ndarray:

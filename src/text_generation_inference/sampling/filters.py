@@ -12,12 +12,13 @@ from text_generation_inference.types import SamplingParams
 
 _TABLE: tuple[ModuleType, ...] = (top_n_sigma, top_k, top_p, typical_p, min_p)
 FIELDS: Final[tuple[str, ...]] = tuple(module.NAME for module in _TABLE)
+UNSORTED: Final = tuple(module.NAME for module in _TABLE if not module.SORTS)  # cheap: no order of all ids is needed
 _NEUTRAL = SamplingParams()
 
 
-def asked_by(params: SamplingParams) -> list[str]:
+def asked_by(params: SamplingParams) -> tuple[str, ...]:
     """The filters that a request needs."""
-    return [name for name in FIELDS if getattr(params, name) != getattr(_NEUTRAL, name)]
+    return tuple(name for name in FIELDS if getattr(params, name) != getattr(_NEUTRAL, name))
 
 
 def keep(scores: Tensor, numbers: Mapping[str, Tensor], wanted: Collection[str] = FIELDS) -> Tensor:

@@ -5,6 +5,7 @@ from torch import Tensor
 from text_generation_inference.sampling.candidates import Candidates
 
 NAME = "min_p"  # 0: off
+SORTS = False
 
 
 def apply(candidates: Candidates, share: Tensor) -> None:

@@ -22,7 +22,7 @@ from text_generation_inference.sampling.parts import Arrays, KnownTokens, Room, 
 from text_generation_inference.sampling.penalties import Penalties
 from text_generation_inference.sampling.sampled_tokens import BestIds, SampledTokens
 from text_generation_inference.sampling.slot_numbers import SlotNumbers
-from text_generation_inference.sampling.tops import MORE_TIES, best_ids, count_kept, in_order
+from text_generation_inference.sampling.tops import MORE_TIES, best_ids, count_kept, in_order, kept_ids
 from text_generation_inference.sampling.watermark import Watermark
 from text_generation_inference.types import Admission, SamplingParams
 
@@ -50,13 +50,20 @@ class _Group:
 
 
 @dataclass(slots=True)
+class _Draws:
+    """Rows that draw in the same way; among padded ones, some that do not draw."""
+
+    group: _Group
+    keep_few: bool  # whether filters are likely to leave few ids
+    filters: list[str]  # that any of them asks for
+
+
+@dataclass(slots=True)
 class _Batch:
     """What the rows of a batch ask for."""
 
     adjusting: list[tuple[SamplingPart, _Group]]
-    few: _Group | None  # drawing from what filters that keep few ids leave
-    wide: _Group | None  # drawing from all ids that filters leave
-    filters: list[str]  # of the latter
+    draws: list[_Draws]
     tops: _Group | None
     top_rows: list[int]
     top_counts: list[int]  # how many each of them wants
@@ -90,7 +97,7 @@ class Sampler:
         self._apply = {id(part): by_shape(part.apply) for part in self._parts}
         self._allow_only = by_shape(allow_only)
         self._draw_unfiltered, self._draw_filtered = by_shape(_draw_unfiltered), by_shape(_draw_filtered)
-        self._draw_from_best = by_shape(_draw_from_best)
+        self._draw_unsorted, self._draw_from_best = by_shape(_draw_unsorted), by_shape(_draw_from_best)
         self._find_tops = by_shape(_find_tops)
         self._warmed: set[int] = set()  # numbers of rows
         self._key: tuple[int, list[int]] | None = None
@@ -119,8 +126,8 @@ class Sampler:
         if masks is not None and masks.rows:
             scores = self._mask(scores, masks)
         tops = self._report_best(scores, batch) if batch.tops is not None else None
-        if self._pads and (batch.few or batch.wide):
-            token_ids, logprobs = self._draw_padded(scores, batch)
+        if self._pads and batch.draws:
+            token_ids, logprobs = self._draw_padded(scores, batch.draws[0])
             return SampledTokens(token_ids, logprobs, tops)
         if batch.all_draw and len(rows):
             shape = (scores.shape[0],)
@@ -128,10 +135,9 @@ class Sampler:
             logprobs = torch.empty(shape, dtype=torch.float32, device=scores.device)
         else:
             token_ids, logprobs = self._greedy(scores)
-        for group, is_few in ((batch.few, True), (batch.wide, False)):
-            if group is not None:
-                where = slice(None) if group.rows is None else group.rows
-                token_ids[where], logprobs[where] = self._draw_exact(group.take(scores), group, batch, is_few)
+        for draws in batch.draws:
+            where = slice(None) if draws.group.rows is None else draws.group.rows
+            token_ids[where], logprobs[where] = self._draw_exact(draws.group.take(scores), draws)
         return SampledTokens(token_ids, logprobs, tops)
 
     def warm(self, logits: Tensor) -> None:
@@ -149,8 +155,8 @@ class Sampler:
         self._allow_only(scores, *self._send([words]))
         kept, keys = self._send(self._draw_numbers(slots)), self._send(self._keys(slots))
         _fetch(self._draw_unfiltered(scores, *kept[:2], *keys))
-        _fetch(self._draw_filtered(scores, *kept, *keys))
-        _fetch(self._draw_from_best(scores, *kept, *keys))
+        for draw_rows in (self._draw_filtered, self._draw_unsorted, self._draw_from_best):
+            _fetch(draw_rows(scores, *kept, *keys))
         _fetch(self._find_tops(scores, *self._send(self._top_arrays(slots, [0] * num_rows, 1))))
 
     # -- who asks for what -----------------------------------------------------------------------------------------
@@ -165,27 +171,30 @@ class Sampler:
         slots = np.array([*rows, *[-1] * (num_rows - len(rows))], dtype=np.int64)
         params = [self._params[slot] for slot in slots]
 
-        def group(wanted: list[bool], arrays: Callable[[np.ndarray], Arrays]) -> _Group | None:
-            if not any(wanted):
-                return None
-            touched = None if self._pads else _as_slice([row for row, wants in enumerate(wanted) if wants], num_rows)
+        def group(wanting: list[int], arrays: Callable[[np.ndarray], Arrays]) -> _Group:
+            touched = None if self._pads else _as_slice(wanting, num_rows)
             of_group = slots if touched is None else slots[touched]
             return _Group(touched, of_group, self._send(arrays(of_group)))
 
-        adjusting = [(part, group([part.asks(p) for p in params], part.keep)) for part in self._parts]
-        few, wide = ([p.samples and keeps_few(p) is is_few for p in params] for is_few in (True, False))
-        if self._pads and any(wide):  # one graph for all rows
-            few, wide = [], [p.samples for p in params]
+        def draws(drawing: list[int]) -> _Draws:
+            asked = {name for row in drawing for name in filters.asked_by(params[row])}
+            keep_few = all(keeps_few(params[row]) for row in drawing)
+            of_group = group(drawing, self._draw_numbers)
+            return _Draws(of_group, keep_few, [name for name in filters.FIELDS if name in asked])
+
+        adjusting = [(part, [row for row, p in enumerate(params) if part.asks(p)]) for part in self._parts]
+        drawing: dict[object, list[int]] = {}  # rows by what they have in common
+        for row, p in enumerate(params):
+            if p.samples:  # padded rows: one graph for all; others: what sorts all ids is for those who ask for it
+                drawing.setdefault(self._pads or keeps_few(p) or filters.asked_by(p), []).append(row)
         top_counts = [p.top_n_tokens for p in params]
+        top_rows = [row for row, count in enumerate(top_counts) if count]
         most = max(top_counts, default=0)
-        found = [name for name in filters.FIELDS if any(name in filters.asked_by(p) for p in params if p.samples)]
         return _Batch(
-            adjusting=[(part, its_group) for part, its_group in adjusting if its_group is not None],
-            few=group(few, self._draw_numbers),
-            wide=group(wide, self._draw_numbers),
-            filters=found,
-            tops=group([count > 0 for count in top_counts], lambda some: self._top_arrays(some, top_counts, most)),
-            top_rows=[row for row, count in enumerate(top_counts) if count],
+            adjusting=[(part, group(asking, part.keep)) for part, asking in adjusting if asking],
+            draws=[draws(alike) for alike in drawing.values()],
+            tops=group(top_rows, lambda some: self._top_arrays(some, top_counts, most)) if top_rows else None,
+            top_rows=top_rows,
             top_counts=[count for count in top_counts if count],
             all_draw=all(p.samples for p in params),
         )
@@ -228,40 +237,44 @@ class Sampler:
         (allowed,) = self._send([masks.allowed])
         return self._touch(scores, _as_slice(masks.rows, scores.shape[0]), lambda some: allow_only(some, allowed))
 
-    def _draw_exact(self, scores: Tensor, group: _Group, batch: _Batch, is_few: bool) -> tuple[Tensor, Tensor]:
+    def _draw_exact(self, scores: Tensor, draws: _Draws) -> tuple[Tensor, Tensor]:
         """Rows that all draw."""
-        low, high = self._send(self._keys(group.slots))
-        warmth, _, *numbers = group.kept
+        low, high = self._send(self._keys(draws.group.slots))
+        warmth, _, *numbers = draws.group.kept
         scores = temperature.apply(scores, warmth)
         named = dict(zip(filters.FIELDS, numbers, strict=True))
-        if is_few:
+        if draws.keep_few:
             token_ids, enough = draw_from_best(scores, named, low, high)
             if not bool(enough.all()):
                 rest = ~enough
-                kept = filters.keep(scores[rest], {name: named[name][rest] for name in named}, batch.filters)
+                kept = filters.keep(scores[rest], {name: named[name][rest] for name in named}, draws.filters)
                 token_ids[rest] = draw(kept, low[rest], high[rest])
         else:
-            token_ids = draw(filters.keep(scores, named, batch.filters), low, high)
+            token_ids = draw(filters.keep(scores, named, draws.filters), low, high)
         return token_ids, scores.gather(1, token_ids[:, None])[:, 0] - scores.logsumexp(dim=-1)
 
-    def _draw_padded(self, scores: Tensor, batch: _Batch) -> list[Tensor]:
-        """Rows of which some draw: one of three functions, each of them a graph of its own. On the host."""
-        group = batch.few or batch.wide
-        assert group is not None
-        arrays = [*group.kept, *self._send(self._keys(group.slots))]
-        if batch.few is not None:
+    def _draw_padded(self, scores: Tensor, draws: _Draws) -> list[Tensor]:
+        """Rows of which some draw: one of four functions, each of them a graph of its own. On the host."""
+        arrays = [*draws.group.kept, *self._send(self._keys(draws.group.slots))]
+        if draws.keep_few:
             *sampled, enough = _fetch(self._draw_from_best(scores, *arrays))
             if bool(enough.all()):
                 return sampled
-        if not batch.filters:
+        if not draws.filters:
             return _fetch(self._draw_unfiltered(scores, *arrays[:2], *arrays[-2:]))
+        if all(name in filters.UNSORTED for name in draws.filters):
+            return _fetch(self._draw_unsorted(scores, *arrays))
         return _fetch(self._draw_filtered(scores, *arrays))
 
     def _report_best(self, scores: Tensor, batch: _Batch) -> BestIds:
         assert batch.tops is not None
-        counts, ids, values = _fetch(self._find_tops(batch.tops.take(scores), *batch.tops.kept))
         if self._pads:
-            counts, ids, values = (found[batch.top_rows] for found in (counts, ids, values))
+            found = _fetch(self._find_tops(scores, *batch.tops.kept))
+            counts, ids, values = (of_all[batch.top_rows] for of_all in found)
+        else:
+            warmth, wanted, places = batch.tops.kept
+            warm = temperature.apply(batch.tops.take(scores), warmth)
+            counts, ids, values = kept_ids(warm.sub_(warm.logsumexp(dim=-1, keepdim=True)), wanted, places.shape[0])
         limits = [count + MORE_TIES for count in batch.top_counts]
         return BestIds(batch.top_rows, limits, counts, *in_order(ids, values))
 
@@ -315,9 +328,17 @@ def _draw_unfiltered(scores: Tensor, warmth: Tensor, samples: Tensor, low: Tenso
 
 
 def _draw_filtered(scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Tensor) -> Any:
+    return _draw_kept(filters.FIELDS, scores, warmth, samples, *arrays)
+
+
+def _draw_unsorted(scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Tensor) -> Any:
+    return _draw_kept(filters.UNSORTED, scores, warmth, samples, *arrays)
+
+
+def _draw_kept(wanted: Sequence[str], scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Tensor) -> Any:
     *numbers, low, high = arrays
     scores = temperature.apply(scores, warmth)
-    kept = filters.keep(scores, dict(zip(filters.FIELDS, numbers, strict=True)))
+    kept = filters.keep(scores, dict(zip(filters.FIELDS, numbers, strict=True)), wanted)
     return _take(scores, samples, draw(kept, low, high))
 
 

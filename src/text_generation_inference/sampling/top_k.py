@@ -8,6 +8,7 @@ from torch import Tensor
 from text_generation_inference.sampling.candidates import Candidates
 
 NAME = "top_k"  # 0: off
+SORTS = True
 
 
 def apply(candidates: Candidates, k: Tensor) -> None:

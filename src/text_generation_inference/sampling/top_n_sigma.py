@@ -12,6 +12,7 @@ from torch import Tensor
 from text_generation_inference.sampling.candidates import Candidates
 
 NAME = "top_n_sigma"  # 0: off
+SORTS = False
 
 
 def apply(candidates: Candidates, n: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from text_generation_inference.sampling.candidates import Candidates
 
 NAME = "top_p"  # 1: off
+SORTS = True
 
 
 def apply(candidates: Candidates, p: Tensor) -> None:

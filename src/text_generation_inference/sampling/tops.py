@@ -26,6 +26,15 @@ def best_ids(logprobs: Tensor, room: int) -> tuple[Tensor, Tensor]:
     return torch.where((place < num_better) | equal.isinf(), ids, equal.long()), values
 
 
+def kept_ids(logprobs: Tensor, wanted: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`count_kept` of `best_ids`, and these. Reads on the host whether equals of the last one matter: rarely."""
+    values, ids = logprobs.topk(room, dim=-1)
+    counts = count_kept(values, wanted)
+    if bool((counts == room).any()):
+        ids, values = best_ids(logprobs, room)
+    return counts, ids, values
+
+
 def in_order(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """The best first, lower ids first among equals."""
     ids, order = ids.sort(dim=-1)

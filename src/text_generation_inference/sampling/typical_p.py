@@ -9,6 +9,7 @@ from torch import Tensor
 from text_generation_inference.sampling.candidates import Candidates
 
 NAME = "typical_p"  # 1: off
+SORTS = True
 
 
 def apply(candidates: Candidates, mass: Tensor) -> None:

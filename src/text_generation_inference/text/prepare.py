@@ -10,7 +10,14 @@ import msgspec
 
 from text_generation_inference.errors import ContextLengthError, ValidationError
 from text_generation_inference.text.tokenizer import Tokenizer
-from text_generation_inference.types import MIN_TEMPERATURE, GenerationRequest, Grammar, ModelFacts, SamplingParams
+from text_generation_inference.types import (
+    MIN_TEMPERATURE,
+    MIN_TOP_N_SIGMA,
+    GenerationRequest,
+    Grammar,
+    ModelFacts,
+    SamplingParams,
+)
 
 
 def prepare_request(
@@ -33,6 +40,8 @@ def prepare_request(
     params.check(facts.vocab_size)
     if params.temperature < MIN_TEMPERATURE:
         params = msgspec.structs.replace(params, temperature=MIN_TEMPERATURE)
+    if 0 < params.top_n_sigma < MIN_TOP_N_SIGMA:
+        params = msgspec.structs.replace(params, top_n_sigma=MIN_TOP_N_SIGMA)
     if truncate is not None and not 0 < truncate <= facts.max_input_tokens:
         raise ValidationError(
             f"`truncate` must be strictly positive and less than {facts.max_input_tokens}. Given: {truncate}"
