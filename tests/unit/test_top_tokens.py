@@ -127,3 +127,9 @@ def test_bounds(params: dict, text: str) -> None:
     with pytest.raises(ValidationError) as caught:
         SamplingParams(**params).check(VOCAB)
     assert str(caught.value) == text
+
+
+def test_a_token_has_the_log_probability_told_among_the_best() -> None:
+    tops = BestIds([1], [3], torch.tensor([2]), torch.tensor([[7, 5, 0]]), torch.tensor([[-0.25, -0.5, 0.0]]))
+    sampled = SampledTokens(torch.tensor([7, 5, 9]), torch.tensor([-0.25001, -0.50001, -3.0]), tops)
+    assert sampled.read_tokens() == ([7, 5, 9], [pytest.approx(-0.25001), -0.5, -3.0])

@@ -29,8 +29,15 @@ class SampledTokens:
     tops: BestIds | None = None
 
     def read_tokens(self) -> tuple[list[int], list[float]]:
-        """Once the step is done."""
-        return _read(self.token_ids), _read(self.logprobs)
+        """Once the step is done.
+
+        A token has one log-probability: that told among the best ids, which another op may have rounded otherwise.
+        """
+        token_ids, logprobs = _read(self.token_ids), _read(self.logprobs)
+        for best in self.read_tops():
+            if token_ids[best.row] in best.token_ids:
+                logprobs[best.row] = best.logprobs[best.token_ids.index(token_ids[best.row])]
+        return token_ids, logprobs
 
     def read_tops(self) -> list[TopTokens]:
         if self.tops is None:
