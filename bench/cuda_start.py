@@ -89,7 +89,7 @@ print(json.dumps({
     "free_gb": round(free / 1e9, 2), "total_gb": round(total / 1e9, 2),
     "kv_blocks": engine.facts.num_blocks, "late_kernels": late, "longest_step_ms": round(1e3 * max(waits), 1),
     "reserved_later_mb": (torch.cuda.memory_reserved() - reserved) >> 20,
-    "retractions": engine.loop.scheduler.stats.num_rollbacks, "notes": engine.notes,
+    "rollbacks": engine.loop.scheduler.stats.num_rollbacks, "notes": engine.notes,
 }))
 """
 
@@ -131,7 +131,7 @@ def main() -> None:
             print(
                 f"  {result['kv_blocks']} cache blocks; {result['free_gb']} of {result['total_gb']} GB left;"
                 f" reserved later {result['reserved_later_mb']} MB; longest step afterwards"
-                f" {result['longest_step_ms']} ms; retractions {result['retractions']}"
+                f" {result['longest_step_ms']} ms; rollbacks {result['rollbacks']}"
             )
             print(f"  compiled after the start: {', '.join(result['late_kernels']) or 'nothing'}", flush=True)
     if options.json:

@@ -514,7 +514,7 @@ VALUES = {"PART": 4096, "PAD": 32, "BLOCK": 512, "HISTORY": 1024, "KIND0": 0, "K
 
 def test_kernels_compile(tmp_path: Path, device_name: str) -> None:
     if device_name == "cpu":
-        pytest.skip("compiled by the test of the dry_run")
+        pytest.skip("compiled by the test of the dry run")
     types = {name: kind for kind, names in POINTERS.items() for name in names.split()}
     types |= {**dict.fromkeys(NUMBERS.split(), "i32"), "delta": "fp32"}
     asked = [

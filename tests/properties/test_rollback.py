@@ -91,7 +91,7 @@ def apart(numbers: list[int]) -> set[int]:
 
 @relaxed
 @given(scenarios(), st.lists(st.integers(1, 60), max_size=6), st.booleans())
-def test_no_retraction_changes_a_token(scenario: dict, numbers: list[int], at_results: bool) -> None:
+def test_no_rollback_changes_a_token(scenario: dict, numbers: list[int], at_results: bool) -> None:
     failures = apart(numbers)
     harness = FaultyHarness(
         scenario["least_blocks"] + scenario["spare_blocks"],

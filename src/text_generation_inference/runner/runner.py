@@ -31,7 +31,7 @@ from text_generation_inference.types import StepPlan, StepResult, TopTokens
 
 
 @dataclass(slots=True)
-class _Chosen:
+class _SampledPass:
     """The rows of one pass, and their tokens once the step is done."""
 
     slots: list[int]
@@ -110,7 +110,7 @@ class Runner:
         decode = self.slots.decode_slots if plan.decode else []
         row_of_prompt = {chunk.slot: len(decode) + number for number, chunk in enumerate(plan.chunks)}
         rows = decode + [chunk.slot for chunk in plan.chunks if chunk.samples]
-        done: list[_Chosen] = []
+        done: list[_SampledPass] = []
         prompts: list[ScoredPrompt] = []
         steps = self.buckets or self.paged
         assert steps is not None
@@ -130,11 +130,11 @@ class Runner:
             self.grammars.admit(admission)
             self._owed.admit(admission)
 
-    def _choose(self, made: StepPass, previous: "Future[StepResult] | None") -> _Chosen:
+    def _choose(self, made: StepPass, previous: "Future[StepResult] | None") -> _SampledPass:
         if self.grammars.active or self.sampling.follows_tokens:
             _wait_for(previous)
         masks = self.grammars.masks(made.slots)
-        return _Chosen(made.slots, self.sampling.choose(made, masks), masks)
+        return _SampledPass(made.slots, self.sampling.choose(made, masks), masks)
 
     # -- when the device is past the step --------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Runner:
         self,
         plan: StepPlan,
         rows: list[int],
-        done: list[_Chosen],
+        done: list[_SampledPass],
         prompts: list[ScoredPrompt],
         row_of_prompt: dict[int, int],
     ) -> StepResult:
