@@ -8,19 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from gguf.quants import dequantize, quantize
+from gguf.quants import dequantize
 from torch import Tensor
 
+from gguf_blocks import random_blocks
 from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.cpu import build
 from text_generation_inference.kernels.cpu.ops import FusedLayer, NativeOps, Packed, greedy, load_ops
 
-QUANTS = {"q4_0": GGMLQuantizationType.Q4_0, "q4_1": GGMLQuantizationType.Q4_1, "q8_0": GGMLQuantizationType.Q8_0}
+QUANTS = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k", "q6_k"]
 MARCHES = ["native", "x86-64-v3"]  # the second is the AVX2 path, which every machine that runs the first can run
 if "amx_bf16" in build.cpu_flags().split():
     MARCHES.append("x86-64-v4")  # AVX-512 without AMX
@@ -37,6 +37,36 @@ def ops(request: pytest.FixtureRequest, cache_dir: Path) -> NativeOps:
     if isinstance(loaded, str):
         pytest.skip(loaded)
     return loaded
+
+
+@pytest.fixture(scope="session")
+def tiled(cache_dir: Path) -> NativeOps:
+    """With AMX: the machine's, or what its instructions mean in plain C."""
+    flags = build.cpu_flags().split()
+    if "amx_bf16" in flags:
+        loaded = load_ops(cache_dir, threads=2)
+    elif "avx512bw" in flags:
+        compiler = cache_dir / "cc"
+        compiler.write_text(f'#!/bin/sh\nexec cc -include {Path(__file__).with_name("amx_emulation.h")} "$@" -O1\n')
+        compiler.chmod(0o700)
+        loaded = load_ops(cache_dir, threads=2, compilers=[str(compiler)], march="x86-64-v4")
+    else:
+        pytest.skip("needs AVX-512")
+    if isinstance(loaded, str):
+        pytest.skip(loaded)
+    assert loaded.uses_amx
+    return loaded
+
+
+def make_blocks(kind: str, out: int, width: int) -> tuple[Tensor, Tensor]:
+    """Blocks, and their values."""
+    blocks = random_blocks(kind.upper(), out, width)
+    return torch.from_numpy(blocks), torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind.upper()]))
+
+
+def fit_width(kind: str, width: int) -> int:
+    """Blocks of k-quants are of 256."""
+    return -(-width // 256) * 256 if kind.endswith("_k") else width
 
 
 @pytest.fixture(autouse=True)
@@ -82,13 +112,35 @@ def test_linear_float32(ops: NativeOps, rows: int, out: int, width: int, biased:
     [(1, 96, 576), (1, 50, 32), (2, 61, 64), (3, 48, 224), (4, 100, 1536), (7, 49, 96), (16, 144, 576), (65, 97, 416)],
 )
 def test_linear_quantized(ops: NativeOps, kind: str, rows: int, out: int, width: int) -> None:
-    blocks = quantize(np.random.default_rng(0).standard_normal((out, width), dtype=np.float32), QUANTS[kind])
-    weight = torch.from_numpy(dequantize(blocks, QUANTS[kind]))
-    packed = ops.pack_quantized(kind, torch.from_numpy(blocks), width)
+    width = fit_width(kind, width)
+    blocks, weight = make_blocks(kind, out, width)
+    packed = ops.pack_blocks([(kind, blocks)], width)
     x, bias = torch.randn(rows, width) / math.sqrt(width), torch.randn(out)
     close(ops.linear(x, packed, bias), reference.linear(x, weight, bias))
     close(ops.linear(x, packed), reference.linear(x, weight))
     assert torch.equal(ops.unpack(packed), weight)
+
+
+@pytest.mark.parametrize("kind", QUANTS)
+@pytest.mark.parametrize(("rows", "out", "width"), [(5, 50, 256), (16, 49, 1792), (33, 97, 768)])
+def test_linear_on_tiles(tiled: NativeOps, kind: str, rows: int, out: int, width: int) -> None:
+    blocks, weight = make_blocks(kind, out, width)
+    packed = tiled.pack_blocks([(kind, blocks)], width)
+    x, bias = torch.randn(rows, width) / math.sqrt(width), torch.randn(out)
+    close(tiled.linear(x, packed, bias), reference.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_pieces_of_several_kinds_are_one_matrix(ops: NativeOps, rows: int) -> None:
+    pieces = {kind: make_blocks(kind, out, 512) for kind, out in (("q4_k", 100), ("q6_k", 33), ("q8_0", 17))}
+    packed = ops.pack_blocks([(kind, blocks) for kind, (blocks, _) in pieces.items()], 512)
+    weight = torch.cat([values for _, values in pieces.values()])
+    assert packed.shape == weight.shape
+    x, bias = torch.randn(rows, 512) / 20, torch.randn(150)
+    close(ops.linear(x, packed, bias), reference.linear(x, weight, bias))
+    assert torch.equal(ops.unpack(packed), weight)
+    with pytest.raises(IndexError):
+        ops.embedding(torch.tensor([150]), packed)
 
 
 def test_linear_takes_strided_rows_and_other_forms(ops: NativeOps) -> None:
@@ -114,11 +166,12 @@ def test_linear_takes_strided_rows_and_other_forms(ops: NativeOps) -> None:
 
 @pytest.mark.parametrize("kind", ["float32", *QUANTS])
 def test_a_row_does_not_depend_on_the_others(ops: NativeOps, kind: str) -> None:
-    x, values = torch.randn(40, 1600), torch.randn(100, 1600)
+    width = fit_width(kind, 1600)
+    x = torch.randn(40, width)
     if kind == "float32":
-        packed = ops.pack_linear(values)
+        packed = ops.pack_linear(torch.randn(100, width))
     else:
-        packed = ops.pack_quantized(kind, torch.from_numpy(quantize(values.numpy(), QUANTS[kind])), 1600)
+        packed = ops.pack_blocks([(kind, make_blocks(kind, 100, width)[0])], width)
     # Quantised weights have one way for few rows and another for many; they differ by rounding.
     few = torch.cat([ops.linear(row[None], packed) for row in x])
     many = few if kind == "float32" else torch.cat([ops.linear(x[:20], packed), ops.linear(x[20:], packed)])
@@ -129,23 +182,24 @@ def test_a_row_does_not_depend_on_the_others(ops: NativeOps, kind: str) -> None:
 
 
 def test_pack_refuses_what_it_cannot_hold(ops: NativeOps) -> None:
-    with pytest.raises(ValueError, match="q5_0"):
-        ops.pack_quantized("q5_0", torch.zeros(4, 22, dtype=torch.uint8), 32)
-    with pytest.raises(ValueError, match="blocks"):
-        ops.pack_quantized("q4_1", torch.zeros(4, 21, dtype=torch.uint8), 32)
+    with pytest.raises(ValueError, match="q3_k"):
+        ops.pack_blocks([("q3_k", torch.zeros(4, 110, dtype=torch.uint8))], 256)
+    for kind, size, width in (("q4_1", 21, 32), ("q4_k", 18, 32), ("q4_k", 144, 288)):
+        with pytest.raises(ValueError, match="blocks"):
+            ops.pack_blocks([(kind, torch.zeros(4, size, dtype=torch.uint8))], width)
     half = torch.randn(4, 4).half()
     assert ops.pack_linear(half) is half
 
 
 @pytest.mark.parametrize("kind", ["float32", *QUANTS])
 def test_embedding(ops: NativeOps, kind: str) -> None:
-    values = torch.randn(111, 96)
+    width = fit_width(kind, 96)
     if kind == "float32":
-        packed, weight = ops.pack_linear(values), values
+        weight = torch.randn(111, width)
+        packed = ops.pack_linear(weight)
     else:
-        blocks = quantize(values.numpy(), QUANTS[kind])
-        packed = ops.pack_quantized(kind, torch.from_numpy(blocks), 96)
-        weight = torch.from_numpy(dequantize(blocks, QUANTS[kind]))
+        blocks, weight = make_blocks(kind, 111, width)
+        packed = ops.pack_blocks([(kind, blocks)], width)
     assert isinstance(packed, Packed)
     ids = torch.randint(0, 111, (30,))
     assert torch.equal(ops.embedding(ids, packed), reference.embedding(ids, weight))

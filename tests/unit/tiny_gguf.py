@@ -50,23 +50,27 @@ def metadata(changes: Mapping[str, Any] | None = None, arch: str = "llama") -> d
     return {key: value for key, value in values.items() if value is not None}
 
 
-def weights(vocab: int = len(TOKENS), seed: int = 0) -> dict[str, np.ndarray]:
+def weights(vocab: int = len(TOKENS), seed: int = 0, hidden: int = HIDDEN, inner: int = INNER) -> dict[str, np.ndarray]:
     """Random float32 tensors of the tiny model under their GGUF names."""
     random = np.random.default_rng(seed)
-    kv = HIDDEN // HEADS * KV_HEADS
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    kv = hidden // HEADS * KV_HEADS
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, hidden), "output_norm.weight": (hidden,)}
     for layer in range(LAYERS):
-        parts = {"attn_norm": (HIDDEN,), "attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN)}
-        parts |= {"attn_output": (HIDDEN, HIDDEN), "ffn_norm": (HIDDEN,), "ffn_gate": (INNER, HIDDEN)}
-        parts |= {"ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER)}
+        parts = {"attn_norm": (hidden,), "attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)}
+        parts |= {"attn_output": (hidden, hidden), "ffn_norm": (hidden,), "ffn_gate": (inner, hidden)}
+        parts |= {"ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
         shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in parts.items()}
     return {name: random.standard_normal(shape, dtype=np.float32) * 0.1 for name, shape in shapes.items()}
 
 
 def write(
-    path: Path, values: dict[str, Any] | None = None, tensors: dict[str, np.ndarray] | None = None, quantise: str = ""
+    path: Path,
+    values: dict[str, Any] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+    quantise: str = "",
+    blocks: Mapping[str, tuple[str, np.ndarray]] | None = None,
 ) -> Path:
-    """Write a GGUF file; `quantise` names the type of all matrices."""
+    """Write a GGUF file; `quantise` names the type of all matrices, `blocks` holds those that come as blocks of a type."""
     values = metadata() if values is None else values
     writer = gguf.GGUFWriter(path, values["general.architecture"])
     for key, value in values.items():
@@ -78,6 +82,8 @@ def write(
             writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, tensor)
+    for name, (kind, rows) in (blocks or {}).items():
+        writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -16,7 +16,7 @@ from text_generation_inference.devices.device import Ops
 from text_generation_inference.devices.host_memory import available_bytes
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.cpu import slots
-from text_generation_inference.kernels.cpu.ops import BLOCK_BYTES, load_ops
+from text_generation_inference.kernels.cpu.ops import BLOCKS, load_ops
 from text_generation_inference.types import Limits
 
 _WORKING_BYTES = 512 << 20
@@ -77,8 +77,8 @@ def _load_ops(cache_dir: Path) -> Ops:
     return Ops(
         native.description,
         pack_linear=native.pack_linear,
-        pack_blocks=native.pack_quantized,
-        block_kinds=frozenset(BLOCK_BYTES),
+        pack_blocks=native.pack_blocks,
+        block_kinds=frozenset(BLOCKS),
         linear=native.linear,
         logits=native.logits,
         embedding=native.embedding,

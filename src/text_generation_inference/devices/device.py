@@ -56,7 +56,7 @@ class Ops:
             setattr(self, name, op)
 
 
-def _no_blocks(kind: str, data: torch.Tensor, in_features: int) -> object:
+def _no_blocks(pieces: Sequence[tuple[str, Tensor]], in_features: int) -> object:
     raise AssertionError("this device does not compute from quantised blocks")
 
 

@@ -22,6 +22,7 @@ SOURCE_NAMES = (
     "native.c",
     "amx.h",
     "attention.h",
+    "blocks.h",
     "linear.h",
     "panels.h",
     "rows.h",

@@ -32,7 +32,7 @@ int tgi_run_fused_decode(const fused_decoder *decoder, const float *x, long rows
   static __thread scratch memory;
   const long d = decoder->head_dim, heads = decoder->heads, kv_heads = decoder->kv_heads;
   const long hidden = decoder->layers[0].o->out_features, q_width = heads * d, kv_width = kv_heads * d;
-  const long qkv_width = q_width + 2 * kv_width, wide = decoder->layers[0].gate_up->out_features;
+  const long qkv_width = q_width + 2 * kv_width, wide = whole_features(decoder->layers[0].gate_up);
   const long mlp_rows = rows < MLP_ROWS ? rows : MLP_ROWS;
   float *residual = reserve(&memory, (size_t)(rows * (3 * hidden + qkv_width + 2 * q_width) + mlp_rows * (wide + wide / 2) + 64) * 4);
   float *normed = residual + rows * hidden, *added = normed + rows * hidden, *qkv = added + rows * hidden;

@@ -7,6 +7,7 @@
 #define TGI_LINEAR_H
 
 #include "amx.h"
+#include "blocks.h"
 
 enum { DEPTH = 192 };       // inputs whose weights stay in the first-level cache while rows pass over them
 enum { CHUNK_ROWS = 256, CHUNK_BYTES = 1 << 20 };  // rows one task carries through a panel, and what they may occupy
@@ -27,26 +28,32 @@ INLINE void direct(const int kind, const int rows, const float *a, const char *p
     }
     return;
   }
-  for (long g = 0; g < k / GROUP; g++, panel += group_bytes(kind)) {
-    vf d[3], m[3];
-    UNROLL for (int v = 0; v < 3; v++) load_scales(kind, panel, v, &d[v], &m[v]);
-    fetch(panel + AHEAD);
-    const char *values = panel + scales_bytes(kind);
-    NO_UNROLL for (int part = 0; part < GROUP / 8; part++, a += 8 * rows) {
-      fetch(values + AHEAD);
-      if (kind == Q8_0) {
-        fetch(values + AHEAD + PANEL * 4);
-        UNROLL for (int i = 0; i < 8; i++, values += PANEL) UNROLL for (int v = 0; v < 3; v++) {
-          vf w = v_mul(v_int8_to_float((const int8_t *)values + v * VL), d[v]);
-          UNROLL for (int r = 0; r < rows; r++) sums[r][v] = v_fma(w, v_set(a[i * rows + r]), sums[r][v]);
-        }
-      } else {
-        vi words[3];
-        UNROLL for (int v = 0; v < 3; v++) words[v] = vi_load(values + v * VL * 4);
-        values += PANEL * 4;
-        UNROLL for (int i = 0; i < 8; i++) UNROLL for (int v = 0; v < 3; v++) {
-          vf w = v_fma(v_nibble(words[v], nibble_of(i)), d[v], m[v]);
-          UNROLL for (int r = 0; r < rows; r++) sums[r][v] = v_fma(w, v_set(a[i * rows + r]), sums[r][v]);
+  for (long g = 0; g < k / GROUP; g++) {
+    const char *high = group_at(kind, panel, g) + scales_bytes(kind), *values = high + high_bytes(kind);
+    fetch_scales(kind, panel, g);
+    UNROLL for (int bit = 0; bit < high_bits(kind); bit++) fetch(high + bit * PANEL * 4 + AHEAD);
+    UNROLL for (int half = 0; half < halves(kind); half++) {
+      vf d[3], m[3];
+      UNROLL for (int v = 0; v < 3; v++) load_scales(kind, panel, g, half, v, &d[v], &m[v]);
+      const int parts = GROUP / 8 / halves(kind);
+      NO_UNROLL for (int part = half * parts; part < (half + 1) * parts; part++, a += 8 * rows) {
+        fetch(values + AHEAD);
+        if (kind == Q8_0) {
+          fetch(values + AHEAD + PANEL * 4);
+          UNROLL for (int i = 0; i < 8; i++, values += PANEL) UNROLL for (int v = 0; v < 3; v++) {
+            vf w = v_mul(v_int8_to_float((const int8_t *)values + v * VL), d[v]);
+            UNROLL for (int r = 0; r < rows; r++) sums[r][v] = v_fma(w, v_set(a[i * rows + r]), sums[r][v]);
+          }
+        } else {
+          vi words[3], wide[3];
+          UNROLL for (int v = 0; v < 3; v++) words[v] = vi_load(values + v * VL * 4);
+          UNROLL for (int v = 0; v < 3; v++) wide[v] = load_high(kind, high, part, v);
+          values += PANEL * 4;
+          UNROLL for (int i = 0; i < 8; i++) UNROLL for (int v = 0; v < 3; v++) {
+            vf q = v_integer(kind, words[v], wide[v], i);
+            vf w = center(kind) ? v_fma(q, d[v], m[v]) : v_mul(q, d[v]);
+            UNROLL for (int r = 0; r < rows; r++) sums[r][v] = v_fma(w, v_set(a[i * rows + r]), sums[r][v]);
+          }
         }
       }
     }
@@ -57,28 +64,37 @@ INLINE void direct(const int kind, const int rows, const float *a, const char *p
 // The same for quantised weights where making each one float32 would take longer than using it: integers times
 // activations are summed within a group, and scale and offset applied to that. A nibble is not shifted down: `a` holds its
 // activation times 16^-n instead (see pack_grouped), followed by the activations' group sums.
+INLINE int stays_in_place(int kind) { return kind == Q4_0 || kind == Q4_1 || kind == Q4_K; }
+
 INLINE void direct_grouped(const int kind, const int rows, const float *a, const char *panel, long k, vf sums[][3]) {
   const int width = rows <= 2 ? 3 : 1;  // vectors of a panel worked on at a time: what registers can hold
   const int split = rows == 2 ? 1 : 2;  // a row may alternate between two sums, where one would wait for itself
+  const int parts = GROUP / 8 / halves(kind);
+  const int centered = halves(kind) > 1;  // integers are, because sums of activations are those of whole groups
   const float *group_sums = a + k * rows;
   UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < 3; v++) sums[r][v] = v_set(0.0f);
-  for (long g = 0; g < k / GROUP; g++, panel += group_bytes(kind), group_sums += rows, a += GROUP * rows) {
-    UNROLL for (int i = 0; i < group_bytes(kind); i += 64) __builtin_prefetch(panel + AHEAD + i, 0, 3);
-    NO_UNROLL for (int v0 = 0; v0 < 3; v0 += width) {
+  for (long g = 0; g < k / GROUP; g++, group_sums += rows, a += GROUP * rows) {
+    const char *group = group_at(kind, panel, g), *high = group + scales_bytes(kind);
+    if (has_header(kind)) fetch_scales(kind, panel, g);
+    UNROLL for (int i = 0; i < group_bytes(kind); i += 64) __builtin_prefetch(group + AHEAD + i, 0, 3);
+    UNROLL for (int half = 0; half < halves(kind); half++) NO_UNROLL for (int v0 = 0; v0 < 3; v0 += width) {
       vf dots[8][3];
       UNROLL for (int c = 0; c < rows * split; c++) UNROLL for (int v = 0; v < width; v++) dots[c][v] = v_set(0.0f);
-      const char *values = panel + scales_bytes(kind);
-      const float *x = a;
-      NO_UNROLL for (int part = 0; part < GROUP / 8; part++, x += 8 * rows) {
-        vi words[3];
+      const char *values = high + high_bytes(kind) + half * parts * PANEL * 4;
+      const float *x = a + half * parts * 8 * rows;
+      NO_UNROLL for (int part = half * parts; part < (half + 1) * parts; part++, x += 8 * rows) {
+        vi words[3], wide[3];
         if (kind != Q8_0) {
           UNROLL for (int v = 0; v < width; v++) words[v] = vi_load(values + (v0 + v) * VL * 4);
+          UNROLL for (int v = 0; v < width; v++) wide[v] = load_high(kind, high, part, v0 + v);
           values += PANEL * 4;
         }
         UNROLL for (int i = 0; i < 8; i++) {
           UNROLL for (int v = 0; v < width; v++) {
-            vf q = kind == Q8_0 ? v_int8_to_float((const int8_t *)values + (v0 + v) * VL)
-                                : v_nibble_in_place(words[v], nibble_of(i));
+            vf q = kind == Q8_0           ? v_int8_to_float((const int8_t *)values + (v0 + v) * VL)
+                   : stays_in_place(kind) ? v_nibble_in_place(words[v], nibble_of(i))
+                                          : v_integer(kind, words[v], wide[v], i);
+            if (centered) q = v_sub(q, v_set((float)center(kind)));
             UNROLL for (int r = 0; r < rows; r++) {
               const int chain = split == 2 ? 2 * r + (i & 1) : r;
               dots[chain][v] = v_fma(q, v_set(x[i * rows + r]), dots[chain][v]);
@@ -89,11 +105,11 @@ INLINE void direct_grouped(const int kind, const int rows, const float *a, const
       }
       UNROLL for (int v = 0; v < width; v++) {
         vf d, m;
-        load_scales(kind, panel, v0 + v, &d, &m);
+        load_scales(kind, panel, g, half, v0 + v, &d, &m);
         UNROLL for (int r = 0; r < rows; r++) {
           vf dot = split == 2 ? v_add(dots[2 * r][v], dots[2 * r + 1][v]) : dots[r][v];
           sums[r][v0 + v] = v_fma(d, dot, sums[r][v0 + v]);
-          if (kind != Q8_0) sums[r][v0 + v] = v_fma(m, v_set(group_sums[r]), sums[r][v0 + v]);
+          if (center(kind) && !centered) sums[r][v0 + v] = v_fma(m, v_set(group_sums[r]), sums[r][v0 + v]);
         }
       }
     }
@@ -108,38 +124,49 @@ static void pack_grouped(int kind, const float *x, long ldx, long rows, long k, 
       float sum = 0.0f;
       for (long i = g * GROUP; i < (g + 1) * GROUP; i++) {
         sum += x[r * ldx + i];
-        out[i * rows + r] = kind == Q8_0 ? x[r * ldx + i] : x[r * ldx + i] * factors[nibble_of(i % 8)];
+        out[i * rows + r] = stays_in_place(kind) ? x[r * ldx + i] * factors[nibble_of(i % 8)] : x[r * ldx + i];
       }
       group_sums[g * rows + r] = sum;
     }
 }
 #endif
 
-// `groups` groups of a quantised panel as float [32 * groups][PANEL].
-INLINE void expand(const int kind, const char *group, long groups, float *out) {
-  for (; groups; groups--, group += group_bytes(kind)) {
-    vf d[3], m[3];
-    UNROLL for (int v = 0; v < 3; v++) load_scales(kind, group, v, &d[v], &m[v]);
-    const char *values = group + scales_bytes(kind);
-    NO_UNROLL for (int part = 0; part < GROUP / 8; part++) {
-      if (kind == Q8_0) {
-        UNROLL for (int i = 0; i < 8; i++, values += PANEL, out += PANEL) UNROLL for (int v = 0; v < 3; v++)
-            v_store(out + v * VL, v_mul(v_int8_to_float((const int8_t *)values + v * VL), d[v]));
-      } else {
-        vi words[3];
-        UNROLL for (int v = 0; v < 3; v++) words[v] = vi_load(values + v * VL * 4);
-        values += PANEL * 4;
-        UNROLL for (int i = 0; i < 8; i++, out += PANEL) UNROLL for (int v = 0; v < 3; v++)
-            v_store(out + v * VL, v_fma(v_nibble(words[v], nibble_of(i)), d[v], m[v]));
+// Groups `g` to `end` of a quantised panel as float [32 * groups][PANEL].
+INLINE void expand(const int kind, const char *panel, long g, long end, float *out) {
+  for (; g < end; g++) {
+    const char *high = group_at(kind, panel, g) + scales_bytes(kind), *values = high + high_bytes(kind);
+    UNROLL for (int half = 0; half < halves(kind); half++) {
+      vf d[3], m[3];
+      UNROLL for (int v = 0; v < 3; v++) load_scales(kind, panel, g, half, v, &d[v], &m[v]);
+      const int parts = GROUP / 8 / halves(kind);
+      NO_UNROLL for (int part = half * parts; part < (half + 1) * parts; part++) {
+        if (kind == Q8_0) {
+          UNROLL for (int i = 0; i < 8; i++, values += PANEL, out += PANEL) UNROLL for (int v = 0; v < 3; v++)
+              v_store(out + v * VL, v_mul(v_int8_to_float((const int8_t *)values + v * VL), d[v]));
+        } else {
+          vi words[3], wide[3];
+          UNROLL for (int v = 0; v < 3; v++) words[v] = vi_load(values + v * VL * 4);
+          UNROLL for (int v = 0; v < 3; v++) wide[v] = load_high(kind, high, part, v);
+          values += PANEL * 4;
+          UNROLL for (int i = 0; i < 8; i++, out += PANEL) UNROLL for (int v = 0; v < 3; v++) {
+            vf q = v_integer(kind, words[v], wide[v], i);
+            v_store(out + v * VL, center(kind) ? v_fma(q, d[v], m[v]) : v_mul(q, d[v]));
+          }
+        }
       }
     }
   }
 }
 
-static void expand_groups(int kind, const char *group, long groups, float *out) {
-  if (kind == Q4_0) expand(Q4_0, group, groups, out);
-  if (kind == Q4_1) expand(Q4_1, group, groups, out);
-  if (kind == Q8_0) expand(Q8_0, group, groups, out);
+static void expand_groups(int kind, const char *panel, long g, long end, float *out) {
+  switch (kind) {
+#define EXPAND(KIND) \
+  case KIND: \
+    expand(KIND, panel, g, end, out); \
+    break;
+    EACH_QUANTISED(EXPAND)
+#undef EXPAND
+  }
 }
 
 // Memory to ask for during a tile, `step` bytes further with every input: the weights that are needed next.
@@ -230,25 +257,25 @@ static void pack_tile(const float *x, long ldx, long rows, long k, float *out) {
 #else
 #define DIRECT_QUANTISED direct_grouped
 #endif
-#define DIRECT(KIND, R) \
+#define DIRECT_ROW(KIND, R) \
   case KIND * 8 + R: \
     DIRECT_QUANTISED(KIND, R, a, panel, k, sums); \
     break;
+#define DIRECT(KIND) DIRECT_ROW(KIND, 1) DIRECT_ROW(KIND, 2) DIRECT_ROW(KIND, 3) DIRECT_ROW(KIND, 4)
 static void direct_product(int kind, long rows, const float *a, const char *panel, long k, float *c, long ldc, const float *bias) {
   vf sums[DIRECT_ROWS][3];
   switch (kind * 8 + rows) {
     case FLOAT32 * 8 + 1:
       direct(FLOAT32, 1, a, panel, k, sums);
       break;
-    DIRECT(Q4_0, 1) DIRECT(Q4_0, 2) DIRECT(Q4_0, 3) DIRECT(Q4_0, 4)
-    DIRECT(Q4_1, 1) DIRECT(Q4_1, 2) DIRECT(Q4_1, 3) DIRECT(Q4_1, 4)
-    DIRECT(Q8_0, 1) DIRECT(Q8_0, 2) DIRECT(Q8_0, 3) DIRECT(Q8_0, 4)
+    EACH_QUANTISED(DIRECT)
   }
   for (long r = 0; r < rows; r++)
     for (int v = 0; v < 3; v++)
       v_store(c + r * ldc + v * VL, bias ? v_add(sums[r][v], v_load(bias + v * VL)) : sums[r][v]);
 }
 #undef DIRECT
+#undef DIRECT_ROW
 #undef DIRECT_QUANTISED
 
 static void product_task(const linear_call *call, long chunk, long p) {
@@ -283,20 +310,23 @@ static void product_task(const linear_call *call, long chunk, long p) {
   } else {
     for (long k0 = 0; k0 < k; k0 += DEPTH) {
       const long kc = k - k0 < DEPTH ? k - k0 : DEPTH;
-      const float *b = (const float *)panel;
-      const long bytes = kind == FLOAT32 ? kc * PANEL * 4 : kc / GROUP * group_bytes(kind);
+      const float *b = (const float *)panel + k0 * PANEL;
+      const char *now = (const char *)b, *next = now + kc * PANEL * 4;
       if (kind != FLOAT32) {
-        expand_groups(kind, panel, kc / GROUP, expanded);
+        const long g = k0 / GROUP, end = (k0 + kc) / GROUP;
+        expand_groups(kind, panel, g, end, expanded);
         b = expanded;
+        now = group_at(kind, panel, g);
+        next = group_at(kind, panel, end);
       }
+      const long bytes = next - now;
       for (long t = first; t < last; t++) {
         const long row = tile_start(call, t), rows = tile_start(call, t + 1) - row;
         // Each tile asks for its share of the next inputs' weights.
-        const lookahead ahead = {panel + bytes + (t - first) * bytes / (last - first), bytes / kc / (last - first)};
+        const lookahead ahead = {next + (t - first) * bytes / (last - first), bytes / kc / (last - first)};
         tiles[rows](call->packed_x + row * k + k0 * rows, b, kc, c + (row - row0) * ldc, ldc, k0 > 0,
                     k0 + kc == k ? bias : 0, ahead);
       }
-      panel += bytes;
     }
   }
   if (columns < PANEL)
@@ -323,7 +353,7 @@ static void linear_body(void *context) {
     }
     wait_for(&call->packing, call->tiles);
   }
-  if (call->amx) amx_configure((call->rows + call->tiles - 1) / call->tiles);
+  if (call->amx) amx_configure((int)call->weight->kind, (call->rows + call->tiles - 1) / call->tiles);
   const long panels = panel_count(call->weight->out_features), runs = (panels + call->run - 1) / call->run;
   for (long t; (t = claim(&call->products)) < call->chunks * runs;) {
     const long first = t % runs * call->run, last = first + call->run < panels ? first + call->run : panels;
@@ -332,8 +362,8 @@ static void linear_body(void *context) {
   if (call->amx) amx_release();
 }
 
-void tgi_linear(const float *x, long rows, long ldx, const packed_weight *weight, const float *bias, float *out, long ldo,
-                int threads) {
+static void linear_piece(const float *x, long rows, long ldx, const packed_weight *weight, const float *bias, float *out, long ldo,
+                         int threads) {
   static __thread scratch packed;
   if (rows <= 0) return;
   linear_call call = {.x = x, .bias = bias, .out = out, .weight = weight, .rows = rows, .ldx = ldx, .ldo = ldo};
@@ -355,6 +385,16 @@ void tgi_linear(const float *x, long rows, long ldx, const packed_weight *weight
   if (call.run > MAX_RUN) call.run = MAX_RUN;
   const long runs = (panel_count(weight->out_features) + call.run - 1) / call.run;
   run_team(linear_body, &call, call.chunks * runs, threads);
+}
+
+// out [rows][outputs of all pieces of the weight]
+void tgi_linear(const float *x, long rows, long ldx, const packed_weight *weight, const float *bias, float *out, long ldo,
+                int threads) {
+  for (; weight; weight = weight->next) {
+    linear_piece(x, rows, ldx, weight, bias, out, ldo, threads);
+    out += weight->out_features;
+    if (bias) bias += weight->out_features;
+  }
 }
 
 #endif

@@ -19,14 +19,28 @@ from text_generation_inference.kernels.cpu import build
 from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedLayer
 
-KINDS = {"float32": 0, "q4_0": 1, "q4_1": 2, "q8_0": 3}
-BLOCK_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}  # of 32 weights
+KINDS = {
+    kind: number
+    for number, kind in enumerate(("float32", "q4_0", "q4_1", "q8_0", "q5_0", "q5_1", "iq4_nl", "q4_k", "q5_k", "q6_k"))
+}
+BLOCKS = {  # weights and bytes of a block
+    "q4_0": (32, 18),
+    "q4_1": (32, 20),
+    "q5_0": (32, 22),
+    "q5_1": (32, 24),
+    "q8_0": (32, 34),
+    "iq4_nl": (32, 18),
+    "q4_k": (256, 144),
+    "q5_k": (256, 176),
+    "q6_k": (256, 210),
+}
 ACTIVATIONS = ("silu", "gelu_tanh")
 MAX_HEAD_DIM = 512
 
 _float32 = torch.float32
 _int64 = torch.int64
 _int32 = torch.int32
+_uint8 = torch.uint8
 _empty = torch.empty
 
 _SIGNATURES: dict[str, tuple[type | None, str]] = {
@@ -56,26 +70,31 @@ class _WeightStruct(ctypes.Structure):
         ("out_features", ctypes.c_int64),
         ("in_features", ctypes.c_int64),
         ("data", c_void_p),
+        ("next", c_void_p),
     )
 
 
 class Packed:
-    """A weight `[out, in]` in the panels the kernels read. `kind` is a key of KINDS."""
+    """A weight `[out, in]` in the panels the kernels read. `kind` is a key of KINDS; outputs of another kind follow."""
 
-    __slots__ = ("_struct", "address", "data", "in_features", "kind", "out_features", "shape")
+    __slots__ = ("_struct", "address", "data", "in_features", "kind", "next", "out_features", "shape")
 
-    def __init__(self, kind: str, out_features: int, in_features: int, data: Tensor) -> None:
+    def __init__(
+        self, kind: str, out_features: int, in_features: int, data: Tensor, following: "Packed | None" = None
+    ) -> None:
         self.kind = kind
-        self.out_features = out_features
+        self.next = following
+        self.out_features = out_features + (0 if following is None else following.out_features)
         self.in_features = in_features
-        self.shape = torch.Size((out_features, in_features))
+        self.shape = torch.Size((self.out_features, in_features))
         self.data = data  # uint8; opaque
-        self._struct = _WeightStruct(KINDS[kind], out_features, in_features, data.data_ptr())
+        address = None if following is None else following.address
+        self._struct = _WeightStruct(KINDS[kind], out_features, in_features, data.data_ptr(), address)
         self.address = ctypes.addressof(self._struct)
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return self.data.nbytes + (0 if self.next is None else self.next.nbytes)
 
 
 class _LayerStruct(ctypes.Structure):
@@ -125,7 +144,8 @@ class NativeOps:
         self._attention = library.tgi_attention
         self._threads: Callable[[], int] = torch.get_num_threads if threads is None else lambda: threads
         vectors = {512: "AVX-512", 256: "AVX2"}[library.tgi_vector_bits()]
-        if library.tgi_uses_amx():
+        self.uses_amx = bool(library.tgi_uses_amx())
+        if self.uses_amx:
             vectors += " and AMX"
         self.description = f"native {vectors} kernels, {self._threads()} threads"
 
@@ -138,26 +158,27 @@ class NativeOps:
             weight = weight.contiguous()
         return self._pack("float32", weight, weight.shape[1])
 
-    def pack_quantized(self, kind: str, blocks: Tensor, in_features: int) -> Packed:
-        """Pack rows of GGML blocks (uint8 `[rows, bytes_per_row]`); `kind` is q4_0, q4_1 or q8_0."""
-        if kind not in BLOCK_BYTES:
-            raise ValueError(f"cannot pack {kind}: this takes {', '.join(BLOCK_BYTES)}")
-        if (
-            in_features % 32
-            or blocks.shape[1] != in_features // 32 * BLOCK_BYTES[kind]
-            or blocks.dtype is not torch.uint8
-        ):
-            raise ValueError(
-                f"{tuple(blocks.shape)} {blocks.dtype} are not {kind} blocks of {in_features} weights a row"
-            )
-        return self._pack(kind, blocks if blocks.stride(1) == 1 else blocks.contiguous(), in_features)
+    def pack_blocks(self, pieces: Sequence[tuple[str, Tensor]], in_features: int) -> Packed:
+        """Pack pieces, one after the other: the kind of their GGML blocks, uint8 `[rows, bytes_per_row]`."""
+        packed = None
+        for kind, blocks in reversed(pieces):
+            if kind not in BLOCKS:
+                raise ValueError(f"cannot pack {kind}: this takes {', '.join(BLOCKS)}")
+            weights, size = BLOCKS[kind]
+            if in_features % weights or blocks.shape[1] != in_features // weights * size or blocks.dtype is not _uint8:
+                raise ValueError(
+                    f"{tuple(blocks.shape)} {blocks.dtype} are not {kind} blocks of {in_features} weights a row"
+                )
+            packed = self._pack(kind, blocks if blocks.stride(1) == 1 else blocks.contiguous(), in_features, packed)
+        assert packed is not None
+        return packed
 
-    def _pack(self, kind: str, rows: Tensor, in_features: int) -> Packed:
+    def _pack(self, kind: str, rows: Tensor, in_features: int, following: Packed | None = None) -> Packed:
         size = self._library.tgi_packed_bytes(KINDS[kind], rows.shape[0], in_features)
         # torch aligns to 64 bytes.
-        data = torch.empty(size, dtype=torch.uint8)
+        data = torch.empty(size, dtype=_uint8)
         self._library.tgi_advise_large_pages(data.data_ptr(), size)
-        packed = Packed(kind, rows.shape[0], in_features, data)
+        packed = Packed(kind, rows.shape[0], in_features, data, following)
         self._library.tgi_pack(packed.address, rows.data_ptr(), rows.stride(0) * rows.element_size(), self._threads())
         return packed
 

@@ -1,107 +1,135 @@
-// The packed form of a weight, how it is made, and the row lookup that reads it.
+// The packed form of a weight, and how its values are read.
 //
 // A packed weight is a run of panels of PANEL outputs each (the last one padded with zeros), read from first byte to
 // last. FLOAT32 panels are float [in][PANEL]. Quantised ones are a run of groups of 32 inputs, each
-//   Q4_0  half d [PANEL] (padded to 64 bytes), words [4][PANEL]: nibble i of word w is input 8 w + 2 i, and 8 w + 2 (i - 4) + 1 from i = 4
-//   Q4_1  half d [PANEL], half m [PANEL], words as above
-//   Q8_0  half d [PANEL], int8 [32][PANEL]
+//   half d [PANEL]                     Q8_0; padded to 64 bytes: Q4_0, Q5_0, IQ4_NL; with half m [PANEL]: Q4_1, Q5_1
+//   words [high bits of a value][PANEL]  Q5_0, Q5_1, Q5_K: 1, Q6_K: 2; the others have none
+//   words [4][PANEL], or int8 [32][PANEL] of Q8_0
+// Nibble i of word w is input 8 w + 2 i, and 8 w + 2 (i - 4) + 1 from i = 4: even inputs in the lower half of a word, odd
+// ones in the upper half. So it is in the words of high bits. Eight groups of a k-quant follow a header:
+//   Q4_K, Q5_K  half d [PANEL], half dmin [PANEL], uint8 scale [8][PANEL], uint8 min [8][PANEL]
+//   Q6_K        half d [PANEL], int8 scale [16][PANEL] (one for 16 inputs), padded to 64 bytes
 #ifndef TGI_PANELS_H
 #define TGI_PANELS_H
 
 #include "team.h"
 
-enum { FLOAT32, Q4_0, Q4_1, Q8_0 };
-enum { GROUP = 32 };    // inputs that share one scale
+enum { FLOAT32, Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, IQ4_NL, Q4_K, Q5_K, Q6_K };
+#define EACH_QUANTISED(DO) DO(Q4_0) DO(Q4_1) DO(Q8_0) DO(Q5_0) DO(Q5_1) DO(IQ4_NL) DO(Q4_K) DO(Q5_K) DO(Q6_K)
+enum { GROUP = 32 };    // inputs that are read together; they share one scale, or two
+enum { SUPER = 8 };     // groups behind one header
 enum { AHEAD = 3072 };  // bytes between what is read and what is asked for
 
-typedef struct {
+typedef struct packed_weight {
   int64_t kind, out_features, in_features;
   const void *data;
+  const struct packed_weight *next;  // the outputs that follow, stored in another kind; or null
 } packed_weight;
 
-INLINE long scales_bytes(int kind) { return kind == Q4_1 ? PANEL * 4 : kind == Q4_0 ? (PANEL * 2 + 63) / 64 * 64 : PANEL * 2; }
-INLINE long group_bytes(int kind) { return scales_bytes(kind) + (kind == Q8_0 ? PANEL * GROUP : PANEL * GROUP / 2); }
-INLINE long panel_bytes(int kind, long k) { return kind == FLOAT32 ? k * PANEL * 4 : k / GROUP * group_bytes(kind); }
-INLINE long panel_count(long n) { return (n + PANEL - 1) / PANEL; }
+INLINE int has_header(int kind) { return kind == Q4_K || kind == Q5_K || kind == Q6_K; }
+INLINE int has_minimum(int kind) { return kind == Q4_1 || kind == Q5_1 || kind == Q4_K || kind == Q5_K; }
+INLINE int high_bits(int kind) { return kind == Q6_K ? 2 : kind == Q5_0 || kind == Q5_1 || kind == Q5_K; }
+INLINE int halves(int kind) { return kind == Q6_K ? 2 : 1; }  // parts of a group with a scale of their own
+INLINE int center(int kind) { return kind == Q8_0 || kind == IQ4_NL ? 0 : 8 << high_bits(kind); }  // of the stored integers
 
-// The scale and the offset of a group for vector `v` of a panel.
-INLINE void load_scales(int kind, const char *group, int v, vf *d, vf *m) {
-  const uint16_t *scales = (const uint16_t *)group;
+INLINE long align64(long bytes) { return (bytes + 63) / 64 * 64; }
+INLINE long scales_bytes(int kind) {
+  return has_header(kind) ? 0 : has_minimum(kind) ? PANEL * 4 : kind == Q8_0 ? PANEL * 2 : align64(PANEL * 2);
+}
+INLINE long high_bytes(int kind) { return high_bits(kind) * PANEL * 4; }
+INLINE long group_bytes(int kind) {
+  return scales_bytes(kind) + high_bytes(kind) + (kind == Q8_0 ? PANEL * GROUP : PANEL * GROUP / 2);
+}
+INLINE long header_bytes(int kind) { return !has_header(kind) ? 0 : kind == Q6_K ? align64(PANEL * 18) : PANEL * 20; }
+INLINE long super_bytes(int kind) { return header_bytes(kind) + SUPER * group_bytes(kind); }
+INLINE long panel_bytes(int kind, long k) {
+  if (kind == FLOAT32) return k * PANEL * 4;
+  return has_header(kind) ? k / GROUP / SUPER * super_bytes(kind) : k / GROUP * group_bytes(kind);
+}
+INLINE long panel_count(long n) { return (n + PANEL - 1) / PANEL; }
+INLINE long whole_features(const packed_weight *weight) {
+  long total = 0;
+  for (; weight; weight = weight->next) total += weight->out_features;
+  return total;
+}
+
+// Group `g` of a panel, and the header before it.
+INLINE const char *group_at(int kind, const char *panel, long g) {
+  if (!has_header(kind)) return panel + g * group_bytes(kind);
+  return panel + g / SUPER * super_bytes(kind) + header_bytes(kind) + g % SUPER * group_bytes(kind);
+}
+INLINE const char *header_at(int kind, const char *panel, long g) { return panel + g / SUPER * super_bytes(kind); }
+
+// The scale and the offset of (half of) a group for vector `v` of a panel: a value is d * integer + m.
+INLINE void load_scales(int kind, const char *panel, long g, int half, int v, vf *d, vf *m) {
+  if (has_header(kind)) {
+    const char *header = header_at(kind, panel, g);
+    const uint16_t *factors = (const uint16_t *)header;
+    if (kind == Q6_K) {
+      *d = v_mul(v_half_to_float(factors + v * VL),
+                 v_int8_to_float((const int8_t *)header + PANEL * (2 + g % SUPER * 2 + half) + v * VL));
+      *m = v_mul(*d, v_set(-32.0f));
+    } else {
+      const uint8_t *scales = (const uint8_t *)header + PANEL * (4 + g % SUPER) + v * VL;
+      *d = v_mul(v_half_to_float(factors + v * VL), v_uint8_to_float(scales));
+      *m = v_sub(v_set(0.0f), v_mul(v_half_to_float(factors + PANEL + v * VL), v_uint8_to_float(scales + PANEL * SUPER)));
+    }
+    return;
+  }
+  const uint16_t *scales = (const uint16_t *)group_at(kind, panel, g);
   *d = v_half_to_float(scales + v * VL);
-  *m = kind == Q4_1 ? v_half_to_float(scales + PANEL + v * VL) : kind == Q4_0 ? v_mul(*d, v_set(-8.0f)) : v_set(0.0f);
+  if (has_minimum(kind))
+    *m = v_half_to_float(scales + PANEL + v * VL);
+  else
+    *m = v_mul(*d, v_set((float)-center(kind)));
 }
 
 // The nibble of a word that holds input `i` of its eight: even inputs in the low half, odd ones in the high half.
 INLINE int nibble_of(int i) { return (i & 1) * 4 + i / 2; }
+
+// The high bits of the eight inputs of word `part`, from bit 0 and from bit 16 on. `values` is where a group's words begin.
+INLINE vi load_high(int kind, const char *values, int part, int v) {
+  const int bits = high_bits(kind);
+  if (!bits) return vi_set(0);
+  return vi_shift_right(vi_load(values + (part * bits / 4 * PANEL + v * VL) * 4), part * bits * 4 % 16);
+}
+
+// Input `i` (a constant) of eight as the stored integer, or as the value that a table has for it.
+INLINE vf v_integer(int kind, vi words, vi high, int i) {
+  const int bits = high_bits(kind), n = nibble_of(i);
+  if (kind == IQ4_NL) return v_nibble_in_table(words, n);
+  return bits ? v_wide_nibble(words, n, high, (i & 1) * 16 + i / 2 * bits, bits) : v_nibble(words, n);
+}
 
 // Ask for the PANEL * 4 bytes at `p`; past the end of a weight this does nothing.
 INLINE void fetch(const char *p) {
   UNROLL for (int i = 0; i < PANEL * 4; i += 64) __builtin_prefetch(p + i, 0, 3);
 }
 
-// Packing ------------------------------------------------------------------------------------------------------
-
-typedef struct {
-  tasks panels;
-  const packed_weight *weight;
-  char *data;
-  const char *source;  // rows of float32, or of blocks as GGML stores them
-  long stride;         // bytes from row to row
-} pack_call;
-
-static const long block_bytes[] = {[Q4_0] = 18, [Q4_1] = 20, [Q8_0] = 34};
-
-static void pack_panel(const pack_call *call, long p) {
-  const packed_weight *weight = call->weight;
-  const int kind = (int)weight->kind;
-  const long k = weight->in_features, bytes = panel_bytes(kind, k);
-  char *panel = call->data + p * bytes;
-  memset(panel, 0, (size_t)bytes);
-  for (long lane = 0; lane < PANEL && p * PANEL + lane < weight->out_features; lane++) {
-    const char *row = call->source + (p * PANEL + lane) * call->stride;
-    if (kind == FLOAT32) {
-      for (long i = 0; i < k; i++) ((float *)panel)[i * PANEL + lane] = ((const float *)row)[i];
-      continue;
-    }
-    char *group = panel;
-    for (long g = 0; g < k / GROUP; g++, row += block_bytes[kind], group += group_bytes(kind)) {
-      const long halves = kind == Q4_1 ? 2 : 1;
-      const uint8_t *quants = (const uint8_t *)row + 2 * halves;
-      char *values = group + scales_bytes(kind);
-      for (long h = 0; h < halves; h++) memcpy((uint16_t *)group + h * PANEL + lane, row + 2 * h, 2);
-      if (kind == Q8_0) {
-        for (long i = 0; i < GROUP; i++) values[i * PANEL + lane] = (char)quants[i];
-        continue;
-      }
-      for (long word = 0; word < GROUP / 8; word++) {
-        uint32_t bits = 0;
-        for (long i = 0; i < 8; i++) {
-          const long element = word * 8 + i;
-          bits |= (uint32_t)((quants[element % 16] >> (element / 16 * 4)) & 15) << (4 * nibble_of((int)i));
-        }
-        ((uint32_t *)values)[word * PANEL + lane] = bits;
-      }
-    }
-  }
-}
-
-static void pack_body(void *context) {
-  pack_call *call = context;
-  for (long p; (p = claim(&call->panels)) < panel_count(call->weight->out_features);) pack_panel(call, p);
-}
-
-long tgi_packed_bytes(int kind, long out_features, long in_features) {
-  return panel_count(out_features) * panel_bytes(kind, in_features);
-}
-
-void tgi_pack(const packed_weight *weight, const void *source, long stride, int threads) {
-  pack_call call = {.weight = weight, .data = (char *)weight->data, .source = source, .stride = stride};
-  run_team(pack_body, &call, panel_count(weight->out_features), threads);
+// Ask for what comes AHEAD of a group's scales and of a header before it.
+INLINE void fetch_scales(int kind, const char *panel, long g) {
+  if (!has_header(kind))
+    fetch(group_at(kind, panel, g) + AHEAD);
+  else if (g % SUPER == 0)
+    UNROLL for (int i = 0; i < header_bytes(kind); i += PANEL * 4) fetch(header_at(kind, panel, g) + AHEAD + i);
 }
 
 // Row lookup ---------------------------------------------------------------------------------------------------
 
+static const int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
 static float half_to_float(uint16_t half) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half))); }
+
+static int integer_at(int kind, const char *values, long lane, int i) {
+  const int bits = high_bits(kind), part = i / 8;
+  if (kind == Q8_0) return ((const int8_t *)values)[i * PANEL + lane];
+  const uint32_t *words = (const uint32_t *)(values + high_bytes(kind)), *high = (const uint32_t *)values;
+  const int nibble = (words[part * PANEL + lane] >> (4 * nibble_of(i % 8))) & 15;
+  if (kind == IQ4_NL) return iq4_values[nibble];
+  if (!bits) return nibble;
+  const int place = part * bits * 4 % 16 + i % 2 * 16 + i % 8 / 2 * bits;
+  return nibble | (int)((high[part * bits / 4 * PANEL + lane] >> place) & ((1u << bits) - 1)) << 4;
+}
 
 static void unpack_row(const packed_weight *weight, long row, float *out) {
   const int kind = (int)weight->kind;
@@ -111,16 +139,20 @@ static void unpack_row(const packed_weight *weight, long row, float *out) {
     for (long i = 0; i < k; i++) out[i] = ((const float *)panel)[i * PANEL + lane];
     return;
   }
-  for (long g = 0; g < k / GROUP; g++, panel += group_bytes(kind), out += GROUP) {
-    const uint16_t *scales = (const uint16_t *)panel + lane;
-    const char *values = panel + scales_bytes(kind);
-    const float d = half_to_float(scales[0]);
-    const float m = kind == Q4_1 ? half_to_float(scales[PANEL]) : d * -8.0f;
+  for (long g = 0; g < k / GROUP; g++, out += GROUP) {
+    const char *group = group_at(kind, panel, g), *header = header_at(kind, panel, g);
+    const uint16_t *factors = (const uint16_t *)(has_header(kind) ? header : group) + lane;
     for (int i = 0; i < GROUP; i++) {
-      if (kind == Q8_0)
-        out[i] = d * ((const int8_t *)values)[i * PANEL + lane];
-      else
-        out[i] = fmaf((float)((((const uint32_t *)values)[i / 8 * PANEL + lane] >> (4 * nibble_of(i % 8))) & 15), d, m);
+      float d = half_to_float(factors[0]), m = has_minimum(kind) ? half_to_float(factors[PANEL]) : 0.0f;
+      if (kind == Q6_K) {
+        d *= (float)((const int8_t *)header)[PANEL * (2 + g % SUPER * 2 + i / 16) + lane];
+      } else if (has_header(kind)) {
+        const uint8_t *scales = (const uint8_t *)header + PANEL * (4 + g % SUPER) + lane;
+        d *= (float)scales[0];
+        m *= -(float)scales[PANEL * SUPER];
+      }
+      const int integer = integer_at(kind, group + scales_bytes(kind), lane, i);
+      out[i] = has_minimum(kind) ? fmaf((float)integer, d, m) : d * (float)(integer - center(kind));
     }
   }
 }
@@ -135,14 +167,19 @@ typedef struct {
 
 static void embedding_body(void *context) {
   embedding_call *call = context;
-  for (long i; (i = claim(&call->rows)) < call->count;)
-    unpack_row(call->weight, call->ids[i], call->out + i * call->weight->in_features);
+  for (long i; (i = claim(&call->rows)) < call->count;) {
+    const packed_weight *weight = call->weight;
+    long row = call->ids[i];
+    for (; row >= weight->out_features; weight = weight->next) row -= weight->out_features;
+    unpack_row(weight, row, call->out + i * weight->in_features);
+  }
 }
 
 // Returns -1 when an id is no row of the weight.
 int tgi_embedding(const int64_t *ids, long count, const packed_weight *weight, float *out, int threads) {
+  const long rows = whole_features(weight);
   for (long i = 0; i < count; i++)
-    if (ids[i] < 0 || ids[i] >= weight->out_features) return -1;
+    if (ids[i] < 0 || ids[i] >= rows) return -1;
   embedding_call call = {.weight = weight, .ids = ids, .count = count, .out = out};
   run_team(embedding_body, &call, count, count < 8 ? 1 : threads);
   return 0;

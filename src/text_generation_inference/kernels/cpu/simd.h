@@ -47,10 +47,14 @@ INLINE vf v_half_to_float(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loa
 INLINE vf v_int8_to_float(const int8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
+INLINE vf v_uint8_to_float(const uint8_t *p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
 INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
 INLINE void vi_store(void *p, vi x) { _mm512_storeu_si512(p, x); }
 INLINE vi vi_set(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+INLINE vi vi_shift_right(vi a, int n) { return _mm512_srl_epi32(a, _mm_cvtsi32_si128(n)); }
 INLINE vm v_gt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 INLINE vm v_lt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 INLINE vm v_is_nan(vf a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
@@ -67,6 +71,20 @@ INLINE float v_max_of(vf a) { return _mm512_reduce_max_ps(a); }
 INLINE vf v_nibble(vi words, int i) {
   const vf table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return _mm512_permutexvar_ps(i ? _mm512_srli_epi32(words, 4 * i) : words, table);
+}
+
+// The same, as what IQ4_NL has in its place.
+INLINE vf v_nibble_in_table(vi words, int i) {
+  const vf table = _mm512_setr_ps(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113);
+  return _mm512_permutexvar_ps(i ? _mm512_srli_epi32(words, 4 * i) : words, table);
+}
+
+// The same with 1 or 2 (`bits`) higher bits, which lie at `place` of `high`.
+INLINE vf v_wide_nibble(vi words, int i, vi high, int place, int bits) {
+  const vi low = i ? _mm512_srli_epi32(words, 4 * i) : words, mask = _mm512_set1_epi32(15);
+  high = place < 4 ? _mm512_slli_epi32(high, 4 - place) : _mm512_srli_epi32(high, place - 4);
+  const vi both = _mm512_ternarylogic_epi32(mask, low, high, 0xca);  // low where the mask has bits, else high
+  return _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32((16 << bits) - 1)));
 }
 
 INLINE vf v_scale_by_exponent(vf x, vf n) { return _mm512_scalef_ps(x, n); }
@@ -116,10 +134,14 @@ INLINE vf v_half_to_float(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_
 INLINE vf v_int8_to_float(const int8_t *p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
+INLINE vf v_uint8_to_float(const uint8_t *p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
 INLINE vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 INLINE void vi_store(void *p, vi x) { _mm256_storeu_si256((__m256i *)p, x); }
 INLINE vi vi_set(int32_t x) { return _mm256_set1_epi32(x); }
 INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+INLINE vi vi_shift_right(vi a, int n) { return _mm256_srl_epi32(a, _mm_cvtsi32_si128(n)); }
 INLINE vm v_gt(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
 INLINE vm v_lt(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 INLINE vm v_is_nan(vf a) { return _mm256_cmp_ps(a, a, _CMP_UNORD_Q); }
@@ -151,6 +173,22 @@ INLINE vf v_nibble(vi words, int i) {
 INLINE vf v_nibble_in_place(vi words, int i) {
   if (i == 7) return _mm256_cvtepi32_ps(_mm256_srli_epi32(words, 28));
   return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(15 << (4 * i))));
+}
+
+// A nibble as what IQ4_NL has in its place.
+INLINE vf v_nibble_in_table(vi words, int i) {
+  const vi table = _mm256_broadcastsi128_si256(_mm_setr_epi8(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113));
+  // The lookup is by byte; of the one that counts, the highest of a lane, the sign fills the lane on the way down.
+  const vi index = _mm256_and_si256(i == 7 ? _mm256_srli_epi32(words, 4) : i == 6 ? words : _mm256_slli_epi32(words, 24 - 4 * i),
+                                    _mm256_set1_epi32(15 << 24));
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_shuffle_epi8(table, index), 24));
+}
+
+// A nibble with 1 or 2 (`bits`) higher bits, which lie at `place` of `high`.
+INLINE vf v_wide_nibble(vi words, int i, vi high, int place, int bits) {
+  const vi low = _mm256_and_si256(i ? _mm256_srli_epi32(words, 4 * i) : words, _mm256_set1_epi32(15));
+  high = place < 4 ? _mm256_slli_epi32(high, 4 - place) : _mm256_srli_epi32(high, place - 4);
+  return _mm256_cvtepi32_ps(_mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi32((16 << bits) - 16))));
 }
 
 // x * 2^n for integral n in [-126, 128]; two factors keep 2^128 within range.
