@@ -129,7 +129,7 @@ def measure(engine: Engine, works: list[str], repeats: int) -> dict[str, float]:
 
 def compare_graphs(engine: Engine) -> tuple[int, int]:
     """Requests with mixed options, by graphs and by the same padded passes without: (tokens, those that differ)."""
-    assert engine.buckets is not None
+    assert engine.rank.runner.buckets is not None
     rng = random.Random(1)
     rows, longest = min(24, engine.resolved.max_batch_size), engine.resolved.max_input_tokens
     new = min(24, engine.resolved.max_total_tokens - longest)
@@ -138,8 +138,8 @@ def compare_graphs(engine: Engine) -> tuple[int, int]:
         for n in range(2 * rows)
     ]
     captured = run(engine, work)[1]
-    for bucket in engine.buckets.passes.plan.shapes:
-        engine.buckets.passes.go_without(bucket)
+    for bucket in engine.rank.runner.buckets.passes.plan.shapes:
+        engine.rank.runner.buckets.passes.go_without(bucket)
     plain = run(engine, work)[1]
     pairs = [(a, b) for n in captured for a, b in zip(captured[n], plain[n], strict=True)]
     return len(pairs), sum(a != b for a, b in pairs)
@@ -174,8 +174,8 @@ def main() -> int:
         del engine
         free_memory()
         engine, seconds = start(options, folder, bucketing=True)
-        assert engine.buckets is not None
-        plan, stats = engine.buckets.passes.plan, engine.buckets.bucket_stats
+        assert engine.rank.runner.buckets is not None
+        plan, stats = engine.rank.runner.buckets.passes.plan, engine.rank.runner.buckets.bucket_stats
         print(
             f"{options.shape}, {options.limits}, {options.strategy}: {len(plan.prefill)} + {len(plan.decode)} shapes,"
             f" {stats.num_captured} graphs, {stats.num_warmed} keys; warm-up of shapes {seconds['prepare']:.1f} s of"
@@ -183,9 +183,9 @@ def main() -> int:
         )
         print("  " + ", ".join(f"{stage} {value:.1f} s" for stage, value in seconds.items()), flush=True)
         bucketed = measure(engine, options.work, options.repeats)
-        after = engine.buckets.bucket_stats
+        after = engine.rank.runner.buckets.bucket_stats
         tokens, different = compare_graphs(engine)
-        unplanned = engine.buckets.bucket_stats.num_unplanned
+        unplanned = engine.rank.runner.buckets.bucket_stats.num_unplanned
         engine.close()
     ratios = {text: bucketed[text] / plain[text] for text in options.work}
     for text, ratio in ratios.items():

@@ -97,7 +97,7 @@ def main() -> None:
     warm_up(engine)
     print({stage: round(seconds, 2) for stage, seconds in engine.seconds.items()}, flush=True)
     print(f"captures took {taken[0] / 1e6:.0f} MB", flush=True)
-    loop, sampling = engine.loop, engine.loop._runner.sampling
+    loop, sampling = engine.loop, engine.rank.runner.sampling
     captured = sampling.captured_draws
     found, lines = [], []
     for count in counts:

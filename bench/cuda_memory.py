@@ -22,7 +22,8 @@ import torch
 
 from text_generation_inference.bench.shapes import SHAPES, write_shape
 from text_generation_inference.config import ServerConfig
-from text_generation_inference.engine import build
+from text_generation_inference.engine.build import Engine, start_engine
+from text_generation_inference.engine.rank import Rank
 from text_generation_inference.engine.warm_up import warm_up
 from text_generation_inference.types import GenerationRequest, SamplingParams
 
@@ -40,20 +41,20 @@ def tell(stage: str, more: str = "") -> None:
 
 
 def watch(name: str, say: Callable[[Any], str]) -> None:
-    """Tell about the memory after a part of `engine.build`."""
-    work = getattr(build, name)
+    """Tell about the memory after a part of starting a rank."""
+    work = getattr(Rank, name)
 
     def watched(*arguments: Any) -> Any:
         result = work(*arguments)
-        if name == "load_model":
+        if name == "load":
             torch.cuda.empty_cache()  # as the engine does before it looks
         tell(name, say(result))
         return result
 
-    setattr(build, name, watched)
+    setattr(Rank, name, watched)
 
 
-def run_row(engine: build.Engine, row: str, seed: int) -> str:
+def run_row(engine: Engine, row: str, seed: int) -> str:
     inputs, outputs, count = (int(part) for part in row.split("/"))
     rng = random.Random(seed)
     before = engine.loop.scheduler.stats.num_rollbacks
@@ -93,10 +94,10 @@ def main() -> None:
     for setting in options.set:
         name, _, value = setting.partition("=")
         settings[name] = json.loads(value)
-    watch("load_model", lambda _: "")
-    watch("_measure", lambda found: f"steps may take {found.total / 1e9:.3f} GB")
-    watch("largest_step_fits", lambda fits: "the largest step fits" if fits else "THE LARGEST STEP DOES NOT FIT")
-    engine = build.start_engine(ServerConfig(**settings))
+    watch("load", lambda _: "")
+    watch("measure", lambda found: f"steps may take {found.step_bytes / 1e9:.3f} GB")
+    watch("fits", lambda fits: "the largest step fits" if fits else "THE LARGEST STEP DOES NOT FIT")
+    engine = start_engine(ServerConfig(**settings))
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in engine.seconds.items())
     tell("started", f"{engine.facts.num_blocks} blocks; seconds: {seconds}")
     warm_up(engine, grammars=False)

@@ -79,7 +79,7 @@ def start(options: argparse.Namespace, **settings: Any) -> Engine:
 
 def stop(engine: Engine) -> None:
     engine.close()
-    runner: Any = engine.loop._runner
+    runner: Any = engine.rank.runner
     runner.kv_cache.clear()
     gc.collect()
     if torch.cuda.is_available():

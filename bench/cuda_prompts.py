@@ -82,7 +82,7 @@ def main() -> None:
         engine = start_engine(config)
     warm_up(engine)
     print({stage: round(seconds, 2) for stage, seconds in engine.seconds.items()}, flush=True)
-    steps, passes = Steps(engine), engine.loop._runner.paged
+    steps, passes = Steps(engine), engine.rank.runner.paged
     captured = passes._captured_mixed
     found, lines = [], []
     for beside in BESIDE:

@@ -191,7 +191,7 @@ def run(soak: Soak, options: argparse.Namespace) -> bool:
         return False
     gc.collect()
     used = memory()
-    limits = GROWTH_BYTES if soak.engine.device.torch_device.type == "cuda" else GROWTH_BYTES_ON_CPU
+    limits = GROWTH_BYTES if soak.engine.rank.device.torch_device.type == "cuda" else GROWTH_BYTES_ON_CPU
     grown = {key: used[key] - settled[key] for key in limits} if settled else {}
     free = scheduler.pool.num_free == scheduler.pool.num_usable
     print(f"{soak.num_tokens:,} tokens, {soak.num_finished} finished, {soak.num_aborted} aborted,", end=" ")

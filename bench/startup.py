@@ -21,11 +21,11 @@ llm = LLM(progress=False, cache_dir=sys.argv[1], **limits)
 ready = time.perf_counter()
 llm.generate([[7 + n] * 500 for n in range(16)], SamplingParams(max_new_tokens=200, ignore_eos=True))
 engine = llm._engine
-kv_bytes = sum(t.nbytes for pair in engine.loop._runner.kv_cache for t in pair)
+kv_bytes = sum(t.nbytes for pair in engine.rank.runner.kv_cache for t in pair)
 weights = (engine.folder / "ggml.safetensors").stat().st_size
 print(json.dumps({
     "import": imported - begin, "start": ready - imported, "stages": engine.seconds,
-    "kernels": engine.device.ops.description,
+    "kernels": engine.rank.device.ops.description,
     "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "kv": kv_bytes, "weights": weights,
 }))
 """

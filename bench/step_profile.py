@@ -29,7 +29,7 @@ def main() -> None:
     rows = {}
     with LLM(progress=False, max_total_tokens=512, prefix_caching=False) as llm:
         loop = llm._engine.loop
-        runner = loop._runner
+        runner = llm._engine.rank.runner
         model = runner.model
         runner.paged._batch = timed("build the batch", runner.paged._batch)
         model.model.embedding.look_up = timed("embedding", model.model.embedding.look_up)

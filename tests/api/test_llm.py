@@ -338,7 +338,7 @@ def test_a_failing_device_is_a_typed_error_for_everyone(cache: Path) -> None:
     broken = LLM(cache_dir=str(cache), max_batch_total_tokens=512, max_total_tokens=256, progress=False)
     stream = broken.stream("One", SamplingParams(max_new_tokens=100, ignore_eos=True))
     next(stream)
-    broken._engine.loop._runner.model.logits = None  # type: ignore[union-attr]
+    broken._engine.rank.runner.model.logits = None  # type: ignore[union-attr]
     with pytest.raises(EngineError, match="a step failed on the device"):
         broken.generate("Two", SamplingParams(max_new_tokens=5))
     with pytest.raises(EngineError):

@@ -58,7 +58,7 @@ def start_bucketed(way: str, device_name: str, tmp_path: Path, monkeypatch: pyte
 
     def start_engine(folder: Path, **settings: object) -> Engine:
         if device_name == "cpu" and way == "ahead":
-            monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path))
+            monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: QueueOnCpu(tmp_path))
         engine = start(folder, **{"device": device_name, **LIMITS, **settings})
         monkeypatch.undo()
         engines.append(engine)
@@ -76,10 +76,10 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def check_shapes(engine: Engine) -> None:
     """Everything had a shape that warming up has met."""
-    assert engine.buckets is not None
-    stats = engine.buckets.bucket_stats
+    assert engine.rank.runner.buckets is not None
+    stats = engine.rank.runner.buckets.bucket_stats
     assert stats.num_unplanned == 0
-    assert engine.buckets.passes.shape_stats.news == []
+    assert engine.rank.runner.buckets.passes.shape_stats.news == []
     assert stats.prefill_computed >= stats.prefill_needed > 0
     assert stats.decode_computed >= stats.decode_needed > 0
 
@@ -140,8 +140,8 @@ def test_settings_change_nothing(tiny_llama: Tiny, start_bucketed: Start, settin
     same(run(engine, asked), expected)
     same(run(engine, asked, arrivals=list(range(9))), expected)
     if settings.get("warmup_enabled") is False:  # every shape was a miss, once
-        assert engine.buckets is not None
-        stats, news = engine.buckets.bucket_stats, engine.buckets.passes.shape_stats.news
+        assert engine.rank.runner.buckets is not None
+        stats, news = engine.rank.runner.buckets.bucket_stats, engine.rank.runner.buckets.passes.shape_stats.news
         assert 0 < stats.num_unplanned == len(news) <= stats.num_planned and stats.num_warmed == 0
         assert "was not warmed up" in news[0]
     else:
@@ -155,7 +155,7 @@ def test_padding_rows_and_filler_blocks_may_hold_anything(
     asked = requests([{}], [1, 17, 40])
     expected = on_cpu(tiny_llama.folder, asked)
     engine = start_bucketed(tiny_llama.folder)
-    runner = engine.buckets
+    runner = engine.rank.runner.buckets
     assert runner is not None
     for round_number in range(2):
         for k_cache, v_cache in runner.passes._kv_cache:
@@ -187,7 +187,7 @@ def test_a_step_without_memory_is_taken_back(
     asked = requests([{}, {"do_sample": True}, {"decoder_input_details": True}], [90, 5, 96, 17])
     expected = on_cpu(tiny_llama.folder, asked)
     engine = start_bucketed(tiny_llama.folder)
-    runner = engine.buckets
+    runner = engine.rank.runner.buckets
     assert runner is not None
     compute, calls = runner.passes._graphs, iter(range(1000))
 
@@ -207,7 +207,7 @@ def test_a_request_that_never_fits_ends(
     tiny_llama: Tiny, start_bucketed: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start_bucketed(tiny_llama.folder)
-    runner = engine.buckets
+    runner = engine.rank.runner.buckets
     assert runner is not None
     compute = runner.passes._graphs
 
@@ -226,8 +226,8 @@ def test_a_request_that_never_fits_ends(
 
 def test_a_broken_model_fails_its_requests(tiny_llama: Tiny, start_bucketed: Start, device_name: str) -> None:
     engine = start_bucketed(tiny_llama.folder)
-    assert engine.buckets is not None
-    engine.loop._runner.model.model.norm.weight.fill_(math.nan)
+    assert engine.rank.runner.buckets is not None
+    engine.rank.runner.model.model.norm.weight.fill_(math.nan)
     wait_for_device(device_name)
     output = run(engine, requests([{}], [5]))[0]
     assert output.reason == "error"
@@ -308,25 +308,25 @@ def test_a_measured_device_meets_every_shape(
     if device_name != "cpu":
         pytest.skip("with a device double")
     device = Measured(tmp_path)
-    monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
     told: list[tuple[str, int, int]] = []
     config = ServerConfig(model_id=str(tiny_llama.folder), dtype="float32", cache_dir=str(tmp_path), **LIMITS)
     engine = start_engine(config, lambda *progress: told.append(progress))
     assert device.compiled == 1
-    assert engine.buckets is not None
-    stats = engine.buckets.bucket_stats
+    assert engine.rank.runner.buckets is not None
+    stats = engine.rank.runner.buckets.bucket_stats
     assert stats.num_captured == stats.num_planned, "every shape is small enough for a graph"
     assert any("bucket plan, exponential" in note for note in engine.notes)
     assert told[-1] == ("warm up shapes", stats.num_planned, stats.num_planned)
     asked = requests(PARAMS, [3 + n % 29 for n in range(20)])
     same(run(engine, asked), on_cpu(tiny_llama.folder, asked))
     check_shapes(engine)
-    assert engine.buckets.bucket_stats.num_captured == stats.num_planned
+    assert engine.rank.runner.buckets.bucket_stats.num_captured == stats.num_planned
     engine.close()
     record = next((tmp_path / "warmed").glob("*.json"))
     assert len(json.loads(record.read_text())["shapes"]) == stats.num_planned
     told.clear()
-    monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: Measured(tmp_path))
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: Measured(tmp_path))
     start_engine(config, lambda *progress: told.append(progress)).close()
     assert told[-1][1] == told[-1][2] > stats.num_planned, "the next start knows how many milliseconds each shape takes"
 

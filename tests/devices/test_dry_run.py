@@ -67,7 +67,7 @@ def device(device_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     if device_name != "cpu":
         pytest.skip("with a device double")
     device = Measured(tmp_path)
-    monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
     return device
 
 
@@ -99,7 +99,7 @@ def test_the_cache_gets_what_steps_do_not_need(tiny: Tiny, device: Measured) -> 
     assert per_token == 4 * (64 // 16 + 1) + 1  # memory abounds: one to spare for each, and nobody's
     device.free, device.peak = 2_000_000, 200_000
     engine = start(tiny.folder, **settings)
-    kv = bytes_per_token(engine.loop._runner.model.caches(torch.float32))
+    kv = bytes_per_token(engine.rank.runner.model.caches(torch.float32))
     share = device.limits.memory_share
     assert engine.facts.num_blocks - 1 == int((2_000_000 - 3 * 200_000) * share) // kv // 16
 
@@ -127,7 +127,7 @@ def test_the_cache_leaves_room_for_the_largest_step_beside_it(
         pytest.skip("with a device double")
     device = Crowded(tmp_path)
     device.free, device.peak = 2_000_000, 200_000
-    monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
     monkeypatch.setattr("text_generation_inference.engine.build.SPARE_BYTES", 100_000)
     monkeypatch.setattr("text_generation_inference.engine.build.MOST_SPARE_BYTES", 400_000)
     settings: dict[str, Any] = {"max_batch_size": 4, "max_total_tokens": 512, "max_batch_total_tokens": None}
@@ -200,7 +200,7 @@ from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels.triton.compile_ahead import compile_only
 from text_generation_inference.kernels.triton.ops import load_ops
 from driving import start
-import text_generation_inference.engine.build
+import text_generation_inference.engine.rank
 
 
 class OnlyCompiles(QueueOnCpu):
@@ -228,7 +228,7 @@ def remember(self, *arguments, **options):
 jit.JITFunction.__init__ = remember
 device = OnlyCompiles(Path(sys.argv[2]), Ops("Triton", **load_ops(132)))
 device.limits = msgspec.structs.replace(device.limits, measures_steps=True)
-text_generation_inference.engine.build.choose_device = lambda *_: device
+text_generation_inference.engine.rank.choose_device = lambda *_: device
 start(Path(sys.argv[1]), max_batch_size=40, max_batch_prefill_tokens=64, max_total_tokens=120)
 """
 

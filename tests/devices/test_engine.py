@@ -42,7 +42,7 @@ def start_here(device_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def start_engine(folder: Path, ops: Ops | None = None, **settings: object) -> Engine:
         if device_name == "cpu":
             monkeypatch.setattr(
-                "text_generation_inference.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path, ops)
+                "text_generation_inference.engine.rank.choose_device", lambda *_: QueueOnCpu(tmp_path, ops)
             )
             engine = start(folder, **{"max_batch_size": 11, "max_total_tokens": 160, **settings})
             monkeypatch.undo()
@@ -73,8 +73,8 @@ def test_greedy(tiny: Tiny, start_here: Start) -> None:
     engine = start_here(tiny.folder, max_batch_prefill_tokens=33)
     same(run(engine, asked), expected)
     same(run(engine, asked, arrivals=[0, 1, 3, 3, 10, 12, 12, 30]), expected)
-    if isinstance(engine.device, QueueOnCpu):
-        assert engine.device.num_replays > 0
+    if isinstance(engine.rank.device, QueueOnCpu):
+        assert engine.rank.device.num_replays > 0
 
 
 def test_prompts_of_every_captured_size(tiny: Tiny, start_here: Start) -> None:
@@ -101,9 +101,9 @@ def test_a_step_with_few_prompt_tokens_is_replayed(
         pytest.skip("replays are counted by a device double")
     for settings, expected in (({}, captured), ({"cuda_graphs": [0]}, False)):
         engine = start_here(tiny_llama.folder, **settings)
-        assert isinstance(engine.device, QueueOnCpu)
+        assert isinstance(engine.rank.device, QueueOnCpu)
         run(engine, [make_request(0, [7] * length, 1)])
-        assert engine.device.num_replays == int(expected)
+        assert engine.rank.device.num_replays == int(expected)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_step_with_few_prompt_tokens_is_replayed(
 def test_no_captured_step_is_larger_than_one_that_may_be(
     tiny_llama: Tiny, start_here: Start, settings: dict, most: int
 ) -> None:
-    sizes = start_here(tiny_llama.folder, **settings).loop._runner.paged.mixed_sizes
+    sizes = start_here(tiny_llama.folder, **settings).rank.runner.paged.mixed_sizes
     assert sizes and max(size.rows + size.tokens for size in sizes) <= most
 
 
@@ -153,7 +153,7 @@ DRAWS = [{"do_sample": True}, {"temperature": 0.9, "top_k": 40, "top_p": 0.95}, 
 
 def count_draws(engine: Engine) -> list[int]:
     """The sizes of the captured draws that are replayed."""
-    captured, replayed = engine.loop._runner.sampling.captured_draws, []
+    captured, replayed = engine.rank.runner.sampling.captured_draws, []
 
     def counted(size: int, replay: Callable[[], None]) -> Callable[[], None]:
         def replay_and_count() -> None:
@@ -201,11 +201,11 @@ def test_captured_steps_hold_the_choice_of_the_best_token(tiny_llama: Tiny, star
     asked = requests([{}], [1, 2, 5, 17, 40, 33, 16, 60])
     expected = on_cpu(tiny_llama.folder, asked)
     engine = start_here(tiny_llama.folder)
-    ops = engine.device.ops
+    ops = engine.rank.device.ops
     greedy_into = ops.greedy_into
 
     def only_in_a_replay(*arguments: object) -> None:
-        assert getattr(engine.device, "is_replaying", False)  # on a GPU nothing of a replay is seen here
+        assert getattr(engine.rank.device, "is_replaying", False)  # on a GPU nothing of a replay is seen here
         greedy_into(*arguments)
 
     ops.greedy_into, ops.choose_into = only_in_a_replay, None
@@ -256,7 +256,7 @@ def test_aborts_leave_nothing(tiny_llama: Tiny, start_here: Start) -> None:
 
 def test_a_broken_model_fails_its_requests(tiny_llama: Tiny, start_here: Start, device_name: str) -> None:
     engine = start_here(tiny_llama.folder)
-    runner = engine.loop._runner
+    runner = engine.rank.runner
     norm = runner.model.model.norm.weight
     before = norm.clone()
     norm.fill_(math.nan)

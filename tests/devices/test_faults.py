@@ -99,7 +99,7 @@ def engines(cpu_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def start_engine(folder: Path, **settings: object) -> tuple[Engine, Faulty]:
         device = Faulty(tmp_path)
         with monkeypatch.context() as patched:
-            patched.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
+            patched.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
             engine = start(folder, **{"max_batch_size": 8, "max_total_tokens": 120, **settings})
         device.num_op_calls = device.num_results = 0
         started.append(engine)
@@ -203,7 +203,7 @@ def test_steps_shrink_until_they_fit(
     expected = run(calm, ask(), [0] * 9)
     device = TooLarge(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
+        patched.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
         engine = start(tiny.folder, max_batch_size=8, max_total_tokens=120)
     device.room = room
     same(run(engine, ask(), [0] * 9), expected)
@@ -213,7 +213,7 @@ def test_steps_shrink_until_they_fit(
 
 def test_a_request_that_does_not_fit_alone_ends_alone(tiny: Tiny, engines: Any) -> None:
     engine, _ = engines(tiny.folder)
-    runner = engine.loop._runner
+    runner = engine.rank.runner
     launch = runner._queue
     victim = 4
 

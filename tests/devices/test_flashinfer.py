@@ -131,7 +131,7 @@ def test_its_place_in_the_engine(device_name: str, tmp_path: Path, monkeypatch: 
     attention = PagedAttention(1)
     attention.prompts = whole_prompts
     ops = Ops("other prompts", attention=attention, rotary_and_cache=norms_rotary.rotary_and_cache)
-    monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path, ops))
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: QueueOnCpu(tmp_path, ops))
     engine = start(tiny.folder, max_batch_size=4, max_total_tokens=64, max_batch_prefill_tokens=48)
     taken.clear()
     assert [found.token_ids for found in run(engine, asked)] == [found.token_ids for found in expected]

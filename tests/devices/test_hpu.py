@@ -371,7 +371,7 @@ def test_tokens_are_those_of_the_cpu_and_nothing_is_compiled_late(hpu, start_hpu
     late = hpu.bridge.count_compilations() - warm
     record_property("compiled_after_warm_up", late)
     assert found == on_cpu["fp8" if "kv_cache_dtype" in chosen else "plain"]
-    stats = engine.buckets.bucket_stats
+    stats = engine.rank.runner.buckets.bucket_stats
     assert stats.num_unplanned == 0
     assert late == 0, f"{late} graphs were compiled after warm-up"
     if chosen.get("enable_hpu_graph", True):
@@ -456,7 +456,7 @@ def test_nothing_new_is_gathered_after_warm_up(hpu, start_hpu, tiny, monkeypatch
     from habana_frameworks.torch.hpu.graphs import HPUGraph
 
     engine = start_hpu(tiny.folder)  # with its own warm-up, and once more below where everything is seen
-    runner, submit = engine.loop._runner, engine.device.submit
+    runner, submit = engine.rank.runner, engine.rank.device.submit
     caches = [tensor for pair in runner.kv_cache for tensor in pair]
     weights = [runner.model.cos_sin, *(w for _, module in runner.model.walk() for w in vars(module).values() if isinstance(w, Tensor))]  # fmt: skip
     pieces = Pieces(books, [*caches, *(t._base for t in caches if t._base is not None), *weights])
@@ -539,7 +539,7 @@ def test_a_card_with_little_memory(hpu, start_hpu, tiny, on_cpu, monkeypatch):
     gc.collect()
     monkeypatch.setattr(books, "limit", books.in_use() + (10 << 20))
     engine = start_hpu(tiny.folder, limit_hpu_graph=False, hpu_memory_fraction=0.5)
-    stats = engine.buckets.bucket_stats
+    stats = engine.rank.runner.buckets.bucket_stats
     assert 0 < stats.num_captured < stats.num_planned
     assert [output.token_ids for output in run(engine, requests())] == on_cpu["plain"]
     monkeypatch.setattr(books, "limit", books.in_use() + (13 << 18))
@@ -589,10 +589,10 @@ def run_eager(folder: str) -> None:
     wanted = requests()[:5]
     limits = {**LIMITS, "max_batch_size": 1, "max_total_tokens": 60, "pt_hpu_lazy_mode": False}
     engine = start(Path(folder), device="hpu", limit_hpu_graph=False, **limits)
-    count = engine.device.bridge.count_compilations
+    count = engine.rank.device.bridge.count_compilations
     warm = count()
     found = [[output.token_ids for output in run(engine, some)] for some in (wanted, sampled_requests()[:5])]
-    stats = engine.buckets.bucket_stats
+    stats = engine.rank.runner.buckets.bucket_stats
     sampling = warm - stats.num_captured  # programs for one row: watermark, penalties, bias, mask, four draws, tops
     print(found, sampling, stats.num_captured == stats.num_planned, count() - warm)
     engine = start(Path(folder), device="hpu", dtype=None, quantize="fp8", enable_hpu_graph=False, **limits)

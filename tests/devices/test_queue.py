@@ -56,11 +56,11 @@ def test_steps_go_through_the_queue_and_wait_for_nothing(
     asked = requests(PARAMS)
     device = PinningAnywhere(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
+        patched.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
         engine = start(
             tiny.folder, max_batch_size=4, max_input_tokens=96, max_total_tokens=160, bucketing=bucketing or None
         )
-    before: Any = engine.loop._runner
+    before: Any = engine.rank.runner
     plan = before.buckets.passes.plan if before.buckets is not None else None
     attention = device.ops.attention
 
@@ -73,7 +73,7 @@ def test_steps_go_through_the_queue_and_wait_for_nothing(
         runner = Runner(device, before.model, before.kv_cache, 4, 160, most_tokens=64, plan=plan)
         runner.prepare()
         watch.host_reads.clear()
-        engine.loop._runner = runner
+        engine.rank.runner = runner
         outputs = run(engine, asked)
         runner.forget()
     engine.close()

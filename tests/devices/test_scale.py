@@ -57,7 +57,7 @@ def start_here(device_name: str, tiny_llama: Tiny, tmp_path_factory: pytest.Temp
     def start_engine(**settings: object) -> Engine:
         if device_name == "cpu":
             device = QueueOnCpu(tmp_path_factory.mktemp("cache"))
-            patch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
+            patch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
         engine = start(tiny_llama.folder, device=device_name, **{"max_total_tokens": 192, **settings})
         patch.undo()
         engines.append(engine)

@@ -571,7 +571,7 @@ def test_under_the_runner(device_name: str, tmp_path: Path, monkeypatch: pytest.
     expected = run(plain, asked)
     plain.close()
     ops = Ops("choice in Triton", greedy_into=greedy_into, choose_into=small_choice(8192, 512))
-    monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: QueueOnCpu(tmp_path, ops))
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: QueueOnCpu(tmp_path, ops))
     engine = start(tiny.folder, max_batch_size=7, max_total_tokens=64)
     for ours, theirs in zip(run(engine, asked), expected, strict=True):
         assert ours.token_ids == theirs.token_ids

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.cpu import CpuDevice
-from text_generation_inference.engine.build import load_model
+from text_generation_inference.engine.rank import load_model
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.models.registry import read_config, read_quantization
 from text_generation_inference.parallel import Parallel

@@ -94,7 +94,7 @@ def check(engine: Engine, oracle: PreTrainedModel, plain: PreTrainedModel) -> No
 
 
 def matrices(engine: Engine) -> list[object]:
-    runner = engine.loop._runner
+    runner = engine.rank.runner
     assert isinstance(runner, Runner)
     layer = runner.model.model.layers[0]
     return [linear.weight for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)]

@@ -142,7 +142,7 @@ def test_outputs_and_lists(tiny_llama: Tiny, tmp_path: Path) -> None:
 def test_padding_is_not_measured(tiny_llama: Tiny, tmp_path: Path) -> None:
     """Rows that fill a bucket up are computed too, but nobody asked for them."""
     engine = start(tiny_llama.folder, bucketing=True, custom_kernels=False, max_total_tokens=128, max_batch_size=8)
-    model = engine.loop._runner.model
+    model = engine.rank.runner.model
     recorder = Recorder(model, CalibrationConfig("c", "MEASURE", stats=tmp_path / "m"), engine.resolved.block_size)
     run(engine, [make_request(n, prompt, NEW) for n, prompt in enumerate(PROMPTS)])
     engine.close()
@@ -169,7 +169,7 @@ def pow2(value: float) -> float:
 
 
 def weights_of(engine: Engine) -> dict[str, Fp8Weight | torch.Tensor]:
-    layers = engine.loop._runner.model.model.layers  # pyright: ignore
+    layers = engine.rank.runner.model.model.layers  # pyright: ignore
     found = {}
     for number, layer in enumerate(layers):
         attention, mlp = layer.attention, layer.mlp
@@ -231,7 +231,7 @@ def test_static_scales_compute_what_an_oracle_computes(
     assert noise > 0.01
     engine = start(tiny_llama.folder, quant_config=config, max_batch_prefill_tokens=33)
     assert any("static scales" in note for note in engine.notes)
-    stored = engine.loop._runner.kv_cache[0][0].dtype
+    stored = engine.rank.runner.kv_cache[0][0].dtype
     assert (stored is FP8) == cache
     for name, weight in weights_of(engine).items():
         if name == "2.down":
@@ -329,7 +329,7 @@ def test_dummy_weights(tiny_llama: Tiny, tmp_path: Path) -> None:
     measure(tiny_llama, tmp_path, settings)
     engine = start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE"), **settings)
     assert all(isinstance(weight, Fp8Weight) for weight in weights_of(engine).values())
-    assert engine.loop._runner.model.model.layers[0].attention.cache_scales.k != 1.0
+    assert engine.rank.runner.model.model.layers[0].attention.cache_scales.k != 1.0
     engine.close()
 
 

@@ -50,7 +50,7 @@ def test_plain(tiny: Tiny, expected: list, custom_kernels: bool) -> None:
 
 def test_captured(tiny: Tiny, expected: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = QueueOnCpu(tmp_path)
-    monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
     check(tiny, expected)
     assert device.num_replays > 0
 
@@ -60,7 +60,7 @@ def test_bucketed(tiny: Tiny, expected: list, captured: bool, tmp_path: Path, mo
     shapes: dict[str, Any] = {"bucketing": True, "max_batch_prefill_tokens": 64, "custom_kernels": False}
     if captured:
         device = QueueOnCpu(tmp_path)
-        monkeypatch.setattr("text_generation_inference.engine.build.choose_device", lambda *_: device)
+        monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
     assert check(tiny, expected, **shapes).buckets is not None
 
 

@@ -56,7 +56,7 @@ class FloorModel:
 
     @classmethod
     def of(cls, engine: Engine, rates: Rates) -> "FloorModel":
-        runner: Any = engine.loop._runner
+        runner: Any = engine.rank.runner
         model = runner.model
         layers = [
             linear.weight

@@ -63,7 +63,7 @@ def run_offline(task: OfflineTask) -> int:
         config = make_config(task, rows, model_id, model.max_positions)
         engine = start_engine(config, bars.update)
     try:
-        refuse_emulation(engine.device)
+        refuse_emulation(engine.rank.device)
         for note in [] if task.asked is None else task.asked.notes:
             lines.say(note)
         report = _start_report(task, config, engine)
@@ -209,7 +209,7 @@ class _Run:
                 self.add(row, summarise(row, iterations))
 
     def add(self, row: Row, result: RowResult) -> None:
-        result.peak_memory_gb = peak_memory_gb(self.engine.device)
+        result.peak_memory_gb = peak_memory_gb(self.engine.rank.device)
         result.published = self.task.published.get(row)
         self.done.append(row)
         self.report.rows.append(result)
@@ -228,7 +228,7 @@ class _Run:
     def add_floors(self) -> None:
         """Last, when the engine can give its cache back: products of many rows want memory that it holds."""
         model = FloorModel.of(self.engine, find_rates(torch.cuda.get_device_name()))
-        runner: Any = self.engine.loop._runner
+        runner: Any = self.engine.rank.runner
         runner.kv_cache.clear()
         gc.collect()
         torch.cuda.empty_cache()
@@ -279,6 +279,6 @@ def _start_report(task: OfflineTask, config: ServerConfig, engine: Engine) -> Of
             "warmup": task.warmups,
             "seed": task.seed,
         },
-        **reports.describe_origin(describe_hardware(engine.device)),
+        **reports.describe_origin(describe_hardware(engine.rank.device)),
         notes=[note for note in engine.notes if not (task.shape and config.model_id in note)],
     )

@@ -147,10 +147,8 @@ class EngineServer:
 
     def _tell_unplanned(self) -> None:
         """Shapes that warming up has not met, once each."""
-        buckets = self._engine.buckets
-        if buckets is not None and buckets.passes.shape_stats.news:
-            for text in buckets.passes.shape_stats.take_news():
-                print(text, file=sys.stderr, flush=True)
+        for text in self._engine.rank.take_news():
+            print(text, file=sys.stderr, flush=True)
 
     def _receive(self) -> None:
         """Take all messages that are there; without work wait for one, a while."""
@@ -333,7 +331,7 @@ class EngineServer:
             stats.num_preemptions,
             stats.num_prompt_tokens,
             stats.num_cached_prompt_tokens,
-            self._engine.buckets.bucket_stats if self._engine.buckets is not None else None,
+            self._engine.rank.bucket_stats,
             self._num_malformed,
         )
 
@@ -395,7 +393,7 @@ def main() -> int:
             engine.recorder.reset()  # prompts of our own do not count
         profiling = Profiling(config)  # nor do their steps
         grows = config.step_timeout_s is None
-        limit_s = engine.device.limits.step_timeout_s if config.step_timeout_s is None else config.step_timeout_s
+        limit_s = engine.rank.device.limits.step_timeout_s if config.step_timeout_s is None else config.step_timeout_s
         heartbeat = Heartbeat(heartbeat_path(socket_path), limit_s, grows)
         heartbeat.beat_in_thread()
         socket.bind(f"ipc://{socket_path}")

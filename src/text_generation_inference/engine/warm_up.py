@@ -17,7 +17,7 @@ def warm_up(engine: Engine, grammars: bool = True) -> float:
     resolved = engine.resolved
     new_tokens = min(_NEW_TOKENS, resolved.max_total_tokens - 1)
     _run(engine, [min(_PROMPT_TOKENS, resolved.max_total_tokens - new_tokens)], new_tokens)
-    if engine.device.limits.runs_ahead and engine.buckets is not None:
+    if engine.rank.device.limits.runs_ahead and engine.rank.bucket_stats is not None:
         # The largest step takes its memory before it is needed.
         longest = min(resolved.max_input_tokens, resolved.max_batch_prefill_tokens)
         count = min(resolved.max_batch_size, resolved.max_batch_prefill_tokens // longest)

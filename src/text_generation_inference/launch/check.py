@@ -222,8 +222,8 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     import torch
 
     from text_generation_inference.devices.device import choose_device
-    from text_generation_inference.engine.build import choose_dtype
     from text_generation_inference.engine.memory import check_precision, check_weights_fit
+    from text_generation_inference.engine.rank import choose_dtype
     from text_generation_inference.layers.cache import bytes_per_token
     from text_generation_inference.models.model import Context
     from text_generation_inference.models.registry import ARCHITECTURES, build, read_quantization

@@ -109,7 +109,7 @@ def _start_report(task: StaticTask, config: ServerConfig, engine: Engine) -> Sta
         benchmark="static",
         model=task.model,
         configuration={**dict(config.__rich_repr__()), **task.sampling.given(), "batch_sizes": task.batch_sizes},
-        **reports.describe_origin(describe_hardware(engine.device)),
+        **reports.describe_origin(describe_hardware(engine.rank.device)),
         sequence_length=task.sequence_length,
         decode_length=task.decode_length,
         runs=task.runs,
@@ -119,7 +119,7 @@ def _start_report(task: StaticTask, config: ServerConfig, engine: Engine) -> Sta
 
 
 def _measure(task: StaticTask, config: ServerConfig, engine: Engine, prompt: list[int]) -> int:
-    state = State(task, about=f"{engine.device.name}, {config.quantize or engine.facts.dtype}")
+    state = State(task, about=f"{engine.rank.device.name}, {config.quantize or engine.facts.dtype}")
     report = _start_report(task, config, engine)
 
     def save() -> None:

@@ -1,0 +1,294 @@
+"""One rank: a device with its part of the model, from loading to steps.
+
+What the engine decides once for all ranks goes in as numbers (`Resolved`, a bucket plan), and what it decides by
+comes out as numbers (`RankFacts`, `RankMemory`): the engine knows neither the model nor the runner.
+"""
+
+import gc
+from collections.abc import Generator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+
+import msgspec
+import torch
+from torch import Tensor
+
+from text_generation_inference.config import ModelSize, Resolved, ServerConfig, cache_folder, uses_buckets
+from text_generation_inference.devices.buckets import BucketPlan
+from text_generation_inference.devices.device import Device, choose_device
+from text_generation_inference.engine.bucketing import guess_limits, limits_graphs, plan_from
+from text_generation_inference.engine.calibrate import Calibrated, choose_cache, make_recorder
+from text_generation_inference.engine.loop import is_out_of_memory
+from text_generation_inference.engine.memory import (
+    check_precision,
+    check_weights_fit,
+    largest_step_fits,
+    measure_steps,
+    most_captured_tokens,
+)
+from text_generation_inference.engine.warm_shapes import StepBytes, measure_shapes, warm_shapes
+from text_generation_inference.errors import EngineError, ResourceError, StartError
+from text_generation_inference.layers.cache import bytes_per_token
+from text_generation_inference.models.model import Context, Model
+from text_generation_inference.models.registry import build
+from text_generation_inference.models.spec import Config
+from text_generation_inference.parallel import SINGLE, Parallel
+from text_generation_inference.quant.choose import assign_methods, choose_quantization
+from text_generation_inference.quant.inc.measure import Recorder
+from text_generation_inference.quant.quantization import Quantization
+from text_generation_inference.runner import kv_cache
+from text_generation_inference.runner.runner import Runner
+from text_generation_inference.text.grammar import GrammarCompiler
+from text_generation_inference.types import BucketStats, Limits, StepPlan, StepResult
+from text_generation_inference.weights.checkpoint import Checkpoint
+from text_generation_inference.weights.load import load_checkpoint, load_dummy
+from text_generation_inference.weights.progress import Progress, silent
+from text_generation_inference.weights.scratch import Scratch
+from text_generation_inference.weights.source import ModelFolder
+from text_generation_inference.weights.upload import Upload
+
+
+class RankFacts(msgspec.Struct, frozen=True):
+    """What the engine must know of a loaded model and its device."""
+
+    device: str
+    limits: Limits
+    dtype: str
+    vocab_size: int
+    size: ModelSize
+    notes: list[str]  # for the log
+
+
+class RankMemory(msgspec.Struct, frozen=True):
+    """Before there is a cache."""
+
+    free_bytes: int
+    step_bytes: int  # that steps take beside weights and cache, at most; 0 where that is not measured
+
+    @property
+    def cache_bytes(self) -> int:
+        """Left for the cache. All ranks get as much as the one that has least."""
+        return max(0, self.free_bytes - self.step_bytes)
+
+
+class Rank:
+    """In this order: `load`, `measure`, `allocate`, `warm`, then steps. After `release` it is as before `allocate`."""
+
+    runner: Runner  # from `allocate` on
+
+    def __init__(
+        self, calibrated: Calibrated, source: ModelFolder, parallel: Parallel = SINGLE, progress: Progress = silent
+    ) -> None:
+        self._calibrated, self._config = calibrated, calibrated.config
+        self._source, self._parallel, self._progress = source, parallel, progress
+        self.device = _open_device(calibrated)
+        self._bucketed = uses_buckets(self._config, self.device.limits)
+        self._steps = StepBytes()
+
+    # -- before the first request ----------------------------------------------------------------------------------
+
+    def load(self, model_config: Config, stored: Quantization | None) -> RankFacts:
+        """The weights; `stored`: how the checkpoint has them.
+
+        Raises `StartError` for what the device cannot compute, `ResourceError` if they are too large.
+        """
+        config, device = self._config, self.device
+        stored = self._calibrated.quantize(stored, device)
+        dtype = choose_dtype(config, device)
+        check_precision(config, stored, device)
+        quantization = choose_quantization(config.quantize, stored)
+        model = load_model(
+            config, self._source, model_config, quantization, device, dtype, self._parallel, self._progress
+        )
+        cache_setting = choose_cache(config, quantization, model)
+        self._model = model
+        self._caches = model.caches(kv_cache.choose_dtype(cache_setting, dtype))
+        precision = _describe_precision(quantization, cache_setting)
+        return RankFacts(
+            device=device.name,
+            limits=device.limits,
+            dtype=str(dtype).removeprefix("torch."),
+            vocab_size=model.vocab_size,
+            size=ModelSize(max_positions=model.max_positions, kv_bytes_per_token=bytes_per_token(self._caches)),
+            notes=[device.ops.description, *precision, *self._calibrated.describe(quantization, model)],
+        )
+
+    def measure(self) -> RankMemory:
+        """Compiles kernels too, where steps are measured at all."""
+        if self.device.limits.measures_steps:
+            self._progress("compile kernels", 0, 0)
+            self._steps = self._measure_steps()
+        return RankMemory(self.device.free_bytes(), self._steps.total)
+
+    def allocate(self, resolved: Resolved, plan: BucketPlan | None, grammars: GrammarCompiler | None) -> None:
+        """Cache and slots; `plan`: the shapes that all passes have."""
+        self._resolved = resolved
+        cache = kv_cache.allocate(self.device, self._caches, resolved.num_blocks)
+        rows, length = resolved.max_batch_size, resolved.max_total_tokens
+        with self._explain_lack():
+            self.runner = self._make_runner(self._model, cache, rows, length, grammars, plan)
+
+    def warm(self) -> None:
+        """Capture steps, or meet the shapes of the plan."""
+        with self._explain_lack():
+            self.runner.prepare(self._progress)
+            if self.runner.buckets is not None:
+                warm_shapes(
+                    self._config,
+                    self._resolved,
+                    self.device,
+                    self.runner.buckets,
+                    self._source.model_id,
+                    cache_folder(self._config),
+                    self._progress,
+                    self._steps.without_graph,
+                )
+
+    def fits(self) -> bool:
+        """Whether the largest permitted step fits beside the cache, where steps were measured without one."""
+        if self._bucketed or not self.device.limits.measures_steps:
+            return True
+        return largest_step_fits(self.runner, self._resolved)
+
+    def release(self) -> RankMemory:
+        """Cache, slots and captured steps."""
+        del self.runner
+        self._model.unbind()
+        gc.collect()  # captured steps refer to what refers to them
+        self.device.forget_captures()
+        return RankMemory(self.device.free_bytes(), self._steps.total)
+
+    def record(self) -> Recorder | None:
+        """From now on measures every pass, if that was asked for."""
+        return make_recorder(self._calibrated, self._model, self._resolved.block_size)
+
+    def _measure_steps(self) -> StepBytes:
+        config, device, model = self._config, self.device, self._model.shallow()
+        cache = kv_cache.allocate(device, self._caches, num_blocks=1)
+        if self._bucketed:
+            plan = plan_from(guess_limits(config, model.max_positions, device), config)
+            length = config.max_total_tokens or model.max_positions
+            return measure_shapes(
+                device, plan, lambda rows, length: self._make_runner(model, cache, rows, length, None, plan), length
+            )
+        return StepBytes(
+            measure_steps(
+                config, model, device, lambda rows, length: self._make_runner(model, cache, rows, length, None, None)
+            )
+        )
+
+    def _make_runner(
+        self,
+        model: Model,
+        cache: list[tuple[Tensor, Tensor]],
+        num_slots: int,
+        max_total_tokens: int,
+        grammars: GrammarCompiler | None,
+        plan: BucketPlan | None,
+    ) -> Runner:
+        config, device = self._config, self.device
+        return Runner(
+            device,
+            model,
+            cache,
+            num_slots,
+            max_total_tokens,
+            (config.watermark_gamma, config.watermark_delta),
+            grammars,
+            capture_sizes=config.cuda_graphs,
+            most_tokens=most_captured_tokens(config, model, device, num_slots, max_total_tokens),
+            plan=plan,
+            limit_graphs=limits_graphs(config, device),
+        )
+
+    @contextmanager
+    def _explain_lack(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise EngineError(f"the device cannot compute: {error}") from error
+            rows, length = self._resolved.max_batch_size, self._resolved.max_total_tokens
+            raise ResourceError(
+                f"Not enough memory for {rows} requests of {length} tokens:"
+                f" lower `max_batch_size` or `max_total_tokens` ({error})"
+            ) from None
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> "Future[StepResult]":
+        return self.runner.launch(plan)
+
+    def forget(self) -> None:
+        """Every request; nothing may be in flight."""
+        self.runner.forget()
+
+    @property
+    def bucket_stats(self) -> BucketStats | None:
+        """Where steps have the shapes of a plan."""
+        return self.runner.buckets.bucket_stats if self.runner.buckets is not None else None
+
+    def take_news(self) -> list[str]:
+        """Shapes that warming up has not met, once each."""
+        return self.runner.buckets.passes.shape_stats.take_news() if self.runner.buckets is not None else []
+
+    def close(self) -> None:
+        self.device.close()
+
+
+def _open_device(calibrated: Calibrated) -> Device:
+    config, cache_dir = calibrated.config, cache_folder(calibrated.config)
+    about = (config.num_threads, config.cuda_memory_fraction, config)
+    device = choose_device(config.device, cache_dir, config.custom_kernels, *about)
+    if calibrated.measures and device.ops.block_kinds:  # its kernels keep matrices in forms of their own
+        device.close()
+        return choose_device(config.device, cache_dir, False, *about)
+    return device
+
+
+def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:
+    """As asked, else the device's preference."""
+    name = config.dtype or device.limits.dtypes[0]
+    if name not in device.limits.dtypes:
+        raise StartError(f"`dtype` {name} does not run on {device.name}: choose {', '.join(device.limits.dtypes)}")
+    return getattr(torch, name)
+
+
+def _describe_precision(quantization: Quantization | None, cache_setting: str | None) -> list[str]:
+    """What is computed or kept in FP8."""
+    notes = [quantization.description] if quantization is not None and quantization.description else []
+    if cache_setting is not None:
+        notes.append(f"KV cache in {cache_setting}")
+    return notes
+
+
+def load_model(
+    config: ServerConfig,
+    source: ModelFolder,
+    model_config: Config,
+    quantization: Quantization | None,
+    device: Device,
+    dtype: torch.dtype,
+    parallel: Parallel,
+    progress: Progress,
+) -> Model:
+    model = build(model_config, Context(device.ops, parallel, device.torch_device))
+    if config.load_format == "dummy":
+        assign_methods(model, quantization)
+        check_weights_fit(config, model, dtype, device)
+        with device.loading() as pool:
+            load_dummy(model, dtype, device.torch_device, config.seed, Scratch(pool))
+        return model
+    checkpoint = Checkpoint.open(source.weights_path)
+    if quantization is not None:
+        quantization = quantization.named_as_in(checkpoint.names())
+    # Quantised blocks stand for float32 values.
+    block_types = checkpoint.block_types if dtype is torch.float32 else {}
+    assign_methods(model, quantization, block_types, device.ops.block_kinds)
+    check_weights_fit(config, model, dtype, device)
+    ignored = (*model.ignored, *(quantization.may_leave if quantization is not None else ()))
+    copies_by_itself = device.limits.runs_ahead and device.torch_device.type != "cpu"
+    uploading = Upload(device.torch_device) if copies_by_itself else nullcontext()
+    with device.loading() as pool, uploading as checkpoint.upload:
+        load_checkpoint(model, checkpoint, dtype, device.torch_device, ignored, progress, Scratch(pool))
+    return model
