@@ -61,7 +61,7 @@ def test_bucketed(tiny: Tiny, expected: list, captured: bool, tmp_path: Path, mo
     if captured:
         device = QueueOnCpu(tmp_path)
         monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
-    assert check(tiny, expected, **shapes).buckets is not None
+    assert check(tiny, expected, **shapes).rank.bucket_stats is not None
 
 
 def test_two_ranks(tiny: Tiny) -> None:
