@@ -51,7 +51,7 @@ def test_blocks(mix: str, tmp_path: Path) -> None:
     sizes = {"llama.embedding_length": 256, "llama.feed_forward_length": 256}
     path = tiny_gguf.write(tmp_path / "a.gguf", tiny_gguf.metadata(sizes), tensors, blocks=blocks)
     convert_gguf(path, tmp_path / "out")
-    model = check(tmp_path / "out").loop._runner.model
+    model = check(tmp_path / "out").rank.runner.model
     layer = model.model.layers[0]
     weights = [
         layer.attention.qkv.weight,
