@@ -23,6 +23,10 @@ def change(tiny: Tiny, folder: Path, config: dict | None = None, tensors: dict |
     return folder
 
 
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+
+
 @pytest.mark.parametrize(
     ("config", "text"),
     [
@@ -50,6 +54,13 @@ def change(tiny: Tiny, folder: Path, config: dict | None = None, tensors: dict |
             {"architectures": ["MistralForCausalLM"], "sliding_window": -5},
             "`sliding_window` must be a positive integer",
         ),
+        ({**MIXTRAL, "num_local_experts": None}, "`num_local_experts` must be a positive integer"),
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "`num_experts_per_tok` is 9, but `num_local_experts` only 4"),
+        ({**MIXTRAL, "hidden_act": "swishy"}, "activation 'swishy' is not supported"),
+        ({**MIXTRAL}, "lacks the tensor model.layers.0.block_sparse_moe.gate.weight"),
+        ({**QWEN2_MOE, "num_experts": 0}, "`num_experts` must be a positive integer"),
+        ({**QWEN2_MOE, "mlp_only_layers": [None]}, "`mlp_only_layers` must be a list of numbers"),
+        ({**QWEN2_MOE, "norm_topk_prob": 1}, "`norm_topk_prob` must be true or false"),
         ({"vocab_size": 321}, "config.json makes it [321, 64]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -21,6 +21,7 @@ from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import StartError
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.layers.cache import CacheSpec
+from text_generation_inference.quant import method as quant_method
 
 Matrix = Tensor | Fp8Weight
 
@@ -58,6 +59,8 @@ class FloorModel:
     def of(cls, engine: Engine, rates: Rates) -> "FloorModel":
         runner: Any = engine.rank.runner
         model = runner.model
+        if any(matrix.is_stacked for _, matrix in model.walk() if isinstance(matrix, quant_method.Matrix)):
+            raise StartError("--floor is for models without experts: which of them a step reads depends on its tokens")
         layers = [
             linear.weight
             for layer in model.model.layers

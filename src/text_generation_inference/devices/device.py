@@ -16,7 +16,7 @@ from torch import Tensor
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.driver import read_driver
 from text_generation_inference.errors import StartError
-from text_generation_inference.kernels import choice, fp8, reference, slot_state
+from text_generation_inference.kernels import choice, experts, fp8, reference, routing, slot_state
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.types import Limits
 
@@ -39,6 +39,9 @@ class Ops:
         self.add_rms_norm: Callable[..., Any] = reference.add_rms_norm
         self.silu_mul: Callable[..., Any] = reference.silu_mul
         self.gelu_tanh_mul: Callable[..., Any] = reference.gelu_tanh_mul
+        self.pack_experts: Callable[..., Any] = experts.pack_experts
+        self.experts: Callable[..., Any] = experts.experts
+        self.route: Callable[..., Any] = routing.route
         self.rotary_and_cache: Callable[..., Any] = reference.rotary_and_cache
         self.attention: Callable[..., Any] = reference.attention
         self.greedy: Callable[..., Any] = reference.greedy

@@ -4,6 +4,7 @@ A family describes itself with a `DecoderSpec`; what no spec can say is a module
 """
 
 from copy import copy
+from dataclasses import replace
 from typing import Any, Self, cast
 
 import torch
@@ -15,13 +16,22 @@ from text_generation_inference.kernels.fused_decode import FusedLayer
 from text_generation_inference.layers.attention import Attention, HeadLayout
 from text_generation_inference.layers.cache import CacheSpec
 from text_generation_inference.layers.embedding import VocabWeight
+from text_generation_inference.layers.experts import Experts, Router, SharedExpert, StackedMatrix, expert_parts
 from text_generation_inference.layers.linear import Linear, bias_parts, column_parts, row_linear
 from text_generation_inference.layers.norm import RMSNorm
 from text_generation_inference.layers.rotary import build_table
 from text_generation_inference.models.model import Caches, Context, Model
-from text_generation_inference.models.spec import AttentionSpec, DecoderSpec, DenseSpec, Join, LayerSpec, TensorNames
-from text_generation_inference.quant.method import Product, Rows
-from text_generation_inference.weights.declare import Module
+from text_generation_inference.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    DenseSpec,
+    ExpertsSpec,
+    Join,
+    LayerSpec,
+    TensorNames,
+)
+from text_generation_inference.quant.method import InputForm, Product, Rows
+from text_generation_inference.weights.declare import Module, Part
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as configs and as ops call them
 
@@ -39,9 +49,45 @@ class GatedMlp(Module):
             raise ModelFormatError(f"activation {spec.activation!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
         self.activate = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_tanh_mul}[_ACTIVATIONS[spec.activation]]
 
+    @property
+    def input_form(self) -> InputForm:
+        return self.gate_up.input_form
+
+    @property
+    def kind(self) -> object:
+        return (self.gate_up.kind, self.down.kind, self.down.shape)
+
     def forward(self, x: Rows) -> Product:
         gated = self.activate(self.gate_up.linear_unscaled(x), quantize_for=self.down.input_form)
         return self.down.linear_unscaled(gated)
+
+
+def build_feed_forward(
+    context: Context, spec: DenseSpec | ExpertsSpec, hidden_size: int, names: TensorNames
+) -> GatedMlp | Experts:
+    if isinstance(spec, DenseSpec):
+        return GatedMlp(context, spec, hidden_size, names)
+    ops, parallel = context.ops, context.parallel
+    if spec.activation not in _ACTIVATIONS:
+        raise ModelFormatError(f"activation {spec.activation!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
+    shared = None
+    if spec.shared is not None:
+        dense = GatedMlp(context, spec.shared, hidden_size, replace(names, feed_forward=spec.names.shared))
+        dense.down.reduce = None  # what ranks have is summed once, with what the experts give
+        gate = Linear(ops, [Part(f"{spec.names.shared_gate}.weight", (1, hidden_size))]) if spec.shared_gate else None
+        shared = SharedExpert(dense, gate)
+    kept = parallel.split(spec.width, "the width of an expert")
+    gate_up, down = expert_parts(spec.names.gate_up_down, spec.num_experts, spec.width, hidden_size, kept)
+    return Experts(
+        ops,
+        parallel,
+        names.feed_forward,
+        Router(ops, spec.names.router, spec.num_experts, hidden_size, spec.routing, spec.router_bias),
+        StackedMatrix(ops, gate_up, spec.num_experts, spec.routing.top_k),
+        StackedMatrix(ops, down, spec.num_experts, spec.routing.top_k),
+        shared,
+        _ACTIVATIONS[spec.activation],
+    )
 
 
 def build_attention(context: Context, spec: AttentionSpec, hidden_size: int, names: TensorNames) -> Attention:
@@ -69,7 +115,7 @@ class PreNormLayer(Module):
         self.attention_norm = RMSNorm(ops, names.attention_norm, hidden_size, spec.norm_eps)
         self.attention = build_attention(context, layer.attention, hidden_size, names)
         self.mlp_norm = RMSNorm(ops, names.feed_forward_norm, hidden_size, spec.norm_eps)
-        self.mlp = GatedMlp(context, layer.feed_forward, hidden_size, names)
+        self.mlp = build_feed_forward(context, layer.feed_forward, hidden_size, names)
 
     def forward(
         self,
@@ -93,17 +139,17 @@ class PreNormLayer(Module):
         x = self.attention.forward(normed, batch, cos_sin, k_cache, v_cache, wanted)
         if wanted is not None:
             residual = residual[wanted]
-        normed, residual = self.mlp_norm.add(x, residual, self.mlp.gate_up.input_form)
+        normed, residual = self.mlp_norm.add(x, residual, self.mlp.input_form)
         return self.mlp.forward(normed), residual
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Layers of the same kind run the same kernels."""
-        matrices = (self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down)
-        return (self.attention.heads, *(matrix.kind for matrix in matrices))
+        return (self.attention.heads, self.attention.qkv.kind, self.attention.out.kind, self.mlp.kind)
 
     def as_fused_layer(self, k_cache: Tensor, v_cache: Tensor) -> FusedLayer:
         attention, mlp = self.attention, self.mlp
+        assert isinstance(mlp, GatedMlp)
         return FusedLayer(
             input_norm=self.attention_norm.weight,
             qkv=attention.qkv.weight,
@@ -191,7 +237,8 @@ class CausalLM(Model):
         layouts = {(layer.attention.heads.num_heads, layer.attention.heads.scale) for layer in self.model.layers}
         activations = {layer.feed_forward.activation for layer in self.spec.layers}
         capped = any(layer.attention.heads.softcap is not None for layer in self.model.layers)
-        is_uniform = len(layouts) == len(activations) == 1 and not capped  # no fused pass caps its scores
+        is_dense = all(isinstance(layer.feed_forward, DenseSpec) for layer in self.spec.layers)
+        is_uniform = len(layouts) == len(activations) == 1 and not capped and is_dense  # no fused pass caps its scores
         if self.ops.make_fused_decode is None or self.parallel.world > 1 or not is_uniform:
             return None
         (heads, scale), activation = layouts.pop(), activations.pop()

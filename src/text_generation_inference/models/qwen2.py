@@ -9,8 +9,12 @@ TINY = {**LLAMA_TINY, "use_sliding_window": True, "sliding_window": 24, "max_win
 
 
 def build(config: Config, context: Context) -> Model:
-    windows = None
-    if config.flag("use_sliding_window", False):
-        window, first = config.integer("sliding_window"), int(config.number("max_window_layers", 28))
-        windows = [window if layer >= first else None for layer in range(config.integer("num_hidden_layers"))]
-    return CausalLM(read_llama_like(config, qkv_bias=True, windows=windows), context)
+    return CausalLM(read_llama_like(config, qkv_bias=True, windows=read_windows(config)), context)
+
+
+def read_windows(config: Config) -> list[int | None] | None:
+    """By layer; None: no layer has one."""
+    if not config.flag("use_sliding_window", False):
+        return None
+    window, first = config.integer("sliding_window"), int(config.number("max_window_layers", 28))
+    return [window if layer >= first else None for layer in range(config.integer("num_hidden_layers"))]

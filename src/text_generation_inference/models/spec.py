@@ -3,13 +3,14 @@
 Layers say which attention and feed-forward they have and how those join, `TensorNames` what a checkpoint calls them.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.files import shorten
+from text_generation_inference.kernels.routing import Routing
 from text_generation_inference.layers.rotary import RopeSpec
 
 
@@ -36,6 +37,34 @@ class DenseSpec:
     bias: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """What checkpoints call the parts of a mixture of experts, relative to the feed-forward."""
+
+    router: str = "gate"
+    gate_up_down: tuple[str, str, str] = (
+        "experts.{}.gate_proj",
+        "experts.{}.up_proj",
+        "experts.{}.down_proj",
+    )  # of each
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts, each of which is a gated feed-forward."""
+
+    num_experts: int
+    width: int  # of each
+    routing: Routing
+    activation: str = "silu"
+    router_bias: bool = False
+    shared: DenseSpec | None = None  # every token passes it
+    shared_gate: bool = False  # its result is scaled by the sigmoid of a product
+    names: ExpertNames = ExpertNames()
+
+
 class Join(StrEnum):
     """How attention and feed-forward join the residual stream."""
 
@@ -45,7 +74,7 @@ class Join(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     attention: AttentionSpec
-    feed_forward: DenseSpec
+    feed_forward: DenseSpec | ExpertsSpec
     join: Join = Join.PRE
 
 
@@ -90,6 +119,11 @@ _MOST = {
     "num_attention_heads": 2**14,
     "num_key_value_heads": 2**14,
     "head_dim": 2**14,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "n_routed_experts": 2**14,
+    "moe_intermediate_size": 2**22,
+    "shared_expert_intermediate_size": 2**22,
 }
 _MOST_OF_ANY = 2**62
 _LARGEST = 10**30
@@ -147,6 +181,10 @@ class Config:
 
     def get(self, name: str) -> Any:
         return self.fields.get(name)
+
+    def with_defaults(self, **values: Any) -> "Config":
+        """Where a family's defaults are not those of others: files leave out what equals them."""
+        return Config({**values, **self.fields}, self.source)
 
 
 def read_rope(config: Config, head_dim: int, max_positions: int) -> RopeSpec:
@@ -224,3 +262,20 @@ def read_llama_like(
         max_positions=max_positions,
         tied=config.flag("tie_word_embeddings", False),
     )
+
+
+def check_experts(config: Config, experts: str, chosen: str) -> tuple[int, int]:
+    """How many experts there are and how many each token goes to, from the fields of these names."""
+    num_experts, top_k = config.integer(experts), config.integer(chosen)
+    if top_k > num_experts:
+        raise ModelFormatError(f"{config.source}: `{chosen}` is {top_k}, but `{experts}` only {num_experts}")
+    return num_experts, top_k
+
+
+def with_experts(spec: DecoderSpec, experts: ExpertsSpec, layers: Collection[int] | None = None) -> DecoderSpec:
+    """With experts as the feed-forward of these layers, by number; None: of all."""
+    changed = (
+        replace(layer, feed_forward=experts) if layers is None or number in layers else layer
+        for number, layer in enumerate(spec.layers)
+    )
+    return replace(spec, layers=tuple(changed))

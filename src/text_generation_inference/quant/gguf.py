@@ -51,7 +51,7 @@ def detect(
 ) -> Method | None:
     """If all parts are there in types that are `computed`. `block_types` are those of a file, by tensor name."""
     kinds = [block_types.get(name, "").lower() for name in tensors]
-    by_row = all(part.dim in (None, 0) for part in matrix.parts)
+    by_row = not matrix.is_stacked and all(part.dim in (None, 0) for part in matrix.parts)
     if not by_row or not set(kinds) <= set(computed):
         return None
     return GgufBlocks(kinds, [part.local_shape[0] for part in matrix.parts])

@@ -25,7 +25,7 @@ class Method(Storage):
     def finish(self, matrix: "Matrix") -> None:
         """Bring the weight into the form that the device multiplies. Called once, when it has been loaded."""
         if matrix.is_multiplied:
-            matrix.weight = matrix.ops.pack_linear(matrix.weight)
+            matrix.weight = matrix.pack(matrix.weight)
 
     def apply(self, matrix: "Matrix", x: Rows) -> Tensor:
         """x `[tokens, in]` -> `[tokens, out]`, with the bias."""
@@ -54,6 +54,9 @@ PLAIN = Method()
 class Matrix(Module):
     """`[out, in]`, stacked from `parts`, each of which says which rows or columns this rank keeps."""
 
+    is_stacked = False  # several matrices, which only the op `experts` multiplies
+    is_measured = True  # what goes into it can be looked at, to find scales for it
+
     def __init__(self, ops: Ops, parts: list[Part], may_round: bool = True, is_multiplied: bool = True) -> None:
         self.ops = ops
         self.parts = parts
@@ -70,6 +73,10 @@ class Matrix(Module):
         return Declared("weight", self.parts).shape
 
     @property
+    def outputs_per_token(self) -> int:
+        return self.shape[0]
+
+    @property
     def kind(self) -> object:
         return self.method.kind(self)
 
@@ -79,6 +86,10 @@ class Matrix(Module):
     def finish(self) -> None:
         self.method.finish(self)
         self.input_form = self.method.input_form(self)
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """In the form that the op which multiplies it wants."""
+        return self.ops.pack_linear(weight)
 
     def names(self, prefix: str) -> list[str]:
         """Of its parts as methods and configurations know them: without `.weight`."""

@@ -89,8 +89,8 @@ def step_bytes_per_token(model: Model) -> int:
     """What a token of a prefill step takes beside the KV cache, roughly and rather too much: what the matrices of a
     layer put out, twice, and the stream they add to."""
     matrices = [module for _, module in model.walk() if isinstance(module, Matrix) and module.may_round]
-    outputs = sum(matrix.shape[0] for matrix in matrices) // len(model.caches(torch.float32))
-    return 4 * 2 * (outputs + matrices[-1].shape[0])
+    outputs = sum(matrix.outputs_per_token for matrix in matrices) // len(model.caches(torch.float32))
+    return 4 * 2 * (outputs + matrices[-1].outputs_per_token)
 
 
 def check_cache(task: StaticTask, engine: Engine) -> None:

@@ -1,36 +1,43 @@
 """The feed-forward part of a mixture of experts on Gaudi: one op for all experts of a rank."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
+
+from text_generation_inference.kernels import experts as reference
+from text_generation_inference.kernels.fp8 import Fp8Weight
 
 
 def experts(
     x: Tensor,  # [tokens, hidden]
-    chosen: Tensor,  # [tokens, k] int64: experts of each token, counted over all ranks
-    shares: Tensor,  # [tokens, k]: how much of each
-    gate_up: Sequence[Tensor],  # of each expert here [2 * width, hidden]
-    down: Sequence[Tensor],  # of each expert here [hidden, width]
-    first: int = 0,  # number of the first expert here
-    activation: str = "silu",
+    ids: Tensor,  # [tokens, k]
+    weights: Tensor,  # [tokens, k] float32
+    gate_up: Tensor | Fp8Weight,  # [experts * 2 * width, hidden]
+    down: Tensor | Fp8Weight,  # [experts * hidden, width]
+    gate: str = "silu",
+    biases: tuple[Tensor, Tensor] | None = None,
+    scale_inputs: bool = False,
     per_call: int = -1,  # at most so many experts in one call, which older software needs; -1: all
 ) -> Tensor:
-    """-> `[tokens, hidden]`: the sum over the experts that are here."""
-    step = len(gate_up) if per_call < 1 else per_call
+    """See `kernels.experts`, which does what the card's op does not: other gates, biases, scaled inputs, FP8."""
+    is_known = gate == "silu" and biases is None and not scale_inputs
+    if not is_known or isinstance(gate_up, Fp8Weight) or isinstance(down, Fp8Weight):
+        return reference.experts(x, ids, weights, gate_up, down, gate, biases, scale_inputs)
+    count = down.shape[0] // x.shape[1]
+    first, second = list(gate_up.chunk(count)), list(down.chunk(count))
+    step = count if per_call < 1 else per_call
     out: Tensor | None = None
-    for start in range(0, len(gate_up), step):
-        end = min(start + step, len(gate_up))
+    for start in range(0, count, step):
+        end = min(start + step, count)
         part = torch.ops.hpu.mixture_of_experts(
             x,
-            chosen,
-            shares.to(x.dtype),
-            list(gate_up[start:end]),
-            list(down[start:end]),
+            ids,
+            weights.to(x.dtype),
+            first[start:end],
+            second[start:end],
             True,  # weights are [out, in]
-            activation,
-            first + start,
-            first + end - 1,
+            gate,
+            start,
+            end - 1,
         )
         out = part if out is None else out + part
     assert out is not None

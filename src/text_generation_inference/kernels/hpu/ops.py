@@ -12,6 +12,7 @@ from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight
 from text_generation_inference.kernels.hpu.attention import HpuAttention
 from text_generation_inference.kernels.hpu.bridge import Bridge
+from text_generation_inference.kernels.hpu.experts import experts
 from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
 
 
@@ -69,6 +70,7 @@ def load_ops(bridge: Bridge, flash: bool = True, recompute: bool = True, wide_so
         "add_rms_norm": norms.add_rms_norm,
         "silu_mul": norms.silu_mul,
         "gelu_tanh_mul": norms.gelu_tanh_mul,
+        "experts": experts,
         "rotary_and_cache": attention.rotary_and_cache,
         "attention": attention.attention,
     }

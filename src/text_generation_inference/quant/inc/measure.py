@@ -121,7 +121,7 @@ class Recorder:
 
     def _watch(self, model: MeasuredModel) -> None:
         for prefix, module in model.walk():
-            if isinstance(module, Matrix) and module.is_multiplied:
+            if isinstance(module, Matrix) and module.is_multiplied and module.is_measured:
                 self._watch_matrix(module, prefix)
             elif any(isinstance(child, CacheScales) for child in module.children()):
                 self._watch_cache(module, prefix + module.name)
