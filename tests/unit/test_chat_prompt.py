@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from text_generation_inference.api.chat_prompt import render_chat
+from text_generation_inference.api.chat_prompt import chat_job
 from text_generation_inference.api.openai_bodies import ChatRequest
-from text_generation_inference.text.chat_template import ChatTemplate
+from text_generation_inference.text.chat_template import ChatTemplate, read_prompt
 
 FILES = Path(__file__).parent / "templates"
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -17,7 +17,10 @@ HI = {"role": "user", "content": "Hi"}
 
 def render(name: str, *messages: dict[str, Any], **more: Any) -> str:
     body = msgspec.convert({"messages": list(messages), **more}, ChatRequest)
-    return render_chat(body, ChatTemplate((FILES / f"{name}.jinja").read_text(), "<s>", "</s>"), [])
+    template = ChatTemplate((FILES / f"{name}.jinja").read_text(), "<s>", "</s>")
+    job = chat_job(body, template, [])
+    prompt = read_prompt(template.process.exchange(job.frame))
+    return prompt.rstrip() if job.trims_end else prompt
 
 
 @pytest.mark.parametrize("name", ["yi", "gemma3", "qwen3_thinking", "vicuna", "llama31_tools"])

@@ -58,9 +58,7 @@ async def answer_chat(call: Call, body: ChatRequest) -> None:
 async def _start(call: Call, body: ChatRequest, count: int, permit: Permit) -> Chat:
     """Everything up to the engine. What is wrong with the request is raised here, before any answer begins."""
     service = call.service
-    plan = await service.run_beside(
-        lambda: plan_chat(body, service.config, service.template, service.tool_format), call.request.is_long
-    )
+    plan = await plan_chat(service, body, call.request.is_long)
     request = await service.prepare(
         plan.prompt,
         plan.params,

@@ -1,6 +1,6 @@
 """From the body of a chat request to what the engine needs: prompt, settings, grammar, and which tools may be called.
 
-`plan_chat` is plain work without waiting, so that long conversations can be planned in a worker thread.
+Everything but the rendering is plain work without waiting, done in a worker thread for long conversations.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from msgspec import UNSET
 from text_generation_inference.api.errors import ToolError
 from text_generation_inference.api.openai_bodies import ChatRequest, Message, NamedToolChoice, Tool
 from text_generation_inference.api.openai_sampling import check_served, output_grammar, sampling_params, top_logprobs
+from text_generation_inference.api.service import Service
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.text.chat_template import ChatTemplate
@@ -32,8 +33,36 @@ class ChatPlan:
     shape: Shape  # what the text may be when it may hold calls
 
 
-def plan_chat(body: ChatRequest, config: ServerConfig, template: ChatTemplate, tool_format: ToolFormat) -> ChatPlan:
-    """Raises what is wrong with the request."""
+@dataclass(slots=True)
+class ChatJob:
+    """What is left to render."""
+
+    frame: bytes  # `ChatTemplate.job`
+    trims_end: bool
+
+    async def render(self, service: Service, long: bool) -> str:
+        prompt = await service.chat_renderer.render(self.frame, long)
+        return prompt.rstrip() if self.trims_end else prompt
+
+
+async def plan_chat(service: Service, body: ChatRequest, long: bool) -> ChatPlan:
+    """Raises what is wrong with the request. `long`: work on it may take so long that others would notice."""
+    config, template, tool_format = service.config, service.template, service.tool_format
+    plan, job = await service.run_beside(lambda: _plan(body, config, template, tool_format), long)
+    plan.prompt = await job.render(service, long)
+    return plan
+
+
+async def render_chat(service: Service, body: ChatRequest, long: bool) -> str:
+    """The prompt alone."""
+    job = await service.run_beside(lambda: chat_job(body, service.template, choose_tools(body)), long)
+    return await job.render(service, long)
+
+
+def _plan(
+    body: ChatRequest, config: ServerConfig, template: ChatTemplate, tool_format: ToolFormat
+) -> tuple[ChatPlan, ChatJob]:
+    """A plan whose prompt is yet to be rendered."""
     check_served(body)
     params = sampling_params(body, config, top_logprobs(body))
     tools = choose_tools(body)
@@ -49,7 +78,8 @@ def plan_chat(body: ChatRequest, config: ServerConfig, template: ChatTemplate, t
         shape, instead = ("calls", None) if forced else ("either", grammar)
         grammar = forced_grammar(tool_format, [tool_as_json(tool) for tool in tools], named, parallel, instead)
     names = [tool.function.name for tool in tools]
-    return ChatPlan(render_chat(body, template, tools), params, grammar, tool_format if tools else None, names, shape)
+    plan = ChatPlan("", params, grammar, tool_format if tools else None, names, shape)
+    return plan, chat_job(body, template, tools)
 
 
 def choose_tools(body: ChatRequest) -> list[Tool]:
@@ -80,8 +110,8 @@ def tool_as_json(tool: Tool) -> dict[str, Any]:
     return {"type": tool.type, "function": described}
 
 
-def render_chat(body: ChatRequest, template: ChatTemplate, tools: list[Tool]) -> str:
-    """The prompt. A conversation that ends with the assistant's words is continued, unless that is turned off."""
+def chat_job(body: ChatRequest, template: ChatTemplate, tools: list[Tool]) -> ChatJob:
+    """A conversation that ends with the assistant's words is continued, unless that is turned off."""
     _check_messages(body.messages)
     described = [tool_as_json(tool) for tool in tools]
     messages = normalise_messages([_as_plain(message) for message in body.messages], template)
@@ -94,7 +124,7 @@ def render_chat(body: ChatRequest, template: ChatTemplate, tools: list[Tool]) ->
         continues = messages[-1]["role"] == "assistant" and not calls and not body.add_generation_prompt
     if continues and body.add_generation_prompt:
         raise ValidationError("`continue_final_message` and `add_generation_prompt` exclude each other")
-    prompt = template.render(
+    frame = template.job(
         messages,
         tools=described if described and template.uses_tools else None,
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
@@ -102,7 +132,7 @@ def render_chat(body: ChatRequest, template: ChatTemplate, tools: list[Tool]) ->
         **_variables(body),
     )
     # As TGI, spaces at the end are not continued, where the caller does not ask in transformers' way.
-    return prompt.rstrip() if continues and body.continue_final_message is None else prompt
+    return ChatJob(frame, trims_end=continues and body.continue_final_message is None)
 
 
 def _check_messages(messages: list[Message]) -> None:

@@ -113,9 +113,7 @@ async def _predict(call: Call, instance: VertexInstance | ChatRequest, permit: P
         params = _plain_params(call, instance.inputs, instance.parameters)
         salt = instance.parameters.cache_salt if instance.parameters is not None else None
         return await _generate(call, instance.inputs, params, permit, cache_salt=salt)
-    plan = await service.run_beside(
-        lambda: plan_chat(instance, service.config, service.template, service.tool_format), call.request.is_long
-    )
+    plan = await plan_chat(service, instance, call.request.is_long)
     return await _generate(call, plan.prompt, plan.params, permit, False, plan.grammar, instance.cache_salt)
 
 

@@ -7,7 +7,7 @@ from msgspec import UNSET
 
 from text_generation_inference.api.bodies import ErrorResponse, GenerateRequest, Info
 from text_generation_inference.api.call import Call
-from text_generation_inference.api.chat_prompt import choose_tools, render_chat
+from text_generation_inference.api.chat_prompt import render_chat
 from text_generation_inference.api.errors import openai_plain
 from text_generation_inference.api.http import Response, json_response
 from text_generation_inference.api.metrics import CONTENT_TYPE
@@ -81,11 +81,8 @@ async def tokenize(call: Call) -> None:
 async def chat_tokenize(call: Call) -> None:
     call.service.metrics.count_request()
     body = await call.read_body(_CHAT)
-    template = call.service.template
     with call.service.admit():
-        prompt = await call.service.run_beside(
-            lambda: render_chat(body, template, choose_tools(body)), call.request.is_long
-        )
+        prompt = await render_chat(call.service, body, call.request.is_long)
         after = b',"templated_text":' + msgspec.json.encode(prompt) + b"}"
         await answer_tokens(call, prompt, "messages", False, b'{"tokenize_response":', after)
 

@@ -379,7 +379,7 @@ class Metrics:
         self._in_flight.set(num_requests)
 
     def waiting(self, pool: str, count: int) -> None:
-        """So many wait for a thread of a pool: validate, grammar or hard_grammar."""
+        """So many wait for a pool: validate, grammar, hard_grammar, template or long_template."""
         self._waiting.one("pool", pool).set(count)
 
     def refuse_waiting(self, pool: str) -> None:

@@ -22,6 +22,7 @@ from text_generation_inference.api.generation import Generation, OutputText
 from text_generation_inference.api.grammars import GrammarQueue
 from text_generation_inference.api.memory import release_memory
 from text_generation_inference.api.metrics import Metrics
+from text_generation_inference.api.rendering import ChatRenderer
 from text_generation_inference.api.tenants import make_salt
 from text_generation_inference.api.trace import Tracer
 from text_generation_inference.api.turns import Turns
@@ -65,6 +66,7 @@ class Service:
             with suppress(ValidationError):  # a tokenizer that cannot be constrained: each request is told so
                 self.grammars.prepare()
         self.metrics = Metrics(facts.max_input_tokens, facts.max_total_tokens)
+        self.chat_renderer = ChatRenderer(self.template, _MAX_WAIT_S, self.metrics)
         self.unknown_fields = UnknownFields(self.metrics.count_unknown_fields)
         self.tracer = tracer or Tracer.start(None, "")
         self.engine: EngineClient | None = None
@@ -232,6 +234,7 @@ class Service:
     def close(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._grammar_queue.close()
+        self.chat_renderer.close()
 
 
 def public_name(model_id: str) -> str:

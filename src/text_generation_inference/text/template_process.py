@@ -1,0 +1,201 @@
+"""Renders chats where a template can do no harm: a process of its own, with little time and memory.
+
+Templates come with models and are programs. The operating system bounds what one rendering takes: a timer of processor
+time that ends the process, and a limit on its memory. The next rendering starts another. Both ends are here: `serve` is
+the process, `TemplateProcess` its owner. Between them go frames of JSON over a socket, each answered before the next.
+Every frame carries the templates, which the process keeps compiled: a new process lacks nothing.
+"""
+
+import asyncio
+import functools
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+from text_generation_inference.errors import OverloadedError, TemplateError
+from text_generation_inference.text.template_rendering import Conversation, Renderer, Templates
+
+MAX_CPU_SECONDS = 2.0  # for one rendering
+MAX_BYTES = 1 << 30  # of address space
+_MAX_SECONDS = 20.0  # on a clock, for a machine that is busy with other things
+_OUT_OF_MEMORY = 12  # exit status
+_PIECE = 1 << 18  # bytes read at once
+_LENGTH = struct.Struct("<I")
+
+
+class Job(msgspec.Struct, frozen=True):
+    templates: msgspec.Raw
+    conversation: Conversation | None  # None: only compile
+
+
+class Answer(msgspec.Struct, frozen=True):
+    text: str = ""
+    error: str | None = None
+    names: dict[str, list[str]] = {}  # variables by template
+    broken: dict[str, str] = {}  # by template, why it does not compile
+
+
+class TemplateProcess:
+    """The owner's end: one rendering at a time. The process is started when it is first needed, and after it ended."""
+
+    def __init__(self, max_cpu_seconds: float = MAX_CPU_SECONDS, max_bytes: int = MAX_BYTES) -> None:
+        self._max_cpu_seconds, self._max_bytes = max_cpu_seconds, max_bytes
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def exchange(self, frame: bytes) -> Answer:
+        """Wait for the answer to a `Job`. Raises `TemplateError` when the process did not survive it."""
+        with self._lock:
+            connection = self._connect()
+            connection.settimeout(_MAX_SECONDS)
+            try:
+                connection.sendall(_LENGTH.pack(len(frame)) + frame)
+                return msgspec.json.decode(_read(connection), type=Answer)
+            except (EOFError, OSError) as error:
+                raise self._failure(error) from None
+
+    async def exchange_async(self, frame: bytes) -> Answer:
+        """The same beside an event loop. It must be awaited to its end, before the next begins."""
+        loop, incoming, connection = asyncio.get_running_loop(), _Incoming(), self._connect()
+        connection.setblocking(False)
+        try:
+            async with asyncio.timeout(_MAX_SECONDS):
+                await loop.sock_sendall(connection, _LENGTH.pack(len(frame)) + frame)
+                while (answer := incoming.add(await loop.sock_recv(connection, _PIECE))) is None:
+                    pass
+                return msgspec.json.decode(answer, type=Answer)
+        except (EOFError, OSError) as error:
+            raise self._failure(error) from None
+        except asyncio.CancelledError:  # the event loop ends
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._process is not None and self._socket is not None:
+            self._socket.close()
+            self._process.kill()
+            self._process.wait()
+        self._process = self._socket = None
+
+    def _connect(self) -> socket.socket:
+        if self._socket is None or self._process is None or self._process.poll() is not None:
+            self.close()
+            self._socket, theirs = socket.socketpair()
+            command = [sys.executable, "-P", "-m", __name__, str(self._max_cpu_seconds), str(self._max_bytes)]
+            with theirs:
+                self._process = subprocess.Popen(command, stdin=theirs.fileno())
+        return self._socket
+
+    def _failure(self, error: Exception) -> Exception:
+        """Why there is no answer. The process is gone afterwards."""
+        process = self._process
+        assert process is not None
+        if isinstance(error, TimeoutError):
+            self.close()
+            return OverloadedError(f"a chat template was not rendered within {_MAX_SECONDS:g} seconds")
+        status = process.wait()
+        self.close()
+        if status == -signal.SIGPROF:
+            return TemplateError(f"the template takes more than {self._max_cpu_seconds:g} seconds")
+        if status == _OUT_OF_MEMORY:
+            return TemplateError(f"the template takes more than {self._max_bytes >> 20} MiB of memory")
+        return TemplateError(f"the template ended the process that rendered it, with status {status}")
+
+
+class _Incoming:
+    """One frame as it comes in, in pieces."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def add(self, piece: bytes) -> bytes | None:
+        """The frame when it is complete. Raises `EOFError` at the end of the connection."""
+        if not piece:
+            raise EOFError
+        self._data += piece
+        if len(self._data) < _LENGTH.size or len(self._data) < _LENGTH.size + _LENGTH.unpack_from(self._data)[0]:
+            return None
+        return bytes(memoryview(self._data)[_LENGTH.size :])
+
+
+def _read(connection: socket.socket) -> bytes:
+    incoming = _Incoming()
+    while (frame := incoming.add(connection.recv(_PIECE))) is None:
+        pass
+    return frame
+
+
+@functools.cache
+def shared_process() -> TemplateProcess:
+    """For all who have none of their own."""
+    return TemplateProcess()
+
+
+def encode_job(templates: msgspec.Raw, conversation: Conversation | None) -> bytes:
+    """Raises `TemplateError` for a conversation that cannot be data."""
+    try:
+        return msgspec.json.encode(Job(templates, conversation), enc_hook=_type_name)
+    except RecursionError:
+        raise TemplateError("the messages, tools or template variables are nested too deeply") from None
+    except (ValueError, TypeError) as error:  # half a surrogate pair; a key that is no text
+        raise TemplateError(f"the messages, tools or template variables are no data: {error}") from None
+
+
+def _type_name(value: Any) -> str:
+    return f"<{type(value).__name__}>"
+
+
+# -- the process ----------------------------------------------------------------------------------------------------
+
+
+def serve(max_cpu_seconds: float, max_bytes: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides; at its end the socket closes
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    with socket.socket(fileno=os.dup(sys.stdin.fileno())) as connection:
+        try:
+            while True:
+                frame = _read(connection)
+                signal.setitimer(signal.ITIMER_PROF, max_cpu_seconds)  # its signal ends the process
+                answer = msgspec.json.encode(_answer(frame))
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                connection.sendall(_LENGTH.pack(len(answer)) + answer)
+        except (EOFError, ConnectionError):
+            return
+        except MemoryError:
+            os._exit(_OUT_OF_MEMORY)  # what is left of a template may be much: nothing else is rendered beside it
+
+
+def _answer(frame: bytes) -> Answer:
+    try:
+        job = msgspec.json.decode(frame, type=Job)
+        renderer = _compiled(bytes(job.templates))
+        if job.conversation is None:
+            return Answer(names=renderer.names, broken=renderer.broken)
+        return Answer(renderer.render(job.conversation, len(frame)))
+    except TemplateError as error:
+        return Answer(error=str(error))
+    except RecursionError:
+        return Answer(error="the messages, tools or template variables are nested too deeply")
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(templates: bytes) -> Renderer:
+    return Renderer(msgspec.json.decode(templates, type=Templates))
+
+
+if __name__ == "__main__":
+    serve(float(sys.argv[1]), int(sys.argv[2]))
