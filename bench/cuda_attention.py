@@ -30,10 +30,12 @@ from text_generation_inference.kernels.triton.attention import (
     choose_decode,
     choose_prefill,
 )
+from text_generation_inference.kernels.triton.ops import specialised
 
 CUDA = torch.device("cuda")
 PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
 BULK_COPIES = torch.cuda.get_device_capability() >= (9, 0)
+SPECIALISED = specialised() if torch.cuda.get_device_capability() == (9, 0) else None
 BLOCK_SIZE, D, SCALES = 16, 128, (0.02, 0.03)
 NONE = (None, None)  # keys and values are read from the cache alone
 results: list[dict[str, Any]] = []
@@ -563,6 +565,11 @@ def time_prefill(quick: bool, flashinfer: bool) -> None:
                 ms = attempt(label, lambda: median_ms(lambda: call(op, made, way), 6))
                 if ms:
                     found.append((flops / ms / 1e9, 1e3 * ms, label))
+        if SPECIALISED is not None:
+            op = PagedAttention(PROCESSORS, bulk_copies=BULK_COPIES, specialised=SPECIALISED)
+            ms = attempt("warp-specialised", lambda: median_ms(lambda: call(op, made, True), 6))
+            if ms:
+                found.append((flops / ms / 1e9, 1e3 * ms, "warp-specialised"))
         if before == 0:
             q, k, v = made[0]
             others = [

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 def build(asked):
     capability, (module, name, types, values, options) = asked
@@ -17,7 +18,7 @@ def build(asked):
         (place,): [["tt.divisibility", 16]]
         for place, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32") and not kind.startswith("tensordesc")
     }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

@@ -80,6 +80,19 @@ def bulk(m: int, block: int, warps: int, stages: int, d: int = 128) -> tuple:
     return "bulk_attention", "prefill_in_bulk", types, values, {"num_warps": warps, "num_stages": stages, "fast": True}
 
 
+def specialised(d: int, window: int = 0, one: bool = False) -> tuple:
+    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, fp4_padded=False, cga_layout=[])"
+    types = {
+        "queries": f"tensordesc<bf16[64, {d}],{layout}>",
+        **dict.fromkeys(("keys", "values"), f"tensordesc<bf16[128, {d}],{layout}>"),
+        "out": BF16, "tiles": "*i32", "scale": "fp32", **words("num_tiles out_token"),
+    }  # fmt: skip
+    values = {
+        "HEADS": 32, "GROUP": 4, "TILE_WORDS": 5, "BLOCK_N": 128, "D": d, "STAGES": 2, "WINDOW": window, "ONE": one,
+    }  # fmt: skip
+    return "hopper_attention", "prefill_warp_specialised", types, values, {"num_warps": 4, "fast": True}
+
+
 def norm(form: int, dependent: bool = False) -> tuple:
     types = {
         **dict.fromkeys(("x", "residual", "weight", "total"), BF16), "out": FP8 if form else BF16, "eps": "fp32",
@@ -158,6 +171,8 @@ CASES = [
     prefill(FP32, 32, 32, 4, 1, fast=False),
     prefill(BF16, 64, 32, 4, 2, d=256, fast=False),
     bulk(128, 64, 8, 3),
+    specialised(128),
+    specialised(64, window=100, one=True),
     bulk(128, 128, 8, 2),
     bulk(64, 64, 4, 3),
     norm(0),
@@ -216,7 +231,11 @@ def chosen_for(capability: int, every: bool) -> list[tuple]:
     for case in CASES:
         _, kernel, types, values, _ = case
         # These came later than the oldest GPUs that the rest runs on.
-        later = FP8 in types.values() or values.get("DEPENDENT", False) or kernel == "prefill_in_bulk"
+        later = (
+            FP8 in types.values()
+            or values.get("DEPENDENT", False)
+            or kernel in ("prefill_in_bulk", "prefill_warp_specialised")
+        )
         kind = (kernel, types.get("q"))
         slow = kernel == "prefill" and (FP32 in types.values() or values["D"] > 128)
         if (capability < 90 and later) or (not every and (slow or (capability < 90 and kind in seen))):

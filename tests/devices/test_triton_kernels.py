@@ -22,6 +22,7 @@ if importlib.util.find_spec("triton") is None:
 import triton.language as tl
 
 from text_generation_inference.kernels.triton import attention, norms_rotary, quantize, state
+from text_generation_inference.kernels.triton import ops as triton_ops
 from text_generation_inference.kernels.triton.attention import DecodeChoice, PrefillChoice
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -272,6 +273,7 @@ BATCHES: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
     "over prefixes": ([], [(16, 20), (33, 170)]),
     "mixed": ([5, 90], [(0, 7), (64, 131)]),
 }
+LONG = {"long": ([], [(0, 700), (0, 513), (40, 260), (300, 302), (128, 400)])}
 
 
 def from_cache(cache: Tensor, batch: Batch, tokens: int) -> Tensor:
@@ -303,7 +305,7 @@ def check_attention(
     tolerance: float | None = None,
 ) -> None:
     """Against the definition in float64, on what the cache holds."""
-    decode, chunks = BATCHES[name]
+    decode, chunks = {**BATCHES, **LONG}[name]
     heads, kv_heads, d = shape
     batch = make_batch(device, decode, chunks)
     tokens = len(decode) + sum(end - start for start, end in chunks)
@@ -451,6 +453,54 @@ def test_tiles_in_bulk(device: torch.device, name: str, queries: int, block: int
     for window, softcap in ((None, None), (50, 6.0)):
         for dtype in (torch.float16,) if device.type == "cpu" else (torch.float16, torch.bfloat16):
             check_attention(device, name, (4, 2, 64), dtype, op, window, softcap, own=True)
+
+
+def plain_prompts(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, tiles: Tensor, scale: float, window: int, _: int, one: bool
+) -> None:
+    """What `hopper_attention.attend` computes, for devices that it is not made for."""
+    group = q.shape[1] // k.shape[1]
+    for _, token, position, count, _ in tiles.tolist():
+        first, end = 0 if one else token - position, position + count
+        keys, values = (part[first : first + end].double().repeat_interleave(group, 1) for part in (k, v))
+        at, n = torch.arange(position, end)[:, None], torch.arange(end)[None, :]
+        seen = (n <= at) & (n > at - window) if window else n <= at
+        scores = torch.einsum("qhd,khd->hqk", q[token : token + count].double(), keys) * scale
+        shares = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        out[token : token + count] = torch.einsum("hqk,khd->qhd", shares, values).flatten(1).to(out.dtype)
+
+
+@pytest.mark.parametrize("name", ["over prefixes", "mixed", "long"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_long_prompts(device: torch.device, name: str, d: int) -> None:
+    """By the kernel in Gluon where it runs; elsewhere what stands around it. Long ones are laid out with their prefix."""
+    if device.type == "cpu" and d > 64:
+        pytest.skip("what stands around it is the same")
+    specialised: Callable[..., None] = plain_prompts
+    if device.type == "cuda":
+        found = triton_ops.specialised() if torch.cuda.get_device_capability() == (9, 0) else None
+        if found is None:
+            pytest.skip("made for capability 9.0")
+        specialised = found
+    calls: list[bool] = []
+
+    def counted(*arguments: Any) -> None:
+        calls.append(arguments[-1])
+        specialised(*arguments)
+
+    op = attention.PagedAttention(4, bulk_copies=True, specialised=counted)
+    op.many_tiles, op.long_chunk = 1, 5
+    dtypes = (torch.float16,) if device.type == "cpu" else (torch.float16, torch.bfloat16)
+    decode, chunks = {**BATCHES, **LONG}[name]
+    for window, scales in ((None, None), (50, None), (None, (0.5, 2.0))):
+        if scales and (device.type == "cpu" and name == "long"):
+            continue
+        for dtype in dtypes:
+            calls.clear()
+            check_attention(device, name, (4, 2, d), dtype, op, window, own=True, kv_scales=scales)
+            long = [start > 0 for start, end in chunks if start and end - start >= 5]
+            assert calls.count(True) == len(long) * (2 if decode else 1)
+            assert (False in calls) == (name == "long")
 
 
 def test_splits_grow_as_rows_get_fewer() -> None:

@@ -58,6 +58,9 @@ def describe(
         tile[:, 3] = np.minimum(PREFILL_TILE, length - offsets)
         tile[:, 4] = chunk.start
         (after if chunk.start else first_ones).append(tile)
+    if first_ones:  # in the order of what they see: kernels begin with those that take longest
+        alike = np.concatenate(first_ones)
+        first_ones = [alike[np.argsort(alike[:, 2], kind="stable")]]
     tiles = np.concatenate(after + first_ones).ravel()
     return MixedInputs(
         token_slots, positions, decode + slots, logit_tokens + prompt_tokens, tiles, sum(len(tile) for tile in after)

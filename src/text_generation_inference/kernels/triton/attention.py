@@ -5,7 +5,7 @@ Caches are `[blocks, block_size, kv_heads, head_dim]` by shape; any order in mem
 is contiguous.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,14 @@ from text_generation_inference.kernels.fp8 import FP8
 from text_generation_inference.kernels.triton.bulk_attention import prefill_in_bulk
 from text_generation_inference.kernels.triton.decode_attention import decode_by_group, decode_by_lane
 from text_generation_inference.kernels.triton.launch import dependent_launch
-from text_generation_inference.kernels.triton.prefill_attention import prefill
+from text_generation_inference.kernels.triton.prefill_attention import gather_prompt, prefill
 
 _MAX_SPLITS = 32
 _SOME_ROWS, _MANY_ROWS = 80, 512  # many have short contexts, as memory goes
 _LONG_PROMPT = 512  # tokens on average: shorter ones leave large tiles empty
 _MANY_TILES = 8  # of prompts: fewer are done before the copy engine has been told what to bring
+_LONG_CHUNK = 1024  # tokens: for those after a prefix it pays to lay the whole prompt out
+_GATHERED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +105,13 @@ class Workspace:
             self._take("counters", num_places, torch.int32, device),
         )
 
+    def room(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Anything may be in it."""
+        return self._take(name, count, dtype, device)
+
     def _take(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         found = self._buffers.get(name)
-        if found is None or found.numel() < count:
+        if found is None or found.numel() < count or found.dtype is not dtype:
             if found is not None:
                 self._outgrown.append(found)
             found = self._buffers[name] = torch.zeros(max(count, 1), dtype=dtype, device=device)
@@ -121,12 +127,15 @@ class PagedAttention:
         workspace: Workspace | None = None,
         bulk_copies: bool = False,
         async_copies: bool = True,
+        specialised: Callable[..., None] | None = None,
     ) -> None:
         self.num_processors = num_processors
+        self.specialised = specialised  # `hopper_attention.attend`, where the GPU and Triton are made for it
         self.bulk_copies = bulk_copies  # capability 9.0 or later
         self.async_copies = async_copies  # capability 8.0 or later
         self.workspace = workspace or Workspace()
         self.prompts: Callable[..., bool] | None = None  # another's kernel for prompts; False: not for this batch
+        self.many_tiles, self.long_chunk = _MANY_TILES, _LONG_CHUNK
         # Set, they are used whatever the work: to measure others.
         self.decode_choice: DecodeChoice | None = None
         self.prefill_choice: PrefillChoice | None = None
@@ -201,21 +210,77 @@ class PagedAttention:
         if self.prompts is not None and plain and self.prompts(q, k, v, batch, out, numbers[0]):
             return
         after, before = tiles[: meta.num_prefix_tiles], tiles[meta.num_prefix_tiles :]
-        if after.shape[0]:
-            self._prefill_tiles(q, k, v, k_cache, v_cache, meta, after, out, numbers, same, True)
+        for part, prompt in self._parts(q, meta, after, same):
+            if prompt:
+                keys, values = self._gather(k, v, k_cache, v_cache, meta, part, prompt, numbers, same)
+                self._specialised(q, keys, values, part, out, numbers, same, one=True)
+            else:
+                self._prefill_tiles(q, k, v, k_cache, v_cache, meta, part, out, numbers, same, True)
         if before.shape[0]:
             self._prefill_tiles(q, k, v, k_cache, v_cache, meta, before, out, numbers, same, False)
+
+    def _parts(self, q: Tensor, meta: PagedMeta, tiles: Tensor, same: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
+        """Tiles of chunks after a prefix: of a long one with the length of its prompt, of others with 0."""
+        starts_ends = zip(meta.chunk_starts_cpu, meta.chunk_ends_cpu, strict=True)
+        fits = self._fits(q, same)
+        first, after = 0, 0
+        for start, end in (chunk for chunk in starts_ends if chunk[0]):
+            last = after + -(-(end - start) // PREFILL_TILE)
+            if fits and end - start >= self.long_chunk:
+                if first < after:
+                    yield tiles[first:after], 0
+                yield tiles[after:last], end
+                first = last
+            after = last
+        if first < tiles.shape[0]:
+            yield tiles[first:], 0
+
+    def _gather(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, meta: PagedMeta, tiles: Tensor, end: int,
+        numbers: tuple[float, ...], same: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The keys and values of one prompt, `[end, kv_heads, head_dim]`."""
+        tables, kv_heads, d, size = meta.block_tables, k_cache.shape[2], same["D"], same["BLOCK_SIZE"]
+        most = tables.shape[1] * size  # tokens of the longest prompt that there can be
+        keys, values = (
+            self.workspace.room(name, most * kv_heads * d, k.dtype, k.device)[: end * kv_heads * d]
+            for name in ("keys", "values")
+        )
+        gather_prompt[(triton.cdiv(end, _GATHERED_ROWS), kv_heads)](
+            k, v, k_cache, v_cache, keys, values, tables, tiles, end, *numbers[2:], k.stride(0), k.stride(1),
+            v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3], tables.stride(0), KV_HEADS=kv_heads, D=d,
+            BLOCK_SIZE=size, ROWS=_GATHERED_ROWS, SMALL=same["SMALL"],
+        )  # fmt: skip
+        return keys.view(end, kv_heads, d), values.view(end, kv_heads, d)
+
+    def _specialised(
+        self, q: Tensor, keys: Tensor, values: Tensor, tiles: Tensor, out: Tensor, numbers: tuple[float, ...],
+        same: dict[str, Any], one: bool,
+    ) -> None:  # fmt: skip
+        assert self.specialised is not None
+        self.specialised(q, keys, values, out, tiles, numbers[0], same["WINDOW"], self.num_processors, one)
+
+    def _fits(self, q: Tensor, same: dict[str, Any]) -> bool:
+        """Whether the kernel in Gluon is made for it."""
+        aligned = q.stride(0) % 8 == 0 and q.data_ptr() % 16 == 0 and q.stride(1) == same["D"]
+        return (
+            self.specialised is not None and aligned and q.dtype.itemsize == 2 and same["D"] in (64, 128)
+            and not same["SOFTCAP"] and self.prefill_choice is None
+        )  # fmt: skip
 
     def _prefill_tiles(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, meta: PagedMeta,
         tiles: Tensor, out: Tensor, numbers: tuple[float, ...], same: dict[str, Any], prefix: bool,
     ) -> None:  # fmt: skip
         d_pad, num_tiles, tables = same["D_PAD"], tiles.shape[0], meta.block_tables
-        long = num_tiles >= max(_MANY_TILES, _LONG_PROMPT // PREFILL_TILE * meta.chunk_starts_cpu.count(0))
+        long = num_tiles >= max(self.many_tiles, _LONG_PROMPT // PREFILL_TILE * meta.chunk_starts_cpu.count(0))
         bulk = (
             self.bulk_copies and long and q.dtype.itemsize == 2 and same["D"] == d_pad
             and k is not None and k.stride(0) % 8 == 0 and k.data_ptr() % 16 == 0 and v.data_ptr() % 16 == 0
         )  # fmt: skip
+        if bulk and not prefix and self._fits(q, same):
+            self._specialised(q, k, v, tiles, out, numbers, same, one=False)
+            return
         choice = self.prefill_choice
         if choice is None or (choice.bulk and prefix):
             choice = choose_prefill(d_pad, q.dtype, prefix, bulk)

@@ -24,7 +24,6 @@ from triton.runtime import driver
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from text_generation_inference.kernels.triton.compile_worker import settle_keys
 
@@ -46,7 +45,7 @@ def _describe(value: Any) -> Any:
     """At least as fine as what Triton specialises on."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    if isinstance(value, TensorDescriptor):
+    if hasattr(value, "block_shape"):  # Triton's descriptor of tiles, or Gluon's
         return value.base.dtype, tuple(value.block_shape)
     if isinstance(value, int) and not isinstance(value, bool):
         return value == 1, value % 16 == 0, value.bit_length()

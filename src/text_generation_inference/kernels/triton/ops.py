@@ -4,8 +4,11 @@ Importing this needs no Triton; `load_ops` does.
 """
 
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+
+_GLUON_VERSIONS = ((3, 6), (3, 7))  # of Triton: in others what `hopper_attention` is written in may differ
 
 
 def load_ops(num_processors: int, flashinfer: bool = False) -> dict[str, Any] | str:
@@ -19,7 +22,10 @@ def load_ops(num_processors: int, flashinfer: bool = False) -> dict[str, Any] | 
 
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     paged_attention = attention.PagedAttention(
-        num_processors, bulk_copies=capability >= (9, 0), async_copies=capability >= (8, 0)
+        num_processors,
+        bulk_copies=capability >= (9, 0),
+        async_copies=capability >= (8, 0),
+        specialised=specialised() if capability == (9, 0) else None,
     )
     if flashinfer:
         from text_generation_inference.kernels.flashinfer_prompts import FlashinferPrompts
@@ -44,3 +50,14 @@ def load_ops(num_processors: int, flashinfer: bool = False) -> dict[str, Any] | 
         "greedy_into": choice.greedy_into,
         "choose_into": choice.Choice(),
     }
+
+
+def specialised() -> Callable[..., None] | None:
+    """Attention of long prompts for GPUs of capability 9.0, if this Triton is one that it was tested with."""
+    import triton
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) not in _GLUON_VERSIONS:
+        return None
+    from text_generation_inference.kernels.triton.hopper_attention import attend
+
+    return attend

@@ -154,3 +154,28 @@ def prefill(
             )  # fmt: skip
         result = (acc / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty)
         tl.store(out + (token + m)[:, None] * out_token + head * D + d[None, :], result, mask=q_mask)
+
+
+@triton.jit(do_not_specialize=["end"], do_not_specialize_on_alignment=["tile"])
+def gather_prompt(
+    k, v, k_cache, v_cache, keys, values, tables, tile, end, k_scale, v_scale, own_token_stride, own_k_head, own_v_head,
+    k_block, k_token, k_head, v_block, v_token, v_head, table_stride,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr,
+):  # fmt: skip
+    """A prompt's keys and values to position `end`, row by row: cached ones, then the chunk that begins in `tile`."""
+    slot, token, cached = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 4)
+    head, d = tl.program_id(1), tl.arange(0, D)
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    before, own = (n < cached)[:, None], ((n >= cached) & (n < end))[:, None]
+    block = tl.load(tables + slot * table_stride + n // BLOCK_SIZE, mask=n < cached, other=0).to(tl.int64)
+    k_at, v_at = block * k_block + n % BLOCK_SIZE * k_token, block * v_block + n % BLOCK_SIZE * v_token
+    old_k = tl.load(k_cache + head * k_head + k_at[:, None] + d[None, :], mask=before, other=0.0)
+    old_v = tl.load(v_cache + head * v_head + v_at[:, None] + d[None, :], mask=before, other=0.0)
+    if SMALL:
+        old_k, old_v = old_k.to(tl.float32) * k_scale, old_v.to(tl.float32) * v_scale
+    at = ((token + n - cached).to(tl.int64) * own_token_stride)[:, None] + d[None, :]
+    new_k = tl.load(k + head * own_k_head + at, mask=own, other=0.0)
+    new_v = tl.load(v + head * own_v_head + at, mask=own, other=0.0)
+    to = (n.to(tl.int64) * KV_HEADS + head)[:, None] * D + d[None, :]
+    tl.store(keys + to, tl.where(before, old_k.to(keys.dtype.element_ty), new_k), mask=before | own)
+    tl.store(values + to, tl.where(before, old_v.to(values.dtype.element_ty), new_v), mask=before | own)
