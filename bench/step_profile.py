@@ -33,8 +33,8 @@ def main() -> None:
         model = runner.model
         runner.paged._batch = timed("build the batch", runner.paged._batch)
         model.model.embedding.look_up = timed("embedding", model.model.embedding.look_up)
-        if model.ops.run_fused_decode is not None:
-            model.ops.run_fused_decode = timed("layers", model.ops.run_fused_decode)
+        if model.fused_decode is not None:
+            model.fused_decode = timed("layers", model.fused_decode)
         model.logits = timed("output head", model.logits)
         runner.sampling.choose = timed("choose tokens", runner.sampling.choose)
         runner._queue = timed("step on the device thread", runner._queue)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from text_generation_inference.devices.buckets import decode_sizes, mixed_sizes
 from text_generation_inference.devices.cpu import CpuDevice
-from text_generation_inference.devices.device import GraphForward, Ops, failed_step
+from text_generation_inference.devices.device import GraphForward, failed_step
 from text_generation_inference.devices.graphs import CapturedForward
 from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.ops import Ops
 
 
 class QueueOnCpu(CpuDevice):

@@ -443,7 +443,7 @@ def test_kernels_that_read_tables_and_tiles(phase: str, device_name: str) -> Non
     q = torch.randn((tokens, 4, 16), generator=generator).to(where)
     block, place = batch.kv_index // 8, batch.kv_index % 8
     k, v = k_cache[block, place].contiguous(), v_cache[block, place].contiguous()
-    found = loaded["attention"](q, k, v, k_cache, v_cache, block_lists.as_paged(batch), 0.3)
+    found = loaded.attention(q, k, v, k_cache, v_cache, block_lists.as_paged(batch), 0.3)
     expected = reference.attention(q, k, v, k_cache, v_cache, batch, 0.3)
     if phase == "decode":
         real = batch.seq_lens >= 0  # padding gets 0 from both

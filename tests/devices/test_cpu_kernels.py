@@ -466,7 +466,7 @@ def test_stack(ops: NativeOps, name: str, full: bool) -> None:
     )
     assert stack is not None
     close(
-        ops.run_fused_decode(x, stack, batch),
+        stack(x, batch),
         reference_layers(x, layers, final_norm, cos_sin, batch, heads, softcap, gate),
         1e-4,
     )

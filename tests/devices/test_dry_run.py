@@ -196,7 +196,6 @@ class NoCard:
 
 driver.set_active(NoCard())
 from queue_on_cpu import QueueOnCpu
-from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels.triton.compile_ahead import compile_only
 from text_generation_inference.kernels.triton.ops import load_ops
 from driving import start
@@ -226,7 +225,7 @@ def remember(self, *arguments, **options):
     init(self, *arguments, **options)
     functions.append(self)
 jit.JITFunction.__init__ = remember
-device = OnlyCompiles(Path(sys.argv[2]), Ops("Triton", **load_ops(132)))
+device = OnlyCompiles(Path(sys.argv[2]), load_ops(132))
 device.limits = msgspec.structs.replace(device.limits, measures_steps=True)
 text_generation_inference.engine.rank.choose_device = lambda *_: device
 start(Path(sys.argv[1]), max_batch_size=40, max_batch_prefill_tokens=64, max_total_tokens=120)

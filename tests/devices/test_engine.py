@@ -16,9 +16,9 @@ from engine_cases import MIN_TOKENS, NEW, PARAMS, ends_in_time, on_cpu, requests
 from queue_on_cpu import QueueOnCpu
 
 from text_generation_inference.config import ServerConfig
-from text_generation_inference.devices.device import Ops
 from text_generation_inference.engine.build import Engine
 from text_generation_inference.engine.memory import most_captured_tokens
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.models.registry import build, read_config
 from text_generation_inference.quant.choose import assign_methods, choose_quantization
 from text_generation_inference.text.tokenizer import Tokenizer
@@ -276,12 +276,12 @@ def test_triton_ops_under_the_runner(tiny_llama: Tiny, start_here: Start, device
         pytest.skip("done by the other tests")
     from text_generation_inference.kernels.triton.ops import load_ops
 
-    loaded = load_ops(4)
-    assert not isinstance(loaded, str)
+    loaded = load_ops(4, "Triton through its interpreter")
+    assert isinstance(loaded, Ops)
     asked = [
         make_request(n, prompt, 3, seed=n, do_sample=n > 0) for n, prompt in enumerate(random_prompts(320, [3, 19], 5))
     ]
-    engine = start_here(tiny_llama.folder, Ops("Triton through its interpreter", **loaded), max_batch_size=2)
+    engine = start_here(tiny_llama.folder, loaded, max_batch_size=2)
     same(run(engine, asked), on_cpu(tiny_llama.folder, asked))
 
 

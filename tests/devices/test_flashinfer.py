@@ -10,9 +10,9 @@ from driving import make_request, make_tiny, random_prompts, run, start
 from queue_on_cpu import QueueOnCpu
 from torch import Tensor
 
-from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels import flashinfer_prompts
 from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, PagedMeta
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.triton import norms_rotary
 
 HEADS, KV_HEADS, D, BLOCK = 8, 2, 128, 16

@@ -155,10 +155,9 @@ def test_prefill_attention(hpu, data):
 
 
 def load_plain(device):
-    from text_generation_inference.devices.device import Ops
     from text_generation_inference.kernels.hpu.ops import load_ops
 
-    return Ops("without the fused attention", **load_ops(device.bridge, flash=False))
+    return load_ops(device.bridge, flash=False)
 
 
 def test_nan_of_one_row_stays_there(hpu):
@@ -230,7 +229,7 @@ def test_fp8_products(hpu, fp8_ops, by_square, static):
     expected = x @ weight.T + bias
     assert float((found - expected).norm() / expected.norm()) < 0.06
     # exactly: what is quantised is what is multiplied
-    rows = hpu.ops.quantize_rows(x.to(hpu.torch_device), moved)
+    rows = fp8_ops.quantize_rows(x.to(hpu.torch_device), moved)
     values = rows.data.cpu().float() * rows.scale.cpu()
     close(found, values @ fp8.dequantize_weight(fitted).T + bias, 1e-4)
 

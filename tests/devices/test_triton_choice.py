@@ -16,9 +16,9 @@ from driving import make_request, make_tiny, random_prompts, run, start
 from queue_on_cpu import QueueOnCpu
 from torch import Tensor
 
-from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels import choice, slot_state
 from text_generation_inference.kernels.choice import Adjustments, SamplingNeeds, Tops
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.slot_state import FILTERS, SlotState
 from text_generation_inference.sampling import filters as filter_table
 from text_generation_inference.sampling import penalties

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import FP8, Fp8Weight
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.models import registry
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.model import Context
@@ -23,8 +23,8 @@ from text_generation_inference.weights.load import load_dummy
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from text_generation_inference.kernels.triton.fused_decode import make_fused_decode
-from text_generation_inference.kernels.triton.linear import LinearOp
+from text_generation_inference.kernels.triton.fused_decode import MakeFusedDecode
+from text_generation_inference.kernels.triton.linear import TritonLinear
 from text_generation_inference.kernels.triton.ops import load_ops
 
 CPU = torch.device("cpu")
@@ -43,14 +43,11 @@ def _interpreter(device_name: str) -> None:
 
 def build(quantization: Quantization, cache_dtype: torch.dtype, **changes: Any) -> tuple[CausalLM, Cache]:
     """Of odd sizes; what a GPU with eight-bit types would multiply it with."""
-    linear = LinearOp(3, (8, 9))
+    linear = TritonLinear(3, (8, 9))
     loaded = load_ops(3)
-    assert not isinstance(loaded, str)
-    ops = Ops(
-        "",
-        **loaded
-        | {"linear": linear, "linear_unscaled": linear.linear_unscaled, "make_fused_decode": make_fused_decode},
-    )
+    assert isinstance(loaded, Ops)
+    fuse = MakeFusedDecode(loaded.attention, 3, fp8=True)
+    ops = replace(loaded, linear=linear, linear_unscaled=linear.linear_unscaled, make_fused_decode=fuse)
     fields = {
         "vocab_size": 40, "hidden_size": 80, "intermediate_size": 208, "num_hidden_layers": 2,
         "num_attention_heads": 4, "head_dim": 20, "max_position_embeddings": 64, "hidden_act": "silu", **changes,
@@ -127,7 +124,9 @@ def test_what_it_does_not_take() -> None:
 
     def is_taken(activation: str = "silu", fp8: bool = True, **changes: Any) -> bool:
         changed = [layers[0], replace(layers[1], **changes)]
-        return make_fused_decode(changed, norm, model.cos_sin, 4, 1e-5, 1.0, activation, fp8) is not None
+        fuse = MakeFusedDecode(model.ops.attention, 3, fp8)
+        made = fuse(changed, norm, model.cos_sin, heads=4, eps=1e-5, scale=1.0, activation=activation)
+        return made is not None
 
     weight = layers[1].qkv
     assert isinstance(weight, Fp8Weight)

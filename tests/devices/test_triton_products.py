@@ -15,7 +15,7 @@ if importlib.util.find_spec("triton") is None:
 
 from text_generation_inference.kernels.triton.gemv import vector_product
 from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8
-from text_generation_inference.kernels.triton.linear import LinearOp
+from text_generation_inference.kernels.triton.linear import TritonLinear
 from text_generation_inference.kernels.triton.quantize import quantize_rows
 from text_generation_inference.kernels.triton.small_gemm_fp8 import SmallGemmFp8, choose_tiling
 
@@ -100,7 +100,7 @@ def test_linear_in_fp8(device: torch.device, rows: int, n: int, k: int, by_squar
         torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
     )  # 0: products without a library
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    op = LinearOp(4, capability)
+    op = TritonLinear(4, capability)
     weight = fp8.quantize_weight(torch.randn(n, k, device=device) * 0.05)
     if by_square:
         scale = torch.rand(-(-n // 128), -(-k // 128), device=device) + 0.5
@@ -129,18 +129,22 @@ def test_scales_applied_later(device: torch.device) -> None:
         torch.rand(2 * width, device=device) + 0.5,
     )  # fmt: skip
     plain = fp8.apply_scales(x)
-    close(norms_rotary.silu_mul(x), norms_rotary.silu_mul(plain))
-    close(norms_rotary.gelu_tanh_mul(x), norms_rotary.gelu_tanh_mul(plain))
+    for name in ("silu_mul", "gelu_tanh_mul"):
+        op, definition = getattr(norms_rotary, name), getattr(reference, name)
+        close(op(x), op(plain))
+        close(op(x), definition(x))
     residual, gain = (
         torch.randn(tokens, 2 * width, device=device).to(dtype),
         torch.rand(2 * width, device=device).to(dtype),
     )
-    for got, expected in zip(
+    for got, scaled, defined in zip(
         norms_rotary.add_rms_norm(x, residual, gain, 1e-5),
         norms_rotary.add_rms_norm(plain, residual, gain, 1e-5),
+        reference.add_rms_norm(x, residual, gain, 1e-5),
         strict=True,
     ):
-        close(got, expected)
+        close(got, scaled)
+        close(got, defined)
 
 
 @pytest.mark.parametrize("rotary_dim", [16, 8])
@@ -161,11 +165,19 @@ def test_rotation_of_an_unscaled_product(device: torch.device, rotary_dim: int, 
         seq_lens=nothing,
         meta=PagedMeta(nothing, 0, [], [], 0, prefill_tiles=nothing if prompts else None),
     )
+    later = (product.rows, product.columns)
     results = []
-    for fused, scales in ((fp8.apply_scales(product), None), (product.data.clone(), (product.rows, product.columns))):
+    for op, fused, scales in (
+        (norms_rotary.rotary_and_cache, fp8.apply_scales(product), None),
+        (norms_rotary.rotary_and_cache, product.data.clone(), later),
+        (reference.rotary_and_cache, product.data.clone(), later),
+    ):
         caches = [torch.zeros(2, 8, kv_heads, d, device=device).half() for _ in range(2)]
         q, k, v = fused.view(tokens, -1, d).split((heads, kv_heads, kv_heads), dim=1)
-        q = norms_rotary.rotary_and_cache(q, k, v, cos_sin, batch, caches[0], caches[1], scales=scales)
+        q = op(q, k, v, cos_sin, batch, caches[0], caches[1], scales=scales)
         results.append([q, *caches, *([k, v] if prompts else [])])
-    for got, expected in zip(*results, strict=True):
+    scaled, unscaled, defined = results
+    for got, expected in zip(unscaled, scaled, strict=True):
+        close(got, expected)
+    for got, expected in zip(unscaled[:3], defined[:3], strict=True):
         close(got, expected)

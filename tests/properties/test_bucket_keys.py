@@ -22,11 +22,11 @@ from torch import Tensor
 
 from text_generation_inference.devices.at_once import AtOnce
 from text_generation_inference.devices.buckets import Axis, BucketPlan, BucketSettings, PlanLimits, plan_buckets
-from text_generation_inference.devices.device import Ops
 from text_generation_inference.engine.warm_shapes import WarmUp
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import WholePrompts, key_of, row_length
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.runner.runner import Runner
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.policy import BatchPolicy

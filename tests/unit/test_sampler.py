@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels.choice import choose_into
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.slot_state import DRAWS, NUMBER_FIELDS, PLAIN, SlotState
 from text_generation_inference.sampling.bits import spread
 from text_generation_inference.sampling.draw import exponential_noise, noise_keys

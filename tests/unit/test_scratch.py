@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch.overrides import TorchFunctionMode
 
-from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels.fp8 import Fp8Weight, quantize_weight
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.quant.choose import assign_methods, choose_quantization
 from text_generation_inference.quant.method import Matrix
 from text_generation_inference.weights.declare import Declared, Module, Part

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from text_generation_inference.devices.device import Ops
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.quant.choose import assign_methods
 from text_generation_inference.quant.fp8 import ON_LOADING, Fp8Scheme
 from text_generation_inference.quant.fp8_formats import StoredQuantization

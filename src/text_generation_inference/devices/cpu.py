@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from text_generation_inference.devices.at_once import AtOnce
-from text_generation_inference.devices.device import Ops
 from text_generation_inference.devices.host_memory import available_bytes
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.cpu import slots
 from text_generation_inference.kernels.cpu.ops import BLOCKS, load_ops
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.types import Limits
 
 _WORKING_BYTES = 512 << 20
@@ -91,5 +91,4 @@ def _load_ops(cache_dir: Path) -> Ops:
         greedy=native.greedy,
         gather_inputs=slots.gather_inputs,
         make_fused_decode=native.make_fused_decode,
-        run_fused_decode=native.run_fused_decode,
     )

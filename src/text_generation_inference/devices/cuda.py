@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.devices.buckets import decode_sizes, mixed_sizes
-from text_generation_inference.devices.device import Event, GraphForward, Ops, failed_step
+from text_generation_inference.devices.device import Event, GraphForward, failed_step
 from text_generation_inference.devices.driver import Driver, read_driver
 from text_generation_inference.devices.graphs import CapturedForward
 from text_generation_inference.errors import StartError
 from text_generation_inference.kernels import flashinfer_prompts
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import as_paged, is_padded
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.triton.ops import load_ops
 from text_generation_inference.types import Limits
 
@@ -77,15 +78,12 @@ class CudaDevice:
         if memory_fraction < 1:
             torch.cuda.set_per_process_memory_fraction(memory_fraction, self.torch_device)  # pyright: ignore
         flashinfer = attention == "flashinfer" and flashinfer_prompts.is_installed()
-        faster = "custom kernels are off"
+        loaded = "custom kernels are off"
         if custom_kernels:
-            faster = load_ops(properties.multi_processor_count, flashinfer)
-        self._has_kernels = not isinstance(faster, str)
-        if isinstance(faster, str):
-            self.ops = Ops(f"torch ops, much slower than Triton kernels: {faster}")
-        else:
             kinds = "Triton kernels, flashinfer for prompts," if flashinfer else "Triton kernels"
-            self.ops = Ops(f"{kinds} on {properties.name}", **faster)
+            loaded = load_ops(properties.multi_processor_count, f"{kinds} on {properties.name}", flashinfer)
+        self._has_kernels = isinstance(loaded, Ops)
+        self.ops = loaded if isinstance(loaded, Ops) else Ops(f"torch ops, much slower than Triton kernels: {loaded}")
         self._queue = torch.cuda.Stream(self.torch_device)
         self._pool: Any = None  # memory that all captured steps share
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cuda")

@@ -16,51 +16,9 @@ from torch import Tensor
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.driver import read_driver
 from text_generation_inference.errors import StartError
-from text_generation_inference.kernels import choice, experts, fp8, reference, routing, slot_state
 from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.types import Limits
-
-
-class Ops:
-    """The kernels of a device, by name: the reference ops, with faster ones in their place where there are any."""
-
-    def __init__(self, description: str = "reference ops", **faster: Any) -> None:
-        self.description = description
-        self.pack_linear: Callable[..., Any] = reference.pack_linear
-        self.pack_fp8: Callable[..., Any] = fp8.pack_fp8
-        self.pack_blocks: Callable[..., Any] = _no_blocks
-        self.block_kinds: frozenset[str] = frozenset()  # quantised blocks that `pack_blocks` takes
-        self.linear: Callable[..., Any] = reference.linear
-        self.quantize_rows: Callable[..., Any] = fp8.quantize_rows
-        self.linear_unscaled: Callable[..., Any] | None = None  # `linear` of FP8 that may leave scales: `ScaledRows`
-        self.logits: Callable[..., Any] = reference.logits
-        self.embedding: Callable[..., Any] = reference.embedding
-        self.rms_norm: Callable[..., Any] = reference.rms_norm
-        self.add_rms_norm: Callable[..., Any] = reference.add_rms_norm
-        self.silu_mul: Callable[..., Any] = reference.silu_mul
-        self.gelu_tanh_mul: Callable[..., Any] = reference.gelu_tanh_mul
-        self.pack_experts: Callable[..., Any] = experts.pack_experts
-        self.experts: Callable[..., Any] = experts.experts
-        self.route: Callable[..., Any] = routing.route
-        self.rotary_and_cache: Callable[..., Any] = reference.rotary_and_cache
-        self.attention: Callable[..., Any] = reference.attention
-        self.greedy: Callable[..., Any] = reference.greedy
-        # For a device that makes a graph for each shape: a function of tensors alone -> the same, through its graphs. A
-        # result is good until the next call.
-        self.by_shape: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-        self.apply_writes: Callable[..., Any] = slot_state.apply_writes
-        self.gather_inputs: Callable[..., Any] = slot_state.gather_inputs
-        self.greedy_into: Callable[..., Any] = choice.greedy_into
-        self.choose_into: Callable[..., Any] = choice.choose_into
-        self.make_fused_decode: Callable[..., Any] | None = None  # see `kernels.fused_decode`
-        self.run_fused_decode: Callable[..., Any] | None = None
-        for name, op in faster.items():
-            assert hasattr(self, name), f"{name} is not an op"
-            setattr(self, name, op)
-
-
-def _no_blocks(pieces: Sequence[tuple[str, Tensor]], in_features: int) -> object:
-    raise AssertionError("this device does not compute from quantised blocks")
 
 
 def failed_step(error: Exception) -> "Future[Any]":

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.at_once import AtOnce
-from text_generation_inference.devices.device import GraphForward, Ops
+from text_generation_inference.devices.device import GraphForward
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import key_of, put_together, take_apart
 from text_generation_inference.kernels.hpu.bridge import Bridge, is_present, load_bridge, memory_errors
 from text_generation_inference.kernels.hpu.ops import HpuGreedy, load_ops
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.types import Limits
 
 BLOCK_SIZE = 128
@@ -108,8 +109,15 @@ class HpuDevice(AtOnce):
         if not custom_kernels:
             slower = f"torch ops on {self.description}, {mode}: slower than the card's own kernels"
             return Ops(slower, greedy=HpuGreedy(bridge).greedy, by_shape=self._by_shape)
-        faster = load_ops(bridge, settings.flash_attention, settings.flash_attention_recompute, settings.wide_softmax)
-        return Ops(f"fused kernels on {self.description}, {mode}", **faster, by_shape=self._by_shape)
+        ops = load_ops(
+            bridge,
+            f"fused kernels on {self.description}, {mode}",
+            settings.flash_attention,
+            settings.flash_attention_recompute,
+            settings.wide_softmax,
+        )
+        ops.by_shape = self._by_shape
+        return ops
 
     @property
     def supports_fp8(self) -> bool:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import Fp8Weight, dequantize_rows, dequantize_weight, quantize_rows
+from text_generation_inference.kernels.matrices import Weight, plain
 
 _CLAMP, _SLOPE = 7.0, 1.702  # of GPT-OSS
 
@@ -36,7 +37,7 @@ GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def pack_experts(weight: Tensor) -> Tensor:
+def pack_experts(weight: Tensor) -> Weight:
     """Bring the matrices of all experts into the form `experts` wants. Called once after loading."""
     return weight
 
@@ -45,8 +46,8 @@ def experts(
     x: Tensor,  # [tokens, hidden]
     ids: Tensor,  # [tokens, k]: experts of each token
     weights: Tensor,  # [tokens, k] float32: how much of each
-    gate_up: Tensor | Fp8Weight,  # [experts * 2 * width, hidden]: of each expert gates, then values
-    down: Tensor | Fp8Weight,  # [experts * hidden, width]
+    gate_up: Weight,  # [experts * 2 * width, hidden]: of each expert gates, then values
+    down: Weight,  # [experts * hidden, width]
     gate: str = "silu",  # a word of `GATES`
     biases: tuple[Tensor, Tensor] | None = None,  # [experts, 2 * width], [experts, hidden]
     scale_inputs: bool = False,  # the weights are multiplied with what goes into experts, not with what comes out
@@ -73,10 +74,10 @@ def experts(
     return (found.sum(1) if scale_inputs else (found * weights[..., None]).sum(1)).to(x.dtype)
 
 
-def _multiply(rows: Tensor, weight: Tensor | Fp8Weight, ends: Tensor) -> Tensor:
+def _multiply(rows: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     """rows `[pairs, in]` in the order of their experts, `ends` `[experts]` of each expert's rows -> `[pairs, out]`."""
-    if isinstance(weight, Tensor):
-        return _grouped(rows, weight.view(len(ends), -1, weight.shape[1]), ends)
+    if not isinstance(weight, Fp8Weight):
+        return _grouped(rows, plain(weight).view(len(ends), -1, weight.shape[1]), ends)
     if weight.input_bound is not None:
         rows = rows.clamp(-weight.input_bound, weight.input_bound)
     wide = dequantize_weight(weight).view(len(ends), -1, weight.shape[1])

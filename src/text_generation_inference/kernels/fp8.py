@@ -5,6 +5,7 @@ A value is its FP8 times a float32 scale. Weights have a scale per output row, o
 clamps.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,9 +65,19 @@ def apply_scales(x: Tensor | ScaledRows) -> Tensor:
     return (x.data.float() * x.rows[:, None] * x.columns[None, :]).to(x.data.dtype)
 
 
-def split_scales(x: Tensor | ScaledRows) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+def split_scales(x: Tensor | ScaledRows) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """A product, and its scales as an argument of the op that applies them, where there are any."""
-    return (x, {}) if isinstance(x, Tensor) else (x.data, {"scales": (x.rows, x.columns)})
+    return (x, None) if isinstance(x, Tensor) else (x.data, (x.rows, x.columns))
+
+
+def apply_scales_to_heads(parts: Sequence[Tensor], rows: Tensor, columns: Tensor) -> None:
+    """In place. parts, each `[tokens, heads, head_dim]`, are the columns of a product, side by side."""
+    first = 0
+    for part in parts:
+        heads, dim = part.shape[1:]
+        factors = columns[first : first + heads * dim].view(heads, dim)
+        part.copy_(part.float() * rows[:, None, None] * factors)
+        first += heads * dim
 
 
 def to_fp8(x: Tensor) -> Tensor:

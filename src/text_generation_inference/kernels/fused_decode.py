@@ -1,13 +1,16 @@
 """All layers of a plain decoder as one op, for devices where the calls between small ops cost as much as the ops.
 
-A device that can do this offers `Ops.make_fused_decode` and `Ops.run_fused_decode`; either may return None for a model
-or a batch it is not made for. Elsewhere layers run one by one.
+A device that can do this offers `Ops.make_fused_decode`, which makes a `FusedDecode`. Either may return None, for a
+model or a batch it is not made for; then, and elsewhere, layers run one by one.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor
+
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.matrices import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +18,11 @@ class FusedLayer:
     """What one layer of a plain pre-norm decoder reads. Matrices are results of `pack_linear` or `pack_blocks`."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Any  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    o: Any
+    qkv: Weight  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    o: Weight
     post_norm: Tensor  # [hidden]
-    gate_up: Any  # [2 * intermediate, hidden]
-    down: Any
+    gate_up: Weight  # [2 * intermediate, hidden]
+    down: Weight
     k_cache: Tensor
     v_cache: Tensor
     qkv_bias: Tensor | None = None
@@ -30,3 +33,12 @@ class FusedLayer:
     k_norm: Tensor | None = None
     window: int | None = None
     kv_scales: tuple[float, float] = (1.0, 1.0)  # of a cache in FP8
+
+
+class FusedDecode(Protocol):
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor | None:
+        """x `[tokens, hidden]` (embeddings) through all layers and the final norm -> `[tokens, hidden]`.
+
+        None: this batch is not one for it.
+        """
+        ...

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from text_generation_inference.kernels import block_lists, fp8
 from text_generation_inference.kernels.batch import Batch, PagedMeta
-from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight
+from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.kernels.matrices import Product, Rows, Weight, plain
 
 
 def pack_linear(weight: Tensor) -> Tensor:
@@ -23,34 +24,32 @@ def pack_linear(weight: Tensor) -> Tensor:
     return weight
 
 
-def linear(
-    x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None
-) -> Tensor:
-    """x `[tokens, in]` times weight transposed -> `[tokens, out]` of x's type, or of `dtype` where x is quantised."""
-    if isinstance(weight, Tensor):
+def linear(x: Rows, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """x `[tokens, in]` times weight transposed -> `[tokens, out]` of x's type, or of `dtype` where weight is in FP8."""
+    if not isinstance(weight, Fp8Weight):
         assert isinstance(x, Tensor)
-        return F.linear(x, weight, bias)
+        return F.linear(x, plain(weight), bias)
     if isinstance(x, Tensor):
         return fp8.linear(fp8.quantize_rows(x, weight), weight, bias, dtype or x.dtype)
     return fp8.linear(x, weight, bias, dtype or weight.dtype)
 
 
-def _pass_on(x: Tensor, quantize_for: Fp8Weight | None) -> Tensor | Fp8Rows:
+def _pass_on(x: Tensor, quantize_for: Fp8Weight | None) -> Rows:
     return x if quantize_for is None else fp8.quantize_rows(x, quantize_for)
 
 
-def logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+def logits(hidden: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
     """hidden `[tokens, hidden]` times weight `[vocab, hidden]` transposed, into `out` if there is one (float32)."""
-    result = F.linear(hidden, weight)
+    result = F.linear(hidden, plain(weight))
     return result if out is None else out.copy_(result)
 
 
-def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(ids: Tensor, weight: Weight) -> Tensor:
     """ids `[tokens]`, weight `[vocab, hidden]` -> `[tokens, hidden]`."""
-    return F.embedding(ids, weight)
+    return F.embedding(ids, plain(weight))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Rows:
     """x `[tokens, hidden]`, normalised in float32."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -58,22 +57,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | No
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
-) -> tuple[Tensor | Fp8Rows, Tensor]:
+    x: Product, residual: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
+) -> tuple[Rows, Tensor]:
     """Add x to the residual, then normalise: (normalised, new residual)."""
-    residual = residual + x
+    residual = residual + fp8.apply_scales(x)
     return rms_norm(residual, weight, eps, quantize_for), residual
 
 
-def silu_mul(gate_up: Tensor, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+def silu_mul(gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
     """gate_up `[tokens, 2 * width]` -> silu(gate) * up `[tokens, width]`."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = fp8.apply_scales(gate_up).chunk(2, dim=-1)
     return _pass_on(F.silu(gate) * up, quantize_for)
 
 
-def gelu_tanh_mul(gate_up: Tensor, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+def gelu_tanh_mul(gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
     """gate_up `[tokens, 2 * width]` -> gelu(gate, tanh form) * up `[tokens, width]`."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = fp8.apply_scales(gate_up).chunk(2, dim=-1)
     return _pass_on(F.gelu(gate, approximate="tanh") * up, quantize_for)
 
 
@@ -93,11 +92,14 @@ def rotary_and_cache(
     k_cache: Tensor,
     v_cache: Tensor,
     kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in FP8
+    scales: tuple[Tensor, Tensor] | None = None,  # of rows and columns of q, k, v side by side: see `ScaledRows`
 ) -> Tensor:
     """Rotate q and k by position, write k and v into the cache; return the rotated q.
 
-    With a cache in FP8 k and v become what can be read from it.
+    With a cache in FP8 k and v become what can be read from it. Where there are scales, they are applied to q, k and v.
     """
+    if scales is not None:
+        fp8.apply_scales_to_heads((q, k, v), *scales)
     cos, sin = cos_sin[batch.positions].to(q.dtype)[:, None, :].chunk(2, dim=-1)
     _write(rotate(k, cos, sin), k, k_cache, batch.kv_index, kv_scales[0])
     _write(v, v, v_cache, batch.kv_index, kv_scales[1])

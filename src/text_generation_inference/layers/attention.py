@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import split_scales
+from text_generation_inference.kernels.matrices import Product, Rows
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.layers.cache import CacheSpec
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.quant.cache_scales import CacheScales
-from text_generation_inference.quant.method import Product, Rows
 from text_generation_inference.weights.declare import Module
 
 
@@ -51,11 +51,11 @@ class Attention(Module):
     ) -> Product:
         """x `[tokens, hidden]` -> `[tokens, hidden]` of all tokens, or of those `wanted`; writes keys and values."""
         heads = self.heads
-        product, scaled = split_scales(self.qkv.linear_unscaled(x))
+        product, scales = split_scales(self.qkv.linear_unscaled(x))
         fused = product.view(x.shape[0], -1, heads.head_dim)
         q, k, v = fused.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
         kv_scales = self.cache_scales.of(k_cache.dtype)
-        q = self.ops.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales=kv_scales, **scaled)
+        q = self.ops.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales)
         mixed = self.ops.attention(
             q, k, v, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap, kv_scales=kv_scales
         )

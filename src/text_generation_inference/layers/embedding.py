@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.device import Ops
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.parallel import Parallel
 from text_generation_inference.quant.method import Matrix
 from text_generation_inference.weights.declare import Part

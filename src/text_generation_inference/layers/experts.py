@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels.fp8 import apply_scales
+from text_generation_inference.kernels.matrices import Product, Rows, Weight
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.routing import Routed, Routing
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.parallel import Parallel
-from text_generation_inference.quant.method import InputForm, Matrix, Product, Rows
+from text_generation_inference.quant.method import InputForm, Matrix
 from text_generation_inference.weights.declare import Declared, Module, Part
 
 
@@ -31,7 +32,7 @@ class StackedMatrix(Matrix):
     def outputs_per_token(self) -> int:
         return self.shape[0] // self.num_experts * self.top_k
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor) -> Weight:
         return self.ops.pack_experts(weight)
 
 
@@ -105,7 +106,7 @@ class Experts(Module):
     def forward(self, x: Rows) -> Product:
         assert isinstance(x, Tensor)
         ids, weights = self.router.forward(x)
-        out: Tensor = self.ops.experts(
+        out = self.ops.experts(
             x, ids, weights, self.gate_up.weight, self.down.weight, self.gate, scale_inputs=self.scale_inputs
         )
         if self.shared is not None:

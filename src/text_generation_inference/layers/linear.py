@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from text_generation_inference.devices.device import Ops
+from text_generation_inference.kernels.matrices import Product, Rows
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.parallel import Parallel
-from text_generation_inference.quant.method import Matrix, Product, Rows
+from text_generation_inference.quant.method import Matrix
 from text_generation_inference.weights.declare import Declared, Part
 
 

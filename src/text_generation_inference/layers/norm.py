@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from text_generation_inference.devices.device import Ops
-from text_generation_inference.quant.method import InputForm, Product, Rows
+from text_generation_inference.kernels.matrices import Product, Rows
+from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.quant.method import InputForm
 from text_generation_inference.weights.declare import Declared, Module, Part
 
 

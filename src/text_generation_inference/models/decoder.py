@@ -5,14 +5,15 @@ A family describes itself with a `DecoderSpec`; what no spec can say is a module
 
 from copy import copy
 from dataclasses import replace
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.batch import Batch
-from text_generation_inference.kernels.fused_decode import FusedLayer
+from text_generation_inference.kernels.fused_decode import FusedDecode, FusedLayer
+from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.layers.attention import Attention, HeadLayout
 from text_generation_inference.layers.cache import CacheSpec
 from text_generation_inference.layers.embedding import VocabWeight
@@ -30,7 +31,7 @@ from text_generation_inference.models.spec import (
     LayerSpec,
     TensorNames,
 )
-from text_generation_inference.quant.method import InputForm, Product, Rows
+from text_generation_inference.quant.method import InputForm
 from text_generation_inference.weights.declare import Module, Part
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as configs and as ops call them
@@ -192,7 +193,7 @@ class CausalLM(Model):
         self.ops = context.ops
         self.parallel = context.parallel
         self.device = context.device
-        self.fused_decode: Any = None  # all layers as one op, where the device can
+        self.fused_decode: FusedDecode | None = None  # all layers as one op, where the device can
         self._computes_all = False  # else the last layer computes what logits need
         self.model = Decoder(context, spec)
         self.head = None
@@ -232,7 +233,7 @@ class CausalLM(Model):
     def unbind(self) -> None:
         self.fused_decode = None
 
-    def _fuse(self, caches: Caches) -> Any:
+    def _fuse(self, caches: Caches) -> FusedDecode | None:
         """All layers as one op, if the device has one and the layers differ in nothing but windows and caches."""
         layouts = {(layer.attention.heads.num_heads, layer.attention.heads.scale) for layer in self.model.layers}
         activations = {layer.feed_forward.activation for layer in self.spec.layers}
@@ -254,8 +255,8 @@ class CausalLM(Model):
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
         x = self.model.embedding.look_up(batch.input_ids)
-        if self.fused_decode is not None and self.ops.run_fused_decode is not None:
-            done = self.ops.run_fused_decode(x, self.fused_decode, batch)
+        if self.fused_decode is not None:
+            done = self.fused_decode(x, batch)
             if done is not None:
                 return done if batch.logit_tokens is None else done[batch.logit_tokens]
         residual = None

@@ -7,8 +7,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.device import Ops
 from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.layers.cache import CacheSpec
 from text_generation_inference.parallel import SINGLE, Parallel
 from text_generation_inference.weights.declare import Module

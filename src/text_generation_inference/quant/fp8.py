@@ -15,7 +15,8 @@ from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.fp8 import FP8, SQUARE, Fp8Weight, quantize_weight
-from text_generation_inference.quant.method import InputForm, Matrix, Method, Product, Rows
+from text_generation_inference.kernels.matrices import Product, Rows
+from text_generation_inference.quant.method import InputForm, Matrix, Method
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 from text_generation_inference.weights.declare import Beside, Part, Parts, Read, read_plain, stack
@@ -64,27 +65,33 @@ class Fp8(Method):
         return math.prod(shape)
 
     def finish(self, matrix: Matrix) -> None:
-        matrix.weight = matrix.ops.pack_fp8(matrix.weight)
+        matrix.weight = matrix.ops.pack_fp8(_weight(matrix))
 
     def apply(self, matrix: Matrix, x: Rows) -> Tensor:
-        weight: Fp8Weight = matrix.weight
+        weight = _weight(matrix)
         if weight.input_bound is not None and isinstance(x, Tensor):
             x = x.clamp(-weight.input_bound, weight.input_bound)
         return matrix.ops.linear(x, weight, matrix.bias, weight.dtype)
 
     def unscaled(self, matrix: Matrix) -> Callable[[Rows], Product] | None:
-        weight: Fp8Weight = matrix.weight
+        weight = _weight(matrix)
         product = matrix.ops.linear_unscaled
         if product is None or weight.input_bound is not None:
             return None
         return lambda x: product(x, weight, weight.dtype)
 
     def input_form(self, matrix: Matrix) -> InputForm:
-        return matrix.weight if matrix.weight.input_bound is None else None
+        weight = _weight(matrix)
+        return weight if weight.input_bound is None else None
 
     def kind(self, matrix: Matrix) -> object:
-        weight: Fp8Weight = matrix.weight
+        weight = _weight(matrix)
         return (Fp8, weight.by_square, weight.input_scale is None, weight.input_bound)
+
+
+def _weight(matrix: Matrix) -> Fp8Weight:
+    assert isinstance(matrix.weight, Fp8Weight)
+    return matrix.weight
 
 
 class OnLoading(Quantization):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from text_generation_inference.kernels.matrices import BlockPieces
 from text_generation_inference.quant.method import Matrix, Method
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 from text_generation_inference.weights.declare import Parts
@@ -25,14 +26,14 @@ class GgufBlocks(Method):
         yield from ()  # they are in a file of their own
 
     def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
-        """Pieces: rows of one type after the other, `[rows, bytes per row]` uint8."""
         pieces: list[tuple[str, list[torch.Tensor]]] = []
         for (name, part), kind in zip(parts, self.block_types, strict=True):
             blocks = checkpoint.blocks(name)
             if not pieces or pieces[-1][0] != kind:
                 pieces.append((kind, []))
             pieces[-1][1].append(blocks if part.dim is None else blocks[part.start : part.end])
-        return [(kind, torch.cat(blocks).contiguous()) for kind, blocks in pieces]
+        stored = [(kind, torch.cat(blocks).contiguous()) for kind, blocks in pieces]
+        return BlockPieces(stored, torch.Size((sum(self.rows), parts[0][1].shape[1])))
 
     def bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         sizes = [GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]] for kind in self.block_types]
@@ -40,7 +41,9 @@ class GgufBlocks(Method):
         return sum(rows * columns // size * num for rows, (size, num) in zip(self.rows, sizes, strict=True))
 
     def finish(self, matrix: Matrix) -> None:
-        matrix.weight = matrix.ops.pack_blocks(matrix.weight, matrix.shape[1])
+        stored = matrix.weight
+        assert isinstance(stored, BlockPieces)
+        matrix.weight = matrix.ops.pack_blocks(stored.pieces, matrix.shape[1])
 
     def kind(self, matrix: Matrix) -> object:
         return self.block_types

@@ -6,16 +6,14 @@
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
-from text_generation_inference.devices.device import Ops
-from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight, ScaledRows
+from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.kernels.matrices import Product, Rows, Weight, plain
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.weights.declare import Declared, Module, Part, Storage
 
-Rows = Tensor | Fp8Rows  # what goes into a matrix
-Product = Tensor | ScaledRows  # what comes out, its scales perhaps left to the op that comes next
 InputForm = Fp8Weight | None  # what the op before a matrix is told to quantise its result for; None: it should not
 
 
@@ -25,7 +23,7 @@ class Method(Storage):
     def finish(self, matrix: "Matrix") -> None:
         """Bring the weight into the form that the device multiplies. Called once, when it has been loaded."""
         if matrix.is_multiplied:
-            matrix.weight = matrix.pack(matrix.weight)
+            matrix.weight = matrix.pack(plain(matrix.weight))
 
     def apply(self, matrix: "Matrix", x: Rows) -> Tensor:
         """x `[tokens, in]` -> `[tokens, out]`, with the bias."""
@@ -64,7 +62,7 @@ class Matrix(Module):
         self.is_multiplied = is_multiplied  # else its rows are only looked up
         self.is_delicate = False  # rounding costs most here: stays as it is where it is not stored rounded already
         self.method: Method = PLAIN
-        self.weight: Any  # what the method makes of it
+        self.weight: Weight  # what the method makes of it
         self.bias: Tensor | None = None
         self.input_form: InputForm = None
 
@@ -87,7 +85,7 @@ class Matrix(Module):
         self.method.finish(self)
         self.input_form = self.method.input_form(self)
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor) -> Weight:
         """In the form that the op which multiplies it wants."""
         return self.ops.pack_linear(weight)
 

@@ -8,7 +8,6 @@ those that do not ask: then every shape follows from the number of rows, and the
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from text_generation_inference.sampling import filters, temperature
 from text_generation_inference.sampling.bias import Bias
 from text_generation_inference.sampling.draw import FEW, NUM_BEST, draw, draw_from_best, noise_keys
 from text_generation_inference.sampling.mask import RowMasks, allow_only
+from text_generation_inference.sampling.ops import Arguments, Result, SamplerOps
 from text_generation_inference.sampling.parts import Arrays, KnownTokens, Room, SamplingPart
 from text_generation_inference.sampling.penalties import Penalties
 from text_generation_inference.sampling.sampled_tokens import BestIds, SampledTokens
@@ -28,13 +28,6 @@ from text_generation_inference.types import Admission, SamplingParams
 
 _NEUTRAL = SamplingParams()
 _TOP_ROOM = 16  # best ids that padded rows report at least: up to 8 wanted ones, and ties
-
-
-class SamplerOps(Protocol):
-    """The ops of a device that sampling uses."""
-
-    greedy: Callable[..., Any]
-    by_shape: Callable[[Callable[..., Any]], Callable[..., Any]] | None  # see `devices.device.Ops`
 
 
 @dataclass(slots=True)
@@ -290,7 +283,7 @@ def _tensor(array: np.ndarray) -> Tensor:
     return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+def _as_it_is(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     return function
 
 
@@ -317,32 +310,39 @@ def _as_slice(rows: list[int], num_rows: int) -> "slice | list[int] | None":
 # -- functions of tensors alone, for all rows of a padded batch ------------------------------------------------------
 
 
-def _take(scores: Tensor, samples: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+_Drawn = tuple[Tensor, Tensor]  # token ids, log-probabilities
+
+
+def _take(scores: Tensor, samples: Tensor, drawn: Tensor) -> _Drawn:
     token_ids = torch.where(samples, drawn, scores.argmax(dim=-1))
     return token_ids, scores.gather(1, token_ids[:, None])[:, 0] - scores.logsumexp(dim=-1)
 
 
-def _draw_unfiltered(scores: Tensor, warmth: Tensor, samples: Tensor, low: Tensor, high: Tensor) -> Any:
+def _draw_unfiltered(
+    scores: Tensor, warmth: Tensor, samples: Tensor, low: Tensor, high: Tensor
+) -> tuple[Tensor, Tensor]:
     scores = temperature.apply(scores, warmth)
     return _take(scores, samples, draw(scores, low, high))
 
 
-def _draw_filtered(scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Tensor) -> Any:
+def _draw_filtered(scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Tensor) -> _Drawn:
     return _draw_kept(filters.FIELDS, scores, warmth, samples, *arrays)
 
 
-def _draw_unsorted(scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Tensor) -> Any:
+def _draw_unsorted(scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Tensor) -> _Drawn:
     return _draw_kept(filters.UNSORTED, scores, warmth, samples, *arrays)
 
 
-def _draw_kept(wanted: Sequence[str], scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Tensor) -> Any:
+def _draw_kept(
+    wanted: Sequence[str], scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Tensor
+) -> tuple[Tensor, Tensor]:
     *numbers, low, high = arrays
     scores = temperature.apply(scores, warmth)
     kept = filters.keep(scores, dict(zip(filters.FIELDS, numbers, strict=True)), wanted)
     return _take(scores, samples, draw(kept, low, high))
 
 
-def _draw_from_best(scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Tensor) -> Any:
+def _draw_from_best(scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     *numbers, low, high = arrays
     named = dict(zip(filters.FIELDS, numbers, strict=True))
     scores = temperature.apply(scores, warmth)
@@ -350,7 +350,7 @@ def _draw_from_best(scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Te
     return *_take(scores, samples, drawn), enough | ~samples
 
 
-def _find_tops(scores: Tensor, warmth: Tensor, wanted: Tensor, places: Tensor) -> Any:
+def _find_tops(scores: Tensor, warmth: Tensor, wanted: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scores = temperature.apply(scores, warmth)
     ids, values = best_ids(scores - scores.logsumexp(dim=-1, keepdim=True), places.shape[0])
     return count_kept(values, wanted), ids, values

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_float, c_int, c_long, c_void_p
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from torch import Tensor
 from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.cpu import build
-from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight
+from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedLayer
+from text_generation_inference.kernels.matrices import PackedWeight, Product, Rows, Weight
 
 KINDS = {
     kind: number
@@ -74,7 +76,7 @@ class _WeightStruct(ctypes.Structure):
     )
 
 
-class Packed:
+class Packed(PackedWeight):
     """A weight `[out, in]` in the panels the kernels read. `kind` is a key of KINDS; outputs of another kind follow."""
 
     __slots__ = ("_struct", "address", "data", "in_features", "kind", "next", "out_features", "shape")
@@ -118,14 +120,55 @@ class _FusedDecodeStruct(ctypes.Structure):
 
 
 class NativeFusedDecode:
-    """The layers of a decoder, ready for `NativeOps.run_fused_decode`. Keeps alive all memory it points to."""
+    """The layers of a decoder as one op. Keeps alive all memory it points to."""
 
-    __slots__ = ("_kept", "address", "hidden")
+    __slots__ = ("_kept", "_run", "_threads", "address", "hidden")
 
-    def __init__(self, hidden: int, address: int, kept: object) -> None:
+    def __init__(
+        self, run: Callable[..., int], threads: Callable[[], int], hidden: int, address: int, kept: object
+    ) -> None:
+        self._run = run
+        self._threads = threads
         self.hidden = hidden
         self.address = address
         self._kept = kept
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor | None:
+        """x `[tokens, hidden]` (embeddings) through all layers and the final norm -> `[tokens, hidden]`.
+
+        None for a padded pass of one phase.
+        """
+        tokens = x.shape[0]
+        if not isinstance(batch.meta, PagedMeta):
+            return None
+        meta, seq_lens = batch.meta, batch.seq_lens
+        tables = meta.block_tables
+        if not (
+            _rows(x)
+            and x.is_contiguous()
+            and x.shape[1] == self.hidden
+            and tables.dtype is seq_lens.dtype is _int32
+            and batch.positions.dtype is batch.kv_index.dtype is _int64
+            and len(batch.positions) == len(batch.kv_index) == tokens
+            and tables.stride(1) == 1
+            and seq_lens.is_contiguous()
+            and batch.positions.is_contiguous()
+            and batch.kv_index.is_contiguous()
+        ):
+            raise ValueError("a batch for a fused pass holds contiguous float32, int64 and int32 tensors of one length")
+        num_chunks = len(meta.chunk_starts_cpu)
+        starts = ends = None
+        if num_chunks:
+            starts = (ctypes.c_int64 * num_chunks)(*meta.chunk_starts_cpu)
+            ends = (ctypes.c_int64 * num_chunks)(*meta.chunk_ends_cpu)
+        out = _empty((tokens, self.hidden))
+        if self._run(
+            self.address, x.data_ptr(), tokens, batch.positions.data_ptr(), batch.kv_index.data_ptr(),
+            tables.data_ptr(), tables.stride(0), tables.shape[1], seq_lens.data_ptr(), meta.num_decode, num_chunks,
+            starts, ends, out.data_ptr(), self._threads(),
+        ):  # fmt: skip
+            raise IndexError("a position, a cache index or a block id of the batch is out of range")
+        return out
 
 
 class NativeOps:
@@ -186,13 +229,7 @@ class NativeOps:
         """The weight as float32 `[out, in]`."""
         return self.embedding(torch.arange(weight.out_features), weight)
 
-    def linear(
-        self,
-        x: Tensor | Fp8Rows,
-        weight: Packed | Tensor | Fp8Weight,
-        bias: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """x `[tokens, in]` times weight transposed -> `[tokens, out]`."""
         if not isinstance(weight, Packed) or not isinstance(x, Tensor):
             assert not isinstance(weight, Packed)
@@ -219,12 +256,12 @@ class NativeOps:
         )
         return out
 
-    def logits(self, hidden: Tensor, weight: Packed | Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
         """hidden `[tokens, hidden]` times weight `[vocab, hidden]` transposed, into `out` if there is one."""
         result = self.linear(hidden, weight)
         return result if out is None else out.copy_(result)
 
-    def embedding(self, ids: Tensor, weight: Packed | Tensor) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Weight) -> Tensor:
         """ids `[tokens]`, weight `[vocab, hidden]` -> `[tokens, hidden]`."""
         if not isinstance(weight, Packed):
             return reference.embedding(ids, weight)
@@ -234,9 +271,7 @@ class NativeOps:
             raise IndexError(f"a token id is not below {weight.out_features}")
         return out
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
-    ) -> Tensor | Fp8Rows:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Rows:
         """x `[tokens, hidden]`."""
         if quantize_for is not None or not _rows(x) or not _vector(weight):
             return reference.rms_norm(x, weight, eps, quantize_for)
@@ -258,8 +293,8 @@ class NativeOps:
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
-    ) -> tuple[Tensor | Fp8Rows, Tensor]:
+        self, x: Product, residual: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
+    ) -> tuple[Rows, Tensor]:
         """Add x to the residual, then normalise: (normalised, new residual)."""
         if quantize_for is not None or not _rows(x) or not _rows(residual) or not _vector(weight):
             return reference.add_rms_norm(x, residual, weight, eps, quantize_for)
@@ -272,13 +307,13 @@ class NativeOps:
         )  # fmt: skip
         return out, total
 
-    def silu_mul(self, gate_up: Tensor, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    def silu_mul(self, gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
         """gate_up `[tokens, 2 * width]` -> silu(gate) * up `[tokens, width]`."""
         if quantize_for is not None or not _rows(gate_up):
             return reference.silu_mul(gate_up, quantize_for)
         return self._gated(0, gate_up)
 
-    def gelu_tanh_mul(self, gate_up: Tensor, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+    def gelu_tanh_mul(self, gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
         """gate_up `[tokens, 2 * width]` -> gelu(gate, tanh form) * up `[tokens, width]`."""
         if quantize_for is not None or not _rows(gate_up):
             return reference.gelu_tanh_mul(gate_up, quantize_for)
@@ -301,10 +336,12 @@ class NativeOps:
         k_cache: Tensor,
         v_cache: Tensor,
         kv_scales: tuple[float, float] = (1.0, 1.0),
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Rotate q and k by position, write k and v into the cache; return the rotated q."""
         if not (
-            q.dtype is k.dtype is v.dtype is cos_sin.dtype is k_cache.dtype is v_cache.dtype is _float32
+            scales is None
+            and q.dtype is k.dtype is v.dtype is cos_sin.dtype is k_cache.dtype is v_cache.dtype is _float32
             and q.stride(2) == k.stride(2) == v.stride(2) == 1
             and k_cache.is_contiguous()
             and v_cache.is_contiguous()
@@ -312,7 +349,7 @@ class NativeOps:
             and batch.positions.is_contiguous()
             and batch.kv_index.is_contiguous()
         ):
-            return reference.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales)
+            return reference.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales)
         tokens, heads, head_dim = q.shape
         blocks, block_size, kv_heads, _ = k_cache.shape
         positions, rotary_dim = cos_sin.shape
@@ -395,7 +432,7 @@ class NativeOps:
     def make_fused_decode(
         self,
         layers: Sequence[FusedLayer],
-        final_norm: Tensor,
+        norm: Tensor,
         cos_sin: Tensor,
         *,
         heads: int,
@@ -406,7 +443,7 @@ class NativeOps:
     ) -> NativeFusedDecode | None:
         """All layers as one op, or None where something in them has no native kernel."""
         _, block_size, kv_heads, head_dim = layers[0].k_cache.shape
-        tensors = [final_norm, cos_sin]
+        tensors = [norm, cos_sin]
         structs = (_LayerStruct * len(layers))()
         for layer, struct in zip(layers, structs, strict=True):
             for name in ("qkv", "o", "gate_up", "down"):
@@ -436,52 +473,13 @@ class NativeOps:
         if not all(t.dtype is _float32 and t.is_contiguous() and t.device.type == "cpu" for t in tensors):
             return None
         fused = _FusedDecodeStruct(
-            ctypes.addressof(structs), final_norm.data_ptr(), cos_sin.data_ptr(), len(layers), heads, kv_heads,
+            ctypes.addressof(structs), norm.data_ptr(), cos_sin.data_ptr(), len(layers), heads, kv_heads,
             head_dim, cos_sin.shape[1], cos_sin.shape[0], layers[0].k_cache.shape[0], block_size,
             ACTIVATIONS.index(activation), eps, scale, softcap or 0.0,
         )  # fmt: skip
-        return NativeFusedDecode(
-            layers[0].o.shape[0], ctypes.addressof(fused), (fused, structs, tuple(layers), tensors)
-        )
-
-    def run_fused_decode(self, x: Tensor, fused: NativeFusedDecode, batch: Batch) -> Tensor | None:
-        """x `[tokens, hidden]` (embeddings) through all layers and the final norm -> `[tokens, hidden]`.
-
-        None for a padded pass of one phase.
-        """
-        tokens = x.shape[0]
-        if not isinstance(batch.meta, PagedMeta):
-            return None
-        meta, seq_lens = batch.meta, batch.seq_lens
-        tables = meta.block_tables
-        if not (
-            _rows(x)
-            and x.is_contiguous()
-            and x.shape[1] == fused.hidden
-            and tables.dtype is seq_lens.dtype is _int32
-            and batch.positions.dtype is batch.kv_index.dtype is _int64
-            and len(batch.positions) == len(batch.kv_index) == tokens
-            and tables.stride(1) == 1
-            and seq_lens.is_contiguous()
-            and batch.positions.is_contiguous()
-            and batch.kv_index.is_contiguous()
-        ):
-            raise ValueError(
-                "a batch for run_fused_decode holds contiguous float32, int64 and int32 tensors of one length"
-            )
-        num_chunks = len(meta.chunk_starts_cpu)
-        starts = ends = None
-        if num_chunks:
-            starts = (ctypes.c_int64 * num_chunks)(*meta.chunk_starts_cpu)
-            ends = (ctypes.c_int64 * num_chunks)(*meta.chunk_ends_cpu)
-        out = _empty((tokens, fused.hidden))
-        if self._library.tgi_run_fused_decode(
-            fused.address, x.data_ptr(), tokens, batch.positions.data_ptr(), batch.kv_index.data_ptr(),
-            tables.data_ptr(), tables.stride(0), tables.shape[1], seq_lens.data_ptr(), meta.num_decode, num_chunks,
-            starts, ends, out.data_ptr(), self._threads(),
-        ):  # fmt: skip
-            raise IndexError("a position, a cache index or a block id of the batch is out of range")
-        return out
+        kept = (fused, structs, tuple(layers), tensors)
+        run = self._library.tgi_run_fused_decode
+        return NativeFusedDecode(run, self._threads, hidden, ctypes.addressof(fused), kept)
 
     def probe_fma(self, threads: int) -> float:
         """Floating-point operations a second that this machine can do, for benchmarks."""
@@ -501,8 +499,8 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return index, logprob.masked_fill(~top[:, 0].isfinite(), math.nan)
 
 
-def _rows(x: Tensor) -> bool:
-    return x.dtype is _float32 and x.dim() == 2 and x.stride(1) == 1
+def _rows(x: Product) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and x.dtype is _float32 and x.dim() == 2 and x.stride(1) == 1
 
 
 def _vector(weight: Tensor) -> bool:

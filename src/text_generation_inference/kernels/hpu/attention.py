@@ -16,7 +16,7 @@ from torch import Tensor
 from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts, is_padded, row_length
-from text_generation_inference.kernels.fp8 import FP8
+from text_generation_inference.kernels.fp8 import FP8, apply_scales_to_heads
 from text_generation_inference.kernels.hpu.bridge import Bridge
 from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
 
@@ -47,9 +47,12 @@ class HpuAttention:
         k_cache: Tensor,
         v_cache: Tensor,
         kv_scales: tuple[float, float] = (1.0, 1.0),
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         if not is_padded(batch):  # without buckets, each step is compiled anew
-            return reference.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales)
+            return reference.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales)
+        if scales is not None:
+            apply_scales_to_heads((q, k, v), *scales)
         self._bridge.mark_step()  # once in a layer: all layers are then the same piece
         cos, sin = cos_sin.index_select(0, batch.positions).to(q.dtype)[:, None, :].chunk(2, dim=-1)
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)

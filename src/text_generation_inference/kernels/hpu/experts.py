@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels import experts as reference
-from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.kernels.matrices import Weight
 
 
 def experts(
     x: Tensor,  # [tokens, hidden]
     ids: Tensor,  # [tokens, k]
     weights: Tensor,  # [tokens, k] float32
-    gate_up: Tensor | Fp8Weight,  # [experts * 2 * width, hidden]
-    down: Tensor | Fp8Weight,  # [experts * hidden, width]
+    gate_up: Weight,  # [experts * 2 * width, hidden]
+    down: Weight,  # [experts * hidden, width]
     gate: str = "silu",
     biases: tuple[Tensor, Tensor] | None = None,
     scale_inputs: bool = False,
@@ -20,7 +20,7 @@ def experts(
 ) -> Tensor:
     """See `kernels.experts`, which does what the card's op does not: other gates, biases, scaled inputs, FP8."""
     is_known = gate == "silu" and biases is None and not scale_inputs
-    if not is_known or isinstance(gate_up, Fp8Weight) or isinstance(down, Fp8Weight):
+    if not is_known or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         return reference.experts(x, ids, weights, gate_up, down, gate, biases, scale_inputs)
     count = down.shape[0] // x.shape[1]
     first, second = list(gate_up.chunk(count)), list(down.chunk(count))

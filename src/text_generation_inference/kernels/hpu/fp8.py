@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from text_generation_inference.kernels import fp8
+from text_generation_inference.kernels import fp8, reference
 from text_generation_inference.kernels.fp8 import FP8, FP8_MAX, Fp8Rows, Fp8Weight
 from text_generation_inference.kernels.hpu.bridge import Bridge
+from text_generation_inference.kernels.matrices import Rows, Weight
 
 _SMALLEST = 1e-8  # of a row of zeros
 _ROWS_AT_A_TIME = 1024
@@ -51,16 +52,9 @@ class Fp8Ops:
         data = self._ops.cast_to_fp8_v2(x, scale.reciprocal(), False, False, FP8)[0]
         return Fp8Rows(data, scale)
 
-    def linear(
-        self,
-        x: Tensor | Fp8Rows,
-        weight: Tensor | Fp8Weight,
-        bias: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        if isinstance(weight, Tensor):
-            assert isinstance(x, Tensor)
-            return torch.nn.functional.linear(x, weight, bias)
+    def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        if not isinstance(weight, Fp8Weight):
+            return reference.linear(x, weight, bias)
         if isinstance(x, Tensor):
             dtype = dtype or x.dtype
             x = self.quantize_rows(x, weight)

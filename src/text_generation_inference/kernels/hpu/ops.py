@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels import reference
-from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight
+from text_generation_inference.kernels.fp8 import Fp8Weight, apply_scales
 from text_generation_inference.kernels.hpu.attention import HpuAttention
 from text_generation_inference.kernels.hpu.bridge import Bridge
 from text_generation_inference.kernels.hpu.experts import experts
 from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
+from text_generation_inference.kernels.matrices import Product, Rows
+from text_generation_inference.kernels.ops import Ops
 
 
 class _Norms:
@@ -21,27 +23,25 @@ class _Norms:
         self._fused: Any = bridge.normalization.FusedRMSNorm
         self._fp8 = fp8
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
-    ) -> Tensor | Fp8Rows:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Rows:
         normed = self._fused.apply(x[None], weight, eps)[0]  # the op wants three dimensions
         return normed if quantize_for is None else self._fp8.quantize_rows(normed, quantize_for)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
-    ) -> tuple[Tensor | Fp8Rows, Tensor]:
-        residual = residual + x
+        self, x: Product, residual: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
+    ) -> tuple[Rows, Tensor]:
+        residual = residual + apply_scales(x)
         return self.rms_norm(residual, weight, eps, quantize_for), residual
 
-    def silu_mul(self, gate_up: Tensor, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def silu_mul(self, gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+        gate, up = apply_scales(gate_up).chunk(2, dim=-1)
         return self._pass_on(torch.nn.functional.silu(gate) * up, quantize_for)
 
-    def gelu_tanh_mul(self, gate_up: Tensor, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def gelu_tanh_mul(self, gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+        gate, up = apply_scales(gate_up).chunk(2, dim=-1)
         return self._pass_on(torch.nn.functional.gelu(gate, approximate="tanh") * up, quantize_for)
 
-    def _pass_on(self, x: Tensor, quantize_for: Fp8Weight | None) -> Tensor | Fp8Rows:
+    def _pass_on(self, x: Tensor, quantize_for: Fp8Weight | None) -> Rows:
         return x if quantize_for is None else self._fp8.quantize_rows(x, quantize_for)
 
 
@@ -56,21 +56,23 @@ class HpuGreedy:
         return chosen
 
 
-def load_ops(bridge: Bridge, flash: bool = True, recompute: bool = True, wide_softmax: bool = True) -> dict[str, Any]:
-    """The faster ops by name, for `Ops`. `flash`: prompts through the fused attention op, which may `recompute`."""
+def load_ops(
+    bridge: Bridge, description: str = "", flash: bool = True, recompute: bool = True, wide_softmax: bool = True
+) -> Ops:
+    """`flash`: prompts through the fused attention op, which may `recompute`."""
     fp8 = Fp8Ops(bridge)
     norms = _Norms(bridge, fp8)
     attention = HpuAttention(bridge, fp8, flash, recompute, wide_softmax)
-    return {
-        "greedy": HpuGreedy(bridge).greedy,
-        "pack_fp8": fp8.pack_fp8,
-        "linear": fp8.linear,
-        "quantize_rows": fp8.quantize_rows,
-        "rms_norm": norms.rms_norm,
-        "add_rms_norm": norms.add_rms_norm,
-        "silu_mul": norms.silu_mul,
-        "gelu_tanh_mul": norms.gelu_tanh_mul,
-        "experts": experts,
-        "rotary_and_cache": attention.rotary_and_cache,
-        "attention": attention.attention,
-    }
+    return Ops(
+        description,
+        greedy=HpuGreedy(bridge).greedy,
+        pack_fp8=fp8.pack_fp8,
+        linear=fp8.linear,
+        rms_norm=norms.rms_norm,
+        add_rms_norm=norms.add_rms_norm,
+        silu_mul=norms.silu_mul,
+        gelu_tanh_mul=norms.gelu_tanh_mul,
+        experts=experts,
+        rotary_and_cache=attention.rotary_and_cache,
+        attention=attention.attention,
+    )

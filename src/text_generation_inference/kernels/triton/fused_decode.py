@@ -4,9 +4,9 @@
 Used where one request decodes alone; with more rows, layers run one by one with the libraries' products.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,85 +14,89 @@ from torch import Tensor
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedLayer
+from text_generation_inference.kernels.matrices import Weight, plain
+from text_generation_inference.kernels.ops import AttentionOp
 from text_generation_inference.kernels.triton import norms_rotary
 from text_generation_inference.kernels.triton.gemv import vector_product
 from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8
 
 
 @dataclass(frozen=True, slots=True)
-class FusedDecode:
-    layers: list[FusedLayer]
+class SingleRowDecode:
+    """All layers of a decoder, for a batch that is one row which decodes."""
+
+    layers: Sequence[FusedLayer]
     norm: Tensor
     cos_sin: Tensor
     heads: int
     eps: float
     scale: float
     activation: str
+    attention: AttentionOp
+    gemv_fp8: GemvFp8
 
-
-def make_fused_decode(
-    layers: list[FusedLayer],
-    norm: Tensor,
-    cos_sin: Tensor,
-    heads: int,
-    eps: float,
-    scale: float,
-    activation: str,
-    fp8: bool = True,
-) -> FusedDecode | None:
-    """None where a weight is of a kind that the products for one row do not take, or heads have norms of their own.
-
-    `fp8`: whether the GPU has those types.
-    """
-    if any(layer.q_norm is not None or layer.k_norm is not None for layer in layers):
-        return None
-    matrices = [m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    if activation not in ("silu", "gelu_tanh") or not all(_can_multiply(m, fp8) for m in matrices):
-        return None
-    return FusedDecode(layers, norm, cos_sin, heads, eps, scale, activation)
-
-
-def _can_multiply(weight: object, fp8: bool) -> bool:
-    if isinstance(weight, Fp8Weight):
-        return fp8 and not weight.by_square and weight.input_bound is None
-    return isinstance(weight, Tensor) and weight.dtype in (torch.bfloat16, torch.float16)
-
-
-class RunFusedDecode:
-    """The op `run_fused_decode`; `attention` is the op of that name."""
-
-    def __init__(self, attention: Callable[..., Any], num_processors: int) -> None:
-        self._attention = attention
-        self._product8 = GemvFp8(num_processors)
-
-    def __call__(self, x: Tensor, decoder: FusedDecode, batch: Batch) -> Tensor | None:
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor | None:
         """x `[1, hidden]`, the embedding of the row's token -> its normalised hidden state; None for other batches."""
         meta = batch.meta
         if x.shape[0] != 1 or not isinstance(meta, PagedMeta) or meta.num_decode != 1 or meta.table_rows is None:
             return None
         hidden = x.clone()
-        for layer in decoder.layers:
+        for layer in self.layers:
             head_dim, kv_heads = layer.k_cache.shape[3], layer.k_cache.shape[2]
             fused = torch.empty((1, layer.qkv.shape[0]), dtype=x.dtype, device=x.device)
-            self._product(hidden, layer.qkv, fused, layer.qkv_bias, norm=(layer.input_norm, decoder.eps))
-            q, k, v = fused.view(1, -1, head_dim).split((decoder.heads, kv_heads, kv_heads), dim=1)
+            self._product(hidden, layer.qkv, fused, layer.qkv_bias, norm=(layer.input_norm, self.eps))
+            q, k, v = fused.view(1, -1, head_dim).split((self.heads, kv_heads, kv_heads), dim=1)
             q = norms_rotary.rotary_and_cache(
-                q, k, v, decoder.cos_sin, batch, layer.k_cache, layer.v_cache, layer.kv_scales
+                q, k, v, self.cos_sin, batch, layer.k_cache, layer.v_cache, layer.kv_scales
             )
-            mixed = self._attention(
-                q, k, v, layer.k_cache, layer.v_cache, batch, decoder.scale, layer.window, kv_scales=layer.kv_scales
+            mixed = self.attention(
+                q, k, v, layer.k_cache, layer.v_cache, batch, self.scale, layer.window, kv_scales=layer.kv_scales
             )
             self._product(mixed, layer.o, hidden, layer.o_bias, add=True)
             gated = torch.empty((1, layer.down.shape[1]), dtype=x.dtype, device=x.device)
             self._product(
                 hidden, layer.gate_up, gated, layer.gate_up_bias,
-                norm=(layer.post_norm, decoder.eps), gate=decoder.activation,
+                norm=(layer.post_norm, self.eps), gate=self.activation,
             )  # fmt: skip
             self._product(gated, layer.down, hidden, layer.down_bias, add=True)
-        return norms_rotary.rms_norm(hidden, decoder.norm, decoder.eps)
+        return cast(Tensor, norms_rotary.rms_norm(hidden, self.norm, self.eps))  # not quantised
 
-    def _product(self, x: Tensor, weight: Tensor | Fp8Weight, out: Tensor, bias: Tensor | None, **more: Any) -> None:
+    def _product(self, x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, **more: Any) -> None:
         if isinstance(weight, Fp8Weight):
-            self._product8(x, weight, out, bias, **more)
+            self.gemv_fp8(x, weight, out, bias, **more)
         else:
-            vector_product(x, weight, out, bias, **more)
+            vector_product(x, plain(weight), out, bias, **more)
+
+
+class MakeFusedDecode:
+    """The op `make_fused_decode`; `attention` is the op of that name, `fp8` says whether the GPU has those types."""
+
+    def __init__(self, attention: AttentionOp, num_processors: int, fp8: bool) -> None:
+        self._attention = attention
+        self._gemv_fp8 = GemvFp8(num_processors)
+        self._fp8 = fp8
+
+    def __call__(
+        self,
+        layers: Sequence[FusedLayer],
+        norm: Tensor,
+        cos_sin: Tensor,
+        *,
+        heads: int,
+        eps: float,
+        scale: float,
+        activation: str,
+    ) -> SingleRowDecode | None:
+        """None where the products for one row do not take a weight, or heads have norms of their own."""
+        if any(layer.q_norm is not None or layer.k_norm is not None for layer in layers):
+            return None
+        matrices = [m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        if activation not in ("silu", "gelu_tanh") or not all(_can_multiply(m, self._fp8) for m in matrices):
+            return None
+        return SingleRowDecode(layers, norm, cos_sin, heads, eps, scale, activation, self._attention, self._gemv_fp8)
+
+
+def _can_multiply(weight: Weight, fp8: bool) -> bool:
+    if isinstance(weight, Fp8Weight):
+        return fp8 and not weight.by_square and weight.input_bound is None
+    return isinstance(weight, Tensor) and weight.dtype in (torch.bfloat16, torch.float16)

@@ -19,6 +19,7 @@ from text_generation_inference.kernels.fp8 import (
     dequantize_rows,
     dequantize_weight,
 )
+from text_generation_inference.kernels.matrices import Product, Rows, Weight, plain
 from text_generation_inference.kernels.triton.quantize import quantize_rows
 from text_generation_inference.kernels.triton.small_gemm_fp8 import MAX_ROWS, SmallGemmFp8
 
@@ -26,7 +27,7 @@ from text_generation_inference.kernels.triton.small_gemm_fp8 import MAX_ROWS, Sm
 _MAX_SCALED_LATER = 512
 
 
-class LinearOp:
+class TritonLinear:
     """The ops `linear` and `linear_unscaled` for one device."""
 
     def __init__(self, num_processors: int, capability: tuple[int, int]) -> None:
@@ -36,16 +37,9 @@ class LinearOp:
         self._fp8 = capability >= (8, 9)
         self._one: Tensor | None = None
 
-    def __call__(
-        self,
-        x: Tensor | Fp8Rows,
-        weight: Tensor | Fp8Weight,
-        bias: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    def __call__(self, x: Rows, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if not isinstance(weight, Fp8Weight):
-            assert isinstance(x, Tensor)
-            return F.linear(x, weight, bias)
+            return reference.linear(x, weight, bias)
         rows = quantize_rows(x, weight) if isinstance(x, Tensor) else x
         target = dtype or (x.dtype if isinstance(x, Tensor) else torch.bfloat16)
         if rows.shape[0] == 0:
@@ -68,7 +62,7 @@ class LinearOp:
         out = self._unscaled(rows, weight, torch.float32)
         return _finish(out * rows.scale[:, None] * weight.scale[None, :], bias, target)
 
-    def linear_unscaled(self, x: Tensor | Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor | ScaledRows:
+    def linear_unscaled(self, x: Rows, weight: Fp8Weight, dtype: torch.dtype) -> Product:
         """Without the scales where that is faster. Not for float16: the sums would not fit."""
         n, k = weight.shape
         later = MAX_ROWS < x.shape[0] <= _MAX_SCALED_LATER and self._fp8 and dtype is torch.bfloat16
@@ -96,13 +90,13 @@ class LinearOp:
         return _finish(out[:count], bias, dtype)
 
 
-def logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+def logits(hidden: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
     """See `reference.logits`; the result is float32, as it was summed: rounded, near scores would become equal."""
     if hidden.dtype is torch.float32 or not hidden.is_cuda:
         return reference.logits(hidden, weight, out)
     if out is None:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+        return torch.mm(hidden, plain(weight).t(), out_dtype=torch.float32)
+    return torch.mm(hidden, plain(weight).t(), out_dtype=torch.float32, out=out)
 
 
 def _plainly(rows: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_inference.kernels.batch import Batch
-from text_generation_inference.kernels.fp8 import FP8, SQUARE, Fp8Rows, Fp8Weight, ScaledRows
+from text_generation_inference.kernels.fp8 import FP8, SQUARE, Fp8Weight, ScaledRows
+from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 from text_generation_inference.kernels.triton.quantize import BY_ROW, RowStore, store_columns, store_row, warps_for
 
@@ -46,14 +47,14 @@ def _norm_kernel(
     store_columns(scaled, out + row * WIDTH, scales + row * scales_row, input_scale, i, WIDTH, PAD, FORM)
 
 
-def _apart(x: Tensor | ScaledRows) -> tuple[Tensor, Tensor, Tensor]:
+def _apart(x: Product) -> tuple[Tensor, Tensor, Tensor]:
     """(data, scales of rows, scales of columns); the latter two are anything where there are none."""
     return (x, x, x) if isinstance(x, Tensor) else (x.data, x.rows, x.columns)
 
 
 def _norm(
-    given: Tensor | ScaledRows, residual: Tensor | None, weight: Tensor, eps: float, quantize_for: Fp8Weight | None
-) -> tuple[Tensor | Fp8Rows, Tensor]:
+    given: Product, residual: Tensor | None, weight: Tensor, eps: float, quantize_for: Fp8Weight | None
+) -> tuple[Rows, Tensor]:
     x, x_scales, x_columns = _apart(given)
     rows, width = x.shape
     store = RowStore(rows, width, x.dtype, x.device, quantize_for)
@@ -70,14 +71,14 @@ def _norm(
     return store.result, total
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Rows:
     """x `[tokens, hidden]`; the result in the form that `quantize_for` is multiplied with, where there is one."""
     return _norm(x, None, weight, eps, quantize_for)[0]
 
 
 def add_rms_norm(
-    x: Tensor | ScaledRows, residual: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
-) -> tuple[Tensor | Fp8Rows, Tensor]:
+    x: Product, residual: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
+) -> tuple[Rows, Tensor]:
     """Add x to the residual, then normalise: (normalised, new residual)."""
     return _norm(x, residual, weight, eps, quantize_for)
 
@@ -121,7 +122,7 @@ def _gate_kernel(
         store_columns(value, out + row * WIDTH, scales + row * scales_row, input_scale, i, WIDTH, BLOCK, FORM)
 
 
-def _gate(given: Tensor | ScaledRows, gelu: bool, quantize_for: Fp8Weight | None) -> Tensor | Fp8Rows:
+def _gate(given: Product, gelu: bool, quantize_for: Fp8Weight | None) -> Rows:
     x, x_scales, x_columns = _apart(given)
     rows, width = x.shape[0], x.shape[1] // 2
     store = RowStore(rows, width, x.dtype, x.device, quantize_for)
@@ -139,12 +140,12 @@ def _gate(given: Tensor | ScaledRows, gelu: bool, quantize_for: Fp8Weight | None
     return store.result
 
 
-def silu_mul(gate_up: Tensor | ScaledRows, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+def silu_mul(gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
     """gate_up `[tokens, 2 * width]` -> silu(gate) * up `[tokens, width]`."""
     return _gate(gate_up, False, quantize_for)
 
 
-def gelu_tanh_mul(gate_up: Tensor | ScaledRows, quantize_for: Fp8Weight | None = None) -> Tensor | Fp8Rows:
+def gelu_tanh_mul(gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
     """gate_up `[tokens, 2 * width]` -> gelu(gate, tanh form) * up `[tokens, width]`."""
     return _gate(gate_up, True, quantize_for)
 

@@ -5,22 +5,23 @@ Importing this needs no Triton; `load_ops` does.
 
 import importlib.util
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+
+from text_generation_inference.kernels.ops import Ops
 
 _GLUON_VERSIONS = ((3, 6), (3, 7))  # of Triton: in others what `hopper_attention` is written in may differ
 
 
-def load_ops(num_processors: int, flashinfer: bool = False) -> dict[str, Any] | str:
-    """Ops by name for a device with so many processors, or the reason why the reference ops have to do."""
+def load_ops(num_processors: int, description: str = "", flashinfer: bool = False) -> Ops | str:
+    """For a device with so many processors, or the reason why the reference ops have to do."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     import torch
 
-    from text_generation_inference.kernels.triton import attention, choice, fused_decode, norms_rotary, quantize, state
-    from text_generation_inference.kernels.triton.linear import LinearOp, logits
+    from text_generation_inference.kernels.triton import attention, choice, fused_decode, norms_rotary, state
+    from text_generation_inference.kernels.triton.linear import TritonLinear, logits
 
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    capability = (major, minor)
     paged_attention = attention.PagedAttention(
         num_processors,
         bulk_copies=capability >= (9, 0),
@@ -31,30 +32,29 @@ def load_ops(num_processors: int, flashinfer: bool = False) -> dict[str, Any] | 
         from text_generation_inference.kernels.flashinfer_prompts import FlashinferPrompts
 
         paged_attention.prompts = FlashinferPrompts(torch.device("cuda", torch.cuda.current_device()))
-    linear = LinearOp(num_processors, capability)
-    return {
-        "linear": linear,
-        "linear_unscaled": linear.linear_unscaled,
-        "logits": logits,
-        "make_fused_decode": partial(fused_decode.make_fused_decode, fp8=capability >= (8, 9)),
-        "run_fused_decode": fused_decode.RunFusedDecode(paged_attention, num_processors),
-        "rms_norm": norms_rotary.rms_norm,
-        "add_rms_norm": norms_rotary.add_rms_norm,
-        "silu_mul": norms_rotary.silu_mul,
-        "gelu_tanh_mul": norms_rotary.gelu_tanh_mul,
-        "quantize_rows": quantize.quantize_rows,
-        "rotary_and_cache": norms_rotary.rotary_and_cache,
-        "attention": paged_attention,
-        "apply_writes": state.apply_writes,
-        "gather_inputs": state.gather_inputs,
-        "greedy_into": choice.greedy_into,
-        "choose_into": choice.Choice(),
-    }
+    linear = TritonLinear(num_processors, capability)
+    return Ops(
+        description,
+        linear=linear,
+        linear_unscaled=linear.linear_unscaled,
+        logits=logits,
+        make_fused_decode=fused_decode.MakeFusedDecode(paged_attention, num_processors, fp8=capability >= (8, 9)),
+        rms_norm=norms_rotary.rms_norm,
+        add_rms_norm=norms_rotary.add_rms_norm,
+        silu_mul=norms_rotary.silu_mul,
+        gelu_tanh_mul=norms_rotary.gelu_tanh_mul,
+        rotary_and_cache=norms_rotary.rotary_and_cache,
+        attention=paged_attention,
+        apply_writes=state.apply_writes,
+        gather_inputs=state.gather_inputs,
+        greedy_into=choice.greedy_into,
+        choose_into=choice.Choice(),
+    )
 
 
 def specialised() -> Callable[..., None] | None:
     """Attention of long prompts for GPUs of capability 9.0, if this Triton is one that it was tested with."""
-    import triton
+    import triton  # pyright: ignore
 
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) not in _GLUON_VERSIONS:
         return None

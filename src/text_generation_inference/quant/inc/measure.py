@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.errors import EngineError, StartError
+from text_generation_inference.kernels.matrices import Rows, plain
 from text_generation_inference.quant.cache_scales import CacheScales
 from text_generation_inference.quant.inc.config import KV_CACHE, LINEAR, CalibrationConfig
 from text_generation_inference.quant.inc.files import Node, Nodes, check_writable, move_away, write_statistics
-from text_generation_inference.quant.method import Matrix, Method, Rows
+from text_generation_inference.quant.method import Matrix, Method
 
 HEAD = "lm_head"
 _ROWS_AT_A_TIME = 1024
@@ -146,7 +147,7 @@ class Recorder:
         names = matrix.names(prefix) if matrix.may_round else [HEAD]
         sizes = [part.local_shape[0] for part in matrix.parts]
         nodes = [self._add(LINEAR, name) for name in names]
-        for node, rows in zip(nodes, matrix.weight.split(sizes), strict=True):
+        for node, rows in zip(nodes, plain(matrix.weight).split(sizes), strict=True):
             self._take_weight(node, rows)
         matrix.method = _Observed(matrix.method, self, nodes, sizes)
 

@@ -1,0 +1,30 @@
+"""The ops of a device that sampling uses. `kernels.ops` has them among all others."""
+
+from collections.abc import Callable
+from typing import ParamSpec, Protocol, TypeVar
+
+from torch import Tensor
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class GreedyOp(Protocol):
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits `[rows, vocab]` float32 -> best token `[rows]` int64 and its log-probability `[rows]`."""
+        ...
+
+
+class ByShapeOp(Protocol):
+    def __call__(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """A function of tensors alone -> the same, through a graph for each shape. A result is good until the next
+        call."""
+        ...
+
+
+class SamplerOps(Protocol):
+    @property
+    def greedy(self) -> GreedyOp: ...
+
+    @property
+    def by_shape(self) -> ByShapeOp | None: ...
