@@ -11,9 +11,10 @@ from text_generation_inference.bench.results import (
     Row,
     RowResult,
     SkippedRow,
+    Spread,
     StepProfile,
 )
-from text_generation_inference.bench.serve.results import Goodput, LatencyHistogram, Phase, ServeReport, Spread
+from text_generation_inference.bench.serve.results import Goodput, LatencyHistogram, Phase, ServeReport
 from text_generation_inference.bench.static.results import BatchResult, StaticReport
 
 # A model folder without weights needs no more: --load-format dummy.

@@ -18,9 +18,9 @@ from text_generation_inference.bench.command import main
 from text_generation_inference.bench.page.page import make_page
 from text_generation_inference.bench.page.read import name_runs, read_runs
 from text_generation_inference.bench.report import write_report
-from text_generation_inference.bench.results import BenchmarkReport
+from text_generation_inference.bench.results import BenchmarkReport, Spread
 from text_generation_inference.bench.scale import Scale, axis, linear_ticks, log_ticks, short
-from text_generation_inference.bench.serve.results import LatencyHistogram, Spread
+from text_generation_inference.bench.serve.results import LatencyHistogram
 from text_generation_inference.bench.static.results import BatchResult, summarise
 
 

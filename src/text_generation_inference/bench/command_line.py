@@ -68,6 +68,13 @@ def engine_settings(options: argparse.Namespace, flags: Iterable[str]) -> dict[s
     return settings
 
 
+def check_range(flag: str, value: int, lowest: int, highest: int | None = None) -> None:
+    """Raises `StartError` outside of it."""
+    if value < lowest or (highest is not None and value > highest):
+        bounds = f">= {lowest}" if highest is None else f">= {lowest} and <= {highest}"
+        raise StartError(f"{flag} must be {bounds}. Given: {value}")
+
+
 def run(read: Callable[[], Task], work: Callable[[Task], int], interrupted: str) -> int:
     """The exit status of `work` on what `read` makes of the command line."""
     try:

@@ -1,6 +1,6 @@
 """The flags of the program behind the published offline figures (`run_generation`), and what each does here.
 
-Standard library and results alone. With any of them `tgi bench offline` measures one row by that program's
+With any of them `tgi bench offline` measures one row by that program's
 method: whole warm-up runs, then iterations, and throughput as iterations x batch x new tokens / seconds of all
 iterations. Its command lines are taken as they are; what cannot be done is refused, what changes nothing says so.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from text_generation_inference.bench.command_line import check_range
 from text_generation_inference.bench.results import Row, RowResult
 from text_generation_inference.errors import StartError
 
@@ -167,8 +168,7 @@ def read_flags(options: argparse.Namespace) -> GenerationRun | None:
 def _number(name: str, value: int | None, default: int, least: int) -> int:
     if value is None:
         return default
-    if value < least:
-        raise StartError(f"--{name} must be >= {least}. Given: {value}")
+    check_range(f"--{name}", value, least)
     return value
 
 

@@ -195,13 +195,13 @@ class _Run:
 
         def tell(num_tokens: int) -> None:
             progress.tell(num_tokens)
-            self.lines.progress(progress)
+            self.lines.progress(progress.describe)
 
         iterations: list[Iteration] = []
         try:
             for again in range(task.iterations):
                 progress.start_iteration()
-                self.lines.progress(progress)
+                self.lines.progress(progress.describe)
                 seed = task.seed * 1000 + number + (again << _ITERATION_BITS)
                 iterations.append(run_once(engine, row, seed, tell))
         finally:  # after Ctrl-C, the iterations that were finished

@@ -84,10 +84,9 @@ def read_task(arguments: list[str], prog: str = "tgi bench offline") -> OfflineT
         if settings.get("load_format", "dummy") != "dummy":
             raise StartError("--shape has no weights of its own: leave --load-format out, or say dummy")
         settings["load_format"] = "dummy"
-    if options.warmup is not None and options.warmup < 0:
-        raise StartError(f"--warmup must be >= 0. Given: {options.warmup}")
-    if options.iterations is not None and options.iterations < 1:
-        raise StartError(f"--iterations must be >= 1. Given: {options.iterations}")
+    for flag, value, lowest in (("--warmup", options.warmup, 0), ("--iterations", options.iterations, 1)):
+        if value is not None:
+            command_line.check_range(flag, value, lowest)
     profile = None
     if options.profile is not None:
         found = re.fullmatch(r"([1-9][0-9]{0,6})/([1-9][0-9]{0,8})", options.profile)

@@ -106,6 +106,17 @@ class StepProfile(msgspec.Struct, kw_only=True):
     kernels: list[Kernel]  # longest first
 
 
+class Spread(msgspec.Struct, frozen=True):
+    """Of one quantity over runs, requests or tokens."""
+
+    average: float
+    lowest: float
+    highest: float
+    p50: float
+    p90: float
+    p99: float
+
+
 class BenchmarkReport(msgspec.Struct, kw_only=True):
     """What the report of every benchmark says. `complete` is false when it was ended early."""
 

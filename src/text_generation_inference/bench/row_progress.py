@@ -76,11 +76,12 @@ class StatusLines:
         if not self.quiet and self.terminal:
             print(f"\r\x1b[K{cut(text)}", end="", file=sys.stderr, flush=True)
 
-    def progress(self, progress: RowProgress) -> None:
+    def progress(self, describe: Callable[[bool], str]) -> None:
+        """`describe` is told whether to draw a bar."""
         if self.terminal:
-            self.pass_by(progress.describe(bar=True))
+            self.pass_by(describe(True))
         elif time.monotonic() - self._last > _SECONDS_BETWEEN_LINES:
-            self.say(progress.describe(bar=False))
+            self.say(describe(False))
 
     def clear(self) -> None:
         """Nothing half-said stays on a terminal."""

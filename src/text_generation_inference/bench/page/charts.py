@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from text_generation_inference.bench.results import Spread
 from text_generation_inference.bench.scale import Scale, axis, short, thin
-from text_generation_inference.bench.serve.results import LatencyHistogram, Spread
+from text_generation_inference.bench.serve.results import LatencyHistogram
 
 WIDTH, HEIGHT = 420.0, 240.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 14.0, 10.0, 36.0

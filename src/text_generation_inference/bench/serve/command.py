@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from text_generation_inference.bench.command_line import Parser, run
+from text_generation_inference.bench.command_line import Parser, check_range, run
 from text_generation_inference.bench.serve.modes import Modes
 from text_generation_inference.bench.serve.profiles import PROFILES, QUICK, Lengths, exactly, parse_lengths
 from text_generation_inference.config import read_environment
@@ -84,14 +84,13 @@ def read_task(arguments: Sequence[str], prog: str = "tgi bench serve") -> ServeT
     if options.max_new_tokens is not None:
         if options.decode_options is not None:
             raise StartError("--max-new-tokens and --output-tokens both say how long answers are: leave one out")
-        _between(options.max_new_tokens, 1, 10_000_000, "--max-new-tokens")
+        check_range("--max-new-tokens", options.max_new_tokens, 1, 10_000_000)
         output = exactly(options.max_new_tokens)
     if options.ignore_eos and options.api == "generate":
         raise StartError(
             "--ignore-eos: TGI's own API cannot go on after an end token; use --api completions or --api chat"
         )
-    if options.shared_prefix < 0:
-        raise StartError(f"--shared-prefix must be >= 0. Given: {options.shared_prefix}")
+    check_range("--shared-prefix", options.shared_prefix, 0)
     if options.shared_prefix and options.prompts is not None:
         raise StartError("--shared-prefix is about prompts made here: leave it or --prompts out")
     environment = read_environment(only=("api_key",))
@@ -125,15 +124,15 @@ def _read_modes(options) -> Modes:  # noqa: ANN001 - argparse's namespace
     usual = _QUICK if options.profile is None else _PUBLISHED
     users = usual.users if options.max_vus is None else options.max_vus
     num_rates = usual.num_rates if options.num_rates is None else options.num_rates
-    _between(users, 1, _MOST_USERS, "--max-vus")
-    _between(num_rates, 1, 1000, "--num-rates")
+    check_range("--max-vus", users, 1, _MOST_USERS)
+    check_range("--num-rates", num_rates, 1, 1000)
     rates = [rate for text in options.rates or [] for rate in _parse_rates(text)]
     if options.benchmark_kind == "rate" and not rates:
         raise StartError("--benchmark-kind rate needs at least one --rates, such as --rates 1.5")
     if options.benchmark_kind != "rate" and rates:
         raise StartError(f"--rates are for --benchmark-kind rate, not {options.benchmark_kind}")
     if options.num_requests is not None:
-        _between(options.num_requests, 1, _MOST_REQUESTS, "--num-requests")
+        check_range("--num-requests", options.num_requests, 1, _MOST_REQUESTS)
     seconds = None if options.duration is None else parse_seconds(options.duration, "--duration")
     if seconds is None and options.num_requests is None:
         seconds = usual.seconds
@@ -292,7 +291,7 @@ def _processes(given: int | None) -> int:
     if given is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return 4 if cores >= 16 else 2 if cores >= 8 else 1
-    _between(given, 1, _MOST_PROCESSES, "--client-processes")
+    check_range("--client-processes", given, 1, _MOST_PROCESSES)
     return given
 
 
@@ -300,11 +299,6 @@ def _check_key(key: str | None) -> str | None:
     if key is not None and not re.fullmatch(r"[\x21-\x7e]+", key):
         raise StartError("--api-key must be one word of plain characters")
     return key
-
-
-def _between(value: int, lowest: int, highest: int, flag: str) -> None:
-    if not lowest <= value <= highest:
-        raise StartError(f"{flag} must be >= {lowest} and <= {highest}. Given: {value}")
 
 
 def _above_zero(seconds: float, flag: str) -> float:

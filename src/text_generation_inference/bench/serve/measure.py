@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from text_generation_inference.bench.results import Spread
 from text_generation_inference.bench.serve.client_pool import Record
 from text_generation_inference.bench.serve.messages import Outcome
 from text_generation_inference.bench.serve.prompts import Prompt
-from text_generation_inference.bench.serve.results import Goodput, LatencyHistogram, Phase, RequestDetail, Spread
+from text_generation_inference.bench.serve.results import Goodput, LatencyHistogram, Phase, RequestDetail
 
 CPU_LIMIT = 0.85  # share of a core that one client process may take
 LAG_LIMIT_MS = 10.0  # p99

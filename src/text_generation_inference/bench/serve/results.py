@@ -7,18 +7,7 @@ from typing import Any
 
 import msgspec
 
-from text_generation_inference.bench.results import BenchmarkReport
-
-
-class Spread(msgspec.Struct):
-    """Of one quantity over requests or tokens, in milliseconds."""
-
-    average: float
-    lowest: float
-    highest: float
-    p50: float
-    p90: float
-    p99: float
+from text_generation_inference.bench.results import BenchmarkReport, Spread
 
 
 class LatencyHistogram(msgspec.Struct):

@@ -27,7 +27,7 @@ from text_generation_inference.bench.serve.vocabulary import load_tokenizer
 from text_generation_inference.bench.tables import show
 from text_generation_inference.errors import StartError
 
-_SECONDS_BETWEEN_WORDS, _SECONDS_BETWEEN_LINES = 0.25, 30.0
+_SECONDS_BETWEEN_WORDS = 0.25
 
 
 def run_serve(task: ServeTask) -> int:
@@ -226,7 +226,6 @@ class _PhaseProgress:
         self._num_requests = step.num_requests
         self._count = task.modes.num_phases()
         self._next = 0.0
-        self._last_line = time.monotonic()
         lines.pass_by(f"{step.name}: preparing requests")
 
     def tell(self, progress: LoadProgress) -> None:
@@ -234,13 +233,9 @@ class _PhaseProgress:
         if now < self._next:
             return
         self._next = now + _SECONDS_BETWEEN_WORDS
-        if self._lines.terminal:
-            self._lines.pass_by(self.describe(progress))
-        elif now - self._last_line > _SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            self._lines.say(self.describe(progress))
+        self._lines.progress(lambda bar: self.describe(progress, bar))
 
-    def describe(self, progress: LoadProgress) -> str:
+    def describe(self, progress: LoadProgress, bar: bool) -> str:
         elapsed = max(0.0, progress.elapsed)
         share, left = 0.0, None
         if self._seconds:
@@ -256,7 +251,7 @@ class _PhaseProgress:
             if self._later and self._later_seconds:
                 parts.append(f"{describe_seconds(left + self._later_seconds)} for all")
         place = f"({self._number + 1} of {self._count})"
-        return f"{self._step.name} {place}: {draw_bar(share)} {', '.join(parts)}"
+        return f"{self._step.name} {place}: {draw_bar(share) + ' ' if bar else ''}{', '.join(parts)}"
 
 
 def _describe(phase: Phase) -> str:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from text_generation_inference.bench.serve.results import Phase, Spread
+from text_generation_inference.bench.results import Spread
+from text_generation_inference.bench.serve.results import Phase
 from text_generation_inference.bench.tables import Column, Table, make_table, markdown_table
 
 Pick = Callable[[Phase], Spread | None]

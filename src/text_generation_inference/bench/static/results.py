@@ -7,7 +7,7 @@ import math
 
 import msgspec
 
-from text_generation_inference.bench.results import BenchmarkReport
+from text_generation_inference.bench.results import BenchmarkReport, Spread
 
 
 class BatchResult(msgspec.Struct, kw_only=True):
@@ -44,23 +44,13 @@ class StaticReport(BenchmarkReport, kw_only=True):
     batches: list[BatchResult] = msgspec.field(default_factory=list)
 
 
-class RunSummary(msgspec.Struct, frozen=True):
-    """Of one quantity over the runs of a batch size. NaN where there was no run."""
-
-    average: float
-    lowest: float
-    highest: float
-    p50: float
-    p90: float
-    p99: float
-
-
-def summarise(values: list[float]) -> RunSummary:
+def summarise(values: list[float]) -> Spread:
+    """Of the runs of a batch size. NaN where there was no run."""
     if not values:
-        return RunSummary(*[math.nan] * 6)
+        return Spread(*[math.nan] * 6)
     ordered = sorted(values)
     average = math.fsum(values) / len(values)
-    return RunSummary(average, ordered[0], ordered[-1], *(percentile(ordered, p) for p in (50, 90, 99)))
+    return Spread(average, ordered[0], ordered[-1], *(percentile(ordered, p) for p in (50, 90, 99)))
 
 
 def percentile(ordered: list[float], p: int) -> float:
