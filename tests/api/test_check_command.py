@@ -145,7 +145,7 @@ def test_dummy_weights_need_no_weights(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"architectures": ["FrobForCausalLM"]}, "architecture 'FrobForCausalLM' is not supported. Supported: Llama"),
+        ({"architectures": ["FrobForCausalLM"]}, "architecture 'FrobForCausalLM' is not supported: transformers"),
         ({"architectures": None}, "`architectures` is missing"),
         ({"hidden_size": -1}, "`hidden_size` must be a positive integer"),
         ({"vocab_size": 321}, "has shape [320, 64], config.json makes it [321, 64]"),

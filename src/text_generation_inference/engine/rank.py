@@ -100,6 +100,10 @@ class Rank:
         model = load_model(
             config, self._source, model_config, quantization, device, dtype, self._parallel, self._progress
         )
+        if not model.is_capturable:
+            if self._bucketed and device.limits.graphs:
+                raise StartError(f"this model runs op by op, which {device.name} does not: {', '.join(model.notes)}")
+            self._config = msgspec.structs.replace(config, cuda_graphs=[])
         cache_setting = choose_cache(config, quantization, model)
         self._model = model
         self._caches = model.caches(kv_cache.choose_dtype(cache_setting, dtype))
@@ -110,7 +114,7 @@ class Rank:
             dtype=str(dtype).removeprefix("torch."),
             vocab_size=model.vocab_size,
             size=ModelSize(max_positions=model.max_positions, kv_bytes_per_token=bytes_per_token(self._caches)),
-            notes=[device.ops.description, *precision, *self._calibrated.describe(quantization, model)],
+            notes=[*model.notes, device.ops.description, *precision, *self._calibrated.describe(quantization, model)],
         )
 
     def measure(self) -> RankMemory:

@@ -239,7 +239,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     report.quantization = name_quantization(facts.config)
     model_config = Config(facts.config, facts.source)
     stored = read_quantization(model_config)
-    build(model_config)  # raises for what cannot be served anywhere
+    described = build(model_config)  # raises for what cannot be served anywhere
     report.is_supported = True
     report.quantization_is_supported = report.quantization is not None
     report.tokenizer = facts.has_tokenizer
@@ -247,8 +247,9 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         report.problems = ["there is no tokenizer.json, so text cannot be turned into tokens"]
     facts.check_tokenizer()
     report.chat_template = facts.finds_chat_template()
+    report.notes = list(described.notes)
     if not report.chat_template:
-        report.notes = ["there is no chat template: chat requests will be refused"]
+        report.notes = [*report.notes, "there is no chat template: chat requests will be refused"]
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     custom_kernels = config.custom_kernels and on_gpu  # those of the CPU would be compiled now
     device = choose_device(

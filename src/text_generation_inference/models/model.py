@@ -32,6 +32,8 @@ class Model(Module, ABC):
     vocab_size: int
     max_positions: int  # longest sequence it was made for
     ignored: tuple[str, ...] = ()  # patterns of checkpoint tensors that it does not need
+    is_capturable: bool = True  # a pass may be captured as a graph and replayed
+    notes: tuple[str, ...] = ()  # what a user should know of how it is served
 
     @property
     @abstractmethod

@@ -23,6 +23,9 @@ ARCHITECTURES = {
 }
 
 
+OTHERS = "transformers_fallback"  # what has no line
+
+
 def read_config(folder: Path) -> Config:
     path = folder / "config.json"
     try:
@@ -39,8 +42,13 @@ def build(config: Config, context: Context | None = None) -> Model:
 
 def read_quantization(config: Config) -> Quantization | None:
     """How the checkpoint of a model that is served stores its matrices; None: plainly."""
-    _find_family(config)
-    return detect(config.fields, config.source)
+    found = detect(config.fields, config.source)
+    if found is not None and _find_module(config) == OTHERS:
+        raise ModelFormatError(
+            f"{config.source}: the model is stored in {found.method}, and {shorten(config.fields['architectures'][0])}"
+            " is served through transformers, which takes plain weights here. Use a version in bfloat16 or float16."
+        )
+    return found
 
 
 def judge(folder: Path) -> None:
@@ -51,13 +59,12 @@ def judge(folder: Path) -> None:
 
 
 def _find_family(config: Config) -> Any:
+    return import_module(f"text_generation_inference.models.{_find_module(config)}")
+
+
+def _find_module(config: Config) -> str:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ModelFormatError(f"{config.source}: `architectures` is missing, so the model cannot be recognised")
-    for name in architectures:
-        if isinstance(name, str) and name in ARCHITECTURES:
-            return import_module(f"text_generation_inference.models.{ARCHITECTURES[name]}")
-    raise ModelFormatError(
-        f"{config.source}: architecture {shorten(architectures[0])} is not supported."
-        f" Supported: {', '.join(ARCHITECTURES)}"
-    )
+    found = (ARCHITECTURES[name] for name in architectures if isinstance(name, str) and name in ARCHITECTURES)
+    return next(found, OTHERS)

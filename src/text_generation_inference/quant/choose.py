@@ -54,6 +54,8 @@ def assign_methods(
     computed: Collection[str] = (),
 ) -> None:
     """Give each matrix its method. `block_types` are those that a file has matrices in, `computed` those of the ops."""
+    if quantization is not None and not any(isinstance(module, Matrix) for _, module in model.walk()):
+        raise StartError("a model that is served through transformers cannot be quantised: leave `quantize` out")
     for prefix, module in model.walk():
         if isinstance(module, Matrix):
             method = quantization.choose(module, module.names(prefix)) if quantization is not None else None

@@ -1,0 +1,253 @@
+"""Architectures without a file of their own equal `transformers`, token for token, and those that would not are refused."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from driving import Tiny, make_request, random_prompts, reference, run, start
+from queue_on_cpu import QueueOnCpu
+from safetensors.torch import load_file, save_file
+from transformers import masking_utils
+
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import Engine
+from text_generation_inference.errors import ModelFormatError, StartError
+from text_generation_inference.launch.check import check_model
+from text_generation_inference.models import transformers_fallback, transformers_hook
+from text_generation_inference.models.registry import ARCHITECTURES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NEW = 12
+PROMPTS = random_prompts(320, [1, 5, 17, 40], seed=3)  # the last is longer than the windows
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Olmo": {"clip_qkv": 1.5},  # norms without weights
+    "Olmo3": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "Exaone4": {"sliding_window": 24, "sliding_window_pattern": 3},  # a layer without positions
+    "Glm": {},  # interleaved rotation of half a head
+    "Nemotron": {"partial_rotary_factor": 0.5},  # a feed-forward without a gate
+    "NanoChat": {},  # caps its logits
+    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "MiniCPM3": {
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+    },
+}
+
+
+def make(family: str, folder: Path, **changes: Any) -> Tiny:
+    fields = {**SIZES, **FAMILIES.get(family, {}), **changes}
+    if family == "MiniCPM3":  # keys and values of different widths
+        fields |= {"num_key_value_heads": 4, "head_dim": 8}
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**fields)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.12)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.uniform_(0.7, 1.3)
+    model.save_pretrained(folder)
+    assert f"{family}ForCausalLM" not in ARCHITECTURES  # else it has a test of its own
+    return Tiny(folder, model)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def olmo(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make("Olmo", tmp_path_factory.mktemp("olmo"))
+
+
+def check(tiny: Tiny, prompts: list[list[int]], new: int = NEW, **settings: Any) -> Engine:
+    """All at once, in chunks where prompts may be cut, twice where a prefix may be found, and the longest alone."""
+    expected = [reference(tiny.model, prompt, new) for prompt in prompts]
+    defaults = {"max_batch_prefill_tokens": 33, "max_total_tokens": 64, "max_batch_size": 4}
+    engine = start(tiny.folder, **{**defaults, **settings})
+    assert any("served through transformers" in note for note in engine.notes)
+    requests = [make_request(n, prompt, new) for n, prompt in enumerate(prompts)]
+    found = (
+        run(engine, requests, arrivals=list(range(len(requests)))) + run(engine, requests) + run(engine, requests[-1:])
+    )
+    engine.close()
+    for output, (tokens, logprobs) in zip(found, [*expected, *expected, expected[-1]], strict=True):
+        assert output.token_ids == tokens
+        assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(output.logprobs, logprobs, strict=True))
+    return engine
+
+
+def test_equals_transformers(tiny: Tiny) -> None:
+    check(tiny, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_batch_total_tokens": 128, "max_total_tokens": 112, "max_batch_size": 6, "new": 24},
+        {"max_batch_prefill_tokens": 7, "custom_kernels": False},
+    ],
+    ids=["preemption", "small-chunks"],
+)
+@pytest.mark.parametrize("family", ["Olmo3", "MiniCPM3"])
+def test_preemption_chunks_and_prefixes(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    shared = random_prompts(320, [40], seed=1)[0]
+    tails = [3, 9, 1, 20, 5, 30] if "max_batch_total_tokens" in settings else [3, 9, 1]
+    prompts = [shared + tail for tail in random_prompts(320, tails, seed=2)]
+    engine = check(make(family, tmp_path), prompts, **settings)
+    assert engine.loop.scheduler.stats.num_cached_prompt_tokens > 0
+    if "max_batch_total_tokens" in settings:
+        assert engine.loop.scheduler.stats.num_preemptions > 0
+
+
+def test_nothing_is_captured(olmo: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = QueueOnCpu(tmp_path)
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
+    check(olmo, PROMPTS)
+    assert device.num_replays == 0
+    with pytest.raises(StartError, match="op by op"):
+        start(olmo.folder, bucketing=True, max_total_tokens=64, max_batch_prefill_tokens=64)
+
+
+def test_padded_shapes(olmo: Tiny) -> None:
+    engine = check(olmo, PROMPTS, bucketing=True, max_batch_prefill_tokens=64, custom_kernels=False)
+    assert engine.loop.scheduler.stats.num_cached_prompt_tokens == 0
+
+
+def test_prompt_logprobs(olmo: Tiny) -> None:
+    engine = start(olmo.folder, max_batch_prefill_tokens=16)
+    (output,) = run(engine, [make_request(0, PROMPTS[-1], 2, decoder_input_details=True)])
+    engine.close()
+    with torch.no_grad():
+        scores = olmo.model(torch.tensor([PROMPTS[-1]])).logits[0].log_softmax(-1)
+    expected = {i: scores[i - 1, PROMPTS[-1][i]].item() for i in range(1, len(PROMPTS[-1]))}
+    assert output.prompt_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_dummy_weights(olmo: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((olmo.folder / "config.json").read_bytes())
+    engine = start(tmp_path, load_format="dummy", max_total_tokens=64)
+    assert len(run(engine, [make_request(0, [1, 2, 3], 4)])[0].token_ids) == 4
+    engine.close()
+
+
+def test_check_says_so(olmo: Tiny) -> None:
+    report = check_model(ServerConfig(model_id=str(olmo.folder)))
+    assert report.is_supported and transformers_fallback.NOTE in report.notes
+    assert report.parameters == sum(parameter.numel() for parameter in olmo.model.parameters())
+    assert report.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "recurrent": ("Mamba", {}, "does not attend through the interface"),
+    "hybrid": ("FalconH1", {}, "does not attend through the interface"),
+    "convolution": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "keeps a state"),
+    "two calls a layer": ("DiffLlama", {}, "attends more than once"),
+    "own mask": ("Doge", {}, "makes a mask of its own"),
+    "bidirectional": ("Olmo", {"is_causal": False}, "looks at tokens that come later"),
+    "dynamic rope": ("Olmo", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type dynamic"),
+    "chunks": ("Llama4", {"model_type": "llama4_text"}, "positions that transformers counts itself"),
+    "no causal model": ("T5", {"architectures": ["T5ForConditionalGeneration"]}, "has no such causal language model"),
+    "remote code": ("Frob", {"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "no code that comes with a model is run"),
+    "absurd": ("Olmo", {"num_hidden_layers": 2**40}, "`num_hidden_layers` must be at most"),
+    "no numbers": ("Olmo", {"hidden_size": "many"}, "config.json"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str, tmp_path: Path) -> None:
+    family, changes, reason = REFUSED[name]
+    made = getattr(transformers, f"{family}Config", None)
+    fields = {**SIZES, "model_type": getattr(made, "model_type", "frob"), "architectures": [f"{family}ForCausalLM"]}
+    with pytest.raises(ModelFormatError) as caught:
+        start(write(tmp_path, {**fields, **changes}))
+    assert reason in str(caught.value)
+
+
+def test_masks() -> None:
+    causal = masking_utils.causal_mask_function
+    assert transformers_hook.read_window(causal) is None
+    assert transformers_hook.read_window(masking_utils.sliding_window_causal_mask_function(24)) == 24
+    chunks = masking_utils.chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.int64))
+    prefix = masking_utils.or_masks(causal, lambda batch, head, query, key: key < 5)
+    for function in (masking_utils.bidirectional_mask_function, chunks, prefix):
+        with pytest.raises(transformers_hook.NotServed, match="neither causal nor a window"):
+            transformers_hook.read_window(function)
+
+
+def test_without_transformers(olmo: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_fallback, "find_spec", lambda _: None)
+    with pytest.raises(ModelFormatError, match=r"'OlmoForCausalLM' is not supported: .*pip install .*\[transformers\]"):
+        start(olmo.folder)
+
+
+def test_what_is_not_what_transformers_computes_is_refused(olmo: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = transformers_hook.look
+    monkeypatch.setattr(transformers_hook, "look", lambda *given: [replace(layer, scale=3.0) for layer in look(*given)])
+    with pytest.raises(ModelFormatError, match="depend on more than the tokens"):
+        start(olmo.folder)
+
+
+@pytest.mark.parametrize("change", ["missing", "left over", "shape", "pickle"])
+def test_weights_that_do_not_fit(change: str, olmo: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((olmo.folder / "config.json").read_bytes())
+    tensors = load_file(olmo.folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    match change:
+        case "missing":
+            del tensors[name]
+        case "left over":
+            name = "model.layers.7.strange"
+            tensors[name] = torch.zeros(3)
+        case "shape":
+            tensors[name] = torch.zeros(3, 3)
+        case _:
+            torch.save(tensors, tmp_path / "pytorch_model.bin")
+            name = "pytorch_model.bin"
+    if change != "pickle":
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelFormatError) as caught:
+        start(tmp_path)
+    assert name in str(caught.value)
+
+
+def test_quantising_is_refused(olmo: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="served through transformers cannot be quantised"):
+        start(olmo.folder, quantize="fp8", dtype=None)
+    fields = json.loads((olmo.folder / "config.json").read_text())
+    stored = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    with pytest.raises(ModelFormatError, match="stored in fp8"):
+        start(write(tmp_path, {**fields, "quantization_config": stored}))
