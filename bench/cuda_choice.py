@@ -34,8 +34,9 @@ HISTORY = 1000
 
 
 def make_state(rows: int, vocab: int) -> SlotState:
-    state = SlotState(rows, 4096, 16, torch.device("cuda"))
-    state.tokens.copy_(torch.randint(0, vocab, state.tokens.shape))
+    state = SlotState(rows, 4096, 256 * rows, 16, torch.device("cuda"))
+    state.pages.copy_(torch.randint(0, vocab, state.pages.shape))
+    state.block_tables.copy_(torch.randperm(256 * rows).view(rows, 256))
     state.seeds.copy_(torch.randint(-(2**63), 2**63 - 1, (rows,)))
     state.lengths.fill_(HISTORY)
     state.num_prompt.fill_(HISTORY // 2)
@@ -104,7 +105,7 @@ def graph_us(work, repeats: int = 15) -> float:
 def check(name: str, op: KeptChoice, logits: Tensor, state: SlotState, needs: SamplingNeeds) -> None:
     """Print how many rows differ from the definition, and in how many ids what is kept differs."""
     rows = logits.shape[0]
-    other = SlotState(rows, 4096, 16, logits.device)
+    other = SlotState(rows, 4096, 256 * rows, 16, logits.device)
     other.words.copy_(state.words)
     index = torch.arange(rows, dtype=torch.int32, device="cuda")
     ours, again, expected = (torch.zeros((2, rows), dtype=torch.int32, device="cuda") for _ in range(3))

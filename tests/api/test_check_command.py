@@ -92,7 +92,7 @@ def test_embedded(tmp_path: Path) -> None:
     assert found["parameters"] == 134_515_008  # of the published model
     assert found["weight_bytes_by_dtype"]["bfloat16"] == 2 * 134_515_008
     assert found["weight_bytes"] < 134_515_008  # its blocks have 5 bits a weight
-    assert found["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
+    assert found["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 4 + 4  # and its id
     assert found["kv_cache_tokens"] == 4096
     assert found["limits"]["max_total_tokens"] == 4096
     assert found["reasons"]["max_total_tokens"] == "tokens in the KV cache"
@@ -119,7 +119,7 @@ def test_folder(tiny: Path) -> None:
         "bfloat16": 2 * parameters,
         "float16": 2 * parameters,
     }
-    assert found["kv_bytes_per_token"] == 2 * KV_BYTES
+    assert found["kv_bytes_per_token"] == 2 * KV_BYTES + 4
     assert found["limits"]["max_input_tokens"] == 99 and found["reasons"]["max_total_tokens"] == "as given"
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-from driving import Tiny, make_request, make_tiny, random_prompts, run, start
+from driving import Output, Tiny, make_request, make_tiny, random_prompts, run, start
 from engine_cases import MIN_TOKENS, NEW, PARAMS, ends_in_time, on_cpu, requests, same, wait_for_device
 from queue_on_cpu import QueueOnCpu
 
@@ -22,7 +22,7 @@ from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.models.registry import build, read_config
 from text_generation_inference.quant.choose import assign_methods, choose_quantization
 from text_generation_inference.text.tokenizer import Tokenizer
-from text_generation_inference.types import Grammar
+from text_generation_inference.types import GenerationRequest, Grammar
 
 VARIANTS: dict[str, tuple[str, dict]] = {
     "grouped-heads": ("Llama", {}),
@@ -236,6 +236,44 @@ def test_settings_change_nothing(tiny_llama: Tiny, start_here: Start, settings: 
     stats = engine.loop.scheduler.stats
     assert (stats.num_preemptions > 0) == ("max_batch_total_tokens" in settings)
     assert (stats.num_cached_prompt_tokens > 0) == settings.get("prefix_caching", True)
+
+
+PENALISED = [
+    {"repetition_penalty": 1.6},
+    {"frequency_penalty": 1.5, "frequency_by_length": False},
+    {"presence_penalty": 1.2, "temperature": 1.3},
+    {},
+    {"repetition_penalty": 1.3, "frequency_penalty": 2.0, "top_n_tokens": 2},
+    {"decoder_input_details": True, "repetition_penalty": 1.6},
+]
+
+
+@pytest.fixture(scope="module")
+def penalised(tiny_llama: Tiny) -> tuple[list[GenerationRequest], list[Output]]:
+    """Requests that share tokens, and their answers in plain torch, each alone."""
+    shared = random_prompts(320, [40], seed=1)[0]
+    tails = random_prompts(320, [3, 9, 1, 20, 5, 30], seed=2)
+    asked = [make_request(n, shared + tail, 24, seed=n, **PENALISED[n]) for n, tail in enumerate(tails)]
+    engine = start(tiny_llama.folder, device="cpu", custom_kernels=False, prefix_caching=False)
+    expected = [run(engine, [request])[0] for request in asked]
+    free = [run(engine, [make_request(n, request.token_ids, 24)])[0] for n, request in enumerate(asked)]
+    engine.close()
+    assert [ours.token_ids == other.token_ids for ours, other in zip(expected, free, strict=True)].count(False) == 5
+    return asked, expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_batch_total_tokens": 176}, {"max_batch_prefill_tokens": 7}], ids=str)
+def test_penalties_see_all_that_a_request_knows(
+    tiny_llama: Tiny, start_here: Start, settings: dict, penalised: tuple[list[GenerationRequest], list[Output]]
+) -> None:
+    """Beside others, behind tokens that are cached, after a preemption, in chunks."""
+    asked, expected = penalised
+    engine = start_here(tiny_llama.folder, **settings)
+    same(run(engine, asked), expected)
+    same(run(engine, asked, arrivals=[0, 2, 3, 9, 9, 30]), expected)
+    stats = engine.loop.scheduler.stats
+    assert stats.num_cached_prompt_tokens > 0
+    assert (stats.num_preemptions > 0) == ("max_batch_total_tokens" in settings)
 
 
 def test_aborts_leave_nothing(tiny_llama: Tiny, start_here: Start) -> None:

@@ -45,8 +45,11 @@ def _seed() -> None:
 
 
 def make_state(device: torch.device, num_slots: int = 5, max_tokens: int = 40, vocab: int = 90) -> SlotState:
-    made = SlotState(num_slots, max_tokens, 16, device)
-    made.tokens.copy_(torch.randint(0, vocab, made.tokens.shape))
+    max_blocks = -(-max_tokens // 16)
+    made = SlotState(num_slots, max_tokens, 1 + num_slots * max_blocks, 16, device)
+    made.pages.copy_(torch.randint(0, vocab, made.pages.shape))
+    made.last_tokens.copy_(torch.randint(0, vocab, (num_slots,)))
+    made.block_tables.copy_(1 + torch.randperm(num_slots * max_blocks).view(num_slots, max_blocks))
     made.lengths.copy_(torch.randint(1, max_tokens - 1, (num_slots,)))
     made.num_prompt.copy_((torch.rand(num_slots, device=device) * made.lengths).long())
     made.seeds.copy_(torch.randint(-(2**63), 2**63 - 1, (num_slots,)))
@@ -65,7 +68,7 @@ def set_filters(state: SlotState, wanted: list[dict[str, float]]) -> None:
 
 
 def twin(state: SlotState, device: torch.device) -> SlotState:
-    other = SlotState(state.records.shape[0], state.tokens.shape[1], 16, device)
+    other = SlotState(state.records.shape[0], state.max_tokens, state.pages.shape[0], 16, device)
     other.words.copy_(state.words)
     return other
 
@@ -440,7 +443,7 @@ def test_adjustments(device: torch.device, vocab: int, dtype: torch.dtype, monke
     monkeypatch.setattr(adjust_module, "_TABLES", 2)
     monkeypatch.setattr(adjust_module, "_HISTORY", 256)
     state = make_state(device, 7, 900, vocab)
-    state.tokens[2:4] %= 3
+    state.pages[state.block_tables[2:4].long()] %= 3
     state.lengths[1] = 1
     rows = words([3, -1, 0, 2, 6, 5, 1], device)
     op = Adjust()
@@ -491,10 +494,10 @@ POINTERS = {
     "*bf16": "logits",
     "*fp32": "scores filters parts facts listed penalties",
     "*i64": "lengths seeds prompts",
-    "*i32": "slots places tops top_out out tokens plan bins ids rows green allowed penalised tables biases",
+    "*i32": "slots places tops top_out out last_tokens pages block_tables plan bins ids rows green allowed penalised tables biases",
 }
 NUMBERS = (
-    "logits_row filters_row out_row tokens_row top_row penalties_row record vocab num_parts room top_room count adjusted "
+    "logits_row filters_row out_row last_row blocks_row top_row penalties_row record vocab num_parts room top_room count adjusted "
     "wants_tops green_words allowed_words"
 )
 KERNELS = [
@@ -505,11 +508,11 @@ KERNELS = [
     *(("filters", "bound", 4, f"PAD KIND{kind}") for kind in (0, 1)),
     *(("thresholds", "thresholds", 8, f"BLOCK PAD KIND{kind}") for kind in (0, 1)),
     ("adjust", "copy", 8, "PART"),
-    ("adjust", "tally", 4, "HISTORY"),
-    ("adjust", "penalise", 4, "HISTORY"),
+    ("adjust", "tally", 4, "HISTORY BLOCK_SIZE"),
+    ("adjust", "penalise", 4, "HISTORY BLOCK_SIZE"),
     ("adjust", "bias", 4, "BLOCK"),
 ]
-VALUES = {"PART": 4096, "PAD": 32, "BLOCK": 512, "HISTORY": 1024, "KIND0": 0, "KIND1": 1}
+VALUES = {"PART": 4096, "PAD": 32, "BLOCK": 512, "HISTORY": 1024, "BLOCK_SIZE": 16, "KIND0": 0, "KIND1": 1}
 
 
 def test_kernels_compile(tmp_path: Path, device_name: str) -> None:

@@ -150,7 +150,7 @@ def gemv_fp8(k: int, shape: tuple[int, int, int, int]) -> tuple:
 
 
 FUSED = {"NORM": True, "GATE": 1, "ADD": False, "BIAS": False}
-SLOTS = {"slots": "*i32", "out": "*i32", "tokens": "*i32", "lengths": "*i64"}
+SLOTS = {"slots": "*i32", "out": "*i32", "last_tokens": "*i32", "lengths": "*i64"}
 CASES = [
     decode(BF16),
     decode(BF16, block=32, warps=1, stages=4),
@@ -206,7 +206,7 @@ CASES = [
     ),
     (
         "choice", "_join_parts_kernel",
-        {"parts": "*fp32", "filters": "*fp32", **SLOTS, **words("out_row tokens_row filters_row record num_parts")},
+        {"parts": "*fp32", "filters": "*fp32", **SLOTS, **words("out_row last_row filters_row record num_parts")},
         {"PAD": 32}, {"num_warps": 1},
     ),
     ("state", "_write_kernel", {"words": "*i32", "staged": "*i32"}, {"BLOCK": 512}, {}),
@@ -214,9 +214,9 @@ CASES = [
         (
             "state", "_inputs_kernel",
             {
-                **dict.fromkeys(("slots", "at", "tokens", "tables", "seq_lens"), "*i32"),
+                **dict.fromkeys(("slots", "at", "last_tokens", "tables", "pages", "seq_lens"), "*i32"),
                 **dict.fromkeys(("lengths", "input_ids", "positions", "kv_index"), "*i64"),
-                **words("count tokens_row tables_row record"),
+                **words("count last_row tables_row record"),
             },
             {"BLOCK_SIZE": 16, "LAST": last, "BLOCK": 128}, {},
         )

@@ -514,9 +514,11 @@ def test_splits_grow_as_rows_get_fewer() -> None:
 
 
 def make_state(device: torch.device, num_slots: int = 5, max_tokens: int = 40) -> SlotState:
-    made = SlotState(num_slots, max_tokens, 16, device)
-    made.tokens.copy_(torch.randint(0, 90, made.tokens.shape))
-    made.block_tables.copy_(torch.randint(1, 9, made.block_tables.shape))
+    max_blocks = -(-max_tokens // 16)
+    made = SlotState(num_slots, max_tokens, 1 + num_slots * max_blocks, 16, device)
+    made.pages.copy_(torch.randint(0, 90, made.pages.shape))
+    made.last_tokens.copy_(torch.randint(0, 90, (num_slots,)))
+    made.block_tables.copy_(1 + torch.randperm(num_slots * max_blocks).view(num_slots, max_blocks))
     made.lengths.copy_(torch.randint(1, max_tokens - 1, (num_slots,)))
     made.seeds.copy_(torch.randint(-(2**63), 2**63 - 1, (num_slots,)))
     made.filters.copy_(torch.tensor([1.0, 0, 1, 1, 0, 0]))
@@ -524,8 +526,14 @@ def make_state(device: torch.device, num_slots: int = 5, max_tokens: int = 40) -
 
 
 def test_writes(device: torch.device) -> None:
-    one, two = (SlotState(3, 2000, 16, device) for _ in range(2))
-    writes = [(one.tokens_at, 1500), (one.tables_at + 3, 1), (0, 32), (one.rows_at, 3)]
+    one, two = (SlotState(3, 2000, 100, 16, device) for _ in range(2))
+    writes = [
+        (one.pages_at, 1500),
+        *((one.pages_at + 16 * block, 16) for block in (99, 97, 95)),
+        (one.tables_at + 3, 1),
+        (0, 32),
+        (one.rows_at, 3),
+    ]
     headers, payload, source = [], [], 4 * len(writes)
     for place, count in writes:
         headers += [place, 0, source, count]
@@ -535,15 +543,20 @@ def test_writes(device: torch.device) -> None:
     state.apply_writes(one.words, staged, len(writes))
     slot_state.apply_writes(two.words, staged, len(writes))
     assert torch.equal(one.words, two.words)
-    assert one.tokens[0, 1499] == payload[1499]
+    assert one.pages.view(-1)[1499] == payload[1499] and one.pages[97, 15] == payload[1531]
 
 
 @pytest.mark.parametrize("last", [True, False])
 def test_inputs(device: torch.device, last: bool) -> None:
     slots = make_state(device)
     rows = torch.tensor([3, 0, -1, 4, 3, -1] * 30, dtype=torch.int32, device=device)
-    at = None if last else torch.randint(-1, 30, rows.shape, dtype=torch.int32, device=device)
+    at = None if last else torch.randint(0, 30, rows.shape, dtype=torch.int32, device=device)
+    if at is not None:
+        at[rows == 3] = -1  # a slot has its last token in a step or some of a prompt
+    twin = make_state(device)
+    twin.words.copy_(slots.words)
     for ours, expected in zip(
-        state.gather_inputs(slots, rows, at), slot_state.gather_inputs(slots, rows, at), strict=True
+        state.gather_inputs(slots, rows, at), slot_state.gather_inputs(twin, rows, at), strict=True
     ):
         assert torch.equal(ours, expected)
+    assert torch.equal(slots.pages[1:], twin.pages[1:])  # the first one is nobody's

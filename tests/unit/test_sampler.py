@@ -19,7 +19,7 @@ from text_generation_inference.sampling.parts import KnownTokens
 from text_generation_inference.sampling.sampler import Sampler
 from text_generation_inference.types import Admission, GenerationRequest, SamplingParams
 
-VOCAB, NUM_SLOTS, MAX_TOKENS = 400, 6, 64
+VOCAB, NUM_SLOTS, MAX_TOKENS, BLOCK_SIZE = 400, 6, 64, 4
 
 PARAMS = st.fixed_dictionaries(
     {
@@ -85,19 +85,29 @@ def admission(slot: int, params: SamplingParams, length: int) -> Admission:
     return Admission(slot, request, [], [])
 
 
+def make_known(max_tokens: int) -> KnownTokens:
+    """Each slot has blocks of its own, in an order of their own."""
+    max_blocks = -(-max_tokens // BLOCK_SIZE)
+    tables = np.random.default_rng(1).permutation(NUM_SLOTS * max_blocks).reshape(NUM_SLOTS, max_blocks)
+    pages = np.zeros((tables.size, BLOCK_SIZE), dtype=np.int32)
+    last, lengths = np.zeros(NUM_SLOTS, dtype=np.int32), np.zeros(NUM_SLOTS, dtype=np.int64)
+    return KnownTokens(pages, tables.astype(np.int32), last, lengths, max_tokens)
+
+
 def make_sampler(admissions: list[Admission], pads: bool) -> Sampler:
-    lengths = np.zeros(NUM_SLOTS, dtype=np.int64)
-    tokens = np.zeros((NUM_SLOTS, MAX_TOKENS), dtype=np.int64)
-    sampler = Sampler(Ops(), torch.device("cpu"), KnownTokens(tokens, lengths), VOCAB, (0.5, 2.0), pads)
+    known = make_known(MAX_TOKENS)
+    sampler = Sampler(Ops(), torch.device("cpu"), known, VOCAB, (0.5, 2.0), pads)
     for admitted in admissions:
-        known = admitted.request.token_ids
-        tokens[admitted.slot, : len(known)], lengths[admitted.slot] = known, len(known)
+        slot, tokens = admitted.slot, admitted.request.token_ids
+        for place, token in enumerate(tokens):
+            known.pages[known.tables[slot, place // BLOCK_SIZE], place % BLOCK_SIZE] = token
+        known.last[slot], known.lengths[slot] = tokens[-1], len(tokens)
         sampler.admit(admitted)
     return sampler
 
 
 def by_slots(logits: torch.Tensor, admissions: list[Admission], rows: list[int]) -> list[int]:
-    state = SlotState(NUM_SLOTS, MAX_TOKENS, 16, torch.device("cpu"))
+    state = SlotState(NUM_SLOTS, MAX_TOKENS, 1, 16, torch.device("cpu"))
     for admitted in admissions:
         slot, request = admitted.slot, admitted.request
         state.lengths[slot], state.seeds[slot] = len(request.token_ids), request.seed
@@ -182,8 +192,7 @@ class Shapes:
 
 def test_every_shape_is_met_in_warming_up() -> None:
     shapes = Shapes()
-    lengths = np.full(NUM_SLOTS, 5)
-    known = KnownTokens(np.zeros((NUM_SLOTS, 300), dtype=np.int64), lengths)
+    known = make_known(300)
     sampler = Sampler(Ops(by_shape=shapes.by_shape), torch.device("cpu"), known, VOCAB, (0.5, 2.0), pads=True)
     for size in (1, 2, 8):
         sampler.warm(torch.zeros(size, VOCAB))
@@ -192,7 +201,7 @@ def test_every_shape_is_met_in_warming_up() -> None:
     masks = RowMasks([0], np.full((1, 1 + VOCAB // 32), -1, dtype=np.int32), {})
     for number, params in enumerate(everything):
         for size, length in ((1, 5), (2, 64), (8, 65), (8, 299)):
-            lengths[:] = length
+            known.lengths[:] = length
             rows = [(number + row) % NUM_SLOTS for row in range(min(size, 3))]
             for slot in rows:
                 sampler.admit(admission(slot, SamplingParams(**params), 3))

@@ -33,7 +33,7 @@ def on_host(logits: torch.Tensor, wanted: list[int]) -> list[list[int]]:
 def on_slots(logits: torch.Tensor, wanted: list[int]) -> list[list[int]]:
     """As a device does that runs ahead: one room for all rows, the host takes what each may have."""
     rows = len(wanted)
-    state = SlotState(rows, 16, 4, torch.device("cpu"))
+    state = SlotState(rows, 16, 1, 4, torch.device("cpu"))
     state.filters[:] = torch.tensor([1.0, 0, 1, 1, 0, -1.0])
     state.lengths[:] = 1
     limits = [count + MORE_TIES for count in wanted]

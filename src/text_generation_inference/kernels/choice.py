@@ -115,7 +115,7 @@ def adjust(logits: Tensor, slots: Tensor, state: SlotState, wanted: Adjustments)
     if wanted.penalised is not None:
         places = wanted.penalised.long()
         index = slots[rows[places]].long()
-        known = (state.tokens[index, : wanted.longest], state.lengths[index], state.num_prompt[index])
+        known = (state.history(index, wanted.longest), state.lengths[index], state.num_prompt[index])
         numbers = [state.numbers[name][index] for name in penalties.FIELDS]
         scores[places] = penalties.penalise(scores[places], *known, numbers)
     if wanted.biases is not None:
@@ -151,7 +151,6 @@ def _append(slots: Tensor, wanted: Tensor, state: SlotState, out: Tensor, tokens
     words = torch.stack((chosen, logprobs.to(torch.float32).view(torch.int32)))
     out[:, :count] = torch.where(wanted, words, out[:, :count])
     rows = slots.clamp(min=0).long()
-    place = state.lengths[rows].clamp(max=state.tokens.shape[1] - 1)
-    change = torch.where(wanted, chosen - state.tokens[rows, place], 0)
-    state.tokens.index_put_((rows, place), change, accumulate=True)
+    change = torch.where(wanted, chosen - state.last_tokens[rows], 0)
+    state.last_tokens.index_put_((rows,), change, accumulate=True)
     state.lengths.index_put_((rows,), wanted.long(), accumulate=True)

@@ -3,6 +3,11 @@
 For devices that run ahead of the host: the host sends a step's changes in one copy (`apply_writes`), inputs
 are read from the slots (`gather_inputs`), and sampled tokens go back into them (`kernels.choice`). A row whose slot is
 -1 is padding: it reads token 0 at position 0 and writes to block 0, which no request owns.
+
+Token ids are paged like keys and values: one place for each token of the cache, found through the block tables. Those
+of a request are written when it is admitted. One that is sampled is kept as its slot's last token, since its block may
+not be there yet; the pass that computes it puts it into its place. So when a step chooses, the pages hold all that its
+rows know.
 """
 
 import torch
@@ -22,24 +27,30 @@ OTHER_FILTERS = tuple(
 NUMBER_FIELDS = FILTERS + penalties.FIELDS + OTHER_FILTERS  # of a slot
 
 
+def _aligned(count: int) -> int:
+    return -(-count // 4) * 4  # every part begins at 16 bytes, whatever the sizes: kernels are compiled once
+
+
 class SlotState:
     """One row per slot. All tensors are views of `words`, so that one kind of write reaches everything."""
 
-    LENGTH, NUM_PROMPT, SEED, NUMBERS = 0, 2, 4, 6  # places in a record, in words
-    RECORD = -(-(NUMBERS + len(NUMBER_FIELDS)) // 4) * 4
+    LENGTH, NUM_PROMPT, SEED, LAST, NUMBERS = 0, 2, 4, 6, 7  # places in a record, in words
+    RECORD = _aligned(NUMBERS + len(NUMBER_FIELDS))
 
-    def __init__(self, num_slots: int, max_tokens: int, block_size: int, device: torch.device) -> None:
-        self.block_size = block_size
+    def __init__(self, num_slots: int, max_tokens: int, num_blocks: int, block_size: int, device: torch.device) -> None:
+        """For a cache of `num_blocks`."""
+        self.max_tokens, self.block_size = max_tokens, block_size
         max_blocks = -(-max_tokens // block_size)
-        num_rows = num_slots + num_slots % 2  # records stay aligned to 8 bytes
         self.rows_at = num_slots * self.RECORD
-        self.tables_at = self.rows_at + num_rows
-        self.tokens_at = self.tables_at + num_slots * max_blocks
-        self.words = torch.zeros(self.tokens_at + num_slots * max_tokens, dtype=torch.int32, device=device)
+        self.tables_at = self.rows_at + _aligned(num_slots)
+        self.pages_at = self.tables_at + _aligned(num_slots * max_blocks)
+        self.words = torch.zeros(self.pages_at + num_blocks * block_size, dtype=torch.int32, device=device)
         self.records = self.words[: self.rows_at].view(num_slots, self.RECORD)
         self.rows = self.words[self.rows_at : self.rows_at + num_slots]  # the decode set; -1 past its end
-        self.block_tables = self.words[self.tables_at : self.tokens_at].view(num_slots, max_blocks)
-        self.tokens = self.words[self.tokens_at :].view(num_slots, max_tokens)
+        tables = self.words[self.tables_at : self.tables_at + num_slots * max_blocks]
+        self.block_tables = tables.view(num_slots, max_blocks)
+        self.pages = self.words[self.pages_at :].view(num_blocks, block_size)  # token ids
+        self.last_tokens = self.records[:, self.LAST]  # each slot's newest token
         wide, real = self.records.view(torch.int64), self.records.view(torch.float32)
         self.lengths, self.num_prompt, self.seeds = (
             wide[:, place // 2] for place in (self.LENGTH, self.NUM_PROMPT, self.SEED)
@@ -48,19 +59,27 @@ class SlotState:
         self.numbers = {name: real[:, self.NUMBERS + i] for i, name in enumerate(NUMBER_FIELDS)}
         self.rows.fill_(-1)
 
+    def history(self, slots: Tensor | int, count: int) -> Tensor:
+        """The first `count` tokens of slots `[slots]` (or of one) from the pages; past what is known: anything."""
+        blocks = self.block_tables[slots, : -(-count // self.block_size)].long()
+        return self.pages[blocks].flatten(-2)[..., :count]
+
 
 def apply_writes(words: Tensor, staged: Tensor, num_writes: int) -> None:
     """staged begins with a header per write, (place low, place high, source, count); sources are places in staged."""
-    headers: list[list[int]] = staged[: 4 * num_writes].view(-1, 4).tolist()  # pyright: ignore
-    for low, high, source, count in headers:
-        place = (high << 32) | (low & 0xFFFFFFFF)
-        words[place : place + count] = staged[source : source + count]
+    low, high, sources, counts = staged[: 4 * num_writes].view(-1, 4).long().unbind(1)
+    places = (high << 32) | (low & 0xFFFFFFFF)
+    firsts = counts.cumsum(0) - counts
+    to, source, first = torch.stack((places, sources, firsts)).repeat_interleave(counts, dim=1)
+    inside = torch.arange(to.shape[0], device=words.device) - first
+    words[to + inside] = staged[source + inside]
 
 
 def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """slots `[tokens]` int32, at `[tokens]` int32: positions, or -1 (and everywhere if None) for the last known token.
 
-    -> input_ids, positions, kv_index (int64) and seq_lens (int32, 0 for padding), each `[tokens]`.
+    -> input_ids, positions, kv_index (int64) and seq_lens (int32, 0 for padding), each `[tokens]`. A last token goes
+    into its page.
     """
     real = slots >= 0
     rows = slots.clamp(min=0).long()
@@ -68,7 +87,10 @@ def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[T
     if at is not None:
         positions = torch.where(at >= 0, at.long(), positions)
     positions = torch.where(real, positions, 0)
-    ids = torch.where(real, state.tokens[rows, positions].long(), 0)
     blocks = state.block_tables[rows, positions // state.block_size].long()
     kv_index = torch.where(real, blocks * state.block_size + positions % state.block_size, 0)
-    return ids, positions, kv_index, torch.where(real, positions + 1, 0).to(torch.int32)
+    pages = state.pages.view(-1)
+    ids = state.last_tokens[rows] if at is None else torch.where(at < 0, state.last_tokens[rows], pages[kv_index])
+    ids = torch.where(real, ids, 0)
+    pages[kv_index] = ids  # also those that came from there
+    return ids.long(), positions, kv_index, torch.where(real, positions + 1, 0).to(torch.int32)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+TOKEN_ID_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
@@ -21,5 +23,5 @@ class CacheSpec:
 
 
 def bytes_per_token(caches: Sequence[CacheSpec]) -> int:
-    """Of all layers."""
-    return sum(cache.bytes_per_token for cache in caches)
+    """Of all layers, and of the token's id, which is kept in the same blocks."""
+    return TOKEN_ID_BYTES + sum(cache.bytes_per_token for cache in caches)

@@ -41,7 +41,9 @@ class HostSampling:
         pads: bool = False,  # logits have padded rows, and each number of rows is a shape
     ) -> None:
         self._slots = slots
-        known = KnownTokens(slots.state.tokens.numpy(), slots.lengths_cpu)
+        state = slots.state
+        pages, last = state.pages.numpy(), state.last_tokens.numpy()
+        known = KnownTokens(pages, slots.host.tables, last, slots.lengths_cpu, state.max_tokens)
         self._sampler = Sampler(device.ops, device.torch_device, known, vocab_size, watermark, pads)
 
     def admit(self, admission: Admission) -> None:

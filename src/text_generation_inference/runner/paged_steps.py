@@ -180,7 +180,7 @@ class PagedSteps:
         first = 0
         for chunk in chunks:
             end = first + chunk.end - chunk.start
-            targets = self._slots.state.tokens[chunk.slot]
+            targets = self._slots.state.history(chunk.slot, chunk.end + 1)
             parts = self._owed.score_chunk(chunk, hidden[first:end], self._model.logits, targets)
             if parts:
                 prompts.append(ScoredPrompt(chunk.slot, chunk.start + 1, parts))

@@ -65,7 +65,7 @@ class OwedScores:
         chunk: Chunk,
         hidden: Tensor,  # [chunk tokens, hidden]
         logits: Callable[[Tensor], Tensor],
-        targets: Tensor,  # [max_tokens]: the slot's known tokens
+        targets: Tensor,  # [>= chunk end + 1]: the slot's first tokens
     ) -> list[PromptScores]:
         """Of the prompt tokens that follow each token of the chunk."""
         num_tokens, num_top = self._owed[chunk.slot]

@@ -55,10 +55,10 @@ class Runner:
         limit_graphs: bool = False,  # of these, prompts go without graphs
     ) -> None:
         self.device, self.model, self.kv_cache = device, model, kv_cache
-        vocab_size, block_size = model.vocab_size, kv_cache[0][0].shape[1]
+        vocab_size, (num_blocks, block_size) = model.vocab_size, kv_cache[0][0].shape[:2]
         with device.stream():  # what is filled here is read in this queue
             model.bind(kv_cache, max_total_tokens)
-            self.slots = Slots(device, num_slots, max_total_tokens, block_size, plan is not None)
+            self.slots = Slots(device, num_slots, max_total_tokens, num_blocks, block_size, plan is not None)
         about = (device, self.slots, vocab_size, watermark)
         self.sampling = DeviceSampling(*about) if self.slots.on_device else HostSampling(*about, plan is not None)
         self.grammars = SlotGrammars(grammars, num_slots, vocab_size)

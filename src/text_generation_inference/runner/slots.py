@@ -33,14 +33,19 @@ class HostTables:
 
 class Slots:
     def __init__(
-        self, device: Device, num_slots: int, max_tokens: int, block_size: int, keeps_tables: bool = False
+        self,
+        device: Device,
+        num_slots: int,
+        max_tokens: int,
+        num_blocks: int,  # of the cache
+        block_size: int,
+        keeps_tables: bool = False,  # block tables are kept on the host, too
     ) -> None:
-        """`keeps_tables`: block tables are kept on the host, too."""
         self.on_device = device.limits.runs_ahead
         self._device = device
         self._keeps_tables = keeps_tables and self.on_device
         home = device.torch_device if self.on_device else torch.device("cpu")
-        self.state = SlotState(num_slots, max_tokens, block_size, home)
+        self.state = SlotState(num_slots, max_tokens, num_blocks, block_size, home)
         self.decode_slots: list[int] = []  # a new list with every change: steps in flight keep theirs
         if self.on_device:
             self._staging: Staging | HostStaging = Staging(device)
@@ -95,7 +100,7 @@ class Slots:
 
     def append(self, slots: list[int], token_ids: list[int]) -> None:
         """One sampled token more for each of the slots, which are on the host."""
-        self.state.tokens.numpy()[slots, self.host.lengths[slots]] = token_ids
+        self.state.last_tokens.numpy()[slots] = token_ids
         self.host.lengths[slots] += 1
 
     def forget(self) -> None:
@@ -109,9 +114,14 @@ class Slots:
     def _fill(self, admission: Admission) -> None:
         slot, request, state = admission.slot, admission.request, self.state
         known = request.token_ids + admission.output_ids
-        self._staging.write(slot * state.RECORD, _record(len(known), request))
-        self._staging.write(state.tokens_at + slot * state.tokens.shape[1], known)
+        self._staging.write(slot * state.RECORD, _record(len(known), known[-1], request))
         self._put_blocks(slot, 0, admission.block_ids)
+        # Shared blocks hold the same tokens already; the last one, which may not be full, is the request's own.
+        size = state.block_size
+        tokens = np.zeros((-(-len(known) // size), size), dtype=np.int32)
+        tokens.reshape(-1)[: len(known)] = known
+        places = np.array(admission.block_ids[: len(tokens)], dtype=np.int64) * size
+        self._staging.write_blocks(state.pages_at + places, tokens)
         self.host.lengths[slot] = len(known)
 
     def _put_blocks(self, slot: int, start: int, blocks: Sequence[int]) -> None:
@@ -134,9 +144,10 @@ def sampling_mode_of(request: GenerationRequest) -> float:
     return ADJUSTED if more else PLAIN
 
 
-def _record(length: int, request: GenerationRequest) -> np.ndarray:
+def _record(length: int, last: int, request: GenerationRequest) -> np.ndarray:
     record = np.zeros(SlotState.RECORD, dtype=np.int32)
     seed = request.seed
+    record[SlotState.LAST] = last
     record.view(np.int64)[:3] = length, len(request.token_ids), seed - 2**64 if seed >= 2**63 else seed
     numbers = {name: float(getattr(request.sampling, name)) for name in NUMBER_FIELDS if name != "sampling_mode"}
     numbers["sampling_mode"] = sampling_mode_of(request)

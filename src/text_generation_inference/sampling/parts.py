@@ -16,8 +16,20 @@ Arrays = list[np.ndarray]
 class KnownTokens:
     """The tokens of all requests so far, on the host: kept by the runner, read by the parts that depend on them."""
 
-    tokens: np.ndarray  # [slots, max_tokens] of any integer
+    pages: np.ndarray  # [blocks, block_size]: token ids, found through the block tables
+    tables: np.ndarray  # [slots, max_blocks]
+    last: np.ndarray  # [slots]: each slot's last token
     lengths: np.ndarray  # [slots]
+    max_tokens: int  # of a slot
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.lengths)
+
+    def history(self, slots: np.ndarray, count: int) -> np.ndarray:
+        """The first `count` tokens of the slots; past what is known: anything."""
+        blocks = self.tables[slots, : -(-count // self.pages.shape[1])]
+        return np.ascontiguousarray(self.pages[blocks].reshape(len(slots), -1)[:, :count])
 
 
 @dataclass(frozen=True, slots=True)

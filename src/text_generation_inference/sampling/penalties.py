@@ -39,7 +39,7 @@ def penalise(scores: Tensor, history: Tensor, lengths: Tensor, prompts: Tensor, 
 class Penalties:
     def __init__(self, known: KnownTokens, room: Room) -> None:
         self._known, self._room = known, room
-        num_slots = known.tokens.shape[0]
+        num_slots = known.num_slots
         self._numbers = SlotNumbers(FIELDS, num_slots)
         self._num_prompt = np.ones(num_slots + 1, dtype=np.int32)
 
@@ -56,12 +56,12 @@ class Penalties:
     def step(self, slots: np.ndarray) -> Arrays:
         known = self._known
         lengths = np.where(slots >= 0, known.lengths[slots], 1).astype(np.int32)
-        room = self._room.fit(int(lengths.max()), known.tokens.shape[1])
-        return [lengths, known.tokens[slots, :room].astype(np.int32, copy=False)]
+        room = self._room.fit(int(lengths.max()), known.max_tokens)
+        return [lengths, known.history(slots, room)]
 
     def shapes(self, num_rows: int) -> Iterator[Arrays]:
         slots = np.full(num_rows, -1)
-        for room in self._room.sizes(self._known.tokens.shape[1]):
+        for room in self._room.sizes(self._known.max_tokens):
             lengths = np.ones(num_rows, dtype=np.int32)
             yield [*self.keep(slots), lengths, np.zeros((num_rows, room), dtype=np.int32)]
 

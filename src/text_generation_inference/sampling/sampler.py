@@ -73,7 +73,7 @@ class Sampler:
         watermark: tuple[float, float],  # gamma, delta
         pads: bool = False,
     ) -> None:
-        num_slots = known.tokens.shape[0]
+        num_slots = known.num_slots
         self._greedy, self._device, self._known, self._pads = ops.greedy, device, known, pads
         self._vocab_size, self._num_words = vocab_size, -(-vocab_size // 32)
         room = Room(pads)
@@ -161,8 +161,9 @@ class Sampler:
         return self._batch
 
     def _make_batch(self, rows: list[int], num_rows: int) -> _Batch:
-        slots = np.array([*rows, *[-1] * (num_rows - len(rows))], dtype=np.int64)
-        params = [self._params[slot] for slot in slots]
+        padded = [*rows, *[-1] * (num_rows - len(rows))]
+        slots = np.array(padded, dtype=np.int64)
+        params = [self._params[slot] for slot in padded]
 
         def group(wanting: list[int], arrays: Callable[[np.ndarray], Arrays]) -> _Group:
             touched = None if self._pads else _as_slice(wanting, num_rows)
@@ -193,7 +194,8 @@ class Sampler:
         )
 
     def _draw_numbers(self, slots: np.ndarray) -> Arrays:
-        samples = np.array([self._params[slot].samples for slot in slots])
+        listed: list[int] = slots.tolist()
+        samples = np.array([self._params[slot].samples for slot in listed])
         return [self._numbers.of(slots)[0], samples, *self._numbers.of(slots)[1:]]
 
     def _top_arrays(self, slots: np.ndarray, counts: list[int], most: int) -> Arrays:

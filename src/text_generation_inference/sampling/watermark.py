@@ -32,7 +32,7 @@ class Watermark:
     def __init__(self, known: KnownTokens, vocab_size: int, gamma: float, delta: float) -> None:
         self._known, self._vocab_size = known, vocab_size
         self._gamma, self._delta = gamma, delta
-        self._is_marked = np.zeros(known.tokens.shape[0] + 1, dtype=bool)  # by slot; the last one is padding
+        self._is_marked = np.zeros(known.num_slots + 1, dtype=bool)  # by slot; the last one is padding
 
     def asks(self, params: SamplingParams) -> bool:
         return params.watermark
@@ -46,9 +46,7 @@ class Watermark:
     def step(self, slots: np.ndarray) -> Arrays:
         green = self._nothing(len(slots))
         for row in np.flatnonzero(self._is_marked[slots]):
-            slot = slots[row]
-            last = int(self._known.tokens[slot, self._known.lengths[slot] - 1])
-            green[row] = green_list(last, self._vocab_size, self._gamma)
+            green[row] = green_list(int(self._known.last[slots[row]]), self._vocab_size, self._gamma)
         return [green]
 
     def shapes(self, num_rows: int) -> Iterator[Arrays]:

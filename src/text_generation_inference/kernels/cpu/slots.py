@@ -18,8 +18,12 @@ def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[T
         positions = np.where(given >= 0, given, positions)
     positions = np.where(real, positions, 0)
     size = state.block_size
-    ids = np.where(real, state.tokens.numpy()[rows, positions], 0).astype(np.int64)
     blocks = state.block_tables.numpy()[rows, positions // size].astype(np.int64)
     kv_index = np.where(real, blocks * size + positions % size, 0)
+    pages, ids = state.pages.numpy().reshape(-1), state.last_tokens.numpy()[rows]
+    if at is not None:
+        ids = np.where(at.numpy() < 0, ids, pages[kv_index])
+    ids = np.where(real, ids, 0)
+    pages[kv_index] = ids
     seq_lens = np.where(real, positions + 1, 0).astype(np.int32)
-    return tuple(torch.from_numpy(array) for array in (ids, positions, kv_index, seq_lens))  # pyright: ignore
+    return tuple(torch.from_numpy(array) for array in (ids.astype(np.int64), positions, kv_index, seq_lens))  # pyright: ignore

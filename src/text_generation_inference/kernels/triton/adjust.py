@@ -54,10 +54,17 @@ def copy_kernel(
     tl.store(scores + place.to(tl.int64) * vocab + i, x, mask=i < vocab)
 
 
+@triton.jit
+def _read_history(pages, block_tables, slot, blocks_row, i, known, BLOCK_SIZE: tl.constexpr):
+    """The tokens at these positions."""
+    block = tl.load(block_tables + slot * blocks_row + i // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+    return tl.load(pages + block * BLOCK_SIZE + i % BLOCK_SIZE, mask=known, other=0)
+
+
 @triton.jit(do_not_specialize_on_alignment=["rows", "penalised", "slots"])
 def tally_kernel(
-    rows, penalised, slots, tokens, lengths, prompts, penalties, tables, tokens_row, record, penalties_row, vocab,
-    HISTORY: tl.constexpr,
+    rows, penalised, slots, pages, block_tables, lengths, prompts, penalties, tables, blocks_row, record, penalties_row,
+    vocab, HISTORY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """One stretch of a history into the row's table."""
     table = tl.program_id(1)
@@ -68,7 +75,7 @@ def tally_kernel(
         known = i < length
         in_output = i >= tl.load(prompts + slot * record)
         by_length = tl.load(penalties + slot * penalties_row + 3) > 0
-        token = tl.load(tokens + slot * tokens_row + i, mask=known, other=0)
+        token = _read_history(pages, block_tables, slot, blocks_row, i, known, BLOCK_SIZE)
         at = tables + table.to(tl.int64) * vocab + token
         tl.atomic_or(at, tl.where(in_output, _SEEN | _IN_OUTPUT, _SEEN), mask=known, sem="relaxed")
         counted = tl.where(by_length, 1, in_output.to(tl.int32))
@@ -77,8 +84,8 @@ def tally_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "penalised", "slots"])
 def penalise_kernel(
-    rows, penalised, slots, tokens, lengths, penalties, tables, scores, tokens_row, record, penalties_row, vocab,
-    HISTORY: tl.constexpr,
+    rows, penalised, slots, pages, block_tables, lengths, penalties, tables, scores, blocks_row, record, penalties_row,
+    vocab, HISTORY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """One stretch of a history: penalise the ids whose tally is still there, and take it out."""
     table = tl.program_id(1)
@@ -91,7 +98,7 @@ def penalise_kernel(
         numbers = penalties + slot * penalties_row
         repetition, frequency, presence = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
         by_length = tl.load(numbers + 3) > 0
-        token = tl.load(tokens + slot * tokens_row + i, mask=known, other=0)
+        token = _read_history(pages, block_tables, slot, blocks_row, i, known, BLOCK_SIZE)
         tally = tl.atomic_xchg(tables + table.to(tl.int64) * vocab + token, token * 0, mask=known, sem="relaxed")
         mine = known & (tally != 0)
         at = scores + place.to(tl.int64) * vocab + token
@@ -145,15 +152,16 @@ class Adjust:
             self._tables = torch.zeros((needed, vocab), dtype=torch.int32, device=scores.device)
         penalties = state.numbers[PENALTIES[0]]  # the others lie behind
         stretches = triton.cdiv(wanted.longest, _HISTORY)
-        strides = (state.tokens.stride(0), state.lengths.stride(0), penalties.stride(0), vocab)
+        known = (state.pages, state.block_tables, state.lengths)
+        strides = (state.block_tables.stride(0), state.lengths.stride(0), penalties.stride(0), vocab)
         for first in range(0, penalised.shape[0], needed):
             some = penalised[first : first + needed]
             grid = (stretches, some.shape[0])
             tally_kernel[grid](
-                wanted.rows, some, slots, state.tokens, state.lengths, state.num_prompt, penalties, self._tables,
-                *strides, HISTORY=_HISTORY, num_warps=4,
+                wanted.rows, some, slots, *known, state.num_prompt, penalties, self._tables, *strides,
+                HISTORY=_HISTORY, BLOCK_SIZE=state.block_size, num_warps=4,
             )  # fmt: skip
             penalise_kernel[grid](
-                wanted.rows, some, slots, state.tokens, state.lengths, penalties, self._tables, scores, *strides,
-                HISTORY=_HISTORY, num_warps=4,
+                wanted.rows, some, slots, *known, penalties, self._tables, scores, *strides, HISTORY=_HISTORY,
+                BLOCK_SIZE=state.block_size, num_warps=4,
             )  # fmt: skip

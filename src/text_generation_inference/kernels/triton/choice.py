@@ -49,7 +49,8 @@ def _best_of_part_kernel(
 
 @step_kernel
 def _join_parts_kernel(
-    parts, slots, filters, out, tokens, lengths, out_row, tokens_row, filters_row, record, num_parts, PAD: tl.constexpr
+    parts, slots, filters, out, last_tokens, lengths, out_row, last_row, filters_row, record, num_parts,
+    PAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if not _is_plain(slots, filters, row, filters_row):
@@ -65,7 +66,7 @@ def _join_parts_kernel(
     share = tl.where(best == float("-inf"), total * 0.0, total * tl.exp(best - top))
     logprob = -tl.log(tl.sum(share, 0))
     logprob = tl.where((top == float("-inf")) | (top == float("inf")), float("nan"), logprob)
-    finish_row(row, tl.load(slots + row), token, logprob, out, out_row, tokens, tokens_row, lengths, record)
+    finish_row(row, tl.load(slots + row), token, logprob, out, out_row, last_tokens, last_row, lengths, record)
 
 
 def greedy_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) -> None:
@@ -78,7 +79,7 @@ def greedy_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) ->
         logits, parts, slots, state.filters, logits.stride(0), filters_row, vocab, num_parts, PART=_PART, num_warps=4
     )
     _join_parts_kernel[(rows,)](
-        parts, slots, state.filters, out, state.tokens, state.lengths, out.stride(0), state.tokens.stride(0),
+        parts, slots, state.filters, out, state.last_tokens, state.lengths, out.stride(0), state.last_tokens.stride(0),
         filters_row, state.lengths.stride(0), num_parts, PAD=triton.next_power_of_2(num_parts), num_warps=1,
     )  # fmt: skip
 
@@ -117,7 +118,8 @@ class Choice:
             "vocab": vocab, "num_parts": num_parts, "adjusted": int(needs.adjustments is not None),
         }  # fmt: skip
         noise = {"lengths": state.lengths, "seeds": state.seeds, "record": state.lengths.stride(0)}
-        write = {"out": out, "tokens": state.tokens, "out_row": out.stride(0), "tokens_row": state.tokens.stride(0)}
+        last_tokens = state.last_tokens
+        write = {"out": out, "last_tokens": last_tokens, "out_row": out.stride(0), "last_row": last_tokens.stride(0)}
         many = {"PART": self.part, "num_warps": 8}
         pad = {"PAD": triton.next_power_of_2(num_parts)}
         top = {"tops": tops, "wants_tops": int(needs.tops is not None)}
@@ -142,7 +144,7 @@ class Choice:
                 )  # fmt: skip
             filters.draw_kernel[by_parts](**read, **noise, **pad, **many, facts=facts)
         filters.join_kernel[by_rows](
-            parts, slots, plan, out, state.tokens, state.lengths, out.stride(0), state.tokens.stride(0),
+            parts, slots, plan, out, last_tokens, state.lengths, out.stride(0), last_tokens.stride(0),
             state.lengths.stride(0), num_parts, **pad, num_warps=1,
         )  # fmt: skip
 

@@ -66,7 +66,7 @@ def step_kernel(kernel):
 
 
 @triton.jit
-def finish_row(row, slot, token, logprob, out, out_row, tokens, tokens_row, lengths, record):
+def finish_row(row, slot, token, logprob, out, out_row, last_tokens, last_row, lengths, record):
     """Report a token, append it to its slot. What could not be chosen from gives id 0: the next step reads it."""
     token = tl.where(logprob == logprob, token, 0)
     tl.store(out + row, token)
@@ -74,7 +74,7 @@ def finish_row(row, slot, token, logprob, out, out_row, tokens, tokens_row, leng
     if slot >= 0:
         at = lengths + slot.to(tl.int64) * record
         length = tl.load(at)
-        tl.store(tokens + slot.to(tl.int64) * tokens_row + length, token)
+        tl.store(last_tokens + slot.to(tl.int64) * last_row, token)
         tl.store(at, length + 1)
 
 
@@ -397,7 +397,9 @@ def draw_kernel(
 
 
 @step_kernel
-def join_kernel(parts, slots, plan, out, tokens, lengths, out_row, tokens_row, record, num_parts, PAD: tl.constexpr):
+def join_kernel(
+    parts, slots, plan, out, last_tokens, lengths, out_row, last_row, record, num_parts, PAD: tl.constexpr
+):  # fmt: skip
     """One row: the best of what its parts chose."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
@@ -412,4 +414,4 @@ def join_kernel(parts, slots, plan, out, tokens, lengths, out_row, tokens_row, r
         at_winner = parts + (row * num_parts + winner) * COLUMNS
         token = tl.load(at_winner + CHOSEN).to(tl.int32, bitcast=True)
         logprob = tl.load(at_winner + SCORE) - best - tl.log(mass)
-        finish_row(row, slot, token, logprob, out, out_row, tokens, tokens_row, lengths, record)
+        finish_row(row, slot, token, logprob, out, out_row, last_tokens, last_row, lengths, record)

@@ -147,9 +147,9 @@ def _report_best(
 
 @step_kernel
 def thresholds_kernel(
-    logits, scores, places, slots, filters, tops, parts, plan, facts, bins, listed, ids, out, tokens, lengths, seeds,
-    top_out, logits_row, filters_row, out_row, tokens_row, record, top_row, vocab, num_parts, room, top_room, adjusted,
-    wants_tops, BLOCK: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr,
+    logits, scores, places, slots, filters, tops, parts, plan, facts, bins, listed, ids, out, last_tokens, lengths,
+    seeds, top_out, logits_row, filters_row, out_row, last_row, record, top_row, vocab, num_parts, room, top_room,
+    adjusted, wants_tops, BLOCK: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """One row: exact thresholds, the best ids, and the token if the list holds all that is kept.
 
@@ -282,7 +282,7 @@ def thresholds_kernel(
                         chosen = token
                         score = tl.max(tl.where(kept & (which == token), x, float("-inf")), 0)
                 logprob = score - best - tl.log(mass)
-                finish_row(row, slot, chosen, logprob, out, out_row, tokens, tokens_row, lengths, record)
+                finish_row(row, slot, chosen, logprob, out, out_row, last_tokens, last_row, lengths, record)
                 tl.store(at, DONE)
             else:
                 # Also where fewer ids are left than top-k keeps: nobody has chosen for a row with a filter yet.
