@@ -39,13 +39,17 @@ class _Lane:
         except OverloadedError:
             self._metrics.refuse_waiting(self._name)
             raise
-        exchange = asyncio.ensure_future(self.process.exchange_async(job))
 
-        def end(task: asyncio.Future[Answer]) -> None:
+        def end(answer: asyncio.Future[Answer]) -> None:
             self._turns.give_back(caller)
-            if not task.cancelled():
-                task.exception()  # seen, also where nobody waits any more
+            if not answer.cancelled():
+                answer.exception()  # seen, also where nobody waits any more
 
-        exchange.add_done_callback(end)
+        try:
+            answer = self.process.start(job)
+        except BaseException:
+            self._turns.give_back(caller)
+            raise
+        answer.add_done_callback(end)
         # Who leaves does not stop it: the next answer on that socket would be somebody else's.
-        return await asyncio.shield(exchange)
+        return await asyncio.shield(answer)

@@ -51,6 +51,11 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # that watches the socket
+        self._answer: asyncio.Future[Answer] | None = None  # of what was started
+        self._deadline: asyncio.TimerHandle | None = None
+        self._incoming = _Incoming()
+        self._unsent = memoryview(b"")
 
     @property
     def pid(self) -> int | None:
@@ -67,28 +72,66 @@ class TemplateProcess:
             except (EOFError, OSError) as error:
                 raise self._failure(error) from None
 
-    async def exchange_async(self, frame: bytes) -> Answer:
-        """The same beside an event loop. It must be awaited to its end, before the next begins."""
-        loop, incoming, connection = asyncio.get_running_loop(), _Incoming(), self._connect()
-        connection.setblocking(False)
+    def start(self, frame: bytes) -> "asyncio.Future[Answer]":
+        """The same beside an event loop. The next may start when the future is done, whoever still waits for it."""
+        loop = asyncio.get_running_loop()
+        connection = self._connect()
+        if self._loop is None:
+            connection.setblocking(False)
+            loop.add_reader(connection, self._receive)
+            self._loop = loop
+        self._answer = loop.create_future()
+        self._incoming = _Incoming()
+        self._unsent = memoryview(_LENGTH.pack(len(frame)) + frame)
+        self._deadline = loop.call_later(_MAX_SECONDS, lambda: self._end(TimeoutError()))
+        self._send()
+        return self._answer
+
+    def _send(self) -> None:
+        assert self._socket is not None and self._loop is not None
         try:
-            async with asyncio.timeout(_MAX_SECONDS):
-                await loop.sock_sendall(connection, _LENGTH.pack(len(frame)) + frame)
-                while (answer := incoming.add(await loop.sock_recv(connection, _PIECE))) is None:
-                    pass
-                return msgspec.json.decode(answer, type=Answer)
+            while self._unsent:
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
+            self._loop.remove_writer(self._socket)
+        except BlockingIOError:
+            self._loop.add_writer(self._socket, self._send)
+        except OSError as error:
+            self._end(error)
+
+    def _receive(self) -> None:
+        assert self._socket is not None
+        try:
+            data = self._incoming.add(self._socket.recv(_PIECE))
+        except BlockingIOError:
+            return
         except (EOFError, OSError) as error:
-            raise self._failure(error) from None
-        except asyncio.CancelledError:  # the event loop ends
-            self.close()
-            raise
+            self._end(error)
+            return
+        if data is not None:
+            self._end(msgspec.json.decode(data, type=Answer))
+
+    def _end(self, outcome: Answer | Exception) -> None:
+        answer, self._answer = self._answer, None
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if isinstance(outcome, Exception):
+            outcome = self._failure(outcome)
+        if answer is None or answer.done():  # it ended while nothing was asked, or nobody wants to know any more
+            return
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
 
     def close(self) -> None:
         if self._process is not None and self._socket is not None:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(self._socket)
+                self._loop.remove_writer(self._socket)
             self._socket.close()
             self._process.kill()
             self._process.wait()
-        self._process = self._socket = None
+        self._process = self._socket = self._loop = None
 
     def _connect(self) -> socket.socket:
         if self._socket is None or self._process is None or self._process.poll() is not None:
