@@ -68,8 +68,10 @@ class Slots:
             leaving = set(plan.leave)
             self.decode_slots = [slot for slot in self.decode_slots if slot not in leaving] + plan.join
             self._staging.write(state.rows_at, self.decode_slots + [-1] * (before - len(self.decode_slots)))
-        for admission in plan.admit:
-            self._fill(admission)
+        if plan.admit:
+            for admission in plan.admit:
+                self._fill(admission)
+            self._write_pages(plan.admit)
         for slot, start, blocks in plan.grow:
             self._put_blocks(slot, start, blocks)
 
@@ -113,16 +115,29 @@ class Slots:
 
     def _fill(self, admission: Admission) -> None:
         slot, request, state = admission.slot, admission.request, self.state
-        known = request.token_ids + admission.output_ids
-        self._staging.write(slot * state.RECORD, _record(len(known), known[-1], request))
+        length = len(request.token_ids) + len(admission.output_ids)
+        last = (admission.output_ids or request.token_ids)[-1]
+        self._staging.write(slot * state.RECORD, _record(length, last, request))
         self._put_blocks(slot, 0, admission.block_ids)
-        # Shared blocks hold the same tokens already; the last one, which may not be full, is the request's own.
-        size = state.block_size
-        tokens = np.zeros((-(-len(known) // size), size), dtype=np.int32)
-        tokens.reshape(-1)[: len(known)] = known
-        places = np.array(admission.block_ids[: len(tokens)], dtype=np.int64) * size
-        self._staging.write_blocks(state.pages_at + places, tokens)
-        self.host.lengths[slot] = len(known)
+        self.host.lengths[slot] = length
+
+    def _write_pages(self, admissions: Sequence[Admission]) -> None:
+        """All that the requests know. Shared blocks hold the same already; each one's last, which may not be full, is
+        its own."""
+        size = self.state.block_size
+        blocks: list[int] = []
+        firsts: list[int] = []
+        for admission in admissions:
+            firsts.append(len(blocks) * size)
+            length = len(admission.request.token_ids) + len(admission.output_ids)
+            blocks += admission.block_ids[: -(-length // size)]
+        tokens = np.zeros(len(blocks) * size, dtype=np.int32)
+        for first, admission in zip(firsts, admissions, strict=True):
+            given, outputs = admission.request.token_ids, admission.output_ids
+            tokens[first : first + len(given)] = given
+            tokens[first + len(given) : first + len(given) + len(outputs)] = outputs
+        places = self.state.pages_at + np.array(blocks, dtype=np.int64) * size
+        self._staging.write_blocks(places, tokens.reshape(-1, size))
 
     def _put_blocks(self, slot: int, start: int, blocks: Sequence[int]) -> None:
         """Requests may hold a block more than their tokens need."""
