@@ -455,7 +455,7 @@ def test_nothing_new_is_gathered_after_warm_up(hpu, start_hpu, tiny, monkeypatch
     engine = start_hpu(tiny.folder)  # with its own warm-up, and once more below where everything is seen
     runner, submit = engine.rank.runner, engine.rank.device.submit
     caches = [tensor for pair in runner.kv_cache for tensor in pair]
-    weights = [runner.model.cos_sin, *(w for _, module in runner.model.walk() for w in vars(module).values() if isinstance(w, Tensor))]  # fmt: skip
+    weights = [*runner.model.tables, *(w for _, module in runner.model.walk() for w in vars(module).values() if isinstance(w, Tensor))]  # fmt: skip
     pieces = Pieces(books, [*caches, *(t._base for t in caches if t._base is not None), *weights])
     send, replay = runner.slots.move, HPUGraph.replayV3
 

@@ -11,9 +11,9 @@ from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import FP8, Fp8Weight
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.models import registry
+from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.model import Context
-from text_generation_inference.models.spec import Config
 from text_generation_inference.quant.choose import assign_methods
 from text_generation_inference.quant.fp8 import ON_LOADING, Fp8Scheme
 from text_generation_inference.quant.fp8_formats import StoredQuantization
@@ -125,7 +125,7 @@ def test_what_it_does_not_take() -> None:
     def is_taken(activation: str = "silu", fp8: bool = True, **changes: Any) -> bool:
         changed = [layers[0], replace(layers[1], **changes)]
         fuse = MakeFusedDecode(model.ops.attention, 3, fp8)
-        made = fuse(changed, norm, model.cos_sin, heads=4, eps=1e-5, scale=1.0, activation=activation)
+        made = fuse(changed, norm, model.tables[0], heads=4, eps=1e-5, scale=1.0, activation=activation)
         return made is not None
 
     weight = layers[1].qkv

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import transformers
@@ -31,13 +32,31 @@ class Output:
     error: str | None = None
 
 
+def family_of(architecture: str) -> ModuleType:
+    return import_module(f"text_generation_inference.models.{ARCHITECTURES[architecture]}")
+
+
 def make_tiny(family: str, overrides: dict, folder: Path) -> Tiny:
-    """A model with weights spread enough that its best token is never a near-tie, and its folder."""
-    module = ARCHITECTURES[f"{family}ForCausalLM"]
-    tiny = import_module(f"text_generation_inference.models.{module}").TINY
-    config = getattr(transformers, f"{family}Config")(**{**tiny, **overrides})
+    """A model with weights spread enough that its best token is never a near-tie, and its folder.
+
+    The family is an architecture, with or without what most of them end in.
+    """
+    architecture = family if family in ARCHITECTURES else f"{family}ForCausalLM"
+    made = getattr(transformers, architecture)
+    config = made.config_class(**{**tiny_config(architecture), **overrides})
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
+    model = made(config).eval().float()
+    spread_weights(model)
+    model.save_pretrained(folder)
+    return Tiny(folder, model)
+
+
+def tiny_config(architecture: str) -> dict:
+    family = family_of(architecture)
+    return getattr(family, "TINIES", {}).get(architecture, family.TINY)
+
+
+def spread_weights(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -46,8 +65,6 @@ def make_tiny(family: str, overrides: dict, folder: Path) -> Tiny:
                 parameter.normal_(0, 0.3)
             else:
                 parameter.uniform_(0.7, 1.3)
-    model.save_pretrained(folder)
-    return Tiny(folder, model)
 
 
 def start(folder: Path, **settings: object) -> Engine:

@@ -6,24 +6,34 @@ from typing import Any
 
 import pytest
 import torch
-from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start
+import transformers
+from driving import Tiny, family_of, make_request, make_tiny, random_prompts, reference, run, start
 from queue_on_cpu import QueueOnCpu
-from ranks import PROMPT, logits_of_ranks
+from ranks import PROMPT, logits_of_threads
 
 from text_generation_inference.engine.build import Engine
 from text_generation_inference.models.registry import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NEW = 12
-PROMPTS = random_prompts(320, [1, 5, 17, 40], seed=3)  # the last is longer than the windows of TINY
+NEW = 20
+LATE = [0, 0, 2, 3, 9]
+SHARED = random_prompts(320, [40], seed=3)[0]  # longer than the windows of TINY, and two blocks that others can use
+PROMPTS = [*random_prompts(320, [1, 5, 17], seed=3), SHARED, [*SHARED[:33], 7, 8]]
 SMALL: dict[str, Any] = {"max_total_tokens": 64, "max_batch_size": 4}
 
+# Architectures that `transformers` has, as they are and in the variants that their files name.
+CASES: dict[str, tuple[str, dict]] = {}
+for architecture in ARCHITECTURES:
+    if hasattr(transformers, architecture):
+        CASES[architecture] = (architecture, {})
+        for name, overrides in getattr(family_of(architecture), "VARIANTS", {}).items():
+            CASES[f"{architecture}-{name}"] = (architecture, overrides)
 
-@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+
+@pytest.fixture(scope="module", params=list(CASES))
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    family = request.param.removesuffix("ForCausalLM")
-    return make_tiny(family, {}, tmp_path_factory.mktemp(family))
+    return make_tiny(*CASES[request.param], tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -31,40 +41,46 @@ def expected(tiny: Tiny) -> list[tuple[list[int], list[float]]]:
     return [reference(tiny.model, prompt, NEW) for prompt in PROMPTS]
 
 
-def check(tiny: Tiny, expected: list[tuple[list[int], list[float]]], **settings: Any) -> Engine:
-    """All at once, in chunks where prompts may be cut, and each alone."""
-    engine = start(tiny.folder, **{"max_batch_prefill_tokens": 33, **SMALL, **settings})
+def check(
+    folder: Path, expected: list[tuple[list[int], list[float]]], arrivals: list[int] | None = None, **settings: Any
+) -> Engine:
+    """All together, then two of them alone."""
+    engine = start(folder, **{**SMALL, **settings})
     requests = [make_request(n, prompt, NEW) for n, prompt in enumerate(PROMPTS)]
-    found = [*run(engine, requests, arrivals=[0, 0, 2, 3]), *(run(engine, [request])[0] for request in requests)]
+    found = [*run(engine, requests, arrivals), *(run(engine, [requests[n]])[0] for n in (0, 3))]
     engine.close()
-    for output, (tokens, logprobs) in zip(found, 2 * expected, strict=True):
+    for output, (tokens, logprobs) in zip(found, [*expected, expected[0], expected[3]], strict=True):
         assert output.token_ids == tokens
         assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(output.logprobs, logprobs, strict=True))
     return engine
 
 
-@pytest.mark.parametrize("custom_kernels", [False, True], ids=["torch", "native"])
-def test_plain(tiny: Tiny, expected: list, custom_kernels: bool) -> None:
-    check(tiny, expected, custom_kernels=custom_kernels)
+def test_plain(tiny: Tiny, expected: list) -> None:
+    """The native kernels, in chunks of 7 tokens, with cached prefixes and so few blocks that requests are preempted."""
+    stats = check(tiny.folder, expected, max_batch_prefill_tokens=7, max_batch_total_tokens=80).loop.scheduler.stats
+    assert stats.num_preemptions > 0
+    assert stats.num_cached_prompt_tokens > 0
 
 
 def test_captured(tiny: Tiny, expected: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replayed steps, from a checkpoint in several files, without cached prefixes."""
+    tiny.model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
     device = QueueOnCpu(tmp_path)
     monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
-    check(tiny, expected)
+    check(tmp_path / "sharded", expected, LATE, max_batch_prefill_tokens=33, prefix_caching=False)
     assert device.num_replays > 0
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["at-once", "captured"])
-def test_bucketed(tiny: Tiny, expected: list, captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucketed(tiny: Tiny, expected: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded passes of one phase, captured."""
+    device = QueueOnCpu(tmp_path)
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
     shapes: dict[str, Any] = {"bucketing": True, "max_batch_prefill_tokens": 64, "custom_kernels": False}
-    if captured:
-        device = QueueOnCpu(tmp_path)
-        monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
-    assert check(tiny, expected, **shapes).rank.bucket_stats is not None
+    assert check(tiny.folder, expected, LATE, **shapes).rank.bucket_stats is not None
 
 
 def test_two_ranks(tiny: Tiny) -> None:
     with torch.no_grad():
         expected = tiny.model(torch.tensor([PROMPT])).logits[0]
-    torch.testing.assert_close(logits_of_ranks(tiny.folder, 2), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of_threads(tiny.folder, 2), expected, atol=1e-4, rtol=1e-4)

@@ -29,9 +29,9 @@ from text_generation_inference.engine.memory import (
 from text_generation_inference.engine.warm_shapes import StepBytes, measure_shapes, warm_shapes
 from text_generation_inference.errors import EngineError, ResourceError, StartError
 from text_generation_inference.layers.cache import bytes_per_token
+from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.registry import build
-from text_generation_inference.models.spec import Config
 from text_generation_inference.parallel import SINGLE, Parallel
 from text_generation_inference.quant.choose import assign_methods, choose_quantization
 from text_generation_inference.quant.inc.measure import Recorder
@@ -276,7 +276,7 @@ def load_model(
     parallel: Parallel,
     progress: Progress,
 ) -> Model:
-    model = build(model_config, Context(device.ops, parallel, device.torch_device))
+    model = build(model_config, Context(device.ops, parallel, device.torch_device, dtype))
     if config.load_format == "dummy":
         assign_methods(model, quantization)
         check_weights_fit(config, model, dtype, device)
@@ -284,6 +284,7 @@ def load_model(
             load_dummy(model, dtype, device.torch_device, config.seed, Scratch(pool))
         return model
     checkpoint = Checkpoint.open(source.weights_path)
+    model.adapt(checkpoint.names())
     if quantization is not None:
         quantization = quantization.named_as_in(checkpoint.names())
     # Quantised blocks stand for float32 values.

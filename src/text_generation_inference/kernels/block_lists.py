@@ -82,10 +82,11 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over a padded pass -> `[tokens, heads * head_dim]`."""
     phase = decode_attention if isinstance(batch.meta, BlockLists) else prefill_attention
-    return phase(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+    return phase(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes)
 
 
 def prefill_attention(
@@ -97,6 +98,7 @@ def prefill_attention(
     window: int | None = None,
     softcap: float | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of whole prompts over themselves -> `[tokens, heads * head_dim]`.
 
@@ -112,12 +114,16 @@ def prefill_attention(
     mask = distance >= 0
     if window is not None:
         mask = mask & (distance < window)
-    if softcap is None:
+    if softcap is None and slopes is None:
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
     else:
         groups = queries.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-        scores = softcap * torch.tanh((queries @ keys.transpose(-1, -2)).float() * (scale / softcap))
+        scores = (queries @ keys.transpose(-1, -2)).float() * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if slopes is not None:
+            scores = scores - distance * slopes[:, None, None]
         out = scores.masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype) @ values
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
@@ -131,6 +137,7 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention of each row's one token over its blocks -> `[rows, heads * head_dim]`; padding gets 0.
 
@@ -143,9 +150,10 @@ def decode_attention(
     owner = lists.block_groups.clamp(min=0).long()
     place = torch.arange(size, device=q.device)
     seen = (place < lists.block_usage[:, None]) & ~filler[:, None]  # [blocks, block_size]
+    number = torch.arange(blocks.shape[0], device=q.device) - lists.row_starts[owner]
+    distance = number[:, None] * size + place - batch.seq_lens[owner, None] + 1  # key's minus query's position
     if window is not None:
-        number = torch.arange(blocks.shape[0], device=q.device) - lists.row_starts[owner]
-        seen = seen & (number[:, None] * size + place >= batch.seq_lens[owner, None] - window)
+        seen = seen & (distance > -window)
     # What is not seen may be anything, even NaN, and a weight of zero does not undo that.
     unseen = ~seen[..., None, None]
     keys = _read(k_cache, blocks, None, kv_scales[0], q.dtype).masked_fill(unseen, 0).float()
@@ -155,6 +163,8 @@ def decode_attention(
     scores = torch.einsum("bhgd,bshd->bhgs", queries, keys)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores + slopes.view(kv_heads, -1, 1) * distance[:, None, None, :]
     scores = torch.where(seen[:, None, None, :], scores, _LEAST)
     best = torch.full((rows, *scores.shape[1:3]), _LEAST, device=q.device)
     index = owner[:, None, None].expand(-1, *scores.shape[1:3])

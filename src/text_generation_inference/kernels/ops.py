@@ -73,7 +73,7 @@ class EmbeddingOp(Protocol):
 
 class RmsNormOp(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Rows:
-        """x `[tokens, hidden]`, weight `[hidden]`; normalised in float32."""
+        """x `[tokens, hidden]`, weight `[hidden]`; normalised in float32, rounded to the weight's type, multiplied."""
         ...
 
 
@@ -82,6 +82,40 @@ class AddRmsNormOp(Protocol):
         self, x: Product, residual: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
     ) -> tuple[Rows, Tensor]:
         """Add x to the residual, both `[tokens, hidden]`, then normalise: (normalised, new residual)."""
+        ...
+
+
+class LayerNormOp(Protocol):
+    def __call__(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, quantize_for: Fp8Weight | None = None
+    ) -> Rows:
+        """x `[tokens, hidden]`, weight and bias `[hidden]`; its mean subtracted, normalised in float32."""
+        ...
+
+
+class AddLayerNormOp(Protocol):
+    def __call__(
+        self,
+        x: Product,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        quantize_for: Fp8Weight | None = None,
+    ) -> tuple[Rows, Tensor]:
+        """Add x to the residual, both `[tokens, hidden]`, then normalise: (normalised, new residual)."""
+        ...
+
+
+class QkNormOp(Protocol):
+    def __call__(self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`rms_norm` of each head of q `[tokens, heads, head_dim]` and k by itself, which may be changed in place."""
+        ...
+
+
+class ActivationOp(Protocol):
+    def __call__(self, x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+        """x `[tokens, width]` -> activation(x)."""
         ...
 
 
@@ -155,6 +189,7 @@ class AttentionOp(Protocol):
         window: int | None = None,  # a token sees itself and the `window - 1` tokens before it
         softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
         kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in FP8
+        slopes: Tensor | None = None,  # [heads] float32: times key's minus query's position, added to scores (ALiBi)
     ) -> Tensor:
         """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
         ...
@@ -223,7 +258,15 @@ class Ops:
     embedding: EmbeddingOp = reference.embedding
     rms_norm: RmsNormOp = reference.rms_norm
     add_rms_norm: AddRmsNormOp = reference.add_rms_norm
+    layer_norm: LayerNormOp = reference.layer_norm
+    add_layer_norm: AddLayerNormOp = reference.add_layer_norm
+    qk_norm: QkNormOp = reference.qk_norm
+    gelu: ActivationOp = reference.gelu
+    gelu_tanh: ActivationOp = reference.gelu_tanh
+    relu: ActivationOp = reference.relu
+    silu: ActivationOp = reference.silu
     silu_mul: GateOp = reference.silu_mul
+    gelu_mul: GateOp = reference.gelu_mul
     gelu_tanh_mul: GateOp = reference.gelu_tanh_mul
     pack_experts: PackExpertsOp = experts.pack_experts
     route: RouteOp = routing.route

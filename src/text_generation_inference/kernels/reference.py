@@ -50,10 +50,14 @@ def embedding(ids: Tensor, weight: Weight) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Rows:
-    """x `[tokens, hidden]`, normalised in float32."""
+    """x `[tokens, hidden]`, normalised in float32, rounded to the weight's type and multiplied in it."""
+    return _pass_on(_rms_norm(x, weight, eps), quantize_for)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return _pass_on(weight * wide.to(x.dtype), quantize_for)
+    return (weight * wide.to(weight.dtype)).to(x.dtype)
 
 
 def add_rms_norm(
@@ -62,6 +66,54 @@ def add_rms_norm(
     """Add x to the residual, then normalise: (normalised, new residual)."""
     residual = residual + fp8.apply_scales(x)
     return rms_norm(residual, weight, eps, quantize_for), residual
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, quantize_for: Fp8Weight | None = None
+) -> Rows:
+    """x `[tokens, hidden]`: its mean subtracted, divided by its deviation, in float32."""
+    return _pass_on(F.layer_norm(x, x.shape[-1:], weight, bias, eps), quantize_for)
+
+
+def add_layer_norm(
+    x: Product,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    quantize_for: Fp8Weight | None = None,
+) -> tuple[Rows, Tensor]:
+    """Add x to the residual, then normalise: (normalised, new residual)."""
+    residual = residual + fp8.apply_scales(x)
+    return layer_norm(residual, weight, bias, eps, quantize_for), residual
+
+
+def qk_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of each head of q `[tokens, heads, head_dim]` and k by itself; a device may change them in place."""
+    return _rms_norm(q, q_weight, eps), _rms_norm(k, k_weight, eps)
+
+
+def gelu(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+    return _pass_on(F.gelu(fp8.apply_scales(x)), quantize_for)
+
+
+def gelu_tanh(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+    """gelu in its tanh form."""
+    return _pass_on(F.gelu(fp8.apply_scales(x), approximate="tanh"), quantize_for)
+
+
+def relu(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+    return _pass_on(F.relu(fp8.apply_scales(x)), quantize_for)
+
+
+def silu(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+    return _pass_on(F.silu(fp8.apply_scales(x)), quantize_for)
+
+
+def gelu_mul(gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+    """gate_up `[tokens, 2 * width]` -> gelu(gate) * up `[tokens, width]`."""
+    gate, up = fp8.apply_scales(gate_up).chunk(2, dim=-1)
+    return _pass_on(F.gelu(gate) * up, quantize_for)
 
 
 def silu_mul(gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
@@ -132,10 +184,11 @@ def attention(
     window: int | None = None,  # a token sees itself and the `window - 1` tokens before it
     softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
     kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in FP8
+    slopes: Tensor | None = None,  # [heads] float32: times key's minus query's position, added to the scores (ALiBi)
 ) -> Tensor:
     """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
     if block_lists.is_padded(batch):
-        return block_lists.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+        return block_lists.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes)
     meta: PagedMeta = batch.meta
     seq_lens = batch.seq_lens
     prompts: list[tuple[Tensor, int, int, int]] = []  # blocks, first token, position of it, position after the last
@@ -149,7 +202,9 @@ def attention(
     out = torch.empty_like(q)
     n = meta.num_decode
     if n:
-        out[:n] = _decode_attention(q[:n], k_cache, v_cache, meta, seq_lens[:n], scale, window, softcap, kv_scales)
+        out[:n] = _decode_attention(
+            q[:n], k_cache, v_cache, meta, seq_lens[:n], scale, window, softcap, kv_scales, slopes
+        )
     token = n
     for row, (start, end) in enumerate(zip(meta.chunk_starts_cpu, meta.chunk_ends_cpu, strict=True), n):
         prompts.append((meta.block_tables[row, None], token, start, end))
@@ -158,9 +213,10 @@ def attention(
         count = end - start
         keys = _read(_gather(k_cache, table, end), kv_scales[0], q.dtype)
         values = _read(_gather(v_cache, table, end), kv_scales[1], q.dtype)
-        query_positions = torch.arange(start, end, device=q.device)
-        mask = _mask(query_positions[None, :], end, window)
-        out[token : token + count] = _attend(q[None, token : token + count], keys, values, mask, scale, softcap)[0]
+        query_positions = torch.arange(start, end, device=q.device)[None, :]
+        mask, bias = _mask(query_positions, end, window), _alibi(query_positions, end, slopes)
+        queries = q[None, token : token + count]
+        out[token : token + count] = _attend(queries, keys, values, mask, scale, softcap, bias)[0]
     return out.flatten(1)
 
 
@@ -174,14 +230,16 @@ def _decode_attention(
     window: int | None,
     softcap: float | None,
     kv_scales: tuple[float, float],
+    slopes: Tensor | None,
 ) -> Tensor:
     length, tables = meta.max_seq_len, meta.block_tables[: meta.num_decode]
     # Past a row's end a block may hold anything, even NaN, and a weight of zero does not undo that.
     beyond = (torch.arange(length, device=q.device) >= seq_lens[:, None])[..., None, None]
     keys = _read(_gather(k_cache, tables, length), kv_scales[0], q.dtype).masked_fill(beyond, 0)
     values = _read(_gather(v_cache, tables, length), kv_scales[1], q.dtype).masked_fill(beyond, 0)
-    mask = _mask(seq_lens[:, None] - 1, length, window)
-    return _attend(q[:, None], keys, values, mask, scale, softcap)[:, 0]
+    query_positions = seq_lens[:, None] - 1
+    mask, bias = _mask(query_positions, length, window), _alibi(query_positions, length, slopes)
+    return _attend(q[:, None], keys, values, mask, scale, softcap, bias)[:, 0]
 
 
 def _gather(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
@@ -201,16 +259,35 @@ def _mask(query_positions: Tensor, length: int, window: int | None) -> Tensor:
     return mask[:, None]
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _alibi(query_positions: Tensor, length: int, slopes: Tensor | None) -> Tensor | None:
+    """query_positions `[rows, queries]`, slopes `[heads]` -> `[rows, heads, queries, length]`, added to scores."""
+    if slopes is None:
+        return None
+    distance = torch.arange(length, device=slopes.device) - query_positions[:, :, None]
+    return distance[:, None] * slopes[:, None, None]
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """q `[rows, queries, heads, head_dim]`, keys and values `[rows, length, kv_heads, head_dim]` -> like q."""
     q, keys, values = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
-    if softcap is None:
+    if softcap is None and bias is None:
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)
     groups = q.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
     scores = (q @ keys.transpose(-1, -2)).float() * scale
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     weights = scores.masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype)
     return (weights @ values).transpose(1, 2)
 

@@ -225,9 +225,9 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     from text_generation_inference.engine.memory import check_precision, check_weights_fit
     from text_generation_inference.engine.rank import choose_dtype
     from text_generation_inference.layers.cache import bytes_per_token
+    from text_generation_inference.models.config import Config
     from text_generation_inference.models.model import Context
     from text_generation_inference.models.registry import ARCHITECTURES, build, read_quantization
-    from text_generation_inference.models.spec import Config
     from text_generation_inference.quant.choose import assign_methods, choose_quantization, name_quantization
     from text_generation_inference.runner import kv_cache
     from text_generation_inference.weights.load import check_tensors, count_parameters, weight_bytes
@@ -268,6 +268,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     report.weight_bytes = weight_bytes(model, dtype)
     if config.load_format != "dummy":
         shapes, may_leave = facts.read_shapes(), ()
+        model.adapt(list(shapes))
         if quantization is not None:
             may_leave = quantization.may_leave
             assign_methods(model, quantization.named_as_in(list(shapes)))

@@ -10,6 +10,7 @@ from text_generation_inference.kernels.fp8 import split_scales
 from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.layers.cache import CacheSpec
+from text_generation_inference.layers.head_norm import HeadNorm, NormOver
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.quant.cache_scales import CacheScales
 from text_generation_inference.weights.declare import Module
@@ -25,6 +26,7 @@ class HeadLayout:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    rotary_dim: int = 0
 
 
 class Attention(Module):
@@ -35,6 +37,18 @@ class Attention(Module):
         self.out = out
         self.heads = heads
         self.cache_scales = CacheScales()
+        self.clip: float | None = None  # queries, keys and values are cut at plus and minus this
+        self.q_norm: HeadNorm | None = None
+        self.k_norm: HeadNorm | None = None
+        self.slopes: Tensor | None = None  # [heads] float32 of ALiBi
+
+    @property
+    def norms_each_head(self) -> bool:
+        """With one weight for all heads, and no mean subtracted."""
+        if self.q_norm is None:
+            return False
+        spec = self.q_norm.spec
+        return spec.over is NormOver.HEAD and not spec.norm.is_centred
 
     def cache_spec(self, dtype: torch.dtype) -> CacheSpec:
         """What it keeps, in this type."""
@@ -51,12 +65,26 @@ class Attention(Module):
     ) -> Product:
         """x `[tokens, hidden]` -> `[tokens, hidden]` of all tokens, or of those `wanted`; writes keys and values."""
         heads = self.heads
-        product, scales = split_scales(self.qkv.linear_unscaled(x))
+        is_changed = self.q_norm is not None or self.clip is not None
+        product, scales = split_scales(self.qkv.forward(x) if is_changed else self.qkv.linear_unscaled(x))
         fused = product.view(x.shape[0], -1, heads.head_dim)
         q, k, v = fused.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
+        if is_changed:
+            q, k, v = self._change(q, k, v)
         kv_scales = self.cache_scales.of(k_cache.dtype)
         q = self.ops.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales)
         mixed = self.ops.attention(
-            q, k, v, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap, kv_scales=kv_scales
-        )
+            q, k, v, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap,
+            kv_scales=kv_scales, slopes=self.slopes,
+        )  # fmt: skip
         return self.out.linear_unscaled(mixed if wanted is None else mixed[wanted])
+
+    def _change(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.clip is not None:
+            q, k, v = (x.clamp(-self.clip, self.clip) for x in (q, k, v))
+        if self.q_norm is None or self.k_norm is None:
+            return q, k, v
+        if self.norms_each_head:
+            q, k = self.ops.qk_norm(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.spec.norm.eps)
+            return q, k, v
+        return self.q_norm.forward(q), self.k_norm.forward(k), v

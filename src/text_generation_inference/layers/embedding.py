@@ -1,27 +1,52 @@
-"""Token embedding and the output head, split over ranks by vocabulary; they may share one weight."""
+"""Token embedding and the output head, split over ranks by vocabulary; they may share one weight. Learned positions."""
+
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from text_generation_inference.errors import StartError
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.parallel import Parallel
 from text_generation_inference.quant.method import Matrix
-from text_generation_inference.weights.declare import Part
+from text_generation_inference.weights.declare import Declared, Module, Part
 
 
 class VocabWeight(Matrix):
     """A `[vocab, hidden]` matrix, looked up by row or multiplied as the head."""
 
     def __init__(
-        self, ops: Ops, parallel: Parallel, name: str, vocab_size: int, hidden_size: int, is_head: bool
+        self,
+        ops: Ops,
+        parallel: Parallel,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        is_head: bool,
+        bias: bool = False,
     ) -> None:
         """`is_head`: it is also, or only, multiplied."""
         self.parallel = parallel
-        self.start, self.end = parallel.split(vocab_size, "the vocabulary")
+        self.vocab_size = vocab_size
+        self.most = -(-vocab_size // parallel.world)  # rows of a rank; the last may have fewer
+        self.start, self.end = (min(vocab_size, rank * self.most) for rank in (parallel.rank, parallel.rank + 1))
+        if self.start == self.end:
+            raise StartError(f"a vocabulary of {vocab_size} cannot be split over {parallel.world} ranks")
         part = Part(f"{name}.weight", (vocab_size, hidden_size))
+        self.bias_parts = [Part(f"{name}.bias", (vocab_size,))] if bias else []
         if parallel.world > 1:
             part = Part(f"{name}.weight", (vocab_size, hidden_size), 0, self.start, self.end)
+            self.bias_parts = [Part(f"{name}.bias", (vocab_size,), 0, self.start, self.end)] if bias else []
         super().__init__(ops, [part], may_round=False, is_multiplied=is_head)
+
+    def declare(self) -> list[Declared]:
+        return [*super().declare(), *(Declared("bias", [part]) for part in self.bias_parts)]
+
+    def rename(self, name: str) -> None:
+        """It is called so in the checkpoint at hand."""
+        self.parts = [replace(part, name=f"{name}.weight") for part in self.parts]
+        self.bias_parts = [replace(part, name=f"{name}.bias") for part in self.bias_parts]
 
     def look_up(self, ids: Tensor) -> Tensor:
         """ids `[tokens]` -> `[tokens, hidden]`."""
@@ -35,6 +60,27 @@ class VocabWeight(Matrix):
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden `[tokens, hidden]` -> `[tokens, vocab]`, into `out` if there is one (float32)."""
         if self.parallel.world == 1:
-            return self.method.logits(self, hidden, out)
-        result = self.parallel.all_gather_last(self.method.apply(self, hidden))
+            result = self.method.logits(self, hidden, out)
+            return result if self.bias is None else result.add_(self.bias)
+        local = self.method.apply(self, hidden)  # with the bias
+        if self.end - self.start < self.most:
+            local = F.pad(local, (0, self.most - (self.end - self.start)))
+        result = self.parallel.all_gather_last(local)[:, : self.vocab_size]
         return result if out is None else out.copy_(result)
+
+
+class LearnedPositions(Module):
+    """A vector for each position, added to the embedding."""
+
+    def __init__(self, ops: Ops, name: str, num_positions: int, offset: int, hidden_size: int) -> None:
+        self.ops = ops
+        self.offset = offset  # rows before that of position 0
+        self.part = Part(f"{name}.weight", (num_positions + offset, hidden_size))
+        self.weight: Tensor
+
+    def declare(self) -> list[Declared]:
+        return [Declared("weight", [self.part])]
+
+    def look_up(self, positions: Tensor) -> Tensor:
+        """positions `[tokens]` -> `[tokens, hidden]`."""
+        return self.ops.embedding(positions + self.offset, self.weight)

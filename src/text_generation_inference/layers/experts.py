@@ -11,6 +11,7 @@ from text_generation_inference.kernels.fp8 import apply_scales
 from text_generation_inference.kernels.matrices import Product, Rows, Weight
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.routing import Routed, Routing
+from text_generation_inference.layers.feed_forward import FeedForward
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.parallel import Parallel
 from text_generation_inference.quant.method import InputForm, Matrix
@@ -73,9 +74,7 @@ class SharedExpert(Module):
         return out if self.gate is None else self.gate.forward(x).sigmoid() * out
 
 
-class Experts(Module):
-    input_form: InputForm = None  # the router reads what the experts read
-
+class Experts(FeedForward):
     def __init__(
         self,
         ops: Ops,
@@ -99,8 +98,14 @@ class Experts(Module):
         self.scale_inputs = scale_inputs
 
     @property
+    def input_form(self) -> InputForm:
+        return None  # the router reads what the experts read
+
+    def keep_precise(self) -> None:
+        self.down.is_delicate = True
+
+    @property
     def kind(self) -> object:
-        """Layers of the same kind run the same kernels."""
         return (self.router.routing, self.gate_up.kind, self.down.kind, self.down.shape)
 
     def forward(self, x: Rows) -> Product:
@@ -122,10 +127,9 @@ def expert_parts(
     `names` have a place for the expert's number.
     """
     whole = kept == (0, width)
-    rows: dict[str, int] = {} if whole else {"dim": 0, "start": kept[0], "end": kept[1]}
-    columns: dict[str, int] = {} if whole else {"dim": 1, "start": kept[0], "end": kept[1]}
+    rows, columns = (None, 0, 0) if whole else (0, *kept), (None, 0, 0) if whole else (1, *kept)
     gate, up, down = (f"{name}.weight" for name in names)
     gate_up = [
-        Part(name.format(number), (width, hidden_size), **rows) for number in range(num_experts) for name in (gate, up)
+        Part(name.format(number), (width, hidden_size), *rows) for number in range(num_experts) for name in (gate, up)
     ]
-    return gate_up, [Part(down.format(number), (hidden_size, width), **columns) for number in range(num_experts)]
+    return gate_up, [Part(down.format(number), (hidden_size, width), *columns) for number in range(num_experts)]

@@ -41,14 +41,21 @@ class Linear(Matrix):
         return self.forward(x) if self._unscaled is None else self._unscaled(x)
 
 
-def column_parts(names: list[str], sizes: list[int], in_features: int, ranges: list[tuple[int, int]]) -> list[Part]:
+def column_parts(
+    names: list[str], sizes: list[int], in_features: int, ranges: list[tuple[int, int]], transposed: bool = False
+) -> list[Part]:
     """Weights `[size, in_features]`, of which this rank keeps the output rows in each range."""
     return [
-        Part(f"{name}.weight", (size, in_features), 0, start, end)
-        if (start, end) != (0, size)
-        else Part(f"{name}.weight", (size, in_features))
-        for name, size, (start, end) in zip(names, sizes, ranges, strict=True)
+        _part(f"{name}.weight", (size, in_features), 0, kept, transposed)
+        for name, size, kept in zip(names, sizes, ranges, strict=True)
     ]
+
+
+def _part(name: str, shape: tuple[int, int], dim: int, kept: tuple[int, int], transposed: bool) -> Part:
+    """Of a weight `[out, in]`, whichever way round it is stored, what this rank keeps of one dimension."""
+    if transposed:
+        shape, dim = (shape[1], shape[0]), 1 - dim
+    return Part(name, shape, None if kept == (0, shape[dim]) else dim, *kept, transposed=transposed)
 
 
 def bias_parts(names: list[str], sizes: list[int], ranges: list[tuple[int, int]]) -> list[Part]:
@@ -56,18 +63,23 @@ def bias_parts(names: list[str], sizes: list[int], ranges: list[tuple[int, int]]
 
 
 def row_linear(
-    ops: Ops, parallel: Parallel, name: str, in_features: int, out_features: int, kept: tuple[int, int], bias: bool
+    ops: Ops,
+    parallel: Parallel,
+    name: str,
+    in_features: int,
+    out_features: int,
+    kept: tuple[int, int],
+    bias: bool,
+    transposed: bool = False,
 ) -> Linear:
     """A weight whose input columns are split: each rank multiplies its part and the results are summed.
 
     The bias is added on one rank only, before the sum.
     """
-    if parallel.world == 1:
-        part = Part(f"{name}.weight", (out_features, in_features))
-        biases = [Part(f"{name}.bias", (out_features,))] if bias else None
-        return Linear(ops, [part], biases)
-    part = Part(f"{name}.weight", (out_features, in_features), 1, *kept)
+    part = _part(f"{name}.weight", (out_features, in_features), 1, kept, transposed)
     biases = [Part(f"{name}.bias", (out_features,))] if bias else None
+    if parallel.world == 1:
+        return Linear(ops, [part], biases)
     return _RowLinear(ops, [part], biases, reduce=parallel)
 
 

@@ -16,7 +16,7 @@ from text_generation_inference.errors import ModelFormatError
 class RopeSpec:
     """Facts of a rotary embedding, named as in Hugging Face configs."""
 
-    kind: str = "default"  # default, linear, dynamic, llama3, yarn
+    kind: str = "default"  # one of KINDS
     theta: float = 10000.0
     rotary_dim: int = 0
     factor: float = 1.0
@@ -29,21 +29,29 @@ class RopeSpec:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
+    short_factors: tuple[float, ...] = ()  # longrope: for each frequency
+    long_factors: tuple[float, ...] = ()
+
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+NO_ROTATION = RopeSpec(kind="none", rotary_dim=2)  # by an angle of 0: for layers that know no positions
 
 
 def build_table(spec: RopeSpec, num_positions: int, device: torch.device) -> Tensor:
     """`[num_positions, rotary_dim]` float32: cosines, then sines."""
-    frequencies, factor = _frequencies(spec)
+    frequencies, factor = _frequencies(spec, num_positions)
     if not bool(torch.isfinite(frequencies).all()) or not math.isfinite(factor):
         raise ModelFormatError(f"the rotary settings of the config give no finite frequencies: {spec}")
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1).to(device)
 
 
-def _frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
+def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim
     base = 1.0 / (spec.theta**exponents)
     match spec.kind:
+        case "none":
+            return torch.zeros_like(base), 1.0
         # "dynamic" stretches only sequences beyond the positions the model was made for, which are not served.
         case "default" | "dynamic":
             return base, 1.0
@@ -53,9 +61,11 @@ def _frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
             return _llama3(spec, base), 1.0
         case "yarn":
             return _yarn(spec, base)
+        case "longrope":
+            return _longrope(spec, base, num_positions)
         case _:
             pass
-    raise ModelFormatError(f"rope type {spec.kind!r} is not supported; known: default, linear, dynamic, llama3, yarn")
+    raise ModelFormatError(f"rope type {spec.kind!r} is not supported; known: {', '.join(KINDS)}")
 
 
 def _llama3(spec: RopeSpec, base: Tensor) -> Tensor:
@@ -99,3 +109,18 @@ def _yarn_factor(spec: RopeSpec) -> float:
     if spec.mscale and spec.mscale_all_dim:
         return scale(spec.mscale) / scale(spec.mscale_all_dim)
     return scale(1.0)
+
+
+def _longrope(spec: RopeSpec, base: Tensor, num_positions: int) -> tuple[Tensor, float]:
+    """One list of factors for sequences of the original length, one for longer ones.
+
+    Which one is decided by the longest sequence served, once: keys in the cache stay what they are, and a request gets
+    the same answer whatever it is batched with.
+    """
+    factors = spec.long_factors if num_positions > spec.original_max_positions else spec.short_factors
+    frequencies = base / torch.tensor(factors, dtype=torch.float32)
+    if spec.attention_factor is not None:
+        return frequencies, spec.attention_factor
+    if spec.factor <= 1:
+        return frequencies, 1.0
+    return frequencies, math.sqrt(1 + math.log(spec.factor) / math.log(spec.original_max_positions))

@@ -1,8 +1,9 @@
 """Llama and everything that says `LlamaForCausalLM`."""
 
+from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.model import Context, Model
-from text_generation_inference.models.spec import Config, read_llama_like
+from text_generation_inference.models.spec import read_llama_like
 
 TINY = {
     "vocab_size": 320,

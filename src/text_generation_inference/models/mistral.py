@@ -1,9 +1,10 @@
 """Mistral: Llama with a sliding window on every layer."""
 
+from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.llama import TINY as LLAMA_TINY
 from text_generation_inference.models.model import Context, Model
-from text_generation_inference.models.spec import Config, read_llama_like
+from text_generation_inference.models.spec import read_llama_like
 
 TINY = {**LLAMA_TINY, "sliding_window": 24, "head_dim": 16}
 

@@ -3,15 +3,16 @@
 from dataclasses import replace
 
 from text_generation_inference.kernels.routing import SoftmaxRouting
+from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.llama import TINY as LLAMA_TINY
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.spec import (
-    Config,
     ExpertNames,
     ExpertsSpec,
     TensorNames,
     check_experts,
+    read_activation,
     read_llama_like,
     with_experts,
 )
@@ -27,7 +28,7 @@ def build(config: Config, context: Context) -> Model:
         num_experts=num_experts,
         width=config.integer("intermediate_size"),
         routing=SoftmaxRouting(top_k, p_norm=1),
-        activation=config.text("hidden_act", "silu"),
+        activation=read_activation(config, default="silu"),
         names=_NAMES,
     )
     spec = with_experts(read_llama_like(config.with_defaults(rope_theta=1e6), windows=windows), experts)

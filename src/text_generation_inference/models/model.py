@@ -1,6 +1,7 @@
 """`Model`: what the engine and the runner ask of a model, and `Context`: what one is built for."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -24,6 +25,7 @@ class Context:
     ops: Ops = field(default_factory=Ops)
     parallel: Parallel = SINGLE
     device: torch.device = _CPU
+    dtype: torch.dtype = torch.float32  # of hidden states and logits
 
 
 class Model(Module, ABC):
@@ -34,6 +36,9 @@ class Model(Module, ABC):
     ignored: tuple[str, ...] = ()  # patterns of checkpoint tensors that it does not need
     is_capturable: bool = True  # a pass may be captured as a graph and replayed
     notes: tuple[str, ...] = ()  # what a user should know of how it is served
+
+    def adapt(self, names: Collection[str]) -> None:
+        """A checkpoint has tensors of these names: settle which of the names that a family has had are meant."""
 
     @property
     @abstractmethod

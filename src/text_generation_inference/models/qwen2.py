@@ -1,9 +1,10 @@
 """Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and optional windows on the upper layers."""
 
+from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.llama import TINY as LLAMA_TINY
 from text_generation_inference.models.model import Context, Model
-from text_generation_inference.models.spec import Config, read_llama_like
+from text_generation_inference.models.spec import read_llama_like
 
 TINY = {**LLAMA_TINY, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 

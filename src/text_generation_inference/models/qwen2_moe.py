@@ -5,15 +5,16 @@ from collections.abc import Collection
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.files import shorten
 from text_generation_inference.kernels.routing import SoftmaxRouting
+from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.llama import TINY as LLAMA_TINY
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.qwen2 import read_windows
 from text_generation_inference.models.spec import (
-    Config,
     DenseSpec,
     ExpertsSpec,
     check_experts,
+    read_activation,
     read_llama_like,
     with_experts,
 )
@@ -30,7 +31,7 @@ TINY = {
 
 
 def build(config: Config, context: Context) -> Model:
-    activation = config.text("hidden_act", "silu")
+    activation = read_activation(config, default="silu")
     num_experts, top_k = check_experts(config, "num_experts", "num_experts_per_tok")
     experts = ExpertsSpec(
         num_experts=num_experts,

@@ -9,8 +9,8 @@ from typing import Any
 
 from text_generation_inference.errors import ModelFormatError, ModelNotFoundError
 from text_generation_inference.files import read_json_object, shorten
+from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
-from text_generation_inference.models.spec import Config
 from text_generation_inference.quant.choose import detect, quantization_beside
 from text_generation_inference.quant.quantization import Quantization
 
@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "MixtralForCausalLM": "mixtral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
 }
 
 

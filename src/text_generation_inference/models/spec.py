@@ -3,15 +3,30 @@
 Layers say which attention and feed-forward they have and how those join, `TensorNames` what a checkpoint calls them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
 from text_generation_inference.errors import ModelFormatError
-from text_generation_inference.files import shorten
 from text_generation_inference.kernels.routing import Routing
+from text_generation_inference.layers.head_norm import HeadNormSpec
+from text_generation_inference.layers.norm import NormSpec
+from text_generation_inference.layers.qkv import QkvLayout
 from text_generation_inference.layers.rotary import RopeSpec
+from text_generation_inference.models.config import Config
+from text_generation_inference.models.rope_config import read_rope
+
+# What configs call an activation -> what ops call it. `gelu` alone is exact; all others are its tanh form.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+GATES = ("silu", "gelu", "gelu_tanh")  # those that a feed-forward may gate with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,22 +34,31 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rope: RopeSpec  # `NO_ROTATION` where positions come otherwise, or not at all
     window: int | None = None
     qkv_bias: bool = False
     out_bias: bool = False
+    own_scale: float | None = None  # of the scores, where it is not head_dim ** -0.5
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    qkv_layout: QkvLayout = QkvLayout.SEPARATE
+    interleaved: bool = False  # stored so that neighbours are rotated together, not halves
+    qk_norm: HeadNormSpec | None = None
+    clip: float | None = None  # of q, k and v
+    slopes: tuple[float, ...] = ()  # ALiBi, by head
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        return self.head_dim**-0.5 if self.own_scale is None else self.own_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
-    """A gated feed-forward: down(activation(gate) * up)."""
+    """A feed-forward: down(activation(gate) * up), or down(activation(up)) where nothing is gated."""
 
     width: int
-    activation: str = "silu"
+    activation: str = "silu"  # as ops call it
     bias: bool = False
+    is_gated: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +82,7 @@ class ExpertsSpec:
     num_experts: int
     width: int  # of each
     routing: Routing
-    activation: str = "silu"
+    activation: str = "silu"  # as ops call it
     router_bias: bool = False
     shared: DenseSpec | None = None  # every token passes it
     shared_gate: bool = False  # its result is scaled by the sigmoid of a product
@@ -66,9 +90,14 @@ class ExpertsSpec:
 
 
 class Join(StrEnum):
-    """How attention and feed-forward join the residual stream."""
+    """How attention A and feed-forward M join the residual stream x; n are norms."""
 
-    PRE = "pre"  # each normalises the stream and adds to it
+    PRE = "pre"  # x += A(n1 x); x += M(n2 x)
+    PARALLEL = "parallel"  # x += A(n x) + M(n x)
+    PARALLEL_TWO = "parallel, two norms"  # x += A(n1 x) + M(n2 x)
+    SANDWICH = "sandwich"  # x += n2 A(n1 x); x += n4 M(n3 x)
+    POST = "post"  # x += n1 A(x); x += n2 M(x)
+    NORMED_STREAM = "normed stream"  # x = n1(x + A x); x = n2(x + M x)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,25 +105,33 @@ class LayerSpec:
     attention: AttentionSpec
     feed_forward: DenseSpec | ExpertsSpec
     join: Join = Join.PRE
+    residual_factor: float = 1.0  # on what joins the stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
     """What checkpoints call the parts of a decoder, each relative to what it is in."""
 
-    decoder: str = "model"
+    decoder: tuple[str, ...] = ("model",)  # the first that a checkpoint has counts; "" for none
     embedding: str = "embed_tokens"
+    embedding_norm: str = ""
+    positions: str = ""
+    project_in: str = "project_in"
+    project_out: str = "project_out"
     layer: str = "layers.{}"
     attention_norm: str = "input_layernorm"
     attention: str = "self_attn"
-    qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # or one for all
     out: str = "o_proj"
+    attention_out_norm: str = "post_attention_layernorm"  # of joins with norms after the parts
     feed_forward_norm: str = "post_attention_layernorm"
     feed_forward: str = "mlp"
-    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # or one for both; that of `up` where nothing is gated
     down: str = "down_proj"
+    feed_forward_out_norm: str = "post_feedforward_layernorm"
     norm: str = "norm"
-    head: str = "lm_head"
+    head: tuple[str, ...] = ("lm_head",)  # the first that a checkpoint has counts
+    transposed: bool = False  # matrices of layers are stored `[in, out]`
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # patterns: tables that old checkpoints carry
 
 
@@ -103,118 +140,51 @@ class DecoderSpec:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    norm_eps: float
-    rope: RopeSpec
+    norm: NormSpec
     max_positions: int
     tied: bool = False  # the head is the embedding
+    ties_without_head: bool = False  # also where a checkpoint has no head, whatever its config says
+    has_final_norm: bool = True
+    learned_positions: int | None = None  # rows before that of position 0 in a table of `max_positions`; None: no table
+    embedding_size: int | None = None  # where it is not hidden_size: projected on the way in and out
+    embedding_factor: float = 1.0  # rounded to the model's type
+    logits_factor: float = 1.0
+    logits_softcap: float | None = None
+    head_bias: bool = False
     names: TensorNames = TensorNames()
 
 
-# Far beyond any model, and small enough that what follows from them can be computed before anything is allocated.
-_MOST = {
-    "vocab_size": 2**24,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**22,
-    "num_hidden_layers": 2**12,
-    "num_attention_heads": 2**14,
-    "num_key_value_heads": 2**14,
-    "head_dim": 2**14,
-    "num_experts": 2**14,
-    "num_local_experts": 2**14,
-    "n_routed_experts": 2**14,
-    "moe_intermediate_size": 2**22,
-    "shared_expert_intermediate_size": 2**22,
-}
-_MOST_OF_ANY = 2**62
-_LARGEST = 10**30
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What most configs say in the same words."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    positions: int
 
 
-class Config:
-    """A Hugging Face config whose missing or wrong fields are named in the error."""
-
-    def __init__(self, fields: Mapping[str, Any], source: str) -> None:
-        self.fields = fields
-        self.source = source
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self.fields.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ModelFormatError(f"{self.source}: `{name}` must be a positive integer, it is {shorten(value)}")
-        most = _MOST.get(name, _MOST_OF_ANY)
-        if value > most:
-            raise ModelFormatError(f"{self.source}: `{name}` must be at most {most}, it is {shorten(value)}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.fields.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelFormatError(f"{self.source}: `{name}` must be a number, it is {shorten(value)}")
-        return float(max(-_LARGEST, min(value, _LARGEST))) if isinstance(value, int) else value  # others overflow
-
-    def positive(self, name: str, default: float | None = None) -> float:
-        value = self.number(name, default)
-        if not 0 < value < _LARGEST:  # nor may it be NaN
-            raise ModelFormatError(f"{self.source}: `{name}` must be > 0 and < {_LARGEST:g}, it is {value}")
-        return value
-
-    def optional_integer(self, name: str) -> int | None:
-        return None if self.fields.get(name) is None else self.integer(name)
-
-    def optional_number(self, name: str) -> float | None:
-        value = None if self.fields.get(name) is None else self.number(name)
-        if value is not None and not abs(value) < _LARGEST:
-            raise ModelFormatError(f"{self.source}: `{name}` must be finite, it is {value}")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.fields.get(name)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise ModelFormatError(f"{self.source}: `{name}` must be true or false, it is {shorten(value)}")
-        return value
-
-    def text(self, name: str, default: str) -> str:
-        value = self.fields.get(name)
-        return default if value is None else str(value)
-
-    def get(self, name: str) -> Any:
-        return self.fields.get(name)
-
-    def with_defaults(self, **values: Any) -> "Config":
-        """Where a family's defaults are not those of others: files leave out what equals them."""
-        return Config({**values, **self.fields}, self.source)
+def read_sizes(config: Config, kv_heads: int | None = None) -> Sizes:
+    """`kv_heads`: where a family knows them otherwise."""
+    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
+    head_dim = config.optional_integer("head_dim") or hidden // heads
+    if not head_dim:
+        raise config.wrong("num_attention_heads", f"is {heads}, more than there are hidden dimensions ({hidden})")
+    kv_heads = kv_heads or config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelFormatError(
+            f"{config.source}: {heads} attention heads cannot share {kv_heads} key/value heads evenly"
+        )
+    layers = config.integer("num_hidden_layers")
+    return Sizes(hidden, heads, kv_heads, head_dim, layers, config.integer("max_position_embeddings", 2048))
 
 
-def read_rope(config: Config, head_dim: int, max_positions: int) -> RopeSpec:
-    """Rotary facts from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones)."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise ModelFormatError(f"{config.source}: the rotary settings must be an object, they are {shorten(scaling)}")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    inner = Config({"rope_theta": config.get("rope_theta"), **scaling}, config.source)
-    share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    rotary_dim = int(
-        head_dim * Config({"partial_rotary_factor": share}, config.source).positive("partial_rotary_factor", 1.0)
-    )
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ModelFormatError(f"{config.source}: {rotary_dim} of {head_dim} dimensions of a head cannot be rotated")
-    return RopeSpec(
-        kind=kind,
-        theta=inner.positive("rope_theta", 10000.0),
-        rotary_dim=rotary_dim,
-        factor=inner.positive("factor", 1.0),
-        original_max_positions=inner.integer("original_max_position_embeddings", max_positions),
-        low_freq_factor=inner.positive("low_freq_factor", 1.0),
-        high_freq_factor=inner.positive("high_freq_factor", 4.0),
-        beta_fast=inner.positive("beta_fast", 32.0),
-        beta_slow=inner.positive("beta_slow", 1.0),
-        attention_factor=inner.optional_number("attention_factor"),
-        mscale=inner.optional_number("mscale"),
-        mscale_all_dim=inner.optional_number("mscale_all_dim"),
-        truncate=inner.flag("truncate", True),
-    )
+def read_activation(config: Config, name: str = "hidden_act", default: str | None = None, is_gated: bool = True) -> str:
+    """As ops call it."""
+    known = [each for each, op in ACTIVATIONS.items() if not is_gated or op in GATES]
+    return ACTIVATIONS[config.choice(name, known, default)]
 
 
 def read_llama_like(
@@ -224,42 +194,37 @@ def read_llama_like(
     out_bias: bool = False,
     mlp_bias: bool = False,
     windows: Sequence[int | None] | None = None,  # by layer
+    qk_norm: HeadNormSpec | None = None,
+    theta: float = 10000.0,
 ) -> DecoderSpec:
     """The fields that Llama and its relatives share, with what differs."""
-    num_heads = config.integer("num_attention_heads")
-    hidden_size = config.integer("hidden_size")
-    head_dim = config.integer("head_dim", hidden_size // num_heads)
-    num_layers = config.integer("num_hidden_layers")
-    max_positions = config.integer("max_position_embeddings", 2048)
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise ModelFormatError(
-            f"{config.source}: {num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly"
-        )
+    sizes = read_sizes(config)
     feed_forward = DenseSpec(
-        width=config.integer("intermediate_size"), activation=config.text("hidden_act", "silu"), bias=mlp_bias
+        width=config.integer("intermediate_size"), activation=read_activation(config, default="silu"), bias=mlp_bias
     )
+    rope = read_rope(config, sizes.head_dim, sizes.positions, theta=theta)
 
     def attention(window: int | None) -> AttentionSpec:
         return AttentionSpec(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            num_heads=sizes.heads,
+            num_kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            rope=rope,
             window=window,
             qkv_bias=qkv_bias,
             out_bias=out_bias,
+            qk_norm=qk_norm,
         )
 
     return DecoderSpec(
         vocab_size=config.integer("vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=sizes.hidden,
         layers=tuple(
             LayerSpec(attention=attention(window), feed_forward=feed_forward)
-            for window in windows or (None,) * num_layers
+            for window in windows or (None,) * sizes.layers
         ),
-        norm_eps=config.positive("rms_norm_eps", 1e-6),
-        rope=read_rope(config, head_dim, max_positions),
-        max_positions=max_positions,
+        norm=NormSpec(eps=config.positive("rms_norm_eps", 1e-6)),
+        max_positions=sizes.positions,
         tied=config.flag("tie_word_embeddings", False),
     )
 
@@ -268,7 +233,7 @@ def check_experts(config: Config, experts: str, chosen: str) -> tuple[int, int]:
     """How many experts there are and how many each token goes to, from the fields of these names."""
     num_experts, top_k = config.integer(experts), config.integer(chosen)
     if top_k > num_experts:
-        raise ModelFormatError(f"{config.source}: `{chosen}` is {top_k}, but `{experts}` only {num_experts}")
+        raise config.wrong(chosen, f"is {top_k}, but `{experts}` only {num_experts}")
     return num_experts, top_k
 
 

@@ -22,8 +22,8 @@ from text_generation_inference.files import shorten
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.layers.cache import CacheSpec
 from text_generation_inference.models import transformers_hook as hook
+from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Caches, Context, Model
-from text_generation_inference.models.spec import Config
 from text_generation_inference.models.transformers_hook import NotServed
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 from text_generation_inference.weights.declare import Declared, Parts, Read, Storage

@@ -127,8 +127,10 @@ class StoredFp8(Fp8):
 
     def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
         scheme = self.scheme
-        data = [_read_fp8(name, part, checkpoint, device) for name, part in parts]
-        scales = [_local_scale(part, _read_scale(name, part, scheme, checkpoint)) for name, part in parts]
+        data = [_arrange_fp8(part, _read_fp8(name, part, checkpoint, device)) for name, part in parts]
+        scales = [
+            part.arrange_rows(_local_scale(part, _read_scale(name, part, scheme, checkpoint))) for name, part in parts
+        ]
         input_scale = None
         if scheme.input_scale_name is not None:
             found = [read_number(_beside(name, scheme.input_scale_name), checkpoint) for name, _ in parts]
@@ -204,6 +206,8 @@ def _read_fp8(name: str, part: Part, checkpoint: Checkpoint, device: torch.devic
             f"tensor {name} in {checkpoint.folder} has type {str(stored).removeprefix('torch.')}, config.json makes it"
             " float8_e4m3fn. Does config.json belong to these weights?"
         )
+    if part.transposed:
+        raise ModelFormatError(f"tensor {name} in {checkpoint.folder} is stored in FP8 with its columns as rows")
     return checkpoint.read(*part.wanted(name)).to(device)
 
 
@@ -213,6 +217,8 @@ def _can_join(parts: Sequence[Part], schemes: Sequence[Fp8Scheme | None]) -> boo
         return False
     if not first.by_square:
         return True
+    if any(part.arrangement is not None for part in parts):
+        return False
     starts = (part.start if part.dim is not None else 0 for part in parts)
     heights = (part.local_shape[0] for part in parts[:-1])
     return all(start % SQUARE == 0 for start in starts) and all(height % SQUARE == 0 for height in heights)
@@ -233,7 +239,11 @@ def _widen(
         scale = scale[rows][:, columns]
     else:
         scale = _local_scale(part, scale)[:, None]
-    return (value.float() * scale.to(device)).to(dtype)
+    return part.arrange_rows((value.float() * scale.to(device)).to(dtype))
+
+
+def _arrange_fp8(part: Part, data: Tensor) -> Tensor:
+    return data if part.arrangement is None else part.arrange_rows(data.view(torch.uint8)).view(FP8)
 
 
 def _local_scale(part: Part, scale: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class GgufBlocks(Method):
             blocks = checkpoint.blocks(name)
             if not pieces or pieces[-1][0] != kind:
                 pieces.append((kind, []))
-            pieces[-1][1].append(blocks if part.dim is None else blocks[part.start : part.end])
+            pieces[-1][1].append(part.arrange_rows(blocks if part.dim is None else blocks[part.start : part.end]))
         stored = [(kind, torch.cat(blocks).contiguous()) for kind, blocks in pieces]
         return BlockPieces(stored, torch.Size((sum(self.rows), parts[0][1].shape[1])))
 
@@ -54,7 +54,7 @@ def detect(
 ) -> Method | None:
     """If all parts are there in types that are `computed`. `block_types` are those of a file, by tensor name."""
     kinds = [block_types.get(name, "").lower() for name in tensors]
-    by_row = not matrix.is_stacked and all(part.dim in (None, 0) for part in matrix.parts)
+    by_row = not matrix.is_stacked and all(part.dim in (None, 0) and not part.transposed for part in matrix.parts)
     if not by_row or not set(kinds) <= set(computed):
         return None
     return GgufBlocks(kinds, [part.local_shape[0] for part in matrix.parts])

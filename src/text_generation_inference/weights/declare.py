@@ -16,6 +16,18 @@ from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 
 
+class Arrangement:
+    """The order in which a model wants the rows of what was read, or the choice it makes among them."""
+
+    def count(self, rows: int) -> int:
+        """How many are left of so many."""
+        return rows
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x `[rows, ...]` -> `[count(rows), ...]`. Whatever comes by rows: values, biases, scales, blocks."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A slice of one checkpoint tensor."""
@@ -25,14 +37,29 @@ class Part:
     dim: int | None = None  # dimension to slice; None: all of it
     start: int = 0
     end: int = 0
+    transposed: bool = False  # stored `[in, out]`: turned round once the slice has been read
+    arrangement: Arrangement | None = None  # of the rows that were read
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        if self.dim is None:
-            return self.shape
         sizes = list(self.shape)
-        sizes[self.dim] = self.end - self.start
+        if self.dim is not None:
+            sizes[self.dim] = self.end - self.start
+        if self.transposed:
+            sizes.reverse()
+        if self.arrangement is not None:
+            sizes[0] = self.arrangement.count(sizes[0])
         return tuple(sizes)
+
+    def arrange(self, read: Tensor) -> Tensor:
+        """What was read, as the model wants it."""
+        if self.transposed:
+            read = read.t().contiguous()
+        return read if self.arrangement is None else self.arrangement.apply(read)
+
+    def arrange_rows(self, read: Tensor) -> Tensor:
+        """The same for what is stored beside the values of each row, or in place of them."""
+        return read if self.arrangement is None else self.arrangement.apply(read)
 
     def wanted(self, name: str) -> Wanted:
         """This slice of the tensor `name`."""
@@ -81,6 +108,23 @@ class Storage:
 PLAIN_TENSORS = Storage()
 
 
+class Float32Tensors(Storage):
+    """Kept in float32 whatever the model's type, with something added: what checkpoints store as w for 1 + w."""
+
+    def __init__(self, plus: float = 0.0) -> None:
+        self.plus = plus
+
+    def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
+        value: Tensor = super().read(parts, checkpoint, torch.float32, device)
+        return value + self.plus if self.plus else value
+
+    def make(self, parts: Parts, make: Read, dtype: torch.dtype) -> Any:
+        return super().make(parts, make, dtype).float()
+
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return super().bytes(shape, torch.float32)
+
+
 def stack(parts: Parts, read: Read, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Parts as one tensor; they are read one after the other: never all of them beside their sum."""
     if len(parts) == 1:
@@ -107,7 +151,7 @@ def read_plain(name: str, part: Part, checkpoint: Checkpoint, device: torch.devi
             f"tensor {name} in {checkpoint.folder} has type {str(stored).removeprefix('torch.')}. Use a version of the"
             " model in bfloat16, float16, float32 or FP8 (e4m3)."
         )
-    return checkpoint.read(*part.wanted(name)).to(device)
+    return part.arrange(checkpoint.read(*part.wanted(name)).to(device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,4 +187,6 @@ def _random(name: str, part: Part, dtype: torch.dtype, device: torch.device, see
     else:
         value = torch.empty(part.shape, dtype=dtype, device=device)
         value.normal_(0, 0.02, generator=generator)
-    return value if part.dim is None else value.narrow(part.dim, part.start, part.end - part.start).clone()
+    if part.dim is not None:
+        value = value.narrow(part.dim, part.start, part.end - part.start).clone()
+    return part.arrange(value)

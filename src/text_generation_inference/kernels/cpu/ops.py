@@ -378,12 +378,13 @@ class NativeOps:
         window: int | None = None,  # a token sees itself and the `window - 1` tokens before it
         softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
         kv_scales: tuple[float, float] = (1.0, 1.0),
+        slopes: Tensor | None = None,  # which the kernel does not add
     ) -> Tensor:
         """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
         tokens, heads, head_dim = q.shape
         meta = batch.meta
-        if not isinstance(meta, PagedMeta):
-            return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+        if not isinstance(meta, PagedMeta) or slopes is not None:
+            return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes)
         tables = meta.block_tables
         seq_lens = batch.seq_lens
         if not (

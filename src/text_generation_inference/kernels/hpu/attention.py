@@ -97,8 +97,12 @@ class HpuAttention:
         window: int | None = None,
         softcap: float | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),
+        slopes: Tensor | None = None,
     ) -> Tensor:
         """See `kernels.reference.attention`."""
+        if slopes is not None:
+            self._own = None
+            return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes)
         if isinstance(batch.meta, BlockLists):
             return self._decode_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
         if isinstance(batch.meta, WholePrompts):

@@ -3,7 +3,7 @@
 Whatever is not here is computed by the reference ops, which the card's compiler fuses.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ class _Norms:
         self._fp8 = fp8
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Rows:
+        if weight.dtype is not x.dtype:  # the op knows one type
+            return self._pass_on(cast(Tensor, reference.rms_norm(x, weight, eps)), quantize_for)
         normed = self._fused.apply(x[None], weight, eps)[0]  # the op wants three dimensions
         return normed if quantize_for is None else self._fp8.quantize_rows(normed, quantize_for)
 

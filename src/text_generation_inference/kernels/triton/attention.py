@@ -152,10 +152,11 @@ class PagedAttention:
         window: int | None = None,
         softcap: float | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),  # what values of a cache in FP8 are multiplied with
+        slopes: Tensor | None = None,
     ) -> Tensor:
         meta = batch.meta
-        if not isinstance(meta, PagedMeta) or meta.table_rows is None:
-            return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+        if not isinstance(meta, PagedMeta) or meta.table_rows is None or slopes is not None:
+            return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes)
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         numbers = (scale, softcap or 1.0, *kv_scales)
         d_pad = max(16, triton.next_power_of_2(q.shape[2]))

@@ -19,8 +19,8 @@ GATES = (None, "silu", "gelu_tanh")
 @triton.jit
 def normalised(part, gain_at, factor, inside, kind: tl.constexpr):
     """Rounded as the op `rms_norm` rounds."""
-    gain = tl.load(gain_at, mask=inside, other=0.0).to(tl.float32)
-    return ((part * factor).to(kind).to(tl.float32) * gain).to(kind).to(tl.float32)
+    gain = tl.load(gain_at, mask=inside, other=0.0)
+    return ((part * factor).to(gain.dtype).to(tl.float32) * gain.to(tl.float32)).to(kind).to(tl.float32)
 
 
 @triton.jit

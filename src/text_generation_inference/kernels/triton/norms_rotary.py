@@ -43,7 +43,7 @@ def _norm_kernel(
         tl.store(total + row * WIDTH + i, value, mask=mask)
     wide = value.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    scaled = (wide.to(x.dtype.element_ty).to(tl.float32) * factors).to(x.dtype.element_ty).to(tl.float32)
+    scaled = (wide.to(weight.dtype.element_ty).to(tl.float32) * factors).to(x.dtype.element_ty).to(tl.float32)
     store_columns(scaled, out + row * WIDTH, scales + row * scales_row, input_scale, i, WIDTH, PAD, FORM)
 
 

@@ -1,0 +1,238 @@
+"""Decoder layers: one class for each way in which attention and feed-forward join the residual stream."""
+
+from abc import abstractmethod
+from typing import cast
+
+from torch import Tensor
+
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.fp8 import apply_scales
+from text_generation_inference.kernels.fused_decode import FusedLayer
+from text_generation_inference.kernels.matrices import Product, Rows
+from text_generation_inference.layers.norm import Norm, RMSNorm, make_norm
+from text_generation_inference.models.attention import build_attention
+from text_generation_inference.models.feed_forward import DenseMlp, build_feed_forward
+from text_generation_inference.models.model import Context
+from text_generation_inference.models.spec import DecoderSpec, Join, LayerSpec
+from text_generation_inference.quant.method import InputForm
+from text_generation_inference.weights.declare import Module
+
+Cache = tuple[Tensor, Tensor]  # keys and values
+
+
+class DecoderLayer(Module):
+    def __init__(self, context: Context, spec: DecoderSpec, layer: LayerSpec, number: int) -> None:
+        ops, names, hidden_size = context.ops, spec.names, spec.hidden_size
+        self.name = names.layer.format(number)
+        self.number = number  # its cache and its table of positions are those with this number
+        self.spec = layer
+        self.attention = build_attention(context, layer.attention, hidden_size, names)
+        self.mlp = build_feed_forward(context, layer.feed_forward, hidden_size, names)
+        for norm, name in self.norm_names(spec).items():
+            setattr(self, norm, make_norm(ops, spec.norm, name, hidden_size))
+
+    @staticmethod
+    @abstractmethod
+    def norm_names(spec: DecoderSpec) -> dict[str, str]:
+        """Its norms, by attribute, with the names of their tensors."""
+
+    @abstractmethod
+    def forward(
+        self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
+    ) -> tuple[Product, Tensor | None]:
+        """x is what the layer before adds to the residual stream; where there is none, x is the stream itself.
+
+        Of tokens that are not `wanted` only keys and values come about.
+        """
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Layers of the same kind run the same kernels."""
+        return (self.attention.heads, self.attention.qkv.kind, self.attention.out.kind, self.mlp.kind)
+
+    def as_fused_layer(self, k_cache: Tensor, v_cache: Tensor) -> FusedLayer | None:
+        """For a pass that fuses all layers; None: it cannot be computed so."""
+        return None
+
+
+class PreNormLayer(DecoderLayer):
+    """Attention and feed-forward each read the normalised stream and add to it."""
+
+    attention_norm: Norm
+    mlp_norm: Norm
+
+    @staticmethod
+    def norm_names(spec: DecoderSpec) -> dict[str, str]:
+        return {"attention_norm": spec.names.attention_norm, "mlp_norm": spec.names.feed_forward_norm}
+
+    def forward(
+        self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
+    ) -> tuple[Product, Tensor | None]:
+        factor = self.spec.residual_factor
+        normed, residual = enter(self.attention_norm, x, residual, self.attention.qkv.input_form)
+        x = self.attention.forward(normed, batch, cos_sin, *cache, wanted)
+        if wanted is not None:
+            residual = residual[wanted]
+        if factor != 1:
+            x = apply_scales(x) * factor
+        normed, residual = self.mlp_norm.add(x, residual, self.mlp.input_form)
+        x = self.mlp.forward(normed)
+        return x if factor == 1 else apply_scales(x) * factor, residual
+
+    def as_fused_layer(self, k_cache: Tensor, v_cache: Tensor) -> FusedLayer | None:
+        attention, mlp, norms = self.attention, self.mlp, (self.attention_norm, self.mlp_norm)
+        is_plain = attention.clip is None and attention.slopes is None and attention.heads.softcap is None
+        has_norms = attention.q_norm is not None and attention.k_norm is not None
+        if not isinstance(mlp, DenseMlp) or not mlp.is_gated or not is_plain or self.spec.residual_factor != 1:
+            return None
+        if not all(isinstance(norm, RMSNorm) for norm in norms) or (has_norms and not attention.norms_each_head):
+            return None
+        return FusedLayer(
+            input_norm=cast(RMSNorm, self.attention_norm).weight,
+            qkv=attention.qkv.weight,
+            o=attention.out.weight,
+            post_norm=cast(RMSNorm, self.mlp_norm).weight,
+            gate_up=mlp.gate_up.weight,
+            down=mlp.down.weight,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            qkv_bias=attention.qkv.bias,
+            o_bias=attention.out.bias,
+            gate_up_bias=mlp.gate_up.bias,
+            down_bias=mlp.down.bias,
+            q_norm=attention.q_norm.weight if attention.q_norm is not None else None,
+            k_norm=attention.k_norm.weight if attention.k_norm is not None else None,
+            window=attention.heads.window,
+            kv_scales=attention.cache_scales.of(k_cache.dtype),
+        )
+
+
+class ParallelLayer(DecoderLayer):
+    """Attention and feed-forward read the same normalised stream."""
+
+    attention_norm: Norm
+
+    @staticmethod
+    def norm_names(spec: DecoderSpec) -> dict[str, str]:
+        return {"attention_norm": spec.names.attention_norm}
+
+    def forward(
+        self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
+    ) -> tuple[Product, Tensor | None]:
+        normed, residual = enter(self.attention_norm, x, residual, None)
+        mixed = apply_scales(self.attention.forward(normed, batch, cos_sin, *cache, wanted))
+        if wanted is not None:
+            normed, residual = cast(Tensor, normed)[wanted], residual[wanted]
+        return mixed + apply_scales(self.mlp.forward(normed)), residual
+
+
+class ParallelTwoNormLayer(ParallelLayer):
+    """Attention and feed-forward read the same stream, each normalised for it."""
+
+    mlp_norm: Norm
+
+    @staticmethod
+    def norm_names(spec: DecoderSpec) -> dict[str, str]:
+        return {"attention_norm": spec.names.attention_norm, "mlp_norm": spec.names.feed_forward_norm}
+
+    def forward(
+        self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
+    ) -> tuple[Product, Tensor | None]:
+        normed, residual = enter(self.attention_norm, x, residual, self.attention.qkv.input_form)
+        mixed = apply_scales(self.attention.forward(normed, batch, cos_sin, *cache, wanted))
+        if wanted is not None:
+            residual = residual[wanted]
+        normed = self.mlp_norm.forward(residual, self.mlp.input_form)
+        return mixed + apply_scales(self.mlp.forward(normed)), residual
+
+
+class SandwichLayer(DecoderLayer):
+    """Norms before and after each part."""
+
+    attention_norm: Norm
+    attention_out_norm: Norm
+    mlp_norm: Norm
+    mlp_out_norm: Norm
+
+    @staticmethod
+    def norm_names(spec: DecoderSpec) -> dict[str, str]:
+        names = spec.names
+        return {
+            "attention_norm": names.attention_norm,
+            "attention_out_norm": names.attention_out_norm,
+            "mlp_norm": names.feed_forward_norm,
+            "mlp_out_norm": names.feed_forward_out_norm,
+        }
+
+    def forward(
+        self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
+    ) -> tuple[Product, Tensor | None]:
+        normed, residual = enter(self.attention_norm, x, residual, self.attention.qkv.input_form)
+        mixed = apply_scales(self.attention.forward(normed, batch, cos_sin, *cache, wanted))
+        if wanted is not None:
+            residual = residual[wanted]
+        mixed = cast(Tensor, self.attention_out_norm.forward(mixed))
+        normed, residual = self.mlp_norm.add(mixed, residual, self.mlp.input_form)
+        return cast(Tensor, self.mlp_out_norm.forward(apply_scales(self.mlp.forward(normed)))), residual
+
+
+class PostNormLayer(DecoderLayer):
+    """Attention and feed-forward read the stream as it is; what they add is normalised."""
+
+    attention_out_norm: Norm
+    mlp_out_norm: Norm
+
+    @staticmethod
+    def norm_names(spec: DecoderSpec) -> dict[str, str]:
+        return {
+            "attention_out_norm": spec.names.attention_out_norm,
+            "mlp_out_norm": spec.names.feed_forward_out_norm,
+        }
+
+    def forward(
+        self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
+    ) -> tuple[Product, Tensor | None]:
+        stream = apply_scales(x) if residual is None else residual + apply_scales(x)
+        mixed = apply_scales(self.attention.forward(stream, batch, cos_sin, *cache, wanted))
+        if wanted is not None:
+            stream = stream[wanted]
+        stream = stream + cast(Tensor, self.attention_out_norm.forward(mixed))
+        return cast(Tensor, self.mlp_out_norm.forward(apply_scales(self.mlp.forward(stream)))), stream
+
+
+class NormedStreamLayer(DecoderLayer):
+    """The stream itself is normalised after each part has been added."""
+
+    attention_norm: Norm
+    mlp_norm: Norm
+
+    @staticmethod
+    def norm_names(spec: DecoderSpec) -> dict[str, str]:
+        return {"attention_norm": spec.names.attention_norm, "mlp_norm": spec.names.feed_forward_norm}
+
+    def forward(
+        self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
+    ) -> tuple[Product, Tensor | None]:
+        assert residual is None, "all layers join alike"
+        stream = cast(Tensor, x)
+        mixed = self.attention.forward(stream, batch, cos_sin, *cache, wanted)
+        stream = cast(Tensor, self.attention_norm.add(mixed, stream if wanted is None else stream[wanted])[0])
+        return cast(Tensor, self.mlp_norm.add(self.mlp.forward(stream), stream)[0]), None
+
+
+def enter(norm: Norm, x: Product, residual: Tensor | None, form: InputForm) -> tuple[Rows, Tensor]:
+    """(normalised, stream) of what a layer is given."""
+    if residual is None:
+        stream = cast(Tensor, x)
+        return norm.forward(stream, form), stream
+    return norm.add(x, residual, form)
+
+
+LAYERS: dict[Join, type[DecoderLayer]] = {
+    Join.PRE: PreNormLayer,
+    Join.PARALLEL: ParallelLayer,
+    Join.PARALLEL_TWO: ParallelTwoNormLayer,
+    Join.SANDWICH: SandwichLayer,
+    Join.POST: PostNormLayer,
+    Join.NORMED_STREAM: NormedStreamLayer,
+}
