@@ -160,7 +160,7 @@ def test_check_says_so(olmo: Tiny) -> None:
     report = check_model(ServerConfig(model_id=str(olmo.folder)))
     assert report.is_supported and transformers_fallback.NOTE in report.notes
     assert report.parameters == sum(parameter.numel() for parameter in olmo.model.parameters())
-    assert report.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4
+    assert report.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4 + 4  # keys and values of 3 layers, and the id
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -119,6 +119,9 @@ def test_embedded_config(embedded: Path) -> None:
         ("llama-bpe", "1234", ["<|im_start|>", "123", "4"]),
         ("qwen2", "123", ["1", "2", "3"]),
         ("tekken", "123", ["<|im_start|>", "1", "2", "3"]),
+        ("gpt-4o", "1234", ["123", "4"]),
+        ("gpt-4o", "helloHello's", ["hello", "H", "e", "ll", "o", "'", "s"]),  # one case after the other, with its end
+        ("stablelm2", "123", ["1", "2", "3"]),
         ("smollm", "hello hello", ["hello", "Ġhello"]),
         ("qwen2", "e\u0301", ["Ã", "©"]),  # composed to one letter first
         ("deepseek-r1-qwen", "e\u0301", ["e", "Ì", "ģ"]),
@@ -213,6 +216,15 @@ def test_sentencepiece_without_space_prefix(tmp_path: Path) -> None:
     _, tokenizer = spm(tmp_path, changes)
     assert pieces(tokenizer, "hello hello") == ["h", "el", "lo", "▁hello"]
     assert tokenizer.decode(tokenizer.encode(" abc").ids) == " abc"
+
+
+def test_phi3_drops_space_between_turns(tmp_path: Path) -> None:
+    values = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": SPM_TOKENS + SPM_PIECES}
+    values |= {"tokenizer.ggml.token_type": SPM_KINDS, "tokenizer.ggml.scores": SPM_SCORES}
+    path = tiny_gguf.write(tmp_path / "p.gguf", tiny_gguf.metadata({**values, "tokenizer.ggml.pre": "default"}, "phi3"))
+    tokenizer = read_tokenizer(GgufFile.open(path), len(SPM_TOKENS + SPM_PIECES))
+    tokens = [tokenizer.id_to_token(each) for each in tokenizer.encode("</s> \n<s> a", add_special_tokens=False).ids]
+    assert tokens == ["</s>", "<s>", "▁", "▁", "a"]
 
 
 def test_sentencepiece_agrees_with_transformers(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def _look_at_gguf(path: Path) -> Facts:
         blocks={
             plan.name: plan.source.type_name
             for plan in plans
-            if plan.source is not None and plan.source.type_name in GGML_TYPES and len(plan.shape) == 2
+            if plan.keeps_blocks and plan.source is not None and plan.source.type_name in GGML_TYPES
         },
         has_tokenizer=True,
         finds_chat_template=lambda: bool(file.metadata.get("tokenizer.chat_template")),

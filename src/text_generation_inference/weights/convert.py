@@ -69,10 +69,11 @@ def convert_gguf(path: Path, folder: Path, progress: Progress = silent) -> bool:
     kept = {
         plan.name: plan.source
         for plan in plans
-        if plan.source is not None and plan.source.type_name in GGML_TYPES and len(plan.shape) == 2
+        if plan.keeps_blocks and plan.source is not None and plan.source.type_name in GGML_TYPES
     }
+    stored = {plan.name: plan.stored_rows(file) for plan in plans if plan.name in kept}
     blocks = _Layout(
-        {name: ("U8", file.rows(source).shape, source.num_bytes) for name, source in kept.items()},
+        {name: ("U8", rows.shape, rows.size) for name, rows in stored.items()},
         {name: source.type_name for name, source in kept.items()},
     )
 
@@ -111,11 +112,11 @@ def _write_tensor(file: GgufFile, plan: TensorPlan, values: BinaryIO, raw: Binar
     """Append one tensor to the open files; yields the bytes of values written by each slice."""
     if plan.source is None:
         yield values.write(bytes(4 * math.prod(plan.shape)))
-    elif len(plan.shape) == 1:
-        row = to_float32(file.rows(plan.source), plan.source.type_name)[0]
+    elif not plan.keeps_blocks:
+        row = to_float32(plan.stored_rows(file), plan.source.type_name)[0] + np.float32(plan.offset)
         yield values.write(_to_bytes(row if plan.row_order is None else row[plan.row_order]))
     else:
-        for stored in _row_slices(file.rows(plan.source), plan):
+        for stored in _row_slices(plan.stored_rows(file), plan):
             yield values.write(_to_bytes(to_float32(stored, plan.source.type_name)))
             if raw is not None:
                 raw.write(stored.tobytes())

@@ -21,7 +21,7 @@ from text_generation_inference.errors import ModelFormatError, ModelNotFoundErro
 from text_generation_inference.files import check_plain_file
 
 AGAIN = "Download or copy the file again"
-UNSUPPORTED = "Use a GGUF file of a Llama or Qwen2 model, or the original model with safetensors weights"
+UNSUPPORTED = "Use a GGUF file of another kind, or the original model with safetensors weights"
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

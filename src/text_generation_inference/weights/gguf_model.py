@@ -1,8 +1,8 @@
 """What a GGUF file means as a Hugging Face model: the config, and which stored tensor becomes which weight.
 
-Between `gguf` (format) and `convert` (writing). Owns the architectures that can be converted; knows neither values nor
-files to write. llama.cpp stores the rows of Llama query and key projections in the order of its own rotary embedding;
-`TensorPlan.row_order` gives them back in the order of the Hugging Face model.
+Between `gguf` (format) and `convert` (writing). What differs between architectures is in `gguf_architectures`; knows
+neither values nor files to write. llama.cpp stores the rows of Llama query and key projections in the order of its own
+rotary embedding; `TensorPlan.row_order` gives them back in the order of the Hugging Face model.
 """
 
 import math
@@ -13,6 +13,14 @@ from typing import Any
 import numpy as np
 
 from text_generation_inference.weights.gguf import UNSUPPORTED, GgufFile, GgufTensor, to_float32
+from text_generation_inference.weights.gguf_architectures import (
+    ARCHITECTURES,
+    Architecture,
+    count_experts,
+    expert_shapes,
+    find_architecture,
+    layer_shapes,
+)
 
 
 @dataclass(frozen=True)
@@ -23,31 +31,23 @@ class TensorPlan:
     shape: tuple[int, ...]
     source: GgufTensor | None  # None: zeros
     row_order: np.ndarray | None = None  # row i of the weight is stored row `row_order[i]`
+    first_row: int = 0  # of the stored tensor, which may hold a matrix for each expert
+    offset: float = 0.0  # added to the stored values
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether its stored rows are rows of a matrix."""
+        return self.source is not None and len(self.shape) == 2 and len(self.source.shape) >= 2
+
+    def stored_rows(self, file: GgufFile) -> np.ndarray:
+        """In the order of the file."""  # uint8 [rows, bytes]
+        assert self.source is not None
+        rows = file.rows(self.source)
+        return rows[self.first_row : self.first_row + self.shape[0]] if self.keeps_blocks else rows
 
 
-@dataclass(frozen=True)
-class _Architecture:
-    class_name: str
-    model_type: str
-    permutes: bool  # query and key rows are stored in llama.cpp's rotary order
-
-
-_ARCHITECTURES = {
-    "llama": _Architecture("LlamaForCausalLM", "llama", permutes=True),
-    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2", permutes=False),
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_UNUSED = re.compile(r"rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)(\.weight)?|rope_factors_.*")
+_UNUSED = re.compile(r"rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)(\.weight)?")
+_ROPE_FACTORS = re.compile(r"rope_factors_(long|short)\.weight")
 
 # Llama 3.1 and later are published with these alone; a GGUF file holds only the curve they give.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
@@ -69,19 +69,20 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         file.fail("the matrix `token_embd.weight` is missing")
     context_length = file.integer(f"{arch_name}.context_length")
     theta = file.number(f"{arch_name}.rope.freq_base", 10000.0)
+    scaling = _rope_scaling(file, arch_name, head_dim, theta, context_length) if arch.scales_positions else None
     config: dict[str, Any] = {
         "architectures": [arch.class_name],
         "model_type": arch.model_type,
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "intermediate_size": file.integer(f"{arch_name}.feed_forward_length"),
+        "intermediate_size": file.integer(f"{arch_name}.feed_forward_length", None if not arch.experts else 1),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": file.integer(f"{arch_name}.attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "rms_norm_eps": file.number(f"{arch_name}.attention.layer_norm_rms_epsilon"),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(file, arch_name, head_dim, theta, context_length),
+        "rope_scaling": scaling,
         "vocab_size": embedding.shape[0],
         "max_position_embeddings": context_length,
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -91,10 +92,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "dtype": "float32",
         "torch_dtype": "float32",  # the older spelling
     }
-    if arch.model_type == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-        config["mlp_bias"] = False
-    _check_rotary(file, arch_name, config)
+    config |= arch.read(file, config)
+    _check_rotary(file, arch_name, arch, config)
     return config
 
 
@@ -111,52 +110,89 @@ def read_generation_config(file: GgufFile, vocab_size: int) -> dict[str, Any]:
 def plan_tensors(file: GgufFile, config: dict[str, Any]) -> list[TensorPlan]:
     """Every weight of the model that `config` describes, checked for shape; strict both ways."""
     _, arch = _architecture(file)
+    planner = _Planner(file, arch, config)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    shapes = _layer_shapes(config)
-    biased = {"attn_q", "attn_k", "attn_v"} if arch.model_type == "qwen2" else set()
-    if config.get("attention_bias"):
-        biased = {"attn_q", "attn_k", "attn_v", "attn_output"}
+    shapes = layer_shapes(arch, config)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if arch.permutes else {}
-    left = {name for name in file.tensors if not _UNUSED.fullmatch(name)}
-
-    def plan(stored: str, name: str, shape: tuple[int, ...], num_heads: int | None, optional: bool) -> TensorPlan:
-        source = file.tensors.get(stored)
-        if source is None and not optional:
-            file.fail(f"tensor `{stored}` is missing")
-        if source is not None and source.shape != shape:
-            file.fail(f"tensor `{stored}` has shape {source.shape} where the metadata asks for {shape}")
-        left.discard(stored)
-        order = None if num_heads is None else _rotary_row_order(num_heads, config["head_dim"])
-        return TensorPlan(name, shape, source, order)
-
-    plans = [plan("token_embd.weight", "model.embed_tokens.weight", (vocab, hidden), None, False)]
+    biased = arch.biased
+    if config.get("attention_bias"):
+        biased = ("attn_q", "attn_k", "attn_v", "attn_output")
+    plans = [planner.plan("token_embd.weight", "model.embed_tokens.weight", (vocab, hidden))]
     for layer in range(config["num_hidden_layers"]):
-        for part, name in _LAYER_NAMES.items():
+        for part, name in arch.names.items():
             stored, target = f"blk.{layer}.{part}", f"model.layers.{layer}.{name}"
-            plans.append(plan(f"{stored}.weight", f"{target}.weight", shapes[part], heads.get(part), False))
+            plans.append(planner.plan(f"{stored}.weight", f"{target}.weight", shapes[part], heads.get(part)))
             if part in biased:
                 # A Llama with biases has one on the output projection too; a file without it means zero.
                 rows, optional = shapes[part][:1], part == "attn_output"
-                plans.append(plan(f"{stored}.bias", f"{target}.bias", rows, heads.get(part), optional))
-    plans.append(plan("output_norm.weight", "model.norm.weight", (hidden,), None, False))
+                plans.append(planner.plan(f"{stored}.bias", f"{target}.bias", rows, heads.get(part), optional))
+        for part, name in arch.experts.items():
+            plans += planner.plan_experts(layer, part, name)
+    plans.append(planner.plan("output_norm.weight", "model.norm.weight", (hidden,)))
     if not config["tie_word_embeddings"]:
-        plans.append(plan("output.weight", "lm_head.weight", (vocab, hidden), None, False))
-    if left:
-        file.fail(f"tensor {min(left)!r} and {len(left) - 1} others belong to no supported architecture", UNSUPPORTED)
+        plans.append(planner.plan("output.weight", "lm_head.weight", (vocab, hidden)))
+    planner.check_left()
     return plans
 
 
-def _architecture(file: GgufFile) -> tuple[str, _Architecture]:
+class _Planner:
+    def __init__(self, file: GgufFile, arch: Architecture, config: dict[str, Any]) -> None:
+        self.file, self.arch, self.config = file, arch, config
+        has_factors = arch.model_type == "phi3"  # which are in its config
+        self.left = {
+            name
+            for name in file.tensors
+            if not _UNUSED.fullmatch(name) and not (has_factors and _ROPE_FACTORS.fullmatch(name))
+        }
+
+    def plan(
+        self, stored: str, name: str, shape: tuple[int, ...], num_heads: int | None = None, optional: bool = False
+    ) -> TensorPlan:
+        source = self.file.tensors.get(stored)
+        if source is None and not optional:
+            self.file.fail(f"tensor `{stored}` is missing")
+        if source is not None and source.shape not in (shape, shape[1:] if shape[0] == 1 else shape):
+            self.file.fail(f"tensor `{stored}` has shape {source.shape} where the metadata asks for {shape}")
+        self.left.discard(stored)
+        order = None if num_heads is None else _rotary_row_order(num_heads, self.config["head_dim"])
+        offset = -self.arch.norm_offset if stored.endswith("norm.weight") else 0.0
+        return TensorPlan(name, shape, source, order, offset=offset)
+
+    def plan_experts(self, layer: int, part: str, name: str) -> list[TensorPlan]:
+        """From one tensor for all experts, or, in older files, from one for each."""
+        count, shape = count_experts(self.config), expert_shapes(self.config)[part]
+        target = f"model.layers.{layer}.{name}.weight"
+        stored = f"blk.{layer}.{part}_exps.weight"
+        source = self.file.tensors.get(stored)
+        if source is None:
+            names = [(f"blk.{layer}.{part}.{number}.weight", target.format(number)) for number in range(count)]
+            return [self.plan(*each, shape) for each in names]
+        if source.shape != (count, *shape):
+            self.file.fail(f"tensor `{stored}` has shape {source.shape} where the metadata asks for {(count, *shape)}")
+        self.left.discard(stored)
+        return [
+            TensorPlan(target.format(number), shape, source, first_row=number * shape[0]) for number in range(count)
+        ]
+
+    def check_left(self) -> None:
+        if self.left:
+            first, others = min(self.left), len(self.left) - 1
+            self.file.fail(f"tensor {first!r} and {others} others belong to no supported architecture", UNSUPPORTED)
+
+
+def _architecture(file: GgufFile) -> tuple[str, Architecture]:
     name = file.text("general.architecture")
-    if name not in _ARCHITECTURES:
-        file.fail(f"holds a model of architecture {name[:40]!r}; llama and qwen2 can be read", UNSUPPORTED)
     if (kind := file.text("general.type", "model")) != "model":
         file.fail(f"holds a {kind[:40]!r}, not a whole model", "Give the GGUF file of the model itself")
     if file.integer("split.count", 1) > 1:
         file.fail("is one part of a split model", "Join the parts with `llama-gguf-split --merge` first")
-    if file.integer(f"{name}.expert_count", 0) > 0:
-        file.fail("is a mixture of experts, which cannot be read from GGUF", UNSUPPORTED)
-    return name, _ARCHITECTURES[name]
+    arch = find_architecture(file, name)
+    if arch is None:
+        known = ", ".join(ARCHITECTURES)
+        file.fail(f"holds a model of architecture {name[:40]!r}; {known} can be read", UNSUPPORTED)
+    if not arch.experts and file.integer(f"{name}.expert_count", 0) > 0:
+        file.fail("is a mixture of experts, which cannot be read from GGUF for this architecture", UNSUPPORTED)
+    return name, arch
 
 
 def _token_id(file: GgufFile, name: str, vocab_size: int) -> int | None:
@@ -169,34 +205,20 @@ def _token_id(file: GgufFile, name: str, vocab_size: int) -> int | None:
     return token
 
 
-def _layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    query, key_value = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    return {
-        "attn_norm": (hidden,),
-        "attn_q": (query, hidden),
-        "attn_k": (key_value, hidden),
-        "attn_v": (key_value, hidden),
-        "attn_output": (hidden, query),
-        "ffn_norm": (hidden,),
-        "ffn_gate": (inner, hidden),
-        "ffn_up": (inner, hidden),
-        "ffn_down": (hidden, inner),
-    }
-
-
 def _rotary_row_order(num_heads: int, head_dim: int) -> np.ndarray:
     """Stored: pairs (i, i + head_dim / 2) side by side. Wanted: first halves, then second halves."""
     return np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _check_rotary(file: GgufFile, arch_name: str, config: dict[str, Any]) -> None:
+def _check_rotary(file: GgufFile, arch_name: str, arch: Architecture, config: dict[str, Any]) -> None:
     head_dim, num_heads, num_kv_heads = (config[k] for k in ("head_dim", "num_attention_heads", "num_key_value_heads"))
     if head_dim == 0 or head_dim % 2 or num_kv_heads == 0 or num_heads % num_kv_heads:
         file.fail(
             f"{num_heads} heads, {num_kv_heads} key-value heads of dimension {head_dim} are no possible attention"
         )
     for key in ("rope.dimension_count", "attention.value_length"):
+        if arch.rotates_part and key == "rope.dimension_count":
+            continue
         if (value := file.integer(f"{arch_name}.{key}", head_dim)) != head_dim:
             file.fail(f"`{arch_name}.{key}` is {value}, not the head dimension {head_dim}", UNSUPPORTED)
     for key in ("rms_norm_eps", "rope_theta"):

@@ -25,6 +25,7 @@ from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.weights.gguf import UNSUPPORTED, GgufFile
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3
 _SPACE = "\u2581"  # how SentencePiece spells a space
 
 _LLAMA3_SPLIT = (
@@ -36,6 +37,12 @@ _TEKKEN_SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -57,6 +64,7 @@ _CUTS = (
     | dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LLAMA3)
     | dict.fromkeys(("dbrx", "smaug-bpe"), _Cut(_LLAMA3_SPLIT))
     | {"tekken": _Cut(_TEKKEN_SPLIT, ignore_merges=True, adds_bos=True)}
+    | {"gpt-4o": _Cut(_GPT4O_SPLIT), "stablelm2": _Cut(_QWEN2_SPLIT)}
     | {"qwen2": _Cut(_QWEN2_SPLIT, composes=True), "deepseek-r1-qwen": _Cut(_QWEN2_SPLIT)}
 )
 
@@ -191,13 +199,16 @@ def _known(file: GgufFile, merges: list[tuple[str, str]], tokens: list[str]) -> 
 def _add_tokens(file: GgufFile, tokenizer: Tokenizer, tokens: list[str], kinds: np.ndarray) -> None:
     """Tokens matched in the text as a whole: control tokens are special, user-defined ones are plain text."""
     named = {_named_token(file, name, tokens) for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
-    added = []
+    # Not in the file: a space or line break after what Phi-3 puts between turns is not part of the text.
+    eats_space = file.text("general.architecture") == "phi3" and file.text("tokenizer.ggml.model") == "llama"
+    added: list[AddedToken] = []
     for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
         special = kind in (_UNKNOWN, _CONTROL) or token in named
         if token and (special or kind == _USER_DEFINED):
             if tokenizer.token_to_id(token) != index:
                 file.fail(f"the token {token[:40]!r} appears twice in the vocabulary")
-            added.append(AddedToken(token, normalized=False, special=special))
+            rstrip = eats_space and special and token not in _KEEP_SPACE
+            added.append(AddedToken(token, normalized=False, special=special, rstrip=rstrip))
     tokenizer.add_tokens(added)
 
 
