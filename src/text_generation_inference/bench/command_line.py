@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
-from text_generation_inference.config import CHOICES, parse_value
+from text_generation_inference.config import CHOICES, SETTINGS, parse_value
 from text_generation_inference.errors import StartError, TgiError
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -20,7 +20,7 @@ ENGINE_FLAGS = {
     "--model-id": ("MODEL", "embedded (the default), a model folder, a .gguf file, or a model on the hub"),
     "--revision": ("NAME", "commit, branch or tag on the hub (default: main)"),
     "--load-format": ("FORMAT", f"{' or '.join(CHOICES['load_format'])}: random weights from config.json alone"),
-    "--device": ("NAME", "auto, cpu, cuda or hpu"),
+    "--device": ("NAME", SETTINGS["device"].help),
     "--dtype": ("TYPE", "of the weights: " + ", ".join(CHOICES["dtype"])),
     "--quantize": ("METHOD", "such as fp8"),
     "--kv-cache-dtype": ("TYPE", "of the KV cache: " + ", ".join(CHOICES["kv_cache_dtype"])),

@@ -9,18 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from text_generation_inference.bench import report as reports
 from text_generation_inference.bench.command_line import EXIT_INTERRUPTED
 from text_generation_inference.bench.floor import FloorModel, find_rates, measure_floor
 from text_generation_inference.bench.generation_flags import describe_throughput
-from text_generation_inference.bench.hardware import (
-    describe_hardware,
-    peak_memory_gb,
-    refuse_emulation,
-    runs_on_gpu,
-)
 from text_generation_inference.bench.offline_command import OfflineTask
 from text_generation_inference.bench.offline_tables import profile_table, rows_table
 from text_generation_inference.bench.results import OfflineReport, Row, RowResult, SkippedRow
@@ -30,6 +22,13 @@ from text_generation_inference.bench.tables import show
 from text_generation_inference.bench.work import Iteration, run_once, summarise, warm_up
 from text_generation_inference.config import Resolved, ServerConfig
 from text_generation_inference.devices.device import check_present
+from text_generation_inference.devices.hardware import (
+    describe_hardware,
+    gpu_name,
+    peak_memory_gb,
+    refuse_emulation,
+    runs_on_gpu,
+)
 from text_generation_inference.engine import warm_up as engine_warm_up
 from text_generation_inference.engine.build import Engine, start_engine
 from text_generation_inference.errors import StartError
@@ -47,8 +46,8 @@ def run_offline(task: OfflineTask) -> int:
     """The exit status. Ctrl-C ends it with what was measured so far."""
     if (task.floor or task.profile) and not runs_on_gpu(task.settings.get("device", "auto")):
         raise StartError("--floor and --profile are about a GPU, on which this model does not run here")
-    if task.floor and torch.cuda.is_available():
-        find_rates(torch.cuda.get_device_name())
+    if task.floor and (gpu := gpu_name()) is not None:
+        find_rates(gpu)
     if task.json_path is not None:
         if task.asked is not None:
             Path(task.json_path).parent.mkdir(parents=True, exist_ok=True)  # its program makes the folder too
@@ -227,11 +226,11 @@ class _Run:
 
     def add_floors(self) -> None:
         """Last, when the engine can give its cache back: products of many rows want memory that it holds."""
-        model = FloorModel.of(self.engine, find_rates(torch.cuda.get_device_name()))
+        model = FloorModel.of(self.engine, find_rates(gpu_name() or "no GPU"))
         runner: Any = self.engine.rank.runner
         runner.kv_cache.clear()
         gc.collect()
-        torch.cuda.empty_cache()
+        self.engine.rank.device.free_bytes()  # gives back what the allocator keeps
         for row, result in zip(self.done, self.report.rows, strict=True):
             self.lines.pass_by(f"{row}: floor")
             try:

@@ -28,6 +28,10 @@ class Driver:
     gpus: list[Gpu] = field(default_factory=list[Gpu])
     problem: str = ""  # why there are no GPUs
 
+    @property
+    def runs(self) -> str:
+        return f"CUDA {self.cuda[0]}.{self.cuda[1]}" if self.cuda else ""
+
 
 @cache
 def read_driver() -> Driver:

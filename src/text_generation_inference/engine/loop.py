@@ -12,20 +12,11 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
+from text_generation_inference.devices.lack_of_memory import is_out_of_memory, known_words
 from text_generation_inference.errors import EngineError
 from text_generation_inference.failpoints import failpoint
 from text_generation_inference.scheduler.scheduler import Scheduler
 from text_generation_inference.types import GenerationRequest, StepPlan, StepResult, TokenOut
-
-# How it is said by what does not use torch's own allocator.
-_NO_MEMORY = (
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "can't allocate memory",
-    "[CUDA]: out of memory",
-)
 
 
 class StepRunner(Protocol):
@@ -76,13 +67,6 @@ class _Step:
     @property
     def failed(self) -> bool:
         return self.future.done() and self.future.exception() is not None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device lacked memory, after which it still works."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 class EngineLoop:
@@ -172,8 +156,10 @@ class EngineLoop:
             forget_slots()
         except Exception as failure:
             raise EngineError(f"the device did not recover from a lack of memory: {_summary(failure)}") from failure
-        words = ": CUDA out of memory" if "CUDA out of memory" in str(error) else ""
-        return self.scheduler.rollback(f"not enough memory on the device for this request alone{words}")
+        words = known_words(error)
+        return self.scheduler.rollback(
+            "not enough memory on the device for this request alone" + (f": {words}" if words else "")
+        )
 
 
 def _summary(error: BaseException) -> str:

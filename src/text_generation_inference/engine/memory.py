@@ -6,8 +6,9 @@ import torch
 
 from text_generation_inference.config import Resolved, ServerConfig
 from text_generation_inference.devices.device import Device
+from text_generation_inference.devices.lack_of_memory import is_out_of_memory
 from text_generation_inference.engine.dry_run import SHORTEST, DryRun, dry_run, run_largest
-from text_generation_inference.engine.loop import StepRunner, is_out_of_memory
+from text_generation_inference.engine.loop import StepRunner
 from text_generation_inference.errors import EngineError, ResourceError, StartError
 from text_generation_inference.models.model import Model
 from text_generation_inference.quant.choose import assign_methods, is_quantized

@@ -16,9 +16,9 @@ from torch import Tensor
 from text_generation_inference.config import ModelSize, Resolved, ServerConfig, cache_folder, uses_buckets
 from text_generation_inference.devices.buckets import BucketPlan
 from text_generation_inference.devices.device import Device, choose_device
+from text_generation_inference.devices.lack_of_memory import is_out_of_memory
 from text_generation_inference.engine.bucketing import guess_limits, limits_graphs, plan_from
 from text_generation_inference.engine.calibrate import Calibrated, choose_cache, make_recorder
-from text_generation_inference.engine.loop import is_out_of_memory
 from text_generation_inference.engine.memory import (
     check_precision,
     check_weights_fit,

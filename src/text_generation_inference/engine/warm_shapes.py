@@ -19,9 +19,10 @@ import msgspec
 from text_generation_inference.config import Resolved, ServerConfig
 from text_generation_inference.devices.buckets import Bucket, BucketPlan
 from text_generation_inference.devices.device import Device
+from text_generation_inference.devices.lack_of_memory import is_out_of_memory
 from text_generation_inference.engine.bucketing import warms_up
 from text_generation_inference.engine.dry_run import EVERYTHING, SAMPLED, SHORTEST
-from text_generation_inference.engine.loop import StepRunner, is_out_of_memory
+from text_generation_inference.engine.loop import StepRunner
 from text_generation_inference.errors import EngineError, ResourceError
 from text_generation_inference.runner.padded_passes import PaddedPasses
 from text_generation_inference.types import Admission, GenerationRequest, SamplingParams, StepPlan

@@ -114,7 +114,7 @@ def _look_at_gpu() -> dict[str, str]:
         "memory": gigabytes(gpu.memory_bytes),
         "capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
         "features": ", ".join(features),
-        "driver": f"CUDA {driver.cuda[0]}.{driver.cuda[1]}" if driver.cuda else "unknown",
+        "driver": driver.runs or "unknown",
     }
     if len(driver.gpus) > 1:
         facts["others"] = f"{len(driver.gpus) - 1}, not used"
@@ -222,6 +222,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     import torch
 
     from text_generation_inference.devices.device import choose_device
+    from text_generation_inference.devices.hardware import runs_on_gpu
     from text_generation_inference.engine.memory import check_precision, check_weights_fit
     from text_generation_inference.engine.rank import choose_dtype
     from text_generation_inference.layers.cache import bytes_per_token
@@ -250,7 +251,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     report.notes = list(described.notes)
     if not report.chat_template:
         report.notes = [*report.notes, "there is no chat template: chat requests will be refused"]
-    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    on_gpu = runs_on_gpu(config.device)
     custom_kernels = config.custom_kernels and on_gpu  # those of the CPU would be compiled now
     device = choose_device(
         config.device, cache_folder(config), custom_kernels, config.num_threads, config.cuda_memory_fraction, config

@@ -19,6 +19,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from text_generation_inference.devices.copies import Copies, copies_to
 from text_generation_inference.errors import ModelFormatError
 
 _FEWEST_THREADS, _MOST_THREADS = 8, 16  # a disk wants several, however few cores there are
@@ -63,19 +64,19 @@ class _Arriving:
 class _Buffer:
     """Memory that a copy may still be reading from."""
 
-    def __init__(self, num_bytes: int, on_gpu: bool) -> None:
-        self._num_bytes, self._on_gpu = num_bytes, on_gpu
+    def __init__(self, num_bytes: int, copies: Copies) -> None:
+        self._num_bytes, self._is_queued = num_bytes, copies.are_queued
         self._words: Tensor | None = None  # pinning takes time: only what is used
-        self._copied = torch.cuda.Event(blocking=True) if on_gpu else None
+        self._copied = copies.event()
 
     def send(self, fill: Callable[[Tensor], None], target: Tensor) -> None:
         if self._copied is not None:
             self._copied.synchronize()
         if self._words is None:
-            self._words = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
+            self._words = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=self._is_queued)
         piece = self._words[: target.numel()]
         fill(piece)
-        target.copy_(piece, non_blocking=self._on_gpu)
+        target.copy_(piece, non_blocking=self._is_queued)
         if self._copied is not None:
             self._copied.record()
 
@@ -92,12 +93,11 @@ class Upload:
         self._started: list[_Arriving] = []  # that were announced, in this order
         self.waiting_bytes = 0  # of these
         num_threads = min(_MOST_THREADS, max(_FEWEST_THREADS, os.cpu_count() or 1))
-        on_gpu = device.type == "cuda"
-        use_stream = partial(torch.cuda.set_stream, torch.cuda.current_stream(device)) if on_gpu else None
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tgi-upload", initializer=use_stream)
+        self._copies = copies_to(device)
+        self._threads = ThreadPoolExecutor(num_threads, "tgi-upload", initializer=self._copies.join)
         self._buffers: SimpleQueue[_Buffer] = SimpleQueue()
         for _ in range(num_threads + _SPARE_BUFFERS):
-            self._buffers.put(_Buffer(piece_bytes, on_gpu))
+            self._buffers.put(_Buffer(piece_bytes, self._copies))
 
     def announce(self, spans: Iterable[FileSpan]) -> None:
         """What will be read, in about this order."""
@@ -177,8 +177,7 @@ class Upload:
         self._announced.clear()
         self._let_go()
         self._threads.shutdown(wait=True, cancel_futures=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._copies.finish()
 
 
 def identify(descriptor: int) -> Identity:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from text_generation_inference.bench import report as reports
-from text_generation_inference.bench.hardware import describe_hardware, memory_bytes
 from text_generation_inference.bench.static.batch_run import make_requests, run_batch
 from text_generation_inference.bench.static.display import Display, Moment, ProgressLines, Quit
 from text_generation_inference.bench.static.prompt import make_prompt
@@ -22,6 +21,7 @@ from text_generation_inference.bench.static.task import StaticTask
 from text_generation_inference.bench.static.terminal import has_terminal
 from text_generation_inference.bench.tables import show
 from text_generation_inference.config import ServerConfig
+from text_generation_inference.devices.hardware import describe_hardware, memory_bytes
 from text_generation_inference.engine import warm_up as engine_warm_up
 from text_generation_inference.engine.build import Engine, start_engine
 from text_generation_inference.errors import ResourceError, StartError

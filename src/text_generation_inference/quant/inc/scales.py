@@ -35,6 +35,11 @@ GAUDI3 = CardGeneration("GAUDI3", 448.0, range(7, -56, -1))
 GENERATIONS = {generation.name: generation for generation in (GAUDI2, GAUDI3)}
 
 
+def generation_of(full_scale: float) -> CardGeneration:
+    """Of a device whose FP8 ends there."""
+    return GAUDI2 if full_scale == GAUDI2.full_scale else GAUDI3
+
+
 class Value(StrEnum):
     """Where a scale comes from."""
 

@@ -11,12 +11,11 @@ from text_generation_inference.errors import StartError
 from text_generation_inference.quant.inc.config import KV_CACHE, LINEAR, CalibrationConfig
 from text_generation_inference.quant.inc.files import Node, Nodes, read_statistics, statistics_path
 from text_generation_inference.quant.inc.scales import (
-    GAUDI2,
-    GAUDI3,
     CardGeneration,
     Rule,
     Value,
     activation_scale,
+    generation_of,
 )
 
 # Matrices that other engines multiply at once, and have measured under one name.
@@ -47,7 +46,7 @@ class StaticScales:
     @classmethod
     def load(cls, config: CalibrationConfig, fp8_max: float) -> "StaticScales":
         """`fp8_max`: the largest value of the device's FP8."""
-        generation = config.generation or (GAUDI2 if fp8_max == GAUDI2.full_scale else GAUDI3)
+        generation = config.generation or generation_of(fp8_max)
         if generation.full_scale > fp8_max:
             raise StartError(
                 f"{config.source}: `device_for_scales` {generation.name} reaches {generation.full_scale:g}, but numbers"

@@ -1,4 +1,4 @@
-"""What a benchmark runs on: its name for the report, its memory, and whether its figures mean anything."""
+"""What this machine computes on: names for a report, memory, and whether figures taken there mean anything."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ from text_generation_inference.errors import StartError
 def describe_hardware(device: Device) -> dict[str, Any]:
     found: dict[str, Any] = {"device": device.name, "cpus": os.cpu_count(), "machine": platform.machine()}
     if device.torch_device.type == "cuda":
-        properties: Any = torch.cuda.get_device_properties(device.torch_device)
+        properties = _read_properties(device.torch_device)
         found["gpu"], found["gpu_gb"] = properties.name, round(properties.total_memory / 1e9, 1)
         found["cuda"] = torch.version.cuda
     else:
@@ -22,15 +22,24 @@ def describe_hardware(device: Device) -> dict[str, Any]:
     return found
 
 
+def _read_properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)  # pyright: ignore
+
+
 def runs_on_gpu(device: str) -> bool:
     """Whether a model with this setting of `device` runs on a GPU."""
     return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
+def gpu_name() -> str | None:
+    """Of the GPU that torch uses, if it can."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def memory_bytes(device: str) -> int:
     """Of the device that a model with this setting runs on."""
     if runs_on_gpu(device):
-        return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+        return _read_properties(torch.device("cuda", 0)).total_memory if torch.cuda.is_available() else 0
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
