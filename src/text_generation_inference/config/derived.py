@@ -15,7 +15,7 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     """What `resolve` must know of a model."""
 
     max_positions: int  # longest sequence it was made for
-    kv_bytes_per_token: int  # on one rank, all layers
+    kv_bytes_per_token: int  # on one rank: all layers, and its id
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
