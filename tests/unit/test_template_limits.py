@@ -31,7 +31,7 @@ BOMBS = [
     ("{{ [messages] * 10**9 }}", MEMORY),
     ("{{ 10 ** (messages | length * 10**9) }}", TIME),  # one instruction of the interpreter, which nothing interrupts
     (GROW.replace("EXPRESSION", "ns.x ~ ns.x"), MEMORY),
-    (GROW.replace("EXPRESSION", "[ns.x, ns.x]") + "{{ ns.x }}", f"more than 2 seconds|{MEMORY}"),
+    (GROW.replace("EXPRESSION", "[ns.x, ns.x]") + "{{ ns.x }}", TIME),
     (GROW.replace("EXPRESSION", "[ns.x, ns.x] | join"), MEMORY),
     ("{{ '%1000000000d' % messages | length }}", MEMORY),
     ("{{ ('f' * 10**6 * messages | length) | int(0, 16) | string }}", "integer string conversion"),
@@ -154,6 +154,8 @@ def test_numbers_and_texts_of_any_size() -> None:
     )
     with pytest.raises(TemplateError, match="no data"):
         rendered("{{ value }}", value="\ud800")
+    with pytest.raises(TemplateError, match="surrogate"):
+        rendered("{{ '\\ud800' }}")
 
 
 @pytest.mark.parametrize("depth", [100, 100_000])

@@ -213,7 +213,10 @@ def serve(max_cpu_seconds: float, max_bytes: int) -> None:
             while True:
                 frame = _read(connection)
                 signal.setitimer(signal.ITIMER_PROF, max_cpu_seconds)  # its signal ends the process
-                answer = msgspec.json.encode(_answer(frame))
+                try:
+                    answer = msgspec.json.encode(_answer(frame))
+                except UnicodeEncodeError:
+                    answer = msgspec.json.encode(Answer(error="the template makes half a surrogate pair: no text"))
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 connection.sendall(_LENGTH.pack(len(answer)) + answer)
         except (EOFError, ConnectionError):
