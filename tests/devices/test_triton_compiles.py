@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 from compile_program import PROGRAM
 
+from text_generation_inference.kernels.triton.experts import Tiling, choose_tiling
 from text_generation_inference.kernels.triton.gemv import choose_shape as gemv_shape
 from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as gemv_fp8_shape
 
@@ -149,6 +151,33 @@ def gemv_fp8(k: int, shape: tuple[int, int, int, int]) -> tuple:
     return "gemv_fp8", "_gemv_fp8_kernel", types, values, {"num_warps": warps, "fast": True}
 
 
+def grouped(tiling: Tiling, gate: int, form: int = 0) -> tuple:
+    types = {
+        **dict.fromkeys(("x", "weight"), FP8 if form else BF16), **dict.fromkeys(("bias", "out"), BF16),
+        **dict.fromkeys(("x_scale", "weight_scale"), FP32), **dict.fromkeys(("order", "owners", "total"), "*i32"),
+        **words("x_row pairs blocks columns"),
+    }  # fmt: skip
+    values = {
+        "N": 768, "K": 2048, "TOP_K": 8, "BM": tiling.bm, "BN": tiling.bn, "BK": tiling.bk, "GROUP": tiling.group,
+        "STAGES": tiling.stages, "SWAP": tiling.swap, "GATE": gate, "FORM": form, "BIAS": False, "WHOLE": True,
+        "DEPENDENT": False,
+    }  # fmt: skip
+    return "grouped_products", "grouped_product", types, values, {"num_warps": tiling.warps, "fast": True}
+
+
+def pairs(kernel: str, n: int, k: int, form: int = 0) -> tuple:
+    bn, bk, warps = gemv_shape(k)
+    types = {
+        **dict.fromkeys(("x", "weight"), FP8 if form else BF16), **dict.fromkeys(("bias", "out"), BF16),
+        **dict.fromkeys(("x_scale", "weight_scale", "weights"), FP32), "ids": "*i32", **words("x_row columns"),
+    }  # fmt: skip
+    values = {
+        "N": n, "K": k, "TOP_K": 8, "BN": min(bn, 4), "BK": bk, "FORM": form, "BIAS": False, "DEPENDENT": False,
+    }  # fmt: skip
+    values |= {"GATE": 1} if kernel == "pair_gate" else {"WEIGHTED": True}
+    return "pair_products", kernel, types, values, {"num_warps": warps, "fast": True}
+
+
 FUSED = {"NORM": True, "GATE": 1, "ADD": False, "BIAS": False}
 SLOTS = {"slots": "*i32", "out": "*i32", "last_tokens": "*i32", "lengths": "*i64"}
 CASES = [
@@ -190,6 +219,25 @@ CASES = [
         {"WIDTH": 14336, "BLOCK": 16384, "FORM": 1, "DEPENDENT": False}, {"num_warps": 16, "fast": True},
     ),
     gemv(4096, gemv_shape(4096)),
+    grouped(choose_tiling(999, 8, True, torch.bfloat16, roomy=False), 1),
+    grouped(choose_tiling(8, 8, True, torch.bfloat16), 1),
+    grouped(choose_tiling(999, 8, True, torch.bfloat16), 1),
+    grouped(choose_tiling(8, 8, False, torch.float8_e4m3fn, True), 0, 3),
+    pairs("pair_gate", 768, 2048),
+    pairs("pair_down", 2048, 768),
+    pairs("pair_down", 2048, 1408, 1),
+    (
+        "grouped_products", "sort_pairs", {**dict.fromkeys(("ids", "order", "owners", "total"), "*i32"), "pairs": "i32"},
+        {"E": 128, "BINS": 256, "BM": 16, "BLOCK": 512, "DEPENDENT": False}, {"num_warps": 2, "fast": True},
+    ),
+    (
+        "grouped_products", "sum_pairs", {"pairs": BF16, "weights": FP32, "out": BF16},
+        {"WIDTH": 2048, "TOP_K": 8, "BLOCK": 1024, "WEIGHTED": True, "DEPENDENT": False}, {"fast": True},
+    ),
+    (
+        "experts", "_route_kernel", {"scores": FP32, "ids": "*i32", "weights": FP32, "factor": "fp32"},
+        {"E": 128, "E_PAD": 128, "TOP_K": 8, "K_PAD": 8, "NORMALIZED": True, "DEPENDENT": False}, {"num_warps": 1},
+    ),
     gemv_fp8(4096, gemv_fp8_shape(4096)),
     gemv_fp8(11008, gemv_fp8_shape(11008)),
     rotary(64),

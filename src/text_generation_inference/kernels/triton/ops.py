@@ -18,6 +18,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
     import torch
 
     from text_generation_inference.kernels.triton import attention, choice, fused_decode, norms_rotary, state
+    from text_generation_inference.kernels.triton.experts import TritonExperts, route
     from text_generation_inference.kernels.triton.linear import TritonLinear, logits
 
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -43,6 +44,8 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
         add_rms_norm=norms_rotary.add_rms_norm,
         silu_mul=norms_rotary.silu_mul,
         gelu_tanh_mul=norms_rotary.gelu_tanh_mul,
+        experts=TritonExperts(capability),
+        route=route,
         rotary_and_cache=norms_rotary.rotary_and_cache,
         attention=paged_attention,
         apply_writes=state.apply_writes,

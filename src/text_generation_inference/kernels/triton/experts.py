@@ -1,0 +1,263 @@
+# pyright: basic, reportMissingImports=false
+"""The ops `experts` and `route`: which kernels compute a mixture of experts, and in which tiles.
+
+Few tokens: two kernels that read each pair's matrices (`pair_products`). More: pairs are sorted by expert, multiplied
+in tiles and summed (`grouped_products`). The definitions are `kernels.experts` and `kernels.routing`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_inference.kernels import experts as reference
+from text_generation_inference.kernels.fp8 import SQUARE, Fp8Weight
+from text_generation_inference.kernels.routing import Routed, Routing, SoftmaxRouting
+from text_generation_inference.kernels.triton.gemv import choose_shape
+from text_generation_inference.kernels.triton.grouped_products import grouped_product, sort_pairs, sum_pairs
+from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
+from text_generation_inference.kernels.triton.pair_products import pair_down, pair_gate
+from text_generation_inference.kernels.triton.quantize import BY_ROW, BY_SQUARE, PLAIN, STATIC, quantize_rows
+
+GATES = (None, "silu", "gelu_tanh", "clamped_swiglu")
+_MAX_EXPERTS = 1024  # that one program has room for
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    bm: int  # pairs
+    bn: int  # rows of a matrix; with a gate twice as many
+    bk: int
+    warps: int
+    stages: int
+    swap: bool  # the matrix is the left operand
+    group: int = 16  # blocks of pairs whose programs run side by side
+
+
+def choose_tiling(
+    pairs: int, num_experts: int, gated: bool, dtype: torch.dtype, by_square: bool = False, roomy: bool = True
+) -> Tiling:
+    """By the pairs that an expert gets on average; both products of a mixture have the same `bm`.
+
+    `roomy`: a GPU with as much shared memory as data centres have. See `bench/cuda_experts.py`.
+    """
+    each = pairs / num_experts
+    bm = 16 if each <= 8 else 32 if each <= 24 else 64 if each <= 48 or not roomy else 128
+    small = dtype.itemsize == 1
+    if dtype is torch.float32:
+        return Tiling(bm, 32, 32, 4, 2, False)
+    if not roomy:
+        return Tiling(bm, 64, 128 if small else 64, 4, 2, False)
+    if bm <= 32:
+        return Tiling(bm, 64, 128, 4, 3 if gated else 4, True)
+    if bm == 64:
+        return Tiling(bm, 64 if gated else 128, 128 if small else 64, 4, 3, False)
+    if small:
+        return Tiling(bm, 64 if gated and by_square else 128, 128, 8, 3, False)
+    return Tiling(bm, 128 if gated else 256, 64, 8, 3, False)
+
+
+def count_blocks(pairs: int, num_experts: int, bm: int) -> int:
+    """The most that sorting may come to."""
+    return min(pairs, (pairs + min(num_experts, pairs) * (bm - 1)) // bm)
+
+
+class TritonExperts:
+    """The op, for a GPU of this capability."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self._fp8 = capability >= (8, 9)
+        self._roomy = capability in ((9, 0), (10, 0), (10, 3))
+
+    def __call__(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Tensor | Fp8Weight,
+        down: Tensor | Fp8Weight,
+        gate: str = "silu",
+        biases: tuple[Tensor, Tensor] | None = None,
+        scale_inputs: bool = False,
+        by_pair: bool | None = None,
+        tilings: tuple[Tiling | None, Tiling | None] = (None, None),
+    ) -> Tensor:
+        """See `kernels.experts`. `by_pair` and `tilings` are for measuring: instead of what fits the number of rows."""
+        tokens, hidden = x.shape
+        num_experts, top_k = down.shape[0] // hidden, ids.shape[1]
+        if num_experts > _MAX_EXPERTS or (isinstance(gate_up, Fp8Weight) and not self._fp8):
+            return reference.experts(x, ids, weights, gate_up, down, gate, biases, scale_inputs)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if tokens == 0:
+            return out
+        ids = ids.contiguous()
+        if scale_inputs:
+            x = (x[:, None].float() * weights[..., None]).to(x.dtype).flatten(0, 1)
+        per_row = 1 if scale_inputs else top_k
+        pairs = tokens * top_k
+        first, second = (None, None) if biases is None else biases
+        gated = torch.empty((pairs, down.shape[1]), dtype=x.dtype, device=x.device)
+        few = pairs * 4 <= num_experts or tokens == 1
+        if few if by_pair is None else by_pair:
+            _pair_gate(_Operands.of(x, gate_up), ids, first, gated, gate, per_row)
+            _pair_down(_Operands.of(gated, down), ids, weights, second, out, not scale_inputs)
+            return out
+        tile, tile_down = (
+            asked or choose_tiling(pairs, num_experts, weight is gate_up, weight.data.dtype, is_square, self._roomy)
+            for asked, weight, is_square in zip(
+                tilings, (gate_up, down), (_is_by_square(gate_up), _is_by_square(down)), strict=True
+            )
+        )
+        assert tile.bm == tile_down.bm
+        groups = _Groups.of(ids, num_experts, tile.bm)
+        groups.multiply(_Operands.of(x, gate_up), first, gated, tile, GATES.index(gate), per_row)
+        made = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+        groups.multiply(_Operands.of(gated, down), second, made, tile_down, 0, 1)
+        block = min(1024, triton.next_power_of_2(hidden))
+        dependent = dependent_launch(tokens)
+        sum_pairs[(tokens, triton.cdiv(hidden, block))](
+            made, weights, out, WIDTH=hidden, TOP_K=top_k, BLOCK=block, WEIGHTED=not scale_inputs,
+            DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
+        )  # fmt: skip
+        return out
+
+
+def _is_by_square(weight: Tensor | Fp8Weight) -> bool:
+    return isinstance(weight, Fp8Weight) and weight.by_square
+
+
+@dataclass(slots=True)
+class _Operands:
+    """Rows and the matrices of all experts, as kernels take them."""
+
+    x: Tensor
+    weight: Tensor
+    x_scale: Tensor  # of those in FP8; else anything
+    weight_scale: Tensor
+    form: int
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor | Fp8Weight) -> "_Operands":
+        if isinstance(weight, Tensor):
+            return cls(x, weight, x, x, PLAIN.value)
+        if weight.input_bound is not None:
+            x = x.clamp(-weight.input_bound, weight.input_bound)
+        rows = quantize_rows(x, weight)
+        form = BY_SQUARE if weight.by_square else BY_ROW if weight.input_scale is None else STATIC
+        return cls(rows.data, weight.data, rows.scale, weight.scale, form.value)
+
+
+@dataclass(slots=True)
+class _Groups:
+    """Pairs sorted by expert, in blocks of `bm`."""
+
+    order: Tensor
+    owners: Tensor
+    total: Tensor
+    pairs: int
+    blocks: int
+    dependent: bool
+
+    @classmethod
+    def of(cls, ids: Tensor, num_experts: int, bm: int) -> "_Groups":
+        pairs = ids.numel()
+        blocks = count_blocks(pairs, num_experts, bm)
+        order = torch.empty(blocks * bm, dtype=torch.int32, device=ids.device)
+        owners = torch.empty(blocks, dtype=torch.int32, device=ids.device)
+        total = torch.empty(1, dtype=torch.int32, device=ids.device)
+        block = 512 if pairs <= 512 else 2048
+        dependent = dependent_launch(ids.shape[0])
+        sort_pairs[(num_experts,)](
+            ids, order, owners, total, pairs, E=num_experts, BINS=triton.next_power_of_2(num_experts + 1), BM=bm,
+            BLOCK=block, DEPENDENT=dependent, num_warps=block // 256, launch_pdl=dependent,
+        )  # fmt: skip
+        return cls(order, owners, total, pairs, blocks, dependent)
+
+    def multiply(
+        self, operands: _Operands, bias: Tensor | None, out: Tensor, tile: Tiling, gate: int, per_row: int
+    ) -> None:
+        """`per_row`: so many pairs in succession have the same row."""
+        n, k = out.shape[1], operands.weight.shape[1]
+        assert operands.form != BY_SQUARE.value or (tile.bk == SQUARE and SQUARE % tile.bn == 0)
+        grid = (self.blocks * triton.cdiv(n, tile.bn),)
+        grouped_product[grid](
+            operands.x, operands.weight, operands.x if bias is None else bias, out, self.order, self.owners, self.total,
+            operands.x_scale, operands.weight_scale, operands.x.stride(0), self.pairs, self.blocks, k,
+            N=n, K=k, TOP_K=per_row, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=tile.group, STAGES=tile.stages,
+            SWAP=tile.swap, GATE=gate, FORM=operands.form, BIAS=bias is not None, WHOLE=k % tile.bk == 0,
+            DEPENDENT=self.dependent, num_warps=tile.warps, launch_pdl=self.dependent,
+        )  # fmt: skip
+
+
+def _pair_gate(operands: _Operands, ids: Tensor, bias: Tensor | None, out: Tensor, gate: str, per_row: int) -> None:
+    pairs, n = out.shape
+    k = operands.weight.shape[1]
+    bn, bk, warps = choose_shape(k)
+    dependent = dependent_launch(ids.shape[0])
+    pair_gate[(pairs, triton.cdiv(n, bn))](
+        operands.x, ids, operands.weight, operands.x if bias is None else bias, out, operands.x_scale,
+        operands.weight_scale, operands.x.stride(0), k, N=n, K=k, TOP_K=per_row, BN=bn, BK=bk, GATE=GATES.index(gate),
+        FORM=operands.form, BIAS=bias is not None, DEPENDENT=dependent, num_warps=warps, launch_pdl=dependent,
+    )  # fmt: skip
+
+
+def _pair_down(
+    operands: _Operands, ids: Tensor, weights: Tensor, bias: Tensor | None, out: Tensor, weighted: bool
+) -> None:
+    tokens, n = out.shape
+    k = operands.weight.shape[1]
+    bn, bk, warps = choose_shape(k)
+    bn = min(bn, 4)  # of several experts in turn
+    dependent = dependent_launch(tokens)
+    pair_down[(tokens, triton.cdiv(n, bn))](
+        operands.x, ids, weights, operands.weight, operands.x if bias is None else bias, out, operands.x_scale,
+        operands.weight_scale, k, N=n, K=k, TOP_K=ids.shape[1], BN=bn, BK=bk, FORM=operands.form, BIAS=bias is not None,
+        WEIGHTED=weighted, DEPENDENT=dependent, num_warps=warps, launch_pdl=dependent,
+    )  # fmt: skip
+
+
+@triton.jit
+def _route_kernel(
+    scores, ids, weights, factor,
+    E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, NORMALIZED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One token. Of equal shares the expert with the lower number comes first."""
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, E_PAD)
+    slot = tl.arange(0, K_PAD)
+    wait_for_kernel_before(DEPENDENT)
+    score = tl.load(scores + token * E + e, mask=e < E, other=float("-inf"))
+    share = tl.exp(score - tl.max(score, 0))
+    share = tl.where(e < E, share / tl.sum(share, 0), -1.0)
+    chosen = tl.zeros((K_PAD,), tl.int32)
+    weight = tl.zeros((K_PAD,), tl.float32)
+    for number in tl.static_range(TOP_K):
+        best = tl.max(share, 0)
+        at = tl.min(tl.where(share == best, e, E - 1), 0)  # a valid one, even where there are no numbers
+        chosen = tl.where(slot == number, at, chosen)
+        weight = tl.where(slot == number, best, weight)
+        share = tl.where(e == at, -1.0, share)
+    if NORMALIZED:
+        weight = weight / tl.sum(weight, 0)
+    tl.store(ids + token * TOP_K + slot, chosen, mask=slot < TOP_K)
+    tl.store(weights + token * TOP_K + slot, weight * factor, mask=slot < TOP_K)
+
+
+def route(scores: Tensor, rule: Routing, correction: Tensor | None = None) -> Routed:
+    """See `kernels.routing`: the usual rules in one kernel, the others as they are defined."""
+    tokens, num_experts = scores.shape
+    is_usual = isinstance(rule, SoftmaxRouting) and rule.p_norm in (None, 1) and rule.top_groups >= rule.num_groups
+    if not is_usual or num_experts > _MAX_EXPERTS or tokens == 0 or rule.top_k > num_experts:
+        return rule(scores, correction)
+    ids = torch.empty((tokens, rule.top_k), dtype=torch.int32, device=scores.device)
+    weights = torch.empty((tokens, rule.top_k), dtype=torch.float32, device=scores.device)
+    dependent = dependent_launch(tokens)
+    _route_kernel[(tokens,)](
+        scores.contiguous(), ids, weights, rule.factor, E=num_experts, E_PAD=triton.next_power_of_2(num_experts),
+        TOP_K=rule.top_k, K_PAD=triton.next_power_of_2(rule.top_k), NORMALIZED=rule.p_norm is not None,
+        DEPENDENT=dependent, num_warps=1 if num_experts <= 256 else 4, launch_pdl=dependent,
+    )  # fmt: skip
+    return ids, weights

@@ -1,0 +1,112 @@
+# pyright: basic, reportMissingImports=false
+# ruff: noqa: ANN201
+"""Products of few tokens with their experts' matrices, where reading those is what takes the time.
+
+Each pair of a token and one of its experts is computed by itself, without sorting: a program reads whole rows of a
+matrix straight into registers, as `gemv` does. An expert that several tokens go to is read once for each of them, by
+programs that run side by side.
+"""
+
+import triton
+import triton.language as tl
+
+from text_generation_inference.kernels.triton.grouped_products import gate_values
+from text_generation_inference.kernels.triton.launch import wait_for_kernel_before
+from text_generation_inference.kernels.triton.quantize import BY_ROW, BY_SQUARE, STATIC
+
+
+@triton.jit
+def _input_part(x, scales, w_squares, i, inside, FORM: tl.constexpr):
+    """Columns `i` of a row; with scales per square times those of both operands."""
+    part = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
+    if FORM == BY_SQUARE:
+        part *= tl.load(scales + i // 128, mask=inside, other=0.0)
+        part *= tl.load(w_squares + i // 128, mask=inside, other=0.0)
+    return part
+
+
+@triton.jit
+def _multiply(at, part, here, inside, FORM: tl.constexpr, WHOLE: tl.constexpr):
+    weights = tl.load(at, mask=here & inside[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
+    product = weights * part[None, :]
+    if FORM and not WHOLE:  # what is past the end may be no number in FP8, and stays none when multiplied with 0
+        product = tl.where(inside[None, :], product, 0.0)
+    return product
+
+
+@triton.jit
+def pair_gate(
+    x, ids, weight, bias, out, x_scale, weight_scale, x_row, columns,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr,
+    FORM: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BN gated values of one pair. The matrix of an expert holds N gates, then N values; BN divides 128 or less."""
+    pair = tl.program_id(0)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    here = (n < N)[:, None]
+    k = tl.arange(0, BK)
+    SQUARES: tl.constexpr = (K + 127) // 128
+    wait_for_kernel_before(DEPENDENT)
+    first = tl.load(ids + pair).to(tl.int64) * (2 * N)
+    row = (pair // TOP_K).to(tl.int64)
+    at = weight + (first + n)[:, None] * K + k[None, :]
+    squares = weight_scale + (first + tl.program_id(1) * BN) // 128 * SQUARES
+    acc = tl.zeros((BN, BK), tl.float32)
+    up_acc = tl.zeros((BN, BK), tl.float32)
+    for k0 in tl.static_range(0, K, BK):
+        inside = k0 + k < columns
+        part = _input_part(x + row * x_row, x_scale + row * SQUARES, squares, k0 + k, inside, FORM)
+        acc += _multiply(at + k0, part, here, inside, FORM, K % BK == 0)
+        if FORM == BY_SQUARE:
+            part = _input_part(
+                x + row * x_row, x_scale + row * SQUARES, squares + N // 128 * SQUARES, k0 + k, inside, FORM
+            )
+        up_acc += _multiply(at + N * K + k0, part, here, inside, FORM, K % BK == 0)
+    kind = out.dtype.element_ty
+    gate, up = tl.sum(acc, 1), tl.sum(up_acc, 1)
+    if (FORM == BY_ROW) | (FORM == STATIC):
+        scale = tl.load(x_scale + row)
+        gate *= scale * tl.load(weight_scale + first + n, mask=n < N, other=0.0)
+        up *= scale * tl.load(weight_scale + first + N + n, mask=n < N, other=0.0)
+    if BIAS:
+        gate += tl.load(bias + first + n, mask=n < N, other=0.0).to(tl.float32)
+        up += tl.load(bias + first + N + n, mask=n < N, other=0.0).to(tl.float32)
+    result = gate_values(gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32), kind, GATE)
+    tl.store(out + pair.to(tl.int64) * N + n, result.to(kind), mask=n < N)
+
+
+@triton.jit
+def pair_down(
+    x, ids, weights, weight, bias, out, x_scale, weight_scale, columns,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr,
+    BIAS: tl.constexpr, WEIGHTED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BN outputs of one token: the weighted sum of those of its experts, always in the same order."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    here = (n < N)[:, None]
+    k = tl.arange(0, BK)
+    SQUARES: tl.constexpr = (K + 127) // 128
+    kind = out.dtype.element_ty
+    wait_for_kernel_before(DEPENDENT)
+    total = tl.zeros((BN,), tl.float32)
+    for number in tl.static_range(TOP_K):
+        pair = token * TOP_K + number
+        first = tl.load(ids + pair).to(tl.int64) * N
+        at = weight + (first + n)[:, None] * K + k[None, :]
+        squares = weight_scale + (first + tl.program_id(1) * BN) // 128 * SQUARES
+        acc = tl.zeros((BN, BK), tl.float32)
+        for k0 in tl.static_range(0, K, BK):
+            inside = k0 + k < columns
+            part = _input_part(x + pair * K, x_scale + pair * SQUARES, squares, k0 + k, inside, FORM)
+            acc += _multiply(at + k0, part, here, inside, FORM, K % BK == 0)
+        value = tl.sum(acc, 1)
+        if (FORM == BY_ROW) | (FORM == STATIC):
+            value *= tl.load(x_scale + pair) * tl.load(weight_scale + first + n, mask=n < N, other=0.0)
+        if BIAS:
+            value += tl.load(bias + first + n, mask=n < N, other=0.0).to(tl.float32)
+        value = value.to(kind).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(weights + pair)
+        total += value
+    tl.store(out + token * N + n, total.to(kind), mask=n < N)

@@ -1,0 +1,144 @@
+"""Mixtures of experts against their definition in plain torch: on the GPU, or through Triton's interpreter."""
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from text_generation_inference.kernels import experts as reference
+from text_generation_inference.kernels import fp8
+from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.kernels.routing import SigmoidRouting, SoftmaxRouting
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from text_generation_inference.kernels.triton import experts
+from text_generation_inference.kernels.triton.experts import TritonExperts, Tiling, choose_tiling, count_blocks, route
+
+OP = TritonExperts((9, 0))
+
+
+@pytest.fixture(scope="module")
+def device(device_name: str) -> torch.device:
+    return torch.device(device_name)
+
+
+@pytest.fixture(autouse=True)
+def _seed(device_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    if device_name == "cpu":  # the interpreter cuts bits off where GPUs round; the kernel has a test of its own
+        monkeypatch.setattr(experts, "quantize_rows", fp8.quantize_rows)
+        monkeypatch.setattr(experts, "choose_shape", lambda k: (32, 64, 1))  # fewer programs, which it is slow at
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 3e-3) -> None:
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    assert float((actual.float() - expected.float()).norm() / expected.float().norm()) < tolerance
+
+
+def make(
+    device: torch.device, tokens: int, count: int, top_k: int, hidden: int, width: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    weights, ids = torch.randn(tokens, count, device=device).softmax(-1).topk(top_k)
+    x, gate_up, down = (
+        torch.randn(tokens, hidden + 8, device=device)[:, :hidden],
+        torch.randn(count * 2 * width, hidden, device=device) / hidden**0.5,
+        torch.randn(count * hidden, width, device=device) / width**0.5,
+    )
+    return (x.to(dtype), ids.int(), weights, gate_up.to(dtype), down.to(dtype))
+
+
+# tokens, experts, chosen, hidden, width: whole tiles and not, experts without tokens, one token
+SIZES = [(1, 8, 2, 64, 48), (3, 6, 2, 72, 40), (9, 5, 3, 136, 24), (20, 3, 1, 128, 64)]
+
+
+@pytest.mark.parametrize("by_pair", [True, False], ids=["by-pair", "sorted"])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_experts(device: torch.device, sizes: tuple[int, ...], dtype: torch.dtype, by_pair: bool) -> None:
+    made = make(device, *sizes, dtype)
+    close(OP(*made, by_pair=by_pair), reference.experts(*made))
+
+
+@pytest.mark.parametrize("by_pair", [True, False], ids=["by-pair", "sorted"])
+@pytest.mark.parametrize("gate", list(reference.GATES))
+def test_gates_biases_and_scaled_inputs(device: torch.device, gate: str, by_pair: bool) -> None:
+    made = make(device, 4, 5, 2, 64, 32, torch.float16)
+    biases = torch.randn(5, 64, device=device).half(), torch.randn(5, 64, device=device).half()
+    for scale_inputs in (False, True):
+        found = OP(*made, gate, biases, scale_inputs, by_pair)
+        close(found, reference.experts(*made, gate, biases, scale_inputs))
+
+
+TILINGS = [
+    choose_tiling(pairs, 4, True, torch.float16, roomy=roomy) for pairs in (8, 64, 128, 999) for roomy in (True, False)
+]
+
+
+@pytest.mark.parametrize("tiling", sorted({replace(each, bk=64) for each in TILINGS}, key=str), ids=str)
+def test_tilings(device: torch.device, tiling: Tiling) -> None:
+    made = make(device, 30, 3, 2, 96, 48, torch.float16)
+    second = replace(tiling, bn=2 * tiling.bn, group=2)
+    close(OP(*made, by_pair=False, tilings=(tiling, second)), reference.experts(*made))
+
+
+@pytest.mark.parametrize("by_pair", [True, False], ids=["by-pair", "sorted"])
+@pytest.mark.parametrize("form", ["by row", "static", "by square"])
+def test_fp8(device: torch.device, form: str, by_pair: bool) -> None:
+    x, ids, weights, gate_up, down = make(device, 3, 3, 2, 256, 128, torch.float16)
+    first, second = (fp8.quantize_weight(part, form == "by square") for part in (gate_up, down))
+    if form == "static":
+        first.input_scale, second.input_scale = torch.tensor(0.01, device=device), torch.tensor(0.005, device=device)
+    found = OP(x, ids, weights, first, second, by_pair=by_pair)
+    # Values on the edge between two of FP8 may be rounded the other way.
+    close(found, reference.experts(x, ids, weights, first, second), 1e-2)
+    close(OP(x, ids, weights, first, down, by_pair=by_pair), reference.experts(x, ids, weights, first, down), 1e-2)
+
+
+def test_bounded_inputs(device: torch.device) -> None:
+    x, ids, weights, gate_up, down = make(device, 2, 3, 2, 64, 32, torch.float16)
+    first: Fp8Weight = replace(fp8.quantize_weight(gate_up), input_bound=0.5)
+    close(OP(x, ids, weights, first, down), reference.experts(x, ids, weights, first, down), 1e-2)
+
+
+def test_no_tokens(device: torch.device) -> None:
+    made = make(device, 0, 3, 2, 64, 32, torch.float16)
+    assert OP(*made).shape == (0, 64)
+
+
+def test_experts_that_all_or_none_go_to(device: torch.device) -> None:
+    x, _, weights, gate_up, down = make(device, 37, 6, 2, 64, 32, torch.float16)
+    ids = torch.tensor([[5, 2]], device=device, dtype=torch.int32).expand(37, 2)
+    close(OP(x, ids, weights, gate_up, down, by_pair=False), reference.experts(x, ids, weights, gate_up, down))
+
+
+def test_blocks_always_suffice() -> None:
+    for pairs in (1, 2, 7, 64, 513):
+        for count in (1, 3, 128):
+            for bm in (16, 128):
+                used = min(count, pairs)
+                worst = used - 1 + -(-(pairs - used + 1) // bm)  # one pair each, the rest for one expert
+                even = sum(-(-(pairs // used + (e < pairs % used)) // bm) for e in range(used))
+                assert max(worst, even) <= count_blocks(pairs, count, bm) <= pairs
+
+
+@pytest.mark.parametrize("rule", [SoftmaxRouting(2, p_norm=1), SoftmaxRouting(6, factor=3.0), SigmoidRouting(2)])
+@pytest.mark.parametrize("num_experts", [8, 60])
+def test_route(device: torch.device, rule: SoftmaxRouting | SigmoidRouting, num_experts: int) -> None:
+    scores = torch.randn(9, num_experts, device=device) * 2
+    scores[3] = 1.5  # all equal
+    scores[4, 2:7] = 9.0
+    ids, weights = route(scores, rule)
+    expected_ids, expected = rule(scores)
+    assert ids.tolist() == expected_ids.tolist()
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_scores_that_are_no_numbers(device: torch.device) -> None:
+    """Padding rows may have any; their experts must exist."""
+    scores = torch.full((2, 8), float("nan"), device=device)
+    ids, _ = route(scores, SoftmaxRouting(3, p_norm=1))
+    assert bool(((ids >= 0) & (ids < 8)).all())
