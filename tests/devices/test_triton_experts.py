@@ -16,7 +16,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from text_generation_inference.kernels.triton import experts
-from text_generation_inference.kernels.triton.experts import TritonExperts, Tiling, choose_tiling, count_blocks, route
+from text_generation_inference.kernels.triton.experts import Tiling, TritonExperts, choose_tiling, count_blocks, route
 
 OP = TritonExperts((9, 0))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels import experts as reference
 from text_generation_inference.kernels.fp8 import SQUARE, Fp8Weight
+from text_generation_inference.kernels.matrices import Weight, plain
 from text_generation_inference.kernels.routing import Routed, Routing, SoftmaxRouting
 from text_generation_inference.kernels.triton.gemv import choose_shape
 from text_generation_inference.kernels.triton.grouped_products import grouped_product, sort_pairs, sum_pairs
@@ -76,8 +77,8 @@ class TritonExperts:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: Tensor | Fp8Weight,
-        down: Tensor | Fp8Weight,
+        gate_up: Weight,
+        down: Weight,
         gate: str = "silu",
         biases: tuple[Tensor, Tensor] | None = None,
         scale_inputs: bool = False,
@@ -105,7 +106,7 @@ class TritonExperts:
             _pair_down(_Operands.of(gated, down), ids, weights, second, out, not scale_inputs)
             return out
         tile, tile_down = (
-            asked or choose_tiling(pairs, num_experts, weight is gate_up, weight.data.dtype, is_square, self._roomy)
+            asked or choose_tiling(pairs, num_experts, weight is gate_up, _kind(weight), is_square, self._roomy)
             for asked, weight, is_square in zip(
                 tilings, (gate_up, down), (_is_by_square(gate_up), _is_by_square(down)), strict=True
             )
@@ -124,7 +125,11 @@ class TritonExperts:
         return out
 
 
-def _is_by_square(weight: Tensor | Fp8Weight) -> bool:
+def _kind(weight: Weight) -> torch.dtype:
+    return weight.data.dtype if isinstance(weight, Fp8Weight) else plain(weight).dtype
+
+
+def _is_by_square(weight: Weight) -> bool:
     return isinstance(weight, Fp8Weight) and weight.by_square
 
 
@@ -139,9 +144,9 @@ class _Operands:
     form: int
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor | Fp8Weight) -> "_Operands":
-        if isinstance(weight, Tensor):
-            return cls(x, weight, x, x, PLAIN.value)
+    def of(cls, x: Tensor, weight: Weight) -> "_Operands":
+        if not isinstance(weight, Fp8Weight):
+            return cls(x, plain(weight), x, x, PLAIN.value)
         if weight.input_bound is not None:
             x = x.clamp(-weight.input_bound, weight.input_bound)
         rows = quantize_rows(x, weight)
