@@ -20,7 +20,7 @@ limits = {"max_batch_total_tokens": 16 * 704, "max_total_tokens": 704, "max_batc
 llm = LLM(progress=False, cache_dir=sys.argv[1], **limits)
 ready = time.perf_counter()
 llm.generate([[7 + n] * 500 for n in range(16)], SamplingParams(max_new_tokens=200, ignore_eos=True))
-engine = llm._engine
+engine = llm.engine
 kv_bytes = sum(t.nbytes for pair in engine.rank.runner.kv_cache for t in pair)
 weights = (engine.folder / "ggml.safetensors").stat().st_size
 print(json.dumps({

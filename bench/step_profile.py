@@ -28,8 +28,8 @@ def main() -> None:
     rng = random.Random(0)
     rows = {}
     with LLM(progress=False, max_total_tokens=512, prefix_caching=False) as llm:
-        loop = llm._engine.loop
-        runner = llm._engine.rank.runner
+        loop = llm.engine.loop
+        runner = llm.engine.rank.runner
         model = runner.model
         runner.paged._batch = timed("build the batch", runner.paged._batch)
         model.model.embedding.look_up = timed("embedding", model.model.embedding.look_up)

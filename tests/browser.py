@@ -28,17 +28,17 @@ class Tab:
     """One page. `problems` are console messages above a note and uncaught errors; `requests` are all addresses asked."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, session: str = "") -> None:
-        self._socket, self._session, self._last = socket, session, 0
+        self._socket, self._session, self.last = socket, session, 0
         self.problems: list[str] = []
         self.requests: list[str] = []
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        self._last += 1
-        asked = {"id": self._last, "method": method, "params": params}
+        self.last += 1
+        asked = {"id": self.last, "method": method, "params": params}
         await self._socket.send_json(asked | ({"sessionId": self._session} if self._session else {}))
         while True:
             message = json.loads(await asyncio.wait_for(self._socket.receive_str(), _SECONDS))
-            if message.get("id") == self._last:
+            if message.get("id") == self.last:
                 assert "error" not in message, f"{method}: {message['error']}"
                 return message["result"]
             self._note(message)
@@ -114,7 +114,7 @@ async def open_tab() -> AsyncIterator[Tab]:
                 target = (await browser.call("Target.createTarget", url="about:blank"))["targetId"]
                 attached = await browser.call("Target.attachToTarget", targetId=target, flatten=True)
                 tab = Tab(socket, attached["sessionId"])
-                tab._last = 1000
+                tab.last = 1000
                 for domain in ("Page", "Runtime", "Log", "Network"):
                     await tab.call(f"{domain}.enable")
                 yield tab

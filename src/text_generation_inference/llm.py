@@ -141,10 +141,10 @@ class LLM(AbstractContextManager["LLM"]):
         self.config = ServerConfig(**given)
         self._show_progress = progress
         with StageBars(enabled=progress) as bars:
-            self._engine: Engine = start_engine(self.config, bars.update)
-        self.facts = self._engine.facts
-        self.tokenizer = Tokenizer.load(self._engine.folder)
-        self.notes = self._engine.notes
+            self.engine: Engine = start_engine(self.config, bars.update)
+        self.facts = self.engine.facts
+        self.tokenizer = Tokenizer.load(self.engine.folder)
+        self.notes = self.engine.notes
         self._template: ChatTemplate | None = None
         self._ids = count(1)
         self._jobs: dict[int, _Job] = {}
@@ -205,14 +205,14 @@ class LLM(AbstractContextManager["LLM"]):
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
         """The conversation as the text the model was trained on."""
         if self._template is None:
-            self._template = ChatTemplate.load(self._engine.folder)
+            self._template = ChatTemplate.load(self.engine.folder)
         return self._template.render(messages, **template)
 
     def close(self) -> None:
         """Free the model. The object cannot be used afterwards."""
         with self._lock:
             self._failure = self._failure or EngineError("this LLM is closed")
-            self._engine.close()
+            self.engine.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -228,7 +228,7 @@ class LLM(AbstractContextManager["LLM"]):
         self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool, cache_salt: str, grammar: Grammar | None
     ) -> _Job:
         if grammar is not None:
-            self._engine.grammars.compile(grammar)
+            self.engine.grammars.compile(grammar)
         request = prepare_request(
             next(self._ids),
             prompt,
@@ -279,17 +279,17 @@ class LLM(AbstractContextManager["LLM"]):
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            self._engine.loop.add(job.request)
+            self.engine.loop.add(job.request)
             self._jobs[job.request.id] = job
 
     def _drop(self, job: _Job) -> None:
         with self._lock:
             if self._jobs.pop(job.request.id, None) is not None:
-                self._engine.loop.abort(job.request.id)
+                self.engine.loop.abort(job.request.id)
 
     def _pump(self) -> None:
         """One step of the engine, and its tokens to the jobs. Ctrl-C takes effect only while it waits."""
-        loop = self._engine.loop
+        loop = self.engine.loop
         with self._lock:
             if self._failure is not None:
                 raise self._failure

@@ -38,9 +38,9 @@ def llm(cache: Path) -> Iterator[LLM]:
 
 
 def idle(llm: LLM) -> bool:
-    scheduler = llm._engine.loop.scheduler
+    scheduler = llm.engine.loop.scheduler
     scheduler.check()
-    return not scheduler._requests and scheduler.pool.num_free == scheduler.pool.num_usable
+    return scheduler.num_waiting == scheduler.num_running == 0 and scheduler.pool.num_free == scheduler.pool.num_usable
 
 
 def test_stream_equals_generate_and_never_splits_a_character(llm: LLM) -> None:
@@ -96,7 +96,7 @@ def test_several_tokens_of_a_request_at_a_time_change_nothing(
         SamplingParams(max_new_tokens=33, ignore_eos=True, decoder_input_details=True),
     ]
     one_by_one = [llm.generate("Count: 1, 2, 3, 4,", params)[0] for params in all_params]
-    loop = llm._engine.loop
+    loop = llm.engine.loop
     take = loop.take
 
     def take_several() -> TokenOut:
@@ -338,7 +338,7 @@ def test_a_failing_device_is_a_typed_error_for_everyone(cache: Path) -> None:
     broken = LLM(cache_dir=str(cache), max_batch_total_tokens=512, max_total_tokens=256, progress=False)
     stream = broken.stream("One", SamplingParams(max_new_tokens=100, ignore_eos=True))
     next(stream)
-    broken._engine.rank.runner.model.logits = None  # type: ignore[union-attr]
+    broken.engine.rank.runner.model.logits = None  # type: ignore[union-attr]
     with pytest.raises(EngineError, match="a step failed on the device"):
         broken.generate("Two", SamplingParams(max_new_tokens=5))
     with pytest.raises(EngineError):
@@ -358,8 +358,8 @@ def test_after_close(cache: Path) -> None:
 def test_a_token_the_model_lacks(llm: LLM, tmp_path: Path) -> None:
     """A tokenizer with more tokens than the model: typing one of them is a caller's error."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((llm._engine.folder / name).read_bytes())
-    config = json.loads((llm._engine.folder / "config.json").read_text())
+        (tmp_path / name).write_bytes((llm.engine.folder / name).read_bytes())
+    config = json.loads((llm.engine.folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 1000}))
     with LLM(
         str(tmp_path), load_format="dummy", max_batch_total_tokens=512, max_total_tokens=64, progress=False
@@ -390,7 +390,7 @@ def test_unknown_architecture(tmp_path: Path) -> None:
 
 def test_dummy_weights_need_no_checkpoint(llm: LLM, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((llm._engine.folder / name).read_bytes())
+        (tmp_path / name).write_bytes((llm.engine.folder / name).read_bytes())
     answers = []
     for seed in (0, 0, 1):
         with LLM(

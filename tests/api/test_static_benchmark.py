@@ -279,7 +279,7 @@ class Terminal:
                 env={**environment, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"},
                 start_new_session=True,
             )
-        self._received = b""
+        self.received = b""
         self.alternate = False
         self.cursor = True
         self.screen: list[str] = []
@@ -312,7 +312,7 @@ class Terminal:
             assert time.monotonic() < until, f"{self.text}\n{self.output.read_text()}"
             assert self.process.poll() is None, self.output.read_text()
             if select.select([self._controller], [], [], 0.05)[0]:
-                self._received += os.read(self._controller, 65536)
+                self.received += os.read(self._controller, 65536)
                 self._replay()
 
     def wait_for_exit(self, runs: int) -> tuple[int, str]:
@@ -331,7 +331,7 @@ class Terminal:
 
     def _replay(self) -> None:
         """Everything that came so far onto an empty screen: enough of a terminal for what is drawn here."""
-        text = self._received.decode(errors="ignore")
+        text = self.received.decode(errors="ignore")
         begin = text.rfind("\x1b[H")  # each frame starts there and covers everything
         for parameters, letter in _SEQUENCE.findall(text):
             if parameters == "?1049":
@@ -387,7 +387,7 @@ def test_in_a_terminal(terminal: Terminal, tiny: Path, tmp_path: Path) -> None:
     terminal.assert_restored()
     assert status == 0
     assert "| Prefill        | 1          |" in out and "|                | 2" not in out
-    terminal.wait(lambda: b"ended early: 0 of 3 batch sizes were measured, and " in terminal._received)
+    terminal.wait(lambda: b"ended early: 0 of 3 batch sizes were measured, and " in terminal.received)
 
     # Ctrl-C
     file = tmp_path / "report.json"
@@ -430,7 +430,7 @@ def test_in_a_terminal(terminal: Terminal, tiny: Path, tmp_path: Path) -> None:
     # lines if they are asked for
     terminal.start(*model, "-b", "1", "-r", "1", "--plain")
     status, _ = terminal.wait_for_exit(5)
-    terminal.wait(lambda: b"[1 of 1 batch sizes]" in terminal._received)
+    terminal.wait(lambda: b"[1 of 1 batch sizes]" in terminal.received)
     assert status == 0 and not terminal.alternate
 
     # the window is closed

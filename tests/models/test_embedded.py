@@ -68,7 +68,7 @@ def llm(cache: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def reference(llm: LLM) -> transformers.PreTrainedModel:
-    folder = llm._engine.folder
+    folder = llm.engine.folder
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -136,7 +136,7 @@ def test_a_cached_prompt_gives_the_same_answer(llm: LLM, prompts: list[list[int]
 
 
 def test_tokenizer_and_template_equal_transformers(llm: LLM) -> None:
-    theirs = transformers.AutoTokenizer.from_pretrained(llm._engine.folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(llm.engine.folder)
     for text in TEXTS + CHATS:
         assert llm.tokenizer.encode(text) == theirs.encode(text)
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]

@@ -82,13 +82,13 @@ def check_conforms(llm: LLM, outputs: list[Output]) -> None:
     ids=str,
 )  # fmt: skip
 def test_output_conforms(llm: LLM, params: dict) -> None:
-    check_conforms(llm, run(llm._engine, schema_requests(llm, **params)))
+    check_conforms(llm, run(llm.engine, schema_requests(llm, **params)))
 
 
 def test_logprobs_are_of_what_is_allowed(llm: LLM) -> None:
     prompt = llm.tokenizer.encode("Is it so?")
     request = make_request(1, prompt, 9, stop_token_ids=[2], top_n_tokens=9)
-    output = run(llm._engine, [msgspec.structs.replace(request, grammar=Grammar("regex", "yes|no"))])[0]
+    output = run(llm.engine, [msgspec.structs.replace(request, grammar=Grammar("regex", "yes|no"))])[0]
     first = output.top_tokens[0]
     assert {llm.tokenizer.decode([token_id]) for token_id in first} <= {"y", "ye", "yes", "n", "no"}
     assert sum(2.718281828**logprob for logprob in first.values()) == pytest.approx(1, abs=1e-3)

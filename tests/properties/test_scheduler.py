@@ -251,7 +251,7 @@ def test_nothing_grows_without_bound() -> None:
         harness.step()
     harness.drain()
     scheduler = harness.scheduler
-    assert not scheduler._requests and not scheduler._waiting and not scheduler._in_flight
+    assert not scheduler.has_work and not scheduler._waiting
     assert not scheduler._calendar
     assert len(harness.pool._index) <= harness.pool.num_usable
 

@@ -94,9 +94,9 @@ def make_known(max_tokens: int) -> KnownTokens:
     return KnownTokens(pages, tables.astype(np.int32), last, lengths, max_tokens)
 
 
-def make_sampler(admissions: list[Admission], pads: bool) -> Sampler:
+def make_sampler(admissions: list[Admission], pads: bool, ops: Ops | None = None) -> Sampler:
     known = make_known(MAX_TOKENS)
-    sampler = Sampler(Ops(), torch.device("cpu"), known, VOCAB, (0.5, 2.0), pads)
+    sampler = Sampler(ops or Ops(), torch.device("cpu"), known, VOCAB, (0.5, 2.0), pads)
     for admitted in admissions:
         slot, tokens = admitted.slot, admitted.request.token_ids
         for place, token in enumerate(tokens):
@@ -212,13 +212,12 @@ def test_every_shape_is_met_in_warming_up() -> None:
 def test_a_greedy_batch_is_one_op() -> None:
     """What no row asks costs nothing."""
     calls = []
-    sampler = make_sampler([admission(0, SamplingParams(), 3)], False)
 
     def greedy(logits):
         calls.append(logits.shape)
         return torch.zeros(1, dtype=torch.int64), torch.zeros(1)
 
-    sampler._greedy = greedy
+    sampler = make_sampler([admission(0, SamplingParams(), 3)], False, Ops(greedy=greedy))
     sampler.choose(torch.zeros(1, VOCAB), [0])
     with Counting() as counting:
         sampler.choose(torch.zeros(1, VOCAB), [0])
