@@ -129,7 +129,6 @@ def measure(engine: Engine, works: list[str], repeats: int) -> dict[str, float]:
 
 def compare_graphs(engine: Engine) -> tuple[int, int]:
     """Requests with mixed options, by graphs and by the same padded passes without: (tokens, those that differ)."""
-    assert engine.rank.runner.buckets is not None
     rng = random.Random(1)
     rows, longest = min(24, engine.resolved.max_batch_size), engine.resolved.max_input_tokens
     new = min(24, engine.resolved.max_total_tokens - longest)
@@ -138,8 +137,8 @@ def compare_graphs(engine: Engine) -> tuple[int, int]:
         for n in range(2 * rows)
     ]
     captured = run(engine, work)[1]
-    for bucket in engine.rank.runner.buckets.passes.plan.shapes:
-        engine.rank.runner.buckets.passes.go_without(bucket)
+    for bucket in engine.rank.runner.steps.plan.shapes:
+        engine.rank.runner.steps.go_without(bucket)
     plain = run(engine, work)[1]
     pairs = [(a, b) for n in captured for a, b in zip(captured[n], plain[n], strict=True)]
     return len(pairs), sum(a != b for a, b in pairs)
@@ -174,8 +173,7 @@ def main() -> int:
         del engine
         free_memory()
         engine, seconds = start(options, folder, bucketing=True)
-        assert engine.rank.runner.buckets is not None
-        plan, stats = engine.rank.runner.buckets.passes.plan, engine.rank.runner.buckets.bucket_stats
+        plan, stats = engine.rank.runner.steps.plan, engine.rank.bucket_stats
         print(
             f"{options.shape}, {options.limits}, {options.strategy}: {len(plan.prefill)} + {len(plan.decode)} shapes,"
             f" {stats.num_captured} graphs, {stats.num_warmed} keys; warm-up of shapes {seconds['prepare']:.1f} s of"
@@ -183,9 +181,9 @@ def main() -> int:
         )
         print("  " + ", ".join(f"{stage} {value:.1f} s" for stage, value in seconds.items()), flush=True)
         bucketed = measure(engine, options.work, options.repeats)
-        after = engine.rank.runner.buckets.bucket_stats
+        after = engine.rank.bucket_stats
         tokens, different = compare_graphs(engine)
-        unplanned = engine.rank.runner.buckets.bucket_stats.num_unplanned
+        unplanned = engine.rank.bucket_stats.num_unplanned
         engine.close()
     ratios = {text: bucketed[text] / plain[text] for text in options.work}
     for text, ratio in ratios.items():

@@ -82,8 +82,9 @@ def main() -> None:
         engine = start_engine(config)
     warm_up(engine)
     print({stage: round(seconds, 2) for stage, seconds in engine.seconds.items()}, flush=True)
-    steps, passes = Steps(engine), engine.rank.runner.paged
-    captured = passes._captured_mixed
+    steps, passes = Steps(engine), engine.rank.runner.steps
+    captured = passes._captured
+    without = {bucket: one for bucket, one in captured.items() if bucket.phase == "decode"}
     found, lines = [], []
     for beside in BESIDE:
         steps.decode_beside(beside)
@@ -91,7 +92,7 @@ def main() -> None:
             times: dict[str, list[float]] = {"captured": [], "queued": []}
             for turn in range(2 * (ROUNDS + 1)):
                 way = ("captured", "queued")[turn % 2]
-                passes._captured_mixed = captured if way == "captured" else {}
+                passes._captured = captured if way == "captured" else without
                 took = steps.prompt(length)
                 if turn > 1:  # what happens once is not measured
                     times[way].append(took)

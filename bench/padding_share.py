@@ -14,7 +14,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from text_generation_inference.bench.serve.profiles import PROFILES, LengthProfile
-from text_generation_inference.devices.buckets import BucketPlan, BucketSettings, PlanLimits, plan_buckets
+from text_generation_inference.runner.shapes.buckets import BucketPlan, BucketSettings, PlanLimits, plan_buckets
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.scheduler import Scheduler
@@ -47,14 +47,14 @@ class PaddingCounter:
         rows = list(self.decode_set) if plan.decode else []
         if rows:
             blocks = sum(-(-self.lengths[slot] // BLOCK_SIZE) for slot in rows)
-            bucket = self.plan.find_decode(len(rows), blocks)
+            bucket = self.plan.find("decode", len(rows), blocks)
             assert bucket is not None
             self._count("decode", bucket.batch, len(rows))
             self._count("blocks", bucket.length, blocks)
         if plan.chunks:
             lengths = [chunk.end for chunk in plan.chunks]
             for places in self.plan.group(lengths):
-                bucket = self.plan.find_prefill(len(places), max(lengths[place] for place in places))
+                bucket = self.plan.find("prefill", len(places), max(lengths[place] for place in places))
                 assert bucket is not None
                 self._count("prefill", bucket.num_tokens, sum(lengths[place] for place in places))
             rows += [chunk.slot for chunk in plan.chunks]
@@ -79,7 +79,7 @@ def simulate(profile: LengthProfile, limits: PlanLimits, plan: BucketPlan, users
         max_total_tokens=limits.max_total_tokens,
     )
     pool = BlockPool(limits.max_batch_size * (limits.blocks_per_row + 1) + 1, BLOCK_SIZE, False)
-    scheduler = Scheduler(policy, pool, clock=lambda: 0, prompts_fit=plan.fits)
+    scheduler = Scheduler(policy, pool, clock=lambda: 0, prompts_fit=plan.prompts_fit)
     runner = PaddingCounter(plan)
     waiting = deque(
         GenerationRequest(

@@ -31,7 +31,7 @@ def main() -> None:
         loop = llm.engine.loop
         runner = llm.engine.rank.runner
         model = runner.model
-        runner.paged._batch = timed("build the batch", runner.paged._batch)
+        runner.steps._batch = timed("build the batch", runner.steps._batch)
         model.model.embedding.look_up = timed("embedding", model.model.embedding.look_up)
         if model.fused_decode is not None:
             model.fused_decode = timed("layers", model.fused_decode)

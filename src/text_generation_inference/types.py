@@ -406,6 +406,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     memory_share: float  # of the memory free after loading, how much the KV cache may take
     runs_ahead: bool = False  # work is queued and done later; slots then live on the device
     graphs: bool = False  # padded passes have a graph for each shape
+    captures_steps: bool = False  # steps over block tables are padded to sizes that are captured
+    max_captured_tokens: int = 0  # of a captured step with prompt tokens; 0: none of these is captured
     prompt_graphs: bool = True  # those of prompts too, unless the user says otherwise
     measures_steps: bool = False  # all free memory goes to the KV cache: what steps take is measured before
     meters_memory: bool = False  # it can be told how much memory work takes

@@ -10,7 +10,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.buckets import decode_sizes, mixed_sizes
 from text_generation_inference.devices.cpu import CpuDevice
 from text_generation_inference.devices.device import GraphForward, failed_step
 from text_generation_inference.devices.graphs import CapturedForward
@@ -21,11 +20,11 @@ from text_generation_inference.kernels.ops import Ops
 class QueueOnCpu(CpuDevice):
     def __init__(self, cache_dir: Path, ops: Ops | None = None) -> None:
         super().__init__(cache_dir, custom_kernels=False)
-        self.limits = msgspec.structs.replace(self.limits, runs_ahead=True, graphs=True)
+        most = 128 if ops is None else 48  # the CPU, and even more an interpreter, would take long over more
+        self.limits = msgspec.structs.replace(
+            self.limits, runs_ahead=True, graphs=True, captures_steps=True, max_captured_tokens=most
+        )
         self.ops = ops or Ops()
-        self._most_mixed = (
-            128 if ops is None else 48
-        )  # the CPU, and even more an interpreter, would take long over more
         self.num_replays = 0
         self.is_replaying = False
         self.in_stream = 0
@@ -62,12 +61,6 @@ class QueueOnCpu(CpuDevice):
                 self.is_replaying = False
 
         return replay, result
-
-    def decode_sizes(self, maximum: int) -> list[int]:
-        return decode_sizes(maximum)
-
-    def mixed_sizes(self, max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
-        return mixed_sizes(max_rows, min(max_tokens, self._most_mixed))
 
     def wrap_graphs(
         self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None

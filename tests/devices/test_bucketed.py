@@ -18,7 +18,6 @@ from queue_on_cpu import QueueOnCpu
 from torch import Tensor
 
 from text_generation_inference.config import ServerConfig
-from text_generation_inference.devices.buckets import Bucket
 from text_generation_inference.engine.build import Engine, start_engine
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.kernels import block_lists, reference
@@ -26,6 +25,7 @@ from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts, put_together, take_apart
 from text_generation_inference.kernels.fp8 import FP8
 from text_generation_inference.runner.padded_inputs import describe_decode, describe_prefill
+from text_generation_inference.runner.shapes.buckets import Bucket
 from text_generation_inference.runner.slots import HostTables
 from text_generation_inference.types import Grammar
 
@@ -76,10 +76,10 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def check_shapes(engine: Engine) -> None:
     """Everything had a shape that warming up has met."""
-    assert engine.rank.runner.buckets is not None
-    stats = engine.rank.runner.buckets.bucket_stats
+    assert engine.rank.runner.steps is not None
+    stats = engine.rank.bucket_stats
     assert stats.num_unplanned == 0
-    assert engine.rank.runner.buckets.passes.shape_stats.news == []
+    assert engine.rank.runner.steps.passes.shape_stats.news == []
     assert stats.prefill_computed >= stats.prefill_needed > 0
     assert stats.decode_computed >= stats.decode_needed > 0
 
@@ -140,8 +140,8 @@ def test_settings_change_nothing(tiny_llama: Tiny, start_bucketed: Start, settin
     same(run(engine, asked), expected)
     same(run(engine, asked, arrivals=list(range(9))), expected)
     if settings.get("warmup_enabled") is False:  # every shape was a miss, once
-        assert engine.rank.runner.buckets is not None
-        stats, news = engine.rank.runner.buckets.bucket_stats, engine.rank.runner.buckets.passes.shape_stats.news
+        assert engine.rank.runner.steps is not None
+        stats, news = engine.rank.bucket_stats, engine.rank.runner.steps.passes.shape_stats.news
         assert 0 < stats.num_unplanned == len(news) <= stats.num_planned and stats.num_warmed == 0
         assert "was not warmed up" in news[0]
     else:
@@ -155,7 +155,7 @@ def test_padding_rows_and_filler_blocks_may_hold_anything(
     asked = requests([{}], [1, 17, 40])
     expected = on_cpu(tiny_llama.folder, asked)
     engine = start_bucketed(tiny_llama.folder)
-    runner = engine.rank.runner.buckets
+    runner = engine.rank.runner.steps
     assert runner is not None
     for round_number in range(2):
         for k_cache, v_cache in runner.passes._kv_cache:
@@ -187,7 +187,7 @@ def test_a_step_without_memory_is_taken_back(
     asked = requests([{}, {"do_sample": True}, {"decoder_input_details": True}], [90, 5, 96, 17])
     expected = on_cpu(tiny_llama.folder, asked)
     engine = start_bucketed(tiny_llama.folder)
-    runner = engine.rank.runner.buckets
+    runner = engine.rank.runner.steps
     assert runner is not None
     compute, calls = runner.passes._graphs, iter(range(1000))
 
@@ -207,7 +207,7 @@ def test_a_request_that_never_fits_ends(
     tiny_llama: Tiny, start_bucketed: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start_bucketed(tiny_llama.folder)
-    runner = engine.rank.runner.buckets
+    runner = engine.rank.runner.steps
     assert runner is not None
     compute = runner.passes._graphs
 
@@ -226,7 +226,7 @@ def test_a_request_that_never_fits_ends(
 
 def test_a_broken_model_fails_its_requests(tiny_llama: Tiny, start_bucketed: Start, device_name: str) -> None:
     engine = start_bucketed(tiny_llama.folder)
-    assert engine.rank.runner.buckets is not None
+    assert engine.rank.runner.steps is not None
     engine.rank.runner.model.model.norm.weight.fill_(math.nan)
     wait_for_device(device_name)
     output = run(engine, requests([{}], [5]))[0]
@@ -313,15 +313,15 @@ def test_a_measured_device_meets_every_shape(
     config = ServerConfig(model_id=str(tiny_llama.folder), dtype="float32", cache_dir=str(tmp_path), **LIMITS)
     engine = start_engine(config, lambda *progress: told.append(progress))
     assert device.compiled == 1
-    assert engine.rank.runner.buckets is not None
-    stats = engine.rank.runner.buckets.bucket_stats
+    assert engine.rank.runner.steps is not None
+    stats = engine.rank.bucket_stats
     assert stats.num_captured == stats.num_planned, "every shape is small enough for a graph"
     assert any("bucket plan, exponential" in note for note in engine.notes)
     assert told[-1] == ("warm up shapes", stats.num_planned, stats.num_planned)
     asked = requests(PARAMS, [3 + n % 29 for n in range(20)])
     same(run(engine, asked), on_cpu(tiny_llama.folder, asked))
     check_shapes(engine)
-    assert engine.rank.runner.buckets.bucket_stats.num_captured == stats.num_planned
+    assert engine.rank.bucket_stats.num_captured == stats.num_planned
     engine.close()
     record = next((tmp_path / "warmed").glob("*.json"))
     assert len(json.loads(record.read_text())["shapes"]) == stats.num_planned

@@ -85,7 +85,7 @@ def test_it_plays_the_largest_step_and_leaves_nothing(tiny: Tiny, device: Measur
     engine = start_engine(config, lambda stage, *_: stages.append(stage))
     assert max(device.tokens_per_step) == max(rows, tokens)
     assert device.compiled == 1
-    assert stages[0] == "load weights" and "compile kernels" in stages and stages[-1] == "capture steps"
+    assert stages[0] == "load weights" and "compile kernels" in stages and stages[-1] == "warm up shapes"
     asked = [make_request(n, prompt, 9) for n, prompt in enumerate(random_prompts(320, [3, 20, 50], seed=4))]
     ours = run(engine, asked)
     engine.close()
@@ -146,6 +146,61 @@ def test_the_cache_leaves_room_for_the_largest_step_beside_it(
     assert [output.token_ids for output in run(engine, asked)] == [
         reference(tiny.model, request.token_ids, 9)[0] for request in asked
     ]
+    engine.close()
+
+
+class CrowdedGraphs(Measured):
+    """Lacks memory for the captures of large steps, beside more than so many blocks."""
+
+    most_blocks = 0
+    num_blocks = 0
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.num_blocks = shape[0]
+        return super().zeros(shape, dtype)
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        replay, result = super().capture(work)
+        if result.shape[0] >= 4 and self.num_blocks > self.most_blocks:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+        return replay, result
+
+
+@pytest.mark.parametrize("finds_room", [True, False])
+def test_what_cannot_be_captured_is_not(
+    tiny: Tiny, device_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finds_room: bool
+) -> None:
+    """A smaller cache is tried first; then such steps run op by op, and the start goes on."""
+    if device_name != "cpu":
+        pytest.skip("with a device double")
+    device = CrowdedGraphs(tmp_path)
+    device.free, device.peak = 2_000_000, 200_000
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
+    monkeypatch.setattr("text_generation_inference.engine.build.SPARE_BYTES", 100_000)
+    monkeypatch.setattr("text_generation_inference.engine.build.MOST_SPARE_BYTES", 200_000)
+    settings: dict[str, Any] = {"max_batch_size": 4, "max_total_tokens": 512, "max_batch_total_tokens": None}
+    device.most_blocks = 10**9
+    whole = start(tiny.folder, **settings)
+    num_shapes = len(whole.rank.runner.steps.plan.shapes)
+    assert whole.rank.runner.steps.num_captured == num_shapes
+    device.most_blocks = whole.facts.num_blocks - 1 if finds_room else 0
+    engine = start(tiny.folder, **settings)
+    assert engine.facts.num_blocks < whole.facts.num_blocks
+    steps = engine.rank.runner.steps
+    told = [note for note in engine.notes if "have no graph" in note]
+    if finds_room:
+        assert steps.num_captured == num_shapes and told == []
+    else:
+        captured = [bucket for bucket in steps.plan.shapes if steps.captures(bucket)]
+        assert {(bucket.phase, bucket.batch) for bucket in captured} == {("decode", 1), ("decode", 2)}
+        assert steps.num_captured == 2
+        assert told == [f"{num_shapes - 2} of {num_shapes} shapes have no graph: there was not enough memory for them"]
+    asked = [make_request(n, prompt, 9) for n, prompt in enumerate(random_prompts(320, [3, 20, 50, 9], seed=4))]
+    replays = device.num_replays
+    assert [output.token_ids for output in run(engine, asked)] == [
+        reference(tiny.model, request.token_ids, 9)[0] for request in asked
+    ]
+    assert device.num_replays > replays or not finds_room
     engine.close()
 
 

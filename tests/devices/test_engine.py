@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -17,12 +16,11 @@ from queue_on_cpu import QueueOnCpu
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine
-from text_generation_inference.engine.memory import most_captured_tokens
 from text_generation_inference.kernels.ops import Ops
-from text_generation_inference.models.registry import build, read_config
-from text_generation_inference.quant.choose import assign_methods, choose_quantization
+from text_generation_inference.runner.shapes import Bucket, PlanLimits, plan_shapes
+from text_generation_inference.runner.shapes.captured import most_captured_tokens
 from text_generation_inference.text.tokenizer import Tokenizer
-from text_generation_inference.types import GenerationRequest, Grammar
+from text_generation_inference.types import GenerationRequest, Grammar, Limits
 
 VARIANTS: dict[str, tuple[str, dict]] = {
     "grouped-heads": ("Llama", {}),
@@ -117,27 +115,34 @@ def test_a_step_with_few_prompt_tokens_is_replayed(
 def test_no_captured_step_is_larger_than_one_that_may_be(
     tiny_llama: Tiny, start_here: Start, settings: dict, most: int
 ) -> None:
-    sizes = start_here(tiny_llama.folder, **settings).rank.runner.paged.mixed_sizes
-    assert sizes and max(size.rows + size.tokens for size in sizes) <= most
+    shapes = start_here(tiny_llama.folder, **settings).rank.runner.steps.plan.shapes
+    mixed = [bucket.num_tokens for bucket in shapes if bucket.phase == "mixed"]
+    assert mixed and max(mixed) <= most
 
 
 @pytest.mark.parametrize(
-    ("settings", "rows", "length", "most"),
+    ("quantized", "rows", "length", "prefill", "most"),
     [
-        ({}, 256, 4096, 1024),
-        ({"quantize": "fp8"}, 256, 4096, 2048),
-        ({"quantize": "fp8", "max_batch_prefill_tokens": 1500}, 256, 4096, 1500),
-        ({"quantize": "fp8"}, 3, 101, 300),
-        ({"max_batch_prefill_tokens": 50}, 256, 4096, 50),
+        (False, 256, 4096, 8192, 1024),
+        (True, 256, 4096, 8192, 2048),
+        (True, 256, 4096, 1500, 1500),
+        (True, 3, 101, 8192, 300),
+        (False, 256, 4096, 50, 50),
     ],
 )
-def test_how_many_prompt_tokens_are_captured(
-    tiny_llama: Tiny, settings: dict, rows: int, length: int, most: int
-) -> None:
-    config = ServerConfig(**{"max_batch_prefill_tokens": 8192, **settings})
-    model = build(read_config(tiny_llama.folder))
-    assign_methods(model, choose_quantization(config.quantize, None))
-    assert most_captured_tokens(config, model, SimpleNamespace(), rows, length) == most
+def test_how_many_prompt_tokens_are_captured(quantized: bool, rows: int, length: int, prefill: int, most: int) -> None:
+    assert most_captured_tokens(rows, length, prefill, quantized) == most
+    device = Limits(
+        block_size=16, dtypes=["float32"], max_batch_size=9, max_batch_prefill_tokens=9, memory_share=1.0,
+        captures_steps=True, max_captured_tokens=10_000,
+    )  # fmt: skip
+    limits = PlanLimits(length - 1, length, rows, prefill, 16)
+    largest = plan_shapes(ServerConfig(), device, limits, quantized).shapes[0]
+    assert largest.phase == "mixed" and 0.8 * most - 32 <= largest.num_tokens <= most
+    device = msgspec.structs.replace(device, max_captured_tokens=0)
+    assert plan_shapes(ServerConfig(), device, limits, quantized).shapes[0] == Bucket("decode", rows, 0)
+    device = msgspec.structs.replace(device, captures_steps=False)
+    assert plan_shapes(ServerConfig(), device, limits, quantized).shapes == ()
 
 
 def test_every_way_to_choose(tiny_llama: Tiny, start_here: Start) -> None:

@@ -24,11 +24,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine
-from text_generation_inference.engine.warm_shapes import WarmUp
 from text_generation_inference.errors import ResourceError, StartError
 from text_generation_inference.kernels import block_lists, fp8, reference
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts, put_together, take_apart
+from text_generation_inference.runner.warm.warm_up import WarmUp
 
 SIZE = 128  # tokens of a block
 
@@ -368,7 +368,7 @@ def test_tokens_are_those_of_the_cpu_and_nothing_is_compiled_late(hpu, start_hpu
     late = hpu.bridge.count_compilations() - warm
     record_property("compiled_after_warm_up", late)
     assert found == on_cpu["fp8" if "kv_cache_dtype" in chosen else "plain"]
-    stats = engine.rank.runner.buckets.bucket_stats
+    stats = engine.rank.bucket_stats
     assert stats.num_unplanned == 0
     assert late == 0, f"{late} graphs were compiled after warm-up"
     if chosen.get("enable_hpu_graph", True):
@@ -474,9 +474,9 @@ def test_nothing_new_is_gathered_after_warm_up(hpu, start_hpu, tiny, monkeypatch
     monkeypatch.setattr(runner.slots, "move", send_to_card)
     monkeypatch.setattr(HPUGraph, "replayV3", replay_quietly)
     submit(pieces.start).result()
-    WarmUp(runner.buckets, runner.buckets.passes.plan).run()
+    WarmUp(runner.steps).run()
     warm = set(pieces.met)
-    assert len(warm) > len(runner.buckets.passes.plan.prefill)
+    assert len(warm) > len(runner.steps.passes.plan.prefill)
     ways = [
         {},
         {"decoder_input_details": True},
@@ -536,7 +536,7 @@ def test_a_card_with_little_memory(hpu, start_hpu, tiny, on_cpu, monkeypatch):
     gc.collect()
     monkeypatch.setattr(books, "limit", books.in_use() + (10 << 20))
     engine = start_hpu(tiny.folder, limit_hpu_graph=False, hpu_memory_fraction=0.5)
-    stats = engine.rank.runner.buckets.bucket_stats
+    stats = engine.rank.bucket_stats
     assert 0 < stats.num_captured < stats.num_planned
     assert [output.token_ids for output in run(engine, requests())] == on_cpu["plain"]
     monkeypatch.setattr(books, "limit", books.in_use() + (13 << 18))
@@ -589,7 +589,7 @@ def run_eager(folder: str) -> None:
     count = engine.rank.device.bridge.count_compilations
     warm = count()
     found = [[output.token_ids for output in run(engine, some)] for some in (wanted, sampled_requests()[:5])]
-    stats = engine.rank.runner.buckets.bucket_stats
+    stats = engine.rank.bucket_stats
     sampling = warm - stats.num_captured  # programs for one row: watermark, penalties, bias, mask, four draws, tops
     print(found, sampling, stats.num_captured == stats.num_planned, count() - warm)
     engine = start(Path(folder), device="hpu", dtype=None, quantize="fp8", enable_hpu_graph=False, **limits)

@@ -61,7 +61,6 @@ def test_steps_go_through_the_queue_and_wait_for_nothing(
             tiny.folder, max_batch_size=4, max_input_tokens=96, max_total_tokens=160, bucketing=bucketing or None
         )
     before: Any = engine.rank.runner
-    plan = before.buckets.passes.plan if before.buckets is not None else None
     attention = device.ops.attention
 
     def attend(*arguments: Any, **options: Any) -> Any:  # the definition reads on the host, as faster ones do not
@@ -70,8 +69,9 @@ def test_steps_go_through_the_queue_and_wait_for_nothing(
 
     device.ops.attention = attend
     with Watch(device) as watch:
-        runner = Runner(device, before.model, before.kv_cache, 4, 160, most_tokens=64, plan=plan)
-        runner.prepare()
+        runner = Runner(device, before.model, before.kv_cache, 4, 160, plan=before.steps.plan)
+        for bucket in () if bucketing else runner.steps.plan.shapes:
+            runner.steps.warm(bucket)
         watch.host_reads.clear()
         engine.rank.runner = runner
         outputs = run(engine, asked)

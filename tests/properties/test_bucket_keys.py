@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from text_generation_inference.devices.at_once import AtOnce
-from text_generation_inference.devices.buckets import Axis, BucketPlan, BucketSettings, PlanLimits, plan_buckets
-from text_generation_inference.engine.warm_shapes import WarmUp
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import WholePrompts, key_of, row_length
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.runner.runner import Runner
+from text_generation_inference.runner.shapes.buckets import Axis, BucketPlan, BucketSettings, PlanLimits, plan_buckets
+from text_generation_inference.runner.warm.warm_up import WarmUp
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.scheduler import Scheduler
@@ -197,10 +197,10 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
     plan = plan_buckets(limits, asked.wanted)
     plan.pass_tokens = 5  # so little that prompts of a step often are several passes
     runner, model = make_runner(asked, plan)
-    WarmUp(runner.buckets, plan).run()
-    warmed, num_captured = set(model.keys), runner.buckets.bucket_stats.num_captured
-    assert num_captured == sum(runner.buckets.passes.captures(bucket) for bucket in plan.shapes)
-    assert warmed == runner.buckets.passes.shape_stats.warmed
+    WarmUp(runner.steps).run()
+    warmed, num_captured = set(model.keys), runner.steps.stats.num_captured
+    assert num_captured == sum(runner.steps.passes.captures(bucket) for bucket in plan.shapes)
+    assert warmed == runner.steps.passes.shape_stats.warmed
     policy = BatchPolicy(
         max_batch_prefill_tokens=limits.max_batch_prefill_tokens,
         max_batch_size=limits.max_batch_size,
@@ -208,7 +208,7 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
     )
     assert limits.num_blocks is not None
     pool = BlockPool(limits.num_blocks + 1, limits.block_size, False)
-    scheduler = Scheduler(policy, pool, clock=lambda: 0, prompts_fit=plan.fits)
+    scheduler = Scheduler(policy, pool, clock=lambda: 0, prompts_fit=plan.prompts_fit)
     outputs: dict[int, list[int]] = {}
     prompts: dict[int, int] = {}
     reasons: dict[int, str] = {}
@@ -225,7 +225,7 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
         if planned is not None:
             assert not any(chunk.start or not chunk.samples for chunk in planned.chunks), "a prompt in parts"
             if planned.chunks:
-                together = plan.find_prefill(len(planned.chunks), max(chunk.end for chunk in planned.chunks))
+                together = plan.find("prefill", len(planned.chunks), max(chunk.end for chunk in planned.chunks))
                 assert together is not None, "prompts of a step that no shape holds"
             pending.append(runner.launch(planned).result())
         while pending and (len(pending) > asked.overlap or planned is None):
@@ -243,8 +243,8 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
             assert outputs[request.id] == expected_output(request)
             assert prompts.get(request.id, 0) == request.sampling.decoder_input_details * (len(request.token_ids) - 1)
     assert model.keys == warmed
-    assert runner.buckets.bucket_stats.num_captured == num_captured
-    assert runner.buckets.bucket_stats.num_unplanned == 0
+    assert runner.steps.stats.num_captured == num_captured
+    assert runner.steps.stats.num_unplanned == 0
     with pytest.raises(ValidationError):
         scheduler.add(GenerationRequest(
             id=-1, token_ids=[0] * (limits.max_input_tokens + 1), sampling=SamplingParams(), max_new_tokens=1,

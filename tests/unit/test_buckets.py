@@ -8,37 +8,29 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from text_generation_inference.api.metrics import Metrics
 from text_generation_inference.config import ServerConfig
-from text_generation_inference.devices.buckets import (
+from text_generation_inference.errors import ResourceError, StartError
+from text_generation_inference.runner.shapes import CapturedShapes, ShapePlan, ShapeStats
+from text_generation_inference.runner.shapes.buckets import (
     Axis,
     Bucket,
-    BucketPlan,
     BucketSettings,
     PlanLimits,
-    decode_sizes,
-    mixed_sizes,
     nearest,
     num_sizes,
     plan_buckets,
-    round_up,
     spread,
     steps_up_to,
 )
-from text_generation_inference.engine.bucketing import choose_settings, choose_strategy, plan_from
-from text_generation_inference.engine.warm_shapes import (
-    Prediction,
-    WarmRecord,
-    WarmUp,
-    read_record,
-    record_path,
-    write_record,
-)
-from text_generation_inference.errors import ResourceError, StartError
-from text_generation_inference.runner.shape_stats import ShapeStats
+from text_generation_inference.runner.shapes.captured import decode_sizes, mixed_sizes, plan_captured
+from text_generation_inference.runner.shapes.plan import choose_settings, choose_strategy, plan_padded
+from text_generation_inference.runner.warm.record import WarmRecord, read_record, record_path, write_record
+from text_generation_inference.runner.warm.warm_up import Prediction, WarmUp
 from text_generation_inference.types import BucketStats, EngineLoad, ModelFacts
 
 LENGTHS_TO_1024 = list(range(128, 1025, 128))
@@ -183,14 +175,14 @@ def test_more_shapes_than_anybody_waits_for() -> None:
     with pytest.raises(ValueError, match=r"more than 20,000 shapes of prefill"):
         plan_buckets(limits, BucketSettings("linear", 1, 1, 8))
     with pytest.raises(StartError, match=r"not usable: .* of decode steps.*`batch_bucket_size`"):
-        plan_from(limits, ServerConfig(batch_bucket_size=1, vllm_decode_block_bucket_step=1))
+        plan_padded(ServerConfig(batch_bucket_size=1, vllm_decode_block_bucket_step=1), limits)
 
 
 def test_the_smallest_and_the_impossible() -> None:
     plan = plan_buckets(PlanLimits(1, 2, 1, 1, 128), BucketSettings())
     assert plan.shapes == (Bucket("prefill", 1, 1), Bucket("decode", 1, 128))
     with pytest.raises(ValueError, match="a prompt of 65 tokens is more than the 64"):
-        PlanLimits(65, 96, 4, 64, 16)
+        plan_buckets(PlanLimits(65, 96, 4, 64, 16), BucketSettings())
 
 
 def test_steps_include_the_maximum() -> None:
@@ -243,16 +235,16 @@ def test_everything_permitted_has_a_shape(data: st.DataObject, limits: PlanLimit
     most = min(room, rows * limits.blocks_per_row)
     rows = min(rows, most)
     blocks = data.draw(st.integers(rows, most))
-    found = plan.find_decode(rows, blocks)
+    found = plan.find("decode", rows, blocks)
     assert found in plan.decode and found.batch >= rows and found.length >= blocks
     longest = data.draw(st.integers(1, limits.max_input_tokens))
-    found = plan.find_prefill(1, longest)
+    found = plan.find("prefill", 1, longest)
     assert found in plan.prefill and found.length >= longest
-    assert plan.find_prefill(1, limits.max_input_tokens) is not None
-    assert plan.find_prefill(1, limits.max_input_tokens + 1) is None
-    assert plan.find_decode(limits.max_batch_size + 1, 1) is None
+    assert plan.find("prefill", 1, limits.max_input_tokens) is not None
+    assert plan.find("prefill", 1, limits.max_input_tokens + 1) is None
+    assert plan.find("decode", limits.max_batch_size + 1, 1) is None
     more = data.draw(st.integers(1, limits.max_batch_size))
-    found = plan.find_prefill(more, longest)
+    found = plan.find("prefill", more, longest)
     assert found is None or (found in plan.prefill and found.batch >= more and found.length >= longest)
 
 
@@ -260,15 +252,15 @@ def test_everything_permitted_has_a_shape(data: st.DataObject, limits: PlanLimit
 def test_linear_sizes_are_the_next_multiples(limits: PlanLimits, decode: int, prefill: int, length: int) -> None:
     plan = plan_buckets(limits, BucketSettings("linear", decode, prefill, length))
     for rows in (1, limits.max_batch_size // 2 + 1, limits.max_batch_size):
-        found = plan.find_decode(rows, min(rows, limits.num_blocks or rows))
+        found = plan.find("decode", rows, min(rows, limits.num_blocks or rows))
         assert found is not None and found.batch == min(-(-rows // decode) * decode, limits.max_batch_size)
     for tokens in (1, limits.max_input_tokens // 2 + 1, limits.max_input_tokens):
         padded = min(-(-tokens // length) * length, limits.max_input_tokens)
         most = min(limits.max_batch_size, limits.max_batch_prefill_tokens // padded)
-        found = plan.find_prefill(most, tokens)  # as many rows as fit with padding
+        found = plan.find("prefill", most, tokens)  # as many rows as fit with padding
         assert found == Bucket("prefill", most, padded)
-        assert plan.find_prefill(most + 1, tokens) is None
-        assert plan.find_prefill(1, tokens) == Bucket("prefill", min(prefill, most), padded)
+        assert plan.find("prefill", most + 1, tokens) is None
+        assert plan.find("prefill", 1, tokens) == Bucket("prefill", min(prefill, most), padded)
 
 
 def test_prompts_of_like_length_share_a_pass() -> None:
@@ -287,8 +279,8 @@ def test_sharing_passes_never_computes_more(lengths: list[int], cost: int, batch
     plan.pass_tokens = cost
     groups = plan.group(lengths)
     assert sorted(place for places in groups for place in places) == list(range(len(lengths)))
-    found = [plan.find_prefill(len(places), max(lengths[place] for place in places)) for places in groups]
-    together = plan.find_prefill(len(lengths), max(lengths))
+    found = [plan.find("prefill", len(places), max(lengths[place] for place in places)) for places in groups]
+    together = plan.find("prefill", len(lengths), max(lengths))
     assert together is not None
     assert sum(bucket.num_tokens + cost for bucket in found if bucket is not None) <= together.num_tokens + cost
     assert None not in found
@@ -333,8 +325,11 @@ def test_decode_sizes_reach_the_maximum_with_little_padding(maximum: int) -> Non
     assert sizes[0] == 1
     for small, large in pairwise(sizes):
         assert large - small <= max(1, small if small <= 8 else 8 if small < 64 else 16 if small < 256 else 64)
-    with pytest.raises(ValueError, match="exceeds the largest bucket"):
-        round_up(sizes, maximum + 1)
+    plan = plan_captured(maximum, 0, None)
+    for rows in {1, (maximum + 1) // 2, maximum}:
+        found = plan.find("decode", rows, 0)
+        assert found == Bucket("decode", min(size for size in sizes if size >= rows), 0)
+    assert plan.find("decode", maximum + 1, 0) is None
 
 
 @given(st.integers(1, 2000), st.integers(1, 20_000))
@@ -347,6 +342,24 @@ def test_mixed_sizes_stay_within_a_step(max_rows: int, max_tokens: int) -> None:
     if max_tokens >= 512:
         assert max(rows for rows, _ in sizes) == min(max_rows - 1, 256)
         assert (0, 256) in sizes
+
+
+def test_captured_shapes_come_largest_first() -> None:
+    plan = plan_captured(40, 300, None)
+    mixed = [bucket for bucket in plan.shapes if bucket.phase == "mixed"]
+    decode = [bucket.batch for bucket in plan.shapes if bucket.phase == "decode"]
+    assert plan.shapes == (*mixed, *plan.decode[::-1]) and decode == decode_sizes(40)[::-1]
+    assert [bucket.cost for bucket in mixed] == sorted((bucket.cost for bucket in mixed), reverse=True)
+    assert mixed[0].num_tokens <= 300 and plan.prompts_fit is None and not plan.pads
+    some = plan_captured(40, 300, [2, 5, 41, 0])
+    assert [bucket.batch for bucket in some.shapes if bucket.phase == "decode"] == [5, 2]
+    assert some.find("decode", 5, 0) == Bucket("decode", 5, 0)  # beside those that are padded to in any case
+    assert some.find("decode", 6, 0) == Bucket("decode", 8, 0)
+    none = plan_captured(40, 300, [0])
+    assert none.shapes == () and none.find("decode", 6, 0) == Bucket("decode", 8, 0)
+    assert none.find("mixed", 1, 1) is None
+    exact = CapturedShapes()
+    assert exact.shapes == () and exact.find("decode", 1, 0) is exact.find("mixed", 0, 1) is None
 
 
 # -- settings ------------------------------------------------------------------------------------------------------
@@ -370,11 +383,18 @@ def test_settings_become_a_plan() -> None:
 # -- warming up ----------------------------------------------------------------------------------------------------
 
 
-class FakePasses:
-    def __init__(self, plan: BucketPlan) -> None:
-        self.plan, self.shape_stats = plan, ShapeStats(plan)
+class FakeRunner:
+    """Takes 1 MB for anything, and 1 MB per token while it runs; a graph keeps 2 MB per token."""
+
+    def __init__(self, plan: ShapePlan, room: int) -> None:
+        self.plan, self.room = plan, room
         self.without: set[Bucket] = set()
         self.graphs: set[Bucket] = set()
+        self.order: list[Bucket] = []
+
+    @property
+    def num_captured(self) -> int:
+        return len(self.graphs)
 
     def captures(self, bucket: Bucket) -> bool:
         return bucket not in self.without and bucket.num_tokens <= 8192
@@ -382,28 +402,15 @@ class FakePasses:
     def go_without(self, bucket: Bucket) -> None:
         self.without.add(bucket)
 
-    @property
-    def stats(self) -> BucketStats:
-        return self.shape_stats.stats(len(self.graphs))
-
-
-class FakeRunner:
-    """Takes 1 MB for anything, and 1 MB per token while it runs; a graph keeps 2 MB per token."""
-
-    def __init__(self, plan: BucketPlan, room: int) -> None:
-        self.passes = FakePasses(plan)
-        self.room = room
-        self.order: list[Bucket] = []
-
     def warm(self, bucket: Bucket, scored: bool = False) -> None:
         self.order.append(bucket)
         size = bucket.num_tokens if bucket.phase == "prefill" else bucket.batch + bucket.length
         self.last = 1_000_000 * (1 + size)
-        if self.passes.captures(bucket):
-            self.passes.graphs.add(bucket)
+        if self.captures(bucket):
+            self.graphs.add(bucket)
             self.last += 2_000_000 * size
             self.room -= 2_000_000 * size
-        assert self.last <= self.room or self.passes.captures(bucket), "the prediction came too late"
+        assert self.last <= self.room or self.captures(bucket), "the prediction came too late"
 
     def free(self) -> int:
         return self.room
@@ -419,7 +426,7 @@ PLAN = plan_buckets(PlanLimits(512, 1024, 4, 2048, 128), BucketSettings())
 def test_smallest_first_and_told_how_far() -> None:
     runner = FakeRunner(PLAN, 10**12)
     told: list[tuple[str, int, int]] = []
-    WarmUp(runner, PLAN, runner, lambda *progress: told.append(progress)).run()
+    WarmUp(runner, runner, lambda *progress: told.append(progress)).run()
     assert set(runner.order) == set(PLAN.shapes)
     prompts = [bucket.num_tokens for bucket in runner.order if bucket.phase == "prefill"]
     assert prompts == sorted(prompts)
@@ -429,21 +436,21 @@ def test_smallest_first_and_told_how_far() -> None:
 
 def test_a_shape_without_room_for_its_graph_goes_without() -> None:
     runner = FakeRunner(PLAN, 9 * 10**9)
-    work = WarmUp(runner, PLAN, runner, reserve=2049 * 10**6)
+    work = WarmUp(runner, runner, reserve=2049 * 10**6)
     work.run()
     assert set(runner.order) == set(PLAN.shapes)
-    assert runner.passes.without
-    assert max(b.num_tokens for b in runner.passes.graphs if b.phase == "prefill") <= min(
-        bucket.num_tokens for bucket in runner.passes.without
+    assert runner.without
+    assert max(b.num_tokens for b in runner.graphs if b.phase == "prefill") <= min(
+        bucket.num_tokens for bucket in runner.without
     )
-    assert {shape.bucket for shape in work.shapes if not shape.captured} == runner.passes.without
+    assert {shape.bucket for shape in work.shapes if not shape.captured} == runner.without
 
 
 def test_a_report_instead_of_a_lack_of_memory() -> None:
     runner = FakeRunner(PLAN, 2 * 10**9)
-    runner.passes.without = set(PLAN.prefill)
+    runner.without = set(PLAN.prefill)
     with pytest.raises(ResourceError) as failure:
-        WarmUp(runner, PLAN, runner).run()
+        WarmUp(runner, runner).run()
     text = str(failure.value)
     assert "Warm-up stopped before" in text and "prompts of" in text and "are free" in text
     assert f"of {len(PLAN.shapes)} shapes" in text and "`max_batch_prefill_tokens`" in text
@@ -458,7 +465,28 @@ def test_a_device_that_lacks_memory_all_the_same() -> None:
 
     runner = Broken(PLAN, 10**12)
     with pytest.raises(ResourceError, match="1 prompts of 512 tokens"):
-        WarmUp(runner, PLAN, None).run()
+        WarmUp(runner, None).run()
+
+
+@pytest.mark.parametrize("plan", [PLAN, plan_captured(40, 300, None)], ids=["padded", "captured"])
+def test_a_graph_for_which_the_device_lacks_memory_is_left_out(plan: ShapePlan) -> None:
+    """Others are made as ever, and nothing is tried twice but the shape itself."""
+
+    class NoRoomForLarge(FakeRunner):
+        def warm(self, bucket: Bucket, scored: bool = False) -> None:
+            if bucket.cost >= 200 and self.captures(bucket):
+                self.order.append(bucket)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().warm(bucket, scored)
+
+    runner = NoRoomForLarge(plan, 10**12)
+    work = WarmUp(runner)
+    work.run()
+    large = [bucket for bucket in plan.shapes if bucket.cost >= 200]
+    assert large and work.num_lacking == len(large) < len(plan.shapes)
+    assert runner.without == set(large) and runner.graphs == set(plan.shapes) - set(large)
+    assert runner.order == [bucket for bucket in plan.shapes for _ in range(1 + (bucket.cost >= 200))]
+    assert [shape.captured for shape in work.shapes] == [bucket.cost < 200 for bucket in plan.shapes]
 
 
 def test_predictions_are_in_proportion() -> None:
@@ -473,7 +501,7 @@ def test_predictions_are_in_proportion() -> None:
 
 def test_the_record_of_a_warm_up(tmp_path: Path) -> None:
     runner = FakeRunner(PLAN, 10**12)
-    work = WarmUp(runner, PLAN, runner)
+    work = WarmUp(runner, runner)
     work.run()
     settings_ = {"model_id": "a", "device": "cpu"}
     path = record_path(tmp_path, settings_)
@@ -489,7 +517,7 @@ def test_the_record_of_a_warm_up(tmp_path: Path) -> None:
         shape.seconds = 0.5
     told: list[tuple[str, int, int]] = []
     again = FakeRunner(PLAN, 10**12)
-    WarmUp(again, PLAN, again, lambda *progress: told.append(progress), record).run()
+    WarmUp(again, again, lambda *progress: told.append(progress), record).run()
     assert told[-1][1] == told[-1][2] == 500 * len(PLAN.shapes)
     path.write_text("{")
     assert read_record(path) is None

@@ -13,12 +13,10 @@ import pytest
 from text_generation_inference.config import SETTINGS, ServerConfig, flag_of, variable_of
 from text_generation_inference.config.effects import explain
 from text_generation_inference.config.variables import setting_names
-from text_generation_inference.devices.buckets import BucketPlan
 from text_generation_inference.devices.visible import count_devices
-from text_generation_inference.engine.bucketing import describe_plan
 from text_generation_inference.errors import StartError
 from text_generation_inference.launch.arguments import Launch, build_parser, read_arguments, sections
-from text_generation_inference.types import BucketStats
+from text_generation_inference.runner.shapes import BucketPlan, CapturedShapes, describe_plan
 
 # flag, environment variable, text, field, value. An empty text: a switch.
 TABLE: list[tuple[str, str, str, str, Any]] = [
@@ -348,8 +346,8 @@ def test_what_has_no_effect_says_so() -> None:
 
 def test_nothing_is_said_of_what_nobody_set() -> None:
     assert read().notes == []
-    stats = BucketStats(*[0] * len(BucketStats.__struct_fields__))
-    (note,) = describe_plan(ServerConfig(bucketing=True), BucketPlan([], []), stats)
+    assert describe_plan(ServerConfig(), CapturedShapes(), 0) == []
+    (note,) = describe_plan(ServerConfig(bucketing=True), BucketPlan([], []), 0)
     assert note.startswith("bucket plan, ")
 
 

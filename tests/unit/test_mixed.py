@@ -5,19 +5,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from text_generation_inference.devices.buckets import mixed_sizes
 from text_generation_inference.kernels.batch import PREFILL_TILE
-from text_generation_inference.runner.mixed import MixedSize, describe, find_size
+from text_generation_inference.runner.mixed import MOST_CHUNKS, MixedSize, describe
+from text_generation_inference.runner.shapes.captured import plan_captured
 from text_generation_inference.types import Chunk
 
 NUM_SLOTS = 40
-SIZES = [MixedSize.of(rows, tokens, NUM_SLOTS) for rows, tokens in mixed_sizes(NUM_SLOTS, 8192)]
+PLAN = plan_captured(NUM_SLOTS, 8192, None)
+SIZES = [MixedSize.of(bucket.batch, bucket.length, NUM_SLOTS) for bucket in PLAN.mixed]
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[int], list[Chunk]]:
     slots = draw(st.permutations(range(NUM_SLOTS)))
-    num_decode, num_chunks = draw(st.integers(0, 20)), draw(st.integers(1, 10))
+    num_decode, num_chunks = draw(st.integers(0, 20)), draw(st.integers(1, MOST_CHUNKS))
     chunks = [
         Chunk(slot, start, start + draw(st.integers(1, 300)), draw(st.booleans()))
         for slot in slots[num_decode : num_decode + num_chunks]
@@ -29,12 +30,13 @@ def steps(draw: st.DrawFn) -> tuple[list[int], list[Chunk]]:
 @given(steps())
 def test_padding_changes_nothing_else(step: tuple[list[int], list[Chunk]]) -> None:
     decode, chunks = step
-    size = find_size(SIZES, len(decode), chunks)
     count = sum(chunk.end - chunk.start for chunk in chunks)
-    fitting = [one for one in SIZES if one.rows >= len(decode) and one.tokens >= count and len(chunks) <= 8]
-    if size is None:
+    bucket = PLAN.find("mixed", len(decode), count)
+    fitting = [one for one in SIZES if one.rows >= len(decode) and one.tokens >= count]
+    if bucket is None:
         assert not fitting
         return
+    size = MixedSize.of(bucket.batch, bucket.length, NUM_SLOTS)
     assert size.rows + size.tokens == min(one.rows + one.tokens for one in fitting)
     sampling = decode + [chunk.slot for chunk in chunks if chunk.samples]
     words = torch.from_numpy(size.fill(decode, chunks, sampling))

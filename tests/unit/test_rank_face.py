@@ -8,7 +8,7 @@ import pytest
 
 from text_generation_inference.config import ModelSize, ServerConfig
 from text_generation_inference.engine import build
-from text_generation_inference.engine.rank import RankFacts, RankMemory
+from text_generation_inference.engine.rank import RankFacts, RankGraphs, RankMemory
 from text_generation_inference.types import GenerationRequest, Limits, SamplingParams, StepPlan, StepResult
 from text_generation_inference.weights.source import ModelFolder
 
@@ -33,7 +33,7 @@ class FaceOnly:
 
     def load(self, *_: Any) -> RankFacts:
         size = ModelSize(max_positions=128, kv_bytes_per_token=KV_BYTES)
-        return RankFacts("nothing", LIMITS, "float32", 320, size, ["a rank without a model"])
+        return RankFacts("nothing", LIMITS, "float32", 320, size, False, True, ["a rank without a model"])
 
     def measure(self) -> RankMemory:
         return RankMemory(free_bytes=70_000, step_bytes=20_000)
@@ -41,8 +41,8 @@ class FaceOnly:
     def allocate(self, resolved: Any, *_: Any) -> None:
         self.num_blocks.append(resolved.num_blocks)
 
-    def warm(self) -> None:
-        pass
+    def warm(self) -> RankGraphs:
+        return RankGraphs(num_captured=0, num_lacking=0)
 
     def fits(self) -> bool:
         return len(self.num_blocks) > self.num_misfits

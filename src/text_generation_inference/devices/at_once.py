@@ -52,16 +52,10 @@ class AtOnce:
         return _Done()
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        raise NotImplementedError("there are no sizes to capture")
+        raise NotImplementedError("steps are not captured here")
 
     def forget_captures(self) -> None:
         pass
-
-    def decode_sizes(self, maximum: int) -> list[int]:
-        return []
-
-    def mixed_sizes(self, max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
-        return []
 
     def wrap_graphs(
         self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.buckets import decode_sizes, mixed_sizes
 from text_generation_inference.devices.device import Event, GraphForward, failed_step
 from text_generation_inference.devices.driver import Driver, read_driver
 from text_generation_inference.devices.graphs import CapturedForward
@@ -31,6 +30,7 @@ from text_generation_inference.types import Limits
 _MIN_CAPABILITY, _BFLOAT16, _FP8 = (7, 5), (8, 0), (8, 9)
 _MARGIN_BYTES = 1 << 30  # what captured steps take beside what torch counts, and what holes between tensors waste
 _COMPILE_THREADS = 16
+_MOST_CAPTURED_TOKENS = 2048
 _MANY_CORES = 4  # so many compile faster in processes than in threads
 
 
@@ -62,18 +62,6 @@ class CudaDevice:
         properties = _read_properties(self.torch_device)
         self.capability = (properties.major, properties.minor)
         self.description = f"{properties.name} (capability {properties.major}.{properties.minor})"
-        self.limits = Limits(
-            block_size=16,
-            dtypes=["bfloat16", "float16", "float32"] if self.capability >= _BFLOAT16 else ["float16", "float32"],
-            runs_ahead=True,
-            graphs=True,
-            measures_steps=True,
-            meters_memory=True,
-            max_batch_size=1024,
-            max_batch_prefill_tokens=8192,
-            memory_share=1.0,
-            step_timeout_s=300.0,  # a kernel may have to be compiled
-        )
         self._memory_fraction = memory_fraction
         if memory_fraction < 1:
             torch.cuda.set_per_process_memory_fraction(memory_fraction, self.torch_device)  # pyright: ignore
@@ -83,9 +71,24 @@ class CudaDevice:
             kinds = "Triton kernels, flashinfer for prompts," if flashinfer else "Triton kernels"
             loaded = load_ops(properties.multi_processor_count, f"{kinds} on {properties.name}", flashinfer)
         self._has_kernels = isinstance(loaded, Ops)
+        self.limits = Limits(
+            block_size=16,
+            dtypes=["bfloat16", "float16", "float32"] if self.capability >= _BFLOAT16 else ["float16", "float32"],
+            runs_ahead=True,
+            graphs=True,
+            captures_steps=True,
+            max_captured_tokens=_MOST_CAPTURED_TOKENS if self._has_kernels else 0,  # nothing is captured without them
+            measures_steps=True,
+            meters_memory=True,
+            max_batch_size=1024,
+            max_batch_prefill_tokens=8192,
+            memory_share=1.0,
+            step_timeout_s=300.0,  # a kernel may have to be compiled
+        )
         self.ops = loaded if isinstance(loaded, Ops) else Ops(f"torch ops, much slower than Triton kernels: {loaded}")
         self._queue = torch.cuda.Stream(self.torch_device)
         self._pool: Any = None  # memory that all captured steps share
+        self._num_captured = 0  # into it
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cuda")
 
     @property
@@ -149,6 +152,7 @@ class CudaDevice:
         return max(0, torch.cuda.max_memory_reserved(self.torch_device) - before)
 
     def forget_captures(self) -> None:
+        self._num_captured = 0
         self._pool = None  # torch takes no new capture into a pool whose graphs are all gone
 
     # -- the queue -------------------------------------------------------------------------------------------------
@@ -205,15 +209,12 @@ class CudaDevice:
                 except BaseException:
                     with suppress(RuntimeError):  # the first error is the one to tell
                         graph.capture_end()
+                    if not self._num_captured:
+                        self.forget_captures()
                     raise
                 graph.capture_end()
+            self._num_captured += 1
         return graph.replay, result
-
-    def decode_sizes(self, maximum: int) -> list[int]:
-        return decode_sizes(maximum)
-
-    def mixed_sizes(self, max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
-        return mixed_sizes(max_rows, max_tokens) if self._has_kernels else []  # nothing is captured without them
 
     def wrap_graphs(
         self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None

@@ -124,7 +124,7 @@ class Device(Protocol):
     # -- graphs ----------------------------------------------------------------------------------------------------
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Record what `work` queues: (how to queue all of it again, its result). Where there are sizes to capture.
+        """Record what `work` queues: (how to queue all of it again, its result). Where steps are captured.
 
         Captures share memory: what one leaves is good until another is replayed. A result that stays allocated costs
         memory of its own, so `work` had better return a long-lived buffer.
@@ -133,14 +133,6 @@ class Device(Protocol):
 
     def forget_captures(self) -> None:
         """Nobody has a capture any more: those to come share no memory with the earlier ones."""
-        ...
-
-    def decode_sizes(self, maximum: int) -> list[int]:
-        """Numbers of rows to pad to and capture, up to `maximum`, which is the last; none: steps are not padded."""
-        ...
-
-    def mixed_sizes(self, max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
-        """(decode rows, prompt tokens) to capture steps with prompt tokens for, ascending in their sum."""
         ...
 
     def wrap_graphs(

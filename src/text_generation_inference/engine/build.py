@@ -4,14 +4,14 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from text_generation_inference.config import Resolved, ServerConfig, resolve, uses_buckets
+from text_generation_inference.config import Resolved, ServerConfig, resolve
 from text_generation_inference.devices.device import check_present
-from text_generation_inference.engine.bucketing import describe_plan, fit_prompts, make_plan
 from text_generation_inference.engine.calibrate import read_quant_config
 from text_generation_inference.engine.loop import EngineLoop
 from text_generation_inference.engine.rank import Rank
 from text_generation_inference.models.registry import judge, read_config, read_quantization
 from text_generation_inference.quant.inc.measure import Recorder
+from text_generation_inference.runner.shapes import describe_plan, limits_from, plan_shapes
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.scheduler import Scheduler
@@ -63,17 +63,14 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     grammars = GrammarCompiler(lambda: Tokenizer.load(source.path), facts.vocab_size)
     with _timed(seconds, "measure"):
         memory = rank.measure()
-    bucketed = uses_buckets(config, facts.limits)
-    spare_bytes = 0  # that the cache leaves because the largest step did not fit beside it
+    spare_bytes = 0  # that the cache leaves because graphs or the largest step did not fit beside it
     while True:
         with _timed(seconds, "cache"):
             resolved = resolve(config, facts.size, facts.limits, max(0, memory.cache_bytes - spare_bytes))
-            if bucketed:
-                resolved = fit_prompts(config, resolved)
-            plan = make_plan(config, resolved) if bucketed else None
+            plan = plan_shapes(config, facts.limits, limits_from(resolved), facts.quantized, facts.is_capturable)
             rank.allocate(resolved, plan, grammars)
         with _timed(seconds, "prepare"):
-            rank.warm()
+            graphs = rank.warm()
             if spare_bytes >= MOST_SPARE_BYTES or rank.fits():
                 break
         spare_bytes += SPARE_BYTES
@@ -84,14 +81,12 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         max_total_tokens=resolved.max_total_tokens,
         max_step_ms=config.max_step_ms,
     )
-    pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching and not bucketed)
+    pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching and not plan.pads)
     notes = [note for note in (source.note, *facts.notes) if note]
     if spare_bytes:
-        notes.append(f"{gigabytes(spare_bytes)} less for the KV cache: the largest step did not fit beside it")
+        notes.append(f"{gigabytes(spare_bytes)} less for the KV cache: graphs or the largest step did not fit")
     notes += [f"{name}: {reason}" for name, reason in resolved.explain()]
-    stats = rank.bucket_stats
-    if plan is not None and stats is not None:
-        notes += describe_plan(config, plan, stats)
+    notes += describe_plan(config, plan, graphs.num_captured, graphs.num_lacking)
     model_facts = ModelFacts(
         model_id=source.model_id,
         dtype=facts.dtype,
@@ -105,8 +100,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         sha=source.sha,
         notes=notes,
     )
-    prompts_fit = plan.fits if plan is not None else None
-    scheduler = Scheduler(policy, pool, prompts_fit=prompts_fit, queue_threshold_ms=config.queue_threshold_ms)
+    scheduler = Scheduler(policy, pool, prompts_fit=plan.prompts_fit, queue_threshold_ms=config.queue_threshold_ms)
     loop = EngineLoop(scheduler, rank, config.overlap, rank.forget)
     return Engine(loop, model_facts, source.path, rank, resolved, grammars, seconds, notes, rank.record())
 

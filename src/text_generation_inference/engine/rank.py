@@ -1,6 +1,6 @@
 """One rank: a device with its part of the model, from loading to steps.
 
-What the engine decides once for all ranks goes in as numbers (`Resolved`, a bucket plan), and what it decides by
+What the engine decides once for all ranks goes in as numbers (`Resolved`, a plan of shapes), and what it decides by
 comes out as numbers (`RankFacts`, `RankMemory`): the engine knows neither the model nor the runner.
 """
 
@@ -14,30 +14,23 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.config import ModelSize, Resolved, ServerConfig, cache_folder, uses_buckets
-from text_generation_inference.devices.buckets import BucketPlan
 from text_generation_inference.devices.device import Device, choose_device
 from text_generation_inference.devices.lack_of_memory import is_out_of_memory
-from text_generation_inference.engine.bucketing import guess_limits, limits_graphs, plan_from
 from text_generation_inference.engine.calibrate import Calibrated, choose_cache, make_recorder
-from text_generation_inference.engine.memory import (
-    check_precision,
-    check_weights_fit,
-    largest_step_fits,
-    measure_steps,
-    most_captured_tokens,
-)
-from text_generation_inference.engine.warm_shapes import StepBytes, measure_shapes, warm_shapes
+from text_generation_inference.engine.memory import check_precision, check_weights_fit
 from text_generation_inference.errors import EngineError, ResourceError, StartError
 from text_generation_inference.layers.cache import bytes_per_token
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.registry import build
 from text_generation_inference.parallel import SINGLE, Parallel
-from text_generation_inference.quant.choose import assign_methods, choose_quantization
+from text_generation_inference.quant.choose import assign_methods, choose_quantization, is_quantized
 from text_generation_inference.quant.inc.measure import Recorder
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.runner import kv_cache
 from text_generation_inference.runner.runner import Runner
+from text_generation_inference.runner.shapes import ShapePlan, guess_limits, limits_graphs, plan_shapes
+from text_generation_inference.runner.warm import StepBytes, largest_step_fits, measure_steps, warm_up
 from text_generation_inference.text.grammar import GrammarCompiler
 from text_generation_inference.types import BucketStats, Limits, StepPlan, StepResult
 from text_generation_inference.weights.checkpoint import Checkpoint
@@ -56,6 +49,8 @@ class RankFacts(msgspec.Struct, frozen=True):
     dtype: str
     vocab_size: int
     size: ModelSize
+    quantized: bool  # its matrices
+    is_capturable: bool
     notes: list[str]  # for the log
 
 
@@ -71,6 +66,13 @@ class RankMemory(msgspec.Struct, frozen=True):
         return max(0, self.free_bytes - self.step_bytes)
 
 
+class RankGraphs(msgspec.Struct, frozen=True):
+    """What warming up has captured."""
+
+    num_captured: int
+    num_lacking: int  # shapes for whose graphs there was no memory
+
+
 class Rank:
     """In this order: `load`, `measure`, `allocate`, `warm`, then steps. After `release` it is as before `allocate`."""
 
@@ -82,7 +84,6 @@ class Rank:
         self._calibrated, self._config = calibrated, calibrated.config
         self._source, self._parallel, self._progress = source, parallel, progress
         self.device = _open_device(calibrated)
-        self._bucketed = uses_buckets(self._config, self.device.limits)
         self._steps = StepBytes()
 
     # -- before the first request ----------------------------------------------------------------------------------
@@ -100,10 +101,8 @@ class Rank:
         model = load_model(
             config, self._source, model_config, quantization, device, dtype, self._parallel, self._progress
         )
-        if not model.is_capturable:
-            if self._bucketed and device.limits.graphs:
-                raise StartError(f"this model runs op by op, which {device.name} does not: {', '.join(model.notes)}")
-            self._config = msgspec.structs.replace(config, cuda_graphs=[])
+        if not model.is_capturable and uses_buckets(config, device.limits) and device.limits.graphs:
+            raise StartError(f"this model runs op by op, which {device.name} does not: {', '.join(model.notes)}")
         cache_setting = choose_cache(config, quantization, model)
         self._model = model
         self._caches = model.caches(kv_cache.choose_dtype(cache_setting, dtype))
@@ -114,6 +113,8 @@ class Rank:
             dtype=str(dtype).removeprefix("torch."),
             vocab_size=model.vocab_size,
             size=ModelSize(max_positions=model.max_positions, kv_bytes_per_token=bytes_per_token(self._caches)),
+            quantized=is_quantized(model),
+            is_capturable=model.is_capturable,
             notes=[*model.notes, device.ops.description, *precision, *self._calibrated.describe(quantization, model)],
         )
 
@@ -124,35 +125,34 @@ class Rank:
             self._steps = self._measure_steps()
         return RankMemory(self.device.free_bytes(), self._steps.total)
 
-    def allocate(self, resolved: Resolved, plan: BucketPlan | None, grammars: GrammarCompiler | None) -> None:
-        """Cache and slots; `plan`: the shapes that all passes have."""
+    def allocate(self, resolved: Resolved, plan: ShapePlan, grammars: GrammarCompiler | None) -> None:
+        """Cache and slots."""
         self._resolved = resolved
         cache = kv_cache.allocate(self.device, self._caches, resolved.num_blocks)
         rows, length = resolved.max_batch_size, resolved.max_total_tokens
         with self._explain_lack():
             self.runner = self._make_runner(self._model, cache, rows, length, grammars, plan)
 
-    def warm(self) -> None:
-        """Capture steps, or meet the shapes of the plan."""
+    def warm(self) -> RankGraphs:
+        """Meet the shapes of the plan."""
         with self._explain_lack():
-            self.runner.prepare(self._progress)
-            if self.runner.buckets is not None:
-                warm_shapes(
-                    self._config,
-                    self._resolved,
-                    self.device,
-                    self.runner.buckets,
-                    self._source.model_id,
-                    cache_folder(self._config),
-                    self._progress,
-                    self._steps.without_graph,
-                )
+            self._num_lacking = warm_up(
+                self._config,
+                self._resolved,
+                self.device,
+                self.runner.steps,
+                self._source.model_id,
+                cache_folder(self._config),
+                self._progress,
+                self._steps.without_graph,
+            )
+        return RankGraphs(self.runner.steps.num_captured, self._num_lacking)
 
     def fits(self) -> bool:
-        """Whether the largest permitted step fits beside the cache, where steps were measured without one."""
-        if self._bucketed or not self.device.limits.measures_steps:
+        """Whether graphs and the largest permitted step fit beside the cache, where they were measured without one."""
+        if self.runner.steps.plan.pads or not self.device.limits.measures_steps:
             return True
-        return largest_step_fits(self.runner, self._resolved)
+        return not self._num_lacking and largest_step_fits(self.runner, self._resolved)
 
     def release(self) -> RankMemory:
         """Cache, slots and captured steps."""
@@ -169,16 +169,11 @@ class Rank:
     def _measure_steps(self) -> StepBytes:
         config, device, model = self._config, self.device, self._model.shallow()
         cache = kv_cache.allocate(device, self._caches, num_blocks=1)
-        if self._bucketed:
-            plan = plan_from(guess_limits(config, model.max_positions, device), config)
-            length = config.max_total_tokens or model.max_positions
-            return measure_shapes(
-                device, plan, lambda rows, length: self._make_runner(model, cache, rows, length, None, plan), length
-            )
-        return StepBytes(
-            measure_steps(
-                config, model, device, lambda rows, length: self._make_runner(model, cache, rows, length, None, None)
-            )
+        limits = guess_limits(config, model.max_positions, device.limits)
+        plan = plan_shapes(config, device.limits, limits, is_quantized(model), model.is_capturable)
+        length = config.max_total_tokens or model.max_positions
+        return measure_steps(
+            device, plan, limits, length, lambda rows, length: self._make_runner(model, cache, rows, length, None, plan)
         )
 
     def _make_runner(
@@ -188,22 +183,12 @@ class Rank:
         num_slots: int,
         max_total_tokens: int,
         grammars: GrammarCompiler | None,
-        plan: BucketPlan | None,
+        plan: ShapePlan,
     ) -> Runner:
-        config, device = self._config, self.device
-        return Runner(
-            device,
-            model,
-            cache,
-            num_slots,
-            max_total_tokens,
-            (config.watermark_gamma, config.watermark_delta),
-            grammars,
-            capture_sizes=config.cuda_graphs,
-            most_tokens=most_captured_tokens(config, model, device, num_slots, max_total_tokens),
-            plan=plan,
-            limit_graphs=limits_graphs(config, device),
-        )
+        config = self._config
+        watermark = (config.watermark_gamma, config.watermark_delta)
+        limit_graphs = limits_graphs(config, self.device.limits)
+        return Runner(self.device, model, cache, num_slots, max_total_tokens, watermark, grammars, plan, limit_graphs)
 
     @contextmanager
     def _explain_lack(self) -> Generator[None, None, None]:
@@ -229,12 +214,12 @@ class Rank:
 
     @property
     def bucket_stats(self) -> BucketStats | None:
-        """Where steps have the shapes of a plan."""
-        return self.runner.buckets.bucket_stats if self.runner.buckets is not None else None
+        """Where every pass has a shape of a bucket plan."""
+        return self.runner.steps.stats
 
     def take_news(self) -> list[str]:
         """Shapes that warming up has not met, once each."""
-        return self.runner.buckets.passes.shape_stats.take_news() if self.runner.buckets is not None else []
+        return self.runner.steps.take_news()
 
     def close(self) -> None:
         self.device.close()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.buckets import Bucket, BucketPlan
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts
@@ -19,6 +18,7 @@ from text_generation_inference.runner.host_sampling import HostSampling
 from text_generation_inference.runner.padded_inputs import describe_decode, describe_prefill
 from text_generation_inference.runner.padded_passes import PaddedPasses
 from text_generation_inference.runner.prompt_scores import OwedScores, PromptScores
+from text_generation_inference.runner.shapes import Bucket, BucketPlan
 from text_generation_inference.runner.slots import Slots
 from text_generation_inference.runner.step_pass import ScoredPrompt, StepPass
 from text_generation_inference.types import BucketStats, Chunk, StepPlan
@@ -36,6 +36,7 @@ class BucketedSteps:
         plan: BucketPlan,
         limit_graphs: bool = False,
     ) -> None:
+        self.plan = plan
         self._device, self._slots, self._sampling, self._owed = device, slots, sampling, owed
         outputs = None
         if slots.on_device:
@@ -48,10 +49,24 @@ class BucketedSteps:
         self.passes = PaddedPasses(device, model, kv_cache, plan, limit_graphs, outputs)
 
     @property
-    def bucket_stats(self) -> BucketStats:
+    def stats(self) -> BucketStats:
         return self.passes.stats
 
+    def take_news(self) -> list[str]:
+        """Shapes that warming up has not met, once each."""
+        return self.passes.shape_stats.take_news()
+
     # -- before the first request ----------------------------------------------------------------------------------
+
+    @property
+    def num_captured(self) -> int:
+        return self.passes.num_captured
+
+    def captures(self, bucket: Bucket) -> bool:
+        return self.passes.captures(bucket)
+
+    def go_without(self, bucket: Bucket) -> None:
+        self.passes.go_without(bucket)
 
     def warm(self, bucket: Bucket, scored: bool = False) -> None:
         """Meet a shape with a pass that is all padding, and the choice of tokens that follows it.
@@ -141,7 +156,7 @@ class BucketedSteps:
 
     def _prompt_pass(self, chunks: list[Chunk]) -> Tensor:
         longest = max(chunk.end for chunk in chunks)
-        found = self.passes.find_prefill(len(chunks), longest)
+        found = self.plan.find("prefill", len(chunks), longest)
         bucket = found or self.passes.find_alone(longest)
         batch = self._prefill_batch(bucket, [chunk.slot for chunk in chunks])
         return self.passes.logits(bucket, batch, sum(chunk.end for chunk in chunks))

@@ -15,7 +15,7 @@ from text_generation_inference.kernels.batch import PREFILL_TILE
 from text_generation_inference.types import Chunk
 
 _TILE_WORDS = 5
-_MOST_CHUNKS = 8  # of a captured step
+MOST_CHUNKS = 8  # of a captured step
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class MixedSize:
 
     @classmethod
     def of(cls, rows: int, tokens: int, num_slots: int) -> "MixedSize":
-        return cls(rows, tokens, min(rows + _MOST_CHUNKS, num_slots))
+        return cls(rows, tokens, min(rows + MOST_CHUNKS, num_slots))
 
     @property
     def num_words(self) -> int:
@@ -86,7 +86,7 @@ class MixedSize:
     @property
     def _counts(self) -> tuple[int, ...]:
         tokens = self.rows + self.tokens
-        return tokens, tokens, self.logits, self.logits, _TILE_WORDS * (self.tokens // PREFILL_TILE + _MOST_CHUNKS)
+        return tokens, tokens, self.logits, self.logits, _TILE_WORDS * (self.tokens // PREFILL_TILE + MOST_CHUNKS)
 
     @property
     def _places(self) -> list[slice]:
@@ -115,14 +115,6 @@ class MixedSize:
         for place, part in zip(self._places, parts, strict=True):
             words[place.start : place.start + len(part)] = part
         return words
-
-
-def find_size(sizes: Sequence[MixedSize], num_decode: int, chunks: list[Chunk]) -> MixedSize | None:
-    """The one with the fewest tokens that the step fits into; sizes ascend in tokens of both kinds together."""
-    if len(chunks) > _MOST_CHUNKS:
-        return None
-    tokens = sum(chunk.end - chunk.start for chunk in chunks)
-    return next((size for size in sizes if num_decode <= size.rows and tokens <= size.tokens), None)
 
 
 def _aligned(count: int) -> int:

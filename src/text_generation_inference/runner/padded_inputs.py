@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from text_generation_inference.devices.buckets import Bucket
+from text_generation_inference.runner.shapes import Bucket
 from text_generation_inference.runner.slots import HostTables
 
 

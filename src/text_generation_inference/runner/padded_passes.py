@@ -9,13 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.buckets import Bucket, BucketPlan
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import Key, key_of, row_length
 from text_generation_inference.models.model import Model
 from text_generation_inference.runner.prompt_scores import LOGIT_ROWS
-from text_generation_inference.runner.shape_stats import ShapeStats
+from text_generation_inference.runner.shapes import Bucket, BucketPlan, ShapeStats
 from text_generation_inference.types import BucketStats, Chunk
 
 GRAPH_TOKENS = 8192  # a pass of more is limited by computing, not by launching: a graph would only cost memory
@@ -42,12 +41,9 @@ class PaddedPasses:
         self._graphs = device.wrap_graphs(self._forward, self._first)
         self._scores = device.wrap_graphs(self._score)  # always without a graph
 
-    def find_prefill(self, rows: int, longest: int) -> Bucket | None:
-        return self.plan.find_prefill(rows, longest)
-
     def find_alone(self, length: int) -> Bucket:
         """The shape for one prompt; a longer one than planned has a shape of its own."""
-        return self.plan.find_prefill(1, length) or Bucket("prefill", 1, length)
+        return self.plan.find("prefill", 1, length) or Bucket("prefill", 1, length)
 
     def group(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         """Prompts that share a pass."""
@@ -55,7 +51,7 @@ class PaddedPasses:
         return [[chunks[place] for place in together] for together in places]
 
     def find_decode(self, rows: int, blocks: int) -> Bucket:
-        return self.plan.find_decode(rows, blocks) or Bucket("decode", rows, blocks)
+        return self.plan.find("decode", rows, blocks) or Bucket("decode", rows, blocks)
 
     def captures(self, bucket: Bucket) -> bool:
         """Whether the shape has, or will have, a graph. What is not planned comes once."""
@@ -99,8 +95,12 @@ class PaddedPasses:
         self._first(batch)
 
     @property
+    def num_captured(self) -> int:
+        return self._graphs.num_captured
+
+    @property
     def stats(self) -> BucketStats:
-        return self.shape_stats.stats(self._graphs.num_captured)
+        return self.shape_stats.stats(self.num_captured)
 
     def _forward(self, batch: Batch) -> Tensor:
         return self._logits(batch, self._model.forward(self._prepare(batch), self._kv_cache))

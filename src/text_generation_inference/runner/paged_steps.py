@@ -6,19 +6,18 @@ numbers of rows and tokens; others are queued op by op. Where nothing is capture
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.buckets import round_up
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.models.model import Model
 from text_generation_inference.runner.device_sampling import DeviceSampling
 from text_generation_inference.runner.host_sampling import HostSampling
-from text_generation_inference.runner.mixed import MixedSize, describe, find_size
+from text_generation_inference.runner.mixed import MOST_CHUNKS, MixedSize, describe
 from text_generation_inference.runner.prompt_scores import OwedScores
+from text_generation_inference.runner.shapes import Bucket, ShapePlan
 from text_generation_inference.runner.slots import Slots
 from text_generation_inference.runner.step_pass import ScoredPrompt, StepPass
 from text_generation_inference.types import Chunk, StepPlan
@@ -31,6 +30,8 @@ class _Captured:
 
 
 class PagedSteps:
+    stats = None  # see `BucketedSteps`
+
     def __init__(
         self,
         device: Device,
@@ -40,23 +41,20 @@ class PagedSteps:
         sampling: DeviceSampling | HostSampling,
         owed: OwedScores,
         max_total_tokens: int,
-        capture_sizes: list[int] | None = None,  # None: the device's choice; empty: nothing is captured
-        most_tokens: int = 0,  # of a captured step with prompt tokens
+        plan: ShapePlan,
     ) -> None:
+        self.plan = plan
         self._device, self._model, self._kv_cache = device, model, kv_cache
         self._slots, self._sampling, self._owed = slots, sampling, owed
         self._max_total_tokens = max_total_tokens
+        self._captured: dict[Bucket, _Captured] = {}
+        self._without: set[Bucket] = set()  # shapes for which there was no room
         num_slots = slots.state.rows.shape[0]
-        sizes = device.decode_sizes(num_slots)
-        wanted = sizes if capture_sizes is None else capture_sizes
-        self._to_capture = {size for size in wanted if 0 < size <= num_slots} if sizes else set[int]()
-        self._sizes = sorted({*sizes, *self._to_capture})
-        self._captured: dict[int, _Captured] = {}
-        mixed = device.mixed_sizes(num_slots, most_tokens) if self._to_capture else []
-        self.mixed_sizes = [MixedSize.of(rows, tokens, num_slots) for rows, tokens in mixed]
-        self._captured_mixed: dict[MixedSize, _Captured] = {}
-        num_words = max((size.num_words for size in self.mixed_sizes), default=0)
-        num_logits = num_slots if sizes else 0
+        mixed = [bucket for bucket in plan.shapes if bucket.phase == "mixed"]
+        self._mixed = {bucket: MixedSize.of(bucket.batch, bucket.length, num_slots) for bucket in mixed}
+        num_words = max((size.num_words for size in self._mixed.values()), default=0)
+        self._pads_decode = plan.find("decode", 1, 0) is not None
+        num_logits = num_slots if self._pads_decode else 0
         with device.stream():  # what is filled here is read in this queue
             shape = (num_logits, model.vocab_size)
             self._logits = torch.zeros(shape, dtype=torch.float32, device=device.torch_device)  # of padded passes
@@ -64,27 +62,47 @@ class PagedSteps:
 
     # -- before the first request ----------------------------------------------------------------------------------
 
-    def prepare(self, progress: Callable[[str, int, int], None] = lambda *_: None) -> None:
-        """Capture steps, the largest first: smaller ones fit into its memory."""
-        shallow = self._model.shallow()
-        mixed, decode = self.mixed_sizes[::-1], sorted(self._to_capture, reverse=True)
-        total = len(mixed) + len(decode)
+    def take_news(self) -> list[str]:
+        return []
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
+
+    def captures(self, bucket: Bucket) -> bool:
+        return bucket not in self._without
+
+    def go_without(self, bucket: Bucket) -> None:
+        """No capture of this shape: there is no room for it."""
+        self._without.add(bucket)
+
+    def warm(self, bucket: Bucket, scored: bool = False) -> None:
+        """Capture a shape. One that goes without is queued op by op: there is nothing to meet."""
+        if not self.captures(bucket):
+            return
         with torch.inference_mode():
-            for done, size in enumerate(mixed, 1):
+            if bucket.phase == "mixed":
+                size = self._mixed[bucket]
                 with self._device.stream():
                     self._mixed_words[: size.num_words].copy_(torch.from_numpy(size.blank()))
-                self._captured_mixed[size] = self._capture(self._padded_mixed_pass, size, shallow)
-                progress("capture steps", done, total)
-            for done, size in enumerate(decode, len(mixed) + 1):
-                captured = self._captured[size] = self._capture(self._decode_pass, size, shallow)
-                if isinstance(self._sampling, DeviceSampling):
-                    self._sampling.capture_draws(size, captured.logits)
-                progress("capture steps", done, total)
+            captured = self._capture(bucket)
+            if bucket.phase == "decode" and isinstance(self._sampling, DeviceSampling):
+                self._sampling.capture_draws(bucket.batch, captured.logits)
+        self._captured[bucket] = captured
 
-    def _capture(self, compute: Callable[[Any, Model], Tensor], size: object, shallow: Model) -> _Captured:
-        with self._device.stream():  # loads kernels and makes workspaces, which a capture may not
-            compute(size, shallow)
-        return _Captured(*self._device.capture(lambda: compute(size, self._model)))
+    def run_shallow(self, bucket: Bucket) -> None:
+        """Run a shape through few layers, without capturing it."""
+        with torch.inference_mode(), self._device.stream():
+            self._padded_pass(bucket, self._model.shallow())
+
+    def _capture(self, bucket: Bucket) -> _Captured:
+        self.run_shallow(bucket)  # loads kernels and makes workspaces, which a capture may not
+        return _Captured(*self._device.capture(lambda: self._padded_pass(bucket, self._model)))
+
+    def _padded_pass(self, bucket: Bucket, model: Model) -> Tensor:
+        if bucket.phase == "decode":
+            return self._decode_pass(bucket.batch, model)
+        return self._mixed_padded_pass(self._mixed[bucket], model)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -96,8 +114,9 @@ class PagedSteps:
             return
         self._slots.send()
         if decode:
-            size = round_up(self._sizes, len(decode)) if self._sizes else len(decode)
-            captured = self._captured.get(size)
+            bucket = self.plan.find("decode", len(decode), 0)
+            size = bucket.batch if bucket is not None else len(decode)
+            captured = self._captured.get(bucket) if bucket is not None else None
             if captured is not None:
                 captured.replay()
             logits = captured.logits if captured is not None else self._decode_pass(size, self._model)
@@ -106,9 +125,12 @@ class PagedSteps:
     def _mixed_step(self, decode: list[int], chunks: list[Chunk]) -> StepPass:
         sampling = decode + [chunk.slot for chunk in chunks if chunk.samples]
         scored = [chunk for chunk in chunks if chunk.slot in self._owed]
-        size = None if scored else find_size(self.mixed_sizes, len(decode), chunks)
-        captured = self._captured_mixed.get(size) if size is not None else None
-        if size is not None and captured is not None:
+        bucket = None
+        if not scored and len(chunks) <= MOST_CHUNKS:
+            bucket = self.plan.find("mixed", len(decode), sum(chunk.end - chunk.start for chunk in chunks))
+        captured = self._captured.get(bucket) if bucket is not None else None
+        if bucket is not None and captured is not None:
+            size = self._mixed[bucket]
             self._slots.put(size.fill(decode, chunks, sampling))
             (words,) = self._slots.send()
             self._mixed_words[: words.shape[0]].copy_(words)
@@ -126,11 +148,11 @@ class PagedSteps:
     def _decode_pass(self, size: int, model: Model) -> Tensor:
         """Logits `[size, vocab]` of the decode set's next tokens, from what is in the slots alone."""
         row_slots = self._slots.state.rows[:size]
-        longest = self._max_total_tokens if self._sizes else self._longest(self._slots.decode_slots)
+        longest = self._max_total_tokens if self._pads_decode else self._longest(self._slots.decode_slots)
         batch = self._batch(row_slots, None, row_slots, size, longest)
         return self._sampling.take_best(self._logits_of(batch, size, model), row_slots)
 
-    def _padded_mixed_pass(self, size: MixedSize, model: Model) -> Tensor:
+    def _mixed_padded_pass(self, size: MixedSize, model: Model) -> Tensor:
         """Logits of a step with prompt tokens, from what is on the device alone."""
         token_slots, at, row_slots, logit_tokens, tiles = size.split(self._mixed_words)
         batch = self._batch(token_slots, at, token_slots[: size.rows], size.rows, self._max_total_tokens)
@@ -168,7 +190,7 @@ class PagedSteps:
     def _logits_of(self, batch: Batch, count: int, model: Model) -> Tensor:
         """Those of padded passes stay where they are until the next one."""
         hidden = model.forward(self._device.prepare(batch), self._kv_cache)
-        return model.logits(hidden, self._logits[:count]) if self._sizes else self._own_logits(model, hidden)
+        return model.logits(hidden, self._logits[:count]) if self._pads_decode else self._own_logits(model, hidden)
 
     def _own_logits(self, model: Model, hidden: Tensor) -> Tensor:
         """Ops on slots of the device take any type; what samples on the host takes float32."""

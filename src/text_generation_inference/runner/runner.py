@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.buckets import BucketPlan
 from text_generation_inference.devices.device import Device
 from text_generation_inference.failpoints import failpoint
 from text_generation_inference.models.model import Model
@@ -22,6 +21,7 @@ from text_generation_inference.runner.grammar import SlotGrammars
 from text_generation_inference.runner.host_sampling import HostSampling, HostTokens
 from text_generation_inference.runner.paged_steps import PagedSteps
 from text_generation_inference.runner.prompt_scores import OwedScores, read_scores
+from text_generation_inference.runner.shapes import EXACT, BucketPlan, ShapePlan
 from text_generation_inference.runner.slots import Slots
 from text_generation_inference.runner.step_pass import ScoredPrompt, StepPass
 from text_generation_inference.sampling.mask import RowMasks
@@ -49,32 +49,25 @@ class Runner:
         max_total_tokens: int,
         watermark: tuple[float, float] = (0.5, 2.0),
         grammars: GrammarCompiler | None = None,
-        capture_sizes: list[int] | None = None,  # None: the device's choice; empty: nothing is captured
-        most_tokens: int = 0,  # of a captured step with prompt tokens
-        plan: BucketPlan | None = None,  # all passes have its shapes
-        limit_graphs: bool = False,  # of these, prompts go without graphs
+        plan: ShapePlan = EXACT,
+        limit_graphs: bool = False,  # where every pass is padded, prompts go without graphs
     ) -> None:
         self.device, self.model, self.kv_cache = device, model, kv_cache
         vocab_size, (num_blocks, block_size) = model.vocab_size, kv_cache[0][0].shape[:2]
         with device.stream():  # what is filled here is read in this queue
             model.bind(kv_cache, max_total_tokens)
-            self.slots = Slots(device, num_slots, max_total_tokens, num_blocks, block_size, plan is not None)
+            self.slots = Slots(device, num_slots, max_total_tokens, num_blocks, block_size, plan.pads)
         about = (device, self.slots, vocab_size, watermark)
-        self.sampling = DeviceSampling(*about) if self.slots.on_device else HostSampling(*about, plan is not None)
+        self.sampling = DeviceSampling(*about) if self.slots.on_device else HostSampling(*about, plan.pads)
         self.grammars = SlotGrammars(grammars, num_slots, vocab_size)
         self._owed = OwedScores()
         self._last: Future[StepResult] | None = None
         parts = (device, model, kv_cache, self.slots, self.sampling, self._owed)
-        self.paged, self.buckets = None, None
-        if plan is None:
-            self.paged = PagedSteps(*parts, max_total_tokens, capture_sizes, most_tokens)
+        self.steps: PagedSteps | BucketedSteps
+        if isinstance(plan, BucketPlan):
+            self.steps = BucketedSteps(*parts, plan, limit_graphs)
         else:
-            self.buckets = BucketedSteps(*parts, plan, limit_graphs)
-
-    def prepare(self, progress: Callable[[str, int, int], None] = lambda *_: None) -> None:
-        """Capture steps. Shapes of a plan are warmed up one by one instead."""
-        if self.paged is not None:
-            self.paged.prepare(progress)
+            self.steps = PagedSteps(*parts, max_total_tokens, plan)
 
     def launch(self, plan: StepPlan) -> "Future[StepResult]":
         """Start a step; steps run in the order of launching."""
@@ -112,9 +105,7 @@ class Runner:
         rows = decode + [chunk.slot for chunk in plan.chunks if chunk.samples]
         done: list[_SampledPass] = []
         prompts: list[ScoredPrompt] = []
-        steps = self.buckets or self.paged
-        assert steps is not None
-        for made in steps.compute(plan):
+        for made in self.steps.compute(plan):
             prompts += made.prompts
             if made.logits is not None:
                 done.append(self._choose(made, previous))

@@ -19,21 +19,38 @@ _LENGTH_STEP = 128  # tokens of a prompt, under the exponential strategy
 _BLOCK_STEP = 128
 _RAMP_BATCH_STEP = 32
 MOST_SHAPES = 20_000  # of a phase; nobody would wait for more
-_MOST_MIXED_ROWS = 256
 _PASS_TOKENS = 256  # a pass reads all weights, which takes about as long as computing so many tokens
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """A padded shape: `batch` rows; `length` prompt tokens of each (prefill), or cached blocks of all (decode)."""
+    """A padded shape.
 
-    phase: str  # "prefill" or "decode"
+    `batch` rows; `length`: prompt tokens of each ("prefill"), cached blocks of all ("decode"; 0: any number), or prompt
+    tokens in all beside rows that decode ("mixed").
+    """
+
+    phase: str
     batch: int
     length: int
 
     @property
     def num_tokens(self) -> int:
-        return self.batch * self.length if self.phase == "prefill" else self.batch
+        if self.phase == "decode":
+            return self.batch
+        return self.batch * self.length if self.phase == "prefill" else self.batch + self.length
+
+    @property
+    def cost(self) -> int:
+        """What memory grows with."""
+        return self.batch + self.length if self.phase == "decode" else self.num_tokens
+
+    def __str__(self) -> str:
+        if self.phase == "prefill":
+            return f"{self.batch} prompts of {self.length} tokens"
+        if self.phase == "mixed":
+            return f"{self.length} prompt tokens beside {self.batch} requests"
+        return f"{self.batch} requests" + (f" with {self.length} blocks" if self.length else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +61,6 @@ class PlanLimits:
     max_batch_prefill_tokens: int
     block_size: int
     num_blocks: int | None = None  # that requests can hold; None: as many as they could want
-
-    def __post_init__(self) -> None:
-        if self.max_batch_prefill_tokens < self.max_input_tokens:
-            raise ValueError(
-                f"a prompt of {self.max_input_tokens} tokens is more than the {self.max_batch_prefill_tokens} of a step"
-            )
 
     @property
     def blocks_per_row(self) -> int:
@@ -83,34 +94,38 @@ class BucketSettings:
 
 
 class BucketPlan:
-    """Every shape to prepare, and which of them a step takes."""
+    """Every pass has one of these shapes."""
+
+    pads = True
 
     def __init__(self, prefill: Sequence[Bucket], decode: Sequence[Bucket], pass_tokens: int = _PASS_TOKENS) -> None:
         self.pass_tokens = pass_tokens  # what a pass costs beside its tokens
         self.prefill = tuple(sorted(prefill, key=lambda b: (b.num_tokens, b.length)))
         self.decode = tuple(sorted(decode, key=lambda b: (b.batch, b.length)))
+        # The smallest first: what the next one takes is told from those before it.
+        self.shapes = tuple(sorted(self.prefill + self.decode, key=lambda b: (b.cost, b)))
 
-    @property
-    def shapes(self) -> tuple[Bucket, ...]:
-        return self.prefill + self.decode
+    def find(self, phase: str, rows: int, length: int) -> Bucket | None:
+        """The shape for so many prompts, the longest of so many tokens, or for so many rows with so many blocks in all;
+        None if that is more than the limits allow, or prompts cannot share a pass."""
+        found = self._find_prefill(rows, length) if phase == "prefill" else self._find_decode(rows, length)
+        return None if found is None else Bucket(phase, *found)
 
-    def find_prefill(self, rows: int, longest: int) -> Bucket | None:
-        """The shape for so many prompts, the longest of so many tokens; None if they cannot share a step."""
+    def _find_prefill(self, rows: int, longest: int) -> tuple[int, int] | None:
         lengths, batches = self._prefill_axes
         length = _at_least(lengths, longest)
         batch = _at_least(batches[length], rows) if length is not None else None
-        return None if length is None or batch is None else Bucket("prefill", batch, length)
+        return None if length is None or batch is None else (batch, length)
 
-    def find_decode(self, rows: int, blocks: int) -> Bucket | None:
-        """The shape for so many rows, which have so many blocks in all; None if that is more than the limits allow."""
+    def _find_decode(self, rows: int, blocks: int) -> tuple[int, int] | None:
         batches, lengths = self._decode_axes
         batch = _at_least(batches, rows)
         length = _at_least(lengths[batch], blocks) if batch is not None else None
-        return None if length is None or batch is None else Bucket("decode", batch, length)
+        return None if length is None or batch is None else (batch, length)
 
-    def fits(self, rows: int, longest: int) -> bool:
+    def prompts_fit(self, rows: int, longest: int) -> bool:
         """Whether so many prompts, the longest of so many tokens, can share a step."""
-        return self.find_prefill(rows, longest) is not None
+        return self._find_prefill(rows, longest) is not None
 
     def group(self, lengths: Sequence[int]) -> list[list[int]]:
         """Prompts of a step (places in `lengths`) that share a pass: those of like length, where it saves padding.
@@ -125,7 +140,7 @@ class BucketPlan:
         best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # first places -> what they cost at least, where to cut
         for end in (*cuts, len(order)):
             for start, (cost, before) in list(best.items()):
-                bucket = self.find_prefill(end - start, lengths[order[end - 1]])
+                bucket = self.find("prefill", end - start, lengths[order[end - 1]])
                 if bucket is not None:
                     total = cost + bucket.num_tokens + self.pass_tokens
                     best[end] = min(best.get(end, (total, [*before, end])), (total, [*before, end]))
@@ -146,7 +161,11 @@ class BucketPlan:
 
 
 def plan_buckets(limits: PlanLimits, settings: BucketSettings) -> BucketPlan:
-    """Raises `ValueError` if there would be more shapes than anybody can use."""
+    """Raises `ValueError` if there would be more shapes than anybody can use, or none for the longest prompt."""
+    if limits.max_batch_prefill_tokens < limits.max_input_tokens:
+        raise ValueError(
+            f"a prompt of {limits.max_input_tokens} tokens is more than the {limits.max_batch_prefill_tokens} of a step"
+        )
     if settings.strategy == LINEAR:
         return BucketPlan(_collect(_linear_prefill(limits, settings)), _collect(_linear_decode(limits, settings)))
     return BucketPlan(_collect(_exponential_prefill(limits, settings)), _collect(_exponential_decode(limits, settings)))
@@ -308,35 +327,3 @@ def _reachable(limits: PlanLimits, batches: Sequence[int], blocks: Sequence[int]
 def _at_least(sizes: Sequence[int], size: int) -> int | None:
     index = bisect_left(sizes, size)
     return sizes[index] if index < len(sizes) else None
-
-
-# -- decode steps that are captured without a plan ------------------------------------------------------------------
-
-
-def decode_sizes(maximum: int) -> list[int]:
-    """Numbers of rows to capture decode steps for, up to `maximum`: in steps so small that padding costs little."""
-    if maximum < 1:
-        raise ValueError(f"maximum {maximum} must be at least 1")
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32)]
-    sizes += range(512, max(513, maximum), 64)
-    return [*(size for size in sizes if size < maximum), maximum]
-
-
-def mixed_sizes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
-    """(decode rows, prompt tokens) to capture steps with prompt tokens for, ascending in their sum.
-
-    At most `max_tokens` together. `max_rows` is how many requests there may be.
-    """
-    beside = min(max_rows - 1, _MOST_MIXED_ROWS)  # one of the requests has the prompt
-    rows = {0, *(size for size in (16, 64, 128) if size < beside), beside}
-    tokens = (32, 64, 128, 256, 384, 512, 768, *range(1024, 2049, 256))
-    found = [(row, token) for row in rows for token in tokens if row + token <= max_tokens]
-    return sorted(found, key=lambda size: (sum(size), size))
-
-
-def round_up(sizes: Sequence[int], size: int) -> int:
-    """The smallest of the ascending sizes that is at least `size`."""
-    index = bisect_left(sizes, size)
-    if index == len(sizes):
-        raise ValueError(f"{size} exceeds the largest bucket, {sizes[-1]}")
-    return sizes[index]

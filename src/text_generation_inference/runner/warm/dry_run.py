@@ -4,15 +4,14 @@ They go through a runner as real ones do, over a cache of one block that belongs
 means nothing, and nothing of it is left when the runner is dropped.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
-from text_generation_inference.devices.device import Device
-from text_generation_inference.engine.loop import StepRunner
+from text_generation_inference.runner.runner import Runner
 from text_generation_inference.types import Admission, Chunk, GenerationRequest, SamplingParams, StepPlan, StepResult
 
 SHORTEST = 256  # tokens that a request of a dry_run must be allowed
-_PLAIN = SamplingParams()
+PLAIN = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, typical_p=0.9, min_p=0.01)
 EVERYTHING = SamplingParams(
     repetition_penalty=1.1,
@@ -30,15 +29,14 @@ _PROMPT = SamplingParams(decoder_input_details=True)
 _PROMPT_LENGTHS = (1, 5, 16, 33, 128, 1000)
 _SHORT = 128
 _PREFIX = 16  # tokens that a prompt already has in the cache
-_FEW = 32
-_FEW_SIZES = (1, 2, 8, 16)  # kernels differ where a number is 1 or divisible by 16
 _SIZES_AT_A_TIME = SHORTEST // 2  # requests get longer by a token with each
 
 
 class DryRun:
     """Plans steps for a runner that nobody else uses."""
 
-    def __init__(self, runner: StepRunner, num_slots: int, block_size: int) -> None:
+    def __init__(self, runner: Runner, num_slots: int, block_size: int) -> None:
+        self.steps = runner.steps
         self._runner, self._num_slots, self._block_size = runner, num_slots, block_size
         self._step = 0
         self._slots: list[int] = []  # taken
@@ -46,7 +44,7 @@ class DryRun:
         self._futures: list[Future[StepResult]] = []
 
     def prompts(
-        self, lengths: Sequence[int], params: SamplingParams = _PLAIN, num_decode: int = 0, start: int = 0
+        self, lengths: Sequence[int], params: SamplingParams = PLAIN, num_decode: int = 0, start: int = 0
     ) -> None:
         """Requests of these lengths in one step from `start` on, beside some that decode; all other requests go."""
         kept = self._decoding[:num_decode]
@@ -58,6 +56,14 @@ class DryRun:
         leave = self._decoding[num_decode:]
         self._slots, self._decoding = kept + free, kept
         self._launch(release=going, admit=admit, leave=leave, decode=bool(kept), chunks=chunks)
+
+    def join(self, rows: int, params: SamplingParams) -> None:
+        """So many requests of one token decode, without a pass for their prompts; all others are gone."""
+        assert not self._slots
+        self._slots = list(range(rows))
+        self._decoding = list(self._slots)
+        admit = [self._admit(slot, 1, params) for slot in self._slots]
+        self._launch(admit=admit, join=self._slots, decode=True)
 
     def decode(self, rows: int) -> None:
         """One token for the first so many requests."""
@@ -93,7 +99,17 @@ class DryRun:
         self._futures.append(self._runner.launch(StepPlan(self._step, **fields)))  # pyright: ignore
 
 
-def run_decode(dry_run: DryRun, sizes: Sequence[int], params: SamplingParams = _PLAIN) -> None:
+def run_choices(dry_run: DryRun, sizes: Sequence[int]) -> None:
+    """Choices of tokens behind decode steps, for each number of rows."""
+    for params in (PLAIN, SAMPLED, EVERYTHING):
+        for rows in sizes:
+            dry_run.join(rows, params)
+            dry_run.decode(rows)
+            dry_run.decode(1)
+            dry_run.release()
+
+
+def run_decode(dry_run: DryRun, sizes: Sequence[int], params: SamplingParams = PLAIN) -> None:
     """Steps without a prompt, for each number of rows."""
     for number, rows in enumerate(sorted(set(sizes), reverse=True)):
         if number % _SIZES_AT_A_TIME == 0:
@@ -143,46 +159,3 @@ def run_captured(dry_run: DryRun, rows: int, tokens: int, length: int) -> None:
     each, more = divmod(tokens, count)
     dry_run.prompts([each + (number < more) for number in range(count)])
     dry_run.wait()
-
-
-def dry_run(
-    device: Device,
-    make_runner: Callable[[], StepRunner],
-    rows: int,
-    tokens: int,
-    length: int,
-    capture: Sequence[int],
-    captured_tokens: int,
-) -> int:
-    """Compile what steps need, then return how much memory they take at most beside weights and cache.
-
-    `rows`, `tokens`: requests and tokens of the largest step; `length`: tokens of the longest request that the runner
-    takes, at least SHORTEST; `capture`: rows of the decode steps that will be captured; `captured_tokens`: those of the
-    largest captured step with prompt tokens, or 0.
-    """
-    block_size = device.limits.block_size
-    few = [size for size in _FEW_SIZES if size < rows]
-
-    def play(dry_run: DryRun, rows: int) -> None:
-        run_largest(dry_run, rows, tokens, length)
-        run_prompts(dry_run, rows, tokens, length)
-        run_decode(dry_run, [rows, *few])
-        run_decode(dry_run, [rows, *few], SAMPLED)
-        run_decode(dry_run, few or [1], EVERYTHING)
-
-    with device.compiling():
-        dry_run = DryRun(make_runner(), rows, block_size)
-        run_prefix(dry_run, tokens, length)  # first: its kernel takes longest
-        play(dry_run, min(rows, _FEW))
-        run_decode(dry_run, capture)
-    del dry_run
-    made: list[DryRun] = []
-    slots = device.peak_bytes(lambda: made.append(DryRun(make_runner(), rows, block_size)))
-    run_decode(made[0], [rows, *few])  # makes workspaces, which stay
-    # Captured steps have memory of their own, which they share.
-    captured = max(
-        device.peak_bytes(lambda params=params: run_decode(made[0], [rows], params)) for params in (_PLAIN, SAMPLED)
-    )
-    if captured_tokens:
-        captured = max(captured, device.peak_bytes(lambda: run_captured(made[0], rows, captured_tokens, length)))
-    return slots + captured + device.peak_bytes(lambda: play(made[0], rows))

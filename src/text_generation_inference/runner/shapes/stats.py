@@ -6,8 +6,8 @@ warmed up; whatever comes later and is not in it is a miss, counted and told onc
 
 from collections import Counter
 
-from text_generation_inference.devices.buckets import Bucket, BucketPlan
 from text_generation_inference.kernels.block_lists import Key
+from text_generation_inference.runner.shapes.buckets import Bucket, BucketPlan
 from text_generation_inference.types import BucketStats
 
 
@@ -30,10 +30,8 @@ class ShapeStats:
         if key in self.warmed or key in self._missed:
             return
         self._missed.add(key)
-        what = "prompts of {} tokens" if bucket.phase == "prefill" else "requests with {} blocks"
-        shape = f"{bucket.batch} {what.format(bucket.length)}"
         why = "was not warmed up" if bucket in self.planned else "is not in the bucket plan"
-        self.news.append(f"a step of {shape} {why}: it was prepared while requests waited")
+        self.news.append(f"a step of {bucket} {why}: it was prepared while requests waited")
 
     def take_news(self) -> list[str]:
         news, self.news = self.news, []
