@@ -349,17 +349,25 @@ def padded_case(seed: int, lengths: list[int], bucket: Bucket, dtype: torch.dtyp
     return books, [cache.to(dtype) for cache in caches]
 
 
+def places(books: HostTables, slots: np.ndarray, positions: np.ndarray) -> Tensor:
+    """Where the keys of tokens are; those of no slot are in block 0."""
+    size = books.block_size
+    found = books.tables[slots, positions // size].astype(np.int64) * size + positions % size
+    return torch.from_numpy(np.where(slots < 0, 0, found))
+
+
 def decode_batch(bucket: Bucket, books: HostTables) -> Batch:
     arrays = describe_decode(bucket, range(len(books.lengths)), books)
-    blocks = (arrays.seq_lens, arrays.block_list, arrays.block_groups, arrays.block_usage, arrays.row_starts)
-    seq_lens, *flat = (torch.from_numpy(array.astype(np.int32)) for array in blocks)
+    seq_lens = np.where(arrays.slots < 0, 0, books.lengths[arrays.slots])
+    blocks = (seq_lens, arrays.block_list, arrays.block_groups, arrays.block_usage, arrays.row_starts)
+    lengths, *flat = (torch.from_numpy(array.astype(np.int32)) for array in blocks)
     ids = torch.zeros(bucket.batch, dtype=torch.int64)
-    return Batch(ids, ids, torch.from_numpy(arrays.kv_index), seq_lens, BlockLists(*flat))
+    return Batch(ids, ids, places(books, arrays.slots, np.maximum(seq_lens - 1, 0)), lengths, BlockLists(*flat))
 
 
 def prefill_batch(bucket: Bucket, books: HostTables) -> Batch:
     arrays = describe_prefill(bucket, range(len(books.lengths)), books)
-    index, last = torch.from_numpy(arrays.kv_index), torch.from_numpy(arrays.last_tokens)
+    index, last = places(books, arrays.token_slots, arrays.positions), torch.from_numpy(arrays.last_tokens)
     ids = torch.zeros(bucket.num_tokens, dtype=torch.int64)
     return Batch(ids, ids, index, torch.from_numpy(arrays.seq_lens).int(), WholePrompts(), last)
 

@@ -1,4 +1,4 @@
-"""Turns rows into the arrays of a padded pass, on the host.
+"""Turns rows into what a padded pass reads beside the slots, on the host.
 
 A pass that has no rows at all is all padding: it has the shape of its bucket, which is what warming up needs.
 """
@@ -18,13 +18,12 @@ class PrefillArrays:
 
     token_slots: np.ndarray  # [tokens]: -1 for padding
     positions: np.ndarray  # [tokens]
-    kv_index: np.ndarray  # [tokens]
     seq_lens: np.ndarray  # [batch]
     last_tokens: np.ndarray  # [batch]: each row's last one among the tokens
 
 
 def describe_prefill(bucket: Bucket, slots: Sequence[int], host: HostTables) -> PrefillArrays:
-    rows, length, size = bucket.batch, bucket.length, host.block_size
+    rows, length = bucket.batch, bucket.length
     index = np.array(slots, dtype=np.int64)
     count = len(index)
     lengths = host.lengths[index]
@@ -34,13 +33,10 @@ def describe_prefill(bucket: Bucket, slots: Sequence[int], host: HostTables) -> 
     token_slots[:count] = np.where(real, index[:, None], -1)
     positions = np.zeros((rows, length), dtype=np.int64)
     positions[:count] = np.where(real, inside, 0)
-    kv_index = np.zeros((rows, length), dtype=np.int64)
-    blocks = host.tables[index[:, None], np.minimum(inside // size, host.tables.shape[1] - 1)].astype(np.int64)
-    kv_index[:count] = np.where(real, blocks * size + inside % size, 0)
     seq_lens = np.zeros(rows, dtype=np.int64)
     seq_lens[:count] = lengths
     last_tokens = np.arange(rows) * length + np.maximum(seq_lens - 1, 0)
-    return PrefillArrays(token_slots.reshape(-1), positions.reshape(-1), kv_index.reshape(-1), seq_lens, last_tokens)
+    return PrefillArrays(token_slots.reshape(-1), positions.reshape(-1), seq_lens, last_tokens)
 
 
 @dataclass(slots=True)
@@ -48,9 +44,6 @@ class DecodeArrays:
     """One token of each row; see `BlockLists`."""
 
     slots: np.ndarray  # [batch]: -1 for padding
-    positions: np.ndarray  # [batch]
-    kv_index: np.ndarray  # [batch]
-    seq_lens: np.ndarray  # [batch]
     block_list: np.ndarray  # [blocks]
     block_groups: np.ndarray  # [blocks]
     block_usage: np.ndarray  # [blocks]
@@ -66,9 +59,6 @@ def describe_decode(bucket: Bucket, slots: Sequence[int], host: HostTables) -> D
     ends = np.cumsum(counts)
     found = DecodeArrays(
         slots=np.full(rows, -1, dtype=np.int64),
-        positions=np.zeros(rows, dtype=np.int64),
-        kv_index=np.zeros(rows, dtype=np.int64),
-        seq_lens=np.zeros(rows, dtype=np.int64),
         block_list=np.zeros(bucket.length, dtype=np.int64),
         block_groups=np.full(bucket.length, -1, dtype=np.int64),
         block_usage=np.ones(bucket.length, dtype=np.int64),
@@ -77,15 +67,11 @@ def describe_decode(bucket: Bucket, slots: Sequence[int], host: HostTables) -> D
     if not count:
         return found
     total = int(ends[-1])
-    last = lengths - 1
     found.slots[:count] = index
-    found.positions[:count] = last
-    found.kv_index[:count] = host.tables[index, last // size].astype(np.int64) * size + last % size
-    found.seq_lens[:count] = lengths
     tables = host.tables[index, : int(counts.max())]
     found.block_list[:total] = tables[np.arange(tables.shape[1]) < counts[:, None]]
     found.block_groups[:total] = np.repeat(np.arange(count), counts)
     found.block_usage[:total] = size
-    found.block_usage[ends - 1] = last % size + 1
+    found.block_usage[ends - 1] = (lengths - 1) % size + 1
     found.row_starts[:count] = ends - counts
     return found
