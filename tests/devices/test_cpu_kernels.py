@@ -15,10 +15,12 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from gguf_blocks import random_blocks
-from text_generation_inference.kernels import reference
+from text_generation_inference.kernels import experts, reference
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.cpu import build
+from text_generation_inference.kernels.cpu.experts import NativeExperts, PackedExperts
 from text_generation_inference.kernels.cpu.ops import FusedLayer, NativeOps, Packed, greedy, load_ops
+from text_generation_inference.kernels.matrices import BlockPieces
 
 QUANTS = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k", "q6_k"]
 MARCHES = ["native", "x86-64-v3"]  # the second is the AVX2 path, which every machine that runs the first can run
@@ -58,9 +60,9 @@ def tiled(cache_dir: Path) -> NativeOps:
     return loaded
 
 
-def make_blocks(kind: str, out: int, width: int) -> tuple[Tensor, Tensor]:
+def make_blocks(kind: str, out: int, width: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Blocks, and their values."""
-    blocks = random_blocks(kind.upper(), out, width)
+    blocks = random_blocks(kind.upper(), out, width, seed)
     return torch.from_numpy(blocks), torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind.upper()]))
 
 
@@ -207,6 +209,42 @@ def test_embedding(ops: NativeOps, kind: str) -> None:
     for bad in (-1, 111):
         with pytest.raises(IndexError):
             ops.embedding(torch.tensor([0, bad]), packed)
+
+
+# Experts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", [None, ("q4_k", "q6_k"), ("q8_0", "q5_0")], ids=str)
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (3, 1), (9, 3), (40, 2)])
+@pytest.mark.parametrize("scale_inputs", [False, True])
+def test_experts(ops: NativeOps, kinds: tuple[str, str] | None, tokens: int, top_k: int, scale_inputs: bool) -> None:
+    count, hidden, width = 5, 256, 256
+    native = NativeExperts(ops)
+    if kinds is None:
+        gate_up, down = torch.randn(count * 2 * width, hidden) / 16, torch.randn(count * hidden, width) / 16
+        packed = [native.pack_experts(each, count) for each in (gate_up, down)]
+    else:  # gates in one kind and values in the other
+        halves = [make_blocks(kind, width, hidden, seed) for seed in range(count) for kind in kinds]
+        gate_up = torch.cat([values for _, values in halves])
+        pieces = [(kind, blocks) for (blocks, _), kind in zip(halves, kinds * count, strict=True)]
+        blocks, down = make_blocks(kinds[1], count * hidden, width)
+        packed = [
+            native.pack_experts(BlockPieces(pieces, gate_up.shape), count),
+            native.pack_experts(BlockPieces([(kinds[1], blocks)], down.shape), count),
+        ]
+    assert all(
+        isinstance(each, PackedExperts) and each.shape == plain.shape
+        for each, plain in zip(packed, (gate_up, down), strict=True)
+    )
+    x = torch.randn(tokens, hidden) / 40
+    ids = torch.stack([torch.randperm(count - 1)[:top_k] for _ in range(tokens)])  # nobody asks for the last one
+    weights = torch.rand(tokens, top_k)
+    biases = (torch.randn(count, 2 * width), torch.randn(count, hidden))
+    for given in ({"gate": "silu"}, {"gate": "gelu_tanh"}, {"gate": "clamped_swiglu", "biases": biases}):
+        found = native.experts(x, ids, weights, *packed, **given, scale_inputs=scale_inputs)
+        close(found, experts.experts(x, ids, weights, gate_up, down, **given, scale_inputs=scale_inputs), 1e-4)
+    with pytest.raises(IndexError):
+        native.experts(x, ids + count, weights, *packed)
 
 
 # Rows -----------------------------------------------------------------------------------------------------------

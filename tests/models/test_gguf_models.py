@@ -47,7 +47,10 @@ def test_families(family: str, tmp_path: Path) -> None:
                 assert torch.equal(loaded(tokens).logits, model(tokens).logits)
         if "Phi3ForCausalLM" not in ARCHITECTURES:
             return  # transformers alone would choose the list by the longest request of a batch
-    check(tmp_path / "out", model)
+    engine = check(tmp_path / "out", model)
+    if family.startswith(("mixtral", "qwen2moe")):
+        experts = engine.rank.runner.model.model.layers[0].mlp
+        assert {matrix.kind for matrix in experts.gate_up.weight.matrices} == {"q8_0"}
 
 
 # Which type the matrices of a file have; those not named have the first.

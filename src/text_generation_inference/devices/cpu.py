@@ -15,6 +15,7 @@ from text_generation_inference.devices.at_once import AtOnce
 from text_generation_inference.devices.host_memory import available_bytes
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.cpu import slots
+from text_generation_inference.kernels.cpu.experts import NativeExperts
 from text_generation_inference.kernels.cpu.ops import BLOCKS, load_ops
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.types import Limits
@@ -74,11 +75,14 @@ def _load_ops(cache_dir: Path) -> Ops:
     native = load_ops(cache_dir)
     if isinstance(native, str):
         return Ops(f"torch ops, slower than native kernels: {native}", gather_inputs=slots.gather_inputs)
+    experts = NativeExperts(native)
     return Ops(
         native.description,
         pack_linear=native.pack_linear,
         pack_blocks=native.pack_blocks,
         block_kinds=frozenset(BLOCKS),
+        pack_experts=experts.pack_experts,
+        experts=experts.experts,
         linear=native.linear,
         logits=native.logits,
         embedding=native.embedding,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import Fp8Weight, dequantize_rows, dequantize_weight, quantize_rows
-from text_generation_inference.kernels.matrices import Weight, plain
+from text_generation_inference.kernels.matrices import BlockPieces, Weight, plain
 
 _CLAMP, _SLOPE = 7.0, 1.702  # of GPT-OSS
 
@@ -37,7 +37,7 @@ GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def pack_experts(weight: Tensor) -> Weight:
+def pack_experts(weight: Tensor | BlockPieces, num_experts: int) -> Weight:
     """Bring the matrices of all experts into the form `experts` wants. Called once after loading."""
     return weight
 

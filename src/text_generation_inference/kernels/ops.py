@@ -17,7 +17,7 @@ from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.choice import EVERY_FILTER, SamplingNeeds
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedDecode, FusedLayer
-from text_generation_inference.kernels.matrices import Product, Rows, Weight
+from text_generation_inference.kernels.matrices import BlockPieces, Product, Rows, Weight
 from text_generation_inference.kernels.routing import Routed, Routing
 from text_generation_inference.kernels.slot_state import SlotState
 from text_generation_inference.sampling.ops import ByShapeOp, GreedyOp
@@ -129,8 +129,8 @@ class GateOp(Protocol):
 
 
 class PackExpertsOp(Protocol):
-    def __call__(self, weight: Tensor) -> Weight:
-        """Like `pack_linear`, of the matrices of all experts, one below the other, for `experts`."""
+    def __call__(self, weight: Tensor | BlockPieces, num_experts: int) -> Weight:
+        """Like `pack_linear` or `pack_blocks`, of the matrices of all experts, one below the other, for `experts`."""
         ...
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import apply_scales
-from text_generation_inference.kernels.matrices import Product, Rows, Weight
+from text_generation_inference.kernels.matrices import BlockPieces, Product, Rows, Weight
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.routing import Routed, Routing
 from text_generation_inference.layers.feed_forward import FeedForward
@@ -33,8 +33,8 @@ class StackedMatrix(Matrix):
     def outputs_per_token(self) -> int:
         return self.shape[0] // self.num_experts * self.top_k
 
-    def pack(self, weight: Tensor) -> Weight:
-        return self.ops.pack_experts(weight)
+    def pack(self, weight: Tensor | BlockPieces) -> Weight:
+        return self.ops.pack_experts(weight, self.num_experts)
 
 
 class Router(Matrix):

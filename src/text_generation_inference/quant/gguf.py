@@ -43,7 +43,7 @@ class GgufBlocks(Method):
     def finish(self, matrix: Matrix) -> None:
         stored = matrix.weight
         assert isinstance(stored, BlockPieces)
-        matrix.weight = matrix.ops.pack_blocks(stored.pieces, matrix.shape[1])
+        matrix.weight = matrix.pack(stored)
 
     def kind(self, matrix: Matrix) -> object:
         return self.block_types
@@ -54,7 +54,7 @@ def detect(
 ) -> Method | None:
     """If all parts are there in types that are `computed`. `block_types` are those of a file, by tensor name."""
     kinds = [block_types.get(name, "").lower() for name in tensors]
-    by_row = not matrix.is_stacked and all(part.dim in (None, 0) and not part.transposed for part in matrix.parts)
+    by_row = all(part.dim in (None, 0) and not part.transposed for part in matrix.parts)
     if not by_row or not set(kinds) <= set(computed):
         return None
     return GgufBlocks(kinds, [part.local_shape[0] for part in matrix.parts])

@@ -23,6 +23,7 @@ SOURCE_NAMES = (
     "amx.h",
     "attention.h",
     "blocks.h",
+    "experts.h",
     "linear.h",
     "panels.h",
     "rows.h",

@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "rows.h"
+#include "experts.h"
 #include "fused_decode.h"
 
 #include <sys/mman.h>

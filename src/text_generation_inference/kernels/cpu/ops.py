@@ -58,6 +58,7 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "tgi_gate": (None, "iplllpi"),
     "tgi_rotary_and_cache": (c_int, "pllpllpllpllpplppplllli"),
     "tgi_attention": (c_int, "pllppllpllpllpplllflfpi"),
+    "tgi_experts": (c_int, "pllppllppiipi"),
     "tgi_greedy": (None, "plllppi"),
     "tgi_run_fused_decode": (c_int, "pplpppllpllpppi"),
     "tgi_probe_fma": (c_double, "i"),
@@ -179,7 +180,7 @@ class NativeOps:
             function = getattr(library, name)
             function.restype = result
             function.argtypes = [_ARGUMENTS[letter] for letter in arguments]
-        self._library = library
+        self.library = library  # with the types of its functions
         self._linear = library.tgi_linear
         self._norm = library.tgi_rms_norm
         self._gate = library.tgi_gate
@@ -191,6 +192,10 @@ class NativeOps:
         if self.uses_amx:
             vectors += " and AMX"
         self.description = f"native {vectors} kernels, {self._threads()} threads"
+
+    @property
+    def num_threads(self) -> int:
+        return self._threads()
 
     def pack_linear(self, weight: Tensor) -> Packed | Tensor:
         """Bring a weight `[out, in]` into panels; a weight that is not float32 stays as it is."""
@@ -217,12 +222,12 @@ class NativeOps:
         return packed
 
     def _pack(self, kind: str, rows: Tensor, in_features: int, following: Packed | None = None) -> Packed:
-        size = self._library.tgi_packed_bytes(KINDS[kind], rows.shape[0], in_features)
+        size = self.library.tgi_packed_bytes(KINDS[kind], rows.shape[0], in_features)
         # torch aligns to 64 bytes.
         data = torch.empty(size, dtype=_uint8)
-        self._library.tgi_advise_large_pages(data.data_ptr(), size)
+        self.library.tgi_advise_large_pages(data.data_ptr(), size)
         packed = Packed(kind, rows.shape[0], in_features, data, following)
-        self._library.tgi_pack(packed.address, rows.data_ptr(), rows.stride(0) * rows.element_size(), self._threads())
+        self.library.tgi_pack(packed.address, rows.data_ptr(), rows.stride(0) * rows.element_size(), self._threads())
         return packed
 
     def unpack(self, weight: Packed) -> Tensor:
@@ -267,7 +272,7 @@ class NativeOps:
             return reference.embedding(ids, weight)
         ids = ids.to(_int64).contiguous()
         out = _empty((*ids.shape, weight.in_features))
-        if self._library.tgi_embedding(ids.data_ptr(), ids.numel(), weight.address, out.data_ptr(), self._threads()):
+        if self.library.tgi_embedding(ids.data_ptr(), ids.numel(), weight.address, out.data_ptr(), self._threads()):
             raise IndexError(f"a token id is not below {weight.out_features}")
         return out
 
@@ -425,7 +430,7 @@ class NativeOps:
         rows, vocab = logits.shape
         index = _empty(rows, dtype=_int64)
         logprob = _empty(rows)
-        self._library.tgi_greedy(
+        self.library.tgi_greedy(
             logits.data_ptr(), logits.stride(0), rows, vocab, index.data_ptr(), logprob.data_ptr(), self._threads()
         )
         return index, logprob
@@ -479,16 +484,16 @@ class NativeOps:
             ACTIVATIONS.index(activation), eps, scale, softcap or 0.0,
         )  # fmt: skip
         kept = (fused, structs, tuple(layers), tensors)
-        run = self._library.tgi_run_fused_decode
+        run = self.library.tgi_run_fused_decode
         return NativeFusedDecode(run, self._threads, hidden, ctypes.addressof(fused), kept)
 
     def probe_fma(self, threads: int) -> float:
         """Floating-point operations a second that this machine can do, for benchmarks."""
-        return self._library.tgi_probe_fma(threads)
+        return self.library.tgi_probe_fma(threads)
 
     def probe_read(self, memory: Tensor, threads: int) -> float:
         """Bytes a second at which this machine reads a tensor, for benchmarks."""
-        return self._library.tgi_probe_read(memory.data_ptr(), memory.nbytes, threads)
+        return self.library.tgi_probe_read(memory.data_ptr(), memory.nbytes, threads)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
