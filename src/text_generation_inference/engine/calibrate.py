@@ -33,10 +33,6 @@ class Calibrated:
     def measures(self) -> bool:
         return self.file is not None and self.file.mode == "MEASURE"
 
-    @property
-    def quantizes(self) -> bool:
-        return self.file is not None and self.file.mode == "QUANTIZE"
-
     def quantize(self, stored: Quantization | None, device: Device) -> Quantization | None:
         """How matrices are stored and loaded; `stored` is what the checkpoint says."""
         if self.file is None or self.file.mode == "NONE":

@@ -119,11 +119,6 @@ class Checkpoint:
         """The stored type."""
         return self._find(name).dtype
 
-    @property
-    def total_bytes(self) -> int:
-        """Size of all tensors as stored."""
-        return sum(torch.Size(self.shape(name)).numel() * self.dtype(name).itemsize for name in self._stored)
-
     def announce(self, wanted: Iterable[Wanted]) -> None:
         """What will be read, in about this order: an upload reads ahead."""
         if self.upload is not None:
