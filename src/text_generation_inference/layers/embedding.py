@@ -38,6 +38,10 @@ class VocabWeight(Matrix):
         if parallel.world > 1:
             part = Part(f"{name}.weight", (vocab_size, hidden_size), 0, self.start, self.end)
             self.bias_parts = [Part(f"{name}.bias", (vocab_size,), 0, self.start, self.end)] if bias else []
+        if (
+            not is_head
+        ):  # random ones large enough that layers do not make all tokens alike, so that routers tell them apart
+            part = replace(part, random_std=1.0)
         super().__init__(ops, [part], may_round=False, is_multiplied=is_head)
 
     def declare(self) -> list[Declared]:

@@ -39,6 +39,7 @@ class Part:
     end: int = 0
     transposed: bool = False  # stored `[in, out]`: turned round once the slice has been read
     arrangement: Arrangement | None = None  # of the rows that were read
+    random_std: float = 0.02  # of the numbers that take its place where there is no checkpoint
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -97,8 +98,10 @@ class Storage:
 
     def make(self, parts: Parts, make: Read, dtype: torch.dtype) -> Any:
         """The same from plain parts that `make` makes up."""
-        pieces = [make(name, part) for name, part in parts]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if len(parts) == 1:
+            return make(*parts[0])
+        first = make(*parts[0])
+        return stack(parts, lambda name, part: first if part is parts[0][1] else make(name, part), dtype, first.device)
 
     def bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """On the device."""

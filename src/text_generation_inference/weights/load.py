@@ -186,7 +186,7 @@ def _random(name: str, part: Part, dtype: torch.dtype, device: torch.device, see
         value = torch.ones(part.shape, dtype=dtype, device=device)
     else:
         value = torch.empty(part.shape, dtype=dtype, device=device)
-        value.normal_(0, 0.02, generator=generator)
+        value.normal_(0, part.random_std, generator=generator)
     if part.dim is not None:
         value = value.narrow(part.dim, part.start, part.end - part.start).clone()
     return part.arrange(value)
