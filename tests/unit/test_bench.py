@@ -226,7 +226,7 @@ def test_shapes_are_models(shape: str, tmp_path: Path) -> None:
     model = build(read_config(write_shape(shape, tmp_path / shape)))
     caches, fields = model.caches(torch.bfloat16), config_of(shape)
     assert len(caches) == fields["num_hidden_layers"]
-    assert caches[0].head_dim * fields["num_attention_heads"] == fields["hidden_size"]
+    assert caches[0].head_dim == fields["head_dim"]
 
 
 def test_tables() -> None:
