@@ -13,66 +13,18 @@ from driving import Tiny, make_request, random_prompts, reference, run, start
 from queue_on_cpu import QueueOnCpu
 from safetensors.torch import load_file, save_file
 from transformers import masking_utils
+from transformers_models import FAMILIES, SIZES, make
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.launch.check import check_model
 from text_generation_inference.models import transformers_fallback, transformers_hook
-from text_generation_inference.models.registry import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 12
 PROMPTS = random_prompts(320, [1, 5, 17, 40], seed=3)  # the last is longer than the windows
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Olmo": {"clip_qkv": 1.5},  # norms without weights
-    "Olmo3": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    "Exaone4": {"sliding_window": 24, "sliding_window_pattern": 3},  # a layer without positions
-    "Glm": {},  # interleaved rotation of half a head
-    "Nemotron": {"partial_rotary_factor": 0.5},  # a feed-forward without a gate
-    "NanoChat": {},  # caps its logits
-    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
-    "MiniCPM3": {
-        "kv_lora_rank": 32,
-        "q_lora_rank": 48,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-    },
-}
-
-
-def make(family: str, folder: Path, **changes: Any) -> Tiny:
-    fields = {**SIZES, **FAMILIES.get(family, {}), **changes}
-    if family == "MiniCPM3":  # keys and values of different widths
-        fields |= {"num_key_value_heads": 4, "head_dim": 8}
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**fields)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.12)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.3)
-            else:
-                parameter.uniform_(0.7, 1.3)
-    model.save_pretrained(folder)
-    assert f"{family}ForCausalLM" not in ARCHITECTURES  # else it has a test of its own
-    return Tiny(folder, model)
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
