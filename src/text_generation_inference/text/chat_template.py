@@ -15,7 +15,7 @@ import msgspec
 from text_generation_inference.errors import ModelFormatError, TemplateError
 from text_generation_inference.text.model_folder import read_special_tokens, read_tokenizer_config
 from text_generation_inference.text.template_files import parse_templates, read_templates
-from text_generation_inference.text.template_process import Answer, TemplateProcess, encode_job, shared_process
+from text_generation_inference.text.template_process import Rendering, TemplateProcess, encode_job, shared_process
 from text_generation_inference.text.template_rendering import Conversation, Templates
 
 
@@ -168,7 +168,7 @@ class ChatTemplate:
         raise TemplateError("template not found")
 
 
-def read_prompt(answer: Answer) -> str:
+def read_prompt(answer: Rendering) -> str:
     """What the process made of a job."""
     if answer.error is not None:
         raise TemplateError(answer.error)

@@ -36,7 +36,7 @@ class Job(msgspec.Struct, frozen=True):
     conversation: Conversation | None  # None: only compile
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Rendering(msgspec.Struct, frozen=True):
     text: str = ""
     error: str | None = None
     names: dict[str, list[str]] = {}  # variables by template
@@ -52,7 +52,7 @@ class TemplateProcess:
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that watches the socket
-        self._answer: asyncio.Future[Answer] | None = None  # of what was started
+        self._answer: asyncio.Future[Rendering] | None = None  # of what was started
         self._deadline: asyncio.TimerHandle | None = None
         self._incoming = _Incoming()
         self._unsent = memoryview(b"")
@@ -61,18 +61,18 @@ class TemplateProcess:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
-    def exchange(self, frame: bytes) -> Answer:
+    def exchange(self, frame: bytes) -> Rendering:
         """Wait for the answer to a `Job`. Raises `TemplateError` when the process did not survive it."""
         with self._lock:
             connection = self._connect()
             connection.settimeout(_MAX_SECONDS)
             try:
                 connection.sendall(_LENGTH.pack(len(frame)) + frame)
-                return msgspec.json.decode(_read(connection), type=Answer)
+                return msgspec.json.decode(_read(connection), type=Rendering)
             except (EOFError, OSError) as error:
                 raise self._failure(error) from None
 
-    def start(self, frame: bytes) -> "asyncio.Future[Answer]":
+    def start(self, frame: bytes) -> "asyncio.Future[Rendering]":
         """The same beside an event loop. The next may start when the future is done, whoever still waits for it."""
         loop = asyncio.get_running_loop()
         connection = self._connect()
@@ -108,9 +108,9 @@ class TemplateProcess:
             self._end(error)
             return
         if data is not None:
-            self._end(msgspec.json.decode(data, type=Answer))
+            self._end(msgspec.json.decode(data, type=Rendering))
 
-    def _end(self, outcome: Answer | Exception) -> None:
+    def _end(self, outcome: Rendering | Exception) -> None:
         answer, self._answer = self._answer, None
         if self._deadline is not None:
             self._deadline.cancel()
@@ -216,7 +216,7 @@ def serve(max_cpu_seconds: float, max_bytes: int) -> None:
                 try:
                     answer = msgspec.json.encode(_answer(frame))
                 except UnicodeEncodeError:
-                    answer = msgspec.json.encode(Answer(error="the template makes half a surrogate pair: no text"))
+                    answer = msgspec.json.encode(Rendering(error="the template makes half a surrogate pair: no text"))
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 connection.sendall(_LENGTH.pack(len(answer)) + answer)
         except (EOFError, ConnectionError):
@@ -225,17 +225,17 @@ def serve(max_cpu_seconds: float, max_bytes: int) -> None:
             os._exit(_OUT_OF_MEMORY)  # what is left of a template may be much: nothing else is rendered beside it
 
 
-def _answer(frame: bytes) -> Answer:
+def _answer(frame: bytes) -> Rendering:
     try:
         job = msgspec.json.decode(frame, type=Job)
         renderer = _compiled(bytes(job.templates))
         if job.conversation is None:
-            return Answer(names=renderer.names, broken=renderer.broken)
-        return Answer(renderer.render(job.conversation, len(frame)))
+            return Rendering(names=renderer.names, broken=renderer.broken)
+        return Rendering(renderer.render(job.conversation, len(frame)))
     except TemplateError as error:
-        return Answer(error=str(error))
+        return Rendering(error=str(error))
     except RecursionError:
-        return Answer(error="the messages, tools or template variables are nested too deeply")
+        return Rendering(error="the messages, tools or template variables are nested too deeply")
 
 
 @functools.lru_cache(maxsize=4)
