@@ -7,7 +7,7 @@ from text_generation_inference.api.metrics import Metrics
 from text_generation_inference.api.turns import Turns
 from text_generation_inference.errors import OverloadedError
 from text_generation_inference.text.chat_template import ChatTemplate, read_prompt
-from text_generation_inference.text.template_process import Answer, TemplateProcess
+from text_generation_inference.text.template_process import Rendering, TemplateProcess
 
 
 class ChatRenderer:
@@ -32,7 +32,7 @@ class _Lane:
         self._name, self._metrics = name, metrics
         self._turns = Turns(1, max_wait_s, lambda count: metrics.waiting(name, count))
 
-    async def exchange(self, job: bytes) -> Answer:
+    async def exchange(self, job: bytes) -> Rendering:
         caller = current_caller.get()
         try:
             await self._turns.take(caller)
@@ -40,7 +40,7 @@ class _Lane:
             self._metrics.refuse_waiting(self._name)
             raise
 
-        def end(answer: asyncio.Future[Answer]) -> None:
+        def end(answer: asyncio.Future[Rendering]) -> None:
             self._turns.give_back(caller)
             if not answer.cancelled():
                 answer.exception()  # seen, also where nobody waits any more
