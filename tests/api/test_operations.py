@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 import uvicorn
-from serving import Server
+from serving import NO_TLS, Server
 from traffic import (
     DONE,
     Event,
@@ -92,7 +92,7 @@ def test_stopping_under_load_loses_nothing(model_cache: Path) -> None:
         assert all(is_gone(pid) for pid in children.values())
         assert not folder.exists()
         with pytest.raises(httpx.ConnectError):
-            httpx.get(server.url + "/health")
+            httpx.get(server.url + "/health", verify=NO_TLS)
         server.stop()
         assert "Traceback" not in server.log
 
@@ -130,7 +130,7 @@ def test_a_closed_window_does_not_end_what_runs_under_nohup(model_cache: Path) -
         for pid in (server.process.pid, *server.children().values()):
             os.kill(pid, signal.SIGHUP)
         time.sleep(0.5)
-        assert httpx.get(server.url + "/health", timeout=60).status_code == 200
+        assert httpx.get(server.url + "/health", timeout=60, verify=NO_TLS).status_code == 200
         assert "stopping" not in server.log
     finally:
         assert server.stop() == 0, server.log

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from serving import Server
+from serving import NO_TLS, Server
 from traffic import DONE, Event, Started, chat, client_of, counting, follow, native, stopped
 
 LIMIT = 4
@@ -170,7 +170,7 @@ def test_who_holds_most_leaves_the_last_place_to_others(small: Server) -> None:
     long = native("Hi", 40)[1]
 
     async def run() -> None:
-        transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        transport = httpx.AsyncHTTPTransport(verify=NO_TLS, local_address="127.0.0.2")
         flooder = httpx.AsyncClient(base_url=small.url, timeout=120, transport=transport)
         async with flooder, client_of(small.url) as honest:
             assert (

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx2 as httpx
 import msgspec
 import pytest
-from serving import Server
+from serving import NO_TLS, Server
 from traffic import (
     DONE,
     Event,
@@ -71,13 +71,13 @@ def victim(victims: Victim) -> Server:
 
 def greedy(server: Server) -> str:
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 12, "details": True}}
-    answer = httpx.post(server.url + "/generate", json=body, timeout=60)
+    answer = httpx.post(server.url + "/generate", json=body, timeout=60, verify=NO_TLS)
     assert answer.status_code == 200, answer.text
     return str([token["id"] for token in answer.json()["details"]["tokens"]])
 
 
 def is_healthy(server: Server) -> bool:
-    return httpx.get(server.url + "/health", timeout=60).status_code == 200
+    return httpx.get(server.url + "/health", timeout=60, verify=NO_TLS).status_code == 200
 
 
 # -- the engine ----------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_an_engine_that_is_lost_before_it_answers(server: Server) -> None:
     with Api(EngineReady("/no/such/engine.sock"), EngineLost("it died"), next_one) as api:
         assert api.process.stdout is not None
         assert b"serving" in api.process.stdout.readline()
-        assert httpx.get(api.url + "/health", timeout=60).status_code == 200
+        assert httpx.get(api.url + "/health", timeout=60, verify=NO_TLS).status_code == 200
         api.process.terminate()
         assert api.process.wait(60) == 0
 

@@ -12,7 +12,7 @@ import httpx2 as httpx
 import pytest
 from dropping import encode
 from raw_http import Answers, connect
-from serving import Server
+from serving import NO_TLS, Server
 from traffic import counting, native
 
 LIMIT = 300
@@ -40,7 +40,7 @@ def slowest_health(server: Server, count: int) -> float:
     worst = 0.0
     for _ in range(count):
         start = time.monotonic()
-        assert httpx.get(server.url + "/health", timeout=30).status_code == 200
+        assert httpx.get(server.url + "/health", timeout=30, verify=NO_TLS).status_code == 200
         worst = max(worst, time.monotonic() - start)
     return worst
 
@@ -66,13 +66,13 @@ def test_1300_half_bodies(small: Server) -> None:
                 assert slowest_health(small, 1) < 5
         assert small.metrics()["tgi_http_connections"] == LIMIT
         assert slowest_health(small, 20) < 5
-        answer = httpx.post(small.url + "/generate", json=body, timeout=30)
+        answer = httpx.post(small.url + "/generate", json=body, timeout=30, verify=NO_TLS)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert "too many connections" in answer.text
         assert refused(small, "connections") > 500
     lines = [line for line in small.lines if "Connections are refused" in line]
     assert 1 <= len(lines) <= 10
-    small.wait_for(lambda: httpx.post(small.url + "/generate", json=body).status_code == 200, "room")
+    small.wait_for(lambda: httpx.post(small.url + "/generate", json=body, verify=NO_TLS).status_code == 200, "room")
 
 
 def test_2000_idle_connections(small: Server) -> None:
@@ -82,7 +82,7 @@ def test_2000_idle_connections(small: Server) -> None:
         for number in range(2000):
             held.enter_context(connect(small.port))
             if number % 200 == 199:
-                answer = httpx.post(small.url + "/tokenize", json={"inputs": "a"}, timeout=30)
+                answer = httpx.post(small.url + "/tokenize", json={"inputs": "a"}, timeout=30, verify=NO_TLS)
                 assert answer.status_code == 200
         assert small.metrics()["tgi_http_evicted"] > 1000
         assert refused(small, "connections") == before

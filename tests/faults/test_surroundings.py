@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from serving import Server, free_port
+from serving import NO_TLS, Server, free_port
 from traffic import client_of
 
 GIB = 1 << 30
@@ -22,7 +22,7 @@ PROMPT = {"inputs": "The capital of France is", "parameters": {"max_new_tokens":
 
 
 def test_a_log_that_nobody_reads_does_not_hold_requests_up(server: Server, model_cache: Path) -> None:
-    expected = httpx.post(server.url + "/generate", json=PROMPT, timeout=60).json()
+    expected = httpx.post(server.url + "/generate", json=PROMPT, timeout=60, verify=NO_TLS).json()
     port = free_port()
     command = [
         sys.executable,
@@ -48,7 +48,7 @@ def test_a_log_that_nobody_reads_does_not_hold_requests_up(server: Server, model
 
     try:
         assert set(asyncio.run(asyncio.wait_for(run(), 120))) == {404}
-        answer = httpx.post(f"http://127.0.0.1:{port}/generate", json=PROMPT, timeout=60)
+        answer = httpx.post(f"http://127.0.0.1:{port}/generate", json=PROMPT, timeout=60, verify=NO_TLS)
         assert answer.json() == expected
         unread.send_signal(signal.SIGTERM)
         assert unread.wait(60) == 0
