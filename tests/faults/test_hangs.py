@@ -1,18 +1,20 @@
 """Processes that live and do nothing, steps that never end: seen within the limit, told to clients, got over.
 
 Each server here calls four seconds without progress a hang, and faults are put into a file that it reads as it runs.
+Most of the time is waiting: there are two servers, and something happens to both at once.
 """
 
 import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from serving import Server
+from serving import NO_TLS, Server
 from traffic import DONE, Event, Started, chat, client_of, counting, follow, is_gone, native, socket_path
 
 LIMIT_S = 4.0  # far above what a step takes here when others use the machine as well
@@ -40,14 +42,14 @@ class Victim:
         self.files = self.count_files()
 
     def greedy(self) -> list[int]:
-        answer = httpx.post(self.server.url + "/generate", json=PROMPT, timeout=60)
+        answer = httpx.post(self.server.url + "/generate", json=PROMPT, timeout=60, verify=NO_TLS)
         assert answer.status_code == 200, answer.text
         return [token["id"] for token in answer.json()["details"]["tokens"]]
 
     def status(self, path: str = "/health") -> int:
         """0: nobody answers."""
         try:
-            return httpx.get(self.server.url + path, timeout=1).status_code
+            return httpx.get(self.server.url + path, timeout=1, verify=NO_TLS).status_code
         except httpx.TransportError:
             return 0
 
@@ -77,7 +79,9 @@ class Victim:
 @pytest.fixture(scope="module")
 def victims(model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Victim]]:
     """Two, because a process that fails often is started again later each time."""
-    found = [Victim(model_cache, tmp_path_factory.mktemp("victim")) for _ in range(2)]
+    folders = [tmp_path_factory.mktemp("victim") for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda folder: Victim(model_cache, folder), folders)]
     yield found
     for victim in found:
         assert victim.server.stop() == 0, victim.server.log[-3000:]
@@ -85,9 +89,16 @@ def victims(model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         assert "Traceback" not in victim.server.log
 
 
-def ready(victim: Victim) -> Victim:
-    victim.wait_for_status(200)
-    return victim
+def at_once(victims: list[Victim], first: Callable[[Victim], None], second: Callable[[Victim], None]) -> None:
+    """Each on a victim of its own."""
+
+    def run(victim: Victim, work: Callable[[Victim], None]) -> None:
+        victim.wait_for_status(200)
+        work(victim)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(run, victim, work) for victim, work in zip(victims, (first, second), strict=True)]:
+            done.result()
 
 
 async def streams_until_error(victim: Victim, harm: str) -> tuple[list[list[Event]], list[httpx.Response], float]:
@@ -120,17 +131,24 @@ async def streams_until_error(victim: Victim, harm: str) -> tuple[list[list[Even
 # -- the engine ----------------------------------------------------------------------------------------------------
 
 
+STEP = "a step has been running"
+
+
 @pytest.mark.parametrize(
-    ("place", "harm", "words"),
+    "harms",
     [
-        (0, "stop engine", "stopped"),
-        (0, "engine.plan=hang", "a step has been running"),
-        (1, "engine.compute=hang", "a step has been running"),  # on the thread of the device
-        (1, "engine.send=hang", "a step has been running"),
+        (("stop engine", "stopped"), ("engine.compute=hang", STEP)),  # the second on the thread of the device
+        (("engine.plan=hang", STEP), ("engine.send=hang", STEP)),
     ],
 )
-def test_an_engine_that_hangs(victims: list[Victim], place: int, harm: str, words: str) -> None:
-    victim = ready(victims[place])
+def test_an_engine_that_hangs(victims: list[Victim], harms: tuple[tuple[str, str], tuple[str, str]]) -> None:
+    first, second = harms
+    at_once(
+        victims, lambda victim: check_hung_engine(victim, *first), lambda victim: check_hung_engine(victim, *second)
+    )
+
+
+def check_hung_engine(victim: Victim, harm: str, words: str) -> None:
     before, metrics = victim.server.children(), victim.server.metrics()
     streams, (whole_native, whole_chat), took_s = asyncio.run(streams_until_error(victim, harm))
     assert took_s < LIMIT_S + SLACK_S
@@ -148,15 +166,14 @@ def test_an_engine_that_hangs(victims: list[Victim], place: int, harm: str, word
         assert after[name] == metrics[name] + 1
 
 
-def test_health_tells_of_an_engine_that_is_stopped_while_idle(victims: list[Victim]) -> None:
-    """Red before the limit is over for requests; alive all the while; and green again if it only paused."""
-    victim = ready(victims[1])
+def check_idle_engine_that_is_stopped(victim: Victim) -> None:
+    """Health is red before the limit is over for requests; alive all the while; and green again if it only paused."""
     before = victim.server.children()
     os.kill(before["engine"], signal.SIGSTOP)
     victim.wait_for_status(503, LIMIT_S + SLACK_S)
     assert victim.status("/v2/health/live") == 200
     assert victim.status("/v2/health/ready") == 503
-    refused = httpx.post(victim.server.url + "/generate", json=PROMPT, timeout=60)
+    refused = httpx.post(victim.server.url + "/generate", json=PROMPT, timeout=60, verify=NO_TLS)
     assert (refused.status_code, refused.json()["error_type"]) == (503, "unavailable")
     victim.assert_recovered(before, {"engine"})
 
@@ -164,10 +181,8 @@ def test_health_tells_of_an_engine_that_is_stopped_while_idle(victims: list[Vict
 # -- the api process -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("harm", ["stop api", "api.deliver=hang", "api.write=hang"])
-def test_an_api_process_that_hangs(victims: list[Victim], harm: str) -> None:
+def check_hung_api(victim: Victim, harm: str) -> None:
     """Connections break, which is all that a process can say that does not run; the next ones are served."""
-    victim = ready(victims[0])
     before, metrics = victim.server.children(), victim.server.metrics()
     begin = time.monotonic()
     with pytest.raises(httpx.TransportError):
@@ -182,39 +197,52 @@ def test_an_api_process_that_hangs(victims: list[Victim], harm: str) -> None:
     assert after["tgi_engine_restarts"] == metrics["tgi_engine_restarts"]
 
 
-# -- threads whose work one request waits for ----------------------------------------------------------------------
+def test_an_api_process_that_is_stopped_and_an_idle_engine_that_is(victims: list[Victim]) -> None:
+    at_once(victims, lambda victim: check_hung_api(victim, "stop api"), check_idle_engine_that_is_stopped)
 
 
-@pytest.mark.parametrize(
-    ("fault", "body"),
-    [
-        ("api.validate=delay:30@1", {"inputs": "word " * 900}),  # long enough for a worker thread
-        ("engine.compile=delay:30@1", {"inputs": "x", "parameters": {"grammar": {"type": "regex", "value": "ab+c"}}}),
-    ],
-)
-def test_a_worker_thread_that_hangs_ends_one_request(victims: list[Victim], fault: str, body: Event) -> None:
-    victim = ready(victims[1])
+def test_an_api_process_that_hangs(victims: list[Victim]) -> None:
+    at_once(
+        victims,
+        lambda victim: check_hung_api(victim, "api.deliver=hang"),
+        lambda victim: check_hung_api(victim, "api.write=hang"),
+    )
+
+
+# -- requests past their deadline ----------------------------------------------------------------------------------
+
+
+def test_requests_past_their_deadline_end_with_an_error(victims: list[Victim]) -> None:
+    at_once(victims, check_slow_streams, check_worker_threads_that_hang)
+
+
+def check_worker_threads_that_hang(victim: Victim) -> None:
+    """Each ends the one request that waits for it, and no other."""
     before = victim.server.children()
-    victim.faults.write_text(fault)
+    victim.faults.write_text("api.validate=delay:30@1; engine.compile=delay:30@1")
+    long = {"inputs": "word " * 900}  # enough for a worker thread
+    constrained = {"inputs": "x", "parameters": {"grammar": {"type": "regex", "value": "ab+c"}}}
 
-    async def run() -> tuple[httpx.Response, list[int]]:
+    async def run() -> tuple[list[httpx.Response], list[int]]:
         async with client_of(victim.server.url) as client:
-            stuck = asyncio.create_task(client.post("/generate", json=body))
-            await asyncio.sleep(0.5)
+            stuck: list[asyncio.Task[httpx.Response]] = []
+            for body in (long, constrained):
+                stuck.append(asyncio.create_task(client.post("/generate", json=body)))
+                await asyncio.sleep(0.5)
             others = [await client.post("/generate", json=PROMPT) for _ in range(2)]
-            assert not stuck.done()
-            return await stuck, [other.status_code for other in others]
+            assert not any(task.done() for task in stuck)
+            return await asyncio.gather(*stuck), [other.status_code for other in others]
 
-    answer, others = asyncio.run(run())
+    answers, others = asyncio.run(run())
     victim.faults.write_text("")
     assert others == [200, 200]
-    assert answer.status_code == 504
-    assert answer.json() == {"error": "the request took longer than 9 s", "error_type": "timeout"}
+    for answer in answers:
+        assert answer.status_code == 504
+        assert answer.json() == {"error": "the request took longer than 9 s", "error_type": "timeout"}
     victim.assert_recovered(before, set())
 
 
-def test_a_stream_past_its_deadline_ends_with_an_error(victims: list[Victim]) -> None:
-    victim = ready(victims[1])
+def check_slow_streams(victim: Victim) -> None:
     victim.faults.write_text("engine.plan=delay:0.2")
 
     async def run() -> list[list[Event]]:
@@ -247,7 +275,8 @@ SLOW_PLACES = (
 
 def test_slow_is_not_hung(victims: list[Victim]) -> None:
     """At every place, one after the other."""
-    victim = ready(victims[1])
+    victim = victims[1]
+    victim.wait_for_status(200)
     before = victim.server.children()
     victim.faults.write_text("; ".join(f"{place}=delay:{LIMIT_S / 32}@1" for place in SLOW_PLACES))
     events = asyncio.run(_follow_one(victim))
@@ -261,10 +290,16 @@ async def _follow_one(victim: Victim) -> list[Event]:
         return await follow(client, *native(PROMPT["inputs"], 12))
 
 
-@pytest.mark.parametrize("roles", [("launcher",), ("launcher", "engine", "api")], ids=["launcher", "all"])
-def test_a_launcher_that_was_away_blames_nobody(victims: list[Victim], roles: tuple[str, ...]) -> None:
+def test_a_launcher_that_was_away_blames_nobody(victims: list[Victim]) -> None:
     """Stopped alone, its processes serve on; stopped together, as a machine that sleeps, all go on."""
-    victim = ready(victims[1])
+    at_once(
+        victims,
+        lambda victim: check_launcher_that_was_away(victim, ("launcher",)),
+        lambda victim: check_launcher_that_was_away(victim, ("launcher", "engine", "api")),
+    )
+
+
+def check_launcher_that_was_away(victim: Victim, roles: tuple[str, ...]) -> None:
     before, metrics = victim.server.children(), victim.server.metrics()
     pids = {**before, "launcher": victim.server.process.pid}
     for role in roles:
