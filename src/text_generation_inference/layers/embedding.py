@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from text_generation_inference.errors import StartError
+from text_generation_inference.kernels.matrices import plain
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.parallel import Parallel
 from text_generation_inference.quant.method import Matrix
@@ -25,8 +26,10 @@ class VocabWeight(Matrix):
         hidden_size: int,
         is_head: bool,
         bias: bool = False,
+        is_normed: bool = False,
     ) -> None:
-        """`is_head`: it is also, or only, multiplied."""
+        """`is_head`: it is also, or only, multiplied. `is_normed`: its rows are divided by their length."""
+        self.is_normed = is_normed
         self.parallel = parallel
         self.vocab_size = vocab_size
         self.most = -(-vocab_size // parallel.world)  # rows of a rank; the last may have fewer
@@ -46,6 +49,11 @@ class VocabWeight(Matrix):
 
     def declare(self) -> list[Declared]:
         return [*super().declare(), *(Declared("bias", [part]) for part in self.bias_parts)]
+
+    def finish(self) -> None:
+        if self.is_normed:
+            self.weight = F.normalize(plain(self.weight))
+        super().finish()
 
     def rename(self, name: str) -> None:
         """It is called so in the checkpoint at hand."""

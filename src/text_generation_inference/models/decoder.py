@@ -97,6 +97,7 @@ class CausalLM(Model):
                 spec.embedding_size or spec.hidden_size,
                 is_head=True,
                 bias=spec.head_bias,
+                is_normed=spec.normed_head,
             )
         self.tables: list[Tensor]  # cosines and sines of the positions that are served, by layer; set by `bind`
 

@@ -6,6 +6,7 @@ Layers say which attention and feed-forward they have and how those join, `Tenso
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.routing import Routing
@@ -151,6 +152,7 @@ class DecoderSpec:
     logits_factor: float = 1.0
     logits_softcap: float | None = None
     head_bias: bool = False
+    normed_head: bool = False  # rows of the head are divided by their length
     names: TensorNames = TensorNames()
 
 
@@ -196,13 +198,20 @@ def read_llama_like(
     windows: Sequence[int | None] | None = None,  # by layer
     qk_norm: HeadNormSpec | None = None,
     theta: float = 10000.0,
+    share: float = 1.0,  # of a head that is rotated
+    activation: str = "hidden_act",  # the field
+    is_gated: bool = True,
+    norm: NormSpec | None = None,
 ) -> DecoderSpec:
     """The fields that Llama and its relatives share, with what differs."""
     sizes = read_sizes(config)
     feed_forward = DenseSpec(
-        width=config.integer("intermediate_size"), activation=read_activation(config, default="silu"), bias=mlp_bias
+        width=config.integer("intermediate_size"),
+        activation=read_activation(config, activation, "silu", is_gated),
+        bias=mlp_bias,
+        is_gated=is_gated,
     )
-    rope = read_rope(config, sizes.head_dim, sizes.positions, theta=theta)
+    rope = read_rope(config, sizes.head_dim, sizes.positions, theta=theta, share=share)
 
     def attention(window: int | None) -> AttentionSpec:
         return AttentionSpec(
@@ -223,10 +232,26 @@ def read_llama_like(
             LayerSpec(attention=attention(window), feed_forward=feed_forward)
             for window in windows or (None,) * sizes.layers
         ),
-        norm=NormSpec(eps=config.positive("rms_norm_eps", 1e-6)),
+        norm=norm or NormSpec(eps=config.positive("rms_norm_eps", 1e-6)),
         max_positions=sizes.positions,
         tied=config.flag("tie_word_embeddings", False),
     )
+
+
+def make_layers(attention: AttentionSpec, feed_forward: DenseSpec, count: int, join: Join) -> tuple[LayerSpec, ...]:
+    """So many that are alike."""
+    return (LayerSpec(attention=attention, feed_forward=feed_forward, join=join),) * count
+
+
+def with_attention(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
+    """With these fields of the attention of all layers changed."""
+    layers = (replace(layer, attention=replace(layer.attention, **changes)) for layer in spec.layers)
+    return replace(spec, layers=tuple(layers))
+
+
+def with_layers(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
+    """With these fields of all layers changed."""
+    return replace(spec, layers=tuple(replace(layer, **changes) for layer in spec.layers))
 
 
 def check_experts(config: Config, experts: str, chosen: str) -> tuple[int, int]:
