@@ -48,7 +48,7 @@ def test_families(family: str, tmp_path: Path) -> None:
         if "Phi3ForCausalLM" not in ARCHITECTURES:
             return  # transformers alone would choose the list by the longest request of a batch
     engine = check(tmp_path / "out", model)
-    if family.startswith(("mixtral", "qwen2moe")):
+    if family.startswith(("mixtral", "qwen2moe", "qwen3moe")):
         experts = engine.rank.runner.model.model.layers[0].mlp
         assert {matrix.kind for matrix in experts.gate_up.weight.matrices} == {"q8_0"}
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.launch.check import check_model
 from text_generation_inference.models import transformers_fallback, transformers_hook
+from text_generation_inference.models.config import Config
+from text_generation_inference.models.registry import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -135,7 +138,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no causal model": ("T5", {"architectures": ["T5ForConditionalGeneration"]}, "has no such causal language model"),
     "remote code": ("Frob", {"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "no code that comes with a model is run"),
     "absurd": ("Olmo", {"num_hidden_layers": 2**40}, "`num_hidden_layers` must be at most"),
-    "no numbers": ("Olmo", {"hidden_size": "many"}, "config.json"),
+    "no numbers": ("Olmo", {"hidden_size": "many"}, "`hidden_size` must be a positive integer"),
 }
 
 
@@ -147,6 +150,21 @@ def test_refused_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError) as caught:
         start(write(tmp_path, {**fields, **changes}))
     assert reason in str(caught.value)
+
+
+def test_hostile_configs(olmo: Tiny) -> None:
+    """Whatever a field holds: a model is described, or refused in our words."""
+    fields = json.loads((olmo.folder / "config.json").read_text())
+    values = [None, -1, 0, 2**40, "x", [], {}, True, math.nan, {"rope_type": "spiral"}, ["full_attention"]]
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(40):
+        changed = {name: rng.choice(values) for name in rng.sample(sorted(fields.keys() - {"architectures"}), 2)}
+        try:
+            build(Config({**fields, **changed}, "config.json"))
+        except StartError:
+            refused += 1
+    assert refused > 20
 
 
 def test_masks() -> None:

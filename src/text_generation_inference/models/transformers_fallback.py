@@ -39,6 +39,7 @@ _REFUSED = {
     "llama4": "its scores depend on positions that transformers counts itself",
     "llama4_text": "its scores depend on positions that transformers counts itself",
 }
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _BATCH_WIDE_ROPE = ("dynamic", "longrope", "su")
 _TRIAL = ((11, 5, 3, 17, 2, 13, 7), (4, 19, 8, 1, 6))  # tokens of two prompts
 _CLOSE = 0.05  # of the range of the logits: what rounding may do, in 16 bits
@@ -223,7 +224,9 @@ class _Loaded(Storage):
 def _make(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     try:
         return _quietly(lambda: model_class._from_config(config, attn_implementation=hook.NAME, dtype=dtype))
-    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+    except StartError:
+        raise
+    except Exception as error:  # whatever a class makes of wrong fields
         raise ModelFormatError(f"transformers makes no {model_class.__name__} of this config: {error}") from error
 
 
@@ -236,16 +239,17 @@ def _find(config: Config) -> tuple[Any, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     found = getattr(transformers, name) if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else None
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if found is None or not hasattr(found, "is_backend_compatible"):
         remote = " (no code that comes with a model is run)" if config.get("auto_map") else ""
         raise NotServed(f"transformers {transformers.__version__} has no such causal language model{remote}")
     if kind in _REFUSED or not found.is_backend_compatible():
-        raise NotServed(_REFUSED.get(str(kind), "it does not attend through the interface of transformers"))
+        raise NotServed(_REFUSED.get(kind, "it does not attend through the interface of transformers"))
     if getattr(found, "_is_stateful", False):
         raise NotServed("it keeps a state that is no cache of keys and values")
-    if config.get("num_hidden_layers") is not None:
-        config.integer("num_hidden_layers")  # of a size that can be described
+    for size in _SIZES:
+        if size in config.fields:
+            config.integer(size)  # of a size that can be described
     try:
         made = found.config_class.from_dict(dict(config.fields))
     except Exception as error:  # whatever a class makes of wrong fields
