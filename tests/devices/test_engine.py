@@ -378,7 +378,7 @@ def test_nothing_is_collected_while_a_step_is_captured(tiny_llama: Tiny, start_h
     """Pinned memory that were freed then would break the next allocation of such memory."""
     if device_name != "cuda":
         pytest.skip("only CUDA has such memory")
-    device = start_here(tiny_llama.folder).device
+    device = start_here(tiny_llama.folder).rank.device
     with device.stream():
         there = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
         cycle = [device.pinned_int32(1 << 16)]

@@ -69,11 +69,12 @@ class SingleRowDecode:
 
 
 class MakeFusedDecode:
-    """The op `make_fused_decode`; `attention` is the op of that name, `fp8` says whether the GPU has those types."""
+    """The op `make_fused_decode`; `attention` is the op of that name, `fp8` says whether the GPU has those types,
+    `roomy` whether its processors have more shared memory than 100 KB."""
 
-    def __init__(self, attention: AttentionOp, num_processors: int, fp8: bool) -> None:
+    def __init__(self, attention: AttentionOp, num_processors: int, fp8: bool, roomy: bool = True) -> None:
         self._attention = attention
-        self._gemv_fp8 = GemvFp8(num_processors)
+        self._gemv_fp8 = GemvFp8(num_processors, roomy)
         self._fp8 = fp8
 
     def __call__(

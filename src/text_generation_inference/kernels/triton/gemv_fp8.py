@@ -66,16 +66,21 @@ def _gemv_fp8_kernel(
         tl.store(out + n, result.to(kind), mask=here)
 
 
-def choose_shape(k: int) -> tuple[int, int, int, int]:
-    """(outputs at a time, stages, warps, programs per processor). Measured on an H200, see `bench/cuda_products.py`."""
-    return (4, 3, 4, 3) if k <= 4096 else (1, 3, 8, 2)
+def choose_shape(k: int, roomy: bool = True) -> tuple[int, int, int, int]:
+    """(outputs at a time, stages, warps, programs per processor). Measured on an H200, see `bench/cuda_products.py`.
+
+    `roomy`: a processor has more shared memory than 100 KB.
+    """
+    if k <= 8192:
+        return (4 if k <= 4096 else 2), 3, 4, 3
+    return (2, 3, 16, 1) if k > 16384 and roomy else (1, 3, 8, 2)
 
 
 class GemvFp8:
     """The op, for a device with so many processors."""
 
-    def __init__(self, num_processors: int) -> None:
-        self._num_processors = num_processors
+    def __init__(self, num_processors: int, roomy: bool = True) -> None:
+        self._num_processors, self._roomy = num_processors, roomy
 
     def __call__(
         self,
@@ -89,7 +94,7 @@ class GemvFp8:
         shape: tuple[int, int, int, int] | None = None,
     ) -> None:
         k, n = x.shape[1], out.shape[1]
-        bn, stages, warps, each = shape or choose_shape(k)
+        bn, stages, warps, each = shape or choose_shape(k, self._roomy)
         input_scale = weight.scale if weight.input_scale is None else weight.input_scale
         _gemv_fp8_kernel[(min(triton.cdiv(n, bn), each * self._num_processors),)](
             x, weight.data, weight.scale, input_scale, norm[0] if norm else x, x if bias is None else bias, out,

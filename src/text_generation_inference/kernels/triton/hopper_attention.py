@@ -25,11 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from text_generation_inference.kernels.batch import PREFILL_TILE
+from text_generation_inference.kernels.triton.decode_attention import LEAST, LOG2E, NO_SCORE
 
 BLOCK_N = 128  # keys of a tile
 STAGES = 2  # tiles that are there or on their way
-_LOG2E = gl.constexpr(1.4426950408889634)
-_NO_SCORE = gl.constexpr(-1.0e30)
 
 
 @gluon.jit
@@ -83,7 +82,7 @@ def _exponentials(s, positions, n0, best, total, factor, WINDOW: gl.constexpr, M
         visible = n[None, :] <= positions[:, None]
         if WINDOW > 0:
             visible = visible & (n[None, :] > positions[:, None] - WINDOW)
-        s = gl.where(visible, s, _NO_SCORE)
+        s = gl.where(visible, s, NO_SCORE)
     new_best = gl.maximum(best, gl.max(s, 1) * factor)
     p = gl.exp2(s * factor - new_best[:, None])
     shrink = gl.exp2(best - new_best)
@@ -131,7 +130,7 @@ def _compute(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
     PLAIN: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
-    factor = scale * _LOG2E
+    factor = scale * LOG2E
     q_tile = q_room.index(me)
     done, turn, num_cleared = 0, 0, 0
     for number in range(gl.program_id(0), num_tiles * HEADS, gl.num_programs(0)):
@@ -144,7 +143,7 @@ def _compute(
         zeros = gl.zeros([HALF, BLOCK_N], gl.float32, S_LAYOUT)
         s = warpgroup_mma(q_tile, k_room.index(done % STAGES).permute((1, 0)), zeros, use_acc=False)
         mbarrier.arrive(k_free.index(done % STAGES), count=1)
-        best = gl.full([HALF], _NO_SCORE, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        best = gl.full([HALF], LEAST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
         total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S_LAYOUT))
         weights, best, total, _ = _exponentials(s, positions, last * BLOCK_N, best, total, factor, WINDOW, True)
         p = gl.convert_layout(weights.to(q_tile.dtype), gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))

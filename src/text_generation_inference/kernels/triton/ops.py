@@ -39,7 +39,9 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
         linear=linear,
         linear_unscaled=linear.linear_unscaled,
         logits=logits,
-        make_fused_decode=fused_decode.MakeFusedDecode(paged_attention, num_processors, fp8=capability >= (8, 9)),
+        make_fused_decode=fused_decode.MakeFusedDecode(
+            paged_attention, num_processors, fp8=capability >= (8, 9), roomy=capability >= (9, 0)
+        ),
         rms_norm=norms_rotary.rms_norm,
         add_rms_norm=norms_rotary.add_rms_norm,
         silu_mul=norms_rotary.silu_mul,
