@@ -30,13 +30,8 @@ from text_generation_inference.errors import EngineError
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def engine(cache: Path) -> Iterator[Process]:
-    process = Process(cache)
+def engine(model_cache: Path) -> Iterator[Process]:
+    process = Process(model_cache)
     process.wait_for_socket()
     yield process
     process.end()
@@ -112,8 +107,8 @@ asyncio.run(run())
     asyncio.run(run())
 
 
-def test_death_of_the_engine_ends_every_stream(cache: Path) -> None:
-    process = Process(cache)
+def test_death_of_the_engine_ends_every_stream(model_cache: Path) -> None:
+    process = Process(model_cache)
     process.wait_for_socket()
 
     async def run() -> None:
@@ -144,8 +139,8 @@ def test_no_engine_at_all(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_model_that_cannot_start_says_why_in_one_line(cache: Path) -> None:
-    process = Process(cache, model_id="/no/such/model")
+def test_a_model_that_cannot_start_says_why_in_one_line(model_cache: Path) -> None:
+    process = Process(model_cache, model_id="/no/such/model")
     _, errors = process.process.communicate(timeout=60)
     assert process.process.returncode == 3
     assert errors.startswith("engine cannot start: ")
@@ -153,14 +148,14 @@ def test_a_model_that_cannot_start_says_why_in_one_line(cache: Path) -> None:
     process.end()
 
 
-def test_the_engine_ends_with_its_parent(cache: Path) -> None:
+def test_the_engine_ends_with_its_parent(model_cache: Path) -> None:
     """Even when the parent is killed with no chance to tidy up."""
     with tempfile.TemporaryDirectory() as folder:
         socket = Path(folder) / "engine.sock"
         program = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-m", "text_generation_inference.engine.process", {str(socket)!r}], stdin=subprocess.PIPE)
-child.stdin.write({json.dumps({"cache_dir": str(cache), **SETTINGS}).encode()!r})
+child.stdin.write({json.dumps({"cache_dir": str(model_cache), **SETTINGS}).encode()!r})
 child.stdin.close()
 print(child.pid, flush=True)
 time.sleep(60)

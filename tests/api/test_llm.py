@@ -27,13 +27,8 @@ from text_generation_inference.types import Grammar, TokenOut, TopTokens
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def llm(cache: Path) -> Iterator[LLM]:
-    with LLM(cache_dir=str(cache), max_batch_total_tokens=4096, max_total_tokens=1024, progress=False) as llm:
+def llm(model_cache: Path) -> Iterator[LLM]:
+    with LLM(cache_dir=str(model_cache), max_batch_total_tokens=4096, max_total_tokens=1024, progress=False) as llm:
         yield llm
 
 
@@ -334,8 +329,8 @@ def test_interrupting_leaves_a_usable_object(llm: LLM) -> None:
     assert idle(llm)
 
 
-def test_a_failing_device_is_a_typed_error_for_everyone(cache: Path) -> None:
-    broken = LLM(cache_dir=str(cache), max_batch_total_tokens=512, max_total_tokens=256, progress=False)
+def test_a_failing_device_is_a_typed_error_for_everyone(model_cache: Path) -> None:
+    broken = LLM(cache_dir=str(model_cache), max_batch_total_tokens=512, max_total_tokens=256, progress=False)
     stream = broken.stream("One", SamplingParams(max_new_tokens=100, ignore_eos=True))
     next(stream)
     broken.engine.rank.runner.model.logits = None  # type: ignore[union-attr]
@@ -348,8 +343,8 @@ def test_a_failing_device_is_a_typed_error_for_everyone(cache: Path) -> None:
     broken.close()
 
 
-def test_after_close(cache: Path) -> None:
-    closed = LLM(cache_dir=str(cache), max_batch_total_tokens=512, max_total_tokens=256, progress=False)
+def test_after_close(model_cache: Path) -> None:
+    closed = LLM(cache_dir=str(model_cache), max_batch_total_tokens=512, max_total_tokens=256, progress=False)
     closed.close()
     with pytest.raises(EngineError, match="this LLM is closed"):
         closed.generate("x")
@@ -369,7 +364,7 @@ def test_a_token_the_model_lacks(llm: LLM, tmp_path: Path) -> None:
         assert small.generate([5, 6], SamplingParams(max_new_tokens=2, ignore_eos=True))[0].token_ids
 
 
-def test_unknown_models_and_settings(tmp_path: Path) -> None:
+def test_unknown_models_and_settings(model_cache: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError):
         LLM(str(tmp_path / "absent"), progress=False)
     with pytest.raises(ModelFormatError, match="neither a config.json nor a .gguf file"):
@@ -379,7 +374,7 @@ def test_unknown_models_and_settings(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="`device` must be one of"):
         LLM(device="abacus", progress=False)
     with pytest.raises(ResourceError, match="Not enough memory"):
-        LLM(max_batch_total_tokens=10**12, cache_dir=str(tmp_path / "c"), progress=False)
+        LLM(max_batch_total_tokens=10**12, cache_dir=str(model_cache), progress=False)
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
@@ -414,16 +409,16 @@ def tgi(cache: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedPr
     return subprocess.run(command, input=stdin, capture_output=True, text=True, env=environment, timeout=120)
 
 
-def test_generate_streams_one_prompt(llm: LLM, cache: Path) -> None:
-    done = tgi(cache, "generate", "The capital of France is", "-n", "5")
+def test_generate_streams_one_prompt(llm: LLM, model_cache: Path) -> None:
+    done = tgi(model_cache, "generate", "The capital of France is", "-n", "5")
     assert done.returncode == 0
     assert done.stdout == llm.generate("The capital of France is", SamplingParams(max_new_tokens=5))[0].text + "\n"
     assert "reused" in done.stderr
     assert "tokens/s" in done.stderr
 
 
-def test_generate_reads_lines_and_writes_json(llm: LLM, cache: Path) -> None:
-    done = tgi(cache, "generate", "--json", "-q", "-n", "4", "--top-n-tokens", "2", stdin="One\n\nTwo\n")
+def test_generate_reads_lines_and_writes_json(llm: LLM, model_cache: Path) -> None:
+    done = tgi(model_cache, "generate", "--json", "-q", "-n", "4", "--top-n-tokens", "2", stdin="One\n\nTwo\n")
     assert (done.returncode, done.stderr) == (0, "")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     expected = llm.generate(["One", "Two"], SamplingParams(max_new_tokens=4))
@@ -443,14 +438,14 @@ def test_generate_reads_lines_and_writes_json(llm: LLM, cache: Path) -> None:
         ([], 2, "COMMAND"),
     ],
 )
-def test_mistakes_get_one_clear_line(cache: Path, arguments: list[str], code: int, text: str) -> None:
-    done = tgi(cache, *arguments)
+def test_mistakes_get_one_clear_line(model_cache: Path, arguments: list[str], code: int, text: str) -> None:
+    done = tgi(model_cache, *arguments)
     assert done.returncode == code
     assert text in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_interrupting_ends_cleanly(llm: LLM, cache: Path) -> None:
+def test_interrupting_ends_cleanly(llm: LLM, model_cache: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -461,7 +456,7 @@ def test_interrupting_ends_cleanly(llm: LLM, cache: Path) -> None:
         "900",
         "--ignore-eos",
     ]
-    environment = {**os.environ, "TGI_CACHE_DIR": str(cache)}
+    environment = {**os.environ, "TGI_CACHE_DIR": str(model_cache)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     assert process.stdout is not None
     process.stdout.read(8)

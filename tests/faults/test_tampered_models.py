@@ -170,11 +170,11 @@ def test_a_user_without_home_or_passwd_entry(tmp_path: Path) -> None:
     assert with_cache == "started"
 
 
-def test_the_launcher_ends_with_that_line(tmp_path: Path) -> None:
+def test_the_launcher_ends_with_that_line(tmp_path: Path, model_cache: Path) -> None:
     """As a user has it: no traceback, a status that says so."""
     folder = make_sound(tmp_path / "NaN weights")
     FOLDERS["NaN weights"][0](folder)
-    server = Server("--model-id", str(folder), "--max-batch-total-tokens", "512", wait=False, cache=tmp_path)
+    server = Server("--model-id", str(folder), "--max-batch-total-tokens", "512", wait=False, cache=model_cache)
     assert server.process.wait(60) != 0
     server.stop()
     errors = [line for line in server.lines if "ERROR" in line]
@@ -182,11 +182,11 @@ def test_the_launcher_ends_with_that_line(tmp_path: Path) -> None:
     assert "Traceback" not in server.log
 
 
-def test_a_panic_of_the_tokenizer_while_serving(tmp_path: Path) -> None:
+def test_a_panic_of_the_tokenizer_while_serving(tmp_path: Path, model_cache: Path) -> None:
     """A 4xx that names the field, for texts that are worked on beside the event loop too; others do not notice."""
     folder = make_sound(tmp_path / "model")
     panicking_tokenizer(folder)
-    server = Server("--model-id", str(folder), "--max-batch-total-tokens", "512", cache=tmp_path)
+    server = Server("--model-id", str(folder), "--max-batch-total-tokens", "512", cache=model_cache)
     with server.client() as client:
         for text in ("X" * 30, "X" * 3000):
             answer = client.post("/generate", json={"inputs": text, "parameters": {"max_new_tokens": 1}})

@@ -83,13 +83,8 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def llm(cache: Path) -> Iterator[LLM]:
-    with LLM("embedded", cache_dir=str(cache), max_batch_total_tokens=20_000, progress=False) as llm:
+def llm(model_cache: Path) -> Iterator[LLM]:
+    with LLM("embedded", cache_dir=str(model_cache), max_batch_total_tokens=20_000, progress=False) as llm:
         yield llm
 
 
@@ -134,10 +129,10 @@ def test_alone_equals_transformers(llm: LLM, reference: Reference, prompts: list
 
 
 def test_without_native_kernels_equals_transformers(
-    cache: Path, reference: Reference, prompts: list[list[int]]
+    model_cache: Path, reference: Reference, prompts: list[list[int]]
 ) -> None:
     some = prompts[::5]
-    with LLM(cache_dir=str(cache), custom_kernels=False, max_batch_total_tokens=8192, progress=False) as llm:
+    with LLM(cache_dir=str(model_cache), custom_kernels=False, max_batch_total_tokens=8192, progress=False) as llm:
         assert any("reused" in note for note in llm.notes)
         for prompt, answer in zip(
             some, llm.generate(some, SamplingParams(max_new_tokens=8, ignore_eos=True)), strict=True

@@ -50,9 +50,8 @@ NEW = 24
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    cache = tmp_path_factory.mktemp("cache")
-    with LLM(cache_dir=str(cache), max_batch_total_tokens=16_384, max_total_tokens=512, progress=False) as llm:
+def llm(model_cache: Path) -> Iterator[LLM]:
+    with LLM(cache_dir=str(model_cache), max_batch_total_tokens=16_384, max_total_tokens=512, progress=False) as llm:
         yield llm
 
 
