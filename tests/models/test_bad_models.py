@@ -61,6 +61,15 @@ QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4, "num_ex
         ({**MIXTRAL, "num_experts_per_tok": 9}, "`num_experts_per_tok` is 9, but `num_local_experts` only 4"),
         ({**MIXTRAL, "hidden_act": "swishy"}, "`hidden_act` is 'swishy', which is not supported"),
         ({**MIXTRAL}, "lacks the tensor model.layers.0.block_sparse_moe.gate.weight"),
+        (
+            {**MIXTRAL, "architectures": ["PhiMoEForCausalLM"], "num_experts_per_tok": 3},
+            "`num_experts_per_tok` is 3, but this routing chooses 2",
+        ),
+        (
+            {"architectures": ["DbrxForCausalLM"], "ffn_config": {"moe_num_experts": 2, "moe_top_k": 4}},
+            "`ffn_config.moe_top_k` is 4, but `moe_num_experts` only 2",
+        ),
+        ({"architectures": ["DbrxForCausalLM"], "attn_config": 3}, "`attn_config` must be an object"),
         ({**QWEN2_MOE, "num_experts": 0}, "`num_experts` must be a positive integer"),
         ({**QWEN2_MOE, "mlp_only_layers": [None]}, "`mlp_only_layers` must be a list of numbers"),
         ({**QWEN2_MOE, "norm_topk_prob": 1}, "`norm_topk_prob` must be true or false"),

@@ -21,6 +21,10 @@ def _silu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _gelu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate) * up
+
+
 def _gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
@@ -32,6 +36,7 @@ def _clamped(gate: Tensor, up: Tensor) -> Tensor:
 
 GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": _silu,
+    "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "clamped_swiglu": _clamped,
 }

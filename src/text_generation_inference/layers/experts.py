@@ -102,7 +102,7 @@ class Experts(FeedForward):
         return None  # the router reads what the experts read
 
     def keep_precise(self) -> None:
-        self.down.is_delicate = True
+        self.gate_up.is_delicate = self.down.is_delicate = True  # an op may want both in the same form
 
     @property
     def kind(self) -> object:
@@ -133,3 +133,16 @@ def expert_parts(
         Part(name.format(number), (width, hidden_size), *rows) for number in range(num_experts) for name in (gate, up)
     ]
     return gate_up, [Part(down.format(number), (hidden_size, width), *columns) for number in range(num_experts)]
+
+
+def stacked_expert_parts(
+    names: tuple[str, str, str], num_experts: int, width: int, hidden_size: int, kept: tuple[int, int]
+) -> tuple[list[Part], list[Part]]:
+    """The same where a checkpoint has one `[experts * width, hidden]` for each; down projections lie transposed."""
+    gate, up, down = names
+    starts = range(0, num_experts * width, width)
+
+    def part(name: str, at: int, transposed: bool = False) -> Part:
+        return Part(name, (num_experts * width, hidden_size), 0, at + kept[0], at + kept[1], transposed=transposed)
+
+    return [part(name, at) for at in starts for name in (gate, up)], [part(down, at, True) for at in starts]

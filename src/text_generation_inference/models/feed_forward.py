@@ -3,7 +3,14 @@
 from dataclasses import replace
 
 from text_generation_inference.kernels.matrices import Product, Rows
-from text_generation_inference.layers.experts import Experts, Router, SharedExpert, StackedMatrix, expert_parts
+from text_generation_inference.layers.experts import (
+    Experts,
+    Router,
+    SharedExpert,
+    StackedMatrix,
+    expert_parts,
+    stacked_expert_parts,
+)
 from text_generation_inference.layers.feed_forward import FeedForward
 from text_generation_inference.layers.linear import Linear, bias_parts, column_parts, row_linear
 from text_generation_inference.models.model import Context
@@ -66,7 +73,8 @@ def build_feed_forward(
         gate = Linear(ops, [Part(f"{spec.names.shared_gate}.weight", (1, hidden_size))]) if spec.shared_gate else None
         shared = SharedExpert(dense, gate)
     kept = parallel.split(spec.width, "the width of an expert")
-    gate_up, down = expert_parts(spec.names.gate_up_down, spec.num_experts, spec.width, hidden_size, kept)
+    find_parts = stacked_expert_parts if spec.names.is_stacked else expert_parts
+    gate_up, down = find_parts(spec.names.gate_up_down, spec.num_experts, spec.width, hidden_size, kept)
     return Experts(
         ops,
         parallel,

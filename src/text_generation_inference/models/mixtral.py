@@ -18,7 +18,7 @@ from text_generation_inference.models.spec import (
 )
 
 TINY = {**LLAMA_TINY, "intermediate_size": 48, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 24}
-_NAMES = ExpertNames(gate_up_down=("experts.{}.w1", "experts.{}.w3", "experts.{}.w2"))
+NAMES = ExpertNames(gate_up_down=("experts.{}.w1", "experts.{}.w3", "experts.{}.w2"))
 
 
 def build(config: Config, context: Context) -> Model:
@@ -29,7 +29,7 @@ def build(config: Config, context: Context) -> Model:
         width=config.integer("intermediate_size"),
         routing=SoftmaxRouting(top_k, p_norm=1),
         activation=read_activation(config, default="silu"),
-        names=_NAMES,
+        names=NAMES,
     )
     spec = with_experts(read_llama_like(config.with_defaults(rope_theta=1e6), windows=windows), experts)
     return CausalLM(replace(spec, names=TensorNames(feed_forward="block_sparse_moe")), context)

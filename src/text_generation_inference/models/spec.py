@@ -72,6 +72,7 @@ class ExpertNames:
         "experts.{}.up_proj",
         "experts.{}.down_proj",
     )  # of each
+    is_stacked: bool = False  # one tensor `[experts * width, hidden]` for all experts, in place of a matrix for each
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
 

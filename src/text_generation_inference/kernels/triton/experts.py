@@ -88,7 +88,7 @@ class TritonExperts:
         """See `kernels.experts`. `by_pair` and `tilings` are for measuring: instead of what fits the number of rows."""
         tokens, hidden = x.shape
         num_experts, top_k = down.shape[0] // hidden, ids.shape[1]
-        if num_experts > _MAX_EXPERTS or (isinstance(gate_up, Fp8Weight) and not self._fp8):
+        if gate not in GATES or num_experts > _MAX_EXPERTS or (isinstance(gate_up, Fp8Weight) and not self._fp8):
             return reference.experts(x, ids, weights, gate_up, down, gate, biases, scale_inputs)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if tokens == 0:
