@@ -34,7 +34,7 @@ def words(text: str) -> dict[str, str]:
 def decode(
     dtype: str, cache: str | None = None, d: int = 128, splits: int = 1, window: int = 0, softcap: bool = False,
     block: int = 64, group: int = 4, lanes: int = 0, dependent: bool = False, fast: bool = True,
-    warps: int = 4, stages: int = 3,
+    warps: int = 4, stages: int = 3, alibi: bool = False,
 ) -> tuple:  # fmt: skip
     types = {
         **dict.fromkeys(("q", "out"), dtype),
@@ -42,12 +42,14 @@ def decode(
         **dict.fromkeys(("partial", "stats"), FP32),
         **dict.fromkeys(("counters", "tables", "table_rows", "seq_lens"), "*i32"),
         **NUMBERS,
+        "slopes": FP32 if alibi else dtype,
         **words(STRIDES),
     }
     values = {
         "KV_HEADS": 8, "GROUP": group, "GROUP_PAD": group, "D": d, "D_PAD": 1 << (d - 1).bit_length(), "BLOCK_SIZE": 16,
         "BLOCK_N": block, "LANES": lanes, "SPLIT": splits > 1, "JOIN": 32 // group if splits > 1 else 1, "WINDOW": window,
         "SOFTCAP": softcap, "SAME_STRIDES": True, "SMALL": cache == FP8, "STAGES": stages, "DEPENDENT": dependent,
+        "ALIBI": alibi,
     }  # fmt: skip
     kernel = "decode_by_lane" if lanes else "decode_by_group"
     return "decode_attention", kernel, types, values, {"num_warps": warps, "num_stages": stages, "fast": fast}
@@ -55,18 +57,20 @@ def decode(
 
 def prefill(
     dtype: str, m: int, block: int, warps: int, stages: int, d: int = 128, cache: str | None = None, own: bool = True,
-    prefix: bool = True, fast: bool = True,
+    prefix: bool = True, fast: bool = True, alibi: bool = False,
 ) -> tuple:  # fmt: skip
     types = {
         **dict.fromkeys(("q", "k", "v", "out"), dtype),
         **dict.fromkeys(("k_cache", "v_cache"), cache or dtype),
         **dict.fromkeys(("tables", "tiles"), "*i32"),
         **NUMBERS,
+        "slopes": FP32 if alibi else dtype,
         **words(STRIDES + " own_token_stride own_k_head own_v_head"),
     }
     values = {
         "GROUP": 4, "TILE_WORDS": 5, "SUB": 128 // m, "M": m, "D": d, "D_PAD": d, "BLOCK_SIZE": 16, "BLOCK_N": block,
         "WINDOW": 0, "SOFTCAP": False, "OWN": own, "PREFIX": prefix, "SMALL": cache == FP8, "DEPENDENT": False,
+        "ALIBI": alibi,
     }  # fmt: skip
     return "prefill_attention", "prefill", types, values, {"num_warps": warps, "num_stages": stages, "fast": fast}
 
@@ -192,11 +196,14 @@ CASES = [
     decode(BF16, FP8, group=1, lanes=16, splits=16, dependent=True),
     decode(BF16, group=1, lanes=8),
     decode("*fp16", d=80, splits=4, window=70, softcap=True),
+    decode(BF16, group=1, alibi=True, fast=False),
+    decode(BF16, FP8, group=1, lanes=16, alibi=True, fast=False),
     decode(FP32, block=32, fast=False),
     prefill(BF16, 128, 64, 8, 2),
     prefill(BF16, 128, 128, 8, 2, prefix=False),
     prefill(BF16, 128, 64, 8, 2, own=False),
     prefill(BF16, 128, 64, 8, 2, cache=FP8, fast=False),
+    prefill(BF16, 64, 32, 4, 3, alibi=True, fast=False),
     prefill(FP32, 32, 32, 4, 1, fast=False),
     prefill(BF16, 64, 32, 4, 2, d=256, fast=False),
     bulk(128, 64, 8, 3),

@@ -303,6 +303,7 @@ def check_attention(
     kv_scales: tuple[float, float] | None = None,  # of a cache in FP8
     own: bool = False,
     tolerance: float | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Against the definition in float64, on what the cache holds."""
     decode, chunks = {**BATCHES, **LONG}[name]
@@ -318,8 +319,9 @@ def check_attention(
         exact = [cache.double() * scale for cache, scale in zip(made, kv_scales, strict=True)]
     q = torch.randn(tokens, heads, d, device=device).to(dtype)
     known = replace(batch, meta=replace(batch.meta, block_tables=batch.meta.block_tables.clamp(max=blocks - 1)))
-    expected = reference.attention(q.double(), None, None, exact[0], exact[1], known, d**-0.5, window, softcap)
-    more: dict[str, Any] = {"kv_scales": kv_scales} if kv_scales else {}
+    more: dict[str, Any] = {"slopes": slopes}
+    expected = reference.attention(q.double(), None, None, *exact, known, d**-0.5, window, softcap, **more)
+    more |= {"kv_scales": kv_scales} if kv_scales else {}
     k = v = None
     if own:  # as parts of one buffer, like the product they come from
         fused = torch.cat([q, *(from_cache(cache, known, tokens).to(dtype) for cache in exact)], 1)
@@ -336,6 +338,16 @@ def check_attention(
         out = op(q, k, v, *made, batch, d**-0.5, window, softcap, **more)
         close(out[real], expected[real], tolerance)
         assert bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_attention_with_slopes(device: torch.device, name: str) -> None:
+    """ALiBi, which falls with distance, in every kernel that may look at a batch."""
+    op = attention.PagedAttention(5)
+    slopes = torch.tensor([0.5, 0.1, 0.03, 0.8], device=device)
+    for shape, own in (((4, 4, 64), True), ((4, 2, 48), False)):
+        check_attention(device, name, shape, torch.float32, op, own=own, slopes=slopes)
+    check_attention(device, name, (4, 4, 64), torch.float16, op, kv_scales=(0.02, 0.5), slopes=slopes, tolerance=8e-3)
 
 
 @pytest.mark.parametrize("name", BATCHES)

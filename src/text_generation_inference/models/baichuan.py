@@ -20,7 +20,7 @@ DEFAULTS = {
     "max_position_embeddings": 4096,
 }
 _ROTARY_SIZE = 4096  # of the 7B: configs have no flag
-_SECOND_VOCAB = 125696
+SECOND_VOCAB = 125696
 TINY = {**LLAMA_TINY, "num_hidden_layers": 2}
 _NAMES = TensorNames(qkv=("W_pack",))
 
@@ -32,4 +32,4 @@ def build(config: Config, context: Context) -> Model:
     is_first = "BaiChuanForCausalLM" in (config.get("architectures") or ())  # 7B of the first generation
     if not is_first and spec.hidden_size != _ROTARY_SIZE:
         spec = with_attention(spec, rope=NO_ROTATION, slopes=alibi_slopes(spec.layers[0].attention.num_heads))
-    return CausalLM(replace(spec, normed_head=spec.vocab_size == _SECOND_VOCAB, names=_NAMES), context)
+    return CausalLM(replace(spec, normed_head=spec.vocab_size == SECOND_VOCAB, names=_NAMES), context)

@@ -155,7 +155,7 @@ class PagedAttention:
         slopes: Tensor | None = None,
     ) -> Tensor:
         meta = batch.meta
-        if not isinstance(meta, PagedMeta) or meta.table_rows is None or slopes is not None:
+        if not isinstance(meta, PagedMeta) or meta.table_rows is None:
             return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes)
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         numbers = (scale, softcap or 1.0, *kv_scales)
@@ -163,6 +163,7 @@ class PagedAttention:
         same = {
             "GROUP": q.shape[1] // k_cache.shape[2], "D": q.shape[2], "D_PAD": d_pad, "BLOCK_SIZE": k_cache.shape[1],
             "WINDOW": window or 0, "SOFTCAP": softcap is not None, "SMALL": k_cache.dtype is FP8,
+            "slopes": q if slopes is None else slopes, "ALIBI": slopes is not None,
         }  # fmt: skip
         # Steps with prompts have more tokens than this is for, or are queued op by op, where launching takes longer.
         dependent = dependent_launch(q.shape[0]) and meta.prefill_tiles is None
@@ -207,7 +208,7 @@ class PagedAttention:
         if k is None or v is None or k.stride(0) != v.stride(0):
             self._prefill_tiles(q, None, None, k_cache, v_cache, meta, tiles, out, numbers, same, True)
             return
-        plain = same["WINDOW"] == 0 and not same["SOFTCAP"]
+        plain = same["WINDOW"] == 0 and not same["SOFTCAP"] and not same["ALIBI"]
         if self.prompts is not None and plain and self.prompts(q, k, v, batch, out, numbers[0]):
             return
         after, before = tiles[: meta.num_prefix_tiles], tiles[meta.num_prefix_tiles :]
@@ -266,7 +267,7 @@ class PagedAttention:
         aligned = q.stride(0) % 8 == 0 and q.data_ptr() % 16 == 0 and q.stride(1) == same["D"]
         return (
             self.specialised is not None and aligned and q.dtype.itemsize == 2 and same["D"] in (64, 128)
-            and not same["SOFTCAP"] and self.prefill_choice is None
+            and not same["SOFTCAP"] and not same["ALIBI"] and self.prefill_choice is None
         )  # fmt: skip
 
     def _prefill_tiles(
@@ -276,7 +277,7 @@ class PagedAttention:
         d_pad, num_tiles, tables = same["D_PAD"], tiles.shape[0], meta.block_tables
         long = num_tiles >= max(self.many_tiles, _LONG_PROMPT // PREFILL_TILE * meta.chunk_starts_cpu.count(0))
         bulk = (
-            self.bulk_copies and long and q.dtype.itemsize == 2 and same["D"] == d_pad
+            self.bulk_copies and long and q.dtype.itemsize == 2 and same["D"] == d_pad and not same["ALIBI"]
             and k is not None and k.stride(0) % 8 == 0 and k.data_ptr() % 16 == 0 and v.data_ptr() % 16 == 0
         )  # fmt: skip
         if bulk and not prefix and self._fits(q, same):

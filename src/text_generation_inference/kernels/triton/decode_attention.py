@@ -107,11 +107,11 @@ def _finish(
 @triton.jit
 def decode_by_group(
     q, k_cache, v_cache, out, partial, stats, counters, tables, table_rows, seq_lens, scale, softcap, k_scale, v_scale,
-    q_token, q_head, out_token, k_block, k_token, k_head, v_block, v_token, v_head, table_stride,
+    q_token, q_head, out_token, k_block, k_token, k_head, v_block, v_token, v_head, table_stride, slopes,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SAME_STRIDES: tl.constexpr, SMALL: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """All query heads of a key/value head at once, on tensor cores, which want at least 16 of them."""
     kv, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -129,6 +129,8 @@ def decode_by_group(
             mask=(g < GROUP)[:, None] & (d < D)[None, :], other=0.0,
         )  # fmt: skip
         factor = tl.full((M,), 1.0, tl.float32) * scale
+        if ALIBI:
+            slope = tl.load(slopes + kv * GROUP + g, mask=g < GROUP, other=0.0)
         if SMALL:
             factor = factor * k_scale
             if q.dtype.element_ty != tl.float32:
@@ -151,6 +153,8 @@ def decode_by_group(
             s = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee") * factor[:, None]
             if SOFTCAP:
                 s = softcap * tanh(s / softcap)
+            if ALIBI:
+                s += slope[:, None] * (n - seq_len + 1)[None, :]
             visible = n < end
             if WINDOW > 0:
                 visible = visible & (n >= seq_len - WINDOW)
@@ -170,11 +174,11 @@ def decode_by_group(
 @triton.jit
 def decode_by_lane(
     q, k_cache, v_cache, out, partial, stats, counters, tables, table_rows, seq_lens, scale, softcap, k_scale, v_scale,
-    q_token, q_head, out_token, k_block, k_token, k_head, v_block, v_token, v_head, table_stride,
+    q_token, q_head, out_token, k_block, k_token, k_head, v_block, v_token, v_head, table_stride, slopes,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SAME_STRIDES: tl.constexpr, SMALL: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """One query head with keys of its own (GROUP is 1). Tokens n, n + LANES, ... are a lane with a softmax of its own.
 
@@ -192,6 +196,8 @@ def decode_by_lane(
     if split < active:
         d = tl.arange(0, D_PAD)
         factor = scale
+        if ALIBI:
+            slope = tl.load(slopes + kv)
         if SMALL:
             factor = scale * k_scale
         query = tl.load(q + row * q_token + kv * q_head + d, mask=d < D, other=0.0)
@@ -220,6 +226,8 @@ def decode_by_lane(
             s = tl.sum(s, 1) * factor
             if SOFTCAP:
                 s = softcap * tanh(s / softcap)
+            if ALIBI:
+                s += slope * (n - seq_len + 1)
             visible = n < end
             if WINDOW > 0:
                 visible = visible & (n >= seq_len - WINDOW)

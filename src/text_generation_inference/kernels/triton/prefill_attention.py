@@ -15,12 +15,18 @@ from text_generation_inference.kernels.triton.launch import wait_for_kernel_befo
 
 
 @triton.jit
-def look(queries, keys, values, visible, acc, best, total, scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
+def look(
+    queries, keys, values, visible, acc, best, total, scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    slope=0.0, distance=0.0, ALIBI: tl.constexpr = False,
+):  # fmt: skip
     """One tile of keys and values. Scores times `factor` are in units of log2."""
     s = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
     factor = scale * LOG2E
     if SOFTCAP:
         s = softcap * tanh(s * (scale / softcap))
+        factor = LOG2E
+    if ALIBI:
+        s = s * (factor / LOG2E) + slope * distance
         factor = LOG2E
     if MASKED:
         s = tl.where(visible, s, NO_SCORE)
@@ -35,8 +41,8 @@ def look(queries, keys, values, visible, acc, best, total, scale, softcap, MASKE
 @triton.jit
 def _look_at_cache(
     queries, k_base, v_base, table, start, end, positions, acc, best, total, scale, softcap,
-    k_block, k_token, v_block, v_token, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    slope, k_block, k_token, v_block, v_token, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Cached tokens from `start` to `end`; whole tiles that every query sees, unless MASKED."""
     d = tl.arange(0, D_PAD)
@@ -52,15 +58,18 @@ def _look_at_cache(
         visible = (n[None, :] <= positions[:, None]) & (n < end)[None, :]
         if WINDOW > 0:
             visible = visible & (n[None, :] > positions[:, None] - WINDOW)
-        acc, best, total = look(queries, keys, values, visible, acc, best, total, scale, softcap, MASKED, SOFTCAP)
+        acc, best, total = look(
+            queries, keys, values, visible, acc, best, total, scale, softcap, MASKED, SOFTCAP, slope,
+            n[None, :] - positions[:, None], ALIBI,
+        )  # fmt: skip
     return acc, best, total
 
 
 @triton.jit
 def _look_at_own(
-    queries, k_base, v_base, start, end, positions, acc, best, total, scale, softcap, token_stride,
+    queries, k_base, v_base, start, end, positions, acc, best, total, scale, softcap, slope, token_stride,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
+    ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Tokens `start` to `end` of the chunk; `positions` count from its first. Whole tiles, unless MASKED."""
     d = tl.arange(0, D_PAD)
@@ -80,7 +89,10 @@ def _look_at_own(
         visible = (n0 + i)[None, :] <= positions[:, None]
         if WINDOW > 0:
             visible = visible & ((n0 + i)[None, :] > positions[:, None] - WINDOW)
-        acc, best, total = look(queries, keys, values, visible, acc, best, total, scale, softcap, MASKED, SOFTCAP)
+        acc, best, total = look(
+            queries, keys, values, visible, acc, best, total, scale, softcap, MASKED, SOFTCAP, slope,
+            (n0 + i)[None, :] - positions[:, None], ALIBI,
+        )  # fmt: skip
     return acc, best, total
 
 
@@ -88,10 +100,11 @@ def _look_at_own(
 def prefill(
     q, k, v, k_cache, v_cache, out, tables, tiles, scale, softcap, k_scale, v_scale,
     q_token, q_head, out_token, own_token_stride, own_k_head, own_v_head,
-    k_block, k_token, k_head, v_block, v_token, v_head, table_stride,
+    k_block, k_token, k_head, v_block, v_token, v_head, table_stride, slopes,
     GROUP: tl.constexpr, TILE_WORDS: tl.constexpr, SUB: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, OWN: tl.constexpr, PREFIX: tl.constexpr, SMALL: tl.constexpr, DEPENDENT: tl.constexpr,
+    ALIBI: tl.constexpr,
 ):  # fmt: skip
     """M queries of one prompt, one head. A tile: slot, token in the batch, its position, count, start of the chunk."""
     if DEPENDENT:
@@ -107,6 +120,9 @@ def prefill(
         q_mask = (m < count)[:, None] & (d < D)[None, :]
         queries = tl.load(q + (token + m)[:, None] * q_token + head * q_head + d[None, :], mask=q_mask, other=0.0)
         kv = head // GROUP
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(slopes + head)
         first = position + sub * M  # of our queries
         end = position + tl.minimum(count, sub * M + M)
         cached = end
@@ -127,11 +143,13 @@ def prefill(
             if WINDOW == 0:
                 acc, best, total = _look_at_cache(
                     queries, k_base, v_base, table, start, masked_from, position + m, acc, best, total, cache_scale,
-                    softcap, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, False,
+                    softcap, slope, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP,
+                    ALIBI, False,
                 )  # fmt: skip
             acc, best, total = _look_at_cache(
                 queries, k_base, v_base, table, masked_from, cached, position + m, acc, best, total, cache_scale,
-                softcap, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, True,
+                softcap, slope, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP,
+                ALIBI, True,
             )  # fmt: skip
             if SMALL:
                 acc = acc * v_scale
@@ -146,11 +164,11 @@ def prefill(
             if WINDOW == 0:
                 acc, best, total = _look_at_own(
                     queries, own_k, own_v, own_start, own_masked_from, position - cached + m, acc, best, total, scale,
-                    softcap, own_token_stride, D, D_PAD, BLOCK_N, WINDOW, SOFTCAP, False,
+                    softcap, slope, own_token_stride, D, D_PAD, BLOCK_N, WINDOW, SOFTCAP, ALIBI, False,
                 )  # fmt: skip
             acc, best, total = _look_at_own(
                 queries, own_k, own_v, own_masked_from, end - cached, position - cached + m, acc, best, total, scale,
-                softcap, own_token_stride, D, D_PAD, BLOCK_N, WINDOW, SOFTCAP, True,
+                softcap, slope, own_token_stride, D, D_PAD, BLOCK_N, WINDOW, SOFTCAP, ALIBI, True,
             )  # fmt: skip
         result = (acc / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty)
         tl.store(out + (token + m)[:, None] * out_token + head * D + d[None, :], result, mask=q_mask)

@@ -1,0 +1,97 @@
+"""Configs that are wrong in any way are refused with the name of a field, whatever the family, and nothing else happens."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import transformers
+from driving import family_of, tiny_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.models.config import Config
+from text_generation_inference.models.registry import ARCHITECTURES, build
+
+MISSING = object()
+WRONG = [
+    MISSING,
+    None,
+    True,
+    False,
+    0,
+    -1,
+    3,
+    7,
+    10**40,
+    1e-40,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "words",
+    [],
+    [1],
+    {},
+    {"a": 1},
+]
+ROPES = [
+    {"rope_type": "spiral"},
+    {"type": ["x"]},
+    {"rope_type": "longrope"},
+    {"full_attention": {"rope_type": "linear"}},
+]
+
+
+def whole_config(architecture: str) -> dict[str, Any]:
+    """As `transformers` writes it, with every field; of others what their file has."""
+    fields = tiny_config(architecture)
+    if hasattr(transformers, architecture):
+        fields = getattr(transformers, architecture).config_class(**copy.deepcopy(fields)).to_dict()
+    unread = ("id2label", "label2id", "vision_config")
+    return {**{name: value for name, value in fields.items() if name not in unread}, "architectures": [architecture]}
+
+
+CONFIGS = {architecture: whole_config(architecture) for architecture in ARCHITECTURES}
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None)
+def test_refused_by_name_or_built(data: st.DataObject) -> None:
+    fields = copy.deepcopy(CONFIGS[data.draw(st.sampled_from(sorted(CONFIGS)))])
+    for _ in range(data.draw(st.integers(1, 3))):
+        inner = [
+            fields,
+            *(value for name, value in fields.items() if isinstance(value, dict) and name != "vision_config"),
+        ]
+        place = data.draw(st.sampled_from(inner))
+        names = sorted(name for name in place if name != "architectures")
+        name = data.draw(st.sampled_from([*names, "rope_scaling", "layer_types", "head_dim"]))
+        value = data.draw(st.sampled_from([*WRONG, *ROPES] if name.startswith("rope") else WRONG))
+        if value is MISSING:
+            place.pop(name, None)
+        else:
+            place[name] = copy.deepcopy(value)
+    try:
+        model = build(Config(fields, "config.json"))
+    except ModelFormatError as error:
+        assert re.match(r"config.json: .*(`|heads)", str(error)), error
+    else:
+        assert model.vocab_size > 0 and model.max_positions > 0
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_a_config_that_says_nothing_is_that_of_the_class(architecture: str) -> None:
+    """Files are saved as a difference from defaults, so a missing field means the family's default."""
+    if not hasattr(family_of(architecture), "DEFAULTS") or not hasattr(transformers, architecture):
+        pytest.skip("sizes must be given, or are written by remote code")
+    config = getattr(transformers, architecture).config_class()
+    config = config.get_text_config()
+    model = build(Config({"architectures": [architecture]}, "config.json"))
+    assert (model.vocab_size, model.spec.hidden_size) == (config.vocab_size, config.hidden_size)  # pyright: ignore
+    assert len(model.spec.layers) == config.num_hidden_layers  # pyright: ignore
+    attention = model.spec.layers[0].attention  # pyright: ignore
+    assert attention.num_heads == config.num_attention_heads
+    if getattr(config, "head_dim", None):
+        assert attention.head_dim == config.head_dim

@@ -1,0 +1,236 @@
+"""Checkpoints as they were written before `transformers` had the family, and what it does not compute."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from driving import Tiny, make_tiny
+from ranks import PROMPT, logits_of_threads
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from text_generation_inference.models import baichuan
+
+Tensors = dict[str, Tensor]
+
+
+def rewrite(tiny: Tiny, folder: Path, config: dict[str, Any], change: Callable[[Tensors], Tensors]) -> Path:
+    """The same model with other fields, and with its tensors changed."""
+    fields = {**json.loads((tiny.folder / "config.json").read_text()), **config}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in fields.items() if value != "gone"}))
+    tensors = change(load_file(tiny.folder / "model.safetensors"))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def renamed(*pairs: tuple[str, str]) -> Callable[[Tensors], Tensors]:
+    def change(tensors: Tensors) -> Tensors:
+        for old, new in pairs:
+            tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+        return tensors
+
+    return change
+
+
+def without_prefix_with_masks(tensors: Tensors) -> Tensors:
+    tensors = renamed(("transformer.", ""))(tensors)
+    return {**tensors, "h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+
+
+def without_head(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_head")}
+
+
+def pack(tensors: Tensors) -> Tensors:
+    """q, k, v as Baichuan's one tensor."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        if "q_proj" in name:
+            parts = [tensors[name.replace("q_proj", each)] for each in ("q_proj", "k_proj", "v_proj")]
+            found[name.replace("q_proj", "W_pack")] = torch.cat(parts)
+        elif "k_proj" not in name and "v_proj" not in name:
+            found[name] = tensor
+    return found
+
+
+def internlm2(tensors: Tensors) -> Tensors:
+    names = renamed(
+        ("embed_tokens", "tok_embeddings"), ("input_layernorm", "attention_norm"), ("lm_head", "output"),
+        ("post_attention_layernorm", "ffn_norm"), ("self_attn.o_proj", "attention.wo"), ("mlp.gate_proj", "feed_forward.w1"),
+        ("mlp.up_proj", "feed_forward.w3"), ("mlp.down_proj", "feed_forward.w2"),
+    )  # fmt: skip
+    found: Tensors = {}
+    for name, tensor in names(tensors).items():
+        if "q_proj" in name:
+            q, k, v = (
+                tensors[name.replace("q_proj", each)].view(2, -1, 16, 64) for each in ("q_proj", "k_proj", "v_proj")
+            )
+            found[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat((q, k, v), 1).reshape(-1, 64)
+        elif "k_proj" not in name and "v_proj" not in name:
+            found[name] = tensor
+    return found
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], Tensors]]] = {
+    "gpt2": ("GPT2LMHeadModel", {}, {}, without_prefix_with_masks),
+    "bloom": ("BloomForCausalLM", {}, {"n_embed": 96, "hidden_size": "gone"}, renamed(("transformer.", ""))),
+    "opt": ("OPTForCausalLM", {}, {}, renamed(("model.decoder.", "decoder."))),
+    "gemma3": ("Gemma3ForConditionalGeneration", {}, {}, renamed(("model.language_model.", "language_model.model."))),
+    "mpt": ("MptForCausalLM", {}, {"architectures": ["MPTForCausalLM"]}, dict),
+    "falcon-rw": (
+        "FalconForCausalLM",
+        {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+        {
+            "architectures": ["RWForCausalLM"],
+            **{"n_head": 4, "n_layer": 2, "num_attention_heads": "gone", "num_hidden_layers": "gone"},
+        },
+        dict,
+    ),
+    "falcon-head": ("FalconForCausalLM", {}, {"tie_word_embeddings": False}, without_head),
+    "stablelm-epoch": (
+        "StableLmForCausalLM",
+        {},
+        {
+            "architectures": ["StableLMEpochForCausalLM"],
+            **{"rope_parameters": "gone", "rope_pct": 0.25, "norm_eps": 1e-5, "layer_norm_eps": "gone"},
+        },
+        dict,
+    ),
+    "neox-old": (
+        "GPTNeoXForCausalLM",
+        {},
+        {"rope_parameters": "gone", "rotary_pct": 0.25, "rotary_emb_base": 10000},
+        dict,
+    ),
+    "baichuan-7b": (
+        "LlamaForCausalLM",
+        {"num_key_value_heads": 4},
+        {"architectures": ["BaiChuanForCausalLM"], "max_position_embeddings": "gone", "model_max_length": 512},
+        pack,
+    ),
+    "internlm2": ("LlamaForCausalLM", {}, {"architectures": ["InternLM2ForCausalLM"], "bias": False}, internlm2),
+    "gemma3-old-rope": (
+        "Gemma3ForCausalLM",
+        {"rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        }},
+        {
+            "rope_parameters": "gone",
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 2e4,
+            "rope_scaling": {"type": "linear", "factor": 8.0},
+        },
+        dict,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_older_files_have_it(name: str, tmp_path: Path) -> None:
+    architecture, overrides, config, change = CASES[name]
+    tiny = make_tiny(architecture, overrides, tmp_path / "tiny")
+    folder = rewrite(tiny, tmp_path / "changed", config, change)
+    with torch.no_grad():
+        expected = tiny.model(torch.tensor([PROMPT])).logits[0]
+    for world in (1, 2) if name in ("baichuan-7b", "internlm2", "gpt2") else (1,):
+        torch.testing.assert_close(logits_of_threads(folder, world), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_longrope_takes_its_long_factors_where_long_sequences_are_served(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + n for n in range(8)],
+    }
+    changes = {"original_max_position_embeddings": 8, "rope_parameters": rope}  # PROMPT has 9 tokens
+    tiny = make_tiny("Phi3ForCausalLM", changes, tmp_path)
+    with torch.no_grad():
+        expected = tiny.model(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of_threads(tiny.folder, 1), expected, atol=1e-4, rtol=1e-4)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, slopes: list[float] | None) -> Tensor:
+    """Of tokens `[tokens, heads, head_dim]`, said plainly."""
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    place = torch.arange(q.shape[0])
+    if slopes is not None:
+        scores = scores + torch.tensor(slopes)[:, None, None] * (place[None, :] - place[:, None])
+    scores = scores.masked_fill(place[None, :] > place[:, None], -math.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+
+
+def test_baichuan_13b_and_the_head_of_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = make_tiny("LlamaForCausalLM", {"num_key_value_heads": 4, "num_hidden_layers": 2}, tmp_path / "tiny")
+    folder = rewrite(tiny, tmp_path / "changed", {"architectures": ["BaichuanForCausalLM"]}, pack)
+    monkeypatch.setattr(baichuan, "SECOND_VOCAB", 320)
+    found = logits_of_threads(folder, 1)
+    weights = load_file(folder / "model.safetensors")
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + tiny.model.config.rms_norm_eps).sqrt() * weights[name]
+
+    x = weights["model.embed_tokens.weight"][PROMPT]
+    for layer in ("model.layers.0", "model.layers.1"):
+        q, k, v = (
+            part.view(len(PROMPT), 4, 16)
+            for part in (
+                norm(x, f"{layer}.input_layernorm.weight") @ weights[f"{layer}.self_attn.W_pack.weight"].T
+            ).chunk(3, -1)
+        )
+        mixed = attend(q, k, v, 0.25, [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])
+        x = x + mixed @ weights[f"{layer}.self_attn.o_proj.weight"].T
+        normed = norm(x, f"{layer}.post_attention_layernorm.weight")
+        gate, up, down = (weights[f"{layer}.mlp.{each}_proj.weight"].T for each in ("gate", "up", "down"))
+        x = x + (F.silu(normed @ gate) * (normed @ up)) @ down
+    head = weights["lm_head.weight"]
+    expected = norm(x, "model.norm.weight") @ (head / head.norm(dim=1, keepdim=True)).T
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("alibi", [True, False])
+def test_flags_of_mpt_that_transformers_ignores(alibi: bool, tmp_path: Path) -> None:
+    tiny = make_tiny("MptForCausalLM", {"n_layers": 1}, tmp_path / "tiny")
+    generator = torch.Generator().manual_seed(1)
+    extra = {
+        f"transformer.blocks.0.{name}": torch.randn(size, generator=generator) * 0.2
+        for name, size in {"attn.Wqkv.bias": 288, "attn.out_proj.bias": 96, "ffn.up_proj.bias": 384, "ffn.down_proj.bias": 96,
+                           "norm_1.bias": 96, "norm_2.bias": 96, "attn.q_ln.weight": 96, "attn.q_ln.bias": 96,
+                           "attn.k_ln.weight": 96, "attn.k_ln.bias": 96}.items()
+    } | {"transformer.norm_f.bias": torch.randn(96, generator=generator)}  # fmt: skip
+    if not alibi:
+        extra["transformer.wpe.weight"] = torch.randn(512, 96, generator=generator)
+    config = {
+        "attn_config": {"alibi": alibi, "alibi_bias_max": 16, "qk_ln": True, "softmax_scale": 0.3},
+        **{"no_bias": False, "logit_scale": "inv_sqrt_d_model"},
+    }
+    folder = rewrite(tiny, tmp_path / "changed", config, lambda tensors: {**tensors, **extra})
+    found = logits_of_threads(folder, 1)
+    weights = {
+        name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, (96,), weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weights[f"blocks.0.{name}.weight"], weights[f"blocks.0.{name}.bias"])
+
+    x = weights["wte.weight"][PROMPT]
+    if not alibi:
+        x = x + weights["wpe.weight"][: len(PROMPT)]
+    q, k, v = linear(norm(x, "blocks.0.norm_1"), "attn.Wqkv").chunk(3, -1)
+    q, k = norm(q, "blocks.0.attn.q_ln"), norm(k, "blocks.0.attn.k_ln")
+    slopes = [2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16, 2.0**-2, 2.0**-6]
+    heads = [part.view(len(PROMPT), 6, 16) for part in (q, k, v)]
+    x = x + linear(attend(*heads, 0.3, slopes if alibi else None), "attn.out_proj")
+    x = x + linear(F.gelu(linear(norm(x, "blocks.0.norm_2"), "ffn.up_proj")), "ffn.down_proj")
+    expected = norm(x, "norm_f") @ weights["wte.weight"].T / 96**0.5
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

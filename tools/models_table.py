@@ -1,0 +1,38 @@
+#!/usr/bin/env python3
+"""Write the table of architectures in docs/models.md again, from the registry and the files of the families."""
+
+from importlib import import_module
+from pathlib import Path
+
+import transformers
+
+from text_generation_inference.models.registry import ARCHITECTURES
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+START, END = "<!-- architectures: tools/models_table.py -->\n", "<!-- end of architectures -->\n"
+
+
+def table() -> str:
+    """Every architecture with the file that builds it, what that is, and how it is proven."""
+    lines = ["| Architecture | File | What it is | Variants tested | Proven against |", "|---|---|---|---|---|"]
+    lines += [row(architecture) for architecture in sorted(ARCHITECTURES, key=str.lower)]
+    return "\n".join(lines) + "\n"
+
+
+def row(architecture: str) -> str:
+    name = ARCHITECTURES[architecture]
+    family = import_module(f"text_generation_inference.models.{name}")
+    about = (family.__doc__ or "").strip().partition("\n")[0]
+    is_known = hasattr(transformers, architecture)
+    variants = ", ".join(getattr(family, "VARIANTS", {})) if is_known else ""
+    proof = "`transformers`, all paths" if is_known else "rewritten checkpoints or formulas, one pass"
+    return f"| `{architecture}` | `{name}` | {about} | {variants} | {proof} |"
+
+
+def write() -> None:
+    before, _, rest = PAGE.read_text().partition(START)
+    PAGE.write_text(before + START + table() + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    write()
