@@ -29,16 +29,19 @@ coverage: $(READY)  ## which lines tests reach (needs pytest-cov; TESTS="tests/u
 	@$(BIN)/python -c 'import pytest_cov' 2>/dev/null || { echo "pytest-cov is missing: $(BIN)/pip install pytest-cov"; exit 1; }
 	$(BIN)/python -m pytest --cov --cov-report=term --cov-report=xml $(if $(TESTS),$(TESTS),$(FAST_TESTS))
 
-# Tests of the server start processes and want the machine for themselves; the others share it, a file at a time. They
-# wait for real processes on a machine that may be busy: what fails is run once more, and must pass then.
+# Tests of the server start processes, and many of them measure time, send signals or fill memory: they want the machine
+# for themselves. What only asks a server or an engine of its own for answers shares it with the others, a file at a time.
+# Tests wait for real processes on a machine that may be busy: what fails is run once more, and must pass then.
 AGAIN := --last-failed --last-failed-no-failures none
+ANSWERS := $(wildcard $(patsubst %,tests/api/test_%.py,llm native documentation clients check_command settings \
+	token_ids_as_text openai_* openapi_fuzz validation recorded_http bench_offline bench_report))
+ALONE := $(filter-out $(ANSWERS),$(wildcard tests/api/test_*.py)) tests/faults tests/clients
+TOGETHER := $(ANSWERS) tests/models tests/devices $(FAST_TESTS)
 
 test: $(READY)  ## run all tests
 	-@$(BIN)/python tests/clients/install.py
-	$(BIN)/python -m pytest tests/api tests/faults tests/clients \
-		|| $(BIN)/python -m pytest $(AGAIN) tests/api tests/faults tests/clients
-	$(BIN)/python -m pytest $(SHARED) tests/models tests/devices $(FAST_TESTS) \
-		|| $(BIN)/python -m pytest $(AGAIN) tests/models tests/devices $(FAST_TESTS)
+	$(BIN)/python -m pytest $(ALONE) || $(BIN)/python -m pytest $(AGAIN) $(ALONE)
+	$(BIN)/python -m pytest $(SHARED) $(TOGETHER) || $(BIN)/python -m pytest $(AGAIN) $(TOGETHER)
 
 test-cuda:  ## run the device suite on a GPU (PYTHON: one with torch for CUDA, Triton and the test packages)
 	PYTHONPATH=src $(PYTHON) -m pytest tests/devices --device cuda

@@ -65,7 +65,12 @@ def variables_of_gaudi_stay() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model-cache")
+    """Empty at first, and one for all workers: it is made for processes that start at the same time."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return tmp_path_factory.mktemp("model-cache")
+    folder = tmp_path_factory.getbasetemp().parent / "model-cache"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")
