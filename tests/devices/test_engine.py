@@ -27,6 +27,8 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "wide-heads": ("Llama", {"head_dim": 24}),
     "windows": ("Mistral", {}),
+    "experts": ("Mixtral", {}),
+    "shared-expert": ("Qwen2Moe", {}),
 }
 
 Start = Callable[..., Engine]

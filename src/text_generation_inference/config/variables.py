@@ -49,7 +49,7 @@ _ONE_CARD = "one card serves the model"
 _OWN_PLAN = "shapes follow the two strategies"
 _OWN_QUANTISER = "scales are measured and read by this program itself"
 _OWN_ATTENTION = "attention is chosen by USE_FLASH_ATTENTION"
-_NO_EXPERTS = "no model with experts is served"
+_EXPERTS_BY_WIDTH = "experts are split over ranks by their width and computed all at once"
 _OWN_COMPILER = "what is compiled is chosen by PT_HPU_LAZY_MODE"
 
 # Variables that change nothing on any device, and why.
@@ -64,8 +64,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     "USE_CUTLASS_W8A8": "no such kernels are used",
     "BATCH_SIZE_EXPONENT_BASE": "use VLLM_BUCKETING_STRATEGY=exp, whose sizes grow by factors of about two",
     "BASE_IMAGE_TOKENS": "no model with images is served",
-    "USE_EXPERT_PARALLEL": _NO_EXPERTS,
-    "MAX_EXPERTS_PER_SLICE": _NO_EXPERTS,
+    "USE_EXPERT_PARALLEL": _EXPERTS_BY_WIDTH,
+    "MAX_EXPERTS_PER_SLICE": _EXPERTS_BY_WIDTH,
     "SDP_ON_BF16": "TGI reads it and does nothing with it",
     "DUMP_STACK": "clients are told errors in words, never a stack of calls",
     "DBG_TRACE_FILENAME": "take a trace with PROF_STEP",
@@ -94,8 +94,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     "VLLM_DEFRAG_THRESHOLD": "blocks are read by their list, so they need not be moved",
     "VLLM_DEFRAG_WITH_GRAPHS": "blocks are read by their list, so they need not be moved",
     "VLLM_CONFIG_HIDDEN_LAYERS": "a step is one segment, or one graph",
-    "VLLM_MOE_CHUNK": _NO_EXPERTS,
-    "VLLM_MOE_TOKEN_BOUNDARY": _NO_EXPERTS,
+    "VLLM_MOE_CHUNK": _EXPERTS_BY_WIDTH,
+    "VLLM_MOE_TOKEN_BOUNDARY": _EXPERTS_BY_WIDTH,
     "VLLM_WORKER_MULTIPROC_METHOD": "processes are always started afresh",
     "RANK": _ONE_CARD,
     "LOCAL_RANK": _ONE_CARD,

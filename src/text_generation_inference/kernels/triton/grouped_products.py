@@ -74,7 +74,7 @@ def _dot(rows, columns, acc, SWAP: tl.constexpr, EXACT: tl.constexpr):
 @triton.jit
 def _by_squares(rows, columns, acc, x_scale, w_scale, SWAP: tl.constexpr):
     """Of 128 columns of the inner dimension, which have scales of their own."""
-    part = _dot(rows, columns, acc * 0, SWAP, False)
+    part = _dot(rows, columns, tl.zeros_like(acc), SWAP, False)
     if SWAP:
         return acc + part * (x_scale * w_scale)[None, :]
     else:
