@@ -77,6 +77,13 @@ def internlm2(tensors: Tensors) -> Tensors:
     return found
 
 
+PHIMOE_ROPE = {
+    "short_factor": [1.0 + 0.1 * number for number in range(8)],
+    "long_factor": [2.0] * 8,
+    "short_mscale": 1.2,
+    "long_mscale": 1.2,
+    "original_max_position_embeddings": 128,
+}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], Tensors]]] = {
     "gpt2": ("GPT2LMHeadModel", {}, {}, without_prefix_with_masks),
     "bloom": ("BloomForCausalLM", {}, {"n_embed": 96, "hidden_size": "gone"}, renamed(("transformer.", ""))),
@@ -115,6 +122,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], 
         pack,
     ),
     "internlm2": ("LlamaForCausalLM", {}, {"architectures": ["InternLM2ForCausalLM"], "bias": False}, internlm2),
+    "phimoe": (
+        "PhimoeForCausalLM",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 3e4, **PHIMOE_ROPE}},
+        {
+            "architectures": ["PhiMoEForCausalLM"],
+            "rope_parameters": "gone",
+            "rope_theta": 3e4,
+            "rope_scaling": {"type": "longrope", **PHIMOE_ROPE},
+        },
+        dict,
+    ),
     "gemma3-old-rope": (
         "Gemma3ForCausalLM",
         {"rope_parameters": {
