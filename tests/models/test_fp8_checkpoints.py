@@ -20,7 +20,7 @@ from fp8_writing import (
     spread,
     write_fp8,
 )
-from ranks import PROMPT, logits_of_ranks
+from ranks import PROMPT, logits_of_threads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -215,7 +215,7 @@ def test_ranks(wide: Tiny, tmp_path: Path, config: dict, quantize: Callable, rou
     with torch.no_grad():
         expected = make_oracle(wide, quantize, rounding)(torch.tensor([PROMPT])).logits[0]
         noise = (wide.model(torch.tensor([PROMPT])).logits[0] - expected).abs().mean()
-    difference = (logits_of_ranks(folder, 2) - expected).abs().mean()
+    difference = (logits_of_threads(folder, 2) - expected).abs().mean()
     assert difference < 0.1 * noise
 
 

@@ -1,6 +1,7 @@
 """FP8 by measure, then quantise: what is measured against `transformers`, what is served against an oracle of its own."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -410,7 +411,7 @@ def test_command_says_what_is_wrong(
     assert error.splitlines()[-1].startswith("error: ") and words in error and "Traceback" not in error
 
 
-def test_interrupting_the_command_leaves_files_alone(tmp_path: Path) -> None:
+def test_interrupting_the_command_leaves_files_alone(tmp_path: Path, model_cache: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(WORDS * 2000)
     earlier = tmp_path / "m_hooks_maxabs.json"
@@ -424,7 +425,8 @@ def test_interrupting_the_command_leaves_files_alone(tmp_path: Path) -> None:
         "embedded",
     ]
     command += ["--text", str(text), "--quant-config", write_config(tmp_path, "MEASURE"), "--window", "32"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "TGI_CACHE_DIR": str(model_cache)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("measure ..."):

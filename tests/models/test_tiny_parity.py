@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start
-from ranks import PROMPT, logits_of_ranks
+from ranks import PROMPT, logits_of_ranks, logits_of_threads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,12 +20,15 @@ def check(outputs: list, expected: list) -> None:
         assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(output.logprobs, logprobs, strict=True))
 
 
+@pytest.fixture(scope="session")
+def expected(tiny: Tiny) -> list[tuple[list[int], list[float]]]:
+    return [reference(tiny.model, prompt, NEW) for prompt in random_prompts(320, LENGTHS)]
+
+
 @pytest.mark.parametrize("custom_kernels", [False, True], ids=["reference", "native"])
-def test_greedy_equals_transformers(tiny: Tiny, custom_kernels: bool) -> None:
-    prompts = random_prompts(320, LENGTHS)
-    expected = [reference(tiny.model, prompt, NEW) for prompt in prompts]
+def test_greedy_equals_transformers(tiny: Tiny, expected: list, custom_kernels: bool) -> None:
     engine = start(tiny.folder, max_batch_prefill_tokens=33, custom_kernels=custom_kernels)
-    requests = [make_request(n, prompt, NEW) for n, prompt in enumerate(prompts)]
+    requests = [make_request(n, prompt, NEW) for n, prompt in enumerate(random_prompts(320, LENGTHS))]
     check(run(engine, requests), expected)
     check(run(engine, requests, arrivals=[0, 1, 3, 3, 10, 12]), expected)
     check([run(engine, [request])[0] for request in requests], expected)
@@ -67,7 +70,7 @@ def test_prompt_logprobs(tiny_llama: Tiny) -> None:
 
 
 def test_ranks_that_share_heads_equal_transformers(tiny_llama: Tiny) -> None:
-    """With 4 ranks and 2 key/value heads, pairs of ranks share a head."""
+    """With 4 ranks and 2 key/value heads, pairs of ranks share a head. In processes of their own, as a server's are."""
     with torch.no_grad():
         expected = tiny_llama.model(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(logits_of_ranks(tiny_llama.folder, 4), expected, atol=1e-4, rtol=1e-4)
@@ -77,7 +80,7 @@ def test_ranks_with_biases_equal_transformers(tmp_path: Path) -> None:
     tiny = make_tiny("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, tmp_path)
     with torch.no_grad():
         expected = tiny.model(torch.tensor([PROMPT])).logits[0]
-    torch.testing.assert_close(logits_of_ranks(tiny.folder, 2), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of_threads(tiny.folder, 2), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_prompt_logprobs_beside_other_requests(tiny_llama: Tiny) -> None:
