@@ -108,6 +108,15 @@ def norm(form: int, dependent: bool = False) -> tuple:
     return "norms_rotary", "_norm_kernel", types, values, {"num_warps": 8, "fast": True}
 
 
+def qk_norm(weight: str) -> tuple:
+    types = {
+        **dict.fromkeys(("q", "k"), BF16), **dict.fromkeys(("q_weight", "k_weight"), weight), "eps": "fp32",
+        **words("q_token q_head k_token k_head"),
+    }  # fmt: skip
+    values = {"HEADS": 32, "KV_HEADS": 8, "D": 128, "D_PAD": 128, "HB": 8}
+    return "norms_rotary", "_qk_norm_kernel", types, values, {"num_warps": 4, "fast": True}
+
+
 def gate(form: int, width: int = 14336, gelu: bool = False) -> tuple:
     types = {
         "x": BF16, "out": FP8 if form else BF16, **words("x_row scales_row"),
@@ -211,6 +220,8 @@ CASES = [
     specialised(64, window=100, one=True),
     bulk(128, 128, 8, 2),
     bulk(64, 64, 4, 3),
+    qk_norm(BF16),
+    qk_norm(FP32),
     norm(0),
     norm(1, dependent=True),
     norm(2),

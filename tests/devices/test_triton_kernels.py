@@ -76,6 +76,23 @@ def close(actual: Any, expected: Any, tolerance: float | None = None) -> None:
 # Between the matrix products --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 24), (17, 1, 64), (3, 3, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_on_heads(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int) -> None:
+    """In place, in parts of one product, with weights in the model's type or in float32; the values stay as they were."""
+    for weight_dtype in (dtype, torch.float32):
+        fused = torch.randn(5, heads + 2 * kv_heads, d, device=device).to(dtype)
+        before = fused.clone()
+        q, k, v = fused.split((heads, kv_heads, kv_heads), 1)
+        weights = [torch.rand(d, device=device).to(weight_dtype) + 0.5 for _ in range(2)]
+        expected = reference.qk_norm(*before.split((heads, kv_heads, kv_heads), 1)[:2], *weights, 1e-5)
+        found = norms_rotary.qk_norm(q, k, *weights, 1e-5)
+        for a, b in zip(found, expected, strict=True):
+            close(a, b, 1e-5 if dtype is torch.float32 else 2e-2)
+        assert torch.equal(v, before[:, heads + kv_heads :])
+        assert found[1].data_ptr() == k.data_ptr()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 100), (5, 1), (2, 576)])
 def test_norms(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:

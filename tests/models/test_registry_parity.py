@@ -11,7 +11,9 @@ from driving import Tiny, family_of, make_request, make_tiny, random_prompts, re
 from queue_on_cpu import QueueOnCpu
 from ranks import PROMPT, logits_of_threads
 
+from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine
+from text_generation_inference.launch.check import check_model
 from text_generation_inference.models.registry import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,3 +86,14 @@ def test_two_ranks(tiny: Tiny) -> None:
     with torch.no_grad():
         expected = tiny.model(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(logits_of_threads(tiny.folder, 2), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_check(tiny: Tiny) -> None:
+    """`tgi check` counts what the model has, before anything of it is loaded."""
+    report = check_model(ServerConfig(model_id=str(tiny.folder), device="cpu", dtype="float32"))
+    assert report.is_supported
+    assert report.problems == ["there is no tokenizer.json, so text cannot be turned into tokens"]
+    parameters = [(name, each.numel()) for name, each in tiny.model.named_parameters()]
+    counted = sum(size for name, size in parameters if "vision_tower" not in name and "projector" not in name)
+    assert (report.parameters, report.weight_bytes) == (counted, 4 * counted)
+    assert report.kv_bytes_per_token is not None and report.kv_bytes_per_token > 0

@@ -71,6 +71,45 @@ def _norm(
     return store.result, total
 
 
+@triton.jit
+def _qk_norm_kernel(
+    q, k, q_weight, k_weight, eps, q_token, q_head, k_token, k_head,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, HB: tl.constexpr,
+):  # fmt: skip
+    """HB heads of one token, where they are."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    Q_PARTS: tl.constexpr = (HEADS + HB - 1) // HB
+    d = tl.arange(0, D_PAD)
+    head = part * HB + tl.arange(0, HB)
+    mask = (head < HEADS)[:, None] & (d < D)[None, :]
+    at = q + token * q_token + head[:, None] * q_head + d[None, :]
+    weight = q_weight
+    if part >= Q_PARTS:
+        head = (part - Q_PARTS) * HB + tl.arange(0, HB)
+        mask = (head < KV_HEADS)[:, None] & (d < D)[None, :]
+        at = k + token * k_token + head[:, None] * k_head + d[None, :]
+        weight = k_weight
+    factors = tl.load(weight + d, mask=d < D, other=0.0)
+    wide = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
+    scaled = wide.to(factors.dtype).to(tl.float32) * factors.to(tl.float32)[None, :]
+    tl.store(at, scaled.to(q.dtype.element_ty), mask=mask)
+
+
+def qk_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Each head of q `[tokens, heads, head_dim]` and k by itself, in place."""
+    tokens, heads, d = q.shape
+    kv_heads = k.shape[1]
+    if tokens:
+        hb = min(8, triton.next_power_of_2(max(heads, kv_heads)))
+        parts = triton.cdiv(heads, hb) + triton.cdiv(kv_heads, hb)
+        _qk_norm_kernel[(tokens, parts)](
+            q, k, q_weight, k_weight, eps, q.stride(0), q.stride(1), k.stride(0), k.stride(1), HEADS=heads,
+            KV_HEADS=kv_heads, D=d, D_PAD=triton.next_power_of_2(d), HB=hb, num_warps=4,
+        )  # fmt: skip
+    return q, k
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Rows:
     """x `[tokens, hidden]`; the result in the form that `quantize_for` is multiplied with, where there is one."""
     return _norm(x, None, weight, eps, quantize_for)[0]

@@ -44,6 +44,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
         ),
         rms_norm=norms_rotary.rms_norm,
         add_rms_norm=norms_rotary.add_rms_norm,
+        qk_norm=norms_rotary.qk_norm,
         silu_mul=norms_rotary.silu_mul,
         gelu_tanh_mul=norms_rotary.gelu_tanh_mul,
         experts=TritonExperts(capability),
