@@ -23,15 +23,15 @@ from openai_calls import (
 @pytest.mark.parametrize(
     ("choice", "parallel", "names"),
     [
-        ("required", None, {"get_weather", "add"}),
-        ("required", False, {"get_weather", "add"}),
-        ({"type": "function", "function": {"name": "add"}}, None, {"add"}),
-        ("get_weather", None, {"get_weather"}),  # TGI's form
-        ({"function": {"name": "get_weather"}}, False, {"get_weather"}),
+        ("required", None, ["get_weather", "add"]),
+        ("required", False, ["get_weather", "add"]),
+        ({"type": "function", "function": {"name": "add"}}, None, ["add"]),
+        ("get_weather", None, ["get_weather"]),  # TGI's form
+        ({"function": {"name": "get_weather"}}, False, ["get_weather"]),
     ],
     ids=str,
 )
-def test_forced_calls(http: httpx.Client, choice: object, names: set[str], parallel: bool | None) -> None:
+def test_forced_calls(http: httpx.Client, choice: object, names: list[str], parallel: bool | None) -> None:
     body = {
         "messages": WEATHER,
         "tools": TOOLS,
@@ -41,7 +41,7 @@ def test_forced_calls(http: httpx.Client, choice: object, names: set[str], paral
         "temperature": 0,
     }
     whole = chat(http, **body)["choices"][0]
-    calls = check_calls(whole["message"], names)
+    calls = check_calls(whole["message"], set(names))
     if parallel is False:
         assert len(calls) == 1
     assert whole["finish_reason"] == ("tool_calls" if choice == "required" else whole["finish_reason"])
