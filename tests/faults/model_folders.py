@@ -197,7 +197,10 @@ FOLDERS: dict[str, tuple[Tamper, str]] = {
     "heads of 10^9": (config(head_dim=10**9), "`head_dim` must be at most"),
     "heads that do not divide": (config(num_attention_heads=5, num_key_value_heads=5), "has shape"),
     "key heads that do not divide": (config(num_key_value_heads=3), "cannot share 3 key/value heads"),
-    "more heads than dimensions": (config(num_attention_heads=64, num_key_value_heads=64), "`head_dim`"),
+    "more heads than dimensions": (
+        config(num_attention_heads=64, num_key_value_heads=64),
+        "`num_attention_heads` is 64, more than there are hidden dimensions",
+    ),
     "positions beyond integers": (config(max_position_embeddings=10**30), "`max_position_embeddings` must be at most"),
     "eps NaN": (config(rms_norm_eps=float("nan")), "`rms_norm_eps` must be > 0"),
     "eps infinite": (config(rms_norm_eps=float("inf")), "`rms_norm_eps` must be > 0"),
@@ -207,7 +210,7 @@ FOLDERS: dict[str, tuple[Tamper, str]] = {
     "theta infinite": (config(rope_theta=float("inf")), "`rope_theta` must be > 0"),
     "rotary factor NaN": (
         config(rope_scaling={"rope_type": "yarn", "factor": 2.0, "attention_factor": float("nan")}),
-        "`attention_factor` must be finite",
+        "`rope_scaling.attention_factor` must be finite",
     ),
     "a long architecture": (config(architectures=["x" * 10**6]), "is not supported"),
     "an end of text that is none": (config(eos_token_id=-1), "`eos_token_id` must be a token id"),
