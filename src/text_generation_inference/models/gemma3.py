@@ -36,7 +36,7 @@ TINY = {
     **GEMMA2_TINY,
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "attn_logit_softcapping": None,
+    "attn_logit_softcapping": 5.0,  # a field without effect
     "final_logit_softcapping": None,
 }
 _VISION = {
@@ -78,7 +78,6 @@ def build(config: Config, context: Context) -> Model:
     spec = with_attention(
         spec,
         own_scale=config.positive("query_pre_attn_scalar") ** -0.5,
-        softcap=config.optional_positive("attn_logit_softcapping"),
         qk_norm=HeadNormSpec(norm=norm),
     )
     spec = with_layers(_rotate(config, as_gemma(config, spec)), join=Join.SANDWICH)
@@ -94,7 +93,11 @@ def _rotate(config: Config, spec: DecoderSpec) -> DecoderSpec:
     if isinstance(settings, dict) and "sliding_attention" in settings:
         local = read_rope(config, dim, positions, layer_type="sliding_attention")
     else:  # never scaled
-        local = RopeSpec(theta=config.positive("rope_local_base_freq", 1e4), rotary_dim=full.rotary_dim)
+        local = RopeSpec(
+            theta=config.positive("rope_local_base_freq", 1e4),
+            rotary_dim=full.rotary_dim,
+            original_max_positions=positions,
+        )
     layers = (
         replace(layer, attention=replace(layer.attention, rope=full if layer.attention.window is None else local))
         for layer in spec.layers

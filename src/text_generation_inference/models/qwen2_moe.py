@@ -9,7 +9,7 @@ from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.llama import TINY as LLAMA_TINY
 from text_generation_inference.models.model import Context, Model
-from text_generation_inference.models.qwen2 import read_windows
+from text_generation_inference.models.qwen2 import windows_of
 from text_generation_inference.models.spec import (
     DenseSpec,
     ExpertsSpec,
@@ -19,6 +19,17 @@ from text_generation_inference.models.spec import (
     with_experts,
 )
 
+DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 32768,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+}
 TINY = {
     **LLAMA_TINY,
     "num_experts": 8,
@@ -31,6 +42,7 @@ TINY = {
 
 
 def build(config: Config, context: Context) -> Model:
+    config = config.with_defaults(**DEFAULTS)
     activation = read_activation(config, default="silu")
     num_experts, top_k = check_experts(config, "num_experts", "num_experts_per_tok")
     experts = ExpertsSpec(
@@ -41,8 +53,16 @@ def build(config: Config, context: Context) -> Model:
         shared=DenseSpec(width=config.integer("shared_expert_intermediate_size", 5632), activation=activation),
         shared_gate=True,
     )
-    spec = read_llama_like(config, qkv_bias=config.flag("qkv_bias", True), windows=read_windows(config))
+    spec = read_llama_like(config, qkv_bias=config.flag("qkv_bias", True), windows=_read_windows(config))
     return CausalLM(with_experts(spec, experts, sparse_layers(config)), context)
+
+
+def _read_windows(config: Config) -> list[int | None] | None:
+    """On every second layer, up to `max_window_layers`."""
+    if not config.flag("use_sliding_window", False):
+        return None
+    last = config.number("max_window_layers", 28)
+    return windows_of(config, [layer % 2 == 0 and layer < last for layer in range(config.integer("num_hidden_layers"))])
 
 
 def sparse_layers(config: Config) -> Collection[int]:

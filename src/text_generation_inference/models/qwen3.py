@@ -2,9 +2,10 @@
 
 from text_generation_inference.layers.head_norm import HeadNormSpec
 from text_generation_inference.layers.norm import NormSpec
-from text_generation_inference.models.config import Config, windows_by_layer
+from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.model import Context, Model
+from text_generation_inference.models.qwen2 import read_windows
 from text_generation_inference.models.spec import read_llama_like
 
 DEFAULTS = {
@@ -35,11 +36,8 @@ VARIANTS = {
 
 def build(config: Config, context: Context) -> Model:
     config = config.with_defaults(**DEFAULTS)
-    num_layers = config.integer("num_hidden_layers")
-    windows = None
-    if config.flag("use_sliding_window", False):
-        window, first = config.integer("sliding_window", 4096), int(config.number("max_window_layers", 28))
-        windows = windows_by_layer(config, num_layers, [layer >= first for layer in range(num_layers)], window)
     bias = config.flag("attention_bias", False)
     qk_norm = HeadNormSpec(norm=NormSpec(eps=config.positive("rms_norm_eps", 1e-6)))
-    return CausalLM(read_llama_like(config, qkv_bias=bias, out_bias=bias, windows=windows, qk_norm=qk_norm), context)
+    return CausalLM(
+        read_llama_like(config, qkv_bias=bias, out_bias=bias, windows=read_windows(config), qk_norm=qk_norm), context
+    )

@@ -1,0 +1,44 @@
+"""Fields that a config leaves out, or has null, mean what they mean to `transformers`."""
+
+from typing import Any, cast
+
+import pytest
+import transformers
+
+from text_generation_inference.models.config import Config
+from text_generation_inference.models.decoder import CausalLM
+from text_generation_inference.models.registry import ARCHITECTURES, build
+from text_generation_inference.models.spec import DecoderSpec
+
+KNOWN = [name for name in ARCHITECTURES if hasattr(transformers, name)]
+
+
+def spec_of(architecture: str, fields: dict[str, Any]) -> DecoderSpec:
+    return cast(CausalLM, build(Config({**fields, "architectures": [architecture]}, "config.json"))).spec
+
+
+def defaults_of(architecture: str, **fields: Any) -> transformers.PretrainedConfig:
+    return getattr(transformers, architecture).config_class(**fields)
+
+
+@pytest.mark.parametrize("architecture", KNOWN)
+def test_a_config_that_says_nothing_is_the_default_of_its_family(architecture: str) -> None:
+    assert spec_of(architecture, {}) == spec_of(architecture, defaults_of(architecture).to_dict())
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "by number": {"sliding_window": 9, "max_window_layers": 3},
+    "by type": {"sliding_window": 9, "layer_types": ["sliding_attention", *["full_attention"] * 5]},
+    "null": {"sliding_window": None, "max_window_layers": 3},
+    "missing": {"max_window_layers": 3},
+    "off": {"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 3},
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM"])
+def test_windows_of_qwen(architecture: str, case: str) -> None:
+    fields = {"use_sliding_window": True, "num_hidden_layers": 6, **WINDOWS[case]}
+    config = defaults_of(architecture, **fields)
+    expected = [config.sliding_window if each == "sliding_attention" else None for each in config.layer_types]
+    assert [layer.attention.window for layer in spec_of(architecture, fields).layers] == expected
