@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,30 @@ def test_a_process_that_is_killed_is_started_again(process: TemplateProcess) -> 
     assert template.render(USER) == "1"
 
 
+def test_a_process_that_ends_in_the_same_moment_blocks_nobody(
+    process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is gone, and nobody has been told yet: that rendering fails, and its turn ends."""
+
+    async def run() -> str:
+        template = ChatTemplate("{{ messages | length }}", process=process)
+        renderer = ChatRenderer(template, 5.0, Metrics(100, 200))
+        job = template.job(USER)
+        await renderer.render(job, False)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess.Popen, "poll", lambda _: None)
+            with pytest.raises(TemplateError, match="with status -9"):
+                await renderer.render(job, False)
+        found = await renderer.render(job, False)
+        renderer.close()
+        return found
+
+    assert asyncio.run(run()) == "1"
+
+
 def test_no_processor_time_is_overload(process: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy with other things: the template is not to blame."""
     template = ChatTemplate("fine", process=process)
@@ -131,6 +156,13 @@ def test_limits_grow_with_the_input() -> None:
     assert len(rendered("{{ messages[0].content | trim }}{{ bos_token }}", content)) == len(content)
     with pytest.raises(TemplateError, match="makes more than"):
         rendered("{% for i in range(4) %}{{ messages[0].content }}{% endfor %}", content)
+
+
+def test_what_a_template_says_is_short() -> None:
+    """Also when it refuses: the api process reads all of it, and sends it to a client."""
+    with pytest.raises(TemplateError) as refused:
+        rendered("{{ raise_exception('no ' * (messages | length * 10**6)) }}")
+    assert str(refused.value).startswith("syntax error: no no") and len(str(refused.value)) == 10_000
 
 
 def test_large_conversations_fit() -> None:

@@ -26,6 +26,7 @@ from text_generation_inference.text.template_rendering import Conversation, Rend
 MAX_CPU_SECONDS = 2.0  # for one rendering
 MAX_BYTES = 1 << 30  # of address space
 _MAX_SECONDS = 20.0  # on a clock, for a machine that is busy with other things
+_MAX_ERROR_CHARS = 10_000  # of what a template says when it refuses
 _OUT_OF_MEMORY = 12  # exit status
 _PIECE = 1 << 18  # bytes read at once
 _LENGTH = struct.Struct("<I")
@@ -80,12 +81,12 @@ class TemplateProcess:
             connection.setblocking(False)
             loop.add_reader(connection, self._receive)
             self._loop = loop
-        self._answer = loop.create_future()
+        answer = self._answer = loop.create_future()
         self._incoming = _Incoming()
         self._unsent = memoryview(_LENGTH.pack(len(frame)) + frame)
         self._deadline = loop.call_later(_MAX_SECONDS, lambda: self._end(TimeoutError()))
-        self._send()
-        return self._answer
+        self._send()  # which may find that the process has just ended: then the answer is there, and `_answer` is not
+        return answer
 
     def _send(self) -> None:
         assert self._socket is not None and self._loop is not None
@@ -124,6 +125,8 @@ class TemplateProcess:
             answer.set_result(outcome)
 
     def close(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
         if self._process is not None and self._socket is not None:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(self._socket)
@@ -233,7 +236,7 @@ def _answer(frame: bytes) -> Rendering:
             return Rendering(names=renderer.names, broken=renderer.broken)
         return Rendering(renderer.render(job.conversation, len(frame)))
     except TemplateError as error:
-        return Rendering(error=str(error))
+        return Rendering(error=str(error)[:_MAX_ERROR_CHARS])
     except RecursionError:
         return Rendering(error="the messages, tools or template variables are nested too deeply")
 
