@@ -94,3 +94,40 @@ def test_a_block_more_than_fits_stays_out_of_the_next_slot(tmp_path: Path) -> No
     slots.forget()
     assert slots.decode_slots == [] and slots.state.rows.tolist() == [-1, -1, -1]
     device.close()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_requests_of_one_plan_have_their_own_numbers(tmp_path: Path, on_device: bool) -> None:
+    device = QueueOnCpu(tmp_path) if on_device else CpuDevice(tmp_path, custom_kernels=False)
+    slots = Slots(device, 4, 48, 9, 16)
+    asked = [
+        SamplingParams(temperature=0.5, top_k=3, top_p=0.75, typical_p=0.25, min_p=0.125, top_n_sigma=2.0),
+        SamplingParams(
+            repetition_penalty=1.5, frequency_penalty=-0.5, presence_penalty=0.25, frequency_by_length=False
+        ),
+        SamplingParams(),
+    ]
+    admissions: list[Admission] = []
+    for number, (slot, sampling) in enumerate(zip((3, 0, 2), asked, strict=True)):
+        request = GenerationRequest(
+            id=slot,
+            token_ids=list(range(10, 27 + number)),
+            sampling=sampling,
+            max_new_tokens=4,
+            stop_token_ids=[],
+            seed=2**64 - 1 - number,
+        )
+        admissions.append(Admission(slot, request, [7] * number, [2 * number + 1, 2 * number + 2]))
+    slots.update(StepPlan(1, [], admissions, [], [], [], False, []))
+    slots.send()
+    state = slots.state
+    modes = (slot_state.DRAWS, slot_state.ADJUSTED, slot_state.PLAIN)
+    for number, (admission, mode) in enumerate(zip(admissions, modes, strict=True)):
+        slot, known = admission.slot, [*admission.request.token_ids, *admission.output_ids]
+        values = {name: float(getattr(asked[number], name, mode)) for name in slot_state.NUMBER_FIELDS}
+        assert {name: column[slot].item() for name, column in state.numbers.items()} == values
+        assert (state.lengths[slot], state.num_prompt[slot]) == (len(known), 17 + number)
+        assert slots.lengths_cpu[slot] == len(known) and state.last_tokens[slot] == known[-1]
+        assert state.seeds[slot] == -1 - number and state.history(slot, len(known)).tolist() == known
+    assert not state.records[1].any()
+    device.close()

@@ -7,13 +7,14 @@ are in the decode set.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from text_generation_inference.devices.device import Device
-from text_generation_inference.kernels.slot_state import ADJUSTED, DRAWS, NUMBER_FIELDS, PLAIN, SlotState
+from text_generation_inference.kernels.slot_state import ADJUSTED, DRAWS, FILTERS, NUMBER_FIELDS, PLAIN, SlotState
 from text_generation_inference.runner.staging import HostStaging, Staging, Words
 from text_generation_inference.types import Admission, GenerationRequest, StepPlan
 
@@ -69,8 +70,7 @@ class Slots:
             self.decode_slots = [slot for slot in self.decode_slots if slot not in leaving] + plan.join
             self._staging.write(state.rows_at, self.decode_slots + [-1] * (before - len(self.decode_slots)))
         if plan.admit:
-            for admission in plan.admit:
-                self._fill(admission)
+            self._fill(plan.admit)
             self._write_pages(plan.admit)
         for slot, start, blocks in plan.grow:
             self._put_blocks(slot, start, blocks)
@@ -113,13 +113,13 @@ class Slots:
         self._staging.write(self.state.rows_at, [-1] * self.state.rows.shape[0])
         self.send()
 
-    def _fill(self, admission: Admission) -> None:
-        slot, request, state = admission.slot, admission.request, self.state
-        length = len(request.token_ids) + len(admission.output_ids)
-        last = (admission.output_ids or request.token_ids)[-1]
-        self._staging.write(slot * state.RECORD, _record(length, last, request))
-        self._put_blocks(slot, 0, admission.block_ids)
-        self.host.lengths[slot] = length
+    def _fill(self, admissions: Sequence[Admission]) -> None:
+        records = _make_records(admissions)
+        slots = np.array([admission.slot for admission in admissions])
+        self._staging.write_blocks(slots * SlotState.RECORD, records)
+        self.host.lengths[slots] = records.view(np.int64)[:, SlotState.LENGTH // 2]
+        for admission in admissions:
+            self._put_blocks(admission.slot, 0, admission.block_ids)
 
     def _write_pages(self, admissions: Sequence[Admission]) -> None:
         """All that the requests know. Shared blocks hold the same already; each one's last, which may not be full, is
@@ -159,12 +159,23 @@ def sampling_mode_of(request: GenerationRequest) -> float:
     return ADJUSTED if more else PLAIN
 
 
-def _record(length: int, last: int, request: GenerationRequest) -> np.ndarray:
-    record = np.zeros(SlotState.RECORD, dtype=np.int32)
-    seed = request.seed
-    record[SlotState.LAST] = last
-    record.view(np.int64)[:3] = length, len(request.token_ids), seed - 2**64 if seed >= 2**63 else seed
-    numbers = {name: float(getattr(request.sampling, name)) for name in NUMBER_FIELDS if name != "sampling_mode"}
-    numbers["sampling_mode"] = sampling_mode_of(request)
-    record.view(np.float32)[SlotState.NUMBERS :][: len(NUMBER_FIELDS)] = [numbers[name] for name in NUMBER_FIELDS]
-    return record
+_read_filters = attrgetter(*FILTERS[: FILTERS.index("sampling_mode")])
+_read_others = attrgetter(*NUMBER_FIELDS[FILTERS.index("sampling_mode") + 1 :])
+
+
+def _make_records(admissions: Sequence[Admission]) -> np.ndarray:
+    """`[admissions, RECORD]`, made together: one by one they take the host twice as long."""
+    records = np.zeros((len(admissions), SlotState.RECORD), dtype=np.int32)
+    wholes: list[tuple[int, int, int]] = []  # length, prompt, seed
+    lasts: list[int] = []
+    numbers: list[tuple[float, ...]] = []
+    for admission in admissions:
+        request, output_ids = admission.request, admission.output_ids
+        prompt, seed, params = len(request.token_ids), request.seed, request.sampling
+        wholes.append((prompt + len(output_ids), prompt, seed - 2**64 if seed >= 2**63 else seed))
+        lasts.append((output_ids or request.token_ids)[-1])
+        numbers.append((*_read_filters(params), sampling_mode_of(request), *_read_others(params)))
+    records.view(np.int64)[:, :3] = wholes
+    records[:, SlotState.LAST] = lasts
+    records.view(np.float32)[:, SlotState.NUMBERS :][:, : len(NUMBER_FIELDS)] = numbers
+    return records

@@ -39,6 +39,9 @@ class Staging:
     def write_blocks(self, places: np.ndarray, blocks: np.ndarray) -> None:
         """Change the state from each of the places on: `blocks[n]` goes to `places[n]`."""
         count, size = blocks.shape
+        if count == 1:  # as most are, and for one there is a shorter way
+            self.write(int(places[0]), blocks[0])
+            return
         headers = np.empty((count, 4), dtype=np.int64)
         headers[:, 0], headers[:, 1], headers[:, 3] = places, len(self._writes), size
         headers[:, 2] = np.arange(count) * size
