@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,27 @@ def test_a_process_that_ends_in_the_same_moment_blocks_nobody(
         return found
 
     assert asyncio.run(run()) == "1"
+
+
+def test_who_interrupts_a_rendering_does_not_find_its_prompt_in_the_next(process: TemplateProcess) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", process=process)
+    pid = process.pid
+    assert pid is not None and template.render([{"role": "user", "content": "before"}]) == "before"
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    kept = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            template.render([{"role": "user", "content": "interrupted"}])
+    finally:
+        signal.signal(signal.SIGALRM, kept)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    assert template.render([{"role": "user", "content": "after"}]) == "after"
 
 
 def test_no_processor_time_is_overload(process: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> None:

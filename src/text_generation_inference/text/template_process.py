@@ -72,6 +72,9 @@ class TemplateProcess:
                 return msgspec.json.decode(_read(connection), type=Rendering)
             except (EOFError, OSError) as error:
                 raise self._failure(error) from None
+            except BaseException:  # interrupted: what is still to come would answer the next one
+                self.close()
+                raise
 
     def start(self, frame: bytes) -> "asyncio.Future[Rendering]":
         """The same beside an event loop. The next may start when the future is done, whoever still waits for it."""
