@@ -100,6 +100,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], 
         dict,
     ),
     "falcon-head": ("FalconForCausalLM", {}, {"tie_word_embeddings": False}, without_head),
+    "head-only": ("FalconForCausalLM", {}, {}, renamed(("transformer.word_embeddings", "lm_head"))),
+    "tied-in-name-only": ("LlamaForCausalLM", {}, {"tie_word_embeddings": True}, dict),
     "stablelm-epoch": (
         "StableLmForCausalLM",
         {},
@@ -157,7 +159,7 @@ def test_as_older_files_have_it(name: str, tmp_path: Path) -> None:
     folder = rewrite(tiny, tmp_path / "changed", config, change)
     with torch.no_grad():
         expected = tiny.model(torch.tensor([PROMPT])).logits[0]
-    for world in (1, 2) if name in ("baichuan-7b", "internlm2", "gpt2") else (1,):
+    for world in (1, 2) if name in ("baichuan-7b", "internlm2", "gpt2", "head-only") else (1,):
         torch.testing.assert_close(logits_of_threads(folder, world), expected, atol=1e-4, rtol=1e-4)
 
 

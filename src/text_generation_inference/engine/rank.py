@@ -269,7 +269,7 @@ def load_model(
             load_dummy(model, dtype, device.torch_device, config.seed, Scratch(pool))
         return model
     checkpoint = Checkpoint.open(source.weights_path)
-    model.adapt(checkpoint.names())
+    model.adapt(checkpoint.names(), checkpoint.are_equal)
     if quantization is not None:
         quantization = quantization.named_as_in(checkpoint.names())
     # Quantised blocks stand for float32 values.

@@ -1,6 +1,6 @@
 """Token embedding and the output head, split over ranks by vocabulary; they may share one weight. Learned positions."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +79,16 @@ class VocabWeight(Matrix):
             local = F.pad(local, (0, self.most - (self.end - self.start)))
         result = self.parallel.all_gather_last(local)[:, : self.vocab_size]
         return result if out is None else out.copy_(result)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOf:
+    """An embedding that is a head, which owns the weight."""
+
+    head: VocabWeight
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        return self.head.look_up(ids)
 
 
 class LearnedPositions(Module):

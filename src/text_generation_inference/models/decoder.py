@@ -3,7 +3,7 @@
 A family describes itself with a `DecoderSpec`; what no spec can say is a module of its own file.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from copy import copy
 from typing import Self, cast
 
@@ -15,7 +15,7 @@ from text_generation_inference.kernels.fp8 import apply_scales
 from text_generation_inference.kernels.fused_decode import FusedDecode
 from text_generation_inference.kernels.matrices import Product
 from text_generation_inference.layers.cache import CacheSpec
-from text_generation_inference.layers.embedding import LearnedPositions, VocabWeight
+from text_generation_inference.layers.embedding import LearnedPositions, RowsOf, VocabWeight
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.layers.norm import Norm, RMSNorm, make_norm
 from text_generation_inference.layers.rotary import RopeSpec, build_table
@@ -30,7 +30,9 @@ class Decoder(Module):
         ops, parallel, names, hidden_size = context.ops, context.parallel, spec.names, spec.hidden_size
         size = spec.embedding_size or hidden_size
         self.name = names.decoder[0]
-        self.embedding = VocabWeight(ops, parallel, names.embedding, spec.vocab_size, size, spec.tied)
+        self.embedding: VocabWeight | RowsOf = VocabWeight(
+            ops, parallel, names.embedding, spec.vocab_size, size, spec.tied
+        )
         self.positions: LearnedPositions | None = None
         self.embedding_norm: Norm | None = None
         self.project_in: Linear | None = None
@@ -89,37 +91,51 @@ class CausalLM(Model):
         if spec.tied:
             self._tie()
         else:
-            self.head = VocabWeight(
-                self.ops,
-                self.parallel,
-                spec.names.head[0],
-                spec.vocab_size,
-                spec.embedding_size or spec.hidden_size,
-                is_head=True,
-                bias=spec.head_bias,
-                is_normed=spec.normed_head,
-            )
+            self._untie(spec.names.head[0])
         self.tables: list[Tensor]  # cosines and sines of the positions that are served, by layer; set by `bind`
 
     @property
     def dtype(self) -> torch.dtype:
         return self.computes_in
 
-    def adapt(self, names: Collection[str]) -> None:
+    def adapt(self, names: Collection[str], are_equal: Callable[[str, str], bool] | None = None) -> None:
         decoder, embedding = self.spec.names.decoder, self.spec.names.embedding
-        found = (each for each in decoder if f"{each}.{embedding}.weight".removeprefix(".") in names)
-        self.model.name = next(found, decoder[0])
-        if self.head is not None:
-            head = next((each for each in self.spec.names.head if f"{each}.weight" in names), None)
-            if head is not None:
-                self.head.rename(head)
-            elif self.spec.ties_without_head:
+        stems = {each: f"{each}.{embedding}.weight".removeprefix(".") for each in decoder}
+        found = next((each for each, stem in stems.items() if stem in names), None)
+        self.model.name = decoder[0] if found is None else found
+        head = next((each for each in self.spec.names.head if f"{each}.weight" in names), None)
+        if head is None:
+            if self.head is not None and self.spec.ties_without_head:
                 self._tie()
+        elif self.head is not None:
+            self.head.rename(head)
+        elif found is None:  # of two tensors that are one, some writers keep the first by name
+            self.model.embedding = RowsOf(self._untie(head))
+        elif are_equal is not None and not are_equal(
+            f"{head}.weight", stems[found]
+        ):  # trained apart, whatever the config says
+            self._untie(head)
 
     def _tie(self) -> None:
         self.head = None
-        self.model.embedding.is_multiplied = True
+        cast(VocabWeight, self.model.embedding).is_multiplied = True
         self.ignored = (*self.ignored, *(f"{head}.weight*" for head in self.spec.names.head))
+
+    def _untie(self, name: str) -> VocabWeight:
+        spec = self.spec
+        self.head = VocabWeight(
+            self.ops,
+            self.parallel,
+            name,
+            spec.vocab_size,
+            spec.embedding_size or spec.hidden_size,
+            is_head=True,
+            bias=spec.head_bias,
+            is_normed=spec.normed_head,
+        )
+        cast(VocabWeight, self.model.embedding).is_multiplied = False
+        self.ignored = spec.names.ignored
+        return self.head
 
     def caches(self, dtype: torch.dtype) -> list[CacheSpec]:
         return [layer.attention.cache_spec(dtype) for layer in self.model.layers]
@@ -188,7 +204,7 @@ class CausalLM(Model):
         return hidden[batch.logit_tokens] if self._computes_all and batch.logit_tokens is not None else hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        logits, spec = (self.head or self.model.embedding).logits(hidden, out), self.spec
+        logits, spec = (self.head or cast(VocabWeight, self.model.embedding)).logits(hidden, out), self.spec
         if spec.logits_factor != 1:
             logits.mul_(spec.logits_factor)
         if spec.logits_softcap is not None:

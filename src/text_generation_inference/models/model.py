@@ -1,7 +1,7 @@
 """`Model`: what the engine and the runner ask of a model, and `Context`: what one is built for."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -37,8 +37,11 @@ class Model(Module, ABC):
     is_capturable: bool = True  # a pass may be captured as a graph and replayed
     notes: tuple[str, ...] = ()  # what a user should know of how it is served
 
-    def adapt(self, names: Collection[str]) -> None:
-        """A checkpoint has tensors of these names: settle which of the names that a family has had are meant."""
+    def adapt(self, names: Collection[str], are_equal: Callable[[str, str], bool] | None = None) -> None:
+        """A checkpoint has tensors of these names: settle which of the names that a family has had are meant.
+
+        `are_equal`: whether two of its tensors have the same values; None: they are not at hand.
+        """
 
     @property
     @abstractmethod

@@ -19,6 +19,7 @@ from text_generation_inference.files import check_plain_file, read_json_object
 from text_generation_inference.weights.model_files import BLOCKS, INDEX, WEIGHTS, explain_pickles
 from text_generation_inference.weights.upload import FileSpan, Identity, Upload, identify
 
+_ROWS_AT_ONCE = 4096
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -118,6 +119,17 @@ class Checkpoint:
     def dtype(self, name: str) -> torch.dtype:
         """The stored type."""
         return self._find(name).dtype
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same values; those of different shapes or types are not compared."""
+        if self.shape(one) != self.shape(other) or self.dtype(one) != self.dtype(other):
+            return True
+        for start in range(0, self.shape(one)[0], _ROWS_AT_ONCE):
+            end = min(start + _ROWS_AT_ONCE, self.shape(one)[0])
+            first, second = (self._map(Wanted(name, 0, start, end)).view(torch.uint8) for name in (one, other))
+            if not torch.equal(first, second):
+                return False
+        return True
 
     def announce(self, wanted: Iterable[Wanted]) -> None:
         """What will be read, in about this order: an upload reads ahead."""
