@@ -83,3 +83,15 @@ def test_on_loading(tiny: Tiny) -> None:
     assert not any(isinstance(each, Fp8Weight) for each in feed_forward(engine, 1))  # nothing evens its errors out
     check_scores(engine, tiny)
     engine.close()
+
+
+def test_what_a_shared_expert_keeps(tmp_path: Path) -> None:
+    """Its gate is one row, which stays as it is; so does what the last layer adds."""
+    folder = make_tiny("Qwen2Moe", {"num_hidden_layers": 2, "mlp_only_layers": []}, tmp_path).folder
+    engine = start(folder, dtype=None, quantize="fp8")
+    runner = engine.rank.runner
+    assert isinstance(runner, Runner)
+    shared = [layer.mlp.shared for layer in runner.model.model.layers]
+    found = [[isinstance(each.weight, Fp8Weight) for each in (s.gate, s.dense.gate_up, s.dense.down)] for s in shared]
+    assert found == [[False, True, True], [False, True, False]]
+    engine.close()

@@ -3,8 +3,6 @@
 Ranks split each expert by width, so every rank has a part of all of them and the sums over ranks come last.
 """
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import apply_scales
@@ -64,13 +62,14 @@ class Router(Matrix):
 class SharedExpert(Module):
     """What every token passes beside the experts chosen for it, scaled by a gate of its own where there is one."""
 
-    def __init__(self, dense: Module, gate: Linear | None) -> None:
-        self.dense: Module = dense
+    def __init__(self, dense: FeedForward, gate: Linear | None) -> None:
+        self.dense = dense
         self.gate = gate
-        self._forward: Callable[[Rows], Product] = dense.forward  # pyright: ignore
+        if gate is not None:  # one row, which decides for all of an expert, as a router does
+            gate.may_round = gate.is_measured = False
 
     def forward(self, x: Tensor) -> Tensor:
-        out = apply_scales(self._forward(x))
+        out = apply_scales(self.dense.forward(x))
         return out if self.gate is None else self.gate.forward(x).sigmoid() * out
 
 
@@ -103,6 +102,8 @@ class Experts(FeedForward):
 
     def keep_precise(self) -> None:
         self.gate_up.is_delicate = self.down.is_delicate = True  # an op may want both in the same form
+        if self.shared is not None:
+            self.shared.dense.keep_precise()
 
     @property
     def kind(self) -> object:
