@@ -1,10 +1,11 @@
-"""Fields that a config leaves out, or has null, mean what they mean to `transformers`."""
+"""Fields that a config leaves out, or has null, mean what they mean to `transformers`; others are not passed over."""
 
 from typing import Any, cast
 
 import pytest
 import transformers
 
+from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.registry import ARCHITECTURES, build
@@ -42,3 +43,18 @@ def test_windows_of_qwen(architecture: str, case: str) -> None:
     config = defaults_of(architecture, **fields)
     expected = [config.sliding_window if each == "sliding_attention" else None for each in config.layer_types]
     assert [layer.attention.window for layer in spec_of(architecture, fields).layers] == expected
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("MptForCausalLM", {"norm_type": "low_precision_rmsnorm"}, "norm_type"),
+    ("MptForCausalLM", {"attn_config": {"sliding_window_size": 64}}, "attn_config.sliding_window_size"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "fields", "name"), REFUSED)
+def test_what_is_not_computed_is_refused(architecture: str, fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ModelFormatError, match=f"`{name}` is .*not supported"):
+        spec_of(architecture, fields)

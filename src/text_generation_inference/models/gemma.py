@@ -34,5 +34,6 @@ def build(config: Config, context: Context) -> Model:
 
 def as_gemma(config: Config, spec: DecoderSpec) -> DecoderSpec:
     """What all Gemmas have in common."""
+    config.refuse("use_bidirectional_attention", False)
     norm = NormSpec(eps=config.positive("rms_norm_eps", 1e-6), plus=1.0)
     return replace(spec, norm=norm, embedding_factor=spec.hidden_size**0.5)

@@ -67,7 +67,6 @@ def build(config: Config, context: Context) -> Model:
     if config.get("text_config") is not None:
         config = config.inner("text_config").with_defaults(tie_word_embeddings=config.flag("tie_word_embeddings", True))
     config = config.with_defaults(**DEFAULTS)
-    config.refuse("use_bidirectional_attention", False)
     num_layers, every = config.integer("num_hidden_layers"), config.integer("sliding_window_pattern", 6)
     has_window = [bool((layer + 1) % every) for layer in range(num_layers)]
     windows = windows_by_layer(config, num_layers, has_window, config.optional_integer("sliding_window"))

@@ -41,7 +41,9 @@ def build(config: Config, context: Context) -> Model:
         max_position_embeddings="max_seq_len",
     ).with_defaults(**DEFAULTS)
     attn = config.inner("attn_config")
+    config.refuse("norm_type", "low_precision_layernorm", "layernorm")
     attn.refuse("prefix_lm", False)
+    attn.refuse("sliding_window_size", -1)
     attn.refuse("rope", False)
     attn.refuse("attn_type", "multihead_attention", "multiquery_attention", "grouped_query_attention")
     heads = config.integer("num_attention_heads")
