@@ -25,6 +25,7 @@ SIZES = {
     "pad_token_id": 0,
 }
 _FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [2.0 + i for i in range(6)]}
+_LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 # What a file is called, which class it is, and what its config has beyond the sizes.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("llama", "Mistral", {"sliding_window": None}),
@@ -48,8 +49,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     ),
-    "gemma": ("gemma", "Gemma", {"hidden_act": "gelu_pytorch_tanh"}),
-    "gemma2": ("gemma2", "Gemma2", {"sliding_window": 12, "query_pre_attn_scalar": 16}),
+    "gemma": ("gemma", "Gemma", {"hidden_act": "gelu_pytorch_tanh", "rope_parameters": _LINEAR}),
+    "gemma2": ("gemma2", "Gemma2", {"sliding_window": 12, "query_pre_attn_scalar": 16, "rope_parameters": _LINEAR}),
     "gemma3": (
         "gemma3",
         "Gemma3",

@@ -183,7 +183,6 @@ ARCHITECTURES = {
         "gemma",
         {**_ATTENTION, **_DENSE},
         norm_offset=1.0,
-        scales_positions=False,
         read=_gemma,
     ),
     "gemma2": Architecture(
@@ -191,7 +190,6 @@ ARCHITECTURES = {
         "gemma2",
         {**_ATTENTION, **_DENSE, **_SANDWICH},
         norm_offset=1.0,
-        scales_positions=False,
         read=_gemma2,
     ),
     "gemma3": Architecture(
