@@ -21,9 +21,11 @@ def folders_of_tests(target: str) -> set[str]:
     }
 
 
-def test_every_folder_of_tests_is_run():
-    folders = {f"tests/{path.parent.name}" for path in (ROOT / "tests").glob("*/test_*.py")}
-    assert folders == folders_of_tests("test")
+def test_every_file_of_tests_is_run_once():
+    named = [word for command in commands("test") if "pytest" in command for word in command[: command.index("||")]]
+    for path in (ROOT / "tests").glob("*/test_*.py"):
+        ways = (f"tests/{path.parent.name}", f"tests/{path.parent.name}/{path.name}")
+        assert sum(word in ways for word in named) == 1, path
 
 
 def test_check_is_lint_and_the_fast_tests():

@@ -29,7 +29,8 @@ class KnownTokens:
     def history(self, slots: np.ndarray, count: int) -> np.ndarray:
         """The first `count` tokens of the slots; past what is known: anything."""
         blocks = self.tables[slots, : -(-count // self.pages.shape[1])]
-        return np.ascontiguousarray(self.pages[blocks].reshape(len(slots), -1)[:, :count])
+        # A copy even of one row, which counts as contiguous whatever its stride: programs are compiled by strides.
+        return self.pages[blocks].reshape(len(slots), -1)[:, :count].copy()
 
 
 @dataclass(frozen=True, slots=True)
