@@ -6,7 +6,7 @@ from pathlib import Path
 from soaking import Soak
 from traffic import running
 
-SECONDS = 8  # some 60 answers and 150 refusals: more of each than may be left over below
+SECONDS = 15
 
 
 def test_nothing_goes_wrong_for_a_while(model_cache: Path) -> None:

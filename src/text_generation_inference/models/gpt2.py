@@ -19,6 +19,13 @@ from text_generation_inference.models.spec import (
     read_sizes,
 )
 
+FIELDS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": "n_inner",
+}
 DEFAULTS = {
     "vocab_size": 50257,
     "hidden_size": 768,
@@ -57,13 +64,7 @@ def build(config: Config, context: Context) -> Model:
 
 def read_gpt2_like(config: Config, names: TensorNames, layout: QkvLayout, kv_heads: int | None) -> DecoderSpec:
     """What GPT-2 and StarCoder share."""
-    config = config.renamed(
-        hidden_size="n_embd",
-        num_hidden_layers="n_layer",
-        num_attention_heads="n_head",
-        max_position_embeddings="n_positions",
-        intermediate_size="n_inner",
-    ).with_defaults(**DEFAULTS)
+    config = config.renamed(**FIELDS).with_defaults(**DEFAULTS)
     sizes = read_sizes(config, kv_heads or config.integer("num_attention_heads"))
     scale = sizes.head_dim**-0.5 if config.flag("scale_attn_weights") else 1.0
     attention = AttentionSpec(

@@ -4,6 +4,7 @@ from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.layers.rotary import RopeSpec
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
+from text_generation_inference.models.gpt2 import FIELDS
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.spec import (
     AttentionSpec,
@@ -43,13 +44,7 @@ _NAMES = TensorNames(
 
 
 def build(config: Config, context: Context) -> Model:
-    config = config.renamed(
-        hidden_size="n_embd",
-        num_hidden_layers="n_layer",
-        num_attention_heads="n_head",
-        max_position_embeddings="n_positions",
-        intermediate_size="n_inner",
-    ).with_defaults(**DEFAULTS)
+    config = config.renamed(**FIELDS).with_defaults(**DEFAULTS)
     sizes = read_sizes(config, config.integer("num_attention_heads"))
     rotary_dim = config.integer("rotary_dim", sizes.head_dim)
     if rotary_dim % 2 or rotary_dim > sizes.head_dim:

@@ -32,9 +32,9 @@ class DecoderLayer(Module):
             setattr(self, norm, make_norm(ops, spec.norm, name, hidden_size))
 
     @staticmethod
-    @abstractmethod
     def norm_names(spec: DecoderSpec) -> dict[str, str]:
-        """Its norms, by attribute, with the names of their tensors."""
+        """Its norms, by attribute, with the names of their tensors: one for each part, where a join has no others."""
+        return {"attention_norm": spec.names.attention_norm, "mlp_norm": spec.names.feed_forward_norm}
 
     @abstractmethod
     def forward(
@@ -60,10 +60,6 @@ class PreNormLayer(DecoderLayer):
 
     attention_norm: Norm
     mlp_norm: Norm
-
-    @staticmethod
-    def norm_names(spec: DecoderSpec) -> dict[str, str]:
-        return {"attention_norm": spec.names.attention_norm, "mlp_norm": spec.names.feed_forward_norm}
 
     def forward(
         self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
@@ -126,14 +122,11 @@ class ParallelLayer(DecoderLayer):
         return mixed + apply_scales(self.mlp.forward(normed)), residual
 
 
-class ParallelTwoNormLayer(ParallelLayer):
+class ParallelTwoNormLayer(DecoderLayer):
     """Attention and feed-forward read the same stream, each normalised for it."""
 
+    attention_norm: Norm
     mlp_norm: Norm
-
-    @staticmethod
-    def norm_names(spec: DecoderSpec) -> dict[str, str]:
-        return {"attention_norm": spec.names.attention_norm, "mlp_norm": spec.names.feed_forward_norm}
 
     def forward(
         self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
@@ -205,10 +198,6 @@ class NormedStreamLayer(DecoderLayer):
 
     attention_norm: Norm
     mlp_norm: Norm
-
-    @staticmethod
-    def norm_names(spec: DecoderSpec) -> dict[str, str]:
-        return {"attention_norm": spec.names.attention_norm, "mlp_norm": spec.names.feed_forward_norm}
 
     def forward(
         self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None

@@ -5,6 +5,7 @@ rank. The loader walks modules, reads slices and sets attributes; a module never
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +17,16 @@ from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 
 
-class Arrangement:
+class Arrangement(ABC):
     """The order in which a model wants the rows of what was read, or the choice it makes among them."""
 
     def count(self, rows: int) -> int:
         """How many are left of so many."""
         return rows
 
+    @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
         """x `[rows, ...]` -> `[count(rows), ...]`. Whatever comes by rows: values, biases, scales, blocks."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
