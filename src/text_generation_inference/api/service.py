@@ -58,6 +58,9 @@ class Service:
         self.facts = facts
         folder = Path(facts.folder)
         self.tokenizer = IdsAsText.load(folder) if config.skip_tokenizer_in_tgi else Tokenizer.load(folder)
+        lacking = sorted(token_id for token_id in self.tokenizer.eos_ids if token_id >= facts.vocab_size)
+        if lacking:
+            log.warning("The model's files end texts with token ids that it lacks, which are ignored: %s", lacking)
         template_path = Path(config.tokenizer_config_path) if config.tokenizer_config_path else None
         self.template = ChatTemplate.load(folder, template_path)
         self.tool_format: ToolFormat = detect_tool_format(self.template, self.tokenizer)

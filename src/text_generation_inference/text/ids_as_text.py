@@ -12,8 +12,9 @@ from typing import Self
 
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.text.model_folder import read_special_tokens
+from text_generation_inference.text.stop_tokens import read_ids, read_stop_ids
 from text_generation_inference.text.token_texts import TokenTexts
-from text_generation_inference.text.tokenizer import Tokenizer, read_eos_ids, read_ids
+from text_generation_inference.text.tokenizer import Tokenizer
 
 _MAX_DIGITS = 9  # no vocabulary is that large; checked against the model's later
 _SHOWN = 20  # characters of a prompt in an error
@@ -45,7 +46,7 @@ class IdsAsText(Tokenizer):
             named = tokenizer.id_of(read_special_tokens(folder).texts().get("pad_token", ""))
             pad_ids = pad_ids or frozenset(() if named is None else (named,))
         else:
-            eos_ids = read_eos_ids(folder, frozenset())
+            eos_ids = read_stop_ids(folder, frozenset(), lambda _: None)  # without a vocabulary no token has a name
         return cls(eos_ids, min(pad_ids or eos_ids, default=0))
 
     def encode(self, text: str, add_special_tokens: bool = True, truncate: int | None = None) -> list[int]:

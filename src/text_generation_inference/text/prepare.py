@@ -55,7 +55,9 @@ def prepare_request(
     _check_ids(token_ids, facts.vocab_size)  # a tokenizer may know tokens that the model lacks
     if not token_ids:  # an empty text may have a token all the same: the one that some models begin with
         raise ValidationError("`inputs` cannot be empty")
-    stop_ids = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *tokenizer.eos_ids}
+    stop_ids = set(params.stop_token_ids)
+    if not params.ignore_eos:  # files may name ids that the model lacks
+        stop_ids |= {token_id for token_id in tokenizer.eos_ids if token_id < facts.vocab_size}
     return GenerationRequest(
         id=request_id,
         token_ids=token_ids,

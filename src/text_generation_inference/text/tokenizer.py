@@ -9,14 +9,15 @@ tokens of up to 10,000 words, which takes 2 to 4 MB once so many have come.
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import tokenizers
 
 from text_generation_inference.errors import ModelFormatError, ValidationError
-from text_generation_inference.files import MAX_JSON_BYTES, check_plain_file, shorten
+from text_generation_inference.files import MAX_JSON_BYTES, check_plain_file
 from text_generation_inference.text.model_folder import SpecialTokens, read_json, read_special_tokens
 from text_generation_inference.text.panics import reraise_unless_failure
+from text_generation_inference.text.stop_tokens import read_stop_ids
 from text_generation_inference.text.token_texts import TokenTexts, decodes_tokens_apart
 
 # Folders write "no limit" as a huge number; no model reads this many tokens.
@@ -70,7 +71,7 @@ class Tokenizer:
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
         special_tokens = read_special_tokens(folder)
         tokenizer = cls(backend, special_tokens, model_max_length=_max_length(config))
-        tokenizer.eos_ids = read_eos_ids(folder, tokenizer.eos_ids)
+        tokenizer.eos_ids = read_stop_ids(folder, tokenizer.eos_ids, tokenizer.id_of)
         return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True, truncate: int | None = None) -> list[int]:
@@ -174,26 +175,3 @@ def _max_length(config: dict[str, Any]) -> int | None:
     if not isinstance(value, int | float) or not 0 < value < _NO_LIMIT:
         return None
     return int(value)
-
-
-def read_eos_ids(folder: Path, named: frozenset[int]) -> frozenset[int]:
-    """A list in the generation settings replaces the tokenizer's EOS, a single id joins it."""
-    ids = read_ids(folder, "generation_config.json", "eos_token_id")
-    if ids and isinstance(read_json(folder, "generation_config.json")["eos_token_id"], list):
-        return ids
-    return ids | named or read_ids(folder, "config.json", "eos_token_id")
-
-
-def read_ids(folder: Path, file: str, key: str) -> frozenset[int]:
-    """The token ids that a file of the model names: one, several or none."""
-    value: object = read_json(folder, file).get(key)
-    if value is None:
-        return frozenset()
-    values = cast(list[object], value) if isinstance(value, list) else [value]
-    ids: set[int] = set()
-    for item in values:
-        if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < 2**31:
-            shown = shorten(cast(object, value))
-            raise ModelFormatError(f"{folder / file}: `{key}` must be a token id or a list of them, found {shown}.")
-        ids.add(item)
-    return frozenset(ids)
