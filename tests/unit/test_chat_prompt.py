@@ -7,7 +7,9 @@ import msgspec
 import pytest
 
 from text_generation_inference.api.chat_prompt import chat_job
+from text_generation_inference.api.errors import openai_error
 from text_generation_inference.api.openai_bodies import ChatRequest
+from text_generation_inference.errors import TemplateError
 from text_generation_inference.text.chat_template import ChatTemplate, read_prompt
 
 FILES = Path(__file__).parent / "templates"
@@ -16,8 +18,12 @@ HI = {"role": "user", "content": "Hi"}
 
 
 def render(name: str, *messages: dict[str, Any], **more: Any) -> str:
+    return render_by((FILES / f"{name}.jinja").read_text(), *messages, **more)
+
+
+def render_by(source: str | dict[str, str], *messages: dict[str, Any], **more: Any) -> str:
     body = msgspec.convert({"messages": list(messages), **more}, ChatRequest)
-    template = ChatTemplate((FILES / f"{name}.jinja").read_text(), "<s>", "</s>")
+    template = ChatTemplate(source, "<s>", "</s>")
     job = chat_job(body, template, [])
     prompt = read_prompt(template.process.exchange(job.frame))
     return prompt.rstrip() if job.trims_end else prompt
@@ -52,3 +58,43 @@ def test_an_image_is_text_in_every_template(name: str) -> None:
     for parts in ([{"type": "text", "text": "See "}, image], [{"type": "text", "text": "See ![](https://x/y.png)"}]):
         assert "See ![](https://x/y.png)" in render(name, {"role": "user", "content": parts})
     assert "![](https://x/y.png)" in render(name, {"role": "user", "content": [image]})
+
+
+# Gemma's and the older Mistral's way: no words for a system, and turns that must alternate.
+STRICT = """{{ bos_token }}{% if messages[0].role == 'system' %}
+    {{- raise_exception('System role not supported') }}
+{% endif %}{% for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {{- '<start_of_turn>' + message.role + '\\n' + message.content + '<end_of_turn>\\n' }}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "system", "content": "Be kind."}, HI], "System role not supported (in <string>:2)"),
+        ([{"role": "developer", "content": "Be kind."}, HI], "System role not supported (in <string>:2)"),
+        ([HI, HI], "Conversation roles must alternate user/assistant/user/assistant/... (in <string>:5)"),
+    ],
+)
+def test_what_a_template_refuses_is_told_in_its_words(messages: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(TemplateError) as raised:
+        render_by(STRICT, *messages)
+    answer = openai_error(raised.value, "/v1/chat/completions")
+    assert answer.status == 400
+    assert msgspec.json.decode(answer.body)["error"]["message"] == f"Template error: syntax error: {words}"
+
+
+def test_a_developer_is_the_system_where_templates_know_none() -> None:
+    said = {"role": "developer", "content": "Be kind."}
+    assert "<|im_start|>system\nBe kind.<|im_end|>" in render("yi", said, HI)
+    assert "system" not in render_by("{% for m in messages %}{{ m.role }};{% endfor %}{# developer #}", said, HI)
+
+
+def test_documents_have_a_template_of_their_own() -> None:
+    sources = {"default": "plain", "rag": "{{ documents | length }} documents", "tool_use": "tools"}
+    assert render_by(sources, HI) == "plain"
+    assert render_by(sources, HI, documents=[{"text": "a"}]) == "1 documents"
+    assert render_by({"default": "plain {{ documents | length }}"}, HI, documents=[{"text": "a"}]) == "plain 1"

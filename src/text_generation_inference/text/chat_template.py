@@ -102,6 +102,11 @@ class ChatTemplate:
         """Whether a template shows the calls in a message; else the caller has to make them its content."""
         return any("tool_calls" in text for text in self._sources.values())
 
+    @property
+    def knows_developers(self) -> bool:
+        """Whether a template has words for messages of a developer; else they are the system's."""
+        return any("developer" in text for text in self._sources.values())
+
     @cached_property
     def needs_null_content(self) -> bool:
         """Whether calls are shown only in messages whose content is None, not in those where it is empty."""
@@ -142,9 +147,10 @@ class ChatTemplate:
     ) -> bytes:
         """A conversation for the process to render (`Conversation`), and what is wrong with it that shows before.
 
-        Without `template_name`, that of `tool_use` counts when there are tools.
+        Without `template_name`, that of `tool_use` counts when there are tools, and that of `rag` when there are
+        documents instead.
         """
-        name = self._choose(template_name, tools is not None)
+        name = self._choose(template_name, tools is not None, variables.get("documents") is not None)
         if not messages:
             raise TemplateError("`messages` must hold at least one message")
         conversation = Conversation(name, messages, tools, add_generation_prompt, continue_final_message, variables)
@@ -160,8 +166,12 @@ class ChatTemplate:
         """
         return read_prompt(self.process.exchange(self.job(messages, tools, **options)))
 
-    def _choose(self, template_name: str | None, has_tools: bool) -> str:
-        usual = ["tool_use", "default"] if has_tools else ["default"]
+    def _choose(self, template_name: str | None, has_tools: bool, has_documents: bool) -> str:
+        usual = ["default"]
+        if has_tools:
+            usual = ["tool_use", "default"]
+        elif has_documents:
+            usual = ["rag", "default"]
         for name in usual if template_name is None else [template_name]:
             if name in self._sources:
                 return name

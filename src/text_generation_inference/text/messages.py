@@ -27,9 +27,9 @@ def normalise_messages(
     """Contents as text and the arguments of calls as objects.
 
     With `template`, in the form it reads best: text is one part where it knows parts, calls become text where it shows
-    none, and a message that only calls has the empty content the template asks for. As in TGI all parts are one text,
-    images too: a template may read the first part alone, and would leave out an image or put a mark for it that stands
-    for nothing, because no model here sees one.
+    none, a developer is the system where it knows none, and a message that only calls has the empty content the
+    template asks for. As in TGI all parts are one text, images too: a template may read the first part alone, and would
+    leave out an image or put a mark for it that stands for nothing, because no model here sees one.
     """
     return [_normalise(message, template) for message in messages]
 
@@ -62,6 +62,8 @@ def _normalise(message: Mapping[str, Any], template: ChatTemplate | None) -> dic
     result = dict(message)
     if _REPEATED_ASSISTANT.fullmatch(str(result.get("role"))):
         result["role"] = "assistant"
+    if result.get("role") == "developer" and template is not None and not template.knows_developers:
+        result["role"] = "system"
     content: object = result.get("content")
     text = content if isinstance(content, str) else ""
     if isinstance(content, list | tuple):
