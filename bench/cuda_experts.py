@@ -25,7 +25,8 @@ from text_generation_inference.kernels import experts as reference
 from text_generation_inference.kernels import fp8
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.routing import SoftmaxRouting
-from text_generation_inference.kernels.triton.experts import Tiling, TritonExperts, choose_tiling, route
+from text_generation_inference.kernels.triton.experts import Tiling, TritonExperts, choose_tiling
+from text_generation_inference.kernels.triton.routing import route
 
 MODELS = {  # experts, chosen, hidden, width
     "mixtral": (8, 2, 4096, 14336),

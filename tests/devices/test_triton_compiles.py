@@ -191,6 +191,18 @@ def pairs(kernel: str, n: int, k: int, form: int = 0) -> tuple:
     return "pair_products", kernel, types, values, {"num_warps": warps, "fast": True}
 
 
+def routing(num_experts: int, groups: int, top_k: int, kind: int) -> tuple:
+    types = {
+        **dict.fromkeys(("scores", "correction", "weights"), FP32), "ids": "*i32", "factor": "fp32", **words("scores_row"),
+    }  # fmt: skip
+    values = {
+        "GROUPS": groups, "PER": num_experts // groups, "G_PAD": groups, "P_PAD": num_experts // groups,
+        "TOP_GROUPS": (groups + 1) // 2, "TOP_K": top_k, "KIND": kind, "CORRECTED": kind == 1, "NORMALIZED": kind == 1,
+        "DEPENDENT": False,
+    }  # fmt: skip
+    return "routing", "route_kernel", types, values, {"num_warps": 1, "fast": True}
+
+
 FUSED = {"NORM": True, "GATE": 1, "ADD": False, "BIAS": False}
 SLOTS = {"slots": "*i32", "out": "*i32", "last_tokens": "*i32", "lengths": "*i64"}
 CASES = [
@@ -252,10 +264,8 @@ CASES = [
         "grouped_products", "sum_pairs", {"pairs": BF16, "weights": FP32, "out": BF16},
         {"WIDTH": 2048, "TOP_K": 8, "BLOCK": 1024, "WEIGHTED": True, "DEPENDENT": False}, {"fast": True},
     ),
-    (
-        "experts", "_route_kernel", {"scores": FP32, "ids": "*i32", "weights": FP32, "factor": "fp32"},
-        {"E": 128, "E_PAD": 128, "TOP_K": 8, "K_PAD": 8, "NORMALIZED": True, "DEPENDENT": False}, {"num_warps": 1},
-    ),
+    routing(64, 1, 6, 0),
+    routing(256, 8, 8, 1),
     gemv_fp8(4096, gemv_fp8_shape(4096)),
     gemv_fp8(8192, gemv_fp8_shape(8192)),
     gemv_fp8(11008, gemv_fp8_shape(11008)),

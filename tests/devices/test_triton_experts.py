@@ -10,13 +10,14 @@ from torch import Tensor
 from text_generation_inference.kernels import experts as reference
 from text_generation_inference.kernels import fp8
 from text_generation_inference.kernels.fp8 import Fp8Weight
-from text_generation_inference.kernels.routing import SigmoidRouting, SoftmaxRouting
+from text_generation_inference.kernels.routing import InputRouting, Routing, SigmoidRouting, SoftmaxRouting
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from text_generation_inference.kernels.triton import experts
-from text_generation_inference.kernels.triton.experts import Tiling, TritonExperts, choose_tiling, count_blocks, route
+from text_generation_inference.kernels.triton.experts import Tiling, TritonExperts, choose_tiling, count_blocks
+from text_generation_inference.kernels.triton.routing import route
 
 OP = TritonExperts((9, 0))
 
@@ -125,20 +126,45 @@ def test_blocks_always_suffice() -> None:
                 assert max(worst, even) <= count_blocks(pairs, count, bm) <= pairs
 
 
-@pytest.mark.parametrize("rule", [SoftmaxRouting(2, p_norm=1), SoftmaxRouting(6, factor=3.0), SigmoidRouting(2)])
-@pytest.mark.parametrize("num_experts", [8, 60])
-def test_route(device: torch.device, rule: SoftmaxRouting | SigmoidRouting, num_experts: int) -> None:
-    scores = torch.randn(9, num_experts, device=device) * 2
+RULES: list[tuple[Routing, int]] = [  # and the number of experts
+    (SoftmaxRouting(2, p_norm=1), 8),
+    (SoftmaxRouting(6, factor=3.0), 60),
+    (SoftmaxRouting(6), 64),
+    (SoftmaxRouting(2, p_norm=2), 8),
+    (SoftmaxRouting(6, factor=16.0, num_groups=8, top_groups=3), 160),
+    (SoftmaxRouting(4, p_norm=1, num_groups=4, top_groups=1), 12),  # more than a group has
+    (SigmoidRouting(2), 8),
+    (SigmoidRouting(8, factor=2.5, num_groups=8, top_groups=4), 256),
+    (SigmoidRouting(3, normalized=False, num_groups=3, top_groups=2), 9),
+    (SigmoidRouting(2, num_groups=4, top_groups=2), 4),  # a group of one has no second
+    (SigmoidRouting(8, factor=2.5), 384),
+    (SigmoidRouting(8, num_groups=2, top_groups=1), 512),
+    (InputRouting(1), 16),
+    (InputRouting(2), 128),
+]
+
+
+@pytest.mark.parametrize(("rule", "num_experts"), RULES, ids=str)
+def test_route(device: torch.device, rule: Routing, num_experts: int) -> None:
+    scores = torch.randn(9, num_experts + 3, device=device)[:, :num_experts] * 2
     scores[3] = 1.5  # all equal
     scores[4, 2:7] = 9.0
-    ids, weights = route(scores, rule)
-    expected_ids, expected = rule(scores)
-    assert ids.tolist() == expected_ids.tolist()
-    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+    scores[5, ::2] = 0.0
+    scores[5, 1::2] = -0.0
+    scores[6] = scores[6].round()  # many equal
+    some = torch.randn(num_experts, device=device)
+    some[1:4] = some[0]
+    for correction in (None, some) if isinstance(rule, SigmoidRouting) else (None,):
+        ids, weights = route(scores, rule, correction)
+        expected_ids, expected = rule(scores, correction)
+        assert ids.tolist() == expected_ids.tolist()
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_scores_that_are_no_numbers(device: torch.device) -> None:
     """Padding rows may have any; their experts must exist."""
-    scores = torch.full((2, 8), float("nan"), device=device)
-    ids, _ = route(scores, SoftmaxRouting(3, p_norm=1))
-    assert bool(((ids >= 0) & (ids < 8)).all())
+    scores = torch.full((3, 8), float("nan"), device=device)
+    scores[1:, ::2] = torch.tensor([[float("inf")], [float("-inf")]], device=device)
+    for rule in (SoftmaxRouting(3, p_norm=1), SigmoidRouting(5, num_groups=4, top_groups=2), InputRouting(8)):
+        for row in route(scores, rule, torch.randn(8, device=device))[0].tolist():
+            assert len(set(row)) == rule.top_k and set(row) <= set(range(8))

@@ -1,24 +1,22 @@
 # pyright: basic, reportMissingImports=false
-"""The ops `experts` and `route`: which kernels compute a mixture of experts, and in which tiles.
+"""The op `experts`: which kernels compute a mixture of experts, and in which tiles.
 
 Few tokens: two kernels that read each pair's matrices (`pair_products`). More: pairs are sorted by expert, multiplied
-in tiles and summed (`grouped_products`). The definitions are `kernels.experts` and `kernels.routing`.
+in tiles and summed (`grouped_products`). The definition is `kernels.experts`.
 """
 
 from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from text_generation_inference.kernels import experts as reference
 from text_generation_inference.kernels.fp8 import SQUARE, Fp8Weight
 from text_generation_inference.kernels.matrices import Weight, plain
-from text_generation_inference.kernels.routing import Routed, Routing, SoftmaxRouting
 from text_generation_inference.kernels.triton.gemv import choose_shape
 from text_generation_inference.kernels.triton.grouped_products import grouped_product, sort_pairs, sum_pairs
-from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
+from text_generation_inference.kernels.triton.launch import dependent_launch
 from text_generation_inference.kernels.triton.pair_products import pair_down, pair_gate
 from text_generation_inference.kernels.triton.quantize import BY_ROW, BY_SQUARE, PLAIN, STATIC, quantize_rows
 
@@ -221,48 +219,3 @@ def _pair_down(
         operands.weight_scale, k, N=n, K=k, TOP_K=ids.shape[1], BN=bn, BK=bk, FORM=operands.form, BIAS=bias is not None,
         WEIGHTED=weighted, DEPENDENT=dependent, num_warps=warps, launch_pdl=dependent,
     )  # fmt: skip
-
-
-@triton.jit
-def _route_kernel(
-    scores, ids, weights, factor,
-    E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, NORMALIZED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """One token. Of equal shares the expert with the lower number comes first."""
-    token = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, E_PAD)
-    slot = tl.arange(0, K_PAD)
-    wait_for_kernel_before(DEPENDENT)
-    score = tl.load(scores + token * E + e, mask=e < E, other=float("-inf"))
-    share = tl.exp(score - tl.max(score, 0))
-    share = tl.where(e < E, share / tl.sum(share, 0), -1.0)
-    chosen = tl.zeros((K_PAD,), tl.int32)
-    weight = tl.zeros((K_PAD,), tl.float32)
-    for number in tl.static_range(TOP_K):
-        best = tl.max(share, 0)
-        at = tl.min(tl.where(share == best, e, E - 1), 0)  # a valid one, even where there are no numbers
-        chosen = tl.where(slot == number, at, chosen)
-        weight = tl.where(slot == number, best, weight)
-        share = tl.where(e == at, -1.0, share)
-    if NORMALIZED:
-        weight = weight / tl.sum(weight, 0)
-    tl.store(ids + token * TOP_K + slot, chosen, mask=slot < TOP_K)
-    tl.store(weights + token * TOP_K + slot, weight * factor, mask=slot < TOP_K)
-
-
-def route(scores: Tensor, rule: Routing, correction: Tensor | None = None) -> Routed:
-    """See `kernels.routing`: the usual rules in one kernel, the others as they are defined."""
-    tokens, num_experts = scores.shape
-    is_usual = isinstance(rule, SoftmaxRouting) and rule.p_norm in (None, 1) and rule.top_groups >= rule.num_groups
-    if not is_usual or num_experts > _MAX_EXPERTS or tokens == 0 or rule.top_k > num_experts:
-        return rule(scores, correction)
-    ids = torch.empty((tokens, rule.top_k), dtype=torch.int32, device=scores.device)
-    weights = torch.empty((tokens, rule.top_k), dtype=torch.float32, device=scores.device)
-    dependent = dependent_launch(tokens)
-    _route_kernel[(tokens,)](
-        scores.contiguous(), ids, weights, rule.factor, E=num_experts, E_PAD=triton.next_power_of_2(num_experts),
-        TOP_K=rule.top_k, K_PAD=triton.next_power_of_2(rule.top_k), NORMALIZED=rule.p_norm is not None,
-        DEPENDENT=dependent, num_warps=1 if num_experts <= 256 else 4, launch_pdl=dependent,
-    )  # fmt: skip
-    return ids, weights

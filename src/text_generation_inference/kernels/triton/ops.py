@@ -18,8 +18,9 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
     import torch
 
     from text_generation_inference.kernels.triton import attention, choice, fused_decode, norms_rotary, state
-    from text_generation_inference.kernels.triton.experts import TritonExperts, route
+    from text_generation_inference.kernels.triton.experts import TritonExperts
     from text_generation_inference.kernels.triton.linear import TritonLinear, logits
+    from text_generation_inference.kernels.triton.routing import route
 
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     capability = (major, minor)
