@@ -34,7 +34,7 @@ def words(text: str) -> dict[str, str]:
 def decode(
     dtype: str, cache: str | None = None, d: int = 128, splits: int = 1, window: int = 0, softcap: bool = False,
     block: int = 64, group: int = 4, lanes: int = 0, dependent: bool = False, fast: bool = True,
-    warps: int = 4, stages: int = 3, alibi: bool = False,
+    warps: int = 4, stages: int = 3, alibi: bool = False, sinks: bool = False, chunk: int = 0,
 ) -> tuple:  # fmt: skip
     types = {
         **dict.fromkeys(("q", "out"), dtype),
@@ -43,13 +43,14 @@ def decode(
         **dict.fromkeys(("counters", "tables", "table_rows", "seq_lens"), "*i32"),
         **NUMBERS,
         "slopes": FP32 if alibi else dtype,
+        "sinks": FP32 if sinks else dtype,
         **words(STRIDES),
     }
     values = {
         "KV_HEADS": 8, "GROUP": group, "GROUP_PAD": group, "D": d, "D_PAD": 1 << (d - 1).bit_length(), "BLOCK_SIZE": 16,
         "BLOCK_N": block, "LANES": lanes, "SPLIT": splits > 1, "JOIN": 32 // group if splits > 1 else 1, "WINDOW": window,
         "SOFTCAP": softcap, "SAME_STRIDES": True, "SMALL": cache == FP8, "STAGES": stages, "DEPENDENT": dependent,
-        "ALIBI": alibi,
+        "ALIBI": alibi, "SINKS": sinks, "CHUNK": chunk,
     }  # fmt: skip
     kernel = "decode_by_lane" if lanes else "decode_by_group"
     return "decode_attention", kernel, types, values, {"num_warps": warps, "num_stages": stages, "fast": fast}
@@ -57,7 +58,7 @@ def decode(
 
 def prefill(
     dtype: str, m: int, block: int, warps: int, stages: int, d: int = 128, cache: str | None = None, own: bool = True,
-    prefix: bool = True, fast: bool = True, alibi: bool = False,
+    prefix: bool = True, fast: bool = True, alibi: bool = False, sinks: bool = False, chunk: int = 0,
 ) -> tuple:  # fmt: skip
     types = {
         **dict.fromkeys(("q", "k", "v", "out"), dtype),
@@ -65,23 +66,28 @@ def prefill(
         **dict.fromkeys(("tables", "tiles"), "*i32"),
         **NUMBERS,
         "slopes": FP32 if alibi else dtype,
+        "sinks": FP32 if sinks else dtype,
         **words(STRIDES + " own_token_stride own_k_head own_v_head"),
     }
     values = {
         "GROUP": 4, "TILE_WORDS": 5, "SUB": 128 // m, "M": m, "D": d, "D_PAD": d, "BLOCK_SIZE": 16, "BLOCK_N": block,
         "WINDOW": 0, "SOFTCAP": False, "OWN": own, "PREFIX": prefix, "SMALL": cache == FP8, "DEPENDENT": False,
-        "ALIBI": alibi,
+        "ALIBI": alibi, "SINKS": sinks, "CHUNK": chunk,
     }  # fmt: skip
     return "prefill_attention", "prefill", types, values, {"num_warps": warps, "num_stages": stages, "fast": fast}
 
 
-def bulk(m: int, block: int, warps: int, stages: int, d: int = 128) -> tuple:
+def bulk(
+    m: int, block: int, warps: int, stages: int, d: int = 128, sinks: bool = False, chunk: int = 0
+) -> tuple:  # fmt: skip
     types = {
         **dict.fromkeys(("q", "out"), BF16), **dict.fromkeys(("keys", "values"), f"tensordesc<bf16[{block}, {d}]>"),
         "tiles": "*i32", **dict.fromkeys(("scale", "softcap"), "fp32"), **words("q_token q_head out_token"),
+        "sinks": FP32 if sinks else BF16,
     }  # fmt: skip
     values = {
         "GROUP": 4, "TILE_WORDS": 5, "SUB": 128 // m, "M": m, "D": d, "BLOCK_N": block, "WINDOW": 0, "SOFTCAP": False,
+        "SINKS": sinks, "CHUNK": chunk,
     }  # fmt: skip
     return "bulk_attention", "prefill_in_bulk", types, values, {"num_warps": warps, "num_stages": stages, "fast": True}
 
@@ -219,15 +225,19 @@ CASES = [
     decode("*fp16", d=80, splits=4, window=70, softcap=True),
     decode(BF16, group=1, alibi=True, fast=False),
     decode(BF16, FP8, group=1, lanes=16, alibi=True, fast=False),
+    decode(BF16, d=64, group=8, splits=16, window=128, sinks=True, dependent=True),
+    decode(BF16, FP8, group=1, lanes=16, sinks=True, chunk=8192, fast=False),
     decode(FP32, block=32, fast=False),
     prefill(BF16, 128, 64, 8, 2),
     prefill(BF16, 128, 128, 8, 2, prefix=False),
     prefill(BF16, 128, 64, 8, 2, own=False),
     prefill(BF16, 128, 64, 8, 2, cache=FP8, fast=False),
     prefill(BF16, 64, 32, 4, 3, alibi=True, fast=False),
+    prefill(BF16, 128, 32, 4, 3, d=64, sinks=True, chunk=8192),
     prefill(FP32, 32, 32, 4, 1, fast=False),
     prefill(BF16, 64, 32, 4, 2, d=256, fast=False),
     bulk(128, 64, 8, 3),
+    bulk(128, 64, 8, 3, d=64, sinks=True, chunk=8192),
     specialised(128),
     specialised(64, window=100, one=True),
     bulk(128, 128, 8, 2),

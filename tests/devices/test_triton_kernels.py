@@ -320,9 +320,9 @@ def check_attention(
     kv_scales: tuple[float, float] | None = None,  # of a cache in FP8
     own: bool = False,
     tolerance: float | None = None,
-    slopes: Tensor | None = None,
+    **more: Any,
 ) -> None:
-    """Against the definition in float64, on what the cache holds."""
+    """Against the definition in float64, on what the cache holds. `more` are arguments of the op."""
     decode, chunks = {**BATCHES, **LONG}[name]
     heads, kv_heads, d = shape
     batch = make_batch(device, decode, chunks)
@@ -336,7 +336,6 @@ def check_attention(
         exact = [cache.double() * scale for cache, scale in zip(made, kv_scales, strict=True)]
     q = torch.randn(tokens, heads, d, device=device).to(dtype)
     known = replace(batch, meta=replace(batch.meta, block_tables=batch.meta.block_tables.clamp(max=blocks - 1)))
-    more: dict[str, Any] = {"slopes": slopes}
     expected = reference.attention(q.double(), None, None, *exact, known, d**-0.5, window, softcap, **more)
     more |= {"kv_scales": kv_scales} if kv_scales else {}
     k = v = None
@@ -365,6 +364,18 @@ def test_attention_with_slopes(device: torch.device, name: str) -> None:
     for shape, own in (((4, 4, 64), True), ((4, 2, 48), False)):
         check_attention(device, name, shape, torch.float32, op, own=own, slopes=slopes)
     check_attention(device, name, (4, 4, 64), torch.float16, op, kv_scales=(0.02, 0.5), slopes=slopes, tolerance=8e-3)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_attention_with_sinks_and_chunks(device: torch.device, name: str) -> None:
+    """A score without a value, and positions whose runs see nothing of each other, in every kernel."""
+    op = attention.PagedAttention(5)
+    sinks = torch.tensor([2.5, -1.0, 0.3, -math.inf], device=device)
+    check_attention(device, name, (4, 2, 64), torch.float32, op, own=True, sinks=sinks)
+    check_attention(device, name, (4, 4, 48), torch.float32, op, window=33, sinks=sinks, attention_chunk=40)
+    check_attention(device, name, (4, 4, 64), torch.float32, op, own=True, attention_chunk=24)
+    fp8: dict[str, Any] = {"kv_scales": (0.02, 0.5), "tolerance": 8e-3}
+    check_attention(device, name, (4, 4, 64), torch.float16, op, sinks=sinks, attention_chunk=50, **fp8)
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -479,9 +490,10 @@ def test_tiles_in_bulk(device: torch.device, name: str, queries: int, block: int
         pytest.skip("this GPU has no copy engine for tiles")
     op = attention.PagedAttention(1, bulk_copies=True)
     op.prefill_choice = PrefillChoice(queries, block, 8 if queries == 128 else 4, 2, bulk=True)
-    for window, softcap in ((None, None), (50, 6.0)):
+    bounded = {"sinks": torch.tensor([2.5, -1.0, 0.3, 0.9], device=device), "attention_chunk": 72}
+    for window, softcap, more in ((None, None, {}), (50, 6.0, bounded)):
         for dtype in (torch.float16,) if device.type == "cpu" else (torch.float16, torch.bfloat16):
-            check_attention(device, name, (4, 2, 64), dtype, op, window, softcap, own=True)
+            check_attention(device, name, (4, 2, 64), dtype, op, window, softcap, own=True, **more)
 
 
 def plain_prompts(

@@ -19,6 +19,7 @@ from text_generation_inference.engine.rank import load_model
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.models.registry import read_config, read_quantization
 from text_generation_inference.parallel import Parallel
+from text_generation_inference.quant.choose import choose_quantization
 from text_generation_inference.runner import kv_cache
 from text_generation_inference.weights.source import ModelFolder
 
@@ -36,14 +37,14 @@ def logits_of_ranks(folder: Path, world: int) -> Tensor:
     return _agreed(results)
 
 
-def logits_of_threads(folder: Path, world: int) -> Tensor:
+def logits_of_threads(folder: Path, world: int, quantize: str | None = None) -> Tensor:
     """The same by threads, whose sums are real and whose start costs nothing."""
     meeting = Meeting(world)
 
     def compute(rank: int) -> Tensor:
         try:
             with tempfile.TemporaryDirectory() as cache_dir:
-                return _compute(Together(rank, world, meeting), folder, Path(cache_dir))
+                return _compute(Together(rank, world, meeting), folder, Path(cache_dir), quantize)
         except BaseException:
             meeting.barrier.abort()
             raise
@@ -104,13 +105,12 @@ def _run(rank: int, world: int, folder: Path, meeting: Path) -> None:
         dist.destroy_process_group()
 
 
-def _compute(parallel: Parallel, folder: Path, cache_dir: Path) -> Tensor:
+def _compute(parallel: Parallel, folder: Path, cache_dir: Path, quantize: str | None = None) -> Tensor:
     device = CpuDevice(cache_dir, custom_kernels=False)
     config = read_config(folder)
     source = ModelFolder(model_id="tiny", path=folder, note="")
-    model = load_model(
-        ServerConfig(), source, config, read_quantization(config), device, torch.float32, parallel, lambda *_: None
-    )
+    quantization = choose_quantization(quantize, read_quantization(config))
+    model = load_model(ServerConfig(), source, config, quantization, device, torch.float32, parallel, lambda *_: None)
     cache = kv_cache.allocate(device, model.caches(torch.float32), num_blocks=4)
     model.bind(cache, 64)
     count = len(PROMPT)

@@ -4,17 +4,22 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
-from driving import Tiny, make_tiny
+import transformers
+from driving import Tiny, make_tiny, tiny_config
 from ranks import PROMPT, logits_of_threads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from text_generation_inference.models import baichuan
+from text_generation_inference.models.config import Config
+from text_generation_inference.models.decoder import CausalLM
+from text_generation_inference.models.registry import ARCHITECTURES, build
+from text_generation_inference.models.spec import ExpertsSpec
 
 Tensors = dict[str, Tensor]
 
@@ -161,6 +166,30 @@ def test_as_older_files_have_it(name: str, tmp_path: Path) -> None:
         expected = tiny.model(torch.tensor([PROMPT])).logits[0]
     for world in (1, 2) if name in ("baichuan-7b", "internlm2", "gpt2", "head-only") else (1,):
         torch.testing.assert_close(logits_of_threads(folder, world), expected, atol=1e-4, rtol=1e-4)
+
+
+def has_experts(architecture: str) -> bool:
+    fields = {**tiny_config(architecture), "architectures": [architecture]}
+    parts = [layer.feed_forward for layer in cast(CausalLM, build(Config(fields, ""))).spec.layers]
+    return any(isinstance(part, ExpertsSpec) and bool(part.other_names) for part in parts)
+
+
+WITH_EXPERTS = [name for name in ARCHITECTURES if hasattr(transformers, name) and has_experts(name)]
+
+
+@pytest.mark.parametrize("architecture", WITH_EXPERTS)
+def test_all_experts_in_one_tensor(architecture: str, tmp_path: Path) -> None:
+    """As `transformers` 5 has them in memory, on one rank and on two, and quantised on loading."""
+    tiny = make_tiny(architecture, {}, tmp_path / "tiny")
+    tiny.model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    assert any(name.endswith("experts.gate_up_proj") for name in load_file(tmp_path / "fused" / "model.safetensors"))
+    with torch.no_grad():
+        expected = tiny.model(torch.tensor([PROMPT])).logits[0]
+    for world in (1, 2):
+        torch.testing.assert_close(logits_of_threads(tmp_path / "fused", world), expected, atol=1e-4, rtol=1e-4)
+    small = [logits_of_threads(tmp_path / each, 2, quantize="fp8") for each in ("tiny", "fused")]
+    torch.testing.assert_close(*small, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(small[0], expected, atol=1e-2, rtol=1e-2)
 
 
 def test_longrope_takes_its_long_factors_where_long_sequences_are_served(tmp_path: Path) -> None:

@@ -83,10 +83,12 @@ def attention(
     softcap: float | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    attention_chunk: int | None = None,
 ) -> Tensor:
     """Causal attention over a padded pass -> `[tokens, heads * head_dim]`."""
     phase = decode_attention if isinstance(batch.meta, BlockLists) else prefill_attention
-    return phase(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes)
+    return phase(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk)
 
 
 def prefill_attention(
@@ -99,6 +101,8 @@ def prefill_attention(
     softcap: float | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    attention_chunk: int | None = None,
 ) -> Tensor:
     """Causal attention of whole prompts over themselves -> `[tokens, heads * head_dim]`.
 
@@ -114,7 +118,9 @@ def prefill_attention(
     mask = distance >= 0
     if window is not None:
         mask = mask & (distance < window)
-    if softcap is None and slopes is None:
+    if attention_chunk is not None:
+        mask = mask & (position >= position[:, None] // attention_chunk * attention_chunk)
+    if softcap is None and slopes is None and sinks is None:
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
     else:
         groups = queries.shape[1] // keys.shape[1]
@@ -124,7 +130,7 @@ def prefill_attention(
             scores = softcap * torch.tanh(scores / softcap)
         if slopes is not None:
             scores = scores - distance * slopes[:, None, None]
-        out = scores.masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype) @ values
+        out = softmax_with_sinks(scores.masked_fill(~mask, -math.inf), sinks).to(q.dtype) @ values
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
@@ -138,6 +144,8 @@ def decode_attention(
     softcap: float | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    attention_chunk: int | None = None,
 ) -> Tensor:
     """Attention of each row's one token over its blocks -> `[rows, heads * head_dim]`; padding gets 0.
 
@@ -151,9 +159,13 @@ def decode_attention(
     place = torch.arange(size, device=q.device)
     seen = (place < lists.block_usage[:, None]) & ~filler[:, None]  # [blocks, block_size]
     number = torch.arange(blocks.shape[0], device=q.device) - lists.row_starts[owner]
-    distance = number[:, None] * size + place - batch.seq_lens[owner, None] + 1  # key's minus query's position
+    own = batch.seq_lens[owner, None] - 1  # the query's position
+    position = number[:, None] * size + place
+    distance = position - own
     if window is not None:
         seen = seen & (distance > -window)
+    if attention_chunk is not None:
+        seen = seen & (position >= own // attention_chunk * attention_chunk)
     # What is not seen may be anything, even NaN, and a weight of zero does not undo that.
     unseen = ~seen[..., None, None]
     keys = _read(k_cache, blocks, None, kv_scales[0], q.dtype).masked_fill(unseen, 0).float()
@@ -167,13 +179,24 @@ def decode_attention(
         scores = scores + slopes.view(kv_heads, -1, 1) * distance[:, None, None, :]
     scores = torch.where(seen[:, None, None, :], scores, _LEAST)
     best = torch.full((rows, *scores.shape[1:3]), _LEAST, device=q.device)
+    if sinks is not None:
+        best = sinks.view(kv_heads, -1).clamp(min=_LEAST).expand_as(best)
     index = owner[:, None, None].expand(-1, *scores.shape[1:3])
-    best = best.scatter_reduce(0, index, scores.amax(-1), "amax")
+    first, best = best, best.scatter_reduce(0, index, scores.amax(-1), "amax")
     weights = torch.exp(scores - best[owner][..., None]) * seen[:, None, None, :]
     mixed = torch.einsum("bhgs,bshd->bhgd", weights, values)
-    total = torch.zeros_like(best).index_add(0, owner, weights.sum(-1))
+    total = torch.zeros_like(best) if sinks is None else torch.exp(first - best)
+    total = total.index_add(0, owner, weights.sum(-1))
     out = torch.zeros((rows, *mixed.shape[1:]), device=q.device).index_add(0, owner, mixed)
     return (out / total.clamp(min=1e-30)[..., None]).to(q.dtype).flatten(1)
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """scores `[rows, heads, queries, tokens]`, and a sink `[heads]` that takes its share and gives nothing."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
 
 def _read(cache: Tensor, block: Tensor, place: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:

@@ -190,6 +190,8 @@ class AttentionOp(Protocol):
         softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
         kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in FP8
         slopes: Tensor | None = None,  # [heads] float32: times key's minus query's position, added to scores (ALiBi)
+        sinks: Tensor | None = None,  # [heads] float32: one more score for each query, of a token without a value
+        attention_chunk: int | None = None,  # a token sees only tokens of its own run of so many positions
     ) -> Tensor:
         """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
         ...

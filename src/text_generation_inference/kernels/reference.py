@@ -15,6 +15,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels import block_lists, fp8
 from text_generation_inference.kernels.batch import Batch, PagedMeta
+from text_generation_inference.kernels.block_lists import softmax_with_sinks
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.matrices import Product, Rows, Weight, plain
 
@@ -185,10 +186,14 @@ def attention(
     softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
     kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in FP8
     slopes: Tensor | None = None,  # [heads] float32: times key's minus query's position, added to the scores (ALiBi)
+    sinks: Tensor | None = None,  # [heads] float32: one more score for each query, of a token without a value
+    attention_chunk: int | None = None,  # a token sees only tokens of its own run of so many positions
 ) -> Tensor:
     """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
     if block_lists.is_padded(batch):
-        return block_lists.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes)
+        return block_lists.attention(
+            q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
+        )
     meta: PagedMeta = batch.meta
     seq_lens = batch.seq_lens
     prompts: list[tuple[Tensor, int, int, int]] = []  # blocks, first token, position of it, position after the last
@@ -203,8 +208,9 @@ def attention(
     n = meta.num_decode
     if n:
         out[:n] = _decode_attention(
-            q[:n], k_cache, v_cache, meta, seq_lens[:n], scale, window, softcap, kv_scales, slopes
-        )
+            q[:n], k_cache, v_cache, meta, seq_lens[:n], scale, window, softcap, kv_scales, slopes, sinks,
+            attention_chunk,
+        )  # fmt: skip
     token = n
     for row, (start, end) in enumerate(zip(meta.chunk_starts_cpu, meta.chunk_ends_cpu, strict=True), n):
         prompts.append((meta.block_tables[row, None], token, start, end))
@@ -214,9 +220,10 @@ def attention(
         keys = _read(_gather(k_cache, table, end), kv_scales[0], q.dtype)
         values = _read(_gather(v_cache, table, end), kv_scales[1], q.dtype)
         query_positions = torch.arange(start, end, device=q.device)[None, :]
-        mask, bias = _mask(query_positions, end, window), _alibi(query_positions, end, slopes)
+        mask = _mask(query_positions, end, window, attention_chunk)
+        bias = _alibi(query_positions, end, slopes)
         queries = q[None, token : token + count]
-        out[token : token + count] = _attend(queries, keys, values, mask, scale, softcap, bias)[0]
+        out[token : token + count] = _attend(queries, keys, values, mask, scale, softcap, bias, sinks)[0]
     return out.flatten(1)
 
 
@@ -231,6 +238,8 @@ def _decode_attention(
     softcap: float | None,
     kv_scales: tuple[float, float],
     slopes: Tensor | None,
+    sinks: Tensor | None,
+    attention_chunk: int | None,
 ) -> Tensor:
     length, tables = meta.max_seq_len, meta.block_tables[: meta.num_decode]
     # Past a row's end a block may hold anything, even NaN, and a weight of zero does not undo that.
@@ -238,8 +247,9 @@ def _decode_attention(
     keys = _read(_gather(k_cache, tables, length), kv_scales[0], q.dtype).masked_fill(beyond, 0)
     values = _read(_gather(v_cache, tables, length), kv_scales[1], q.dtype).masked_fill(beyond, 0)
     query_positions = seq_lens[:, None] - 1
-    mask, bias = _mask(query_positions, length, window), _alibi(query_positions, length, slopes)
-    return _attend(q[:, None], keys, values, mask, scale, softcap, bias)[:, 0]
+    mask = _mask(query_positions, length, window, attention_chunk)
+    bias = _alibi(query_positions, length, slopes)
+    return _attend(q[:, None], keys, values, mask, scale, softcap, bias, sinks)[:, 0]
 
 
 def _gather(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
@@ -249,13 +259,15 @@ def _gather(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
     return cache[blocks].flatten(1, 2)[:, :length]
 
 
-def _mask(query_positions: Tensor, length: int, window: int | None) -> Tensor:
+def _mask(query_positions: Tensor, length: int, window: int | None, attention_chunk: int | None) -> Tensor:
     """query_positions `[rows, queries]` -> bool `[rows, 1, queries, length]`: may this query see this token."""
     tokens = torch.arange(length, device=query_positions.device)
     distance = query_positions[:, :, None] - tokens
     mask = distance >= 0
     if window is not None:
         mask &= distance < window
+    if attention_chunk is not None:
+        mask &= tokens >= query_positions[:, :, None] // attention_chunk * attention_chunk
     return mask[:, None]
 
 
@@ -275,10 +287,11 @@ def _attend(
     scale: float,
     softcap: float | None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q `[rows, queries, heads, head_dim]`, keys and values `[rows, length, kv_heads, head_dim]` -> like q."""
     q, keys, values = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
-    if softcap is None and bias is None:
+    if softcap is None and bias is None and sinks is None:
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)
     groups = q.shape[1] // keys.shape[1]
@@ -288,7 +301,7 @@ def _attend(
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
-    weights = scores.masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype)
+    weights = softmax_with_sinks(scores.masked_fill(~mask, -math.inf), sinks).to(q.dtype)
     return (weights @ values).transpose(1, 2)
 
 

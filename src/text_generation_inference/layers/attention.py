@@ -13,7 +13,7 @@ from text_generation_inference.layers.cache import CacheSpec
 from text_generation_inference.layers.head_norm import HeadNorm, NormOver
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.quant.cache_scales import CacheScales
-from text_generation_inference.weights.declare import Module
+from text_generation_inference.weights.declare import Declared, Float32Tensors, Module, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class HeadLayout:
     window: int | None = None
     softcap: float | None = None
     rotary_dim: int = 0
+    attention_chunk: int | None = None  # a token sees only tokens of its own run of so many positions
 
 
 class Attention(Module):
@@ -41,6 +42,18 @@ class Attention(Module):
         self.q_norm: HeadNorm | None = None
         self.k_norm: HeadNorm | None = None
         self.slopes: Tensor | None = None  # [heads] float32 of ALiBi
+        self.sinks_part: Part | None = None
+        self.sinks: Tensor | None = None  # [heads] float32: one more score for each query, without a value
+
+    def declare(self) -> list[Declared]:
+        return [] if self.sinks_part is None else [Declared("sinks", [self.sinks_part], Float32Tensors())]
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but norms, rotation and a window stands between the products and the scores, or beside those."""
+        heads = self.heads
+        more = (self.clip, self.slopes, self.sinks_part, heads.softcap, heads.attention_chunk)
+        return all(each is None for each in more)
 
     @property
     def norms_each_head(self) -> bool:
@@ -52,7 +65,9 @@ class Attention(Module):
 
     def cache_spec(self, dtype: torch.dtype) -> CacheSpec:
         """What it keeps, in this type."""
-        return CacheSpec(self.heads.num_kv_heads, self.heads.head_dim, dtype, self.heads.window)
+        heads = self.heads
+        bounds = [each for each in (heads.window, heads.attention_chunk) if each is not None]
+        return CacheSpec(heads.num_kv_heads, heads.head_dim, dtype, min(bounds, default=None))
 
     def forward(
         self,
@@ -75,7 +90,7 @@ class Attention(Module):
         q = self.ops.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales)
         mixed = self.ops.attention(
             q, k, v, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap,
-            kv_scales=kv_scales, slopes=self.slopes,
+            kv_scales=kv_scales, slopes=self.slopes, sinks=self.sinks, attention_chunk=heads.attention_chunk,
         )  # fmt: skip
         return self.out.linear_unscaled(mixed if wanted is None else mixed[wanted])
 

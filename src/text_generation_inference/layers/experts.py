@@ -3,6 +3,10 @@
 Ranks split each expert by width, so every rank has a part of all of them and the sums over ranks come last.
 """
 
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+import torch
 from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import apply_scales
@@ -13,7 +17,17 @@ from text_generation_inference.layers.feed_forward import FeedForward
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.parallel import Parallel
 from text_generation_inference.quant.method import InputForm, Matrix
-from text_generation_inference.weights.declare import Declared, Module, Part
+from text_generation_inference.weights.declare import Arrangement, Declared, Module, Part
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensors:
+    """What a checkpoint has of a mixture of experts, and where."""
+
+    name: str  # of the feed-forward
+    router: str
+    gate_up: list[Part]
+    down: list[Part]
 
 
 class StackedMatrix(Matrix):
@@ -22,10 +36,31 @@ class StackedMatrix(Matrix):
     is_stacked = True
     is_measured = False
 
-    def __init__(self, ops: Ops, parts: list[Part], num_experts: int, top_k: int) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        parts: list[Part],
+        num_experts: int,
+        top_k: int,
+        biases: list[Part] | None = None,
+        adds_bias: bool = True,  # else another rank does
+    ) -> None:
         super().__init__(ops, parts)
         self.num_experts = num_experts
         self.top_k = top_k
+        self.bias_parts = biases
+        self.adds_bias = adds_bias
+
+    def declare(self) -> list[Declared]:
+        biases = [Declared("bias", self.bias_parts)] if self.bias_parts else []
+        return [*super().declare(), *biases]
+
+    def finish(self) -> None:
+        super().finish()
+        if self.bias is not None:
+            self.bias = self.bias.view(self.num_experts, -1)
+            if not self.adds_bias:
+                self.bias = torch.zeros_like(self.bias)
 
     @property
     def outputs_per_token(self) -> int:
@@ -46,6 +81,11 @@ class Router(Matrix):
         super().__init__(ops, [Part(f"{name}.weight", (num_experts, hidden_size))], may_round=False)
         self.routing = routing
         self.bias_part = Part(f"{name}.bias", (num_experts,)) if bias else None
+
+    def rename(self, name: str) -> None:
+        self.parts = [replace(self.parts[0], name=f"{name}.weight")]
+        if self.bias_part is not None:
+            self.bias_part = replace(self.bias_part, name=f"{name}.bias")
 
     def declare(self) -> list[Declared]:
         biases = [] if self.bias_part is None else [Declared("bias", [self.bias_part])]
@@ -85,6 +125,7 @@ class Experts(FeedForward):
         shared: SharedExpert | None = None,
         gate: str = "silu",
         scale_inputs: bool = False,
+        others: tuple[Callable[[], ExpertTensors], ...] = (),
     ) -> None:
         self.ops = ops
         self.parallel = parallel
@@ -95,6 +136,18 @@ class Experts(FeedForward):
         self.shared = shared
         self.gate = gate
         self.scale_inputs = scale_inputs
+        self._others = others  # ways in which a checkpoint may have it instead
+
+    def adapt(self, prefix: str, names: Collection[str]) -> None:
+        """Take the tensors that a checkpoint has, which are below `prefix`."""
+        if f"{prefix}{self.name}.{self.gate_up.parts[0].name}" in names:
+            return
+        for make in self._others:
+            other = make()
+            if f"{prefix}{other.name}.{other.gate_up[0].name}" in names:
+                self.name, self.gate_up.parts, self.down.parts = other.name, other.gate_up, other.down
+                self.router.rename(other.router)
+                return
 
     @property
     def input_form(self) -> InputForm:
@@ -112,16 +165,24 @@ class Experts(FeedForward):
     def forward(self, x: Rows) -> Product:
         assert isinstance(x, Tensor)
         ids, weights = self.router.forward(x)
-        out = self.ops.experts(
-            x, ids, weights, self.gate_up.weight, self.down.weight, self.gate, scale_inputs=self.scale_inputs
-        )
+        gate_up, down = self.gate_up, self.down
+        biases = None if gate_up.bias is None or down.bias is None else (gate_up.bias, down.bias)
+        out = self.ops.experts(x, ids, weights, gate_up.weight, down.weight, self.gate, biases, self.scale_inputs)
         if self.shared is not None:
             out = out + self.shared.forward(x)
         return self.parallel.all_reduce(out)
 
 
+@dataclass(frozen=True, slots=True)
+class Alternating(Arrangement):
+    """Gates and values that take turns -> gates, then values."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        return torch.cat((x[0::2], x[1::2]))
+
+
 def expert_parts(
-    names: tuple[str, str, str], num_experts: int, width: int, hidden_size: int, kept: tuple[int, int]
+    names: tuple[str, ...], num_experts: int, width: int, hidden_size: int, kept: tuple[int, int]
 ) -> tuple[list[Part], list[Part]]:
     """Of gate, up and down projections that a checkpoint has for each expert: this rank's part of the width.
 
@@ -137,7 +198,7 @@ def expert_parts(
 
 
 def stacked_expert_parts(
-    names: tuple[str, str, str], num_experts: int, width: int, hidden_size: int, kept: tuple[int, int]
+    names: tuple[str, ...], num_experts: int, width: int, hidden_size: int, kept: tuple[int, int]
 ) -> tuple[list[Part], list[Part]]:
     """The same where a checkpoint has one `[experts * width, hidden]` for each; down projections lie transposed."""
     gate, up, down = names
@@ -147,3 +208,48 @@ def stacked_expert_parts(
         return Part(name, (num_experts * width, hidden_size), 0, at + kept[0], at + kept[1], transposed=transposed)
 
     return [part(name, at) for at in starts for name in (gate, up)], [part(down, at, True) for at in starts]
+
+
+def fused_expert_parts(
+    names: tuple[str, ...],
+    num_experts: int,
+    width: int,
+    hidden_size: int,
+    kept: tuple[int, int],
+    transposed: bool = False,  # stored `[experts, hidden, 2 * width]` and `[experts, width, hidden]`
+    alternating: bool = False,  # gates and values take turns
+) -> tuple[list[Part], list[Part]]:
+    """The same where one tensor `[experts, 2 * width, hidden]` has all gates and values, one all down projections."""
+    pair, down = names
+    whole, (start, end) = kept == (0, width), kept
+    if whole:
+        ranges: list[tuple[int | None, int, int]] = [(None, 0, 0)]
+    elif alternating:
+        ranges = [(int(transposed), 2 * start, 2 * end)]
+    else:
+        ranges = [(int(transposed), start, end), (int(transposed), width + start, width + end)]
+    arrangement = Alternating() if alternating else None
+    shape = (hidden_size, 2 * width) if transposed else (2 * width, hidden_size)
+    down_shape = (width, hidden_size) if transposed else (hidden_size, width)
+    down_range = (None, 0, 0) if whole else (1 - int(transposed), start, end)
+    gate_up = [
+        Part(pair, (num_experts, *shape), *each, transposed, arrangement, number=number)
+        for number in range(num_experts)
+        for each in ranges
+    ]
+    return gate_up, [
+        Part(down, (num_experts, *down_shape), *down_range, transposed, number=number) for number in range(num_experts)
+    ]
+
+
+def fused_bias_parts(
+    names: tuple[str, str], num_experts: int, width: int, hidden_size: int, kept: tuple[int, int]
+) -> tuple[list[Part], list[Part]]:
+    """Biases `[experts, 2 * width]`, in which gates and values take turns, and `[experts, hidden]`."""
+    pair, down = names
+    numbers, (start, end) = range(num_experts), kept
+    gate_up = [
+        Part(pair, (num_experts, 2 * width), 0, 2 * start, 2 * end, arrangement=Alternating(), number=number)
+        for number in numbers
+    ]
+    return gate_up, [Part(down, (num_experts, hidden_size), number=number) for number in numbers]

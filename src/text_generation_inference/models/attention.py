@@ -8,6 +8,7 @@ from text_generation_inference.layers.linear import Linear, row_linear
 from text_generation_inference.layers.qkv import HeadRanges, qkv_parts
 from text_generation_inference.models.model import Context
 from text_generation_inference.models.spec import AttentionSpec, TensorNames
+from text_generation_inference.weights.declare import Part
 
 
 def build_attention(context: Context, spec: AttentionSpec, hidden_size: int, names: TensorNames) -> Attention:
@@ -31,12 +32,21 @@ def build_attention(context: Context, spec: AttentionSpec, hidden_size: int, nam
         names.transposed,
     )
     layout = HeadLayout(
-        heads[1] - heads[0], kv_heads[1] - kv_heads[0], dim, spec.scale, spec.window, spec.softcap, spec.rope.rotary_dim
+        heads[1] - heads[0],
+        kv_heads[1] - kv_heads[0],
+        dim,
+        spec.scale,
+        spec.window,
+        spec.softcap,
+        spec.rope.rotary_dim,
+        spec.attention_chunk,
     )
     attention = Attention(ops, names.attention, Linear(ops, weights, biases), out, layout)
     attention.clip = spec.clip
     if spec.slopes:
         attention.slopes = torch.tensor(spec.slopes[slice(*heads)], dtype=torch.float32, device=context.device)
+    if spec.sinks:
+        attention.sinks_part = Part(f"{names.attention}.{spec.sinks}", (spec.num_heads,), 0, *heads)
     if spec.qk_norm is not None:
         attention.q_norm = HeadNorm(ops, parallel, spec.qk_norm, ranges, False, interleaved)
         attention.k_norm = HeadNorm(ops, parallel, spec.qk_norm, ranges, True, interleaved)

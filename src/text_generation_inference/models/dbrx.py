@@ -10,6 +10,7 @@ from text_generation_inference.models.rope_config import read_rope
 from text_generation_inference.models.spec import (
     AttentionSpec,
     DecoderSpec,
+    ExpertLayout,
     ExpertNames,
     ExpertsSpec,
     LayerSpec,
@@ -44,8 +45,8 @@ _NAMES = TensorNames(
 )
 _EXPERTS = ExpertNames(
     router="router.layer",
-    gate_up_down=("experts.mlp.w1", "experts.mlp.v1", "experts.mlp.w2"),
-    is_stacked=True,
+    matrices=("experts.mlp.w1", "experts.mlp.v1", "experts.mlp.w2"),
+    layout=ExpertLayout.STACKED,
 )
 
 
@@ -76,6 +77,7 @@ def build(config: Config, context: Context) -> Model:
         routing=SoftmaxRouting(top_k, p_norm=norm),
         activation=read_activation(feed_forward.inner("ffn_act_fn"), "name", "silu"),
         names=_EXPERTS,
+        other_names=(),
     )
     theta = attention.optional_positive("rope_theta")
     rope = config if theta is None else Config({"rope_theta": theta}, config.source)

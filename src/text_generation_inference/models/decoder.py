@@ -16,6 +16,7 @@ from text_generation_inference.kernels.fused_decode import FusedDecode
 from text_generation_inference.kernels.matrices import Product
 from text_generation_inference.layers.cache import CacheSpec
 from text_generation_inference.layers.embedding import LearnedPositions, RowsOf, VocabWeight
+from text_generation_inference.layers.experts import Experts
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.layers.norm import Norm, RMSNorm, make_norm
 from text_generation_inference.layers.rotary import RopeSpec, build_table
@@ -99,10 +100,13 @@ class CausalLM(Model):
         return self.computes_in
 
     def adapt(self, names: Collection[str], are_equal: Callable[[str, str], bool] | None = None) -> None:
-        decoder, embedding = self.spec.names.decoder, self.spec.names.embedding
+        names, decoder, embedding = set(names), self.spec.names.decoder, self.spec.names.embedding
         stems = {each: f"{each}.{embedding}.weight".removeprefix(".") for each in decoder}
         found = next((each for each, stem in stems.items() if stem in names), None)
         self.model.name = decoder[0] if found is None else found
+        for layer in self.model.layers:
+            if isinstance(layer.mlp, Experts):
+                layer.mlp.adapt(f"{self.model.name}.{layer.name}.".removeprefix("."), names)
         head = next((each for each in self.spec.names.head if f"{each}.weight" in names), None)
         if head is None:
             if self.head is not None and self.spec.ties_without_head:

@@ -1,20 +1,24 @@
 """Feed-forwards as a spec describes them: dense, gated or not, or a mixture of experts."""
 
 from dataclasses import replace
+from functools import partial
 
 from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.layers.experts import (
     Experts,
+    ExpertTensors,
     Router,
     SharedExpert,
     StackedMatrix,
     expert_parts,
+    fused_bias_parts,
+    fused_expert_parts,
     stacked_expert_parts,
 )
 from text_generation_inference.layers.feed_forward import FeedForward
 from text_generation_inference.layers.linear import Linear, bias_parts, column_parts, row_linear
 from text_generation_inference.models.model import Context
-from text_generation_inference.models.spec import DenseSpec, ExpertsSpec, TensorNames
+from text_generation_inference.models.spec import DenseSpec, ExpertLayout, ExpertNames, ExpertsSpec, TensorNames
 from text_generation_inference.quant.method import InputForm
 from text_generation_inference.weights.declare import Part
 
@@ -73,15 +77,30 @@ def build_feed_forward(
         gate = Linear(ops, [Part(f"{spec.names.shared_gate}.weight", (1, hidden_size))]) if spec.shared_gate else None
         shared = SharedExpert(dense, gate)
     kept = parallel.split(spec.width, "the width of an expert")
-    find_parts = stacked_expert_parts if spec.names.is_stacked else expert_parts
-    gate_up, down = find_parts(spec.names.gate_up_down, spec.num_experts, spec.width, hidden_size, kept)
+    sizes = (spec.num_experts, spec.width, hidden_size, kept)
+
+    def find_tensors(stored: ExpertNames) -> ExpertTensors:
+        name, layout = stored.feed_forward or names.feed_forward, stored.layout
+        if layout is ExpertLayout.EACH:
+            parts = expert_parts(stored.matrices, *sizes)
+        elif layout is ExpertLayout.STACKED:
+            parts = stacked_expert_parts(stored.matrices, *sizes)
+        else:
+            transposed = layout is ExpertLayout.FUSED_TRANSPOSED
+            parts = fused_expert_parts(stored.matrices, *sizes, transposed, stored.alternating)
+        return ExpertTensors(name, stored.router, *parts)
+
+    found, (count, top_k) = find_tensors(spec.names), (spec.num_experts, spec.routing.top_k)
+    biases = (None, None) if spec.names.biases is None else fused_bias_parts(spec.names.biases, *sizes)
     return Experts(
         ops,
         parallel,
-        names.feed_forward,
-        Router(ops, spec.names.router, spec.num_experts, hidden_size, spec.routing, spec.router_bias),
-        StackedMatrix(ops, gate_up, spec.num_experts, spec.routing.top_k),
-        StackedMatrix(ops, down, spec.num_experts, spec.routing.top_k),
+        found.name,
+        Router(ops, found.router, count, hidden_size, spec.routing, spec.router_bias),
+        StackedMatrix(ops, found.gate_up, count, top_k, biases[0]),
+        StackedMatrix(ops, found.down, count, top_k, biases[1], adds_bias=parallel.rank == 0),
         shared,
         spec.activation,
+        spec.scale_inputs,
+        tuple(partial(find_tensors, other) for other in spec.other_names),
     )

@@ -77,9 +77,9 @@ class PreNormLayer(DecoderLayer):
 
     def as_fused_layer(self, k_cache: Tensor, v_cache: Tensor) -> FusedLayer | None:
         attention, mlp, norms = self.attention, self.mlp, (self.attention_norm, self.mlp_norm)
-        is_plain = attention.clip is None and attention.slopes is None and attention.heads.softcap is None
         has_norms = attention.q_norm is not None and attention.k_norm is not None
-        if not isinstance(mlp, DenseMlp) or not mlp.is_gated or not is_plain or self.spec.residual_factor != 1:
+        is_plain = attention.is_plain and self.spec.residual_factor == 1
+        if not isinstance(mlp, DenseMlp) or not mlp.is_gated or not is_plain:
             return None
         if not all(isinstance(norm, RMSNorm) for norm in norms) or (has_norms and not attention.norms_each_head):
             return None

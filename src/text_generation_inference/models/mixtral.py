@@ -9,6 +9,7 @@ from text_generation_inference.models.llama import TINY as LLAMA_TINY
 from text_generation_inference.models.mistral import DEFAULTS as MISTRAL_DEFAULTS
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.spec import (
+    FUSED_EXPERTS,
     ExpertNames,
     ExpertsSpec,
     TensorNames,
@@ -20,7 +21,7 @@ from text_generation_inference.models.spec import (
 
 DEFAULTS = {**MISTRAL_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}
 TINY = {**LLAMA_TINY, "intermediate_size": 48, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 24}
-NAMES = ExpertNames(gate_up_down=("experts.{}.w1", "experts.{}.w3", "experts.{}.w2"))
+NAMES = ExpertNames(matrices=("experts.{}.w1", "experts.{}.w3", "experts.{}.w2"))
 
 
 def build(config: Config, context: Context) -> Model:
@@ -33,6 +34,7 @@ def build(config: Config, context: Context) -> Model:
         routing=SoftmaxRouting(top_k, p_norm=1),
         activation=read_activation(config, default="silu"),
         names=NAMES,
+        other_names=(replace(FUSED_EXPERTS, feed_forward="mlp"),),
     )
     spec = with_experts(read_llama_like(config, windows=windows, theta=1e6), experts)
     return CausalLM(replace(spec, names=TensorNames(feed_forward="block_sparse_moe")), context)

@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "GPTBigCodeForCausalLM": "gpt_bigcode",
     "GPTJForCausalLM": "gptj",
     "GPTNeoXForCausalLM": "gpt_neox",
+    "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "InternLM2ForCausalLM": "internlm2",
     "LlamaForCausalLM": "llama",

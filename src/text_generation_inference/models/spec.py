@@ -46,6 +46,8 @@ class AttentionSpec:
     qk_norm: HeadNormSpec | None = None
     clip: float | None = None  # of q, k and v
     slopes: tuple[float, ...] = ()  # ALiBi, by head
+    sinks: str = ""  # the tensor of one more score for each head, without a value
+    attention_chunk: int | None = None  # a token sees only tokens of its own run of so many positions
 
     @property
     def scale(self) -> float:
@@ -62,19 +64,31 @@ class DenseSpec:
     is_gated: bool = True
 
 
+class ExpertLayout(StrEnum):
+    """How a checkpoint stores the matrices of experts."""
+
+    EACH = "each"  # gate, up and down of each expert
+    STACKED = "stacked"  # all gates `[experts * width, hidden]`, all ups and, transposed, all downs
+    FUSED = "fused"  # gates and ups `[experts, 2 * width, hidden]`, downs `[experts, hidden, width]`
+    FUSED_TRANSPOSED = "fused, transposed"  # `[experts, hidden, 2 * width]`, `[experts, width, hidden]`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
     """What checkpoints call the parts of a mixture of experts, relative to the feed-forward."""
 
     router: str = "gate"
-    gate_up_down: tuple[str, str, str] = (
-        "experts.{}.gate_proj",
-        "experts.{}.up_proj",
-        "experts.{}.down_proj",
-    )  # of each
-    is_stacked: bool = False  # one tensor `[experts * width, hidden]` for all experts, in place of a matrix for each
+    matrices: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj")
+    layout: ExpertLayout = ExpertLayout.EACH
+    alternating: bool = False  # of fused ones: gates and ups take turns
+    biases: tuple[str, str] | None = None  # of fused ones, in which gates and ups take turns
+    feed_forward: str = ""  # its own name, where that is not the one of all layers
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
+
+
+# As `transformers` 5 has them in memory, and in files that it is told to write so.
+FUSED_EXPERTS = ExpertNames(matrices=("experts.gate_up_proj", "experts.down_proj"), layout=ExpertLayout.FUSED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +102,9 @@ class ExpertsSpec:
     router_bias: bool = False
     shared: DenseSpec | None = None  # every token passes it
     shared_gate: bool = False  # its result is scaled by the sigmoid of a product
+    scale_inputs: bool = False  # the weights of experts are multiplied with what goes into them
     names: ExpertNames = ExpertNames()
+    other_names: tuple[ExpertNames, ...] = (FUSED_EXPERTS,)  # that a checkpoint may have instead
 
 
 class Join(StrEnum):

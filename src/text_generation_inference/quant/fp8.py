@@ -183,6 +183,11 @@ def choose_stored(matrix: Matrix, schemes: Sequence[Fp8Scheme | None]) -> Method
     by_name = {part.name: scheme for part, scheme in zip(matrix.parts, schemes, strict=True) if scheme is not None}
     if not by_name:
         return None
+    if any(part.number is not None for part in matrix.parts):
+        raise ModelFormatError(
+            f"{matrix.parts[0].name}: the experts lie in one tensor, which is not read in FP8. Use a version of the"
+            " model with a tensor for each expert, or in bfloat16 with `quantize` fp8."
+        )
     if matrix.may_round and _can_join(matrix.parts, schemes):
         return StoredFp8(next(iter(by_name.values())))
     return WidenedFp8(by_name, is_certain=matrix.may_round)

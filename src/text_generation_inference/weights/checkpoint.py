@@ -48,6 +48,7 @@ class Wanted(NamedTuple):
     start: int | None = None
     end: int | None = None
     on_host: bool = False
+    number: int | None = None  # along the first dimension: the others alone are then counted by `dim`
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +145,14 @@ class Checkpoint:
         start: int | None = None,
         end: int | None = None,
         on_host: bool = False,
+        number: int | None = None,
     ) -> Tensor:
         """One tensor, or its half-open range `start` to `end` along `dim`; no other bytes are read.
 
-        Where there is an upload it is on the device, unless it is wanted `on_host`.
+        With `number` all this is of one of the tensors that it consists of. Where there is an upload it is on the
+        device, unless it is wanted `on_host`.
         """
-        wanted = Wanted(name, dim, start, end, on_host)
+        wanted = Wanted(name, dim, start, end, on_host, number)
         if self.upload is None:
             return self._map(wanted)
         span = self._span(wanted)
@@ -161,6 +164,9 @@ class Checkpoint:
         """Where the bytes are, if they are all in one place."""
         stored = self._find(wanted.name)
         file, offset, shape = stored.file, stored.offset, stored.shape
+        if wanted.number is not None:
+            shape = shape[1:]
+            offset += wanted.number * torch.Size(shape).numel() * stored.dtype.itemsize
         if wanted.dim is not None:
             dim = wanted.dim % len(shape)
             first, last = _range(wanted, shape)
@@ -173,10 +179,14 @@ class Checkpoint:
 
     def _map(self, wanted: Wanted) -> Tensor:
         stored = self._find(wanted.name)
-        if wanted.dim is None:
+        if wanted.dim is None and wanted.number is None:
             return stored.file.opened.get_tensor(wanted.name)
         part = stored.file.opened.get_slice(wanted.name)
-        return part[(slice(None),) * (wanted.dim % len(stored.shape)) + (slice(*_range(wanted, stored.shape)),)]
+        shape = stored.shape if wanted.number is None else stored.shape[1:]
+        place = () if wanted.number is None else (wanted.number,)
+        if wanted.dim is not None:
+            place = (*place, *(slice(None),) * (wanted.dim % len(shape)), slice(*_range(wanted, shape)))
+        return part[place]
 
     @property
     def block_types(self) -> dict[str, str]:

@@ -41,10 +41,16 @@ class Part:
     transposed: bool = False  # stored `[in, out]`: turned round once the slice has been read
     arrangement: Arrangement | None = None  # of the rows that were read
     random_std: float = 0.02  # of the numbers that take its place where there is no checkpoint
+    number: int | None = None  # of several in one tensor, one after the other: `dim` is a dimension of this one
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Before it is sliced."""
+        return self.shape if self.number is None else self.shape[1:]
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        sizes = list(self.shape)
+        sizes = list(self.whole_shape)
         if self.dim is not None:
             sizes[self.dim] = self.end - self.start
         if self.transposed:
@@ -65,7 +71,9 @@ class Part:
 
     def wanted(self, name: str) -> Wanted:
         """This slice of the tensor `name`."""
-        return Wanted(name) if self.dim is None else Wanted(name, self.dim, self.start, self.end)
+        if self.dim is None:
+            return Wanted(name, number=self.number)
+        return Wanted(name, self.dim, self.start, self.end, number=self.number)
 
 
 Parts = list[tuple[str, Part]]  # with the names that a checkpoint has for them
@@ -83,6 +91,10 @@ class Beside:
 
 class Storage:
     """How a declared tensor is stored: here a plain tensor for each part. Matrices have methods of `quant`."""
+
+    def holder(self, part: Part) -> tuple[str, tuple[int, ...]]:
+        """The tensor that holds a part in a checkpoint: name relative to the module's parent, and shape."""
+        return part.name, part.shape
 
     def declare(self, part: Part) -> dict[str, Beside]:
         """What a checkpoint has beside a part, by name relative to the module's parent."""

@@ -100,7 +100,8 @@ def _expected_tensors(model: Module) -> tuple[dict[str, Shapes], dict[str, Shape
     for prefix, module in model.walk():
         for declared in module.declare():
             for part in declared.parts:
-                needed[prefix + part.name] = (part.shape,)
+                holder, shape = declared.storage.holder(part)
+                needed[prefix + holder] = (shape,)
                 for name, beside in declared.storage.declare(part).items():
                     (needed if beside.needed else optional)[prefix + name] = beside.shapes
         for number in module.declare_numbers():
@@ -181,11 +182,12 @@ def load_dummy(
 
 def _random(name: str, part: Part, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     # The CPU generator looks at 32 bits of its seed only.
-    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-    if len(part.shape) == 1:
-        value = torch.ones(part.shape, dtype=dtype, device=device)
+    number = "" if part.number is None else f".{part.number}"
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}{number}".encode()))
+    if len(part.whole_shape) == 1:
+        value = torch.ones(part.whole_shape, dtype=dtype, device=device)
     else:
-        value = torch.empty(part.shape, dtype=dtype, device=device)
+        value = torch.empty(part.whole_shape, dtype=dtype, device=device)
         value.normal_(0, part.random_std, generator=generator)
     if part.dim is not None:
         value = value.narrow(part.dim, part.start, part.end - part.start).clone()

@@ -383,13 +383,18 @@ class NativeOps:
         window: int | None = None,  # a token sees itself and the `window - 1` tokens before it
         softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
         kv_scales: tuple[float, float] = (1.0, 1.0),
-        slopes: Tensor | None = None,  # which the kernel does not add
+        slopes: Tensor | None = None,  # these three are not of the kernel
+        sinks: Tensor | None = None,
+        attention_chunk: int | None = None,
     ) -> Tensor:
         """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
         tokens, heads, head_dim = q.shape
         meta = batch.meta
-        if not isinstance(meta, PagedMeta) or slopes is not None:
-            return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes)
+        is_known = slopes is None and sinks is None and attention_chunk is None
+        if not isinstance(meta, PagedMeta) or not is_known:
+            return reference.attention(
+                q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
+            )
         tables = meta.block_tables
         seq_lens = batch.seq_lens
         if not (

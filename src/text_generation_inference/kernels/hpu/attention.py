@@ -98,11 +98,15 @@ class HpuAttention:
         softcap: float | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),
         slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        attention_chunk: int | None = None,
     ) -> Tensor:
         """See `kernels.reference.attention`."""
-        if slopes is not None:
+        if slopes is not None or sinks is not None or attention_chunk is not None:
             self._own = None
-            return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes)
+            return reference.attention(
+                q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
+            )
         if isinstance(batch.meta, BlockLists):
             return self._decode_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
         if isinstance(batch.meta, WholePrompts):

@@ -153,10 +153,14 @@ class PagedAttention:
         softcap: float | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),  # what values of a cache in FP8 are multiplied with
         slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        attention_chunk: int | None = None,
     ) -> Tensor:
         meta = batch.meta
         if not isinstance(meta, PagedMeta) or meta.table_rows is None:
-            return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes)
+            return reference.attention(
+                q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
+            )
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         numbers = (scale, softcap or 1.0, *kv_scales)
         d_pad = max(16, triton.next_power_of_2(q.shape[2]))
@@ -164,6 +168,7 @@ class PagedAttention:
             "GROUP": q.shape[1] // k_cache.shape[2], "D": q.shape[2], "D_PAD": d_pad, "BLOCK_SIZE": k_cache.shape[1],
             "WINDOW": window or 0, "SOFTCAP": softcap is not None, "SMALL": k_cache.dtype is FP8,
             "slopes": q if slopes is None else slopes, "ALIBI": slopes is not None,
+            "sinks": q if sinks is None else sinks, "SINKS": sinks is not None, "CHUNK": attention_chunk or 0,
         }  # fmt: skip
         # Steps with prompts have more tokens than this is for, or are queued op by op, where launching takes longer.
         dependent = dependent_launch(q.shape[0]) and meta.prefill_tiles is None
@@ -208,7 +213,7 @@ class PagedAttention:
         if k is None or v is None or k.stride(0) != v.stride(0):
             self._prefill_tiles(q, None, None, k_cache, v_cache, meta, tiles, out, numbers, same, True)
             return
-        plain = same["WINDOW"] == 0 and not same["SOFTCAP"] and not same["ALIBI"]
+        plain = not any(same[each] for each in ("WINDOW", "SOFTCAP", "ALIBI", "SINKS", "CHUNK"))
         if self.prompts is not None and plain and self.prompts(q, k, v, batch, out, numbers[0]):
             return
         after, before = tiles[: meta.num_prefix_tiles], tiles[meta.num_prefix_tiles :]
@@ -267,7 +272,7 @@ class PagedAttention:
         aligned = q.stride(0) % 8 == 0 and q.data_ptr() % 16 == 0 and q.stride(1) == same["D"]
         return (
             self.specialised is not None and aligned and q.dtype.itemsize == 2 and same["D"] == 128
-            and not same["SOFTCAP"] and not same["ALIBI"] and self.prefill_choice is None
+            and not any(same[each] for each in ("SOFTCAP", "ALIBI", "SINKS", "CHUNK")) and self.prefill_choice is None
         )  # fmt: skip
 
     def _prefill_tiles(
@@ -295,7 +300,8 @@ class PagedAttention:
             keys, values = (_as_tiles(part, choice.block) for part in (k, v))
             prefill_in_bulk[(q.shape[1], num_tiles * sub)](
                 q, keys, values, out, tiles, *numbers[:2], q.stride(0), q.stride(1), out.stride(0),
-                GROUP=same["GROUP"], D=same["D"], WINDOW=same["WINDOW"], SOFTCAP=same["SOFTCAP"], **launched,
+                **{name: same[name] for name in ("sinks", "GROUP", "D", "WINDOW", "SOFTCAP", "SINKS", "CHUNK")},
+                **launched,
             )  # fmt: skip
             return
         own_k, own_v = (k, v) if k is not None else (q, q)

@@ -32,11 +32,23 @@ def _range(largest):
 
 
 @triton.jit
-def _part(seq_len, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first token that a query there sees, where a window or the query's own chunk of positions bounds it."""
+    if CHUNK > 0:
+        first = position // CHUNK * CHUNK
+        if WINDOW > 0:
+            first = tl.maximum(first, position - WINDOW + 1)
+    else:
+        first = position - WINDOW + 1
+    return tl.maximum(first, 0)
+
+
+@triton.jit
+def _part(seq_len, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """(first token, token after the last, number of parts that have any) of this part."""
     first = 0
-    if WINDOW > 0:
-        first = tl.maximum(seq_len - WINDOW, 0) // BLOCK_N * BLOCK_N
+    if WINDOW > 0 or CHUNK > 0:
+        first = first_seen(seq_len - 1, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
     size = tl.cdiv(tl.cdiv(seq_len - first, splits), BLOCK_N) * BLOCK_N
     active = tl.maximum(tl.cdiv(seq_len - first, tl.maximum(size, 1)), 1)
     start = first + split * size
@@ -107,11 +119,11 @@ def _finish(
 @triton.jit
 def decode_by_group(
     q, k_cache, v_cache, out, partial, stats, counters, tables, table_rows, seq_lens, scale, softcap, k_scale, v_scale,
-    q_token, q_head, out_token, k_block, k_token, k_head, v_block, v_token, v_head, table_stride, slopes,
+    q_token, q_head, out_token, k_block, k_token, k_head, v_block, v_token, v_head, table_stride, slopes, sinks,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SAME_STRIDES: tl.constexpr, SMALL: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr, ALIBI: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """All query heads of a key/value head at once, on tensor cores, which want at least 16 of them."""
     kv, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -120,7 +132,7 @@ def decode_by_group(
     if DEPENDENT:
         wait_for_kernel_before()
     splits = tl.num_programs(2) if SPLIT else 1
-    start, end, active = _part(seq_len, split, splits, BLOCK_N, WINDOW)
+    start, end, active = _part(seq_len, split, splits, BLOCK_N, WINDOW, CHUNK)
     if split < active:
         M: tl.constexpr = GROUP_PAD if GROUP_PAD > 16 else 16
         g, d = tl.arange(0, M), tl.arange(0, D_PAD)
@@ -140,6 +152,10 @@ def decode_by_group(
         table = tables + tl.maximum(slot, 0) * table_stride
         best = tl.full((M,), LEAST, tl.float32)
         total = tl.zeros((M,), tl.float32)
+        if SINKS:  # the first part has seen it
+            sink = tl.load(sinks + kv * GROUP + g, mask=g < GROUP, other=0.0)
+            best = tl.where(split == 0, tl.maximum(sink * LOG2E, LEAST), LEAST)
+            total += tl.where(split == 0, 1.0, 0.0)
         acc = tl.zeros((M, D_PAD), tl.float32)
         k_base, v_base = k_cache + kv * k_head, v_cache + kv * v_head
         for n0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
@@ -156,8 +172,8 @@ def decode_by_group(
             if ALIBI:
                 s += slope[:, None] * (n - seq_len + 1)[None, :]
             visible = n < end
-            if WINDOW > 0:
-                visible = visible & (n >= seq_len - WINDOW)
+            if WINDOW > 0 or CHUNK > 0:
+                visible = visible & (n >= first_seen(seq_len - 1, WINDOW, CHUNK))
             s = tl.where(visible[None, :], s * LOG2E, NO_SCORE)
             new_best = tl.maximum(best, tl.max(s, 1))
             shrink = tl.exp2(best - new_best)
@@ -174,11 +190,11 @@ def decode_by_group(
 @triton.jit
 def decode_by_lane(
     q, k_cache, v_cache, out, partial, stats, counters, tables, table_rows, seq_lens, scale, softcap, k_scale, v_scale,
-    q_token, q_head, out_token, k_block, k_token, k_head, v_block, v_token, v_head, table_stride, slopes,
+    q_token, q_head, out_token, k_block, k_token, k_head, v_block, v_token, v_head, table_stride, slopes, sinks,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SAME_STRIDES: tl.constexpr, SMALL: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr, ALIBI: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One query head with keys of its own (GROUP is 1). Tokens n, n + LANES, ... are a lane with a softmax of its own.
 
@@ -192,7 +208,7 @@ def decode_by_lane(
     if DEPENDENT:
         wait_for_kernel_before()
     splits = tl.num_programs(2) if SPLIT else 1
-    start, end, active = _part(seq_len, split, splits, BLOCK_N, WINDOW)
+    start, end, active = _part(seq_len, split, splits, BLOCK_N, WINDOW, CHUNK)
     if split < active:
         d = tl.arange(0, D_PAD)
         factor = scale
@@ -210,6 +226,10 @@ def decode_by_lane(
         table = tables + tl.maximum(slot, 0) * table_stride
         best = tl.full((LANES,), LEAST, tl.float32)
         total = tl.zeros((LANES,), tl.float32)
+        if SINKS:  # the first lane of the first part has seen it
+            has_sink = (tl.arange(0, LANES) == 0) & (split == 0)
+            best = tl.where(has_sink, tl.maximum(tl.load(sinks + kv) * LOG2E, LEAST), LEAST)
+            total = tl.where(has_sink, 1.0, 0.0)
         acc = tl.zeros((LANES, D_PAD), tl.float32)
         k_base, v_base = k_cache + kv * k_head, v_cache + kv * v_head
         for n0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
@@ -229,8 +249,8 @@ def decode_by_lane(
             if ALIBI:
                 s += slope * (n - seq_len + 1)
             visible = n < end
-            if WINDOW > 0:
-                visible = visible & (n >= seq_len - WINDOW)
+            if WINDOW > 0 or CHUNK > 0:
+                visible = visible & (n >= first_seen(seq_len - 1, WINDOW, CHUNK))
             s = tl.reshape(tl.where(visible, s * LOG2E, NO_SCORE), (BLOCK_N // LANES, LANES))
             new_best = tl.maximum(best, tl.max(s, 0))
             shrink = tl.exp2(best - new_best)

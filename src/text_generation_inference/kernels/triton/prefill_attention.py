@@ -10,7 +10,7 @@ A kernel for prompts without tokens before them (not PREFIX) has registers for l
 import triton
 import triton.language as tl
 
-from text_generation_inference.kernels.triton.decode_attention import LEAST, LOG2E, NO_SCORE, tanh
+from text_generation_inference.kernels.triton.decode_attention import LEAST, LOG2E, NO_SCORE, first_seen, tanh
 from text_generation_inference.kernels.triton.launch import wait_for_kernel_before
 
 
@@ -40,9 +40,9 @@ def look(
 
 @triton.jit
 def _look_at_cache(
-    queries, k_base, v_base, table, start, end, positions, acc, best, total, scale, softcap,
+    queries, k_base, v_base, table, start, end, positions, oldest, acc, best, total, scale, softcap,
     slope, k_block, k_token, v_block, v_token, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Cached tokens from `start` to `end`; whole tiles that every query sees, unless MASKED."""
     d = tl.arange(0, D_PAD)
@@ -56,8 +56,8 @@ def _look_at_cache(
         keys = tl.load(k_base + keys_at[:, None] + d[None, :], mask=mask, other=0.0)
         values = tl.load(v_base + values_at[:, None] + d[None, :], mask=mask, other=0.0)
         visible = (n[None, :] <= positions[:, None]) & (n < end)[None, :]
-        if WINDOW > 0:
-            visible = visible & (n[None, :] > positions[:, None] - WINDOW)
+        if BOUNDED:
+            visible = visible & (n[None, :] >= oldest[:, None])
         acc, best, total = look(
             queries, keys, values, visible, acc, best, total, scale, softcap, MASKED, SOFTCAP, slope,
             n[None, :] - positions[:, None], ALIBI,
@@ -67,11 +67,11 @@ def _look_at_cache(
 
 @triton.jit
 def _look_at_own(
-    queries, k_base, v_base, start, end, positions, acc, best, total, scale, softcap, slope, token_stride,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    queries, k_base, v_base, start, end, positions, oldest, acc, best, total, scale, softcap, slope, token_stride,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Tokens `start` to `end` of the chunk; `positions` count from its first. Whole tiles, unless MASKED."""
+    """Tokens `start` to `end` of the chunk; positions count from its first. Whole tiles, unless MASKED."""
     d = tl.arange(0, D_PAD)
     i = tl.arange(0, BLOCK_N)
     inside = i[:, None] * token_stride + d[None, :]  # the same in every tile
@@ -87,8 +87,8 @@ def _look_at_own(
         else:
             keys, values = tl.load(keys_at), tl.load(values_at)
         visible = (n0 + i)[None, :] <= positions[:, None]
-        if WINDOW > 0:
-            visible = visible & ((n0 + i)[None, :] > positions[:, None] - WINDOW)
+        if BOUNDED:
+            visible = visible & ((n0 + i)[None, :] >= oldest[:, None])
         acc, best, total = look(
             queries, keys, values, visible, acc, best, total, scale, softcap, MASKED, SOFTCAP, slope,
             (n0 + i)[None, :] - positions[:, None], ALIBI,
@@ -100,11 +100,11 @@ def _look_at_own(
 def prefill(
     q, k, v, k_cache, v_cache, out, tables, tiles, scale, softcap, k_scale, v_scale,
     q_token, q_head, out_token, own_token_stride, own_k_head, own_v_head,
-    k_block, k_token, k_head, v_block, v_token, v_head, table_stride, slopes,
+    k_block, k_token, k_head, v_block, v_token, v_head, table_stride, slopes, sinks,
     GROUP: tl.constexpr, TILE_WORDS: tl.constexpr, SUB: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, OWN: tl.constexpr, PREFIX: tl.constexpr, SMALL: tl.constexpr, DEPENDENT: tl.constexpr,
-    ALIBI: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """M queries of one prompt, one head. A tile: slot, token in the batch, its position, count, start of the chunk."""
     if DEPENDENT:
@@ -129,27 +129,33 @@ def prefill(
         if OWN:
             cached = tl.load(tile + 4)
         start, masked_from = 0, tl.minimum(cached, first + 1) // BLOCK_N * BLOCK_N
-        if WINDOW > 0:
-            start = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        BOUNDED: tl.constexpr = WINDOW > 0 or CHUNK > 0
+        oldest = position + m
+        if BOUNDED:
+            start = first_seen(first, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
             masked_from = start
+            oldest = first_seen(position + m, WINDOW, CHUNK)
         best = tl.full((M,), LEAST, tl.float32)
         total = tl.zeros((M,), tl.float32)
+        if SINKS:
+            best = tl.maximum(best, tl.load(sinks + head) * LOG2E)
+            total += 1.0
         acc = tl.zeros((M, D_PAD), tl.float32)
         table = tables + slot * table_stride
         k_base, v_base, cache_scale = k_cache + kv * k_head, v_cache + kv * v_head, scale
         if SMALL:
             cache_scale = scale * k_scale
         if PREFIX:
-            if WINDOW == 0:
+            if not BOUNDED:
                 acc, best, total = _look_at_cache(
-                    queries, k_base, v_base, table, start, masked_from, position + m, acc, best, total, cache_scale,
-                    softcap, slope, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP,
-                    ALIBI, False,
+                    queries, k_base, v_base, table, start, masked_from, position + m, oldest, acc, best, total,
+                    cache_scale, softcap, slope, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N,
+                    BOUNDED, SOFTCAP, ALIBI, False,
                 )  # fmt: skip
             acc, best, total = _look_at_cache(
-                queries, k_base, v_base, table, masked_from, cached, position + m, acc, best, total, cache_scale,
-                softcap, slope, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP,
-                ALIBI, True,
+                queries, k_base, v_base, table, masked_from, cached, position + m, oldest, acc, best, total,
+                cache_scale, softcap, slope, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N,
+                BOUNDED, SOFTCAP, ALIBI, True,
             )  # fmt: skip
             if SMALL:
                 acc = acc * v_scale
@@ -158,17 +164,19 @@ def prefill(
             own_k = k + own_token * own_token_stride + kv * own_k_head
             own_v = v + own_token * own_token_stride + kv * own_v_head
             own_start, own_masked_from = 0, (first - cached) // BLOCK_N * BLOCK_N
-            if WINDOW > 0:
-                own_start = tl.maximum(first - cached - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+            if BOUNDED:
+                own_start = tl.maximum(first_seen(first, WINDOW, CHUNK) - cached, 0) // BLOCK_N * BLOCK_N
                 own_masked_from = own_start
-            if WINDOW == 0:
+            if not BOUNDED:
                 acc, best, total = _look_at_own(
-                    queries, own_k, own_v, own_start, own_masked_from, position - cached + m, acc, best, total, scale,
-                    softcap, slope, own_token_stride, D, D_PAD, BLOCK_N, WINDOW, SOFTCAP, ALIBI, False,
+                    queries, own_k, own_v, own_start, own_masked_from, position - cached + m, oldest - cached, acc,
+                    best, total, scale, softcap, slope, own_token_stride, D, D_PAD, BLOCK_N, BOUNDED, SOFTCAP, ALIBI,
+                    False,
                 )  # fmt: skip
             acc, best, total = _look_at_own(
-                queries, own_k, own_v, own_masked_from, end - cached, position - cached + m, acc, best, total, scale,
-                softcap, slope, own_token_stride, D, D_PAD, BLOCK_N, WINDOW, SOFTCAP, ALIBI, True,
+                queries, own_k, own_v, own_masked_from, end - cached, position - cached + m, oldest - cached, acc,
+                best, total, scale, softcap, slope, own_token_stride, D, D_PAD, BLOCK_N, BOUNDED, SOFTCAP, ALIBI,
+                True,
             )  # fmt: skip
         result = (acc / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty)
         tl.store(out + (token + m)[:, None] * out_token + head * D + d[None, :], result, mask=q_mask)
