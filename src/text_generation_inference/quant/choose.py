@@ -10,7 +10,7 @@ from typing import Any
 
 from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.files import read_json_object
-from text_generation_inference.quant import fp8_formats, gguf
+from text_generation_inference.quant import fp8_formats, gguf, mxfp4
 from text_generation_inference.quant.cache_scales import CacheScales
 from text_generation_inference.quant.fp8 import ON_LOADING
 from text_generation_inference.quant.method import PLAIN, Matrix
@@ -23,6 +23,7 @@ METHODS = {
     "fp8": fp8_formats.detect,
     "compressed-tensors": fp8_formats.detect,
     "fbgemm_fp8": fp8_formats.detect,
+    "mxfp4": mxfp4.detect,
 }
 
 
@@ -44,6 +45,8 @@ def choose_quantization(asked: str | None, stored: Quantization | None) -> Quant
         )
     if asked == "fp8" and stored is None:
         return ON_LOADING
+    if asked == "fp8" and isinstance(stored, mxfp4.Mxfp4Experts):
+        return mxfp4.Mxfp4Experts(into_fp8=True)
     return stored
 
 

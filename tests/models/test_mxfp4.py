@@ -1,0 +1,77 @@
+"""GPT-OSS as it is published: experts in MXFP4."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from driving import Tiny, make_tiny
+from ranks import PROMPT, logits_of_threads
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.launch.check import check_model
+
+VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`[experts, out, in]` -> blocks and scales as they are stored, and what they stand for."""
+    groups = weight.unflatten(-1, (-1, 32))
+    exponents = (groups.abs().amax(-1) / 6).log2().ceil()
+    codes = (groups[..., None] / exponents.exp2()[..., None, None] - VALUES).abs().argmin(-1)
+    blocks = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+    return blocks, (exponents + 127).to(torch.uint8), (VALUES[codes] * exponents.exp2()[..., None]).flatten(-2)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """The model has what its file stands for. Two ranks have 16 columns of `down_proj` each: half a group."""
+    made = make_tiny("GptOss", {}, tmp_path_factory.mktemp("plain"))
+    folder = tmp_path_factory.mktemp("mxfp4")
+    tensors = load_file(made.folder / "model.safetensors")
+    parameters = dict(made.model.named_parameters())
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        blocks, scales, values = pack(tensors.pop(name).transpose(1, 2))
+        tensors |= {f"{name}_blocks": blocks.contiguous(), f"{name}_scales": scales.contiguous()}
+        parameters[name].data.copy_(values.transpose(1, 2))
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((made.folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIG}))
+    return Tiny(folder, made.model)
+
+
+def test_what_is_stored_is_what_is_computed(tiny: Tiny) -> None:
+    with torch.no_grad():
+        expected = tiny.model(torch.tensor([PROMPT])).logits[0]
+    for world in (1, 2):
+        torch.testing.assert_close(logits_of_threads(tiny.folder, world), expected, atol=1e-4, rtol=1e-4)
+    small = logits_of_threads(tiny.folder, 2, quantize="fp8")
+    assert not torch.allclose(small, expected, atol=1e-2, rtol=1e-2)
+    assert torch.corrcoef(torch.stack((small.flatten(), expected.flatten())))[0, 1] > 0.98
+
+
+def test_check(tiny: Tiny) -> None:
+    report = check_model(ServerConfig(model_id=str(tiny.folder), device="cpu", dtype="float32"))
+    parameters = sum(each.numel() for each in tiny.model.parameters())
+    assert report.is_supported
+    assert (report.parameters, report.weight_bytes) == (parameters, 4 * parameters)
+
+
+def test_damaged_files_are_named(tiny: Tiny, tmp_path: Path) -> None:
+    tensors = load_file(tiny.folder / "model.safetensors")
+    (tmp_path / "config.json").write_text((tiny.folder / "config.json").read_text())
+    scales = "model.layers.1.mlp.experts.down_proj_scales"
+    blocks = "model.layers.0.mlp.experts.gate_up_proj_blocks"
+    cases = {
+        f"lacks the tensor {scales}": {name: tensor for name, tensor in tensors.items() if name != scales},
+        f"{scales} .* has shape": {**tensors, scales: tensors[scales][:, :3].contiguous()},
+        f"{blocks} .* has type int8": {**tensors, blocks: tensors[blocks].view(torch.int8)},
+    }
+    for message, changed in cases.items():
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(ModelFormatError, match=message):
+            logits_of_threads(tmp_path, 1)
