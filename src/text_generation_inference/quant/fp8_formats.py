@@ -17,7 +17,8 @@ from text_generation_inference.quant.quantization import Quantization
 
 _WAY_OUT = (
     "Matrices in FP8 (e4m3) are: `fp8`, `compressed-tensors` with float weights of 8 bits, and `fbgemm_fp8`; experts"
-    " may be in `mxfp4`. Use such a version of the model, a GGUF file, or the unquantised model, with `quantize` fp8 if it should be small."
+    " may be in `mxfp4`. Use such a version of the model, a GGUF file, or the unquantised model, with `quantize` fp8 if"
+    " it should be small."
 )
 
 
