@@ -60,6 +60,25 @@ def test_an_image_is_text_in_every_template(name: str) -> None:
     assert "![](https://x/y.png)" in render(name, {"role": "user", "content": [image]})
 
 
+def test_effort_turns_thinking_on_and_off() -> None:
+    """Templates of the families have two names for it; what the caller gives by name comes first."""
+    source = "{{ enable_thinking }} {{ thinking }} {{ reasoning_effort }}"
+    assert render_by(source, HI) == "  "
+    assert render_by(source, HI, reasoning_effort="none") == "False False none"
+    assert render_by(source, HI, reasoning_effort="low") == "True True low"
+    given = {"enable_thinking": True, "chat_template_kwargs": {"thinking": "yes"}}
+    assert render_by(source, HI, reasoning_effort="none", **given) == "True yes none"
+
+
+def test_thoughts_are_sent_back_under_any_name() -> None:
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        message = {"role": "assistant", "content": "Yes.", name: "Hm."}
+        source = "{{ messages[1].reasoning_content }} {{ messages[1].thinking }}"
+        assert render_by(source, HI, message, HI) == "Hm. Hm."
+    odd = {"role": "assistant", "content": "Yes.", "reasoning": {"effort": 1}, "thinking": None}
+    assert render_by("{{ messages[1].reasoning_content }}|", HI, odd, HI) == "|"
+
+
 # Gemma's and the older Mistral's way: no words for a system, and turns that must alternate.
 STRICT = """{{ bos_token }}{% if messages[0].role == 'system' %}
     {{- raise_exception('System role not supported') }}

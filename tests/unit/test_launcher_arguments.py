@@ -66,6 +66,7 @@ TABLE: list[tuple[str, str, str, str, Any]] = [
     ("--ngrok-edge", "NGROK_EDGE", "e", "ngrok_edge", "e"),
     ("--tokenizer-config-path", "TOKENIZER_CONFIG_PATH", "/t.json", "tokenizer_config_path", "/t.json"),
     ("--disable-grammar-support", "DISABLE_GRAMMAR_SUPPORT", "", "disable_grammar_support", True),
+    ("--reasoning-format", "REASONING_FORMAT", "none", "reasoning_format", "none"),
     ("--env", "", "", "env", True),
     ("-e", "", "", "env", True),
     ("--max-client-batch-size", "MAX_CLIENT_BATCH_SIZE", "6", "max_client_batch_size", 6),
@@ -197,6 +198,7 @@ def test_defaults_of_the_reference() -> None:
     assert {name: getattr(config, name) for name in expected} == expected
     others = {"cors_allow_origin": [], "log_level": "info", "load_format": "safetensors", "device": "auto"}
     others["max_step_ms"] = 250
+    others["reasoning_format"] = "auto"
     switches = ("prefix_caching", "prefill_chunking", "custom_kernels", "overlap", "warmup_enabled")
     gaudi = ("enable_hpu_graph", "use_flash_attention", "flash_attention_recompute")
     others |= dict.fromkeys((*switches, *gaudi), True)

@@ -148,14 +148,15 @@ EXCEPTIONS = {
     "Completion: ((Chunk & {object: string of ['text_completion']}) | (CompletionFinal & {object: string of "
     "['text_completion']})) -> (Chunk | CompletionFinal)": "`object` is part of both",
     "ChatCompletionDelta: (TextMessage | ToolCallDelta) -> {content?: string, "
-    "function_call?: Function, role?: string, "
+    "function_call?: Function, reasoning?: string, reasoning_content?: string, role?: string, "
     "tool_calls?: [DeltaToolCall]}": ONE_MESSAGE,
     "OutputMessage: (TextMessage | ToolCallMessage) -> {content?: string or null, "
-    "function_call?: OutputFunction, refusal?: string or null, "
+    "function_call?: OutputFunction, reasoning?: string, reasoning_content?: string, refusal?: string or null, "
     "role?: string, tool_calls?: [OutputToolCall]}": ONE_MESSAGE,
     "Message: (MessageBody & {name?: string or null, role: string}) -> {content?: MessageContent or null, "
-    "function_call?: FunctionCall or null, name?: string or null, reasoning_content?: string or null, "
-    "refusal?: string or null, role: string, tool_call_id?: string or null, tool_calls?: [ToolCall] or null}": ONE_MESSAGE,
+    "function_call?: FunctionCall or null, name?: string or null, reasoning?: anything, "
+    "reasoning_content?: string or null, refusal?: string or null, role: string, thinking?: anything, "
+    "tool_call_id?: string or null, tool_calls?: [ToolCall] or null}": ONE_MESSAGE,
     "MessageBody: missing": ONE_MESSAGE,
     "TextMessage: missing": ONE_MESSAGE,
     "ToolCallMessage: missing": ONE_MESSAGE,
@@ -194,7 +195,7 @@ EXCEPTIONS = {
     "ToolCall.function: FunctionDefinition -> FunctionCall": "a call is no definition",
     "ToolChoice: (string of ['auto'] | string of ['none'] | string of ['required'] | {function: FunctionName}) -> "
     "(NamedToolChoice | string)": "any other string is the name of a function (section 7.1)",
-    "Usage: more ['prompt_tokens_details']": OPENAI_FIELDS,
+    "Usage: more ['completion_tokens_details', 'prompt_tokens_details']": OPENAI_FIELDS,
 }
 OPEN_ENDED = {"ChatRequest: more", "CompletionRequest: more"}
 

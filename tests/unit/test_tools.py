@@ -17,6 +17,8 @@ from text_generation_inference.errors import ValidationError
 from text_generation_inference.text.chat_template import ChatTemplate
 from text_generation_inference.text.grammar import json_grammar, regex_grammar
 from text_generation_inference.text.model_folder import SpecialTokens
+from text_generation_inference.text.output import RequestText
+from text_generation_inference.text.stopping import StopStrings
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.text.tools import (
     CallArguments,
@@ -36,9 +38,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 NAMES = ["get_weather", "search", "f"]
 
 HERMES = ToolFormat("hermes")
-LLAMA = ToolFormat("llama3", (), frozenset({"<|python_tag|>"}), frozenset({"<|eom_id|>", "<|eot_id|>", "<|eot|>"}))
-MISTRAL = ToolFormat("mistral", (), frozenset({"[TOOL_CALLS]"}), frozenset({"</s>", "<s>"}))
-ARGS = ToolFormat("mistral_args", (), frozenset({"[TOOL_CALLS]", "[ARGS]"}), frozenset({"</s>"}))
+LLAMA = ToolFormat("llama3", (), frozenset({"<|python_tag|>"}))
+MISTRAL = ToolFormat("mistral", (), frozenset({"[TOOL_CALLS]"}))
+ARGS = ToolFormat("mistral_args", (), frozenset({"[TOOL_CALLS]", "[ARGS]"}))
 DEEPSEEK = ToolFormat("deepseek")
 JSON = ToolFormat("json")
 FORMATS = {"hermes": HERMES, "llama3": LLAMA, "mistral": MISTRAL, "args": ARGS, "deepseek": DEEPSEEK, "json": JSON}
@@ -135,9 +137,9 @@ CASES: list[tuple[str, str, Result]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": True}}</tool_call>', ("", [("f", '{"a": True}')])),
     ("hermes", '{"name": "f", "arguments": {}}', ('{"name": "f", "arguments": {}}', [])),
     # -- Llama 3
-    ("llama3", "Hello, you.<|eot_id|>", ("Hello, you.", [])),
-    ("llama3", f'{{"name": "get_weather", "parameters": {KOELN}}}<|eot_id|>', ("", [WEATHER])),
-    ("llama3", f'<|python_tag|>{{"name": "get_weather", "parameters": {KOELN}}}<|eom_id|>', ("", [WEATHER])),
+    ("llama3", "Hello, you.", ("Hello, you.", [])),
+    ("llama3", f'{{"name": "get_weather", "parameters": {KOELN}}}', ("", [WEATHER])),
+    ("llama3", f'<|python_tag|>{{"name": "get_weather", "parameters": {KOELN}}}', ("", [WEATHER])),
     ("llama3", '<|python_tag|>{"name": "no_such", "parameters": {}}', ("", [("no_such", "{}")])),
     ("llama3", '{"name": "no_such", "parameters": {}}', ('{"name": "no_such", "parameters": {}}', [])),
     (
@@ -149,7 +151,7 @@ CASES: list[tuple[str, str, Result]] = [
     ("llama3", '{"name": "f", "parameters": {}}; ', ("", [("f", "{}")])),
     ("llama3", '{"type": "function", "name": "f", "parameters": {}}', ("", [("f", "{}")])),
     ("llama3", '{"type": "function", "function": "f", "parameters": {"a": 1}}', ("", [("f", '{"a": 1}')])),
-    ("llama3", "<|python_tag|>print(1)<|eom_id|>", ("print(1)", [])),
+    ("llama3", "<|python_tag|>print(1)", ("print(1)", [])),
     ("llama3", 'I call:\n{"name": "f", "parameters": {}}', ("I call:", [("f", "{}")])),
     ("llama3", 'I say {"name": "f", "parameters": {}}', ('I say {"name": "f", "parameters": {}}', [])),
     (
@@ -158,10 +160,10 @@ CASES: list[tuple[str, str, Result]] = [
         ('{"answer": 42,\n{"name": "f", "parameters": {}}', []),
     ),
     ("llama3", "text <|eot_i and <|", ("text <|eot_i and <|", [])),
-    ("llama3", "text <|eot|><|eot_id|>", ("text ", [])),
+    ("llama3", "text ", ("text ", [])),
     # -- Mistral
-    ("mistral", "Bonjour </s>", ("Bonjour ", [])),
-    ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {KOELN}}}]</s>', ("", [WEATHER])),
+    ("mistral", "Bonjour ", ("Bonjour ", [])),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {KOELN}}}]', ("", [WEATHER])),
     (
         "mistral",
         f'[TOOL_CALLS][{{"name": "f", "arguments": {{}}, "id": "abcdefghi"}}, {{"name": "get_weather", "arguments": {KOELN}}}]',
@@ -172,10 +174,10 @@ CASES: list[tuple[str, str, Result]] = [
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, ', ("", [("f", "{}")])),
     ("mistral", "[TOOL_CALLS] none", (" none", [])),
     ("mistral", "[TOOL", ("[TOOL", [])),
-    ("args", f"[TOOL_CALLS]get_weather[ARGS]{KOELN}</s>", ("", [WEATHER])),
+    ("args", f"[TOOL_CALLS]get_weather[ARGS]{KOELN}", ("", [WEATHER])),
     (
         "args",
-        f"Ok.\n[TOOL_CALLS]f[ARGS]{{}}[TOOL_CALLS]get_weather[CALL_ID]123456789[ARGS] {KOELN}</s>",
+        f"Ok.\n[TOOL_CALLS]f[ARGS]{{}}[TOOL_CALLS]get_weather[CALL_ID]123456789[ARGS] {KOELN}",
         ("Ok.", [("f", "{}"), WEATHER]),
     ),
     ("args", '[TOOL_CALLS]f{"a": 1}', ("", [("f", '{"a": 1}')])),
@@ -298,8 +300,6 @@ def test_any_arguments_come_out_as_written(
 ) -> None:
     tool_format = FORMATS[family]
     written = [(name, json.dumps(value, indent=indent, ensure_ascii=ascii_only)) for name, value in calls]
-    if any(hidden in arguments for _, arguments in written for hidden in tool_format.hidden_texts):
-        return
     text = "".join(write_call(family, name, arguments) for name, arguments in written)
     content, found = collect(tool_format, [text[i : i + size] for i in range(0, len(text), size)])
     assert (content, found) == ("", written)
@@ -504,19 +504,27 @@ def test_detection_by_tokens() -> None:
     assert detect_tool_format(ChatTemplate(None), MARKED).family == "json"
 
 
-def test_special_markers_are_kept_and_other_special_tokens_dropped() -> None:
+def shown_text(tokenizer: Tokenizer, tool_format: ToolFormat, ids: Sequence[int]) -> str:
+    """What the parser is given of these tokens."""
+    text = RequestText(tokenizer, [], StopStrings([], False), shown_ids=tool_format.shown_ids)
+    return "".join(text.push(token_id)[0] for token_id in ids) + text.finish()
+
+
+def test_special_markers_have_text_and_other_special_tokens_none() -> None:
     template = ChatTemplate("{{ tools }} [TOOL_CALLS]")
     kept = detect_tool_format(template, MARKED)
-    assert kept.keeps_special_tokens and kept.short_ids
+    assert kept.short_ids
     assert dict(kept.marker_ids) == {text: MARKED.id_of(text) for text in ("[TOOL_CALLS]", "[ARGS]")}
-    assert {"</s>", "<|eom_id|>"} <= kept.hidden_texts
-    assert not {"[TOOL_CALLS]", "[ARGS]"} & kept.hidden_texts
+    assert kept.shown_ids == {MARKED.id_of(text) for text in ("[TOOL_CALLS]", "[ARGS]")}
     ordinary = detect_tool_format(template, ORDINARY)
-    assert not ordinary.keeps_special_tokens and not ordinary.hidden_texts and ordinary.marker_ids
+    assert not ordinary.shown_ids and ordinary.marker_ids
     hermes = detect_tool_format(ChatTemplate("<tool_call>"), MARKED)
-    assert not hermes.keeps_special_tokens and not hermes.short_ids
-    shown = MARKED.decode(MARKED.encode('[TOOL_CALLS] [{"name": "f", "arguments": {}}]</s>'), skip_special_tokens=False)
-    assert collect(kept, [shown]) == ("", [("f", "{}")])
+    assert not hermes.shown_ids and not hermes.short_ids
+    ids = MARKED.encode('é[TOOL_CALLS] [{"name": "f", "arguments": {}}]<|eom_id|></s>')
+    assert shown_text(MARKED, kept, ids) == 'é[TOOL_CALLS] [{"name": "f", "arguments": {}}]'
+    assert collect(kept, [shown_text(MARKED, kept, ids)]) == ("é", [("f", "{}")])
+    half = MARKED.encode("é")[:1]  # a character that a marker cuts off is told as far as it came
+    assert shown_text(MARKED, kept, [*half, *ids[-3:]]).startswith("\ufffd")
 
 
 PLACE = {
@@ -592,7 +600,7 @@ def test_forced_calls_are_read_by_the_parser(family: str, tokenizer: Tokenizer) 
     for calls in ([ONE], [TWO], [ANY], [("f", "{}")], [("f-g_2", "{}")], [ONE, TWO, ANY, ONE]):
         text = write_forced(family, calls)
         assert accepts(tokenizer, any_tool, text)
-        shown = tokenizer.decode(tokenizer.encode(text), skip_special_tokens=not tool_format.keeps_special_tokens)
+        shown = shown_text(tokenizer, tool_format, tokenizer.encode(text))
         assert collect(tool_format, list(shown), ["get_weather", "search", "f", "f-g_2"]) == ("", list(calls))
 
 
@@ -645,7 +653,7 @@ def test_a_call_or_an_answer_in_a_format(family: str, tokenizer: Tokenizer) -> N
         return write_forced(family, calls)
 
     def read(text: str) -> Result:
-        shown = tokenizer.decode(tokenizer.encode(text), skip_special_tokens=not tool_format.keeps_special_tokens)
+        shown = shown_text(tokenizer, tool_format, tokenizer.encode(text))
         return collect(tool_format, list(shown), names, "either")
 
     either = forced_grammar(tool_format, TOOLS, None, True, json_grammar(PERSON))
@@ -710,7 +718,7 @@ def test_whatever_the_masks_allow_is_a_call_or_an_answer(family: str, tokenizer:
     kinds: set[str] = set()
     for seed in range(40):
         ids = walk(tokenizer, either, random.Random(seed))
-        shown = tokenizer.decode(ids, skip_special_tokens=not tool_format.keeps_special_tokens)
+        shown = shown_text(tokenizer, tool_format, ids)
         content, calls = collect(tool_format, list(shown), ["get_weather", "get"], "either")
         kinds.add("calls" if calls else "answer")
         if calls:

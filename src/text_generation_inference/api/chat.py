@@ -9,7 +9,7 @@ import time
 
 from text_generation_inference.api.call import Call
 from text_generation_inference.api.chat_answer import Chat, whole_choice
-from text_generation_inference.api.chat_prompt import plan_chat
+from text_generation_inference.api.chat_prompt import plan_chat, tells_thoughts
 from text_generation_inference.api.chat_stream import stream_chat
 from text_generation_inference.api.choices import body_model, num_items, rank_choices, start_choices, take_all, usage_of
 from text_generation_inference.api.generation import Generation
@@ -49,7 +49,7 @@ async def answer_chat(call: Call, body: ChatRequest) -> None:
             call.succeed(generation)
     first = chat.generations[0]
     assert first.timings is not None
-    usage = usage_of(service, chat.generations)
+    usage = usage_of(service, chat.generations, thinks=chat.plan.reasoning is not None)
     answer = ChatCompletion(chat.id, chat.created, chat.model, service.fingerprint, choices, usage)
     headers = call.timing_headers(len(chat.plan.prompt), first.input_length, first.timings)
     await call.connection.respond(json_response(answer, headers=headers))
@@ -68,8 +68,9 @@ async def _start(call: Call, body: ChatRequest, count: int, permit: Permit) -> C
         cache_salt=body.cache_salt,
     )
     generations: list[Generation] = []
-    keeps_special = plan.tool_format is not None and plan.tool_format.keeps_special_tokens
-    start_choices(call, request, permit, count, generations, keeps_special)
+    start_choices(call, request, permit, count, generations, plan.open_text)
     model = body_model(service, body.model)
     number = "chatcmpl-" + secrets.token_hex(12)
-    return Chat(body, plan, model, service.tokenizer, generations, number, int(time.time()))
+    separates, includes = tells_thoughts(body, service.config), body.include_reasoning is not False
+    created = int(time.time())
+    return Chat(body, plan, model, service.tokenizer, generations, number, created, separates, includes)

@@ -37,6 +37,8 @@ class Chat:
     generations: list[Generation]
     id: str
     created: int
+    separates_thoughts: bool = True
+    includes_thoughts: bool = True
 
     def parser(self) -> ToolParser | None:
         plan = self.plan
@@ -45,6 +47,12 @@ class Chat:
     def keeps(self, part: Content | CallStart | CallArguments) -> bool:
         """Whether a part of the text is told. Without leave for parallel calls only the first call is."""
         return self.body.parallel_tool_calls is not False or isinstance(part, Content) or part.index == 0
+
+    def told(self, piece: Piece) -> tuple[str, str]:
+        """The thoughts and the text of a piece, as far as the caller wants them and apart if the caller does."""
+        if self.includes_thoughts and not self.separates_thoughts:
+            return "", piece.thoughts + piece.text
+        return piece.thoughts if self.includes_thoughts else "", piece.text
 
     def new_call_id(self) -> str:
         """Unlike any other. Mistral's templates take nine letters and digits, everybody else takes OpenAI's form."""
@@ -58,10 +66,14 @@ def whole_choice(index: int, chat: Chat, generation: Generation, pieces: list[Pi
     parser = chat.parser()
     texts: list[str] = []
     calls: list[tuple[str, list[str]]] = []
-    parts = [Content(piece.text) for piece in pieces]
+    told = [chat.told(piece) for piece in pieces]
+    parts = [Content(text) for _, text in told]
     if parser is not None:
-        parts = [part for piece in pieces for part in parser.push(piece.text)]
+        parts = [part for _, text in told for part in parser.push(text)]
         parts += parser.finish(cut=generation.finish_reason == "length")
+    thoughts = "".join(thoughts for thoughts, _ in told)
+    if thoughts:
+        message.reasoning_content = message.reasoning = thoughts
     for part in filter(chat.keeps, parts):
         match part:
             case Content(text=text):

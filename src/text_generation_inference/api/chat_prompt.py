@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from text_generation_inference.api.errors import ToolError
+from text_generation_inference.api.generation import OutputText, openai_text
 from text_generation_inference.api.openai_bodies import ChatRequest, Message, NamedToolChoice, Tool
 from text_generation_inference.api.openai_sampling import check_served, output_grammar, sampling_params, top_logprobs
 from text_generation_inference.api.service import Service
@@ -17,8 +18,10 @@ from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.text.chat_template import ChatTemplate
 from text_generation_inference.text.messages import append_tool_prompt, normalise_messages
+from text_generation_inference.text.reasoning import ReasoningFormat
+from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.text.tools import Shape, ToolFormat, forced_grammar
-from text_generation_inference.types import Grammar, SamplingParams
+from text_generation_inference.types import GenerationRequest, Grammar, SamplingParams
 
 _OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "template_name")
 
@@ -31,6 +34,16 @@ class ChatPlan:
     tool_format: ToolFormat | None  # set when the text may hold tool calls
     tool_names: list[str]
     shape: Shape  # what the text may be when it may hold calls
+    reasoning: ReasoningFormat | None = None  # set when thoughts are told from the answer
+    thinks_first: bool = False  # the prompt ends where thoughts begin
+
+    def open_text(self, tokenizer: Tokenizer, request: GenerationRequest) -> OutputText:
+        """From tokens to text, for one answer."""
+        shown_ids = frozenset[int]() if self.tool_format is None else self.tool_format.shown_ids
+        if self.reasoning is None:
+            return openai_text(tokenizer, request, shown_ids)
+        splitter = self.reasoning.split(self.thinks_first, self.tool_format is not None)
+        return openai_text(tokenizer, request, shown_ids | self.reasoning.shown_ids, splitter)
 
 
 @dataclass(slots=True)
@@ -39,6 +52,7 @@ class ChatJob:
 
     frame: bytes  # `ChatTemplate.job`
     trims_end: bool
+    continued: str = ""  # the words of the assistant that the prompt ends with
 
     async def render(self, service: Service, long: bool) -> str:
         prompt = await service.chat_renderer.render(self.frame, long)
@@ -50,7 +64,24 @@ async def plan_chat(service: Service, body: ChatRequest, long: bool) -> ChatPlan
     config, template, tool_format = service.config, service.template, service.tool_format
     plan, job = await service.run_beside(lambda: _plan(body, config, template, tool_format), long)
     plan.prompt = await job.render(service, long)
+    plan.reasoning = choose_reasoning(body, config, service.reasoning_format, plan.grammar is not None)
+    if plan.reasoning is not None:
+        plan.thinks_first = plan.reasoning.is_opened_by(plan.prompt, job.continued)
     return plan
+
+
+def tells_thoughts(body: ChatRequest, config: ServerConfig) -> bool:
+    """Whether thoughts and answer are two things, or, as in TGI, one text."""
+    return config.reasoning_format != "none" if body.separate_reasoning is None else body.separate_reasoning
+
+
+def choose_reasoning(
+    body: ChatRequest, config: ServerConfig, known: ReasoningFormat | None, has_grammar: bool
+) -> ReasoningFormat | None:
+    """How to tell thoughts from the answer, if at all. A grammar leaves no room for thoughts between tags."""
+    if known is None or known.always_marks:
+        return known
+    return None if has_grammar or not tells_thoughts(body, config) else known
 
 
 async def render_chat(service: Service, body: ChatRequest, long: bool) -> str:
@@ -132,7 +163,8 @@ def chat_job(body: ChatRequest, template: ChatTemplate, tools: list[Tool]) -> Ch
         **_variables(body),
     )
     # As TGI, spaces at the end are not continued, where the caller does not ask in transformers' way.
-    return ChatJob(frame, trims_end=continues and body.continue_final_message is None)
+    continued = str(messages[-1].get("content")) if continues else ""
+    return ChatJob(frame, continues and body.continue_final_message is None, continued)
 
 
 def _check_messages(messages: list[Message]) -> None:
@@ -155,6 +187,8 @@ def _variables(body: ChatRequest) -> dict[str, Any]:
         variables["documents"] = body.documents
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
+        for name in ("enable_thinking", "thinking"):  # Qwen's and DeepSeek's names of one thing
+            variables.setdefault(name, body.reasoning_effort != "none")
     return variables
 
 

@@ -44,7 +44,7 @@ async def stream_chat(call: Call, chat: Chat) -> None:
         else:
             await run_together([choice.run() for choice in choices])
         if _wants_usage(chat):
-            usage = usage_of(call.service, chat.generations)
+            usage = usage_of(call.service, chat.generations, thinks=chat.plan.reasoning is not None)
             await connection.write(frame(_chunk(call, chat, [], usage)))
     except TgiError as error:
         call.fail(error)
@@ -76,7 +76,7 @@ class _ChoiceStream:
     async def run(self) -> None:
         connection, generation = self._call.connection, self._generation
         await connection.write(self._frame(ChatCompletionDelta(content="")))
-        plain = self._parser is None and not self._chat.body.logprobs
+        plain = self._parser is None and self._chat.plan.reasoning is None and not self._chat.body.logprobs
         while not generation.finish_reason:
             pieces = await generation.take()
             if not pieces:
@@ -97,14 +97,19 @@ class _ChoiceStream:
         logprobs = None
         if self._chat.body.logprobs:
             logprobs = ChatCompletionLogprobs([logprob_of(self._chat, piece)])
-        parts = [Content(piece.text)] if piece.text or logprobs else []
+        thoughts, text = self._chat.told(piece)
+        parts = [Content(text)] if text else []
         if self._parser is not None:
-            parts = self._parser.push(piece.text)
+            parts = self._parser.push(text)
             if piece.last:
                 parts += self._parser.finish(cut=self._generation.finish_reason == "length")
-        if not parts and logprobs is not None:
+        if not parts and not thoughts and logprobs is not None:
             parts = [Content("")]
         frames: list[bytes] = []
+        if thoughts:
+            delta = ChatCompletionDelta(content="", reasoning_content=thoughts, reasoning=thoughts)
+            frames.append(self._frame(delta, logprobs))
+            logprobs = None
         for part in filter(self._chat.keeps, parts):
             match part:
                 case Content(text=text):

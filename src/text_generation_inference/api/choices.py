@@ -1,18 +1,19 @@
 """What both `/v1` routes do with their choices: start them, run them together, sum them up."""
 
 from asyncio import TaskGroup
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET
 
 from text_generation_inference.api.call import Call
-from text_generation_inference.api.generation import Generation, Piece, openai_text
-from text_generation_inference.api.openai_bodies import PromptTokensDetails, Usage
+from text_generation_inference.api.generation import Generation, OutputText, Piece, openai_text
+from text_generation_inference.api.openai_bodies import CompletionTokensDetails, PromptTokensDetails, Usage
 from text_generation_inference.api.service import Permit, Service
 from text_generation_inference.errors import TgiError
 from text_generation_inference.text.output import pick_best
+from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.types import GenerationRequest
 
 FINISH_REASONS = {"eos_token": "stop", "stop_sequence": "stop", "length": "length"}
@@ -30,21 +31,14 @@ def start_choices(
     permit: Permit,
     count: int,
     generations: list[Generation],
-    keeps_special: bool = False,
+    make_text: Callable[[Tokenizer, GenerationRequest], OutputText] = openai_text,
 ) -> None:
     """`count` generations of one prompt; with a seed, each its own one from there."""
     seed = request.seed
     for number in range(count):
         call.service.metrics.count_request()
         one = msgspec.structs.replace(request, seed=(seed + number) % 2**64)
-        generations.append(
-            call.service.start(
-                one,
-                lambda tokenizer, request: openai_text(tokenizer, request, keeps_special),
-                call.request.arrived,
-                permit,
-            )
-        )
+        generations.append(call.service.start(one, make_text, call.request.arrived, permit))
 
 
 def rank_choices(generations: list[Generation], count: int) -> list[int]:
@@ -81,15 +75,17 @@ def num_items(generations: list[Generation]) -> int:
     return sum(generation.num_tokens * (1 + generation.request.sampling.top_n_tokens) for generation in generations)
 
 
-def usage_of(service: Service, generations: list[Generation], num_prompts: int = 1) -> Usage:
-    """Prompts count once, however many choices they have."""
+def usage_of(service: Service, generations: list[Generation], num_prompts: int = 1, thinks: bool = False) -> Usage:
+    """Prompts count once, however many choices they have. `thinks`: thoughts were told from answers."""
     per_prompt = len(generations) // num_prompts
     prompts = generations[::per_prompt]
     prompt_tokens = sum(generation.input_length for generation in prompts)
     completion = sum(generation.num_tokens for generation in generations)
     cached = sum(generation.num_cached_tokens or 0 for generation in prompts)
     details = UNSET if service.config.hide_cached_tokens else PromptTokensDetails(cached)
-    return Usage(prompt_tokens, completion, prompt_tokens + completion, details)
+    thoughts = sum(generation.num_thought_tokens for generation in generations)
+    of_completion = CompletionTokensDetails(thoughts) if thinks else UNSET
+    return Usage(prompt_tokens, completion, prompt_tokens + completion, details, of_completion)
 
 
 def finite(value: float) -> float:

@@ -17,6 +17,7 @@ from text_generation_inference.errors import IncompleteError, RequestError, TgiE
 from text_generation_inference.text.detokenize import open_stream
 from text_generation_inference.text.ids_as_text import IdsAsText
 from text_generation_inference.text.output import RequestText
+from text_generation_inference.text.reasoning import Splitter
 from text_generation_inference.text.stopping import StopStrings
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.types import Finish, GenerationRequest
@@ -30,6 +31,7 @@ class Piece(msgspec.Struct, gc=False):
     logprob: float
     special: bool
     top_tokens: list[tuple[int, float]]
+    thoughts: str = ""  # what it adds to the text of the model's thinking
     last: bool = False  # nothing comes behind it; the generation's `finish_reason` says why
 
 
@@ -38,6 +40,10 @@ class OutputText(Protocol):
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """The text of the next token, and whether a stop string ends the request here."""
+        ...
+
+    def take_thoughts(self) -> str:
+        """What has come since the last call, where thoughts are told from the text."""
         ...
 
     def finish(self) -> str:
@@ -67,6 +73,9 @@ class NativeText:
             self._pieces.append(text)
         return text, self._stops is not None and self._stops.push(text)[1]
 
+    def take_thoughts(self) -> str:
+        return ""
+
     def finish(self) -> str:
         """Unfinished characters belong to the whole text, but no event has told them."""
         self._flush()
@@ -78,20 +87,24 @@ class NativeText:
         return text
 
 
-def openai_text(tokenizer: Tokenizer, request: GenerationRequest, keep_special: bool = False) -> RequestText:
-    """Stop strings are cut; special tokens have no text unless `keep_special`, or unless the request wants them.
+def openai_text(
+    tokenizer: Tokenizer,
+    request: GenerationRequest,
+    shown_ids: frozenset[int] = frozenset(),
+    splitter: Splitter | None = None,
+) -> RequestText:
+    """Stop strings are cut; special tokens have no text but for `shown_ids`, unless the request wants them.
 
-    The token that ends a text has none in the second case either, unless the request wants to see what ended it.
+    The token that ends a text has none, unless the request wants to see what ended it.
     """
     params = request.sampling
     stops = StopStrings(params.stop, params.include_stop, whole_pieces=isinstance(tokenizer, IdsAsText))
-    ends = frozenset(request.stop_token_ids)
-    silent: frozenset[int] = frozenset()
-    if not keep_special:
-        own = frozenset[int]() if params.include_stop else ends
-        silent = own | tokenizer.eos_ids if params.skip_special_tokens else own
-    skips = params.skip_special_tokens and not keep_special
-    return RequestText(tokenizer, request.token_ids, stops, skips, silent, params.min_tokens)
+    silent = frozenset[int]() if params.include_stop else frozenset(request.stop_token_ids)
+    if params.skip_special_tokens:
+        silent |= tokenizer.eos_ids
+    return RequestText(
+        tokenizer, request.token_ids, stops, params.skip_special_tokens, silent, params.min_tokens, shown_ids, splitter
+    )
 
 
 class Generation:
@@ -109,6 +122,7 @@ class Generation:
         self.request = request
         self.text = text
         self.num_tokens = 0
+        self.num_thought_tokens = 0
         self.finish_reason = ""  # set with the last piece
         self.num_cached_tokens: int | None = None
         self.sum_logprobs = 0.0
@@ -193,7 +207,10 @@ class Generation:
         if stopped and (event.finish is None or not isinstance(self.text, NativeText)):
             self.finish_reason = "stop_sequence"
             self._stream.abort()
-        return Piece(token_id, text, event.logprob, token_id in self._special_ids, event.top_tokens)
+        thoughts = self.text.take_thoughts()
+        if thoughts:
+            self.num_thought_tokens += 1
+        return Piece(token_id, text, event.logprob, token_id in self._special_ids, event.top_tokens, thoughts)
 
     def _end(self, finish: Finish) -> None:
         if finish.reason == "error":
@@ -204,6 +221,7 @@ class Generation:
 
     def _finish(self, last: Piece) -> None:
         last.text += self.text.finish()
+        last.thoughts += self.text.take_thoughts()
         last.last = True
         now = time.perf_counter()
         self.timings = Timings(

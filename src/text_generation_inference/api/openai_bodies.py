@@ -58,7 +58,9 @@ class Message(msgspec.Struct, kw_only=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Annotated[str | None, doc("The call that this message answers.")] = None
-    reasoning_content: str | None = None
+    reasoning_content: Annotated[str | None, doc("What the model thought before it answered.")] = None
+    reasoning: Annotated[Any, doc("Another name of `reasoning_content`.")] = None
+    thinking: Annotated[Any, doc("Another name of `reasoning_content`.")] = None
     refusal: str | None = None
     function_call: Annotated[FunctionCall | None, doc("The older form of a call.")] = None  # older than `tool_calls`
 
@@ -69,6 +71,10 @@ class Message(msgspec.Struct, kw_only=True):
         if self.content is None and self.refusal is not None:
             self.content = self.refusal
         self.refusal = None
+        for thoughts in (self.reasoning, self.thinking):
+            if self.reasoning_content is None and isinstance(thoughts, str):
+                self.reasoning_content = thoughts
+        self.reasoning = self.thinking = None
         if self.function_call is not None:
             self.tool_calls = [
                 *(self.tool_calls or []),
@@ -298,7 +304,14 @@ class ChatRequest(_Sampling, kw_only=True):
     add_generation_prompt: Annotated[bool | None, doc("End the prompt with the start of the assistant's turn.")] = None
     continue_final_message: Annotated[bool | None, doc("Go on with the last message instead of answering it.")] = None
     documents: Annotated[list[dict[str, Any]] | None, doc("Documents for templates that can show them.")] = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Annotated[
+        str | None,
+        doc("A variable of the chat template. `none` also turns thinking off, any other value on, where it can be."),
+    ] = None
+    separate_reasoning: Annotated[
+        bool | None, doc("Tell what the model thinks apart from `content`. The default is the server's.")
+    ] = None
+    include_reasoning: Annotated[bool | None, doc("False: leave out what the model thinks.")] = None
     verbosity: str | None = None
     prediction: Any = None  # a hint for speed alone
     enable_thinking: Annotated[bool | None, doc("A variable of the chat template.")] = (
@@ -370,11 +383,16 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class OutputFunction(msgspec.Struct, kw_only=True):
@@ -392,6 +410,8 @@ class OutputMessage(msgspec.Struct, kw_only=True):
     role: Annotated[str, doc(example="user")] = "assistant"
     content: Annotated[str | None, doc("The text, or its parts.")] = None
     refusal: str | None = None
+    reasoning_content: Annotated[str | UnsetType, doc("What the model thought before it answered, if it did.")] = UNSET
+    reasoning: Annotated[str | UnsetType, doc("The same, as other servers call it.")] = UNSET
     tool_calls: list[OutputToolCall] | UnsetType = UNSET
     function_call: Annotated[OutputFunction | UnsetType, doc("The older form of a call.")] = UNSET
 
@@ -447,10 +467,12 @@ class DeltaToolCall(msgspec.Struct):
 
 
 class ChatCompletionDelta(msgspec.Struct, kw_only=True):
-    """As TGI's: text or tool calls, never both, and the role with either."""
+    """As TGI's: text or tool calls, never both, and the role with either. Beside thoughts the text is empty."""
 
     role: Annotated[str, doc(example="user")] = "assistant"
     content: Annotated[str | UnsetType, doc("The text, or its parts.")] = UNSET
+    reasoning_content: Annotated[str | UnsetType, doc("More of what the model thinks before it answers.")] = UNSET
+    reasoning: Annotated[str | UnsetType, doc("The same, as other servers call it.")] = UNSET
     tool_calls: list[DeltaToolCall] | UnsetType = UNSET
     function_call: Annotated[Function | UnsetType, doc("The older form of a call.")] = UNSET
 

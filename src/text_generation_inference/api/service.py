@@ -37,6 +37,7 @@ from text_generation_inference.text.chat_template import ChatTemplate
 from text_generation_inference.text.grammar import GrammarCompiler
 from text_generation_inference.text.ids_as_text import IdsAsText
 from text_generation_inference.text.prepare import prepare_request
+from text_generation_inference.text.reasoning import detect_reasoning_format
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.text.tools import ToolFormat, detect_tool_format
 from text_generation_inference.types import GenerationRequest, Grammar, ModelFacts, SamplingParams
@@ -64,6 +65,7 @@ class Service:
         template_path = Path(config.tokenizer_config_path) if config.tokenizer_config_path else None
         self.template = ChatTemplate.load(folder, template_path)
         self.tool_format: ToolFormat = detect_tool_format(self.template, self.tokenizer)
+        self.reasoning_format = detect_reasoning_format(self.template, self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size)
         if not config.disable_grammar_support:
             with suppress(ValidationError):  # a tokenizer that cannot be constrained: each request is told so

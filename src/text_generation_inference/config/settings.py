@@ -115,6 +115,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     disable_grammar_support: Annotated[bool, _model("refuse requests with a grammar")] = False
+    reasoning_format: Annotated[
+        str, _model("tell a model's thoughts from its chat answers, or not", "FORMAT", choices=("auto", "none"))
+    ] = "auto"
     watermark_gamma: Annotated[
         float, _model("share of the vocabulary that a watermark prefers", "X", above=0, below=1, engine=True)
     ] = 0.5

@@ -1,4 +1,4 @@
-"""The text of one request from its tokens: detokenising and stop strings together.
+"""The text of one request from its tokens: detokenising, thoughts and stop strings together.
 
 Last step of the text package on the way out; what comes from here goes to the client. The engine decides when a request
 ends for reasons of tokens (length, EOS); only stop strings end it here.
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from text_generation_inference.text.detokenize import open_stream
 from text_generation_inference.text.ids_as_text import IdsAsText
+from text_generation_inference.text.reasoning import Splitter
 from text_generation_inference.text.stopping import StopStrings
 from text_generation_inference.text.tokenizer import Tokenizer
 
@@ -24,11 +25,14 @@ class RequestText:
         skip_special_tokens: bool = True,
         silent_ids: frozenset[int] | None = None,
         min_tokens: int = 0,
+        shown_ids: frozenset[int] = frozenset(),
+        splitter: Splitter | None = None,
     ) -> None:
         """`silent_ids` have no text, whether or not the tokenizer flags them as special.
 
         When they are not given they are the tokenizer's EOS ids, unless special tokens are kept. Stop strings are
-        looked for behind the first `min_tokens` tokens.
+        looked for behind the first `min_tokens` tokens, and behind the thoughts that `splitter` tells from the text.
+        `shown_ids` are special tokens with a text that is needed further on.
         """
         self._stream = open_stream(tokenizer, prompt_ids, skip_special_tokens)
         self._stops = stops
@@ -36,6 +40,10 @@ class RequestText:
             silent_ids = tokenizer.eos_ids if skip_special_tokens else frozenset[int]()
         self._silent_ids = frozenset[int]() if isinstance(tokenizer, IdsAsText) else silent_ids
         self._num_unsearched = min_tokens
+        self._shown_ids = shown_ids - self._silent_ids if skip_special_tokens else frozenset[int]()
+        self._tokenizer = tokenizer
+        self._splitter = splitter
+        self._thoughts = ""  # not yet taken
         self._pieces: list[str] = []
 
     @property
@@ -50,7 +58,14 @@ class RequestText:
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """Take the next token; return the text to give out, and whether a stop string ends the request here."""
-        new_text = "" if token_id in self._silent_ids else self._stream.push(token_id)
+        if token_id in self._silent_ids:
+            new_text = ""
+        elif token_id in self._shown_ids:
+            new_text = self._stream.flush() + self._tokenizer.decode([token_id], skip_special_tokens=False)
+        else:
+            new_text = self._stream.push(token_id)
+        if self._splitter is not None:
+            new_text = self._answer_in(self._splitter.push(new_text))
         if self._num_unsearched:
             self._num_unsearched -= 1
             piece, stopped = new_text, False
@@ -59,13 +74,26 @@ class RequestText:
         self._pieces.append(piece)
         return piece, stopped
 
+    def take_thoughts(self) -> str:
+        """The thoughts since the last call."""
+        thoughts, self._thoughts = self._thoughts, ""
+        return thoughts
+
     def finish(self) -> str:
         """The text still held back, when no more tokens will come."""
-        piece, stopped = self._stops.push(self._stream.flush())
+        rest = self._stream.flush()
+        if self._splitter is not None:
+            rest = self._answer_in(self._splitter.push(rest)) + self._answer_in(self._splitter.finish())
+        piece, stopped = self._stops.push(rest)
         if not stopped:
             piece += self._stops.flush()
         self._pieces.append(piece)
         return piece
+
+    def _answer_in(self, parts: tuple[str, str]) -> str:
+        thoughts, answer = parts
+        self._thoughts += thoughts
+        return answer
 
 
 def pick_best(mean_logprobs: Sequence[float]) -> int:

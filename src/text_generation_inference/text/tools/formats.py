@@ -44,12 +44,11 @@ class ToolFormat:
     family: Family
     marker_ids: tuple[tuple[str, int], ...] = ()  # of those markers that are one token
     special_markers: frozenset[str] = frozenset()  # those that decoding hides
-    hidden_texts: frozenset[str] = frozenset()  # the other special tokens, which the parser drops
 
     @property
-    def keeps_special_tokens(self) -> bool:
-        """Whether the parser must be given the text of special tokens too."""
-        return bool(self.special_markers)
+    def shown_ids(self) -> frozenset[int]:
+        """The special tokens whose text the parser must be given all the same."""
+        return frozenset(token_id for marker, token_id in self.marker_ids if marker in self.special_markers)
 
     @property
     def bare(self) -> bool:
@@ -68,11 +67,7 @@ def detect_tool_format(template: ChatTemplate, tokenizer: Tokenizer) -> ToolForm
     found = [(marker, tokenizer.id_of(marker)) for marker in MARKERS[family]]
     marker_ids = tuple((marker, token_id) for marker, token_id in found if token_id is not None)
     special = frozenset(marker for marker, token_id in marker_ids if token_id in tokenizer.skipped_ids)
-    hidden: frozenset[str] = frozenset()
-    if special:
-        texts = (tokenizer.token_of(token_id) for token_id in tokenizer.skipped_ids)
-        hidden = frozenset(text for text in texts if text) - special
-    return ToolFormat(family, marker_ids, special, hidden)
+    return ToolFormat(family, marker_ids, special)
 
 
 def _detect_family(template: ChatTemplate, tokenizer: Tokenizer) -> Family:

@@ -65,7 +65,6 @@ class ToolParser:
         self._family: Family = tool_format.family
         self._special = tool_format.special_markers
         self._names = frozenset(tool_names)
-        self._hidden = _HiddenTexts(tool_format.hidden_texts) if tool_format.hidden_texts else None
         self._bare = tool_format.bare
         self._starts = _start_pattern(self._family, self._bare)
         self._reader = Reader()
@@ -80,16 +79,12 @@ class ToolParser:
 
     def push(self, text: str) -> list[Event]:
         """What the next piece of text tells."""
-        if self._hidden is not None:
-            text = self._hidden.push(text)
         self._reader.feed(text)
         next(self._steps, None)
         return self._take_events()
 
     def finish(self, cut: bool = False) -> list[Event]:
         """What is left, when no more text will come; `cut` when a limit ended it."""
-        if self._hidden is not None:
-            self._reader.feed(self._hidden.flush())
         self._reader.ended, self._reader.cut = True, cut
         next(self._steps, None)
         if not self._after_call:
@@ -409,38 +404,3 @@ def _cut_name(family: Family, text: str) -> str:
 
 def _ignore(text: str) -> None:
     """For values that mean nothing here."""
-
-
-class _HiddenTexts:
-    """Leaves out the texts of special tokens."""
-
-    def __init__(self, texts: Collection[str]) -> None:
-        longest_first = sorted(texts, key=len, reverse=True)
-        self._pattern = re.compile("|".join(re.escape(text) for text in longest_first))
-        self._prefixes = {text[:size] for text in texts for size in range(1, len(text))}
-        self._longest = max(map(len, texts))
-        self._firsts = re.compile("[" + "".join(re.escape(char) for char in {text[0] for text in texts}) + "]")
-        self._held = ""  # may be the beginning of a hidden text
-
-    def push(self, text: str) -> str:
-        text, self._held = self._held + text, ""
-        kept: list[str] = []
-        position = 0
-        while (first := self._firsts.search(text, position)) is not None:
-            kept.append(text[position : first.start()])
-            position = first.start()
-            if len(text) - position < self._longest and text[position:] in self._prefixes:
-                self._held = text[position:]
-                return "".join(kept)
-            hidden = self._pattern.match(text, position)
-            if hidden is None:
-                kept.append(text[position])
-                position += 1
-            else:
-                position = hidden.end()
-        return "".join(kept) + text[position:]
-
-    def flush(self) -> str:
-        """The text held back, which nothing will complete: hidden texts in it are left out."""
-        held, self._held = self._held, ""
-        return self._pattern.sub("", held)
