@@ -119,7 +119,7 @@ def test_equals_layers_one_by_one(quantization: Quantization, cache_dtype: torch
 
 def test_what_it_does_not_take() -> None:
     model, cache = build(ON_LOADING, torch.float16, architectures=["LlamaForCausalLM"])
-    layers = [layer.as_fused_layer(*pair) for layer, pair in zip(model.model.layers, cache, strict=True)]
+    layers = [layer.as_fused_layer(pair) for layer, pair in zip(model.model.layers, cache, strict=True)]
     norm = model.model.norm.weight
 
     def is_taken(activation: str = "silu", fp8: bool = True, **changes: Any) -> bool:

@@ -65,6 +65,9 @@ def spread_weights(model: torch.nn.Module) -> None:
                 parameter.normal_(0, 0.3)
             else:
                 parameter.uniform_(0.7, 1.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
 
 
 def start(folder: Path, **settings: object) -> Engine:

@@ -93,7 +93,9 @@ def test_check(tiny: Tiny) -> None:
     report = check_model(ServerConfig(model_id=str(tiny.folder), device="cpu", dtype="float32"))
     assert report.is_supported
     assert report.problems == ["there is no tokenizer.json, so text cannot be turned into tokens"]
-    parameters = [(name, each.numel()) for name, each in tiny.model.named_parameters()]
+    saved, model = tiny.model.state_dict(), tiny.model
+    tensors = (*model.named_parameters(), *((name, each) for name, each in model.named_buffers() if name in saved))
+    parameters = [(name, each.numel()) for name, each in tensors]
     counted = sum(size for name, size in parameters if "vision_tower" not in name and "projector" not in name)
     assert (report.parameters, report.weight_bytes) == (counted, 4 * counted)
     assert report.kv_bytes_per_token is not None and report.kv_bytes_per_token > 0

@@ -226,7 +226,8 @@ def test_shapes_are_models(shape: str, tmp_path: Path) -> None:
     model = build(read_config(write_shape(shape, tmp_path / shape)))
     caches, fields = model.caches(torch.bfloat16), config_of(shape)
     assert len(caches) == fields["num_hidden_layers"]
-    assert caches[0].head_dim == fields["head_dim"]
+    width = fields["kv_lora_rank"] + fields["qk_rope_head_dim"] if "kv_lora_rank" in fields else fields["head_dim"]
+    assert caches[0].shapes[0][1] == width
 
 
 def test_tables() -> None:

@@ -8,7 +8,7 @@ for a single row. Rates are known for cards on which they were measured, and for
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from text_generation_inference.bench.results import Row
 from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import StartError
 from text_generation_inference.kernels.fp8 import Fp8Weight
-from text_generation_inference.layers.cache import CacheSpec
+from text_generation_inference.layers.cache import AnyCacheSpec
 from text_generation_inference.quant import method as quant_method
 
 Matrix = Tensor | Fp8Weight
@@ -49,7 +49,7 @@ def find_rates(gpu: str) -> Rates:
 class FloorModel:
     """What of a model the floor depends on."""
 
-    caches: list[CacheSpec]
+    caches: Sequence[AnyCacheSpec]
     query_width: int  # of all heads of all layers
     layers: list[Matrix]  # of all layers
     head: Matrix

@@ -179,7 +179,7 @@ class Rank:
     def _make_runner(
         self,
         model: Model,
-        cache: list[tuple[Tensor, Tensor]],
+        cache: list[tuple[Tensor, ...]],
         num_slots: int,
         max_total_tokens: int,
         grammars: GrammarCompiler | None,

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from text_generation_inference.kernels import choice, experts, fp8, reference, routing, slot_state
+from text_generation_inference.kernels import choice, experts, fp8, latent, reference, routing, slot_state
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.choice import EVERY_FILTER, SamplingNeeds
 from text_generation_inference.kernels.fp8 import Fp8Weight
@@ -197,6 +197,59 @@ class AttentionOp(Protocol):
         ...
 
 
+# -- attention over latents (MLA), whose letters and cache `kernels.latent` explains. Rows may lie apart ---------------
+
+
+class LatentCacheOp(Protocol):
+    def __call__(
+        self,
+        q_rope: Tensor,  # [tokens, heads, r]
+        latent: Tensor,  # [tokens, c + r]
+        weight: Tensor,  # [c]
+        eps: float,
+        cos_sin: Tensor,  # [positions, r] float32: cosines, then sines
+        batch: Batch,
+        cache: Tensor,
+    ) -> None:
+        """Norm latents, rotate q_rope and the shared key, both tensors in place; write `latent` into the cache."""
+        ...
+
+
+class AbsorbOp(Protocol):
+    def __call__(self, q: Tensor, up: Tensor) -> Tensor:
+        """q `[tokens, heads, p + r]`, up `[heads, p, c]` -> `[tokens, heads, c + r]`: of each head the product of the
+        first p, then what is left of it."""
+        ...
+
+
+class LatentAttentionOp(Protocol):
+    def __call__(self, q: Tensor, cache: Tensor, batch: Batch, scale: float, latent_dim: int) -> Tensor:
+        """Causal attention of each row's query tokens, q `[tokens, heads, c + r]`, over its cached tokens; the first c
+        (`latent_dim`) of what is cached of a token are its value -> `[tokens, heads, c]`."""
+        ...
+
+
+class ExpandValuesOp(Protocol):
+    def __call__(self, mixed: Tensor, up: Tensor) -> Tensor:
+        """mixed `[tokens, heads, c]`, up `[heads, v, c]` -> `[tokens, heads * v]`."""
+        ...
+
+
+class LatentPromptsOp(Protocol):
+    def __call__(
+        self,
+        q: Tensor,  # [tokens, heads, p + r], rotated
+        latent: Tensor,  # [tokens, c + r] that this step has put into the cache
+        up: Tensor,  # [heads, p + v, c]
+        cache: Tensor,
+        batch: Batch,
+        scale: float,
+    ) -> Tensor | None:
+        """The whole attention of a pass with prompt tokens -> `[tokens, heads * v]`, where keys and values of heads are
+        better made than absorbed; None: a pass of another kind, to which the ops above are applied."""
+        ...
+
+
 class MakeFusedDecodeOp(Protocol):
     def __call__(
         self,
@@ -275,6 +328,11 @@ class Ops:
     experts: ExpertsOp = experts.experts
     rotary_and_cache: RotaryAndCacheOp = reference.rotary_and_cache
     attention: AttentionOp = reference.attention
+    latent_cache: LatentCacheOp = latent.latent_cache
+    absorb: AbsorbOp = latent.absorb
+    latent_attention: LatentAttentionOp = latent.latent_attention
+    expand_values: ExpandValuesOp = latent.expand_values
+    latent_prompts: LatentPromptsOp | None = None
     make_fused_decode: MakeFusedDecodeOp | None = None
     apply_writes: ApplyWritesOp = slot_state.apply_writes
     gather_inputs: GatherInputsOp = slot_state.gather_inputs

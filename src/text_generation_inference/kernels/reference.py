@@ -189,7 +189,10 @@ def attention(
     sinks: Tensor | None = None,  # [heads] float32: one more score for each query, of a token without a value
     attention_chunk: int | None = None,  # a token sees only tokens of its own run of so many positions
 ) -> Tensor:
-    """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
+    """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`.
+
+    Values may have another size than keys.
+    """
     if block_lists.is_padded(batch):
         return block_lists.attention(
             q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
@@ -204,7 +207,7 @@ def attention(
         tables = meta.block_tables[meta.table_rows.clamp(min=0).long()]
         seq_lens = seq_lens.clamp(min=1)  # padding looks at one token of block 0
         meta = replace(meta, block_tables=tables, table_rows=None)
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], v_cache.shape[-1]))
     n = meta.num_decode
     if n:
         out[:n] = _decode_attention(

@@ -50,7 +50,7 @@ class SoftmaxRouting:
         shares = scores.softmax(-1)
         eligible = shares
         if self.top_groups < self.num_groups:
-            best = shares.view(len(shares), self.num_groups, -1).amax(-1)
+            best = shares.view(len(shares), self.num_groups, shares.shape[1] // self.num_groups).amax(-1)
             eligible = shares.masked_fill(~_in_groups(best, self.top_groups, shares.shape[1]), 0.0)
         ids, weights = choose_best(eligible, self.top_k)
         if self.p_norm is not None:

@@ -1,5 +1,6 @@
-"""Self-attention over the paged cache."""
+"""Self-attention over the paged cache: what a layer asks of it, and the kind that keeps keys and values."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +10,11 @@ from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import split_scales
 from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.kernels.ops import Ops
-from text_generation_inference.layers.cache import CacheSpec
+from text_generation_inference.layers.cache import AnyCacheSpec, CacheSpec
 from text_generation_inference.layers.head_norm import HeadNorm, NormOver
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.quant.cache_scales import CacheScales
+from text_generation_inference.quant.method import InputForm
 from text_generation_inference.weights.declare import Declared, Float32Tensors, Module, Part
 
 
@@ -30,7 +32,31 @@ class HeadLayout:
     attention_chunk: int | None = None  # a token sees only tokens of its own run of so many positions
 
 
-class Attention(Module):
+class SelfAttention(Module, ABC):
+    @property
+    @abstractmethod
+    def input_form(self) -> InputForm:
+        """What the norm before it should quantise its result for."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> object:
+        """Attentions of the same kind run the same kernels."""
+
+    @abstractmethod
+    def cache_spec(self, dtype: torch.dtype) -> AnyCacheSpec:
+        """What it keeps, in this type."""
+
+    @abstractmethod
+    def forward(
+        self, x: Rows, batch: Batch, cos_sin: Tensor, cache: tuple[Tensor, ...], wanted: Tensor | None = None
+    ) -> Product:
+        """x `[tokens, hidden]` -> `[tokens, hidden]` of all tokens, or of those `wanted`; all go into the cache."""
+
+
+class Attention(SelfAttention):
+    """Keeps the keys and values of its heads."""
+
     def __init__(self, ops: Ops, name: str, qkv: Linear, out: Linear, heads: HeadLayout) -> None:
         self.ops = ops
         self.name = name
@@ -63,22 +89,23 @@ class Attention(Module):
         spec = self.q_norm.spec
         return spec.over is NormOver.HEAD and not spec.norm.is_centred
 
+    @property
+    def input_form(self) -> InputForm:
+        return self.qkv.input_form
+
+    @property
+    def kind(self) -> object:
+        return self.heads, self.qkv.kind, self.out.kind
+
     def cache_spec(self, dtype: torch.dtype) -> CacheSpec:
-        """What it keeps, in this type."""
         heads = self.heads
         bounds = [each for each in (heads.window, heads.attention_chunk) if each is not None]
         return CacheSpec(heads.num_kv_heads, heads.head_dim, dtype, min(bounds, default=None))
 
     def forward(
-        self,
-        x: Rows,
-        batch: Batch,
-        cos_sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        wanted: Tensor | None = None,
+        self, x: Rows, batch: Batch, cos_sin: Tensor, cache: tuple[Tensor, ...], wanted: Tensor | None = None
     ) -> Product:
-        """x `[tokens, hidden]` -> `[tokens, hidden]` of all tokens, or of those `wanted`; writes keys and values."""
+        k_cache, v_cache = cache
         heads = self.heads
         is_changed = self.q_norm is not None or self.clip is not None
         product, scales = split_scales(self.qkv.forward(x) if is_changed else self.qkv.linear_unscaled(x))

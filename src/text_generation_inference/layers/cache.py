@@ -1,4 +1,4 @@
-"""`CacheSpec`: what a layer keeps of every token it has seen. Allocation, bytes per token and limits follow from it."""
+"""What a layer keeps of every token it has seen. Allocation, bytes per token and limits follow from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 
 TOKEN_ID_BYTES = 4
+
+Shapes = tuple[tuple[int, int], ...]  # heads and dimensions of what each tensor holds of a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +20,38 @@ class CacheSpec:
     window: int | None = None  # tokens further back are not read
 
     @property
+    def shapes(self) -> Shapes:
+        return ((self.num_kv_heads, self.head_dim),) * 2
+
+    @property
     def bytes_per_token(self) -> int:
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
-def bytes_per_token(caches: Sequence[CacheSpec]) -> int:
+@dataclass(frozen=True, slots=True)
+class LatentCacheSpec:
+    """Paged latents, from which heads make their keys and values, beside the rotated key that all of them share.
+
+    One tensor, and the same on every rank.
+    """
+
+    latent_dim: int
+    rope_dim: int
+    dtype: torch.dtype
+    window: int | None = None  # tokens further back are not read
+
+    @property
+    def shapes(self) -> Shapes:
+        return ((1, self.latent_dim + self.rope_dim),)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return (self.latent_dim + self.rope_dim) * self.dtype.itemsize
+
+
+AnyCacheSpec = CacheSpec | LatentCacheSpec
+
+
+def bytes_per_token(caches: Sequence[AnyCacheSpec]) -> int:
     """Of all layers, and of the token's id, which is kept in the same blocks."""
     return TOKEN_ID_BYTES + sum(cache.bytes_per_token for cache in caches)

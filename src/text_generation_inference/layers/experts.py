@@ -17,7 +17,9 @@ from text_generation_inference.layers.feed_forward import FeedForward
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.parallel import Parallel
 from text_generation_inference.quant.method import InputForm, Matrix
-from text_generation_inference.weights.declare import Arrangement, Declared, Module, Part
+from text_generation_inference.weights.declare import Arrangement, Declared, Float32Tensors, Module, Part
+
+_CORRECTION = "e_score_correction_bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +78,32 @@ class Router(Matrix):
     is_measured = False
 
     def __init__(
-        self, ops: Ops, name: str, num_experts: int, hidden_size: int, routing: Routing, bias: bool = False
+        self,
+        ops: Ops,
+        name: str,
+        num_experts: int,
+        hidden_size: int,
+        routing: Routing,
+        bias: bool = False,
+        correction: bool = False,  # the rule has one
     ) -> None:
         super().__init__(ops, [Part(f"{name}.weight", (num_experts, hidden_size))], may_round=False)
         self.routing = routing
         self.bias_part = Part(f"{name}.bias", (num_experts,)) if bias else None
+        self.correction_part = Part(f"{name}.{_CORRECTION}", (num_experts,)) if correction else None
+        self.correction: Tensor | None = None
 
     def rename(self, name: str) -> None:
         self.parts = [replace(self.parts[0], name=f"{name}.weight")]
         if self.bias_part is not None:
             self.bias_part = replace(self.bias_part, name=f"{name}.bias")
+        if self.correction_part is not None:
+            self.correction_part = replace(self.correction_part, name=f"{name}.{_CORRECTION}")
 
     def declare(self) -> list[Declared]:
         biases = [] if self.bias_part is None else [Declared("bias", [self.bias_part])]
+        if self.correction_part is not None:
+            biases.append(Declared("correction", [self.correction_part], Float32Tensors()))
         return [*super().declare(), *biases]
 
     def forward(self, x: Tensor) -> Routed:
@@ -96,7 +111,7 @@ class Router(Matrix):
         scores = self.method.logits(self, x, None).float()
         if self.bias is not None:
             scores = scores + self.bias.float()
-        return self.ops.route(scores, self.routing)
+        return self.ops.route(scores, self.routing, self.correction)
 
 
 class SharedExpert(Module):

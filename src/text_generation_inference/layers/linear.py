@@ -80,11 +80,15 @@ def row_linear(
     biases = [Part(f"{name}.bias", (out_features,))] if bias else None
     if parallel.world == 1:
         return Linear(ops, [part], biases)
-    return _RowLinear(ops, [part], biases, reduce=parallel)
+    return _RowLinear(ops, [part], biases, parallel)
 
 
 class _RowLinear(Linear):
+    def __init__(self, ops: Ops, parts: list[Part], biases: list[Part] | None, parallel: Parallel) -> None:
+        super().__init__(ops, parts, biases, parallel)
+        self._rank = parallel.rank  # whoever sums, even where `reduce` leaves it to others
+
     def finish(self) -> None:
         super().finish()
-        if self.bias is not None and self.reduce is not None and self.reduce.rank > 0:
+        if self._rank > 0:
             self.bias = None

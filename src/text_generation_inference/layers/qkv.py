@@ -52,11 +52,13 @@ class Interleaved(Arrangement):
 
     head_dim: int
     rotary_dim: int
+    start: int = 0  # the first of them
 
     def apply(self, x: Tensor) -> Tensor:
         heads = x.view(-1, self.head_dim, *x.shape[1:])
-        turned = heads[:, : self.rotary_dim]
-        return torch.cat((turned[:, 0::2], turned[:, 1::2], heads[:, self.rotary_dim :]), dim=1).flatten(0, 1)
+        first, last = self.start, self.start + self.rotary_dim
+        turned = heads[:, first:last]
+        return torch.cat((heads[:, :first], turned[:, 0::2], turned[:, 1::2], heads[:, last:]), dim=1).flatten(0, 1)
 
 
 def qkv_parts(

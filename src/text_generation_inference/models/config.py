@@ -25,6 +25,12 @@ _MOST = {
     "n_routed_experts": 2**14,
     "moe_intermediate_size": 2**22,
     "shared_expert_intermediate_size": 2**22,
+    "n_shared_experts": 2**14,
+    "kv_lora_rank": 2**20,
+    "q_lora_rank": 2**20,
+    "qk_nope_head_dim": 2**14,
+    "qk_rope_head_dim": 2**14,
+    "v_head_dim": 2**14,
 }
 _MOST_OF_ANY = 2**62
 _LARGEST = 10**30
@@ -68,6 +74,11 @@ class Config:
         if value > most:
             raise self.wrong(name, f"must be at most {most}, it is {shorten(value)}")
         return value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """An integer that may be 0, which is what null means too."""
+        value = self.fields.get(name, default)
+        return 0 if value in (0, None) and not isinstance(value, bool | float) else self.integer(name, default)
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self.fields.get(name)

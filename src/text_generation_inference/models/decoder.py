@@ -14,15 +14,16 @@ from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import apply_scales
 from text_generation_inference.kernels.fused_decode import FusedDecode
 from text_generation_inference.kernels.matrices import Product
-from text_generation_inference.layers.cache import CacheSpec
+from text_generation_inference.layers.attention import Attention
+from text_generation_inference.layers.cache import AnyCacheSpec
 from text_generation_inference.layers.embedding import LearnedPositions, RowsOf, VocabWeight
 from text_generation_inference.layers.experts import Experts
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.layers.norm import Norm, RMSNorm, make_norm
 from text_generation_inference.layers.rotary import RopeSpec, build_table
-from text_generation_inference.models.layer import LAYERS, enter
+from text_generation_inference.models.layer import LAYERS, DecoderLayer, enter
 from text_generation_inference.models.model import Caches, Context, Model
-from text_generation_inference.models.spec import DecoderSpec, LayerSpec
+from text_generation_inference.models.spec import DecoderSpec
 from text_generation_inference.weights.declare import Module, Part
 
 
@@ -141,7 +142,7 @@ class CausalLM(Model):
         self.ignored = spec.names.ignored
         return self.head
 
-    def caches(self, dtype: torch.dtype) -> list[CacheSpec]:
+    def caches(self, dtype: torch.dtype) -> list[AnyCacheSpec]:
         return [layer.attention.cache_spec(dtype) for layer in self.model.layers]
 
     def shallow(self) -> Self:
@@ -174,10 +175,12 @@ class CausalLM(Model):
         norm = self.model.norm
         if self.ops.make_fused_decode is None or self.parallel.world > 1 or not isinstance(norm, RMSNorm):
             return None
-        layers = [layer.as_fused_layer(*caches[layer.number]) for layer in self.model.layers]
+        layers = [layer.as_fused_layer(caches[layer.number]) for layer in self.model.layers]
         whole = [layer for layer in layers if layer is not None]
-        ways = {(*_way(layer.spec), layer.attention.heads.num_heads) for layer in self.model.layers}
-        if len(whole) < len(layers) or len(ways) > 1 or self.model.project_out is not None:
+        if len(whole) < len(layers) or self.model.project_out is not None:
+            return None
+        ways = {_way(layer) for layer in self.model.layers}
+        if len(ways) > 1:
             return None
         scale, activation, _, eps, heads = ways.pop()
         if eps not in (None, norm.eps):
@@ -216,8 +219,8 @@ class CausalLM(Model):
         return logits
 
 
-def _way(layer: LayerSpec) -> tuple[float, str, RopeSpec, float | None]:
-    """What all layers of a fused pass have in common: scale, activation, rotation, epsilon of norms on heads."""
-    attention = layer.attention
-    eps = attention.qk_norm.norm.eps if attention.qk_norm is not None else None
-    return attention.scale, layer.feed_forward.activation, attention.rope, eps
+def _way(layer: DecoderLayer) -> tuple[float, str, RopeSpec, float | None, int]:
+    """What all layers of a fused pass have in common: scale, activation, rotation, epsilon of norms on heads, heads."""
+    spec, attention = layer.spec, cast(Attention, layer.attention)
+    eps = attention.q_norm.spec.norm.eps if attention.q_norm is not None else None
+    return attention.heads.scale, spec.feed_forward.activation, spec.attention.rope, eps, attention.heads.num_heads

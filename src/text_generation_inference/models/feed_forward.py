@@ -96,7 +96,7 @@ def build_feed_forward(
         ops,
         parallel,
         found.name,
-        Router(ops, found.router, count, hidden_size, spec.routing, spec.router_bias),
+        Router(ops, found.router, count, hidden_size, spec.routing, spec.router_bias, spec.router_correction),
         StackedMatrix(ops, found.gate_up, count, top_k, biases[0]),
         StackedMatrix(ops, found.down, count, top_k, biases[1], adds_bias=parallel.rank == 0),
         shared,

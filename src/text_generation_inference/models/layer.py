@@ -9,6 +9,7 @@ from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import apply_scales
 from text_generation_inference.kernels.fused_decode import FusedLayer
 from text_generation_inference.kernels.matrices import Product, Rows
+from text_generation_inference.layers.attention import Attention
 from text_generation_inference.layers.norm import Norm, RMSNorm, make_norm
 from text_generation_inference.models.attention import build_attention
 from text_generation_inference.models.feed_forward import DenseMlp, build_feed_forward
@@ -17,7 +18,7 @@ from text_generation_inference.models.spec import DecoderSpec, Join, LayerSpec
 from text_generation_inference.quant.method import InputForm
 from text_generation_inference.weights.declare import Module
 
-Cache = tuple[Tensor, Tensor]  # keys and values
+Cache = tuple[Tensor, ...]  # mostly keys and values
 
 
 class DecoderLayer(Module):
@@ -48,9 +49,9 @@ class DecoderLayer(Module):
     @property
     def kind(self) -> tuple[object, ...]:
         """Layers of the same kind run the same kernels."""
-        return (self.attention.heads, self.attention.qkv.kind, self.attention.out.kind, self.mlp.kind)
+        return (self.attention.kind, self.mlp.kind)
 
-    def as_fused_layer(self, k_cache: Tensor, v_cache: Tensor) -> FusedLayer | None:
+    def as_fused_layer(self, cache: Cache) -> FusedLayer | None:
         """For a pass that fuses all layers; None: it cannot be computed so."""
         return None
 
@@ -65,8 +66,8 @@ class PreNormLayer(DecoderLayer):
         self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
     ) -> tuple[Product, Tensor | None]:
         factor = self.spec.residual_factor
-        normed, residual = enter(self.attention_norm, x, residual, self.attention.qkv.input_form)
-        x = self.attention.forward(normed, batch, cos_sin, *cache, wanted)
+        normed, residual = enter(self.attention_norm, x, residual, self.attention.input_form)
+        x = self.attention.forward(normed, batch, cos_sin, cache, wanted)
         if wanted is not None:
             residual = residual[wanted]
         if factor != 1:
@@ -75,8 +76,11 @@ class PreNormLayer(DecoderLayer):
         x = self.mlp.forward(normed)
         return x if factor == 1 else apply_scales(x) * factor, residual
 
-    def as_fused_layer(self, k_cache: Tensor, v_cache: Tensor) -> FusedLayer | None:
+    def as_fused_layer(self, cache: Cache) -> FusedLayer | None:
         attention, mlp, norms = self.attention, self.mlp, (self.attention_norm, self.mlp_norm)
+        if not isinstance(attention, Attention):
+            return None
+        k_cache, v_cache = cache
         has_norms = attention.q_norm is not None and attention.k_norm is not None
         is_plain = attention.is_plain and self.spec.residual_factor == 1
         if not isinstance(mlp, DenseMlp) or not mlp.is_gated or not is_plain:
@@ -116,7 +120,7 @@ class ParallelLayer(DecoderLayer):
         self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
     ) -> tuple[Product, Tensor | None]:
         normed, residual = enter(self.attention_norm, x, residual, None)
-        mixed = apply_scales(self.attention.forward(normed, batch, cos_sin, *cache, wanted))
+        mixed = apply_scales(self.attention.forward(normed, batch, cos_sin, cache, wanted))
         if wanted is not None:
             normed, residual = cast(Tensor, normed)[wanted], residual[wanted]
         return mixed + apply_scales(self.mlp.forward(normed)), residual
@@ -131,8 +135,8 @@ class ParallelTwoNormLayer(DecoderLayer):
     def forward(
         self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
     ) -> tuple[Product, Tensor | None]:
-        normed, residual = enter(self.attention_norm, x, residual, self.attention.qkv.input_form)
-        mixed = apply_scales(self.attention.forward(normed, batch, cos_sin, *cache, wanted))
+        normed, residual = enter(self.attention_norm, x, residual, self.attention.input_form)
+        mixed = apply_scales(self.attention.forward(normed, batch, cos_sin, cache, wanted))
         if wanted is not None:
             residual = residual[wanted]
         normed = self.mlp_norm.forward(residual, self.mlp.input_form)
@@ -160,8 +164,8 @@ class SandwichLayer(DecoderLayer):
     def forward(
         self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
     ) -> tuple[Product, Tensor | None]:
-        normed, residual = enter(self.attention_norm, x, residual, self.attention.qkv.input_form)
-        mixed = apply_scales(self.attention.forward(normed, batch, cos_sin, *cache, wanted))
+        normed, residual = enter(self.attention_norm, x, residual, self.attention.input_form)
+        mixed = apply_scales(self.attention.forward(normed, batch, cos_sin, cache, wanted))
         if wanted is not None:
             residual = residual[wanted]
         mixed = cast(Tensor, self.attention_out_norm.forward(mixed))
@@ -186,7 +190,7 @@ class PostNormLayer(DecoderLayer):
         self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
     ) -> tuple[Product, Tensor | None]:
         stream = apply_scales(x) if residual is None else residual + apply_scales(x)
-        mixed = apply_scales(self.attention.forward(stream, batch, cos_sin, *cache, wanted))
+        mixed = apply_scales(self.attention.forward(stream, batch, cos_sin, cache, wanted))
         if wanted is not None:
             stream = stream[wanted]
         stream = stream + cast(Tensor, self.attention_out_norm.forward(mixed))
@@ -204,7 +208,7 @@ class NormedStreamLayer(DecoderLayer):
     ) -> tuple[Product, Tensor | None]:
         assert residual is None, "all layers join alike"
         stream = cast(Tensor, x)
-        mixed = self.attention.forward(stream, batch, cos_sin, *cache, wanted)
+        mixed = self.attention.forward(stream, batch, cos_sin, cache, wanted)
         stream = cast(Tensor, self.attention_norm.add(mixed, stream if wanted is None else stream[wanted])[0])
         return cast(Tensor, self.mlp_norm.add(self.mlp.forward(stream), stream)[0]), None
 

@@ -1,7 +1,7 @@
 """`Model`: what the engine and the runner ask of a model, and `Context`: what one is built for."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.ops import Ops
-from text_generation_inference.layers.cache import CacheSpec
+from text_generation_inference.layers.cache import AnyCacheSpec
 from text_generation_inference.parallel import SINGLE, Parallel
 from text_generation_inference.weights.declare import Module
 
 _CPU = torch.device("cpu")
-Caches = list[tuple[Tensor, Tensor]]  # keys and values of each layer of the whole model
+Caches = list[tuple[Tensor, ...]]  # of each layer of the whole model what its spec says: mostly keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Model(Module, ABC):
         """Of hidden states and logits, whatever matrices and caches are stored in."""
 
     @abstractmethod
-    def caches(self, dtype: torch.dtype) -> list[CacheSpec]:
+    def caches(self, dtype: torch.dtype) -> Sequence[AnyCacheSpec]:
         """What each layer keeps on this rank, keys and values in this type."""
 
     @abstractmethod

@@ -21,6 +21,8 @@ ARCHITECTURES = {
     "Cohere2ForCausalLM": "cohere2",
     "CohereForCausalLM": "cohere",
     "DbrxForCausalLM": "dbrx",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "FalconForCausalLM": "falcon",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",

@@ -31,6 +31,18 @@ GATES = ("silu", "gelu", "gelu_tanh")  # those that a feed-forward may gate with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Keys and values of all heads are made of one latent (MLA)."""
+
+    query_rank: int | None  # queries are made of a latent of their own, of this size; None: of the stream itself
+    latent_dim: int
+    plain_dim: int  # of a query's and a key's dimensions those that know no positions
+    rope_dim: int  # and those that do, which of a key are the same for all heads
+    value_dim: int
+    norm: NormSpec  # of latents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     num_heads: int
     num_kv_heads: int
@@ -48,6 +60,7 @@ class AttentionSpec:
     slopes: tuple[float, ...] = ()  # ALiBi, by head
     sinks: str = ""  # the tensor of one more score for each head, without a value
     attention_chunk: int | None = None  # a token sees only tokens of its own run of so many positions
+    latent: LatentSpec | None = None  # with heads, scale and rotation alone of the fields above
 
     @property
     def scale(self) -> float:
@@ -100,6 +113,7 @@ class ExpertsSpec:
     routing: Routing
     activation: str = "silu"  # as ops call it
     router_bias: bool = False
+    router_correction: bool = False  # decides with the scores who is chosen, but not with which weight
     shared: DenseSpec | None = None  # every token passes it
     shared_gate: bool = False  # its result is scaled by the sigmoid of a product
     scale_inputs: bool = False  # the weights of experts are multiplied with what goes into them

@@ -53,7 +53,7 @@ class Pass:
     ops: Ops
     layers: list[Layer]
     batch: Batch
-    caches: list[tuple[Tensor, Tensor]]
+    caches: list[tuple[Tensor, ...]]
     no_rotation: Tensor  # [positions, 2] float32: an angle of 0, as keys come rotated
 
 

@@ -29,7 +29,7 @@ class BucketedSteps:
         self,
         device: Device,
         model: Model,
-        kv_cache: list[tuple[Tensor, Tensor]],
+        kv_cache: list[tuple[Tensor, ...]],
         slots: Slots,
         sampling: DeviceSampling | HostSampling,
         owed: OwedScores,

@@ -11,7 +11,7 @@ from torch import Tensor
 from text_generation_inference.devices.device import Device
 from text_generation_inference.errors import ResourceError
 from text_generation_inference.kernels.fp8 import FP8
-from text_generation_inference.layers.cache import CacheSpec, bytes_per_token
+from text_generation_inference.layers.cache import AnyCacheSpec, bytes_per_token
 from text_generation_inference.units import gigabytes
 
 
@@ -20,11 +20,11 @@ def choose_dtype(asked: str | None, model_dtype: torch.dtype) -> torch.dtype:
     return FP8 if asked == "fp8_e4m3fn" else model_dtype
 
 
-def allocate(device: Device, caches: Sequence[CacheSpec], num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of each layer: `[blocks, block_size, kv_heads, head_dim]`."""
+def allocate(device: Device, caches: Sequence[AnyCacheSpec], num_blocks: int) -> list[tuple[Tensor, ...]]:
+    """Of each layer what its spec says: tensors `[blocks, block_size, heads, dim]`."""
     block_size = device.limits.block_size
     try:
-        return [(_zeros(device, spec, num_blocks), _zeros(device, spec, num_blocks)) for spec in caches]
+        return [tuple(_zeros(device, num_blocks, *shape, spec.dtype) for shape in spec.shapes) for spec in caches]
     except (RuntimeError, MemoryError) as error:
         num_tokens = num_blocks * block_size
         raise ResourceError(
@@ -33,8 +33,8 @@ def allocate(device: Device, caches: Sequence[CacheSpec], num_blocks: int) -> li
         ) from None
 
 
-def _zeros(device: Device, spec: CacheSpec, num_blocks: int) -> Tensor:
-    block_size, heads, dim, dtype = device.limits.block_size, spec.num_kv_heads, spec.head_dim, spec.dtype
+def _zeros(device: Device, num_blocks: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    block_size = device.limits.block_size
     as_bytes = dtype is FP8 and not device.holds_fp8  # zero bits are 0.0
     stored = torch.uint8 if as_bytes else dtype
     if device.cache_by_head:

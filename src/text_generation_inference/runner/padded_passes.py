@@ -25,7 +25,7 @@ class PaddedPasses:
         self,
         device: Device,
         model: Model,
-        kv_cache: list[tuple[Tensor, Tensor]],
+        kv_cache: list[tuple[Tensor, ...]],
         plan: BucketPlan,
         limit_graphs: bool = False,  # prompts go without
         outputs: Callable[[Batch], Tensor] | None = None,  # a long-lived place for the logits of a batch

@@ -36,7 +36,7 @@ class PagedSteps:
         self,
         device: Device,
         model: Model,
-        kv_cache: list[tuple[Tensor, Tensor]],
+        kv_cache: list[tuple[Tensor, ...]],
         slots: Slots,
         sampling: DeviceSampling | HostSampling,
         owed: OwedScores,

@@ -44,7 +44,7 @@ class Runner:
         self,
         device: Device,
         model: Model,
-        kv_cache: list[tuple[Tensor, Tensor]],
+        kv_cache: list[tuple[Tensor, ...]],
         num_slots: int,
         max_total_tokens: int,
         watermark: tuple[float, float] = (0.5, 2.0),

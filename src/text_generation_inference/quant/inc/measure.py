@@ -128,7 +128,7 @@ class Recorder:
                 self._watch_cache(module, prefix + module.name)
         forward = model.forward
 
-        def counted(batch: Any, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+        def counted(batch: Any, kv_cache: list[tuple[Tensor, ...]]) -> Tensor:
             self._real = self._real_logits = batch.kv_index >= self._block_size  # padding goes to the first block
             if batch.logit_tokens is not None:
                 self._real_logits = self._real[batch.logit_tokens]
@@ -155,10 +155,10 @@ class Recorder:
         nodes = [self._add(KV_CACHE, f"{path}.{side}_cache") for side in ("k", "v")]
         forward = attention.forward
 
-        def measured(x: Any, batch: Any, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, wanted: Any = None) -> Any:
-            out = forward(x, batch, cos_sin, k_cache, v_cache, wanted)
+        def measured(x: Any, batch: Any, cos_sin: Tensor, caches: tuple[Tensor, ...], wanted: Any = None) -> Any:
+            out = forward(x, batch, cos_sin, caches, wanted)
             size, index = self._block_size, batch.kv_index
-            for node, cache in zip(nodes, (k_cache, v_cache), strict=True):
+            for node, cache in zip(nodes, caches, strict=True):
                 stored = cache[index // size, index % size].flatten(1)  # keys are there as they were turned
                 self._take(node, stored, stored, self._real)
             return out
