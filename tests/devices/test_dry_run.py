@@ -252,6 +252,7 @@ class NoCard:
 driver.set_active(NoCard())
 from queue_on_cpu import QueueOnCpu
 from text_generation_inference.kernels.triton.compile_ahead import compile_only
+from text_generation_inference.kernels.triton.compile_workers import Workers
 from text_generation_inference.kernels.triton.ops import load_ops
 from driving import start
 import text_generation_inference.engine.rank
@@ -259,7 +260,7 @@ import text_generation_inference.engine.rank
 
 class OnlyCompiles(QueueOnCpu):
     cache_by_head = True
-    def compiling(self): return compile_only(2, processes=True, load=False)
+    def compiling(self): return compile_only(2, Workers(1), load=False)
     def peak_bytes(self, work):
         assert not compiled_here, compiled_here
         names = {}

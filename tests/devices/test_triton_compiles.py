@@ -92,15 +92,15 @@ def bulk(
     return "bulk_attention", "prefill_in_bulk", types, values, {"num_warps": warps, "num_stages": stages, "fast": True}
 
 
-def specialised(d: int, window: int = 0, one: bool = False) -> tuple:
+def specialised(d: int, window: int = 0) -> tuple:
     layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, fp4_padded=False, cga_layout=[])"
     types = {
         "queries": f"tensordesc<bf16[64, {d}],{layout}>",
         **dict.fromkeys(("keys", "values"), f"tensordesc<bf16[128, {d}],{layout}>"),
-        "out": BF16, "tiles": "*i32", "scale": "fp32", **words("num_tiles out_token"),
+        "out": BF16, "tiles": "*i32", "scale": "fp32", **words("num_tiles out_token one"),
     }  # fmt: skip
     values = {
-        "HEADS": 32, "GROUP": 4, "TILE_WORDS": 5, "BLOCK_N": 128, "D": d, "STAGES": 2, "WINDOW": window, "ONE": one,
+        "HEADS": 32, "GROUP": 4, "TILE_WORDS": 5, "BLOCK_N": 128, "D": d, "STAGES": 2, "WINDOW": window,
     }  # fmt: skip
     return "hopper_attention", "prefill_warp_specialised", types, values, {"num_warps": 4, "fast": True}
 
@@ -239,7 +239,7 @@ CASES = [
     bulk(128, 64, 8, 3),
     bulk(128, 64, 8, 3, d=64, sinks=True, chunk=8192),
     specialised(128),
-    specialised(64, window=100, one=True),
+    specialised(64, window=100),
     bulk(128, 128, 8, 2),
     bulk(64, 64, 4, 3),
     qk_norm(BF16),

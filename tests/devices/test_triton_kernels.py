@@ -511,8 +511,10 @@ def plain_prompts(
         out[token : token + count] = torch.einsum("hqk,khd->qhd", shares, values).flatten(1).to(out.dtype)
 
 
-@pytest.mark.parametrize("name", ["over prefixes", "mixed", "long"])
-def test_long_prompts(device: torch.device, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "head_dim"), [("over prefixes", 128), ("mixed", 128), ("long", 128), ("mixed", 64), ("long", 64)]
+)
+def test_long_prompts(device: torch.device, name: str, head_dim: int) -> None:
     """By the kernel in Gluon where it runs; elsewhere what stands around it. Long ones are laid out with their prefix."""
     specialised: Callable[..., None] = plain_prompts
     if device.type == "cuda":
@@ -535,7 +537,7 @@ def test_long_prompts(device: torch.device, name: str) -> None:
             continue
         for dtype in dtypes:
             calls.clear()
-            check_attention(device, name, (4, 2, 128), dtype, op, window, own=True, kv_scales=scales)
+            check_attention(device, name, (4, 2, head_dim), dtype, op, window, own=True, kv_scales=scales)
             long = [start > 0 for start, end in chunks if start and end - start >= 5]
             assert calls.count(True) == len(long) * (2 if decode else 1)
             assert (False in calls) == (name == "long")

@@ -24,6 +24,7 @@ from text_generation_inference.kernels import flashinfer_prompts
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import as_paged, is_padded
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.triton.compile_workers import Workers
 from text_generation_inference.kernels.triton.ops import load_ops
 from text_generation_inference.types import Limits
 
@@ -51,8 +52,10 @@ class CudaDevice:
         attention: str | None = None,
     ) -> None:
         explain_missing(torch.__version__, torch.version.cuda, read_driver(), custom_kernels)
+        compiled = None
         if cache_dir is not None:  # before Triton is imported
-            os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir / "triton"))
+            compiled = Path(os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir / "triton")))
+        self._compilers = _start_compilers(compiled) if custom_kernels else None
         if not torch.cuda.is_available():
             raise StartError(
                 f"`device` cuda: PyTorch {torch.__version__} cannot use the GPU that the driver shows. `nvidia-smi` may"
@@ -139,8 +142,8 @@ class CudaDevice:
             return nullcontext()
         from text_generation_inference.kernels.triton.compile_ahead import compile_only
 
-        cores = len(os.sched_getaffinity(0))
-        return compile_only(min(_COMPILE_THREADS, cores), processes=cores >= _MANY_CORES)
+        workers, self._compilers = self._compilers or _start_compilers(), None
+        return compile_only(min(_COMPILE_THREADS, len(os.sched_getaffinity(0))), workers)
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         torch.cuda.synchronize(self.torch_device)
@@ -247,6 +250,15 @@ def _no_collection() -> Generator[None, None, None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _start_compilers(compiled: Path | None = None) -> Workers | None:
+    """Where no kernel was ever compiled, processes that will do it get ready while weights are loaded."""
+    cores = len(os.sched_getaffinity(0))
+    if cores < _MANY_CORES:
+        return None
+    is_new = compiled is not None and (not compiled.is_dir() or not any(compiled.iterdir()))
+    return Workers(min(_COMPILE_THREADS, cores) if is_new else 0)
 
 
 def _read_properties(device: torch.device) -> Any:

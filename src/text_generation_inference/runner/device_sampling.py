@@ -31,6 +31,7 @@ class DeviceSampling:
             self._needs = SlotNeeds(device, slots, num_slots, vocab_size, watermark)
             self._out = torch.zeros(2 * num_slots, dtype=torch.int32, device=device.torch_device)
             self._tops = torch.zeros(num_slots, dtype=torch.int32, device=device.torch_device)
+        self._out_by_size: dict[int, Tensor] = {}
         self._results = ResultWords(device, num_slots)
         self.captured_draws: dict[int, Callable[[], None]] = {}  # by rows
 
@@ -103,4 +104,7 @@ class DeviceSampling:
 
     def _out_of(self, size: int) -> Tensor:
         """`[2, size]`: where the ops leave what they chose. It stays where it is."""
-        return self._out[: 2 * size].view(2, size)
+        found = self._out_by_size.get(size)
+        if found is None:
+            found = self._out_by_size[size] = self._out[: 2 * size].view(2, size)
+        return found

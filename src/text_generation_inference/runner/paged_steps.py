@@ -4,7 +4,8 @@ Decode steps replay a captured pass over a padded number of rows; steps with few
 numbers of rows and tokens; others are queued op by op. Where nothing is captured every step has its exact size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +95,15 @@ class PagedSteps:
         """Run a shape through few layers, without capturing it."""
         with torch.inference_mode(), self._device.stream():
             self._padded_pass(bucket, self._model.shallow())
+
+    @contextmanager
+    def few_layers(self) -> Generator[None, None, None]:
+        """Inside, steps that are not captured go through few layers: what they compute means nothing."""
+        model, self._model = self._model, self._model.shallow()
+        try:
+            yield
+        finally:
+            self._model = model
 
     def _capture(self, bucket: Bucket) -> _Captured:
         self.run_shallow(bucket)  # loads kernels and makes workspaces, which a capture may not

@@ -17,10 +17,26 @@ from text_generation_inference.types import StepResult
 _NUM_RESULTS = 4  # steps whose tokens may be on their way
 
 
+class _Words:
+    """Of one step. What most steps fetch has the same few sizes: views of it are made once."""
+
+    def __init__(self, words: Tensor) -> None:
+        self.words = words
+        self._by_size: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def tokens(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Words `[2, size]`; of them the ids, and the log-probabilities."""
+        found = self._by_size.get(size)
+        if found is None:
+            both = self.words[: 2 * size].view(2, size)
+            found = self._by_size[size] = (both, both[0], both[1].view(torch.float32))
+        return found
+
+
 class ResultWords:
     def __init__(self, device: Device, num_slots: int) -> None:
         self._device = device
-        self._words = [device.pinned_int32(2 * num_slots) for _ in range(_NUM_RESULTS)]
+        self._words = [_Words(device.pinned_int32(2 * num_slots)) for _ in range(_NUM_RESULTS)]
         self._readers: list[Future[StepResult] | None] = [None] * _NUM_RESULTS
         self._next = 0
         self._fetched = False
@@ -38,23 +54,22 @@ class ResultWords:
         if reader is not None:
             wait([reader])
         self._fetched = True
-        parts = [out] if tops is None else [out, tops]
-        count = sum(part.numel() for part in parts)
-        if self._words[self._next].shape[0] < count:
-            self._words[self._next] = self._device.pinned_int32(2 * count)
-        found: list[Tensor] = []
-        first = 0
-        for part in parts:
-            words = self._words[self._next][first : first + part.numel()].view(part.shape)
-            words.copy_(part, non_blocking=True)
-            found.append(words)
-            first += part.numel()
-        best = None
-        if tops is not None:
-            room = tops.shape[1] // 2
-            counts, ids, bits = found[1][:, 0], found[1][:, 1 : 1 + room], found[1][:, 1 + room :]
-            best = BestIds(top_rows, top_limits, counts, ids, bits.view(torch.float32))
-        return SampledTokens(found[0][0, :num_rows], found[0][1, :num_rows].view(torch.float32), best)
+        size = out.shape[1]
+        count = 2 * size + (tops.numel() if tops is not None else 0)
+        if self._words[self._next].words.shape[0] < count:
+            self._words[self._next] = _Words(self._device.pinned_int32(2 * count))
+        found = self._words[self._next]
+        words, token_ids, logprobs = found.tokens(size)
+        words.copy_(out, non_blocking=True)
+        if num_rows < size:
+            token_ids, logprobs = token_ids[:num_rows], logprobs[:num_rows]
+        if tops is None:
+            return SampledTokens(token_ids, logprobs)
+        best = found.words[2 * size : count].view(tops.shape)
+        best.copy_(tops, non_blocking=True)
+        room = tops.shape[1] // 2
+        counts, ids, bits = best[:, 0], best[:, 1 : 1 + room], best[:, 1 + room :]
+        return SampledTokens(token_ids, logprobs, BestIds(top_rows, top_limits, counts, ids, bits.view(torch.float32)))
 
     def read_by(self, reader: "Future[StepResult]") -> None:
         """Whose end frees the words that were fetched since the last call, if any."""

@@ -271,7 +271,7 @@ class PagedAttention:
         """Whether the kernel in Gluon is made for it."""
         aligned = q.stride(0) % 8 == 0 and q.data_ptr() % 16 == 0 and q.stride(1) == same["D"]
         return (
-            self.specialised is not None and aligned and q.dtype.itemsize == 2 and same["D"] == 128
+            self.specialised is not None and aligned and q.dtype.itemsize == 2 and same["D"] in (64, 128)
             and not any(same[each] for each in ("SOFTCAP", "ALIBI", "SINKS", "CHUNK")) and self.prefill_choice is None
         )  # fmt: skip
 

@@ -6,26 +6,22 @@ they compile on disk (see `compile_worker`); here it is loaded, and compiled onl
 """
 
 import hashlib
-import json
-import os
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton import knobs
-from triton.runtime import driver
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from text_generation_inference.kernels.triton.compile_worker import settle_keys
+from text_generation_inference.kernels.triton.compile_workers import Workers
 
 _ZEROED = {
     torch.empty: torch.zeros,
@@ -52,44 +48,10 @@ def _describe(value: Any) -> Any:
     return value
 
 
-class _Workers:
-    """One `compile_worker` for each thread that asks, started when it first does."""
-
-    def __init__(self) -> None:
-        target = driver.active.get_current_target()
-        described = json.dumps([target.backend, target.arch, target.warp_size])
-        self._command = [sys.executable, "-m", "text_generation_inference.kernels.triton.compile_worker", described]
-        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._own = threading.local()
-        self._started: list[subprocess.Popen[str]] = []
-
-    def compile(self, described: str) -> None:
-        """Leaves the kernel on disk, if all goes well."""
-        with suppress(OSError):
-            worker = getattr(self._own, "worker", None)
-            if worker is None:
-                worker = self._own.worker = subprocess.Popen(
-                    self._command, env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL, text=True,
-                )  # fmt: skip
-                self._started.append(worker)
-            worker.stdin.write(described + "\n")
-            worker.stdin.flush()
-            worker.stdout.readline()
-
-    def close(self) -> None:
-        for worker in self._started:
-            with suppress(OSError):
-                worker.stdin.close()  # pyright: ignore
-        for worker in self._started:
-            worker.wait()
-            worker.stdout.close()  # pyright: ignore
-
-
 class _ElsewhereMode(AsyncCompileMode):
     """Compiles what is not on disk in other processes, and loads it in threads."""
 
-    def __init__(self, threads: ThreadPoolExecutor, workers: _Workers | None, load: bool) -> None:
+    def __init__(self, threads: ThreadPoolExecutor, workers: Workers | None, load: bool) -> None:
         super().__init__(threads)
         self._workers, self._load = workers, load
         self._asked: tuple[str, str] = ("", "")  # name and description of the kernel that is submitted next
@@ -114,10 +76,11 @@ class _ElsewhereMode(AsyncCompileMode):
 
 
 @contextmanager
-def compile_only(num_threads: int, processes: bool = False, load: bool = True) -> Iterator[None]:
+def compile_only(num_threads: int, workers: Workers | None = None, load: bool = True) -> Iterator[None]:
     """Inside, kernels are compiled (or found on disk) instead of launched; on the way out all of them are ready.
 
-    `processes`: each thread has one of its own compile for it; `load`: there is a GPU to load them quantize_for.
+    `workers`: processes that compile for threads, one for each; they are closed. `load`: there is a GPU to load kernels
+    for.
     """
     launch = JITFunction.run
     seen: set[Any] = set()
@@ -138,7 +101,6 @@ def compile_only(num_threads: int, processes: bool = False, load: bool = True) -
                 settle_keys(sys.modules[self.__module__])
             launch(self, *args, grid=grid, warmup=True, **options)
 
-    workers = _Workers() if processes else None
     hook = knobs.runtime.jit_cache_hook
     try:
         with ThreadPoolExecutor(num_threads, thread_name_prefix="tgi-compile") as threads, _Zeroes():

@@ -1,9 +1,10 @@
 # pyright: basic, reportMissingImports=false
-"""A program that compiles kernels into Triton's cache on disk. Its argument: the target.
+"""A program that compiles kernels into Triton's cache on disk.
 
-Takes one specialisation per line on standard input, as Triton itself describes them in JSON, and answers each
-with a line that is empty if it is on disk now, or says why not. Ends with its input. Needs no GPU, and no torch: a
-process of its own because the front half of Triton's compiler is Python, of which a process runs one thread at a time.
+Takes the target on standard input, then one specialisation per line, as Triton itself describes them in JSON, and
+answers each of these with a line that is empty if it is on disk now, or says why not. Ends with its input. Needs no
+GPU, and no torch: a process of its own because the front half of Triton's compiler is Python, of which a process runs
+one thread at a time.
 """
 
 import importlib
@@ -66,7 +67,10 @@ def main() -> None:
     torch, nn, functional = (_NoTorch(name) for name in ("torch", "torch.nn", "torch.nn.functional"))
     torch.nn, nn.functional = nn, functional
     sys.modules.update({module.__name__: module for module in (torch, nn, functional)})
-    driver.set_active(_NoDevice(GPUTarget(*json.loads(sys.argv[1]))))  # pyright: ignore
+    target = sys.stdin.readline()
+    if not target:
+        return
+    driver.set_active(_NoDevice(GPUTarget(*json.loads(target))))  # pyright: ignore
     for line in sys.stdin:
         print(_compile(line), flush=True)
 

@@ -48,15 +48,15 @@ def _work(tiles, number, num_tiles, HEADS: gl.constexpr, TILE_WORDS: gl.constexp
 @gluon.jit
 def _bring(
     queries, keys, values, q_room, k_room, v_room, q_full, q_free, k_full, k_free, v_full, v_free, tiles, num_tiles,
-    GROUP: gl.constexpr, HEADS: gl.constexpr, TILE_WORDS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, WINDOW: gl.constexpr, ONE: gl.constexpr,
+    one, GROUP: gl.constexpr, HEADS: gl.constexpr, TILE_WORDS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The warp that tells the copy engine what to bring."""
     HALF: gl.constexpr = q_room.shape[1]
     done, turn = 0, 0
     for number in range(gl.program_id(0), num_tiles * HEADS, gl.num_programs(0)):
         head, token, position, _, last, seen = _work(tiles, number, num_tiles, HEADS, TILE_WORDS, BLOCK_N, WINDOW)
-        row, column = 0 if ONE else token - position, head // GROUP * D
+        row, column = (token - position) * (1 - one), head // GROUP * D
         mbarrier.wait(q_free, turn & 1 ^ 1)
         mbarrier.expect(q_full, 2 * HALF * D * 2)
         for half in gl.static_range(2):
@@ -180,14 +180,14 @@ def _compute(
         gl.store(out + at[:, None] * out_token + head * D + d[None, :], result, mask=(m < count)[:, None])
 
 
-@gluon.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["tiles"])
+@gluon.jit(do_not_specialize=["num_tiles", "one"], do_not_specialize_on_alignment=["tiles"])
 def prefill_warp_specialised(
-    queries, keys, values, out, tiles, num_tiles, scale, out_token,
+    queries, keys, values, out, tiles, num_tiles, scale, out_token, one,
     HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_WORDS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, WINDOW: gl.constexpr, ONE: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 queries, head by head, a program for each processor. Tiles as in `prefill`, in the order of what
-    they see. Keys and values are those of the batch's tokens, or all those of ONE prompt, from its first."""
+    they see. Keys and values are those of the batch's tokens, or, if `one` is 1, all those of one prompt."""
     HALF: gl.constexpr = queries.block_type.shape[0]
     q_room = gl.allocate_shared_memory(queries.dtype, [2, HALF, D], queries.layout)
     k_room = gl.allocate_shared_memory(keys.dtype, [STAGES, BLOCK_N, D], keys.layout)
@@ -215,7 +215,7 @@ def prefill_warp_specialised(
             (_compute, (q_room, k_room, v_room, q_full, q_free, k_full, k_free, v_full, v_free, cleared, out,
                         tiles, num_tiles, scale, out_token, 1, HEADS, TILE_WORDS, BLOCK_N, D, STAGES, WINDOW)),
             (_bring, (queries, keys, values, q_room, k_room, v_room, q_full, q_free, k_full, k_free, v_full, v_free,
-                      tiles, num_tiles, GROUP, HEADS, TILE_WORDS, BLOCK_N, D, STAGES, WINDOW, ONE)),
+                      tiles, num_tiles, one, GROUP, HEADS, TILE_WORDS, BLOCK_N, D, STAGES, WINDOW)),
         ],
         [4, 1],
         [240, 24],
@@ -230,8 +230,8 @@ def attend(
     heads, kv_heads, d = q.shape[1], k.shape[1], q.shape[2]
     prefill_warp_specialised[(min(num_processors, heads * tiles.shape[0]),)](
         _as_tiles(q, PREFILL_TILE // 2), _as_tiles(k, BLOCK_N), _as_tiles(v, BLOCK_N), out, tiles, tiles.shape[0],
-        scale, out.stride(0), HEADS=heads, GROUP=heads // kv_heads, TILE_WORDS=tiles.shape[1], BLOCK_N=BLOCK_N, D=d,
-        STAGES=STAGES, WINDOW=window, ONE=one, num_warps=4,
+        scale, out.stride(0), int(one), HEADS=heads, GROUP=heads // kv_heads, TILE_WORDS=tiles.shape[1],
+        BLOCK_N=BLOCK_N, D=d, STAGES=STAGES, WINDOW=window, num_warps=4,
     )  # fmt: skip
 
 

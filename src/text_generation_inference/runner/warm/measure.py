@@ -14,6 +14,7 @@ from text_generation_inference.config import Resolved
 from text_generation_inference.devices.device import Device
 from text_generation_inference.devices.lack_of_memory import is_out_of_memory
 from text_generation_inference.errors import EngineError, ResourceError
+from text_generation_inference.runner.paged_steps import PagedSteps
 from text_generation_inference.runner.runner import Runner
 from text_generation_inference.runner.shapes import BucketPlan, PlanLimits, ShapePlan
 from text_generation_inference.runner.warm.dry_run import (
@@ -170,13 +171,15 @@ def measure_steps(
 
 def largest_step_fits(runner: Runner, resolved: Resolved) -> bool:
     """Whether the largest permitted steps run beside the cache, as they did before there was one. They take their
-    memory now, and not while somebody waits. `runner` has no requests."""
+    memory now, and not while somebody waits: one layer of each kind takes as much as all. `runner` has no requests."""
     rows, length = resolved.max_batch_size, resolved.max_total_tokens
     if length < _SHORTEST_CHECKED:
         return True
-    run = DryRun(runner, rows, resolved.block_size)
+    run, steps = DryRun(runner, rows, resolved.block_size), runner.steps
+    assert isinstance(steps, PagedSteps)  # shapes of a plan that pads are met one by one
     try:
-        run_largest(run, rows, max(rows, resolved.max_batch_prefill_tokens), length, times=1)
+        with steps.few_layers():
+            run_largest(run, rows, max(rows, resolved.max_batch_prefill_tokens), length, times=1)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise EngineError(f"the device cannot compute: {error}") from error
