@@ -24,8 +24,10 @@ from text_generation_inference.kernels.matrices import BlockPieces
 
 QUANTS = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k", "q6_k"]
 MARCHES = ["native", "x86-64-v3"]  # the second is the AVX2 path, which every machine that runs the first can run
+if "avx512_vnni" in build.cpu_flags().split():
+    MARCHES.append("x86-64-v4")  # AVX-512 without VNNI and AMX
 if "amx_bf16" in build.cpu_flags().split():
-    MARCHES.append("x86-64-v4")  # AVX-512 without AMX
+    MARCHES.append("icelake-server")  # with VNNI, without AMX
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +53,7 @@ def tiled(cache_dir: Path) -> NativeOps:
         compiler = cache_dir / "cc"
         compiler.write_text(f'#!/bin/sh\nexec cc -include {Path(__file__).with_name("amx_emulation.h")} "$@" -O1\n')
         compiler.chmod(0o700)
-        loaded = load_ops(cache_dir, threads=2, compilers=[str(compiler)], march="x86-64-v4")
+        loaded = load_ops(cache_dir / "tiled", threads=2, compilers=[str(compiler)], march="x86-64-v4")
     else:
         pytest.skip("needs AVX-512")
     if isinstance(loaded, str):
@@ -181,6 +183,24 @@ def test_a_row_does_not_depend_on_the_others(ops: NativeOps, kind: str) -> None:
     for rows in (5, 8, 9, 16, 17, 40):
         assert torch.equal(ops.linear(x[:rows], packed), many[:rows])
         assert torch.equal(ops.linear(x[40 - rows :], packed), many[40 - rows :])
+
+
+@pytest.mark.parametrize("kind", QUANTS)
+def test_linear_keeps_what_is_small_and_what_is_not_finite(ops: NativeOps, kind: str) -> None:
+    """Activations of very different sizes in one row, of none, and of no size at all."""
+    blocks, weight = make_blocks(kind, 50, 512)
+    packed = ops.pack_blocks([(kind, blocks)], 512)
+    x = torch.randn(6, 512) * 10.0 ** torch.linspace(-9, 6, 16).repeat_interleave(32)
+    x[1], x[2], x[3, 40], x[4, 7] = 0.0, x[2] * 1e-33, math.nan, math.inf
+    exact = (x.double() @ weight.double().t()).float()
+    for rows in (slice(0, 1), slice(0, 3), slice(0, 6)):
+        found = ops.linear(x[rows], packed)
+        largest = weight.abs().max() * x[rows].abs().nan_to_num(0, 0).amax(1, keepdim=True)
+        for row, value in enumerate(found):
+            if row < 3:
+                assert (value - exact[row]).abs().max() <= 2e-6 * largest[row] + 1e-30
+        assert not rows.stop > 4 or not found[3:5].isfinite().any()
+        assert not rows.stop > 4 or found[5].isfinite().all()
 
 
 def test_pack_refuses_what_it_cannot_hold(ops: NativeOps) -> None:

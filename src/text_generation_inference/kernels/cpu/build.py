@@ -24,6 +24,7 @@ SOURCE_NAMES = (
     "attention.h",
     "blocks.h",
     "experts.h",
+    "fixed.h",
     "linear.h",
     "panels.h",
     "rows.h",

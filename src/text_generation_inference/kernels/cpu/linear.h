@@ -1,13 +1,15 @@
 // Linear layers over packed weights.
 //
-// Few rows: each panel goes from memory to registers once. More rows: a part of a panel is made float32 in the first-level
-// cache and tiles of rows pass over it, or AMX takes whole groups. Within each of these an output is one chain of
+// With VNNI quantised weights are multiplied as the integers they are, whatever the number of rows. Else, few rows: each
+// panel goes from memory to registers once. More rows: a part of a panel is made float32 in the first-level cache and tiles
+// of rows pass over it, or, before all else, AMX takes whole groups. Within each of these an output is one chain of
 // operations in the order of the inputs, so its value does not depend on the other rows or on the number of threads.
 #ifndef TGI_LINEAR_H
 #define TGI_LINEAR_H
 
 #include "amx.h"
 #include "blocks.h"
+#include "fixed.h"
 
 enum { DEPTH = 192 };       // inputs whose weights stay in the first-level cache while rows pass over them
 enum { CHUNK_ROWS = 256, CHUNK_BYTES = 1 << 20 };  // rows one task carries through a panel, and what they may occupy
@@ -220,15 +222,16 @@ typedef struct {
   tasks packing, products;
   const float *x, *bias;
   float *out, *packed_x;
-  int amx;
+  int amx, fixed;
   const packed_weight *weight;
   long rows, ldx, ldo;
   long tiles, tiles_per_chunk, chunks;
   long run;  // panels that a thread takes one after the other, so that what it asks for ahead is its own
 } linear_call;
 
-// Rows are dealt evenly to tiles: the first `rows % tiles` of them hold one more.
+// Rows are dealt evenly to tiles: the first `rows % tiles` of them hold one more. In fixed point only the last is short.
 INLINE long tile_start(const linear_call *call, long t) {
+  if (call->fixed) return t < call->tiles ? t * FIXED_ROWS : call->rows;
   long base = call->rows / call->tiles, extra = call->rows % call->tiles;
   return t * base + (t < extra ? t : extra);
 }
@@ -298,6 +301,15 @@ static void product_task(const linear_call *call, long chunk, long p) {
     ldc = PANEL;
     if (bias) bias = memcpy(padded_bias, bias, (size_t)columns * 4);
   }
+  if (call->fixed) {
+    memset(edge, 0, (size_t)((row1 - row0) * PANEL) * 4);
+    fixed_product(kind, panel, k, (const int32_t *)call->packed_x + row0 * fixed_row_words(k), row1 - row0, edge);
+    for (long r = 0; bias && r < row1 - row0; r++)
+      for (int v = 0; v < 3; v++) v_store(edge + r * PANEL + v * VL, v_add(v_load(edge + r * PANEL + v * VL), v_load(bias + v * VL)));
+    for (long r = row0; r < row1; r++)
+      memcpy(call->out + r * call->ldo + p * PANEL, edge + (r - row0) * PANEL, (size_t)columns * 4);
+    return;
+  }
   if (call->amx) {
     long start[CHUNK_ROWS / AMX_ROWS + 1];
     for (long t = first; t <= last; t++) start[t - first] = tile_start(call, t);
@@ -341,7 +353,9 @@ static void linear_body(void *context) {
     for (long t; (t = claim(&call->packing)) < call->tiles;) {
       const long row = tile_start(call, t), rows = tile_start(call, t + 1) - row;
       const float *x = call->x + row * call->ldx;
-      if (call->amx)
+      if (call->fixed)
+        fixed_pack((int)call->weight->kind, x, call->ldx, rows, k, (int32_t *)call->packed_x + row * fixed_row_words(k));
+      else if (call->amx)
         amx_pack(x, call->ldx, rows, k, (char *)call->packed_x + amx_packed_bytes(t, k));
 #if VL == 8
       else if (call->weight->kind != FLOAT32 && call->rows <= DIRECT_ROWS)
@@ -368,17 +382,20 @@ static void linear_piece(const float *x, long rows, long ldx, const packed_weigh
   if (rows <= 0) return;
   linear_call call = {.x = x, .bias = bias, .out = out, .weight = weight, .rows = rows, .ldx = ldx, .ldo = ldo};
   call.amx = weight->kind != FLOAT32 && rows > DIRECT_ROWS && amx_allowed();
-  const long tile_rows = call.amx ? AMX_ROWS : MAX_ROWS;
+  call.fixed = !call.amx && fixed_allowed((int)weight->kind);
+  const long tile_rows = call.amx ? AMX_ROWS : call.fixed ? FIXED_ROWS : MAX_ROWS;
   call.tiles = (rows + tile_rows - 1) / tile_rows;
   long chunk_rows = CHUNK_BYTES / (weight->in_features * (call.amx ? 6 : 4)) / AMX_ROWS * AMX_ROWS;
   chunk_rows = chunk_rows < 64 ? 64 : chunk_rows > CHUNK_ROWS ? CHUNK_ROWS : chunk_rows;
   call.chunks = (call.tiles * tile_rows + chunk_rows - 1) / chunk_rows;
   call.tiles_per_chunk = (call.tiles + call.chunks - 1) / call.chunks;
-  if (call.amx)
+  if (call.fixed)
+    call.packed_x = reserve(&packed, (size_t)(rows * fixed_row_words(weight->in_features)) * 4);
+  else if (call.amx)
     call.packed_x = reserve(&packed, (size_t)amx_packed_bytes(call.tiles, weight->in_features));
   else
     call.packed_x = reserve(&packed, (size_t)(rows * (weight->in_features + weight->in_features / GROUP)) * 4);
-  if (rows == 1 && (weight->kind == FLOAT32 || VL == 16)) call.packed_x = (float *)x;  // nothing to rearrange
+  if (rows == 1 && !call.fixed && (weight->kind == FLOAT32 || VL == 16)) call.packed_x = (float *)x;  // nothing to rearrange
   if (rows * weight->out_features * weight->in_features < 1 << 15) threads = 1;
   call.run = panel_count(weight->out_features) * call.chunks / (8 * threads);
   if (call.run < 1) call.run = 1;
