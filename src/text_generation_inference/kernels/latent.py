@@ -4,8 +4,8 @@ A layer's cache is one tensor `[blocks, block_size, 1, c + r]`: of each token th
 key that all heads share (r). Heads make their keys and values of the latent with `up [heads, p + v, c]`: p rows for the
 part of a key that knows no positions, v rows for the value.
 
-Absorbed, which is how tokens are decoded: queries are taken through the rows of keys once (`absorb`), so that attention
-reads latents as they are, keys and values alike, and its result is taken through the rows of values (`expand_values`).
+Absorbed: queries are taken through the rows of keys once (`absorb`), so that attention reads latents as they are, keys
+and values alike, and its result is taken through the rows of values (`expand_values`).
 """
 
 from typing import cast
@@ -15,6 +15,24 @@ from torch import Tensor
 
 from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import Batch
+
+
+def latent_attention(
+    q: Tensor,  # [tokens, heads, p + r]
+    latent: Tensor,  # [tokens, c + r]
+    up: Tensor,  # [heads, p + v, c]
+    norm: tuple[Tensor, float],  # weight [c] and epsilon
+    cos_sin: Tensor,  # [positions, r] float32: cosines, then sines
+    batch: Batch,
+    cache: Tensor,
+    scale: float,
+) -> Tensor:
+    """Norm the latents, rotate queries and the shared key, write latents and keys into the cache; then causal attention
+    of each row's query tokens over its cached tokens -> `[tokens, heads * v]`. q and latent may be changed."""
+    plain, size = q.shape[2] - cos_sin.shape[1], up.shape[2]
+    latent_cache(q[..., plain:], latent, *norm, cos_sin, batch, cache)
+    mixed = attend(absorb(q, up[:, :plain]), cache, batch, scale, size)
+    return expand_values(mixed, up[:, plain:])
 
 
 def latent_cache(
@@ -43,7 +61,7 @@ def absorb(q: Tensor, up: Tensor) -> Tensor:
     return torch.cat((absorbed, q[..., size:]), dim=-1)
 
 
-def latent_attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, latent_dim: int) -> Tensor:
+def attend(q: Tensor, cache: Tensor, batch: Batch, scale: float, latent_dim: int) -> Tensor:
     """q `[tokens, heads, c + r]` -> `[tokens, heads, c]`: multi-query attention; the first c of a key are its value."""
     mixed = reference.attention(q, None, None, cache, cache[..., :latent_dim], batch, scale)
     return mixed.view(*q.shape[:2], latent_dim)

@@ -197,56 +197,21 @@ class AttentionOp(Protocol):
         ...
 
 
-# -- attention over latents (MLA), whose letters and cache `kernels.latent` explains. Rows may lie apart ---------------
-
-
-class LatentCacheOp(Protocol):
+class LatentAttentionOp(Protocol):
     def __call__(
         self,
-        q_rope: Tensor,  # [tokens, heads, r]
+        q: Tensor,  # [tokens, heads, p + r]
         latent: Tensor,  # [tokens, c + r]
-        weight: Tensor,  # [c]
-        eps: float,
+        up: Tensor,  # [heads, p + v, c]
+        norm: tuple[Tensor, float],  # weight [c] and epsilon
         cos_sin: Tensor,  # [positions, r] float32: cosines, then sines
         batch: Batch,
         cache: Tensor,
-    ) -> None:
-        """Norm latents, rotate q_rope and the shared key, both tensors in place; write `latent` into the cache."""
-        ...
-
-
-class AbsorbOp(Protocol):
-    def __call__(self, q: Tensor, up: Tensor) -> Tensor:
-        """q `[tokens, heads, p + r]`, up `[heads, p, c]` -> `[tokens, heads, c + r]`: of each head the product of the
-        first p, then what is left of it."""
-        ...
-
-
-class LatentAttentionOp(Protocol):
-    def __call__(self, q: Tensor, cache: Tensor, batch: Batch, scale: float, latent_dim: int) -> Tensor:
-        """Causal attention of each row's query tokens, q `[tokens, heads, c + r]`, over its cached tokens; the first c
-        (`latent_dim`) of what is cached of a token are its value -> `[tokens, heads, c]`."""
-        ...
-
-
-class ExpandValuesOp(Protocol):
-    def __call__(self, mixed: Tensor, up: Tensor) -> Tensor:
-        """mixed `[tokens, heads, c]`, up `[heads, v, c]` -> `[tokens, heads * v]`."""
-        ...
-
-
-class LatentPromptsOp(Protocol):
-    def __call__(
-        self,
-        q: Tensor,  # [tokens, heads, p + r], rotated
-        latent: Tensor,  # [tokens, c + r] that this step has put into the cache
-        up: Tensor,  # [heads, p + v, c]
-        cache: Tensor,
-        batch: Batch,
         scale: float,
-    ) -> Tensor | None:
-        """The whole attention of a pass with prompt tokens -> `[tokens, heads * v]`, where keys and values of heads are
-        better made than absorbed; None: a pass of another kind, to which the ops above are applied."""
+    ) -> Tensor:
+        """Attention over latents (MLA), whose letters and cache `kernels.latent` explains: norm them, rotate queries
+        and the shared key, write latents and keys into the cache; then causal attention of each row's query tokens over
+        its cached tokens -> `[tokens, heads * v]`. q and latent, whose rows may lie apart, may be changed."""
         ...
 
 
@@ -328,11 +293,7 @@ class Ops:
     experts: ExpertsOp = experts.experts
     rotary_and_cache: RotaryAndCacheOp = reference.rotary_and_cache
     attention: AttentionOp = reference.attention
-    latent_cache: LatentCacheOp = latent.latent_cache
-    absorb: AbsorbOp = latent.absorb
     latent_attention: LatentAttentionOp = latent.latent_attention
-    expand_values: ExpandValuesOp = latent.expand_values
-    latent_prompts: LatentPromptsOp | None = None
     make_fused_decode: MakeFusedDecodeOp | None = None
     apply_writes: ApplyWritesOp = slot_state.apply_writes
     gather_inputs: GatherInputsOp = slot_state.gather_inputs

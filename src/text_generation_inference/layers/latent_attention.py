@@ -1,6 +1,6 @@
 """Self-attention over latents (MLA): what is kept of a token is one row for all heads.
 
-`kernels.latent` says what the letters are. Tokens are decoded absorbed; a device may compute prompts otherwise.
+`kernels.latent` says what the letters are.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class LatentAttention(SelfAttention):
         q_norm: RMSNorm | None,
         q_up: Linear | None,
         kv_norm: RMSNorm,
-        kv_up: Matrix,  # [heads * (p + v), c], as it is: ops multiply parts of it
+        kv_up: Matrix,  # [heads * (p + v), c], as it is: the op multiplies parts of it
         out: Linear,
     ) -> None:
         self.ops = ops
@@ -74,22 +74,14 @@ class LatentAttention(SelfAttention):
     def forward(
         self, x: Rows, batch: Batch, cos_sin: Tensor, cache: tuple[Tensor, ...], wanted: Tensor | None = None
     ) -> Product:
-        ops, heads, (latents,) = self.ops, self.heads, cache
+        heads, (latents,) = self.heads, cache
         down = self.down.forward(x)
         width = heads.latent_dim + heads.rope_dim
         queries, latent = down[:, :-width], down[:, -width:]
         if self.q_norm is not None and self.q_up is not None:
             queries = self.q_up.forward(self.q_norm.forward(queries, self.q_up.input_form))
         q = queries.view(x.shape[0], heads.num_heads, heads.plain_dim + heads.rope_dim)
-        norm, q_rope = self.kv_norm, q[..., heads.plain_dim :]
-        ops.latent_cache(q_rope, latent, norm.weight, norm.eps, cos_sin, batch, latents)
         up = plain(self.kv_up.weight).view(heads.num_heads, -1, heads.latent_dim)
-        mixed = None
-        if ops.latent_prompts is not None:
-            mixed = ops.latent_prompts(q, latent, up, latents, batch, heads.scale)
-        if mixed is not None:
-            return self.out.linear_unscaled(mixed if wanted is None else mixed[wanted])
-        absorbed = ops.absorb(q, up[:, : heads.plain_dim])
-        mixed = ops.latent_attention(absorbed, latents, batch, heads.scale, heads.latent_dim)
-        mixed = mixed if wanted is None else mixed[wanted]
-        return self.out.linear_unscaled(ops.expand_values(mixed, up[:, heads.plain_dim :]))
+        norm = (self.kv_norm.weight, self.kv_norm.eps)
+        mixed = self.ops.latent_attention(q, latent, up, norm, cos_sin, batch, latents, heads.scale)
+        return self.out.linear_unscaled(mixed if wanted is None else mixed[wanted])
