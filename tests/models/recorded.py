@@ -55,6 +55,21 @@ def answers(family: str, folder: Path, **settings: Any) -> list[dict[str, Any]]:
     ]
 
 
+def compare(found: list[dict[str, Any]], kept: list[dict[str, Any]]) -> None:
+    """Tokens are equal, and numbers but for rounding."""
+    for number, (answer, recorded) in enumerate(zip(found, kept, strict=True)):
+        assert answer["tokens"] == recorded["tokens"], number
+        assert answer["reason"] == recorded["reason"], number
+        for what in ("logprobs", "tops", "prompt"):
+            assert _close(answer[what], recorded[what]), (number, what)
+
+
+def _close(found: Any, kept: Any) -> bool:
+    if isinstance(kept, list):
+        return len(found) == len(kept) and all(_close(a, b) for a, b in zip(found, kept, strict=True))
+    return abs(found - kept) < 2e-3 if isinstance(kept, float) else found == kept
+
+
 def main() -> None:
     found = {}
     for family in FAMILIES:
