@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 from compile_program import PROGRAM
 
-from text_generation_inference.kernels.triton.experts import Tiling, choose_tiling
+from text_generation_inference.kernels.triton.experts import Tiling, choose_stream, choose_tiling
 from text_generation_inference.kernels.triton.gemv import choose_shape as gemv_shape
 from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as gemv_fp8_shape
 
@@ -114,15 +114,6 @@ def norm(form: int, dependent: bool = False) -> tuple:
     return "norms_rotary", "_norm_kernel", types, values, {"num_warps": 8, "fast": True}
 
 
-def qk_norm(weight: str) -> tuple:
-    types = {
-        **dict.fromkeys(("q", "k"), BF16), **dict.fromkeys(("q_weight", "k_weight"), weight), "eps": "fp32",
-        **words("q_token q_head k_token k_head"),
-    }  # fmt: skip
-    values = {"HEADS": 32, "KV_HEADS": 8, "D": 128, "D_PAD": 128, "HB": 8}
-    return "norms_rotary", "_qk_norm_kernel", types, values, {"num_warps": 4, "fast": True}
-
-
 def gate(form: int, width: int = 14336, gelu: bool = False) -> tuple:
     types = {
         "x": BF16, "out": FP8 if form else BF16, **words("x_row scales_row"),
@@ -137,17 +128,20 @@ def gate(form: int, width: int = 14336, gelu: bool = False) -> tuple:
     return "norms_rotary", "_gate_kernel", types, values, {"num_warps": min(16, block // 256), "fast": True}
 
 
-def rotary(half: int, cache: str = BF16, scaled: bool = False) -> tuple:
+def rotary(
+    half: int, cache: str = BF16, scaled: bool = False, norm: int = 0, weight: str = BF16, hb: int = 16
+) -> tuple:
     types = {
+        **dict.fromkeys(("q_weight", "k_weight"), weight), "eps": "fp32",
         **dict.fromkeys(("q", "k", "v"), BF16), **dict.fromkeys(("k_cache", "v_cache"), cache), "cos_sin": FP32,
         **dict.fromkeys(("row_scales", "columns"), FP32), **dict.fromkeys(("k_scale", "v_scale"), "fp32"),
         **dict.fromkeys(("positions", "kv_index"), "*i64"), **words(CACHE_STRIDES),
     }  # fmt: skip
     values = {
-        "BLOCK_SIZE": 16, "HEADS": 32, "KV_HEADS": 8, "D": 128, "D_PAD": 128, "HALF": half, "HALF_PAD": 64, "HB": 16,
-        "SMALL": cache == FP8, "BACK": True, "SCALED": scaled, "DEPENDENT": False,
+        "BLOCK_SIZE": 16, "HEADS": 32, "KV_HEADS": 8, "D": 128, "D_PAD": 128, "HALF": half, "HALF_PAD": 64, "HB": hb,
+        "SMALL": cache == FP8, "BACK": True, "SCALED": scaled, "NORM": norm, "DEPENDENT": False,
     }  # fmt: skip
-    return "norms_rotary", "_rotary_kernel", types, values, {"fast": True}
+    return "norms_rotary", "_rotary_kernel", types, values, {"num_warps": 4 if hb <= 16 else 8, "fast": True}
 
 
 def gemv(k: int, shape: tuple[int, int, int]) -> tuple:
@@ -193,7 +187,7 @@ def pairs(kernel: str, n: int, k: int, form: int = 0) -> tuple:
     values = {
         "N": n, "K": k, "TOP_K": 8, "BN": min(bn, 4), "BK": bk, "FORM": form, "BIAS": False, "DEPENDENT": False,
     }  # fmt: skip
-    values |= {"GATE": 1} if kernel == "pair_gate" else {"WEIGHTED": True}
+    values |= {"GATE": 1} if kernel == "pair_gate" else {"WEIGHTED": True, "ADD": True}
     return "pair_products", kernel, types, values, {"num_warps": warps, "fast": True}
 
 
@@ -207,6 +201,28 @@ def routing(num_experts: int, groups: int, top_k: int, kind: int) -> tuple:
         "DEPENDENT": False,
     }  # fmt: skip
     return "routing", "route_kernel", types, values, {"num_warps": 1, "fast": True}
+
+
+def streams(n: int, k: int, gated: bool, form: int = 0, experts: int = 128) -> tuple:
+    stream = choose_stream(k, gated)
+    types = {
+        **dict.fromkeys(("x", "weight"), FP8 if form else BF16), **dict.fromkeys(("bias", "out", "norm_weight"), BF16),
+        **dict.fromkeys(("x_scale", "weight_scale", "weights", "scores"), FP32), "ids": "*i32", **words("x_row columns"),
+        **dict.fromkeys(("eps", "factor"), "fp32"),
+    }  # fmt: skip
+    values = {
+        "N": n, "K": k, "K_PAD": 1 << (k - 1).bit_length(), "TOP_K": 8, "BN": stream.bn, "STAGES": stream.stages,
+        "FORM": form, "BIAS": False, "DEPENDENT": True,
+    }  # fmt: skip
+    if gated:
+        values |= {
+            "E": experts, "E_PAD": experts, "PER_ROW": 8, "ROWS": 16, "GATE": 1, "NORM": not form, "SELECT": not form,
+            "NORMALIZED": True,
+        }  # fmt: skip
+    else:
+        values |= {"SLOTS": 8, "WEIGHTED": True, "ADD": True}
+    kernel = "stream_gate" if gated else "stream_down"
+    return "pair_products", kernel, types, values, {"num_warps": stream.warps, "fast": True}
 
 
 FUSED = {"NORM": True, "GATE": 1, "ADD": False, "BIAS": False}
@@ -242,8 +258,6 @@ CASES = [
     specialised(64, window=100),
     bulk(128, 128, 8, 2),
     bulk(64, 64, 4, 3),
-    qk_norm(BF16),
-    qk_norm(FP32),
     norm(0),
     norm(1, dependent=True),
     norm(2),
@@ -266,6 +280,12 @@ CASES = [
     pairs("pair_gate", 768, 2048),
     pairs("pair_down", 2048, 768),
     pairs("pair_down", 2048, 1408, 1),
+    pairs("pair_down", 4096, 14336),
+    streams(768, 2048, True),
+    streams(768, 2048, True, 3),
+    streams(14336, 4096, True, experts=8),
+    streams(2048, 768, False),
+    streams(2048, 1408, False, 1),
     (
         "grouped_products", "sort_pairs", {**dict.fromkeys(("ids", "order", "owners", "total"), "*i32"), "pairs": "i32"},
         {"E": 128, "BINS": 256, "BM": 16, "BLOCK": 512, "DEPENDENT": False}, {"num_warps": 2, "fast": True},
@@ -285,6 +305,9 @@ CASES = [
     rotary(40),
     rotary(64, FP8),
     rotary(40, FP8, scaled=True),
+    rotary(64, norm=1),
+    rotary(40, FP8, scaled=True, norm=1, weight=FP32),
+    rotary(64, norm=2, weight=FP32, hb=32),
     (
         "choice", "_best_of_part_kernel",
         {

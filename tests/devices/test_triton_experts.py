@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,15 @@ from text_generation_inference.kernels.triton import experts
 from text_generation_inference.kernels.triton.experts import Tiling, TritonExperts, choose_tiling, count_blocks
 from text_generation_inference.kernels.triton.routing import route
 
-OP = TritonExperts((9, 0))
+OP = TritonExperts((9, 0), 2)
+FORMS = pytest.mark.parametrize("form", ["pairs", "streams", "sorted"])
+
+
+def compute(form: str, *args: Any) -> Tensor:
+    """In one of the ways in which kernels do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "_STREAMS", form == "streams")
+        return OP(*args, by_pair=form != "sorted")
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +42,7 @@ def _seed(device_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device_name == "cpu":  # the interpreter cuts bits off where GPUs round; the kernel has a test of its own
         monkeypatch.setattr(experts, "quantize_rows", fp8.quantize_rows)
         monkeypatch.setattr(experts, "choose_shape", lambda k: (32, 64, 1))  # fewer programs, which it is slow at
+        monkeypatch.setattr(experts, "_MAX_DOWN", 32)
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 3e-3) -> None:
@@ -56,21 +66,24 @@ def make(
 SIZES = [(1, 8, 2, 64, 48), (3, 6, 2, 72, 40), (9, 5, 3, 136, 24), (20, 3, 1, 128, 64)]
 
 
-@pytest.mark.parametrize("by_pair", [True, False], ids=["by-pair", "sorted"])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_experts(device: torch.device, sizes: tuple[int, ...], dtype: torch.dtype, by_pair: bool) -> None:
+@FORMS
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [(sizes, (torch.float16, torch.float32)[number % 2]) for number, sizes in enumerate(SIZES)],
+    ids=str,
+)
+def test_experts(device: torch.device, sizes: tuple[int, ...], dtype: torch.dtype, form: str) -> None:
     made = make(device, *sizes, dtype)
-    close(OP(*made, by_pair=by_pair), reference.experts(*made))
+    close(compute(form, *made), reference.experts(*made))
 
 
-@pytest.mark.parametrize("by_pair", [True, False], ids=["by-pair", "sorted"])
+@FORMS
 @pytest.mark.parametrize("gate", list(reference.GATES))
-def test_gates_biases_and_scaled_inputs(device: torch.device, gate: str, by_pair: bool) -> None:
+def test_gates_biases_and_scaled_inputs(device: torch.device, gate: str, form: str) -> None:
     made = make(device, 4, 5, 2, 64, 32, torch.float16)
     biases = torch.randn(5, 64, device=device).half(), torch.randn(5, 64, device=device).half()
     for scale_inputs in (False, True):
-        found = OP(*made, gate, biases, scale_inputs, by_pair)
+        found = compute(form, *made, gate, biases, scale_inputs)
         close(found, reference.experts(*made, gate, biases, scale_inputs))
 
 
@@ -86,17 +99,17 @@ def test_tilings(device: torch.device, tiling: Tiling) -> None:
     close(OP(*made, by_pair=False, tilings=(tiling, second)), reference.experts(*made))
 
 
-@pytest.mark.parametrize("by_pair", [True, False], ids=["by-pair", "sorted"])
-@pytest.mark.parametrize("form", ["by row", "static", "by square"])
-def test_fp8(device: torch.device, form: str, by_pair: bool) -> None:
-    x, ids, weights, gate_up, down = make(device, 3, 3, 2, 256, 128, torch.float16)
-    first, second = (fp8.quantize_weight(part, form == "by square") for part in (gate_up, down))
-    if form == "static":
+@FORMS
+@pytest.mark.parametrize("scales", ["by row", "static", "by square"])
+def test_fp8(device: torch.device, scales: str, form: str) -> None:
+    x, ids, weights, gate_up, down = make(device, 2, 3, 2, 256, 128, torch.float16)
+    first, second = (fp8.quantize_weight(part, scales == "by square") for part in (gate_up, down))
+    if scales == "static":
         first.input_scale, second.input_scale = torch.tensor(0.01, device=device), torch.tensor(0.005, device=device)
-    found = OP(x, ids, weights, first, second, by_pair=by_pair)
+    found = compute(form, x, ids, weights, first, second)
     # Values on the edge between two of FP8 may be rounded the other way.
     close(found, reference.experts(x, ids, weights, first, second), 1e-2)
-    close(OP(x, ids, weights, first, down, by_pair=by_pair), reference.experts(x, ids, weights, first, down), 1e-2)
+    close(compute(form, x, ids, weights, first, down), reference.experts(x, ids, weights, first, down), 1e-2)
 
 
 def test_bounded_inputs(device: torch.device) -> None:

@@ -9,7 +9,9 @@ import torch
 
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import FP8, Fp8Weight
+from text_generation_inference.kernels.fused_decode import FusedExperts
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.routing import SoftmaxRouting
 from text_generation_inference.models import registry
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
@@ -23,6 +25,7 @@ from text_generation_inference.weights.load import load_dummy
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from text_generation_inference.kernels.triton.experts import TritonExperts
 from text_generation_inference.kernels.triton.fused_decode import MakeFusedDecode
 from text_generation_inference.kernels.triton.linear import TritonLinear
 from text_generation_inference.kernels.triton.ops import load_ops
@@ -30,6 +33,10 @@ from text_generation_inference.kernels.triton.ops import load_ops
 CPU = torch.device("cpu")
 STATIC = Fp8Scheme(input_scale_name="input_scale")
 IN_PARTS = StoredQuantization("fp8", ((("Linear",), STATIC),), ignored=("o_proj",))
+QWEN3 = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}  # fmt: skip
 TOKENS = 23  # in the cache, with the row's own
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -41,12 +48,12 @@ def _interpreter(device_name: str) -> None:
     torch.manual_seed(0)
 
 
-def build(quantization: Quantization, cache_dtype: torch.dtype, **changes: Any) -> tuple[CausalLM, Cache]:
+def build(quantization: Quantization | None, cache_dtype: torch.dtype, **changes: Any) -> tuple[CausalLM, Cache]:
     """Of odd sizes; what a GPU with eight-bit types would multiply it with."""
     linear = TritonLinear(3, (8, 9))
     loaded = load_ops(3)
     assert isinstance(loaded, Ops)
-    fuse = MakeFusedDecode(loaded.attention, 3, fp8=True)
+    fuse = MakeFusedDecode(loaded.attention, TritonExperts((9, 0), 3), 3, fp8=True)
     ops = replace(loaded, linear=linear, linear_unscaled=linear.linear_unscaled, make_fused_decode=fuse)
     fields = {
         "vocab_size": 40, "hidden_size": 80, "intermediate_size": 208, "num_hidden_layers": 2,
@@ -54,7 +61,8 @@ def build(quantization: Quantization, cache_dtype: torch.dtype, **changes: Any) 
     }  # fmt: skip
     model = registry.build(Config(fields, "config.json"), Context(ops))
     assert isinstance(model, CausalLM)
-    assign_methods(model, quantization)
+    if quantization is not None:
+        assign_methods(model, quantization)
     load_dummy(model, torch.float16, CPU, 1)
     for number, layer in enumerate(model.model.layers):
         scales = layer.attention.cache_scales
@@ -101,10 +109,13 @@ def compute(model: CausalLM, cache: Cache) -> tuple[torch.Tensor, Cache]:
             torch.float16,
             {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": 10},
         ),
+        (None, torch.float16, {**QWEN3, "norm_topk_prob": True}),
+        (None, FP8, {**QWEN3, "mlp_only_layers": [0], "num_experts": 130, "attention_bias": True}),
+        (ON_LOADING, torch.float16, {**QWEN3, "num_experts_per_tok": 3}),
     ],
-    ids=["biases", "windows"],
+    ids=["biases", "windows", "experts", "many experts and a dense layer", "experts in FP8"],
 )
-def test_equals_layers_one_by_one(quantization: Quantization, cache_dtype: torch.dtype, changes: dict) -> None:
+def test_equals_layers_one_by_one(quantization: Quantization | None, cache_dtype: torch.dtype, changes: dict) -> None:
     model, cache = build(quantization, cache_dtype, **changes)
     assert model.fused_decode is not None
     found, found_cache = compute(model, cache)
@@ -124,7 +135,7 @@ def test_what_it_does_not_take() -> None:
 
     def is_taken(activation: str = "silu", fp8: bool = True, **changes: Any) -> bool:
         changed = [layers[0], replace(layers[1], **changes)]
-        fuse = MakeFusedDecode(model.ops.attention, 3, fp8)
+        fuse = MakeFusedDecode(model.ops.attention, TritonExperts((9, 0), 3), 3, fp8)
         made = fuse(changed, norm, model.tables[0], heads=4, eps=1e-5, scale=1.0, activation=activation)
         return made is not None
 
@@ -133,8 +144,11 @@ def test_what_it_does_not_take() -> None:
     assert is_taken()
     assert not is_taken(fp8=False)
     assert not is_taken(activation="relu")
-    assert not is_taken(q_norm=torch.ones(20))
-    assert not is_taken(k_norm=torch.ones(20))
+    assert is_taken(q_norm=torch.ones(20), k_norm=torch.ones(20))
+    router = FusedExperts(torch.zeros(4, 80, dtype=torch.float16), None, None, SoftmaxRouting(2), "silu")
+    assert is_taken(experts=router)
+    assert not is_taken(experts=replace(router, gate="gelu"))
+    assert not is_taken(experts=replace(router, router=torch.zeros(4, 80)))
     assert not is_taken(qkv=replace(weight, input_bound=1.0))
     assert not is_taken(qkv=replace(weight, scale=torch.ones(2, 1)))
     assert not is_taken(down=torch.zeros(80, 208))

@@ -14,6 +14,7 @@ from torch import Tensor
 from text_generation_inference.kernels import fp8, reference, slot_state
 from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
+from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.slot_state import SlotState
 
 if importlib.util.find_spec("triton") is None:
@@ -74,23 +75,6 @@ def close(actual: Any, expected: Any, tolerance: float | None = None) -> None:
 
 
 # Between the matrix products --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 24), (17, 1, 64), (3, 3, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_on_heads(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int) -> None:
-    """In place, in parts of one product, with weights in the model's type or in float32; the values stay as they were."""
-    for weight_dtype in (dtype, torch.float32):
-        fused = torch.randn(5, heads + 2 * kv_heads, d, device=device).to(dtype)
-        before = fused.clone()
-        q, k, v = fused.split((heads, kv_heads, kv_heads), 1)
-        weights = [torch.rand(d, device=device).to(weight_dtype) + 0.5 for _ in range(2)]
-        expected = reference.qk_norm(*before.split((heads, kv_heads, kv_heads), 1)[:2], *weights, 1e-5)
-        found = norms_rotary.qk_norm(q, k, *weights, 1e-5)
-        for a, b in zip(found, expected, strict=True):
-            close(a, b, 1e-5 if dtype is torch.float32 else 2e-2)
-        assert torch.equal(v, before[:, heads + kv_heads :])
-        assert found[1].data_ptr() == k.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -175,6 +159,11 @@ def caches(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.d
     return [cache.transpose(1, 2) for cache in made] if by_head else made
 
 
+def rotary_table(positions: int, rotary: int, device: torch.device) -> Tensor:
+    angles = torch.rand(positions, rotary // 2, device=device) * 6
+    return torch.cat((angles.cos(), angles.sin()), -1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize(
@@ -188,8 +177,7 @@ def test_rotary_and_cache(
     q, k, v = fused.split((heads, kv_heads, kv_heads), dim=1)
     k_cache, v_cache = caches((4, block_size, kv_heads, d), dtype, device, by_head)
     k_expected, v_expected = k_cache.contiguous(), v_cache.contiguous()
-    angles = torch.rand(positions, rotary // 2, device=device) * 6
-    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    cos_sin = rotary_table(positions, rotary, device)
     batch = make_batch(device, [], [])
     batch.positions = torch.randint(positions, (tokens,), device=device)
     batch.kv_index = torch.randperm(4 * block_size, device=device)[:tokens]
@@ -197,6 +185,30 @@ def test_rotary_and_cache(
     close(norms_rotary.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache), expected)
     close(k_cache, k_expected)
     assert torch.equal(v_cache, v_expected)
+
+
+@pytest.mark.parametrize("over_all", [False, True], ids=["by head", "over all"])
+@pytest.mark.parametrize(("heads", "kv_heads", "d", "rotary"), [(4, 2, 64, 64), (17, 1, 24, 16), (3, 3, 128, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_on_heads(
+    device: torch.device, dtype: torch.dtype, over_all: bool, heads: int, kv_heads: int, d: int, rotary: int
+) -> None:
+    """With weights in the model's type or in float32; after the scales of a product, where it has left them."""
+    for weight_dtype, scaled in ((dtype, False), (torch.float32, True)):
+        fused = torch.randn(5, heads + 2 * kv_heads, d, device=device).to(dtype)
+        sizes = [d * heads, d * kv_heads] if over_all else [d, d]
+        norms = HeadNorms(*(torch.rand(size, device=device).to(weight_dtype) + 0.5 for size in sizes), 1e-5, over_all)
+        scales = (torch.rand(5, device=device) + 0.5, torch.rand(fused[0].numel(), device=device)) if scaled else None
+        cos_sin = rotary_table(50, rotary, device)
+        found, expected = [], []
+        for op, results in ((norms_rotary.rotary_and_cache, found), (reference.rotary_and_cache, expected)):
+            q, k, v = fused.clone().split((heads, kv_heads, kv_heads), 1)
+            caches = [torch.zeros(4, 16, kv_heads, d, device=device, dtype=dtype) for _ in range(2)]
+            batch = make_batch(device, [], [])
+            batch.positions, batch.kv_index = (torch.arange(start, start + 5, device=device) for start in (9, 30))
+            results += [op(q, k, v, cos_sin, batch, *caches, scales=scales, norms=norms), *caches]
+        for a, b in zip(found, expected, strict=True):
+            close(a, b, 1e-5 if dtype is torch.float32 else 3e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -213,8 +225,7 @@ def test_prompts_are_left_as_the_cache_holds_them(
     k_cache, v_cache = (
         torch.zeros(4, block_size, kv_heads, d, device=device, dtype=FP8 if small_cache else dtype) for _ in range(2)
     )
-    angles = torch.rand(50, rotary // 2, device=device) * 6
-    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    cos_sin = rotary_table(50, rotary, device)
     batch = make_batch(device, [], [(3, 3 + tokens)])
     batch.positions = torch.arange(3, 3 + tokens, device=device)
     batch.kv_index = torch.randperm(4 * block_size, device=device)[:tokens]

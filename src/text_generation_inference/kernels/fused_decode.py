@@ -11,6 +11,18 @@ from torch import Tensor
 
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.matrices import Weight
+from text_generation_inference.kernels.routing import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class FusedExperts:
+    """What makes a feed-forward a mixture of experts, whose matrices are as the op `experts` takes them."""
+
+    router: Weight  # [experts, hidden]
+    router_bias: Tensor | None
+    correction: Tensor | None  # of the rule, where it has one
+    routing: Routing
+    gate: str  # a word of `experts.GATES`
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +33,7 @@ class FusedLayer:
     qkv: Weight  # [(heads + 2 * kv_heads) * head_dim, hidden]
     o: Weight
     post_norm: Tensor  # [hidden]
-    gate_up: Weight  # [2 * intermediate, hidden]
+    gate_up: Weight  # [2 * intermediate, hidden]; of all experts where there are some
     down: Weight
     k_cache: Tensor
     v_cache: Tensor
@@ -31,6 +43,7 @@ class FusedLayer:
     down_bias: Tensor | None = None
     q_norm: Tensor | None = None  # [head_dim]: each head is normalised before it is rotated
     k_norm: Tensor | None = None
+    experts: FusedExperts | None = None
     window: int | None = None
     kv_scales: tuple[float, float] = (1.0, 1.0)  # of a cache in FP8
 

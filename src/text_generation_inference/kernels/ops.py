@@ -17,6 +17,7 @@ from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.choice import EVERY_FILTER, SamplingNeeds
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedDecode, FusedLayer
+from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.matrices import BlockPieces, Product, Rows, Weight
 from text_generation_inference.kernels.routing import Routed, Routing
 from text_generation_inference.kernels.slot_state import SlotState
@@ -107,12 +108,6 @@ class AddLayerNormOp(Protocol):
         ...
 
 
-class QkNormOp(Protocol):
-    def __call__(self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`rms_norm` of each head of q `[tokens, heads, head_dim]` and k by itself, which may be changed in place."""
-        ...
-
-
 class ActivationOp(Protocol):
     def __call__(self, x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
         """x `[tokens, width]` -> activation(x)."""
@@ -171,6 +166,7 @@ class RotaryAndCacheOp(Protocol):
         v_cache: Tensor,
         kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in FP8
         scales: tuple[Tensor, Tensor] | None = None,  # [tokens], [columns of q, k and v]: still to be applied to them
+        norms: HeadNorms | None = None,  # of q and k, before they are rotated
     ) -> Tensor:
         """Rotate q and k by position, write k and v into the cache; return the rotated q. q, k and v may be changed."""
         ...
@@ -280,7 +276,6 @@ class Ops:
     add_rms_norm: AddRmsNormOp = reference.add_rms_norm
     layer_norm: LayerNormOp = reference.layer_norm
     add_layer_norm: AddLayerNormOp = reference.add_layer_norm
-    qk_norm: QkNormOp = reference.qk_norm
     gelu: ActivationOp = reference.gelu
     gelu_tanh: ActivationOp = reference.gelu_tanh
     relu: ActivationOp = reference.relu

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from text_generation_inference.kernels import block_lists, fp8
+from text_generation_inference.kernels import block_lists, fp8, head_norms
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.block_lists import softmax_with_sinks
 from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.matrices import Product, Rows, Weight, plain
 
 
@@ -52,13 +53,7 @@ def embedding(ids: Tensor, weight: Weight) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Rows:
     """x `[tokens, hidden]`, normalised in float32, rounded to the weight's type and multiplied in it."""
-    return _pass_on(_rms_norm(x, weight, eps), quantize_for)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight * wide.to(weight.dtype)).to(x.dtype)
+    return _pass_on(head_norms.rms_norm(x, weight, eps), quantize_for)
 
 
 def add_rms_norm(
@@ -87,11 +82,6 @@ def add_layer_norm(
     """Add x to the residual, then normalise: (normalised, new residual)."""
     residual = residual + fp8.apply_scales(x)
     return layer_norm(residual, weight, bias, eps, quantize_for), residual
-
-
-def qk_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of each head of q `[tokens, heads, head_dim]` and k by itself; a device may change them in place."""
-    return _rms_norm(q, q_weight, eps), _rms_norm(k, k_weight, eps)
 
 
 def gelu(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
@@ -146,13 +136,17 @@ def rotary_and_cache(
     v_cache: Tensor,
     kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in FP8
     scales: tuple[Tensor, Tensor] | None = None,  # of rows and columns of q, k, v side by side: see `ScaledRows`
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Rotate q and k by position, write k and v into the cache; return the rotated q.
 
-    With a cache in FP8 k and v become what can be read from it. Where there are scales, they are applied to q, k and v.
+    With a cache in FP8 k and v become what can be read from it. Where there are scales, they are applied to q, k and v;
+    then, where there are norms, those to q and k.
     """
     if scales is not None:
         fp8.apply_scales_to_heads((q, k, v), *scales)
+    if norms is not None:
+        q, k = norms.apply(q, k)
     cos, sin = cos_sin[batch.positions].to(q.dtype)[:, None, :].chunk(2, dim=-1)
     _write(rotate(k, cos, sin), k, k_cache, batch.kv_index, kv_scales[0])
     _write(v, v, v_cache, batch.kv_index, kv_scales[1])

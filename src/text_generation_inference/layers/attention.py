@@ -8,6 +8,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import split_scales
+from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.layers.cache import AnyCacheSpec, CacheSpec
@@ -82,12 +83,14 @@ class Attention(SelfAttention):
         return all(each is None for each in more)
 
     @property
-    def norms_each_head(self) -> bool:
-        """With one weight for all heads, and no mean subtracted."""
-        if self.q_norm is None:
-            return False
-        spec = self.q_norm.spec
-        return spec.over is NormOver.HEAD and not spec.norm.is_centred
+    def head_norms(self) -> HeadNorms | None:
+        """Those that are computed on the way to the cache: with no mean subtracted, and no sum over ranks."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        spec, over_all = self.q_norm.spec, self.q_norm.spec.over is NormOver.ALL_HEADS
+        if spec.norm.is_centred or spec.over is NormOver.OWN_HEAD or (over_all and self.q_norm.parallel.world > 1):
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, spec.norm.eps, over_all)
 
     @property
     def input_form(self) -> InputForm:
@@ -107,14 +110,15 @@ class Attention(SelfAttention):
     ) -> Product:
         k_cache, v_cache = cache
         heads = self.heads
-        is_changed = self.q_norm is not None or self.clip is not None
+        norms = self.head_norms
+        is_changed = self.clip is not None or (self.q_norm is not None and norms is None)
         product, scales = split_scales(self.qkv.forward(x) if is_changed else self.qkv.linear_unscaled(x))
         fused = product.view(x.shape[0], -1, heads.head_dim)
         q, k, v = fused.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
         if is_changed:
             q, k, v = self._change(q, k, v)
         kv_scales = self.cache_scales.of(k_cache.dtype)
-        q = self.ops.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales)
+        q = self.ops.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales, norms)
         mixed = self.ops.attention(
             q, k, v, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap,
             kv_scales=kv_scales, slopes=self.slopes, sinks=self.sinks, attention_chunk=heads.attention_chunk,
@@ -124,9 +128,6 @@ class Attention(SelfAttention):
     def _change(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.clip is not None:
             q, k, v = (x.clamp(-self.clip, self.clip) for x in (q, k, v))
-        if self.q_norm is None or self.k_norm is None:
-            return q, k, v
-        if self.norms_each_head:
-            q, k = self.ops.qk_norm(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.spec.norm.eps)
+        if self.q_norm is None or self.k_norm is None or self.head_norms is not None:
             return q, k, v
         return self.q_norm.forward(q), self.k_norm.forward(k), v

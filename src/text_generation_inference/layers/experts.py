@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import apply_scales
+from text_generation_inference.kernels.fused_decode import FusedExperts
 from text_generation_inference.kernels.matrices import BlockPieces, Product, Rows, Weight
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.routing import Routed, Routing
@@ -176,6 +177,13 @@ class Experts(FeedForward):
     @property
     def kind(self) -> object:
         return (self.router.routing, self.gate_up.kind, self.down.kind, self.down.shape)
+
+    def as_fused(self) -> FusedExperts | None:
+        """For a pass that fuses all layers; None: it cannot be computed so."""
+        router = self.router
+        if self.shared is not None or self.scale_inputs or not isinstance(router.weight, Tensor):
+            return None
+        return FusedExperts(router.weight, router.bias, router.correction, router.routing, self.gate)
 
     def forward(self, x: Rows) -> Product:
         assert isinstance(x, Tensor)

@@ -72,15 +72,13 @@ class HeadNorm(Module):
             setattr(self, name, value.view(-1, self.dim) if self.spec.over is NormOver.OWN_HEAD else value.view(-1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[tokens, heads, head_dim]` -> the same."""
+        """x `[tokens, heads, head_dim]` -> the same, of norms that `HeadNorms` does not describe."""
         norm, over = self.spec.norm, self.spec.over
         if over is NormOver.ALL_HEADS:
             return self._over_all(x)
         if over is NormOver.HEAD:
             flat = x.reshape(-1, self.dim)
-            if norm.is_centred:
-                return cast(Tensor, self.ops.layer_norm(flat, self.weight, self.bias, norm.eps)).view(x.shape)
-            return cast(Tensor, self.ops.rms_norm(flat, self.weight, norm.eps)).view(x.shape)
+            return cast(Tensor, self.ops.layer_norm(flat, self.weight, self.bias, norm.eps)).view(x.shape)
         wide = x.float()
         if norm.is_centred:
             wide = wide - wide.mean(-1, keepdim=True)
@@ -91,8 +89,6 @@ class HeadNorm(Module):
         flat, norm = x.flatten(1), self.spec.norm
         if norm.is_centred:
             return cast(Tensor, self.ops.layer_norm(flat, self.weight, self.bias, norm.eps)).view(x.shape)
-        if self.parallel.world == 1:
-            return cast(Tensor, self.ops.rms_norm(flat, self.weight, norm.eps)).view(x.shape)
         wide = flat.float()
         copies = self.parallel.world * (self.kept[1] - self.kept[0]) // self.count  # ranks that share a head
         squares = self.parallel.all_reduce(wide.pow(2).sum(-1, keepdim=True)) / copies

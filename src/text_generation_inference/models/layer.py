@@ -10,6 +10,7 @@ from text_generation_inference.kernels.fp8 import apply_scales
 from text_generation_inference.kernels.fused_decode import FusedLayer
 from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.layers.attention import Attention
+from text_generation_inference.layers.experts import Experts
 from text_generation_inference.layers.norm import Norm, RMSNorm, make_norm
 from text_generation_inference.models.attention import build_attention
 from text_generation_inference.models.feed_forward import DenseMlp, build_feed_forward
@@ -81,11 +82,15 @@ class PreNormLayer(DecoderLayer):
         if not isinstance(attention, Attention):
             return None
         k_cache, v_cache = cache
-        has_norms = attention.q_norm is not None and attention.k_norm is not None
         is_plain = attention.is_plain and self.spec.residual_factor == 1
-        if not isinstance(mlp, DenseMlp) or not mlp.is_gated or not is_plain:
+        heads = attention.head_norms
+        if not is_plain or not all(isinstance(norm, RMSNorm) for norm in norms):
             return None
-        if not all(isinstance(norm, RMSNorm) for norm in norms) or (has_norms and not attention.norms_each_head):
+        if attention.q_norm is not None and (heads is None or heads.over_all):
+            return None
+        experts = mlp.as_fused() if isinstance(mlp, Experts) else None
+        is_gated = isinstance(mlp, DenseMlp) and mlp.is_gated
+        if not isinstance(mlp, DenseMlp | Experts) or (experts is None and not is_gated):
             return None
         return FusedLayer(
             input_norm=cast(RMSNorm, self.attention_norm).weight,
@@ -100,8 +105,9 @@ class PreNormLayer(DecoderLayer):
             o_bias=attention.out.bias,
             gate_up_bias=mlp.gate_up.bias,
             down_bias=mlp.down.bias,
-            q_norm=attention.q_norm.weight if attention.q_norm is not None else None,
-            k_norm=attention.k_norm.weight if attention.k_norm is not None else None,
+            q_norm=None if heads is None else heads.q_weight,
+            k_norm=None if heads is None else heads.k_weight,
+            experts=experts,
             window=attention.heads.window,
             kv_scales=attention.cache_scales.of(k_cache.dtype),
         )

@@ -19,6 +19,7 @@ from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.cpu import build
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedLayer
+from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.matrices import PackedWeight, Product, Rows, Weight
 
 KINDS = {
@@ -342,8 +343,11 @@ class NativeOps:
         v_cache: Tensor,
         kv_scales: tuple[float, float] = (1.0, 1.0),
         scales: tuple[Tensor, Tensor] | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """Rotate q and k by position, write k and v into the cache; return the rotated q."""
+        if norms is not None and scales is None:
+            (q, k), norms = norms.apply(q, k, self.rms_norm), None
         if not (
             scales is None
             and q.dtype is k.dtype is v.dtype is cos_sin.dtype is k_cache.dtype is v_cache.dtype is _float32
@@ -354,7 +358,7 @@ class NativeOps:
             and batch.positions.is_contiguous()
             and batch.kv_index.is_contiguous()
         ):
-            return reference.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales)
+            return reference.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales, norms)
         tokens, heads, head_dim = q.shape
         blocks, block_size, kv_heads, _ = k_cache.shape
         positions, rotary_dim = cos_sin.shape
@@ -453,6 +457,8 @@ class NativeOps:
         activation: str = "silu",  # or gelu_tanh
     ) -> NativeFusedDecode | None:
         """All layers as one op, or None where something in them has no native kernel."""
+        if any(layer.experts is not None for layer in layers):
+            return None
         _, block_size, kv_heads, head_dim = layers[0].k_cache.shape
         tensors = [norm, cos_sin]
         structs = (_LayerStruct * len(layers))()

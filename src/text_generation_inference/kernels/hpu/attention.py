@@ -17,6 +17,7 @@ from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts, is_padded, row_length
 from text_generation_inference.kernels.fp8 import FP8, apply_scales_to_heads
+from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.hpu.bridge import Bridge
 from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
 
@@ -48,11 +49,14 @@ class HpuAttention:
         v_cache: Tensor,
         kv_scales: tuple[float, float] = (1.0, 1.0),
         scales: tuple[Tensor, Tensor] | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         if not is_padded(batch):  # without buckets, each step is compiled anew
-            return reference.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales)
+            return reference.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales, norms)
         if scales is not None:
             apply_scales_to_heads((q, k, v), *scales)
+        if norms is not None:
+            q, k = norms.apply(q, k)
         self._bridge.mark_step()  # once in a layer: all layers are then the same piece
         cos, sin = cos_sin.index_select(0, batch.positions).to(q.dtype)[:, None, :].chunk(2, dim=-1)
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)

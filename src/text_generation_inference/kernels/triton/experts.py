@@ -1,8 +1,9 @@
 # pyright: basic, reportMissingImports=false
 """The op `experts`: which kernels compute a mixture of experts, and in which tiles.
 
-Few tokens: two kernels that read each pair's matrices (`pair_products`). More: pairs are sorted by expert, multiplied
-in tiles and summed (`grouped_products`). The definition is `kernels.experts`.
+Few tokens: two kernels that read each pair's matrices (`pair_products`); a single row of the stream is normalised and
+its experts are chosen in them, too. More: pairs are sorted by expert, multiplied in tiles and summed
+(`grouped_products`). The definition is `kernels.experts`.
 """
 
 from dataclasses import dataclass
@@ -13,15 +14,22 @@ from torch import Tensor
 
 from text_generation_inference.kernels import experts as reference
 from text_generation_inference.kernels.fp8 import SQUARE, Fp8Weight
+from text_generation_inference.kernels.fused_decode import FusedExperts
 from text_generation_inference.kernels.matrices import Weight, plain
-from text_generation_inference.kernels.triton.gemv import choose_shape
+from text_generation_inference.kernels.routing import Routing, SoftmaxRouting
+from text_generation_inference.kernels.triton import norms_rotary
+from text_generation_inference.kernels.triton.gemv import choose_shape, vector_product
 from text_generation_inference.kernels.triton.grouped_products import grouped_product, sort_pairs, sum_pairs
 from text_generation_inference.kernels.triton.launch import dependent_launch
-from text_generation_inference.kernels.triton.pair_products import pair_down, pair_gate
+from text_generation_inference.kernels.triton.pair_products import pair_down, pair_gate, stream_down, stream_gate
 from text_generation_inference.kernels.triton.quantize import BY_ROW, BY_SQUARE, PLAIN, STATIC, quantize_rows
+from text_generation_inference.kernels.triton.routing import route
 
 GATES = (None, "silu", "gelu_tanh", "clamped_swiglu")
 _MAX_EXPERTS = 1024  # that one program has room for
+_MAX_DOWN = 4  # rows of several experts in turn that a program of `pair_down` has registers for
+_MAX_CHOSEN_LATE = 128  # experts of which every program can find the best by itself
+_STREAMS = True  # short rows go through `stream_gate` and `stream_down`, not `pair_gate` and `pair_down`
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +71,33 @@ def count_blocks(pairs: int, num_experts: int, bm: int) -> int:
     return min(pairs, (pairs + min(num_experts, pairs) * (bm - 1)) // bm)
 
 
-class TritonExperts:
-    """The op, for a GPU of this capability."""
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """How programs go through many rows of a matrix."""
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    bn: int  # rows at a time
+    warps: int
+    stages: int
+    each: int = 0  # programs per processor
+
+
+def choose_stream(k: int, gated: bool) -> Stream | None:
+    """For rows of so many columns; None: they are too long for it. See `bench/cuda_experts.py`."""
+    pad = triton.next_power_of_2(k)
+    if not _STREAMS or pad > 4096:
+        return None
+    if gated:
+        return Stream(4 if pad <= 2048 else 2, 4, 3, 3)
+    return Stream(8, 8, 4) if pad <= 1024 else Stream(4, 4, 3) if pad <= 2048 else Stream(2, 4, 3)
+
+
+class TritonExperts:
+    """The op, for a GPU of this capability with so many processors."""
+
+    def __init__(self, capability: tuple[int, int], num_processors: int = 132) -> None:
         self._fp8 = capability >= (8, 9)
         self._roomy = capability in ((9, 0), (10, 0), (10, 3))
+        self._num_processors = num_processors
 
     def __call__(
         self,
@@ -86,7 +115,7 @@ class TritonExperts:
         """See `kernels.experts`. `by_pair` and `tilings` are for measuring: instead of what fits the number of rows."""
         tokens, hidden = x.shape
         num_experts, top_k = down.shape[0] // hidden, ids.shape[1]
-        if gate not in GATES or num_experts > _MAX_EXPERTS or (isinstance(gate_up, Fp8Weight) and not self._fp8):
+        if not self.can_compute(gate, gate_up, num_experts):
             return reference.experts(x, ids, weights, gate_up, down, gate, biases, scale_inputs)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if tokens == 0:
@@ -96,13 +125,13 @@ class TritonExperts:
             x = (x[:, None].float() * weights[..., None]).to(x.dtype).flatten(0, 1)
         per_row = 1 if scale_inputs else top_k
         pairs = tokens * top_k
-        first, second = (None, None) if biases is None else biases
-        gated = torch.empty((pairs, down.shape[1]), dtype=x.dtype, device=x.device)
         few = pairs * 4 <= num_experts or tokens == 1
         if few if by_pair is None else by_pair:
-            _pair_gate(_Operands.of(x, gate_up), ids, first, gated, gate, per_row)
-            _pair_down(_Operands.of(gated, down), ids, weights, second, out, not scale_inputs)
+            routed = _Routed(ids, weights)
+            self._by_pair(x, routed, gate_up, down, gate, biases, out, weighted=not scale_inputs, per_row=per_row)
             return out
+        first, second = (None, None) if biases is None else biases
+        gated = torch.empty((pairs, down.shape[1]), dtype=x.dtype, device=x.device)
         tile, tile_down = (
             asked or choose_tiling(pairs, num_experts, weight is gate_up, _kind(weight), is_square, self._roomy)
             for asked, weight, is_square in zip(
@@ -121,6 +150,122 @@ class TritonExperts:
             DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
         )  # fmt: skip
         return out
+
+    def can_compute(self, gate: str, gate_up: Weight, num_experts: int) -> bool:
+        return gate in GATES and num_experts <= _MAX_EXPERTS and (self._fp8 or not isinstance(gate_up, Fp8Weight))
+
+    def add_to_row(
+        self,
+        hidden: Tensor,
+        norm: tuple[Tensor, float],
+        experts: FusedExperts,
+        gate_up: Weight,
+        down: Weight,
+        biases: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """What the experts make of a row `[1, hidden]` of the stream, normalised first, is added to it.
+
+        Where kernels for few rows take scores and norms, three kernels do all of it.
+        """
+        num_experts = experts.router.shape[0]
+        scores = torch.empty((1, num_experts), dtype=torch.float32, device=hidden.device)
+        streamed = choose_stream(hidden.shape[1], True) is not None and not isinstance(gate_up, Fp8Weight)
+        late = streamed and _is_chosen_late(experts.routing, num_experts)
+        x = hidden if streamed else norms_rotary.rms_norm(hidden, *norm)
+        router, left = plain(experts.router), norm if streamed else None
+        vector_product(x, router, scores, experts.router_bias, norm=left)
+        rule = experts.routing
+        routed = _Routed.of(scores, rule) if late else _Routed(*route(scores, rule, experts.correction))
+        self._by_pair(
+            x,
+            routed,
+            gate_up,
+            down,
+            experts.gate,
+            biases,
+            hidden,
+            weighted=True,
+            per_row=rule.top_k,
+            norm=left,
+            add=True,
+        )
+
+    def _by_pair(
+        self,
+        x: Tensor,
+        routed: "_Routed",
+        gate_up: Weight,
+        down: Weight,
+        gate: str,
+        biases: tuple[Tensor, Tensor] | None,
+        out: Tensor,
+        *,
+        weighted: bool,
+        per_row: int,
+        norm: tuple[Tensor, float] | None = None,
+        add: bool = False,
+    ) -> None:
+        """`per_row`: so many pairs in succession have the same row of x. `add`: to what is in out."""
+        first, second = (None, None) if biases is None else biases
+        gated = torch.empty((routed.ids.numel(), down.shape[1]), dtype=x.dtype, device=x.device)
+        operands = _Operands.of(x, gate_up)
+        stream = choose_stream(x.shape[1], True)
+        if stream is not None:
+            self._stream_gate(stream, operands, routed, first, gated, gate, per_row, norm)
+        else:
+            assert norm is None and routed.scores is None
+            _pair_gate(operands, routed.ids, first, gated, gate, per_row)
+        operands = _Operands.of(gated, down)
+        stream = choose_stream(gated.shape[1], False)
+        if stream is not None:
+            _stream_down(stream, operands, routed, second, out, weighted, add)
+        else:
+            _pair_down(operands, routed, second, out, weighted, add)
+
+    def _stream_gate(
+        self,
+        stream: Stream,
+        operands: "_Operands",
+        routed: "_Routed",
+        bias: Tensor | None,
+        out: Tensor,
+        gate: str,
+        per_row: int,
+        norm: tuple[Tensor, float] | None,
+    ) -> None:
+        (pairs, n), k = out.shape, operands.weight.shape[1]
+        rows = triton.cdiv(n, max(1, stream.each * self._num_processors // pairs))
+        rows = triton.cdiv(rows, stream.bn) * stream.bn
+        num_experts = operands.weight.shape[0] // (2 * n)
+        dependent = dependent_launch(routed.ids.shape[0])
+        scores = routed.weights if routed.scores is None else routed.scores
+        stream_gate[(pairs, triton.cdiv(n, rows))](
+            operands.x, operands.x if norm is None else norm[0], scores, routed.ids, routed.weights,
+            operands.weight, operands.x if bias is None else bias, out, operands.x_scale, operands.weight_scale,
+            0.0 if norm is None else norm[1], routed.factor, operands.x.stride(0), k,
+            N=n, K=k, K_PAD=triton.next_power_of_2(k), E=num_experts, E_PAD=triton.next_power_of_2(num_experts),
+            TOP_K=routed.ids.shape[1], PER_ROW=per_row, BN=stream.bn, ROWS=rows, STAGES=stream.stages,
+            GATE=GATES.index(gate), FORM=operands.form, BIAS=bias is not None, NORM=norm is not None,
+            SELECT=routed.scores is not None, NORMALIZED=routed.normalized, DEPENDENT=dependent,
+            num_warps=stream.warps, launch_pdl=dependent,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Routed:
+    """Experts and weights of each token; with scores those that the kernel which reads them will write."""
+
+    ids: Tensor
+    weights: Tensor
+    scores: Tensor | None = None
+    normalized: bool = False
+    factor: float = 1.0
+
+    @classmethod
+    def of(cls, scores: Tensor, rule: Routing) -> "_Routed":
+        assert isinstance(rule, SoftmaxRouting)
+        ids = torch.empty((scores.shape[0], rule.top_k), dtype=torch.int32, device=scores.device)
+        return cls(ids, torch.empty_like(ids, dtype=torch.float32), scores, rule.p_norm is not None, rule.factor)
 
 
 def _kind(weight: Weight) -> torch.dtype:
@@ -206,16 +351,37 @@ def _pair_gate(operands: _Operands, ids: Tensor, bias: Tensor | None, out: Tenso
     )  # fmt: skip
 
 
+def _stream_down(
+    stream: Stream, operands: _Operands, routed: _Routed, bias: Tensor | None, out: Tensor, weighted: bool, add: bool
+) -> None:
+    (tokens, n), k, top_k = out.shape, operands.weight.shape[1], routed.ids.shape[1]
+    dependent = dependent_launch(tokens)
+    stream_down[(tokens, triton.cdiv(n, stream.bn))](
+        operands.x, routed.ids, routed.weights, operands.weight, operands.x if bias is None else bias, out,
+        operands.x_scale, operands.weight_scale, k, N=n, K=k, K_PAD=triton.next_power_of_2(k), TOP_K=top_k,
+        SLOTS=triton.next_power_of_2(top_k), BN=stream.bn, STAGES=stream.stages, FORM=operands.form,
+        BIAS=bias is not None, WEIGHTED=weighted, ADD=add, DEPENDENT=dependent, num_warps=stream.warps,
+        launch_pdl=dependent,
+    )  # fmt: skip
+
+
 def _pair_down(
-    operands: _Operands, ids: Tensor, weights: Tensor, bias: Tensor | None, out: Tensor, weighted: bool
+    operands: _Operands, routed: _Routed, bias: Tensor | None, out: Tensor, weighted: bool, add: bool
 ) -> None:
     tokens, n = out.shape
     k = operands.weight.shape[1]
     bn, bk, warps = choose_shape(k)
-    bn = min(bn, 4)  # of several experts in turn
+    bn = min(bn, _MAX_DOWN)
     dependent = dependent_launch(tokens)
     pair_down[(tokens, triton.cdiv(n, bn))](
-        operands.x, ids, weights, operands.weight, operands.x if bias is None else bias, out, operands.x_scale,
-        operands.weight_scale, k, N=n, K=k, TOP_K=ids.shape[1], BN=bn, BK=bk, FORM=operands.form, BIAS=bias is not None,
-        WEIGHTED=weighted, DEPENDENT=dependent, num_warps=warps, launch_pdl=dependent,
+        operands.x, routed.ids, routed.weights, operands.weight, operands.x if bias is None else bias, out,
+        operands.x_scale, operands.weight_scale, k, N=n, K=k, TOP_K=routed.ids.shape[1], BN=bn, BK=bk,
+        FORM=operands.form, BIAS=bias is not None, WEIGHTED=weighted, ADD=add, DEPENDENT=dependent, num_warps=warps,
+        launch_pdl=dependent,
     )  # fmt: skip
+
+
+def _is_chosen_late(rule: Routing, num_experts: int) -> bool:
+    """Whether `stream_gate` knows the rule, and chooses among so many."""
+    usual = isinstance(rule, SoftmaxRouting) and rule.p_norm in (None, 1) and rule.top_groups >= rule.num_groups
+    return usual and rule.top_k <= num_experts <= _MAX_CHOSEN_LATE

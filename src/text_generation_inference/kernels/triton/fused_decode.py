@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""All layers of a decoder for a single row: six kernels per layer, most of which only read a weight.
+"""All layers of a decoder for a single row: six kernels per layer, with experts seven. Most only read weights.
 
 Used where one request decodes alone; with more rows, layers run one by one with the libraries' products.
 """
@@ -14,9 +14,11 @@ from torch import Tensor
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedLayer
+from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.matrices import Weight, plain
 from text_generation_inference.kernels.ops import AttentionOp
 from text_generation_inference.kernels.triton import norms_rotary
+from text_generation_inference.kernels.triton.experts import TritonExperts
 from text_generation_inference.kernels.triton.gemv import vector_product
 from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8
 
@@ -34,6 +36,7 @@ class SingleRowDecode:
     activation: str
     attention: AttentionOp
     gemv_fp8: GemvFp8
+    experts: TritonExperts
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor | None:
         """x `[1, hidden]`, the embedding of the row's token -> its normalised hidden state; None for other batches."""
@@ -46,13 +49,21 @@ class SingleRowDecode:
             fused = torch.empty((1, layer.qkv.shape[0]), dtype=x.dtype, device=x.device)
             self._product(hidden, layer.qkv, fused, layer.qkv_bias, norm=(layer.input_norm, self.eps))
             q, k, v = fused.view(1, -1, head_dim).split((self.heads, kv_heads, kv_heads), dim=1)
+            norms = None
+            if layer.q_norm is not None and layer.k_norm is not None:
+                norms = HeadNorms(layer.q_norm, layer.k_norm, self.eps)
             q = norms_rotary.rotary_and_cache(
-                q, k, v, self.cos_sin, batch, layer.k_cache, layer.v_cache, layer.kv_scales
+                q, k, v, self.cos_sin, batch, layer.k_cache, layer.v_cache, layer.kv_scales, norms=norms
             )
             mixed = self.attention(
                 q, k, v, layer.k_cache, layer.v_cache, batch, self.scale, layer.window, kv_scales=layer.kv_scales
             )
             self._product(mixed, layer.o, hidden, layer.o_bias, add=True)
+            if layer.experts is not None:
+                norm, first, second = (layer.post_norm, self.eps), layer.gate_up_bias, layer.down_bias
+                biases = None if first is None or second is None else (first, second)
+                self.experts.add_to_row(hidden, norm, layer.experts, layer.gate_up, layer.down, biases)
+                continue
             gated = torch.empty((1, layer.down.shape[1]), dtype=x.dtype, device=x.device)
             self._product(
                 hidden, layer.gate_up, gated, layer.gate_up_bias,
@@ -69,11 +80,14 @@ class SingleRowDecode:
 
 
 class MakeFusedDecode:
-    """The op `make_fused_decode`; `attention` is the op of that name, `fp8` says whether the GPU has those types,
-    `roomy` whether its processors have more shared memory than 100 KB."""
+    """The op `make_fused_decode`; `attention` and `experts` are the ops of those names, `fp8` says whether the GPU
+    has those types, `roomy` whether its processors have more shared memory than 100 KB."""
 
-    def __init__(self, attention: AttentionOp, num_processors: int, fp8: bool, roomy: bool = True) -> None:
+    def __init__(
+        self, attention: AttentionOp, experts: TritonExperts, num_processors: int, fp8: bool, roomy: bool = True
+    ) -> None:
         self._attention = attention
+        self._experts = experts
         self._gemv_fp8 = GemvFp8(num_processors, roomy)
         self._fp8 = fp8
 
@@ -88,13 +102,23 @@ class MakeFusedDecode:
         scale: float,
         activation: str,
     ) -> SingleRowDecode | None:
-        """None where the products for one row do not take a weight, or heads have norms of their own."""
-        if any(layer.q_norm is not None or layer.k_norm is not None for layer in layers):
+        """None where the products for one row do not take a weight."""
+        if activation not in ("silu", "gelu_tanh") or not all(self._can_compute(layer) for layer in layers):
             return None
-        matrices = [m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        if activation not in ("silu", "gelu_tanh") or not all(_can_multiply(m, self._fp8) for m in matrices):
-            return None
-        return SingleRowDecode(layers, norm, cos_sin, heads, eps, scale, activation, self._attention, self._gemv_fp8)
+        return SingleRowDecode(
+            layers, norm, cos_sin, heads, eps, scale, activation, self._attention, self._gemv_fp8, self._experts
+        )
+
+    def _can_compute(self, layer: FusedLayer) -> bool:
+        matrices = [layer.qkv, layer.o]
+        if layer.experts is None:
+            matrices += [layer.gate_up, layer.down]
+        else:
+            matrices.append(layer.experts.router)
+            num_experts = layer.experts.router.shape[0]
+            if not self._experts.can_compute(layer.experts.gate, layer.gate_up, num_experts):
+                return False
+        return all(_can_multiply(matrix, self._fp8) for matrix in matrices)
 
 
 def _can_multiply(weight: Weight, fp8: bool) -> bool:

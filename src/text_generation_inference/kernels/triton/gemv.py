@@ -66,7 +66,7 @@ def _gemv_kernel(
                 )
         part = tl.load(x + k0 + k, mask=inside, other=0.0).to(tl.float32)
         if NORM:
-            part = normalised(part, norm_weight + k0 + k, factor, inside, kind)
+            part = normalised(part, norm_weight + k0 + k, factor, inside, x.dtype.element_ty)
         acc += tile.to(tl.float32) * part[None, :]
         if GATE:
             up_acc += up_tile.to(tl.float32) * part[None, :]
@@ -93,7 +93,7 @@ def choose_shape(k: int) -> tuple[int, int, int]:
 def vector_product(
     x: Tensor,  # [1, in]
     weight: Tensor,  # [out, in], or [2 * out, in] with a gate
-    out: Tensor,  # [1, out]
+    out: Tensor,  # [1, out] of x's type, or float32
     bias: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,  # weight and epsilon
     gate: str | None = None,  # "silu" or "gelu_tanh"

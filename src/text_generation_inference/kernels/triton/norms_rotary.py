@@ -11,9 +11,12 @@ from torch import Tensor
 
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import FP8, SQUARE, Fp8Weight, ScaledRows
+from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 from text_generation_inference.kernels.triton.quantize import BY_ROW, RowStore, store_columns, store_row, warps_for
+
+BY_HEAD, OVER_ALL = tl.constexpr(1), tl.constexpr(2)  # norms of queries and keys
 
 
 @triton.jit
@@ -69,45 +72,6 @@ def _norm(
             DEPENDENT=dependent, num_warps=warps_for(pad), launch_pdl=dependent,
         )  # fmt: skip
     return store.result, total
-
-
-@triton.jit
-def _qk_norm_kernel(
-    q, k, q_weight, k_weight, eps, q_token, q_head, k_token, k_head,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, HB: tl.constexpr,
-):  # fmt: skip
-    """HB heads of one token, where they are."""
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    Q_PARTS: tl.constexpr = (HEADS + HB - 1) // HB
-    d = tl.arange(0, D_PAD)
-    head = part * HB + tl.arange(0, HB)
-    mask = (head < HEADS)[:, None] & (d < D)[None, :]
-    at = q + token * q_token + head[:, None] * q_head + d[None, :]
-    weight = q_weight
-    if part >= Q_PARTS:
-        head = (part - Q_PARTS) * HB + tl.arange(0, HB)
-        mask = (head < KV_HEADS)[:, None] & (d < D)[None, :]
-        at = k + token * k_token + head[:, None] * k_head + d[None, :]
-        weight = k_weight
-    factors = tl.load(weight + d, mask=d < D, other=0.0)
-    wide = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
-    scaled = wide.to(factors.dtype).to(tl.float32) * factors.to(tl.float32)[None, :]
-    tl.store(at, scaled.to(q.dtype.element_ty), mask=mask)
-
-
-def qk_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Each head of q `[tokens, heads, head_dim]` and k by itself, in place."""
-    tokens, heads, d = q.shape
-    kv_heads = k.shape[1]
-    if tokens:
-        hb = min(8, triton.next_power_of_2(max(heads, kv_heads)))
-        parts = triton.cdiv(heads, hb) + triton.cdiv(kv_heads, hb)
-        _qk_norm_kernel[(tokens, parts)](
-            q, k, q_weight, k_weight, eps, q.stride(0), q.stride(1), k.stride(0), k.stride(1), HEADS=heads,
-            KV_HEADS=kv_heads, D=d, D_PAD=triton.next_power_of_2(d), HB=hb, num_warps=4,
-        )  # fmt: skip
-    return q, k
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Rows:
@@ -204,13 +168,67 @@ def _keep(value, source, to, mask, scale, SMALL: tl.constexpr, BACK: tl.constexp
             tl.store(source, kept, mask=mask)
 
 
+@triton.jit
+def _read_head(at, column, mask, row_scale, columns, SCALED: tl.constexpr):
+    """Part of a head in float32, with the scales that a product has left."""
+    value = tl.load(at, mask=mask, other=0.0)
+    if SCALED:
+        value = _scaled(value, row_scale, columns, column, mask, at.dtype.element_ty)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _head_factor(squares, eps, HEADS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
+    """What heads with such sums of squares are multiplied with."""
+    if NORM == OVER_ALL:
+        squares = tl.zeros_like(squares) + tl.sum(squares, 0) / HEADS
+    return tl.rsqrt(squares / D + eps)[:, None]
+
+
+@triton.jit
+def _normed(value, factor, weight, column, head, mask, dtype: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
+    """Rounded as the op `rms_norm` rounds."""
+    if NORM == OVER_ALL:
+        column = column + head * D
+    gain = tl.load(weight + column, mask=mask, other=0.0)
+    return ((value * factor).to(gain.dtype).to(tl.float32) * gain.to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _read_heads(
+    at, weight, head, half, d, row_scale, columns, eps, first_head,
+    COUNT: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, SCALED: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """(first half, second half, what is not rotated) of heads whose first values are `at`, normalised if asked."""
+    dtype: tl.constexpr = at.dtype.element_ty
+    here = (head < COUNT)[:, None]
+    mask, rest_mask = here & (half < HALF)[None, :], here & ((d >= 2 * HALF) & (d < D))[None, :]
+    numbers, column, rest_column = head[:, None], half[None, :], d[None, :]
+    scales = columns + (first_head + numbers) * D
+    first = _read_head(at + column, column, mask, row_scale, scales, SCALED)
+    second = _read_head(at + HALF + column, HALF + column, mask, row_scale, scales, SCALED)
+    rest = tl.zeros_like(d).to(tl.float32)[None, :] + tl.zeros_like(numbers).to(tl.float32)
+    if D > 2 * HALF:
+        rest = _read_head(at + rest_column, rest_column, rest_mask, row_scale, scales, SCALED)
+    if NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        if D > 2 * HALF:
+            squares += tl.sum(rest * rest, 1)
+        factor = _head_factor(squares, eps, COUNT, D, NORM)
+        first = _normed(first, factor, weight, column, numbers, mask, dtype, D, NORM)
+        second = _normed(second, factor, weight, HALF + column, numbers, mask, dtype, D, NORM)
+        if D > 2 * HALF:
+            rest = _normed(rest, factor, weight, rest_column, numbers, rest_mask, dtype, D, NORM)
+    return first, second, rest
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # a row of a small table
 def _rotary_kernel(
-    q, k, v, cos_sin, positions, kv_index, k_cache, v_cache, k_scale, v_scale, row_scales, columns,
-    q_token, q_head, k_token, k_head, v_token, v_head, ck_block, ck_token, ck_head, cv_block, cv_token, cv_head,
+    q, k, v, cos_sin, positions, kv_index, k_cache, v_cache, k_scale, v_scale, row_scales, columns, q_weight, k_weight,
+    eps, q_token, q_head, k_token, k_head, v_token, v_head, ck_block, ck_token, ck_head, cv_block, cv_token, cv_head,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, HB: tl.constexpr, SMALL: tl.constexpr, BACK: tl.constexpr,
-    SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
+    SCALED: tl.constexpr, NORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """HB heads of one token: queries are rotated where they are, keys on their way to the cache; values only move."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -221,6 +239,7 @@ def _rotary_kernel(
     index = tl.load(kv_index + token)
     block, inside = index // BLOCK_SIZE, index % BLOCK_SIZE
     dtype: tl.constexpr = q.dtype.element_ty
+    d = tl.arange(0, D_PAD)
     row_scale = 1.0
     if SCALED:
         row_scale = tl.load(row_scales + token)
@@ -232,56 +251,37 @@ def _rotary_kernel(
         if part < Q_PARTS:
             head = part * HB + tl.arange(0, HB)
             mask = (head < HEADS)[:, None] & (half < HALF)[None, :]
-            at = q + token * q_token + head[:, None] * q_head + half[None, :]
-            first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-            if SCALED:
-                column = head[:, None] * D + half[None, :]
-                first = _scaled(first, row_scale, columns, column, mask, dtype).to(tl.float32)
-                second = _scaled(second, row_scale, columns, column + HALF, mask, dtype).to(tl.float32)
-            tl.store(at, (first * cos - second * sin).to(q.dtype.element_ty), mask=mask)
-            tl.store(at + HALF, (second * cos + first * sin).to(q.dtype.element_ty), mask=mask)
-            if SCALED and D > 2 * HALF:
-                q_d = tl.arange(0, D_PAD)
-                q_rest = (head < HEADS)[:, None] & ((q_d >= 2 * HALF) & (q_d < D))[None, :]
-                q_at = q + token * q_token + head[:, None] * q_head + q_d[None, :]
-                q_value = tl.load(q_at, mask=q_rest, other=0.0)
-                q_column = head[:, None] * D + q_d[None, :]
-                tl.store(q_at, _scaled(q_value, row_scale, columns, q_column, q_rest, dtype), mask=q_rest)
+            q_at = q + token * q_token + head[:, None] * q_head
+            first, second, rest = _read_heads(
+                q_at, q_weight, head, half, d, row_scale, columns, eps, 0, HEADS, D, HALF, SCALED, NORM
+            )
+            tl.store(q_at + half[None, :], (first * cos - second * sin).to(dtype), mask=mask)
+            tl.store(q_at + HALF + half[None, :], (second * cos + first * sin).to(dtype), mask=mask)
+            if D > 2 * HALF and (SCALED or NORM):
+                q_rest = (head < HEADS)[:, None] & ((d >= 2 * HALF) & (d < D))[None, :]
+                tl.store(q_at + d[None, :], rest.to(dtype), mask=q_rest)
         else:
             head = (part - Q_PARTS) * HB + tl.arange(0, HB)
             mask = (head < KV_HEADS)[:, None] & (half < HALF)[None, :]
-            source = k + token * k_token + head[:, None] * k_head + half[None, :]
-            to = k_cache + block * ck_block + inside * ck_token + head[:, None] * ck_head + half[None, :]
-            first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-            second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-            if SCALED:
-                column = (HEADS + head)[:, None] * D + half[None, :]
-                first = _scaled(first, row_scale, columns, column, mask, dtype).to(tl.float32)
-                second = _scaled(second, row_scale, columns, column + HALF, mask, dtype).to(tl.float32)
-            _keep(first * cos - second * sin, source, to, mask, k_scale, SMALL, BACK)
-            _keep(second * cos + first * sin, source + HALF, to + HALF, mask, k_scale, SMALL, BACK)
+            k_at = k + token * k_token + head[:, None] * k_head
+            first, second, rest = _read_heads(
+                k_at, k_weight, head, half, d, row_scale, columns, eps, HEADS, KV_HEADS, D, HALF, SCALED, NORM
+            )
+            to = k_cache + block * ck_block + inside * ck_token + head[:, None] * ck_head
+            source, turned_to = k_at + half[None, :], to + half[None, :]
+            _keep(first * cos - second * sin, source, turned_to, mask, k_scale, SMALL, BACK)
+            _keep(second * cos + first * sin, source + HALF, turned_to + HALF, mask, k_scale, SMALL, BACK)
             if D > 2 * HALF:
-                d = tl.arange(0, D_PAD)
-                rest = (head < KV_HEADS)[:, None] & ((d >= 2 * HALF) & (d < D))[None, :]
-                k_source = k + token * k_token + head[:, None] * k_head + d[None, :]
-                k_to = k_cache + block * ck_block + inside * ck_token + head[:, None] * ck_head + d[None, :]
-                k_value = tl.load(k_source, mask=rest, other=0.0).to(tl.float32)
-                if SCALED:
-                    k_column = (HEADS + head)[:, None] * D + d[None, :]
-                    k_value = _scaled(k_value, row_scale, columns, k_column, rest, dtype).to(tl.float32)
-                _keep(k_value, k_source, k_to, rest, k_scale, SMALL, BACK)
+                k_rest = (head < KV_HEADS)[:, None] & ((d >= 2 * HALF) & (d < D))[None, :]
+                _keep(rest, k_at + d[None, :], to + d[None, :], k_rest, k_scale, SMALL, BACK)
     else:
         # Names of their own: a name has one shape in both branches.
         v_index = (part - Q_PARTS - K_PARTS) * HB + tl.arange(0, HB)
-        v_d = tl.arange(0, D_PAD)
-        v_mask = (v_index < KV_HEADS)[:, None] & (v_d < D)[None, :]
-        v_source = v + token * v_token + v_index[:, None] * v_head + v_d[None, :]
-        v_to = v_cache + block * cv_block + inside * cv_token + v_index[:, None] * cv_head + v_d[None, :]
-        v_value = tl.load(v_source, mask=v_mask, other=0.0).to(tl.float32)
-        if SCALED:
-            v_column = (HEADS + KV_HEADS + v_index)[:, None] * D + v_d[None, :]
-            v_value = _scaled(v_value, row_scale, columns, v_column, v_mask, dtype).to(tl.float32)
+        v_mask = (v_index < KV_HEADS)[:, None] & (d < D)[None, :]
+        v_source = v + token * v_token + v_index[:, None] * v_head + d[None, :]
+        v_to = v_cache + block * cv_block + inside * cv_token + v_index[:, None] * cv_head + d[None, :]
+        v_column = (HEADS + KV_HEADS + v_index)[:, None] * D + d[None, :]
+        v_value = _read_head(v_source, v_column, v_mask, row_scale, columns, SCALED)
         _keep(v_value, v_source, v_to, v_mask, v_scale, SMALL, BACK and (SMALL or SCALED))
 
 
@@ -295,8 +295,9 @@ def rotary_and_cache(
     v_cache: Tensor,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     scales: tuple[Tensor, Tensor] | None = None,  # of rows and columns of q, k, v side by side: see `ScaledRows`
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotate q and k by position, write k and v into the cache; return the rotated q.
+    """Rotate q and k by position, normalised first if asked, write k and v into the cache; return the rotated q.
 
     k and v are left as the cache holds them if the batch has prompts, whose attention reads them from there.
     """
@@ -304,16 +305,19 @@ def rotary_and_cache(
     kv_heads, half = k.shape[1], cos_sin.shape[1] // 2
     if tokens:
         prompts = batch.meta.prefill_tiles is not None
-        hb = min(8 if prompts else 16, triton.next_power_of_2(max(heads, kv_heads)))
+        hb, form = triton.next_power_of_2(max(heads, kv_heads)), OVER_ALL.value
+        if norms is None or not norms.over_all:  # else one program has all heads
+            hb, form = min(8 if prompts else 16, hb), 0 if norms is None else BY_HEAD.value
         parts = triton.cdiv(heads, hb) + 2 * triton.cdiv(kv_heads, hb)
         dependent = dependent_launch(tokens) and not prompts
         _rotary_kernel[(tokens, parts)](
             q, k, v, cos_sin, batch.positions, batch.kv_index, k_cache, v_cache, *kv_scales,
-            *(scales or (q, q)), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            *(scales or (q, q)), *((q, q, 0.0) if norms is None else (norms.q_weight, norms.k_weight, norms.eps)),
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             *k_cache.stride()[:3], *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], HEADS=heads,
             KV_HEADS=kv_heads, D=d, D_PAD=triton.next_power_of_2(d), HALF=half, HALF_PAD=triton.next_power_of_2(half),
             HB=hb, SMALL=k_cache.dtype is FP8, BACK=prompts,
-            SCALED=scales is not None, DEPENDENT=dependent,
-            num_warps=4, launch_pdl=dependent,
+            SCALED=scales is not None, NORM=form, DEPENDENT=dependent,
+            num_warps=4 if hb <= 16 else 8, launch_pdl=dependent,
         )  # fmt: skip
     return q

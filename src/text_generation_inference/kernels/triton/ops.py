@@ -35,20 +35,20 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
 
         paged_attention.prompts = FlashinferPrompts(torch.device("cuda", torch.cuda.current_device()))
     linear = TritonLinear(num_processors, capability)
+    experts = TritonExperts(capability, num_processors)
     return Ops(
         description,
         linear=linear,
         linear_unscaled=linear.linear_unscaled,
         logits=logits,
         make_fused_decode=fused_decode.MakeFusedDecode(
-            paged_attention, num_processors, fp8=capability >= (8, 9), roomy=capability >= (9, 0)
+            paged_attention, experts, num_processors, fp8=capability >= (8, 9), roomy=capability >= (9, 0)
         ),
         rms_norm=norms_rotary.rms_norm,
         add_rms_norm=norms_rotary.add_rms_norm,
-        qk_norm=norms_rotary.qk_norm,
         silu_mul=norms_rotary.silu_mul,
         gelu_tanh_mul=norms_rotary.gelu_tanh_mul,
-        experts=TritonExperts(capability),
+        experts=experts,
         route=route,
         rotary_and_cache=norms_rotary.rotary_and_cache,
         attention=paged_attention,
