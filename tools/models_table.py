@@ -24,7 +24,8 @@ def row(architecture: str) -> str:
     family = import_module(f"text_generation_inference.models.{name}")
     about = (family.__doc__ or "").strip().partition("\n")[0]
     is_known = hasattr(transformers, architecture)
-    variants = ", ".join(getattr(family, "VARIANTS", {})) if is_known else ""
+    is_alone = is_known and architecture not in getattr(family, "TINIES", {})
+    variants = ", ".join(getattr(family, "VARIANTS", {})) if is_alone else ""
     proof = "`transformers`, all paths" if is_known else "rewritten checkpoints or formulas, one pass"
     return f"| `{architecture}` | `{name}` | {about} | {variants} | {proof} |"
 

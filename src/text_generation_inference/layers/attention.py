@@ -33,6 +33,19 @@ class HeadLayout:
     attention_chunk: int | None = None  # a token sees only tokens of its own run of so many positions
 
 
+@dataclass(frozen=True, slots=True)
+class TemperatureSpec:
+    """Queries far into a sequence are made longer: by 1 + scale * ln(1 + floor((position + 1) / floor_scale))."""
+
+    scale: float
+    floor_scale: float
+
+    def build_table(self, num_positions: int, device: torch.device) -> Tensor:
+        """`[num_positions]` float32."""
+        steps = ((torch.arange(num_positions, dtype=torch.float32) + 1.0) / self.floor_scale).floor()
+        return (steps.log1p() * self.scale + 1.0).to(device)
+
+
 class SelfAttention(Module, ABC):
     @property
     @abstractmethod
@@ -69,6 +82,7 @@ class Attention(SelfAttention):
         self.q_norm: HeadNorm | None = None
         self.k_norm: HeadNorm | None = None
         self.slopes: Tensor | None = None  # [heads] float32 of ALiBi
+        self.temperatures: Tensor | None = None  # [positions] float32: queries are multiplied with that of their place
         self.sinks_part: Part | None = None
         self.sinks: Tensor | None = None  # [heads] float32: one more score for each query, without a value
 
@@ -79,7 +93,7 @@ class Attention(SelfAttention):
     def is_plain(self) -> bool:
         """Nothing but norms, rotation and a window stands between the products and the scores, or beside those."""
         heads = self.heads
-        more = (self.clip, self.slopes, self.sinks_part, heads.softcap, heads.attention_chunk)
+        more = (self.clip, self.slopes, self.sinks_part, self.temperatures, heads.softcap, heads.attention_chunk)
         return all(each is None for each in more)
 
     @property
@@ -119,6 +133,8 @@ class Attention(SelfAttention):
             q, k, v = self._change(q, k, v)
         kv_scales = self.cache_scales.of(k_cache.dtype)
         q = self.ops.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales, norms)
+        if self.temperatures is not None:
+            q = (q * self.temperatures[batch.positions][:, None, None]).to(q.dtype)
         mixed = self.ops.attention(
             q, k, v, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap,
             kv_scales=kv_scales, slopes=self.slopes, sinks=self.sinks, attention_chunk=heads.attention_chunk,

@@ -33,7 +33,14 @@ class HeadNorm(Module):
     """The norm of the queries, or of the keys."""
 
     def __init__(
-        self, ops: Ops, parallel: Parallel, spec: HeadNormSpec, ranges: HeadRanges, is_key: bool, interleaved: int = 0
+        self,
+        ops: Ops,
+        parallel: Parallel,
+        spec: HeadNormSpec,
+        ranges: HeadRanges,
+        is_key: bool,
+        interleaved: int,
+        ones: Tensor,  # [head_dim]: the weight of norms that have none, which are of each head by itself
     ) -> None:
         self.ops = ops
         self.parallel = parallel
@@ -43,13 +50,15 @@ class HeadNorm(Module):
         self.kept = ranges.kv_heads if is_key else ranges.heads
         self.interleaved = interleaved
         self.stem = spec.names[is_key]
-        self.weight: Tensor
+        self.weight = ones
         self.bias: Tensor | None = None
         if spec.over is NormOver.ALL_HEADS and spec.norm.is_centred and parallel.world > 1:
             raise StartError("a model whose queries are centred over all heads cannot be split over ranks")
 
     def declare(self) -> list[Declared]:
         norm = self.spec.norm
+        if not norm.has_weight:
+            return []
         storage = Float32Tensors(norm.plus) if norm.keeps_float32 or norm.plus else PLAIN_TENSORS
         found = [Declared("weight", self._parts("weight"), storage)]
         return [*found, Declared("bias", self._parts("bias"))] if norm.bias else found
@@ -65,6 +74,8 @@ class HeadNorm(Module):
         return [Part(f"{self.stem}.{suffix}", (self.count, dim), 0, start, end)]
 
     def finish(self) -> None:
+        if not self.spec.norm.has_weight:
+            return
         for name in ("weight", "bias") if self.spec.norm.bias else ("weight",):
             value = getattr(self, name)
             if self.interleaved:

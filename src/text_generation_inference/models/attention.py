@@ -55,8 +55,9 @@ def build_attention(context: Context, spec: AttentionSpec, hidden_size: int, nam
     if spec.sinks:
         attention.sinks_part = Part(f"{names.attention}.{spec.sinks}", (spec.num_heads,), 0, *heads)
     if spec.qk_norm is not None:
-        attention.q_norm = HeadNorm(ops, parallel, spec.qk_norm, ranges, False, interleaved)
-        attention.k_norm = HeadNorm(ops, parallel, spec.qk_norm, ranges, True, interleaved)
+        ones = torch.ones(dim, dtype=context.dtype, device=context.device)
+        attention.q_norm = HeadNorm(ops, parallel, spec.qk_norm, ranges, False, interleaved, ones)
+        attention.k_norm = HeadNorm(ops, parallel, spec.qk_norm, ranges, True, interleaved, ones)
     return attention
 
 

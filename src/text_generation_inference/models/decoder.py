@@ -5,6 +5,7 @@ A family describes itself with a `DecoderSpec`; what no spec can say is a module
 
 from collections.abc import Callable, Collection
 from copy import copy
+from dataclasses import replace
 from typing import Self, cast
 
 import torch
@@ -14,7 +15,7 @@ from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import apply_scales
 from text_generation_inference.kernels.fused_decode import FusedDecode
 from text_generation_inference.kernels.matrices import Product
-from text_generation_inference.layers.attention import Attention
+from text_generation_inference.layers.attention import Attention, TemperatureSpec
 from text_generation_inference.layers.cache import AnyCacheSpec
 from text_generation_inference.layers.embedding import LearnedPositions, RowsOf, VocabWeight
 from text_generation_inference.layers.experts import Experts
@@ -165,6 +166,18 @@ class CausalLM(Model):
             if rope not in tables:
                 tables[rope] = build_table(rope, num_positions, self.device)
         self.tables = [tables[rope] for rope in ropes]
+        temperatures: dict[TemperatureSpec, Tensor] = {}
+        for layer in self.model.layers:
+            attention, spec = layer.attention, layer.spec.attention
+            if not isinstance(attention, Attention):
+                continue
+            if (chunk := spec.attention_chunk) is not None:  # one that nobody reaches the end of is none
+                chunk = chunk if chunk < num_positions else None
+                attention.heads = replace(attention.heads, attention_chunk=chunk)
+            if spec.temperature is not None:
+                if spec.temperature not in temperatures:
+                    temperatures[spec.temperature] = spec.temperature.build_table(num_positions, self.device)
+                attention.temperatures = temperatures[spec.temperature]
         self.fused_decode = self._fuse(caches)
 
     def unbind(self) -> None:

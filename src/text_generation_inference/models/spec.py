@@ -10,6 +10,7 @@ from typing import Any
 
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.routing import Routing
+from text_generation_inference.layers.attention import TemperatureSpec
 from text_generation_inference.layers.head_norm import HeadNormSpec
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.layers.qkv import QkvLayout
@@ -60,6 +61,7 @@ class AttentionSpec:
     slopes: tuple[float, ...] = ()  # ALiBi, by head
     sinks: str = ""  # the tensor of one more score for each head, without a value
     attention_chunk: int | None = None  # a token sees only tokens of its own run of so many positions
+    temperature: TemperatureSpec | None = None
     latent: LatentSpec | None = None  # with heads, scale and rotation alone of the fields above
 
     @property
