@@ -63,7 +63,7 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
 
 
 def is_matrix(name: str) -> bool:
-    return name.endswith("_proj.weight")
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
 def write_fp8(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from driving import Tiny, make_request, random_prompts, run, start
+from driving import Tiny, make_request, make_tiny, random_prompts, run, start
 from fp8_writing import by_row, prompt_scores, round_fp8, write_fp8
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -138,6 +138,13 @@ def test_a_cache_takes_a_quarter_of_float32(tiny_llama: Tiny) -> None:
     engine = start(tiny_llama.folder, **FP8_CACHE)
     assert "KV cache in fp8_e4m3fn" in engine.facts.notes and engine.facts.dtype == "float32"
     engine.close()
+
+
+def test_latents_are_not_rounded(tmp_path: Path) -> None:
+    with pytest.raises(
+        StartError, match="`kv_cache_dtype` fp8_e4m3fn is for keys and values: this model keeps latents"
+    ):
+        start(make_tiny("DeepseekV2", {"num_hidden_layers": 1}, tmp_path).folder, **FP8_CACHE)
 
 
 def test_other_types_are_refused(tiny_llama: Tiny) -> None:

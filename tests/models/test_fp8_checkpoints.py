@@ -138,6 +138,33 @@ def test_squares(wide: Tiny, tmp_path: Path, name: str) -> None:
     check(engine, make_oracle(wide, by_square, lambda name: round_groups), wide.model)
 
 
+def test_squares_of_latents(tmp_path: Path) -> None:
+    """Rows that are rotated together trade places inside their squares; what heads make of latents is widened."""
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 2,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+    }
+    tiny = make_tiny("DeepseekV3", sizes, tmp_path / "plain")
+    folder = write_fp8(tiny, tmp_path / "fp8", SQUARES, by_square, "weight_scale_inv")
+    engine = start(folder)
+    attention = engine.rank.runner.model.model.layers[0].attention
+    stored = (attention.down, attention.q_up, attention.out, attention.kv_up)
+    assert [isinstance(each.weight, Fp8Weight) for each in stored] == [True, True, True, False]
+    oracle = make_oracle(tiny, by_square, lambda name: None if name.endswith("kv_b_proj") else round_groups)
+    check(engine, oracle, tiny.model)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([PROMPT])).logits[0]
+        noise = (tiny.model(torch.tensor([PROMPT])).logits[0] - expected).abs().mean()
+    assert (logits_of_threads(folder, 2) - expected).abs().mean() < 0.1 * noise
+
+
 def test_squares_that_do_not_line_up_are_widened(tmp_path: Path) -> None:
     """Rows of q, k, v end inside a square: only o and down stay in FP8, with a last square that is not whole."""
     tiny = make_tiny("Llama", {"hidden_size": 192, "intermediate_size": 320}, tmp_path / "plain")

@@ -57,6 +57,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("DeepseekV2ForCausalLM", {"num_experts_per_tok": 6, "norm_topk_prob": True}, "norm_topk_prob"),
+    ("DeepseekV2ForCausalLM", {"num_experts_per_tok": 6, "topk_method": "best"}, "topk_method"),
+    ("DeepseekV3ForCausalLM", {"attention_bias": True}, "attention_bias"),
+    ("DeepseekV3ForCausalLM", {"num_key_value_heads": 8}, "num_key_value_heads"),
+    ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "scoring_func"),
     ("MptForCausalLM", {"norm_type": "low_precision_rmsnorm"}, "norm_type"),
     ("MptForCausalLM", {"attn_config": {"sliding_window_size": 64}}, "attn_config.sliding_window_size"),
 ]
@@ -66,3 +71,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_is_not_computed_is_refused(architecture: str, fields: dict[str, Any], name: str) -> None:
     with pytest.raises(ModelFormatError, match=f"`{name}` is .*not supported"):
         spec_of(architecture, fields)
+
+
+CONTRADICTORY: dict[str, dict[str, Any]] = {
+    "n_group": {"n_group": 7},
+    "topk_group": {"topk_group": 9},
+    "num_experts_per_tok": {"topk_group": 1, "num_experts_per_tok": 33},
+    "qk_rope_head_dim": {"qk_rope_head_dim": 63},
+    "kv_lora_rank": {"kv_lora_rank": 0},
+    "n_shared_experts": {"n_shared_experts": True},
+    "first_k_dense_replace": {"first_k_dense_replace": -1},
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTORY)
+def test_what_contradicts_itself_is_refused(name: str) -> None:
+    with pytest.raises(ModelFormatError, match=f"config.json: `{name}` "):
+        spec_of("DeepseekV3ForCausalLM", CONTRADICTORY[name])

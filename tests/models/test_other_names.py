@@ -15,7 +15,7 @@ from ranks import PROMPT, logits_of_threads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from text_generation_inference.models import baichuan
+from text_generation_inference.models import baichuan, deepseek_v2
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.registry import ARCHITECTURES, build
@@ -82,6 +82,14 @@ def internlm2(tensors: Tensors) -> Tensors:
     return found
 
 
+def with_layers_beyond(tensors: Tensors) -> Tensors:
+    """As DeepSeek V3 has them, which predict the token after the next."""
+    last = {
+        name.replace("layers.2.", "layers.3."): each.clone() for name, each in tensors.items() if "layers.2." in name
+    }
+    return {**tensors, **last, "model.layers.3.eh_proj.weight": torch.ones(64, 128)}
+
+
 PHIMOE_ROPE = {
     "short_factor": [1.0 + 0.1 * number for number in range(8)],
     "long_factor": [2.0] * 8,
@@ -90,6 +98,17 @@ PHIMOE_ROPE = {
     "original_max_position_embeddings": 128,
 }
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], Tensors]]] = {
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        {},
+        {
+            "rope_theta": 10000.0,
+            "rope_scaling": {**deepseek_v2.YARN, "type": "yarn", "rope_type": None},
+            **{"topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_nextn_predict_layers": 1},
+            "rope_parameters": "gone",
+        },
+        with_layers_beyond,
+    ),
     "gpt2": ("GPT2LMHeadModel", {}, {}, without_prefix_with_masks),
     "bloom": ("BloomForCausalLM", {}, {"n_embed": 96, "hidden_size": "gone"}, renamed(("transformer.", ""))),
     "opt": ("OPTForCausalLM", {}, {}, renamed(("model.decoder.", "decoder."))),

@@ -3,6 +3,7 @@
 Biases and the weights of norms lie in the same order as the rows of the matrix and are read by the same parts.
 """
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -53,6 +54,10 @@ class Interleaved(Arrangement):
     head_dim: int
     rotary_dim: int
     start: int = 0  # the first of them
+
+    def stays_within(self, size: int) -> bool:
+        firsts = range(self.start, math.lcm(self.head_dim, size), self.head_dim)
+        return all(first // size == (first + self.rotary_dim - 1) // size for first in firsts)
 
     def apply(self, x: Tensor) -> Tensor:
         heads = x.view(-1, self.head_dim, *x.shape[1:])

@@ -128,9 +128,9 @@ class StoredFp8(Fp8):
     def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
         scheme = self.scheme
         data = [_arrange_fp8(part, _read_fp8(name, part, checkpoint, device)) for name, part in parts]
-        scales = [
-            part.arrange_rows(_local_scale(part, _read_scale(name, part, scheme, checkpoint))) for name, part in parts
-        ]
+        scales = [_local_scale(part, _read_scale(name, part, scheme, checkpoint)) for name, part in parts]
+        if not scheme.by_square:  # else rows stay within their squares: `_can_join`
+            scales = [part.arrange_rows(scale) for (_, part), scale in zip(parts, scales, strict=True)]
         input_scale = None
         if scheme.input_scale_name is not None:
             found = [read_number(_beside(name, scheme.input_scale_name), checkpoint) for name, _ in parts]
@@ -222,7 +222,7 @@ def _can_join(parts: Sequence[Part], schemes: Sequence[Fp8Scheme | None]) -> boo
         return False
     if not first.by_square:
         return True
-    if any(part.arrangement is not None for part in parts):
+    if any(part.arrangement is not None and not part.arrangement.stays_within(SQUARE) for part in parts):
         return False
     starts = (part.start if part.dim is not None else 0 for part in parts)
     heights = (part.local_shape[0] for part in parts[:-1])

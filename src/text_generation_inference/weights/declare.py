@@ -24,6 +24,10 @@ class Arrangement(ABC):
         """How many are left of so many."""
         return rows
 
+    def stays_within(self, size: int) -> bool:
+        """Whether no row leaves its run of `size` rows, which may have something in common."""
+        return False
+
     @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
         """x `[rows, ...]` -> `[count(rows), ...]`. Whatever comes by rows: values, biases, scales, blocks."""
