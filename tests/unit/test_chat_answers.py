@@ -82,7 +82,7 @@ class FakeGeneration:
 def make_chat(text: str, template: str, prompt: str = "", grammar: bool = False, **fields: Any) -> Chat:
     body = msgspec.convert({"messages": [{"role": "user", "content": "Hi"}], **fields}, ChatRequest)
     config, source = ServerConfig(), ChatTemplate(template)
-    tools = [tool.function.name for tool in body.tools or []]
+    tools = {tool.function.name: {} for tool in body.tools or []}
     tool_format = detect_tool_format(source, TOKENIZER) if tools else None
     plan = ChatPlan(prompt, SamplingParams(), None, tool_format, tools, "mixed")
     plan.reasoning = choose_reasoning(body, config, detect_reasoning_format(source, TOKENIZER), grammar)
@@ -156,7 +156,7 @@ def as_summed(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 THINK = "{{ tools }}<think></think><tool_call>"
-GPT_OSS = "{{ tools }}<|start|><|channel|><|message|>"
+GPT_OSS = "{{ tools }}<|start|><|channel|><|message|> to=functions."
 HM = "<think>\nHm, STOP é.\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "look", "arguments": {"a": "b"}}\n</tool_call>'
 TOOLS = {"tools": [{"type": "function", "function": {"name": "look"}}]}
@@ -186,6 +186,15 @@ LOOK = [{"name": "look", "arguments": '{"a": "b"}'}]
                 "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.</s>", GPT_OSS
             ),
             ("Yes.", "Hm.", [], "stop"),
+        ),
+        (
+            lambda: make_chat(
+                "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.look "
+                '<|constrain|>json<|message|>{"a": "b"}</s>',
+                GPT_OSS,
+                **TOOLS,
+            ),
+            ("", "Hm.", LOOK, "tool_calls"),
         ),
         (
             lambda: make_chat(

@@ -18,6 +18,7 @@ from text_generation_inference.text.chat_template import ChatTemplate
 from text_generation_inference.text.grammar import json_grammar, regex_grammar
 from text_generation_inference.text.model_folder import SpecialTokens
 from text_generation_inference.text.output import RequestText
+from text_generation_inference.text.reasoning import detect_reasoning_format
 from text_generation_inference.text.stopping import StopStrings
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.text.tools import (
@@ -44,6 +45,21 @@ ARGS = ToolFormat("mistral_args", (), frozenset({"[TOOL_CALLS]", "[ARGS]"}))
 DEEPSEEK = ToolFormat("deepseek")
 JSON = ToolFormat("json")
 FORMATS = {"hermes": HERMES, "llama3": LLAMA, "mistral": MISTRAL, "args": ARGS, "deepseek": DEEPSEEK, "json": JSON}
+FORMATS |= {name: ToolFormat(name) for name in ("qwen_xml", "glm", "kimi", "harmony", "cohere", "tagged_list")}
+SCHEMAS: dict[str, Any] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "place": {"type": "string"},
+            "days": {"type": "array"},
+            "near": {"type": ["string", "null"]},
+            "unit": {"enum": ["C", "F"]},
+            "code": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        },
+    },
+    "search": {"type": "object", "properties": {"q": {}, "exact": {"type": "boolean"}}},
+    "f": None,
+}
 
 KOELN = '{"place": "Köln", "days": [1, {"x": "}\\"]"}]}'
 DS = (
@@ -60,7 +76,7 @@ Result = tuple[str, list[tuple[str, str]]]  # content, and each call with its ar
 def collect(
     tool_format: ToolFormat,
     pieces: Sequence[str],
-    names: Sequence[str] = NAMES,
+    names: Sequence[str] | dict[str, Any] = SCHEMAS,
     shape: Shape = "mixed",
     cut: bool = False,
 ) -> Result:
@@ -221,6 +237,81 @@ CASES: list[tuple[str, str, Result]] = [
     ("json", '{"name": "f"}', ('{"name": "f"}', [])),
     ("json", '{"name": "f", "arguments": {"a": ', ("", [("f", '{"a": ')])),
     ("json", '{"name": "f", "arguments": {"a": ]}} rest', ("]}} rest", [("f", '{"a": ')])),
+    # -- Qwen3-Coder
+    (
+        "qwen_xml",
+        "I look.\n<tool_call>\n<function=get_weather>\n<parameter=place>\nKöln\n</parameter>\n<parameter=days>\n"
+        '[1, {"x": "</a>"}]\n</parameter>\n</function>\n</tool_call>',
+        ("I look.", [("get_weather", '{"place": "Köln", "days": [1, {"x": "</a>"}]}')]),
+    ),
+    (
+        "qwen_xml",
+        "<tool_call>\n<function=get_weather>\n<parameter=place>\n12\n</parameter>\n<parameter=near>\nnull\n</parameter>\n"
+        "<parameter=unit>\nC\n</parameter>\n<parameter=code>\n7\n</parameter>\n</function>\n</tool_call>",
+        ("", [("get_weather", '{"place": "12", "near": null, "unit": "C", "code": 7}')]),
+    ),
+    (
+        "qwen_xml",
+        "<tool_call><function=search><parameter=q>two\n\nlines\n</parameter><parameter=exact>True</parameter></function></tool_call>",
+        ("", [("search", '{"q": "two\\n\\nlines", "exact": true}')]),
+    ),
+    ("qwen_xml", "<tool_call>\n<function=f>\n</function>\n</tool_call>", ("", [("f", "{}")])),
+    ("qwen_xml", "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", ("", [("f", '{"a": 1}')])),
+    (
+        "qwen_xml",
+        "<tool_call><function=f></function></tool_call>\n<tool_call><function=search><parameter=q>1</parameter></function></tool_call>",
+        ("", [("f", "{}"), ("search", '{"q": 1}')]),
+    ),
+    ("qwen_xml", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', ("", [("f", "{}")])),
+    ("qwen_xml", "<tool_call>nothing</tool_call>", ("<tool_call>nothing</tool_call>", [])),
+    ("qwen_xml", "a <function and <function=<x> b", ("a <function and <function=<x> b", [])),
+    ("qwen_xml", "<tool_call><function=f><parameter=a>1</parameter> so", ("so", [("f", '{"a": 1}')])),
+    # -- GLM
+    (
+        "glm",
+        "<tool_call>get_weather\n<arg_key>place</arg_key>\n<arg_value>Köln</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>[1]</arg_value>\n</tool_call>",
+        ("", [("get_weather", '{"place": "Köln", "days": [1]}')]),
+    ),
+    ("glm", "Hm. <tool_call>f</tool_call>", ("Hm.", [("f", "{}")])),
+    ("glm", "<tool_call>f <x></tool_call>", ("<tool_call>f <x></tool_call>", [])),
+    ("glm", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', ("", [("f", "{}")])),
+    # -- Kimi
+    (
+        "kimi",
+        "Ok.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        f"{KOELN}<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        ("Ok.", [WEATHER, ("f", "{}")]),
+    ),
+    # -- GPT-OSS, as `reasoning.harmony` hands it on
+    ("harmony", f"Ok.\n<|channel|>commentary to=functions.get_weather<|message|>{KOELN}", ("Ok.", [WEATHER])),
+    ("harmony", "Say <|channel|>commentary to= or so.", ("Say <|channel|>commentary to= or so.", [])),
+    # -- Cohere
+    (
+        "cohere",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
+        + KOELN
+        + "}\n]<|END_ACTION|>",
+        ("", [WEATHER]),
+    ),
+    (
+        "cohere",
+        'Plan: I look.\nAction: ```json\n[\n {"tool_name": "f", "parameters": {}}\n]\n```',
+        ("Plan: I look.", [("f", "{}")]),
+    ),
+    ("cohere", "Action: none is needed.", ("Action: none is needed.", [])),
+    # -- Granite, Phi-4-mini
+    ("tagged_list", '<|tool_call|>[{"name": "f", "arguments": {}}]', ("", [("f", "{}")])),
+    (
+        "tagged_list",
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {KOELN}}}, {{"name": "f", "arguments": {{}}}}]<|/tool_call|>',
+        ("", [WEATHER, ("f", "{}")]),
+    ),
+    ("tagged_list", "Write <|tool_call|> and a list.", ("Write <|tool_call|> and a list.", [])),
+    # -- Llama 4, DeepSeek V3.1
+    ("llama3", f'<|python_start|>{{"name": "get_weather", "parameters": {KOELN}}}<|python_end|>', ("", [WEATHER])),
+    ("deepseek", f"{DS[0]}{DS[1]}get_weather{DS[2]}{KOELN}{DS[3]}{DS[4]}", ("", [WEATHER])),
 ]
 
 
@@ -238,6 +329,9 @@ PARTS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|eot_id|>", "<|eot|>", "</s>", *DS,
     "function", "{", "}", "[", "]", '"', ":", ",", ";", "\n", " ", "\\", "```json\n", "```", '"name": "f"', '"arguments": {', "f", "é",
     '{"name": "f", "arguments": {"a": "}"}}', '{"function": {"_name": "f"}}', "\n" * 70, "null", "1.5", "text",
+    "<function=f>", "<function=", "<parameter=a>", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+    "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|channel|>commentary to=functions.",
+    "<|message|>", "<|START_ACTION|>", "<|END_ACTION|>", "Action:", "<|tool_call|>", "<|/tool_call|>", '"tool_name": "f"', "<|python_end|>",
 ]  # fmt: skip
 
 
@@ -283,6 +377,16 @@ def write_call(family: str, name: str, arguments: str) -> str:
             return f'[TOOL_CALLS] [{{"name": "{name}", "arguments": {arguments}}}]'
         case "args":
             return f"[TOOL_CALLS]{name}[ARGS]{arguments}"
+        case "kimi":
+            return f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+        case "harmony":
+            return f"<|channel|>commentary to=functions.{name}<|message|>{arguments}"
+        case "cohere":
+            return f'<|START_ACTION|>[{{"tool_name": "{name}", "parameters": {arguments}}}]<|END_ACTION|>'
+        case "tagged_list":
+            return f'<|tool_call|>[{{"name": "{name}", "arguments": {arguments}}}]'
+        case "qwen_xml" | "glm":  # whose values are no JSON: these forms read Hermes' as well
+            return write_call("hermes", name, arguments)
         case _:
             return f"{DS[1]}function{DS[2]}{name}\n```json\n{arguments}\n```{DS[3]}\n"
 
@@ -386,7 +490,7 @@ def test_calls_cut_off_anywhere(family: str, shape: Shape) -> None:
     for size in range(1, len(text)):
         content, calls = collect(tool_format, [text[:size]], names, shape, cut=True)
         assert collect(tool_format, list(text[:size]), names, shape, cut=True) == (content, calls)
-        if shape == "calls" or not tool_format.bare:
+        if shape == "calls" or not tool_format.form.bare:
             assert content == ""
         for call, (name, arguments) in zip(calls, written, strict=False):
             assert call[0] == name and arguments.startswith(call[1])
@@ -421,23 +525,26 @@ def test_thousand_calls() -> None:
 @pytest.mark.parametrize("family", FORMATS)
 def test_cost_is_linear(family: str) -> None:
     """A quadratic parser would need minutes for this; no time is asserted."""
-    arguments = json.dumps({"text": 'a "quoted" \\ {part} ' * 3_000, "list": [[["x"] * 10] * 10] * 10})
+    arguments = json.dumps({"text": 'a "quoted" \\ {part} ' * 1_500, "list": [[["x"] * 10] * 10] * 5})
     texts = [
         write_call(family, "f", arguments),
         '{"parameters": ' + arguments + ', "name": "f"}',
         '<tool_call>{"id": ' + arguments + ', "name": "f"}',
-        "<" * 60_000,
-        "[" * 20_000,
-        "{" * 20_000,
-        "\n{" * 20_000,
-        " " * 60_000,
-        "\n" * 60_000,
-        "[TOOL_CALLS]" * 10_000,
-        "[TOOL_CALLS]" + "a" * 60_000,
-        "<tool_call>" * 10_000,
-        "<｜tool▁call▁begin｜>" * 5_000,
-        "```json\n" * 10_000,
-        '{"name": "' + "f" * 60_000,
+        "<" * 20_000,
+        "[" * 8_000,
+        "{" * 8_000,
+        "\n{" * 8_000,
+        " " * 20_000,
+        "\n" * 20_000,
+        "[TOOL_CALLS]" * 4_000,
+        "[TOOL_CALLS]" + "a" * 20_000,
+        "<tool_call>" * 4_000,
+        "<｜tool▁call▁begin｜>" * 2_000,
+        "```json\n" * 4_000,
+        '{"name": "' + "f" * 20_000,
+        "<tool_call><function=f><parameter=a>" + "<" * 20_000,
+        "<tool_call>f<arg_key>a</arg_key><arg_value>" + "<" * 20_000,
+        "<|channel|>commentary to=functions." * 2_000,
     ]
     for text in texts:
         whole = collect(FORMATS[family], [text])
@@ -487,7 +594,9 @@ TOKENIZERS = pytest.mark.parametrize("tokenizer", [PLAIN, MARKED, ORDINARY], ids
         ("deepseek_r1", PLAIN, "deepseek"),
         ("yi", PLAIN, "json"),
         ("yi", MARKED, "json"),
-        ("granite", PLAIN, "json"),
+        ("granite", PLAIN, "tagged_list"),
+        ("gpt_oss", PLAIN, "harmony"),
+        ("command_r_tool_use", PLAIN, "cohere"),
     ],
 )
 def test_detection(template: str, tokenizer: Tokenizer, family: str) -> None:
@@ -513,13 +622,13 @@ def shown_text(tokenizer: Tokenizer, tool_format: ToolFormat, ids: Sequence[int]
 def test_special_markers_have_text_and_other_special_tokens_none() -> None:
     template = ChatTemplate("{{ tools }} [TOOL_CALLS]")
     kept = detect_tool_format(template, MARKED)
-    assert kept.short_ids
+    assert kept.form.short_ids
     assert dict(kept.marker_ids) == {text: MARKED.id_of(text) for text in ("[TOOL_CALLS]", "[ARGS]")}
     assert kept.shown_ids == {MARKED.id_of(text) for text in ("[TOOL_CALLS]", "[ARGS]")}
     ordinary = detect_tool_format(template, ORDINARY)
     assert not ordinary.shown_ids and ordinary.marker_ids
     hermes = detect_tool_format(ChatTemplate("<tool_call>"), MARKED)
-    assert not hermes.shown_ids and not hermes.short_ids
+    assert not hermes.shown_ids and not hermes.form.short_ids
     ids = MARKED.encode('é[TOOL_CALLS] [{"name": "f", "arguments": {}}]<|eom_id|></s>')
     assert shown_text(MARKED, kept, ids) == 'é[TOOL_CALLS] [{"name": "f", "arguments": {}}]'
     assert collect(kept, [shown_text(MARKED, kept, ids)]) == ("é", [("f", "{}")])
@@ -541,6 +650,11 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "f-g_2", "parameters": None}},
 ]
 SOURCES = {
+    "qwen_xml": "<tool_call><function=",
+    "glm": "<tool_call><arg_key>",
+    "kimi": "<|tool_call_begin|>",
+    "cohere": "<|START_ACTION|>",
+    "tagged_list": "<|tool_call|>",
     "hermes": "<tool_call>",
     "llama3": "<|python_tag|>",
     "mistral": "[TOOL_CALLS]",
@@ -568,7 +682,20 @@ def accepts(tokenizer: Tokenizer, grammar: Any, text: str, ends: bool = True) ->
 
 def write_forced(family: str, calls: Sequence[tuple[str, str]]) -> str:
     match family:
-        case "hermes":
+        case "kimi":
+            each = (
+                f"<|tool_call_begin|>functions.{n}:0<|tool_call_argument_begin|>{a}<|tool_call_end|>" for n, a in calls
+            )
+            return f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
+        case "harmony":
+            # What the grammar demands is turned into this before the parser sees it.
+            return "\n".join(f"<|channel|>commentary to=functions.{n}<|message|>{a}" for n, a in calls)
+        case "cohere":
+            each = ", ".join(f'{{"tool_name": "{n}", "parameters": {a}}}' for n, a in calls)
+            return f"<|START_ACTION|>[{each}]<|END_ACTION|>"
+        case "tagged_list":
+            return "<|tool_call|>[" + ", ".join(f'{{"name": "{n}", "arguments": {a}}}' for n, a in calls) + "]"
+        case "hermes" | "qwen_xml" | "glm":
             return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {a}}}\n</tool_call>' for n, a in calls)
         case "llama3":
             return "; ".join(f'{{"name": "{n}", "parameters": {a}}}' for n, a in calls)
@@ -602,6 +729,25 @@ def test_forced_calls_are_read_by_the_parser(family: str, tokenizer: Tokenizer) 
         assert accepts(tokenizer, any_tool, text)
         shown = shown_text(tokenizer, tool_format, tokenizer.encode(text))
         assert collect(tool_format, list(shown), ["get_weather", "search", "f", "f-g_2"]) == ("", list(calls))
+
+
+def test_forced_calls_of_harmony() -> None:
+    """One message to a function, which the splitter turns into what the parser reads."""
+    template = ChatTemplate("<|channel|>commentary to=functions. <|message|>")
+    markers = ["<|channel|>", "<|constrain|>", "<|message|>"]
+    for tokenizer in (PLAIN, build_tokenizer(markers), build_tokenizer((), markers)):
+        tool_format = detect_tool_format(template, tokenizer)
+        grammar = forced_grammar(tool_format, TOOLS, None, parallel=True)
+        name, arguments = ONE
+        text = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}"
+        assert accepts(tokenizer, grammar, text)
+        assert not accepts(tokenizer, grammar, text + text)
+        assert not accepts(tokenizer, grammar, f"<|channel|>final<|message|>{arguments}")
+        reasoning = detect_reasoning_format(template, tokenizer)
+        assert reasoning is not None and reasoning.shown_ids == tool_format.shown_ids
+        splitter = reasoning.split(opened=False, calls=True)
+        shown = shown_text(tokenizer, tool_format, tokenizer.encode(text))
+        assert collect(tool_format, [splitter.push(shown)[1], splitter.finish()[1]]) == ("", [ONE])
 
 
 @TOKENIZERS

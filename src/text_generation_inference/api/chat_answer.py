@@ -42,7 +42,7 @@ class Chat:
 
     def parser(self) -> ToolParser | None:
         plan = self.plan
-        return None if plan.tool_format is None else ToolParser(plan.tool_format, plan.tool_names, plan.shape)
+        return None if plan.tool_format is None else ToolParser(plan.tool_format, plan.tools, plan.shape)
 
     def keeps(self, part: Content | CallStart | CallArguments) -> bool:
         """Whether a part of the text is told. Without leave for parallel calls only the first call is."""
@@ -54,9 +54,12 @@ class Chat:
             return "", piece.thoughts + piece.text
         return piece.thoughts if self.includes_thoughts else "", piece.text
 
-    def new_call_id(self) -> str:
-        """Unlike any other. Mistral's templates take nine letters and digits, everybody else takes OpenAI's form."""
-        if self.plan.tool_format is not None and self.plan.tool_format.short_ids:
+    def new_call_id(self, name: str, index: int) -> str:
+        """Unlike any other. Some templates want a form of their own, everybody else takes OpenAI's."""
+        form = self.plan.tool_format.form if self.plan.tool_format is not None else None
+        if form is not None and form.named_ids:
+            return f"functions.{name}:{index}"
+        if form is not None and form.short_ids:
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return "call_" + secrets.token_hex(12)
 
@@ -86,8 +89,10 @@ def whole_choice(index: int, chat: Chat, generation: Generation, pieces: list[Pi
     message.content = text if text or not calls else None
     if calls:
         message.tool_calls = [
-            OutputToolCall(chat.new_call_id(), "function", OutputFunction(name=name, arguments="".join(arguments)))
-            for name, arguments in calls
+            OutputToolCall(
+                chat.new_call_id(name, number), "function", OutputFunction(name=name, arguments="".join(arguments))
+            )
+            for number, (name, arguments) in enumerate(calls)
         ]
     logprobs = None
     if chat.body.logprobs:

@@ -32,7 +32,7 @@ class ChatPlan:
     params: SamplingParams
     grammar: Grammar | None
     tool_format: ToolFormat | None  # set when the text may hold tool calls
-    tool_names: list[str]
+    tools: dict[str, Any]  # the schemas of their parameters by name
     shape: Shape  # what the text may be when it may hold calls
     reasoning: ReasoningFormat | None = None  # set when thoughts are told from the answer
     thinks_first: bool = False  # the prompt ends where thoughts begin
@@ -108,8 +108,8 @@ def _plan(
         # A call that is demanded leaves no room for the format; otherwise the model has the choice between the two.
         shape, instead = ("calls", None) if forced else ("either", grammar)
         grammar = forced_grammar(tool_format, [tool_as_json(tool) for tool in tools], named, parallel, instead)
-    names = [tool.function.name for tool in tools]
-    plan = ChatPlan("", params, grammar, tool_format if tools else None, names, shape)
+    schemas = {tool.function.name: tool_as_json(tool)["function"]["parameters"] for tool in tools}
+    plan = ChatPlan("", params, grammar, tool_format if tools else None, schemas, shape)
     return plan, chat_job(body, template, tools)
 
 

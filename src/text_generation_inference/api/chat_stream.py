@@ -115,7 +115,7 @@ class _ChoiceStream:
                 case Content(text=text):
                     delta = ChatCompletionDelta(content=text)
                 case CallStart(index=number, name=name):
-                    self._calls.append(self._chat.new_call_id())
+                    self._calls.append(self._chat.new_call_id(name, number))
                     delta = _tool_delta(DeltaToolCall(number, self._calls[-1], "function", Function(name, "")))
                 case CallArguments(index=number, text=text):
                     delta = _tool_delta(DeltaToolCall(number, UNSET, UNSET, Function(UNSET, text)))

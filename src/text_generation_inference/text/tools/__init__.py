@@ -1,8 +1,8 @@
 """Tool calls in the form a model family writes them.
 
-`formats` tells which form a model uses, `parser` reads calls out of its text, `forced` makes the grammar that leaves
-the model no other choice, or only that between a call and an answer in a format. Used by the HTTP layer; knows nothing
-of requests.
+`forms` has a file for each form, `formats` tells which one a model uses, `parser` reads calls out of its text, `forced`
+makes the grammar that leaves the model no other choice, or only that between a call and an answer in a format. Used by
+the HTTP layer; knows nothing of requests.
 """
 
 from text_generation_inference.text.tools.forced import forced_grammar

@@ -11,20 +11,9 @@ from typing import Any, cast
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.text.grammar import lark_json, lark_term
 from text_generation_inference.text.json_schema import check_limits
-from text_generation_inference.text.tools.formats import BARE, MARKERS, Family, ToolFormat
+from text_generation_inference.text.tools.form import Layout
+from text_generation_inference.text.tools.formats import ToolFormat
 from text_generation_inference.types import Grammar
-
-# Around the text of one call, and between two, as terms of the grammar; a marker stands for itself.
-_LAYOUTS: dict[Family, tuple[list[str], list[str], list[str]]] = {
-    "hermes": (["<tool_call>", "\n"], ["\n", "</tool_call>"], ["\n"]),
-    "llama3": ([], [], ["; "]),
-    "mistral": ([], [], [", "]),
-    "mistral_args": (["[TOOL_CALLS]"], [], []),
-    "deepseek": (["<｜tool▁call▁begin｜>"], ["\n```", "<｜tool▁call▁end｜>"], ["\n"]),
-    "json": ([], [], [", "]),
-}
-# Between two calls where an answer in JSON may stand in their place.
-_BARE_BETWEEN: dict[Family, str] = {"llama3": "; ", "json": "\n"}
 
 
 def forced_grammar(
@@ -45,7 +34,7 @@ def forced_grammar(
         raise ValidationError("`tools` holds no function to call" + (f" with the name {name!r}" if name else ""))
     if instead is None:
         return _as_lark(*_calls(tool_format, functions, parallel))
-    if tool_format.bare:
+    if tool_format.form.bare:
         start, rules = _bare_calls(tool_format, functions, parallel)
     else:
         start, rules = _calls(tool_format, functions, parallel)
@@ -58,20 +47,14 @@ def _as_lark(start: str, rules: Sequence[str]) -> Grammar:
 
 def _calls(tool_format: ToolFormat, functions: Sequence[Mapping[str, Any]], parallel: bool) -> tuple[str, list[str]]:
     """Calls as the family writes them: the start of the grammar, and its rules."""
-    terms = _Terms(tool_format)
-    before, behind, between = (terms.join(part) for part in _LAYOUTS[tool_format.family])
-    one = f"{before} call {behind}"
-    more = f" ({between} {one})*" if parallel else ""
-    match tool_format.family:
-        case "mistral":
-            start = f"{terms.join(['[TOOL_CALLS]', '['])} {one}{more} {terms.text(']')}"
-        case "json" if parallel:
-            start = f"call | {terms.text('[')} {one}{more} {terms.text(']')}"
-        case "deepseek":
-            start = f"{terms.text('<｜tool▁calls▁begin｜>')} {one}{more} {terms.text('<｜tool▁calls▁end｜>')}"
-        case _:
-            start = f"{one}{more}"
-    calls = [_call(terms, tool_format.family, function, number) for number, function in enumerate(functions)]
+    terms, layout = _Terms(tool_format), tool_format.form.layout
+    parallel = parallel and not layout.single
+    one = f"{terms.join(layout.before)} call {terms.join(layout.behind)}"
+    more = f" ({terms.join(layout.between)} {one})*" if parallel else ""
+    start = f"{terms.join(layout.opening)} {one}{more} {terms.join(layout.closing)}"
+    if layout.lists_several and parallel:
+        start = f"call | {terms.text('[')} {one}{more} {terms.text(']')}"
+    calls = [_call(terms, layout, str(function["name"]), number) for number, function in enumerate(functions)]
     arguments = [f"arguments_{number}: {lark_json(_schema(function))}" for number, function in enumerate(functions)]
     return start, [*_any_of(calls), *arguments]
 
@@ -84,9 +67,9 @@ def _bare_calls(
     They must be JSON to llguidance as the answer is: it reads in units, and a text that begins like the one and goes on
     like the other has to be made of the same units.
     """
-    terms = _Terms(tool_format)
-    marker = " ".join(f"{terms.text(marker)}?" for marker in MARKERS[tool_format.family])
-    start = f"{marker} call" + (f" ({terms.text(_BARE_BETWEEN[tool_format.family])} call)*" if parallel else "")
+    terms, form = _Terms(tool_format), tool_format.form
+    marker = f"{terms.text(form.starts[0])}? " if form.starts else ""
+    start = f"{marker}call" + (f" ({terms.text(form.layout.bare_between)} call)*" if parallel else "")
     return start, _any_of([lark_json(_call_schema(function)) for function in functions])
 
 
@@ -95,18 +78,12 @@ def _any_of(calls: Sequence[str]) -> list[str]:
     return [f"call: {alternatives}", *(f"call_{number}: {call}" for number, call in enumerate(calls))]
 
 
-def _call(terms: "_Terms", family: Family, function: Mapping[str, Any], number: int) -> str:
-    name, arguments = str(function["name"]), f"arguments_{number}"
-    match family:
-        case "mistral_args":
-            return f"{terms.join([name, '[ARGS]'])} {arguments}"
-        case "deepseek":
-            head = ["function", "<｜tool▁sep｜>", name + "\n```json\n"]
-            return f"{terms.join(head)} {arguments}"
-        case _:
-            key = "parameters" if family in BARE else "arguments"
-            head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
-            return f"{terms.text(head)} {arguments} {terms.text('}')}"
+def _call(terms: "_Terms", layout: Layout, name: str, number: int) -> str:
+    arguments = f"arguments_{number}"
+    if layout.head is not None:
+        return f"{terms.join(layout.head(name))} {arguments}"
+    head = f'{{"{layout.name_key}": {json.dumps(name, ensure_ascii=False)}, "{layout.key}": '
+    return f"{terms.text(head)} {arguments} {terms.text('}')}"
 
 
 def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,7 +126,7 @@ class _Terms:
 
     def __init__(self, tool_format: ToolFormat) -> None:
         self._ids = dict(tool_format.marker_ids)
-        self._markers = MARKERS[tool_format.family]
+        self._markers = tool_format.form.markers
 
     def text(self, text: str) -> str:
         if text in self._markers and text in self._ids:

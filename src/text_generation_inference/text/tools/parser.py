@@ -10,12 +10,13 @@ that a limit cuts off is told as far as it came, and never as content.
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, cast
 
-from text_generation_inference.text.tools.formats import MARKERS, Family, ToolFormat
+from text_generation_inference.text.tools.form import MAX_NAME, CallForm
+from text_generation_inference.text.tools.formats import ToolFormat
 from text_generation_inference.text.tools.reader import EndOfTextError, MalformedCallError, Reader, Steps
 
 
@@ -46,28 +47,28 @@ Event = Content | CallStart | CallArguments
 # What the text may be: content and calls in turn; all content or all calls; calls alone. A grammar sees to the latter.
 Shape = Literal["mixed", "either", "calls"]
 
-_NAME = re.compile(r"[\w.-]+")
-_CUT_NAME = re.compile(r'"(?:name|function)"\s*:\s*"([^"\\]*)\Z')
-_MAX_NAME = 256
 _MAX_SPACE = 64
 # Where a call without a marker may begin: at the start of a line, in a code fence or not.
 _BARE_START = r"(?m:^)[ \t]{0,64}(?:[{\[]|```\w{0,20}[ \t]*\n)"
 _BARE_PARTIAL = r"(?m:^)[ \t]{0,64}(?:`{1,2}|```\w{0,20}[ \t]*)?\Z"
 # A call without a marker has no other members than these before its arguments; an answer in JSON has.
-_CALL_KEYS = {"name", "function", "type", "id", "arguments", "parameters"}
+_CALL_KEYS = {"name", "function", "tool_name", "type", "id", "tool_call_id", "arguments", "parameters"}
 
 
 class ToolParser:
     """The content and the calls in one answer."""
 
-    def __init__(self, tool_format: ToolFormat, tool_names: Collection[str], shape: Shape = "mixed") -> None:
+    def __init__(
+        self, tool_format: ToolFormat, tools: Collection[str] | Mapping[str, Any], shape: Shape = "mixed"
+    ) -> None:
+        """`tools` are the names of functions, with the JSON schemas of their parameters if they are known."""
         self._shape: Shape = shape
-        self._family: Family = tool_format.family
+        self._form: CallForm = tool_format.form
         self._special = tool_format.special_markers
-        self._names = frozenset(tool_names)
-        self._bare = tool_format.bare
-        self._starts = _start_pattern(self._family, self._bare)
-        self._reader = Reader()
+        self.names = frozenset(tools)
+        self._schemas: Mapping[str, Any] = tools if isinstance(tools, Mapping) else {}
+        self._starts = _start_pattern(self._form, self._form.bare)
+        self.reader = Reader()
         self._events: list[Event] = []
         self._num_calls = 0
         self._space = ""  # white space that is content only if content follows
@@ -79,13 +80,13 @@ class ToolParser:
 
     def push(self, text: str) -> list[Event]:
         """What the next piece of text tells."""
-        self._reader.feed(text)
+        self.reader.feed(text)
         next(self._steps, None)
         return self._take_events()
 
     def finish(self, cut: bool = False) -> list[Event]:
         """What is left, when no more text will come; `cut` when a limit ended it."""
-        self._reader.ended, self._reader.cut = True, cut
+        self.reader.ended, self.reader.cut = True, cut
         next(self._steps, None)
         if not self._after_call:
             self._add_content(self._space)
@@ -124,27 +125,38 @@ class ToolParser:
         if text:
             self._events.append(Content(text))
 
-    def _start(self, name: str) -> None:
+    def schema(self, name: str) -> Mapping[str, Any]:
+        """As `Calls`, like all public names below."""
+        known: object = self._schemas.get(name)
+        return cast(Mapping[str, Any], known) if isinstance(known, Mapping) else {}
+
+    def expect(self, name: str | None) -> None:
+        self._name = name
+
+    def forget(self) -> None:
+        self.reader.taken = []
+
+    def start(self, name: str) -> None:
         self._events.append(CallStart(self._num_calls, name))
         self._num_calls += 1
         self._space, self._long_space, self._after_call = "", False, True
-        self._reader.taken = self._name = None
+        self.reader.taken = self._name = None
 
-    def _arguments(self, text: str) -> None:
+    def arguments(self, text: str) -> None:
         if text:
             self._events.append(CallArguments(self._num_calls - 1, text))
 
     # -- what is read -----------------------------------------------------------------------------------------------
 
     def _run(self) -> Steps[None]:
-        reader = self._reader
+        reader = self.reader
         while (start := (yield from self._find_start())) is not None:
             num_calls = self._num_calls
             # A special token is hidden from content, as it is everywhere.
             reader.taken = [] if start in self._special else [start]
             self._name = None
             try:
-                yield from self._read_calls(start.strip())
+                yield from self._form.read(self, start.strip())
             except (MalformedCallError, EndOfTextError) as error:
                 taken = "".join(reader.taken or ())
                 another = self._num_calls > num_calls
@@ -157,7 +169,7 @@ class ToolParser:
 
     def _find_start(self) -> Steps[str | None]:
         """Give out content up to where a call may begin, and take what begins it. None at the end of the text."""
-        reader = self._reader
+        reader = self.reader
         while True:
             match = None if self._is_answer else self._starts.search(reader.text, reader.position)
             end = len(reader.text) if match is None else match.start()
@@ -168,7 +180,7 @@ class ToolParser:
                 return reader.take(len(match["start"]))
             if reader.ended:
                 rest = reader.take(len(reader.unread))
-                begins = any(marker.startswith(rest) for marker in MARKERS[self._family])
+                begins = any(marker.startswith(rest) for marker in self._form.starts)
                 if rest and reader.cut and begins and (self._after_call or self._shape != "mixed"):
                     self._cut_call("", self._after_call)
                 else:
@@ -183,7 +195,7 @@ class ToolParser:
 
     def _is_call(self, start: str) -> bool:
         """Whether what begins so, and no more is known of than has been read, is a call."""
-        return self._name is not None or self._shape == "calls" or start in MARKERS[self._family]
+        return self._name is not None or self._shape == "calls" or start in self._form.starts
 
     def _cut_call(self, text: str, another: bool) -> None:
         """Tell the call whose function is not known or has no arguments yet, if it can only be one.
@@ -192,36 +204,24 @@ class ToolParser:
         """
         name = self._name
         if name is None and (not another or "{" in text):
-            written = _cut_name(self._family, text)
-            names = [name for name in self._names if name.startswith(written)]
+            written = self._cut_name(text)
+            names = [name for name in self.names if name.startswith(written)]
             name = names[0] if len(names) == 1 else None
         if name is not None:
-            self._start(name)
+            self.start(name)
 
-    def _read_calls(self, start: str) -> Steps[None]:
-        reader = self._reader
-        if start.startswith("```"):
-            yield from self._read_json(self._names)
-            yield from reader.skip_space()
-            yield from reader.try_literal("```")
-        elif start in ("{", "["):
-            yield from self._read_json(self._names, start)
-        elif start == "[TOOL_CALLS]":
-            yield from self._read_mistral()
-        elif self._family == "deepseek":
-            yield from self._read_deepseek(start)
-        else:
-            yield from self._read_json(None)
-            if self._family == "hermes":
-                yield from reader.skip_space()
-                yield from reader.try_literal("</tool_call>")
+    def _cut_name(self, text: str) -> str:
+        """What a call that was cut off says of its function's name: the beginning of it, or nothing."""
+        for marker in self._form.starts:
+            text = text.removeprefix(marker)
+        return self._form.cut_name(text.strip())
 
-    def _read_json(self, names: Collection[str] | None, bracket: str = "") -> Steps[None]:
+    def read_json(self, names: Collection[str] | None, bracket: str = "") -> Steps[None]:
         """Calls as objects, alone or in a list, whose first `bracket` may have been taken already.
 
         With `names`, only calls of these are calls.
         """
-        reader = self._reader
+        reader = self.reader
         if not bracket:
             yield from reader.skip_space()
             bracket = yield from reader.expect("{[")
@@ -236,7 +236,7 @@ class ToolParser:
             if is_list:
                 if (yield from reader.expect(",]")) == "]":
                     return
-            elif not self._bare:
+            elif not self._form.bare:
                 return
             elif (yield from reader.peek()) in ";,":
                 reader.take(1)
@@ -247,7 +247,7 @@ class ToolParser:
 
     def _read_object(self, names: Collection[str] | None) -> Steps[None]:
         """One call as an object, behind its bracket."""
-        reader = self._reader
+        reader = self.reader
         name: str | None = None
         arguments: str | None = None  # until the name is known, or for good
         self._name = None
@@ -265,7 +265,7 @@ class ToolParser:
             first = yield from reader.peek()
             if self._num_calls > num_calls:
                 yield from reader.take_value(_ignore)
-            elif key == "name" or (key == "function" and first == '"'):
+            elif key in ("name", "tool_name") or (key == "function" and first == '"'):
                 name = yield from reader.take_string()
                 self._check_name(name, names)
                 self._name = name
@@ -273,90 +273,53 @@ class ToolParser:
                 name, arguments = _read_function((yield from self._buffer_value()))
                 self._check_name(name, names)
             elif key in ("arguments", "parameters") and first == "{" and name is not None:
-                self._start(name)
-                yield from reader.take_value(self._arguments)
+                self.start(name)
+                yield from reader.take_value(self.arguments)
             elif key in ("arguments", "parameters"):
                 arguments = _as_object((yield from self._buffer_value()))
             else:
                 yield from reader.take_value(_ignore)
             if self._num_calls == num_calls and name is not None and arguments is not None:
-                self._start(name)
-                self._arguments(arguments)
+                self.start(name)
+                self.arguments(arguments)
             yield from reader.skip_space()
             if (yield from reader.peek()) != "}":
                 yield from reader.expect(",")
         if self._num_calls == num_calls:
             if name is None or names is not None:
                 raise MalformedCallError
-            self._start(name)
-            self._arguments("{}")
+            self.start(name)
+            self.arguments("{}")
         reader.take(1)
 
     def _check_name(self, name: str, names: Collection[str] | None) -> None:
-        if not name or len(name) > _MAX_NAME:
+        if not name or len(name) > MAX_NAME:
             raise MalformedCallError
         if names is not None and name not in names:
             self._give_up()
 
     def _give_up(self) -> None:
         """The answer is JSON and no call, so what looks like one in the rest of it is none either."""
-        self._starts = _start_pattern(self._family, bare=False)
+        self._starts = _start_pattern(self._form, bare=False)
         raise MalformedCallError
 
     def _buffer_value(self) -> Steps[str]:
         pieces: list[str] = []
-        yield from self._reader.take_value(pieces.append)
+        yield from self.reader.take_value(pieces.append)
         return "".join(pieces)
 
-    def _read_arguments(self, name: str) -> Steps[None]:
-        reader = self._reader
-        if not name or len(name) > _MAX_NAME or (yield from reader.peek()) != "{":
+    def read_arguments(self, name: str) -> Steps[None]:
+        reader = self.reader
+        if not name or len(name) > MAX_NAME or (yield from reader.peek()) != "{":
             raise MalformedCallError
-        self._start(name)
-        yield from reader.take_value(self._arguments)
-
-    def _read_mistral(self) -> Steps[None]:
-        reader = self._reader
-        yield from reader.skip_space()
-        if (yield from reader.peek()) in "[{":
-            yield from self._read_json(None)
-            return
-        name = yield from reader.take_all(_NAME)
-        known = bool(name) and reader.position < len(reader.text)
-        self._name = name if known else None
-        if (yield from reader.try_literal("[CALL_ID]")):
-            yield from reader.take_until("[ARGS]", _MAX_NAME)
-        else:
-            yield from reader.try_literal("[ARGS]")
-        yield from reader.skip_space()
-        yield from self._read_arguments(name)
-
-    def _read_deepseek(self, start: str) -> Steps[None]:
-        reader = self._reader
-        begin, _, separator, end, _ = MARKERS["deepseek"]
-        if start != begin:
-            return  # around all calls
-        name = yield from reader.take_until(separator, _MAX_NAME)
-        if name.strip() == "function":
-            name = yield from reader.take_until("\n", _MAX_NAME)
-            self._name = name.strip() or None
-            yield from reader.skip_space()
-            yield from reader.try_literal("```json")
-            yield from reader.skip_space()
-        self._name = name.strip() or None
-        yield from self._read_arguments(name.strip())
-        reader.taken = []
-        for literal in ("```", end):
-            yield from reader.skip_space()
-            yield from reader.try_literal(literal)
+        self.start(name)
+        yield from reader.take_value(self.arguments)
 
 
-def _start_pattern(family: Family, bare: bool) -> re.Pattern[str]:
+def _start_pattern(form: CallForm, bare: bool) -> re.Pattern[str]:
     """Matches what begins a call as `start`, or the end of the text when it may be the beginning of that."""
-    markers = MARKERS[family]
-    markers = [marker for marker in markers if "call" in marker] if family == "deepseek" else markers[:1]
-    starts = [re.escape(marker) for marker in markers]
-    partials = [re.escape(marker[:size]) + r"\Z" for marker in markers for size in range(len(marker) - 1, 0, -1)]
+    starts = [re.escape(marker) for marker in form.starts]
+    partials = [re.escape(marker[:size]) + r"\Z" for marker in form.starts for size in range(len(marker) - 1, 0, -1)]
     if bare:
         starts.append(_BARE_START)
         partials.append(_BARE_PARTIAL)
@@ -388,18 +351,6 @@ def _as_object(text: str) -> str:
     if not (text.startswith("{") and text.endswith("}")):
         raise MalformedCallError
     return text
-
-
-def _cut_name(family: Family, text: str) -> str:
-    """What a call that was cut off says of its function's name: the beginning of it, or nothing."""
-    text = text.removeprefix(MARKERS[family][0] if MARKERS[family] else "").strip()
-    if family == "deepseek":
-        name = text.removeprefix("function").removeprefix(MARKERS["deepseek"][2])
-        return "" if "function".startswith(name) else name
-    if family.startswith("mistral") and _NAME.fullmatch(text):
-        return text
-    match = _CUT_NAME.search(text)
-    return "" if match is None else match[1]
 
 
 def _ignore(text: str) -> None:

@@ -110,6 +110,23 @@ class Reader:
                 raise EndOfTextError
             yield
 
+    def take_text(self, literal: str) -> Steps[str]:
+        """Take the text before `literal`, however long, and `literal`."""
+        pieces: list[str] = []
+        while True:
+            end = self.text.find(literal, self.position)
+            if end >= 0:
+                pieces.append(self.take(end - self.position))
+                self.take(len(literal))
+                return "".join(pieces)
+            if self.ended:
+                raise EndOfTextError
+            unread = self.unread
+            sizes = range(min(len(unread), len(literal) - 1), 0, -1)
+            kept = next((size for size in sizes if literal.startswith(unread[-size:])), 0)
+            pieces.append(self.take(len(unread) - kept))
+            yield
+
     def take_string(self) -> Steps[str]:
         """Take a JSON string and return what it means."""
         pieces = [(yield from self.expect('"'))]
