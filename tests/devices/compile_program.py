@@ -10,7 +10,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 def build(asked):
     capability, (module, name, types, values, options) = asked
-    fast = options.pop("fast", False)
+    fast, roomy = options.pop("fast", False), options.pop("roomy", False)
     kernel = getattr(importlib.import_module(f"text_generation_inference.kernels.triton.{module}"), name)
     signature = {parameter.name: types.get(parameter.name, "constexpr") for parameter in kernel.params}
     # What is passed is aligned: without that, loads are of single values.
@@ -29,7 +29,7 @@ def build(asked):
     shown = f"{capability} {name}: {registers} registers, {stack} bytes spilled, {compiled.metadata.shared} shared"
     shown += " " + " ".join(f"{k}={v}" for k, v in values.items())
     # The larger tiles are only measured, on larger GPUs; tiles in bulk, of experts and of long rows are for those only.
-    roomy = values.get("BLOCK_N", 0) >= 128 or "bulk" in name or "grouped" in name
+    roomy |= values.get("BLOCK_N", 0) >= 128 or "bulk" in name or "grouped" in name
     roomy |= values.get("K_PAD", 0) > 16384 and values.get("BN", 0) > 1
     room = 227 if roomy else 99
     assert compiled.metadata.shared <= room * 1024, "no room in the shared memory of smaller GPUs: " + shown

@@ -20,6 +20,7 @@ from compile_program import PROGRAM
 from text_generation_inference.kernels.triton.experts import Tiling, choose_stream, choose_tiling
 from text_generation_inference.kernels.triton.gemv import choose_shape as gemv_shape
 from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as gemv_fp8_shape
+from text_generation_inference.kernels.triton.latent import choose_tiles
 
 BF16, FP32, FP8 = "*bf16", "*fp32", "*fp8e4nv"
 STRIDES = "q_token q_head out_token k_block k_token k_head v_block v_token v_head table_stride"
@@ -225,6 +226,67 @@ def streams(n: int, k: int, gated: bool, form: int = 0, experts: int = 128) -> t
     return "pair_products", kernel, types, values, {"num_warps": stream.warps, "fast": True}
 
 
+LATENT = {"C": 512, "C_PAD": 512}
+LATENT_ROTARY = {"HALF": 32, "HALF_PAD": 32, "BLOCK_SIZE": 16}
+LATENT_KEEP = {
+    **dict.fromkeys(("q", "latent", "weight", "cache"), BF16), "eps": "fp32", "cos_sin": FP32, "positions": "*i64",
+    "kv_index": "*i64", **words("q_token q_head latent_token c_block c_token"),
+}  # fmt: skip
+
+
+def latent(heads: int, prompts: bool, roomy: bool, dependent: bool = False) -> tuple:
+    choice = choose_tiles(heads, torch.bfloat16, roomy, prompts)
+    group = min(heads, choice.columns)
+    types = {
+        **dict.fromkeys(("q", "cache", "out"), BF16), "scale": "fp32", "tables": "*i32",
+        **words("q_token q_head out_token c_block c_token table_stride"),
+    }  # fmt: skip
+    values = {
+        **LATENT, "R": 64, "R_PAD": 64, "BLOCK_SIZE": 16, "BLOCK_N": choice.block, "STAGES": choice.stages,
+        "HEADS": heads, "GROUP": group, "M": choice.columns,
+    }  # fmt: skip
+    if prompts:
+        types |= {"tiles": "*i32", "first_token": "i32"}
+        queries = choice.columns // group
+        values |= {"QUERIES": queries, "TILE_WORDS": 5, "SUB": 128 // queries}
+    else:
+        types |= {**dict.fromkeys(("partial", "stats"), FP32), **dict.fromkeys(("table_rows", "seq_lens"), "*i32")}
+        values |= {"SPLIT": True, "DEPENDENT": dependent}
+    options = {"num_warps": choice.warps, "num_stages": choice.stages, "fast": True, "roomy": roomy}
+    return "latent_attention", "latent_prefill" if prompts else "latent_decode", types, values, options
+
+
+def absorb(bm: int, bc: int, dependent: bool = False) -> tuple:
+    types = {**LATENT_KEEP, "up": BF16, "out": BF16, **words("tokens up_head out_token")}
+    values = {
+        **LATENT, **LATENT_ROTARY, "HEADS": 16, "P": 128, "P_PAD": 128, "BM": bm, "BC": bc, "KEEP": True,
+        "DEPENDENT": dependent,
+    }  # fmt: skip
+    return "latent_products", "absorb", types, values, {"num_warps": 4, "fast": True}
+
+
+def expand(kernel: str, **values: int) -> tuple:
+    types = {
+        **dict.fromkeys(("mixed", "up", "out"), BF16), **dict.fromkeys(("partial", "stats"), FP32), "seq_lens": "*i32",
+        **words("tokens splits mixed_token up_head out_token"),
+    }  # fmt: skip
+    values |= {"HEADS": 16, "C": 512, "V": 128, "BLOCK_N": 64, "DEPENDENT": False}
+    return "latent_products", kernel, types, values, {"num_warps": 4, "num_stages": 3, "fast": True}
+
+
+def latent_prompts(m: int, block: int, warps: int, roomy: bool) -> tuple:
+    types = {
+        **dict.fromkeys(("q", "keys", "latent", "out"), BF16), "tiles": "*i32", "scale": "fp32",
+        **words("q_token q_head keys_token latent_token out_token"),
+    }  # fmt: skip
+    values = {
+        "P": 128, "P_PAD": 128, "R": 64, "R_PAD": 64, "V": 128, "V_PAD": 128, "C": 512, "TILE_WORDS": 5, "SUB": 128 // m,
+        "M": m, "BLOCK_N": block,
+    }  # fmt: skip
+    options = {"num_warps": warps, "num_stages": 2, "fast": True, "roomy": roomy}
+    return "latent_prompts", "latent_prompts", types, values, options
+
+
 FUSED = {"NORM": True, "GATE": 1, "ADD": False, "BIAS": False}
 SLOTS = {"slots": "*i32", "out": "*i32", "last_tokens": "*i32", "lengths": "*i64"}
 CASES = [
@@ -296,6 +358,19 @@ CASES = [
     ),
     routing(64, 1, 6, 0),
     routing(256, 8, 8, 1),
+    latent(16, prompts=False, roomy=False),
+    latent(16, prompts=False, roomy=True, dependent=True),
+    latent(16, prompts=True, roomy=False),
+    latent(16, prompts=True, roomy=True),
+    absorb(16, 64),
+    expand("expand", MAX_SPLITS=4, BM=32, BV=64, BK=64),
+    expand("join_and_expand", MAX_SPLITS=64, C_PAD=512, BV=32, JOIN=8),
+    (
+        "latent_products", "rotate_and_keep", LATENT_KEEP, {**LATENT, **LATENT_ROTARY, "HEADS": 16, "HB": 16, "P": 128},
+        {"num_warps": 4, "fast": True},
+    ),
+    latent_prompts(64, 32, 4, roomy=False),
+    latent_prompts(128, 64, 8, roomy=True),
     gemv_fp8(4096, gemv_fp8_shape(4096)),
     gemv_fp8(8192, gemv_fp8_shape(8192)),
     gemv_fp8(11008, gemv_fp8_shape(11008)),
@@ -335,21 +410,31 @@ CASES = [
         for last in (True, False)
     ),
 ]  # fmt: skip
+MORE = [
+    latent(16, prompts=False, roomy=True),
+    latent(128, prompts=False, roomy=True),
+    absorb(64, 128),
+    absorb(16, 64, dependent=True),
+    expand("expand", MAX_SPLITS=1, BM=64, BV=128, BK=64),
+    expand("expand", MAX_SPLITS=16, BM=16, BV=32, BK=64),
+]
 
 
 def chosen_for(capability: int, every: bool) -> list[tuple]:
     """Unless every case is wanted, none of those that compile longest, and for older GPUs one of each kernel and type."""
     chosen, seen = [], set()
-    for case in CASES:
-        _, kernel, types, values, _ = case
+    for case in CASES + MORE if every else CASES:
+        _, kernel, types, values, options = case
         # These came later than the oldest GPUs that the rest runs on.
         later = (
             FP8 in types.values()
             or values.get("DEPENDENT", False)
             or kernel in ("prefill_in_bulk", "prefill_warp_specialised")
+            or options.get("roomy", False)
         )
         kind = (kernel, types.get("q"))
         slow = kernel == "prefill" and (FP32 in types.values() or values["D"] > 128)
+        slow |= capability >= 90 and options.get("roomy") is False  # there are roomy ones
         if (capability < 90 and later) or (not every and (slow or (capability < 90 and kind in seen))):
             continue
         seen.add(kind)

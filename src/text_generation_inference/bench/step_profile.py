@@ -25,7 +25,7 @@ Event = tuple[float, float, str]  # start, end (microseconds), name
 
 # Parts of a kernel's name, the first that fits counts.
 _KINDS = (
-    ("attention", ("attention", "attn", "flash", "fmha", "decode_by_", "prefill")),
+    ("attention", ("attention", "attn", "flash", "fmha", "decode_by_", "prefill", "latent_")),
     (
         "products",
         (

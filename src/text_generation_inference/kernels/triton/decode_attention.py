@@ -44,7 +44,7 @@ def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _part(seq_len, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+def find_part(seq_len, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """(first token, token after the last, number of parts that have any) of this part."""
     first = 0
     if WINDOW > 0 or CHUNK > 0:
@@ -132,7 +132,7 @@ def decode_by_group(
     if DEPENDENT:
         wait_for_kernel_before()
     splits = tl.num_programs(2) if SPLIT else 1
-    start, end, active = _part(seq_len, split, splits, BLOCK_N, WINDOW, CHUNK)
+    start, end, active = find_part(seq_len, split, splits, BLOCK_N, WINDOW, CHUNK)
     if split < active:
         M: tl.constexpr = GROUP_PAD if GROUP_PAD > 16 else 16
         g, d = tl.arange(0, M), tl.arange(0, D_PAD)
@@ -208,7 +208,7 @@ def decode_by_lane(
     if DEPENDENT:
         wait_for_kernel_before()
     splits = tl.num_programs(2) if SPLIT else 1
-    start, end, active = _part(seq_len, split, splits, BLOCK_N, WINDOW, CHUNK)
+    start, end, active = find_part(seq_len, split, splits, BLOCK_N, WINDOW, CHUNK)
     if split < active:
         d = tl.arange(0, D_PAD)
         factor = scale

@@ -19,6 +19,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
 
     from text_generation_inference.kernels.triton import attention, choice, fused_decode, norms_rotary, state
     from text_generation_inference.kernels.triton.experts import TritonExperts
+    from text_generation_inference.kernels.triton.latent import TritonLatentAttention
     from text_generation_inference.kernels.triton.linear import TritonLinear, logits
     from text_generation_inference.kernels.triton.routing import route
 
@@ -52,6 +53,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
         route=route,
         rotary_and_cache=norms_rotary.rotary_and_cache,
         attention=paged_attention,
+        latent_attention=TritonLatentAttention(num_processors, capability),
         apply_writes=state.apply_writes,
         gather_inputs=state.gather_inputs,
         greedy_into=choice.greedy_into,
