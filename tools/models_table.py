@@ -6,10 +6,12 @@ from pathlib import Path
 
 import transformers
 
+from text_generation_inference.models.refused import REFUSED, Unserved
 from text_generation_inference.models.registry import ARCHITECTURES
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 START, END = "<!-- architectures: tools/models_table.py -->\n", "<!-- end of architectures -->\n"
+REFUSED_START, REFUSED_END = "<!-- refused: tools/models_table.py -->\n", "<!-- end of refused -->\n"
 
 
 def table() -> str:
@@ -30,9 +32,19 @@ def row(architecture: str) -> str:
     return f"| `{architecture}` | `{name}` | {about} | {variants} | {proof} |"
 
 
+def refused_table() -> str:
+    """Every reason with the architectures that it is of."""
+    names: dict[Unserved, list[str]] = {}
+    for name, refusal in REFUSED.items():
+        names.setdefault(refusal, []).append(f"`{name}`")
+    rows = [f"| {', '.join(found)} | {each.reason}. {each.instead} |" for each, found in names.items()]
+    return "\n".join(["| Architectures | Why, and what to use instead |", "|---|---|", *rows]) + "\n"
+
+
 def write() -> None:
-    before, _, rest = PAGE.read_text().partition(START)
-    PAGE.write_text(before + START + table() + END + rest.partition(END)[2])
+    for start, end, text in ((START, END, table()), (REFUSED_START, REFUSED_END, refused_table())):
+        before, _, rest = PAGE.read_text().partition(start)
+        PAGE.write_text(before + start + text + end + rest.partition(end)[2])
 
 
 if __name__ == "__main__":

@@ -127,15 +127,17 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "recurrent": ("Mamba", {}, "does not attend through the interface"),
+    "recurrent": ("Mamba", {}, "it is recurrent"),
     "hybrid": ("FalconH1", {}, "does not attend through the interface"),
     "convolution": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "keeps a state"),
     "two calls a layer": ("DiffLlama", {}, "attends more than once"),
     "own mask": ("Doge", {}, "makes a mask of its own"),
     "bidirectional": ("Olmo", {"is_causal": False}, "looks at tokens that come later"),
     "dynamic rope": ("Olmo", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type dynamic"),
-    "chunks": ("Llama4", {"model_type": "llama4_text"}, "positions that transformers counts itself"),
-    "no causal model": ("T5", {"architectures": ["T5ForConditionalGeneration"]}, "has no such causal language model"),
+    "encoder": ("T5", {"architectures": ["T5ForConditionalGeneration"]}, "encoder-decoder: each token attends over"),
+    "unlisted encoder": ("LED", {"is_encoder_decoder": True}, "it is an encoder-decoder"),
+    "images": ("Llava", {"architectures": ["LlavaForX"], "vision_config": {}}, "it reads images"),
+    "no causal model": ("Bert", {"architectures": ["BertForMaskedLM"]}, "has no such causal language model"),
     "remote code": ("Frob", {"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "no code that comes with a model is run"),
     "absurd": ("Olmo", {"num_hidden_layers": 2**40}, "`num_hidden_layers` must be at most"),
     "no numbers": ("Olmo", {"hidden_size": "many"}, "`hidden_size` must be a positive integer"),

@@ -11,6 +11,7 @@ from text_generation_inference.errors import ModelFormatError, ModelNotFoundErro
 from text_generation_inference.files import read_json_object, shorten
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
+from text_generation_inference.models.refused import find_refusal
 from text_generation_inference.quant.choose import detect, quantization_beside
 from text_generation_inference.quant.quantization import Quantization
 
@@ -104,4 +105,10 @@ def _find_module(config: Config) -> str:
     if not isinstance(architectures, list) or not architectures:
         raise ModelFormatError(f"{config.source}: `architectures` is missing, so the model cannot be recognised")
     found = (ARCHITECTURES[name] for name in architectures if isinstance(name, str) and name in ARCHITECTURES)
-    return next(found, OTHERS)
+    module = next(found, OTHERS)
+    if module == OTHERS and (refusal := find_refusal(config)) is not None:
+        name = shorten(architectures[0])
+        raise ModelFormatError(
+            f"{config.source}: architecture {name} is not supported: {refusal.reason}. {refusal.instead}"
+        )
+    return module

@@ -36,8 +36,6 @@ _REFUSED = {
     "falcon": "it does not attend through the interface of transformers",
     "gptj": "it does not attend through the interface of transformers",
     "mpt": "it does not attend through the interface of transformers",
-    "llama4": "its scores depend on positions that transformers counts itself",
-    "llama4_text": "its scores depend on positions that transformers counts itself",
 }
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _BATCH_WIDE_ROPE = ("dynamic", "longrope", "su")
