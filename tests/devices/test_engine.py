@@ -77,6 +77,19 @@ def test_greedy(tiny: Tiny, start_here: Start) -> None:
         assert engine.rank.device.num_replays > 0
 
 
+@pytest.mark.parametrize("family", ["GptOss", "Llama4"])
+def test_sinks_and_chunks(family: str, start_here: Start, device_name: str, tmp_path: Path) -> None:
+    """One row, and several with and without prefixes: the kernels of a device beside plain torch."""
+    if device_name == "cpu":
+        pytest.skip("tests/models/test_registry_parity.py compares there")
+    tiny = make_tiny(family, {}, tmp_path)
+    asked = requests([{}])
+    expected = on_cpu(tiny.folder, asked)
+    engine = start_here(tiny.folder, max_batch_prefill_tokens=33)
+    same(run(engine, asked), expected)
+    same(run(engine, asked[3:4]), expected[3:4])
+
+
 def test_prompts_of_every_captured_size(tiny: Tiny, start_here: Start) -> None:
     """Alone, several at a time, beside requests that decode, and after tokens that are cached."""
     prompts = random_prompts(320, [1, 31, 32, 33, 64, 65, 97, 128, 129, 260, 390, 420], seed=5)

@@ -1,5 +1,6 @@
 """Experts in FP8: as checkpoints store them, and quantised on loading."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from text_generation_inference.engine.build import Engine
+from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.fp8 import Fp8Weight, dequantize_weight
 from text_generation_inference.runner.runner import Runner
 
@@ -70,6 +72,15 @@ def test_stored(tiny: Tiny, tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(dequantize_weight(second), expected, rtol=1e-6, atol=1e-7)
     check_scores(engine, tiny)
     engine.close()
+
+
+def test_fused_experts_in_fp8_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    """Nobody has said how their scales lie."""
+    tiny.model.save_pretrained(tmp_path, save_original_format=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": FP8}))
+    with pytest.raises(ModelFormatError, match="experts.gate_up_proj: its experts lie in one tensor"):
+        start(tmp_path)
 
 
 def test_on_loading(tiny: Tiny) -> None:

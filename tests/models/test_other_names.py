@@ -19,7 +19,7 @@ from text_generation_inference.models import baichuan, deepseek_v2
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.registry import ARCHITECTURES, build
-from text_generation_inference.models.spec import ExpertsSpec
+from text_generation_inference.models.spec import ExpertLayout, ExpertsSpec
 
 Tensors = dict[str, Tensor]
 
@@ -90,6 +90,22 @@ def with_layers_beyond(tensors: Tensors) -> Tensors:
     return {**tensors, **last, "model.layers.3.eh_proj.weight": torch.ones(64, 128)}
 
 
+def expert_by_expert(tensors: Tensors) -> Tensors:
+    """As tools that quantise Llama 4 write it."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            found[name] = tensor
+            continue
+        for number, matrix in enumerate(tensor):
+            parts = (
+                {"gate_proj": matrix[:, :32], "up_proj": matrix[:, 32:]} if last == "gate_up_proj" else {last: matrix}
+            )
+            found |= {f"{stem}.{number}.{each}.weight": part.T for each, part in parts.items()}
+    return found
+
+
 PHIMOE_ROPE = {
     "short_factor": [1.0 + 0.1 * number for number in range(8)],
     "long_factor": [2.0] * 8,
@@ -147,6 +163,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], 
         {"architectures": ["BaiChuanForCausalLM"], "max_position_embeddings": "gone", "model_max_length": 512},
         pack,
     ),
+    "llama4-each": ("Llama4ForConditionalGeneration", {}, {}, expert_by_expert),
     "internlm2": ("LlamaForCausalLM", {}, {"architectures": ["InternLM2ForCausalLM"], "bias": False}, internlm2),
     "phimoe": (
         "PhimoeForCausalLM",
@@ -183,14 +200,15 @@ def test_as_older_files_have_it(name: str, tmp_path: Path) -> None:
     folder = rewrite(tiny, tmp_path / "changed", config, change)
     with torch.no_grad():
         expected = tiny.model(torch.tensor([PROMPT])).logits[0]
-    for world in (1, 2) if name in ("baichuan-7b", "internlm2", "gpt2", "head-only") else (1,):
+    for world in (1, 2) if name in ("baichuan-7b", "internlm2", "gpt2", "head-only", "llama4-each") else (1,):
         torch.testing.assert_close(logits_of_threads(folder, world), expected, atol=1e-4, rtol=1e-4)
 
 
 def has_experts(architecture: str) -> bool:
     fields = {**tiny_config(architecture), "architectures": [architecture]}
     parts = [layer.feed_forward for layer in cast(CausalLM, build(Config(fields, ""))).spec.layers]
-    return any(isinstance(part, ExpertsSpec) and bool(part.other_names) for part in parts)
+    names = [name for part in parts if isinstance(part, ExpertsSpec) for name in part.other_names]
+    return any(name.layout is ExpertLayout.FUSED for name in names)
 
 
 WITH_EXPERTS = [name for name in ARCHITECTURES if hasattr(transformers, name) and has_experts(name)]

@@ -105,7 +105,7 @@ def build(config: Config, context: Context) -> Model:
         shared=DenseSpec(width=width, activation=activation),
         scale_inputs=True,
         names=_EXPERTS,
-        other_names=(),
+        other_names=(ExpertNames(router="router"),),  # of quantised versions
     )
     dense = Config({**config.fields, "intermediate_size": dense_width}, config.source)
     spec = read_llama_like(dense, qkv_bias=bias, out_bias=bias, theta=500000.0)

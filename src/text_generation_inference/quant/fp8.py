@@ -36,6 +36,11 @@ class Fp8Scheme:
     quantizes_inputs: bool = True  # else the product is that of the widened matrix
 
     def declare(self, part: Part, needed: bool = True) -> dict[str, Beside]:
+        if part.number is not None:
+            raise ModelFormatError(
+                f"{part.name}: its experts lie in one tensor, which is not read in FP8. Use a version of the model with"
+                " a tensor for each expert, or one in bfloat16 with `quantize` fp8."
+            )
         rows, columns = part.shape
         one = ((), (1,), (1, 1))
         shapes = (*one, (rows, 1), (rows,))
@@ -183,11 +188,6 @@ def choose_stored(matrix: Matrix, schemes: Sequence[Fp8Scheme | None]) -> Method
     by_name = {part.name: scheme for part, scheme in zip(matrix.parts, schemes, strict=True) if scheme is not None}
     if not by_name:
         return None
-    if any(part.number is not None for part in matrix.parts):
-        raise ModelFormatError(
-            f"{matrix.parts[0].name}: the experts lie in one tensor, which is not read in FP8. Use a version of the"
-            " model with a tensor for each expert, or in bfloat16 with `quantize` fp8."
-        )
     if matrix.may_round and _can_join(matrix.parts, schemes):
         return StoredFp8(next(iter(by_name.values())))
     return WidenedFp8(by_name, is_certain=matrix.may_round)
