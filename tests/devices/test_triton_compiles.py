@@ -60,6 +60,7 @@ def decode(
 def prefill(
     dtype: str, m: int, block: int, warps: int, stages: int, d: int = 128, cache: str | None = None, own: bool = True,
     prefix: bool = True, fast: bool = True, alibi: bool = False, sinks: bool = False, chunk: int = 0,
+    window: int = 0,
 ) -> tuple:  # fmt: skip
     types = {
         **dict.fromkeys(("q", "k", "v", "out"), dtype),
@@ -72,10 +73,20 @@ def prefill(
     }
     values = {
         "GROUP": 4, "TILE_WORDS": 5, "SUB": 128 // m, "M": m, "D": d, "D_PAD": d, "BLOCK_SIZE": 16, "BLOCK_N": block,
-        "WINDOW": 0, "SOFTCAP": False, "OWN": own, "PREFIX": prefix, "SMALL": cache == FP8, "DEPENDENT": False,
+        "WINDOW": window, "SOFTCAP": False, "OWN": own, "PREFIX": prefix, "SMALL": cache == FP8, "DEPENDENT": False,
         "ALIBI": alibi, "SINKS": sinks, "CHUNK": chunk,
     }  # fmt: skip
     return "prefill_attention", "prefill", types, values, {"num_warps": warps, "num_stages": stages, "fast": fast}
+
+
+def gather(window: int) -> tuple:
+    types = {
+        **dict.fromkeys(("k", "v", "k_cache", "v_cache", "keys", "values"), BF16),
+        **dict.fromkeys(("tables", "tile"), "*i32"), **dict.fromkeys(("k_scale", "v_scale"), "fp32"),
+        **words("end own_token_stride own_k_head own_v_head k_block k_token k_head v_block v_token v_head table_stride"),
+    }  # fmt: skip
+    values = {"KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 16, "ROWS": 64, "SMALL": False, "WINDOW": window, "TILE": 128}
+    return "prefill_attention", "gather_prompt", types, values, {"num_warps": 4, "fast": True}
 
 
 def bulk(
@@ -308,7 +319,8 @@ CASES = [
     decode(FP32, block=32, fast=False),
     prefill(BF16, 128, 64, 8, 2),
     prefill(BF16, 128, 128, 8, 2, prefix=False),
-    prefill(BF16, 128, 64, 8, 2, own=False),
+    prefill(BF16, 128, 64, 8, 2, own=False, window=100),
+    gather(100),
     prefill(BF16, 128, 64, 8, 2, cache=FP8, fast=False),
     prefill(BF16, 64, 32, 4, 3, alibi=True, fast=False),
     prefill(BF16, 128, 32, 4, 3, d=64, sinks=True, chunk=8192),
@@ -401,13 +413,13 @@ CASES = [
         (
             "state", "_inputs_kernel",
             {
-                **dict.fromkeys(("slots", "at", "last_tokens", "tables", "pages", "seq_lens"), "*i32"),
+                **dict.fromkeys(("slots", "at", "last_tokens", "tables", "page_tables", "pages", "seq_lens"), "*i32"),
                 **dict.fromkeys(("lengths", "input_ids", "positions", "kv_index"), "*i64"),
                 **words("count last_row tables_row record"),
             },
-            {"BLOCK_SIZE": 16, "LAST": last, "BLOCK": 128}, {},
+            {"BLOCK_SIZE": 16, "LAST": last, "OWN_PAGES": own_pages, "BLOCK": 128}, {},
         )
-        for last in (True, False)
+        for last, own_pages in ((True, False), (False, False), (True, True), (False, True))
     ),
 ]  # fmt: skip
 MORE = [

@@ -347,6 +347,12 @@ def check_attention(
         exact = [cache.double() * scale for cache, scale in zip(made, kv_scales, strict=True)]
     q = torch.randn(tokens, heads, d, device=device).to(dtype)
     known = replace(batch, meta=replace(batch.meta, block_tables=batch.meta.block_tables.clamp(max=blocks - 1)))
+    if window is not None:  # blocks behind it are another's: the definition finds NaN there
+        firsts = [length - window for length in decode] + [start - window + 1 for start, _ in chunks]
+        for slot, first in zip(batch.meta.table_rows.tolist(), firsts, strict=True):
+            if slot >= 0:
+                batch.meta.block_tables[slot, : max(0, first) // 16] = 10**6
+                known.meta.block_tables[slot, : max(0, first) // 16] = 0
     expected = reference.attention(q.double(), None, None, *exact, known, d**-0.5, window, softcap, **more)
     more |= {"kv_scales": kv_scales} if kv_scales else {}
     k = v = None
@@ -514,8 +520,9 @@ def plain_prompts(
     group = q.shape[1] // k.shape[1]
     for _, token, position, count, _ in tiles.tolist():
         first, end = 0 if one else token - position, position + count
-        keys, values = (part[first : first + end].double().repeat_interleave(group, 1) for part in (k, v))
-        at, n = torch.arange(position, end)[:, None], torch.arange(end)[None, :]
+        oldest = max(0, position - window + 1) // 128 * 128 if window else 0  # the tile of keys that it begins in
+        keys, values = (part[first + oldest : first + end].double().repeat_interleave(group, 1) for part in (k, v))
+        at, n = torch.arange(position, end)[:, None], torch.arange(oldest, end)[None, :]
         seen = (n <= at) & (n > at - window) if window else n <= at
         scores = torch.einsum("qhd,khd->hqk", q[token : token + count].double(), keys) * scale
         shares = scores.masked_fill(~seen, -math.inf).softmax(-1)
@@ -548,6 +555,8 @@ def test_long_prompts(device: torch.device, name: str, head_dim: int) -> None:
             continue
         for dtype in dtypes:
             calls.clear()
+            for room in ("keys", "values"):  # what was there may be anything
+                op.workspace.room(room, 1 << 20, dtype, device).fill_(math.nan)
             check_attention(device, name, (4, 2, head_dim), dtype, op, window, own=True, kv_scales=scales)
             long = [start > 0 for start, end in chunks if start and end - start >= 5]
             assert calls.count(True) == len(long) * (2 if decode else 1)
@@ -564,9 +573,9 @@ def test_splits_grow_as_rows_get_fewer() -> None:
 # Slots ------------------------------------------------------------------------------------------------------------
 
 
-def make_state(device: torch.device, num_slots: int = 5, max_tokens: int = 40) -> SlotState:
+def make_state(device: torch.device, num_slots: int = 5, max_tokens: int = 40, own_pages: bool = False) -> SlotState:
     max_blocks = -(-max_tokens // 16)
-    made = SlotState(num_slots, max_tokens, 1 + num_slots * max_blocks, 16, device)
+    made = SlotState(num_slots, max_tokens, 1 + num_slots * max_blocks, 16, device, own_pages)
     made.pages.copy_(torch.randint(0, 90, made.pages.shape))
     made.last_tokens.copy_(torch.randint(0, 90, (num_slots,)))
     made.block_tables.copy_(1 + torch.randperm(num_slots * max_blocks).view(num_slots, max_blocks))
@@ -597,14 +606,14 @@ def test_writes(device: torch.device) -> None:
     assert one.pages.view(-1)[1499] == payload[1499] and one.pages[97, 15] == payload[1531]
 
 
-@pytest.mark.parametrize("last", [True, False])
-def test_inputs(device: torch.device, last: bool) -> None:
-    slots = make_state(device)
+@pytest.mark.parametrize(("last", "own_pages"), [(True, False), (False, False), (True, True), (False, True)])
+def test_inputs(device: torch.device, last: bool, own_pages: bool) -> None:
+    slots = make_state(device, own_pages=own_pages)
     rows = torch.tensor([3, 0, -1, 4, 3, -1] * 30, dtype=torch.int32, device=device)
     at = None if last else torch.randint(0, 30, rows.shape, dtype=torch.int32, device=device)
     if at is not None:
         at[rows == 3] = -1  # a slot has its last token in a step or some of a prompt
-    twin = make_state(device)
+    twin = make_state(device, own_pages=own_pages)
     twin.words.copy_(slots.words)
     for ours, expected in zip(
         state.gather_inputs(slots, rows, at), slot_state.gather_inputs(twin, rows, at), strict=True

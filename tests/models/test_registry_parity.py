@@ -62,8 +62,10 @@ def check(
 
 def test_plain(tiny: Tiny, expected: list) -> None:
     """The native kernels, in chunks of 7 tokens, with cached prefixes and so few blocks that requests are preempted."""
-    stats = check(tiny.folder, expected, max_batch_prefill_tokens=7, max_batch_total_tokens=80).loop.scheduler.stats
-    assert stats.num_preemptions > 0
+    engine = check(tiny.folder, expected, max_batch_prefill_tokens=7, max_batch_total_tokens=80)
+    stats = engine.loop.scheduler.stats
+    # Windows of all requests fit into the same blocks: `test_windows` has fewer.
+    assert (stats.num_preemptions > 0) == (engine.resolved.window is None)
     assert stats.num_cached_prompt_tokens > 0
 
 

@@ -1,6 +1,7 @@
 """A scheduler driven step by step against an oracle instead of a model, with its books checked after each."""
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import groupby
 
 from hypothesis import HealthCheck, settings
@@ -32,13 +33,13 @@ def next_token(entries: list[int]) -> int:
     return hash(tuple(entries)) % VOCAB
 
 
-def expected_output(request: GenerationRequest) -> list[int]:
+def expected_output(request: GenerationRequest, window: int | None = None) -> list[int]:
     tokens = list(request.token_ids)
     entries: list[int] = []
     while len(tokens) < len(request.token_ids) + request.max_new_tokens:
         for position in range(len(entries), len(tokens)):
-            entries.append(make_entry(entries[-1] if entries else 0, tokens[position], position))
-        tokens.append(next_token(entries))
+            entries.append(make_entry(entries[-1] if entries and window != 1 else 0, tokens[position], position))
+        tokens.append(next_token(entries if window is None else entries[-window:]))
         if tokens[-1] in request.stop_token_ids:
             break
     return tokens[len(request.token_ids) :]
@@ -47,8 +48,11 @@ def expected_output(request: GenerationRequest) -> list[int]:
 class OracleRunner:
     """Executes plans as a runner would, with token values for keys and values."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int, tokens_per_row: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_slots: int, tokens_per_row: int = 1, window: int | None = None
+    ) -> None:
         self.tokens_per_row = tokens_per_row
+        self.window = window
         self.cache = [[-1] * block_size for _ in range(num_blocks)]
         self.block_size = block_size
         self.num_slots = num_slots
@@ -119,7 +123,7 @@ class OracleRunner:
     def write(self, slot: int, position: int) -> None:
         block = self.tables[slot][position // self.block_size]
         assert block != 0
-        before = self.read(slot, position)[-1] if position else 0
+        before = self.entry(slot, position - 1) if position and self.window != 1 else 0
         self.cache[block][position % self.block_size] = make_entry(before, self.tokens[slot][position], position)
 
     def add_token(self, slot: int) -> int:
@@ -130,17 +134,34 @@ class OracleRunner:
         return token
 
     def read(self, slot: int, length: int) -> list[int]:
-        size = self.block_size
-        return [self.cache[self.tables[slot][p // size]][p % size] for p in range(length)]
+        """Of the first so many tokens those that the last of them sees."""
+        first = 0 if self.window is None else max(0, length - self.window)
+        return [self.entry(slot, position) for position in range(first, length)]
+
+    def entry(self, slot: int, position: int) -> int:
+        block = self.tables[slot][position // self.block_size]
+        assert block != 0, "a block that was never held is read"
+        return self.cache[block][position % self.block_size]
+
+    def spoil_blocks(self, blocks: Iterable[int]) -> None:
+        """What holds nothing may hold anything."""
+        for block in blocks:
+            self.cache[block] = [hash((block, place, "nothing")) for place in range(self.block_size)]
 
 
 class Harness:
     def __init__(
-        self, num_blocks: int, block_size: int, prefix_caching: bool, overlap: bool, policy: BatchPolicy
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool,
+        overlap: bool,
+        policy: BatchPolicy,
+        window: int | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size, prefix_caching)
+        self.pool = BlockPool(num_blocks, block_size, prefix_caching, window)
         self.scheduler = Scheduler(policy, self.pool, clock=lambda: 0)
-        self.runner = OracleRunner(num_blocks, block_size, policy.max_batch_size, policy.tokens_per_row)
+        self.runner = OracleRunner(num_blocks, block_size, policy.max_batch_size, policy.tokens_per_row, window)
         self.overlap = overlap
         self.pending: deque[StepResult] = deque()
         self.outputs: dict[int, list[int]] = {}
@@ -160,6 +181,7 @@ class Harness:
                 num_decode = len(self.scheduler._in_flight[-1].decode_rows) * self.scheduler.policy.tokens_per_row
                 assert num_prefill + num_decode <= self.scheduler.policy.max_batch_prefill_tokens
             self.count_admissions(plan)
+            self.runner.spoil_blocks(self.pool._empty)
             self.pending.append(self.runner.execute(plan))
             self.compare_books()
         while self.pending and (len(self.pending) > self.overlap or plan is None):
@@ -191,7 +213,7 @@ class Harness:
         scheduler = self.scheduler
         running = [r for r in scheduler._requests.values() if r.running]
         for request in running:
-            assert self.runner.tables[request.slot][: len(request.blocks)] == request.blocks
+            assert self.runner.tables[request.slot][request.num_behind : len(request.blocks)] == request.held
         in_set = [r.slot for r in scheduler._decode_rows]
         left = set(scheduler._leave)
         assert [slot for slot in self.runner.decode_set if slot not in left] == in_set
@@ -246,8 +268,9 @@ def scenarios(draw: st.DrawFn) -> dict:
 
 
 def check_outputs(scenario: dict, harness: Harness) -> None:
+    window = harness.pool.window
     for request, arrival, abort in zip(scenario["requests"], scenario["arrivals"], scenario["aborts"], strict=True):
-        expected = expected_output(request)
+        expected = expected_output(request, window)
         output = harness.outputs.get(request.id, [])
         if abort is not None and abort >= arrival:
             assert output == expected[: len(output)]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -154,6 +155,9 @@ def test_rows_that_do_not_fit() -> None:
     )
     assert find_lack(Row(16, 16, 50), engine) is None
     assert find_lack(Row(17, 16, 50), engine) == "needs a KV cache of 2,400 tokens, 1,600 fit into the memory"
+    windowed = msgspec.structs.replace(engine, window=17)
+    assert find_lack(Row(40, 16, 33), windowed) is None
+    assert find_lack(Row(40, 16, 34), windowed) == "needs a KV cache of 1,632 tokens, 1,600 fit into the memory"
     assert find_lack(Row(1, 1, 51), engine) == "51 requests at a time, 50 are possible"
 
 

@@ -6,6 +6,7 @@ import pytest
 from text_generation_inference.config import (
     LoraAdapter,
     ModelSize,
+    Resolved,
     ServerConfig,
     cache_folder,
     child_environment,
@@ -46,6 +47,24 @@ def test_memory_limits_the_pool_and_then_the_request() -> None:
     resolved = derive(free=1_000_000)
     assert resolved.max_total_tokens == 500 // 16 * 16
     assert resolved.reasons["max_total_tokens"] == "tokens in the KV cache"
+
+
+def test_a_window_that_fits_does_not_limit_the_request() -> None:
+    """Requests keep their window: only a cache that has no room for one makes them shorter."""
+
+    def windowed(window: int | None, free: int = 10**9, **given: object) -> Resolved:
+        size = ModelSize(max_positions=2048, kv_bytes_per_token=1000, window=window)
+        return resolve(ServerConfig(**given), size, LIMITS, free)
+
+    least = 256 // 16 + 2  # blocks
+    for tokens in (16 * least, 16 * least - 1, 16 * (least - 1)):
+        resolved = windowed(257, max_batch_total_tokens=tokens)
+        fits = tokens > 16 * (least - 1)
+        assert (resolved.window, resolved.max_total_tokens) == ((257, 2048) if fits else (None, 16 * (least - 1)))
+        assert ("window" in resolved.reasons) == fits
+    assert windowed(257, free=1_000_000).max_total_tokens == 2048
+    for window, given in ((None, {}), (2048, {}), (257, {"max_total_tokens": 200}), (257, {"bucketing": True})):
+        assert windowed(window, **given).window is None
 
 
 def test_given_values_are_kept() -> None:

@@ -15,9 +15,10 @@ from text_generation_inference.runner.slots import Slots
 from text_generation_inference.types import Admission, GenerationRequest, SamplingParams, StepPlan
 
 
-def test_inputs_are_those_of_the_definition() -> None:
+@pytest.mark.parametrize("own_pages", [False, True])
+def test_inputs_are_those_of_the_definition(own_pages: bool) -> None:
     rng = np.random.default_rng(0)
-    state, twin = (SlotState(5, 40, 30, 8, torch.device("cpu")) for _ in range(2))
+    state, twin = (SlotState(5, 40, 30, 8, torch.device("cpu"), own_pages) for _ in range(2))
     state.pages.random_(0, 1000)
     state.last_tokens.random_(1000, 2000)
     state.block_tables.copy_(1 + torch.randperm(25).view(5, 5))
@@ -93,6 +94,28 @@ def test_a_block_more_than_fits_stays_out_of_the_next_slot(tmp_path: Path) -> No
     assert ids.tolist() == [77, 78, 0] and positions.tolist() == [2, 30, 0] and seq_lens.tolist() == [3, 31, 0]
     slots.forget()
     assert slots.decode_slots == [] and slots.state.rows.tolist() == [-1, -1, -1]
+    device.close()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_tokens_stay_when_their_blocks_go(tmp_path: Path, on_device: bool) -> None:
+    """Where slots have pages of their own: two slots exchange a block, and each knows all of its tokens."""
+    device = QueueOnCpu(tmp_path) if on_device else CpuDevice(tmp_path, custom_kernels=False)
+    slots = Slots(device, 3, 48, 5, 16, own_pages=True)
+    state = slots.state
+    assert state.pages.shape[0] == 1 + 3 * 3  # whatever the cache has
+    first, second = list(range(100, 140)), list(range(200, 220))
+    slots.update(StepPlan(1, [], [admit(2, first, [4, 3])], [], [], [], False, []))  # a block is still to come
+    slots.update(StepPlan(2, [], [admit(0, second, [4, 2])], [], [], [(2, 2, [1])], False, []))  # which another had
+    slots.put([2] * 8 + [0] * 20, [*range(32, 40), *range(20)])
+    token_slots, at = slots.send()
+    ids, _, kv_index, _ = slots.gather(token_slots, at)
+    assert ids.tolist() == first[32:] + second
+    assert kv_index.tolist() == [*range(16, 24), *range(64, 80), *range(32, 36)]
+    assert state.history(2, 40).tolist() == first and state.history(0, 20).tolist() == second
+    state.last_tokens[0], state.lengths[0] = 7, 21
+    assert slots.gather(torch.tensor([0, -1], dtype=torch.int32), None)[0].tolist() == [7, 0]
+    assert state.history(0, 21).tolist() == [*second, 7]
     device.close()
 
 

@@ -20,7 +20,7 @@ from text_generation_inference.bench.row_progress import RowProgress, StatusLine
 from text_generation_inference.bench.shapes import write_shape
 from text_generation_inference.bench.tables import show
 from text_generation_inference.bench.work import Iteration, run_once, summarise, warm_up
-from text_generation_inference.config import Resolved, ServerConfig
+from text_generation_inference.config import Resolved, ServerConfig, least_blocks
 from text_generation_inference.devices.device import check_present
 from text_generation_inference.devices.hardware import (
     describe_hardware,
@@ -259,7 +259,10 @@ def find_lack(row: Row, resolved: Resolved) -> str | None:
     """What the engine lacks to compute all requests of a row at a time."""
     if row.requests > resolved.max_batch_size:
         return f"{row.requests:,} requests at a time, {resolved.max_batch_size:,} are possible"
-    blocks = row.requests * -(-row.length // resolved.block_size)
+    blocks = -(-row.length // resolved.block_size)
+    if resolved.window is not None:
+        blocks = min(blocks, least_blocks(resolved.window, resolved.block_size))
+    blocks *= row.requests
     usable = resolved.num_blocks - 1  # one belongs to nobody
     if blocks > usable:
         size = resolved.block_size

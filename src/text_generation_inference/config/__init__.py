@@ -13,6 +13,8 @@ from text_generation_inference.config.derived import (
     ModelSize,
     Resolved,
     choose_strategy,
+    keeps_window,
+    least_blocks,
     resolve,
     uses_buckets,
 )
@@ -62,6 +64,8 @@ __all__ = [
     "failpoints_asked",
     "flag_of",
     "hub_token",
+    "keeps_window",
+    "least_blocks",
     "parse_lora_adapters",
     "parse_value",
     "read_environment",

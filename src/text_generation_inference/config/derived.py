@@ -16,6 +16,7 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
 
     max_positions: int  # longest sequence it was made for
     kv_bytes_per_token: int  # on one rank: all layers, and its id
+    window: int | None = None  # tokens that are read at most, if all layers read a window only
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +28,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     max_total_tokens: int
     max_batch_prefill_tokens: int
     max_batch_size: int
+    window: int | None = None  # requests keep the blocks of so many tokens only; None: of all
     reasons: dict[str, str]
 
     def explain(self) -> list[tuple[str, str]]:
@@ -41,6 +43,18 @@ LONGEST_PADDED = 4096  # tokens of a request where nobody says otherwise: each f
 def uses_buckets(config: ServerConfig, limits: Limits) -> bool:
     """Whether every step is padded to a shape of a plan, so that a prompt is computed whole."""
     return limits.buckets if config.bucketing is None else config.bucketing
+
+
+def keeps_window(config: ServerConfig, window: int | None, limits: Limits, longest: int) -> int | None:
+    """The window that requests of so many tokens keep of their cache, if there is one. Padded passes compute prompts
+    whole, over all of their blocks."""
+    return None if window is None or window >= longest or uses_buckets(config, limits) else window
+
+
+def least_blocks(window: int, block_size: int) -> int:
+    """That a request with a window needs to get on, however long it is: the window before the next token and the block
+    that this goes to, which steps in flight may already be past."""
+    return -(-(window - 1) // block_size) + 2
 
 
 def choose_strategy(config: ServerConfig) -> str:
@@ -80,7 +94,10 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
     num_tokens = _pool_tokens(config, size, limits, free_bytes, useful, reasons)
     num_blocks = max(1, num_tokens // limits.block_size)
     pool_tokens = num_blocks * limits.block_size
-    if pool_tokens < longest:
+    window = keeps_window(config, size.window, limits, longest)
+    if window is not None:
+        reasons["window"] = "tokens that a request keeps in the KV cache: what is behind is given back"
+    if pool_tokens < longest and (window is None or num_blocks < least_blocks(window, limits.block_size)):
         if config.max_total_tokens and config.max_batch_total_tokens:
             raise StartError(
                 "`max_total_tokens` must be <= `max_batch_total_tokens`."
@@ -91,8 +108,9 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
                 f"Not enough memory to handle `max_total_tokens={longest}`: the KV cache has room for {pool_tokens}"
                 f" tokens ({gigabytes(free_bytes)} free). Lower `max_total_tokens` or free memory."
             )
-        longest = pool_tokens
+        longest, window = pool_tokens, None
         reasons["max_total_tokens"] = "tokens in the KV cache"
+        reasons.pop("window", None)
     max_input = config.max_input_tokens or longest - 1
     reasons["max_input_tokens"] = "as given" if config.max_input_tokens else "max_total_tokens - 1"
     if max_input >= longest:
@@ -112,6 +130,7 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
         max_total_tokens=longest,
         max_batch_prefill_tokens=prefill,
         max_batch_size=batch_size,
+        window=window,
         reasons=reasons,
     )
 

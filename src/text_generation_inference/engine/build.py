@@ -81,7 +81,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         max_total_tokens=resolved.max_total_tokens,
         max_step_ms=config.max_step_ms,
     )
-    pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching and not plan.pads)
+    pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching and not plan.pads, resolved.window)
     notes = [note for note in (source.note, *facts.notes) if note]
     if spare_bytes:
         notes.append(f"{gigabytes(spare_bytes)} less for the KV cache: graphs or the largest step did not fit")

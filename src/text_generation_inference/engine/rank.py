@@ -13,13 +13,20 @@ import msgspec
 import torch
 from torch import Tensor
 
-from text_generation_inference.config import ModelSize, Resolved, ServerConfig, cache_folder, uses_buckets
+from text_generation_inference.config import (
+    ModelSize,
+    Resolved,
+    ServerConfig,
+    cache_folder,
+    keeps_window,
+    uses_buckets,
+)
 from text_generation_inference.devices.device import Device, choose_device
 from text_generation_inference.devices.lack_of_memory import is_out_of_memory
 from text_generation_inference.engine.calibrate import Calibrated, choose_cache, make_recorder
 from text_generation_inference.engine.memory import check_precision, check_weights_fit
 from text_generation_inference.errors import EngineError, ResourceError, StartError
-from text_generation_inference.layers.cache import bytes_per_token
+from text_generation_inference.layers.cache import bytes_per_token, common_window
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.registry import build
@@ -112,7 +119,11 @@ class Rank:
             limits=device.limits,
             dtype=str(dtype).removeprefix("torch."),
             vocab_size=model.vocab_size,
-            size=ModelSize(max_positions=model.max_positions, kv_bytes_per_token=bytes_per_token(self._caches)),
+            size=ModelSize(
+                max_positions=model.max_positions,
+                kv_bytes_per_token=bytes_per_token(self._caches),
+                window=common_window(self._caches),
+            ),
             quantized=is_quantized(model),
             is_capturable=model.is_capturable,
             notes=[*model.notes, device.ops.description, *precision, *self._calibrated.describe(quantization, model)],
@@ -131,7 +142,8 @@ class Rank:
         cache = kv_cache.allocate(self.device, self._caches, resolved.num_blocks)
         rows, length = resolved.max_batch_size, resolved.max_total_tokens
         with self._explain_lack():
-            self.runner = self._make_runner(self._model, cache, rows, length, grammars, plan)
+            own_pages = resolved.window is not None
+            self.runner = self._make_runner(self._model, cache, rows, length, grammars, plan, own_pages)
 
     def warm(self) -> RankGraphs:
         """Meet the shapes of the plan."""
@@ -172,9 +184,12 @@ class Rank:
         limits = guess_limits(config, model.max_positions, device.limits)
         plan = plan_shapes(config, device.limits, limits, is_quantized(model), model.is_capturable)
         length = config.max_total_tokens or model.max_positions
-        return measure_steps(
-            device, plan, limits, length, lambda rows, length: self._make_runner(model, cache, rows, length, None, plan)
-        )
+        window = keeps_window(config, common_window(self._caches), device.limits, length)
+
+        def make_runner(rows: int, length: int) -> Runner:
+            return self._make_runner(model, cache, rows, length, None, plan, window is not None)
+
+        return measure_steps(device, plan, limits, length, make_runner)
 
     def _make_runner(
         self,
@@ -184,11 +199,12 @@ class Rank:
         max_total_tokens: int,
         grammars: GrammarCompiler | None,
         plan: ShapePlan,
+        own_pages: bool,
     ) -> Runner:
         config = self._config
         watermark = (config.watermark_gamma, config.watermark_delta)
-        limit_graphs = limits_graphs(config, self.device.limits)
-        return Runner(self.device, model, cache, num_slots, max_total_tokens, watermark, grammars, plan, limit_graphs)
+        about = (grammars, plan, limits_graphs(config, self.device.limits), own_pages)
+        return Runner(self.device, model, cache, num_slots, max_total_tokens, watermark, *about)
 
     @contextmanager
     def _explain_lack(self) -> Generator[None, None, None]:

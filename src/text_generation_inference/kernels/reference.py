@@ -212,13 +212,16 @@ def attention(
     for row, (start, end) in enumerate(zip(meta.chunk_starts_cpu, meta.chunk_ends_cpu, strict=True), n):
         prompts.append((meta.block_tables[row, None], token, start, end))
         token += end - start
+    size, reach = k_cache.shape[1], _reach(window, attention_chunk)
     for table, token, start, end in prompts:
         count = end - start
-        keys = _read(_gather(k_cache, table, end), kv_scales[0], q.dtype)
-        values = _read(_gather(v_cache, table, end), kv_scales[1], q.dtype)
+        behind = 0 if reach is None else max(0, start - reach + 1) // size  # blocks that may be another's by now
+        first = behind * size
+        keys = _read(_gather(k_cache, table[:, behind:], end - first), kv_scales[0], q.dtype)
+        values = _read(_gather(v_cache, table[:, behind:], end - first), kv_scales[1], q.dtype)
         query_positions = torch.arange(start, end, device=q.device)[None, :]
-        mask = _mask(query_positions, end, window, attention_chunk)
-        bias = _alibi(query_positions, end, slopes)
+        mask = _mask(query_positions, end, window, attention_chunk, first)
+        bias = _alibi(query_positions, end, slopes, first)
         queries = q[None, token : token + count]
         out[token : token + count] = _attend(queries, keys, values, mask, scale, softcap, bias, sinks)[0]
     return out.flatten(1)
@@ -239,10 +242,16 @@ def _decode_attention(
     attention_chunk: int | None,
 ) -> Tensor:
     length, tables = meta.max_seq_len, meta.block_tables[: meta.num_decode]
-    # Past a row's end a block may hold anything, even NaN, and a weight of zero does not undo that.
-    beyond = (torch.arange(length, device=q.device) >= seq_lens[:, None])[..., None, None]
-    keys = _read(_gather(k_cache, tables, length), kv_scales[0], q.dtype).masked_fill(beyond, 0)
-    values = _read(_gather(v_cache, tables, length), kv_scales[1], q.dtype).masked_fill(beyond, 0)
+    # Past a row's end a block may hold anything, even NaN, and a weight of zero does not undo that; so may one behind
+    # its window, which may be another's by now.
+    position = torch.arange(length, device=q.device)
+    unseen = position >= seq_lens[:, None]
+    reach = _reach(window, attention_chunk)
+    if reach is not None:
+        unseen |= position < seq_lens[:, None] - reach
+    unseen = unseen[..., None, None]
+    keys = _read(_gather(k_cache, tables, length), kv_scales[0], q.dtype).masked_fill(unseen, 0)
+    values = _read(_gather(v_cache, tables, length), kv_scales[1], q.dtype).masked_fill(unseen, 0)
     query_positions = seq_lens[:, None] - 1
     mask = _mask(query_positions, length, window, attention_chunk)
     bias = _alibi(query_positions, length, slopes)
@@ -256,9 +265,14 @@ def _gather(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
     return cache[blocks].flatten(1, 2)[:, :length]
 
 
-def _mask(query_positions: Tensor, length: int, window: int | None, attention_chunk: int | None) -> Tensor:
-    """query_positions `[rows, queries]` -> bool `[rows, 1, queries, length]`: may this query see this token."""
-    tokens = torch.arange(length, device=query_positions.device)
+def _reach(window: int | None, attention_chunk: int | None) -> int | None:
+    """How many tokens a query sees at most, itself included."""
+    return min((bound for bound in (window, attention_chunk) if bound is not None), default=None)
+
+
+def _mask(query_positions: Tensor, end: int, window: int | None, attention_chunk: int | None, first: int = 0) -> Tensor:
+    """query_positions `[rows, queries]` -> bool `[rows, 1, queries, end - first]`: may this query see this token."""
+    tokens = torch.arange(first, end, device=query_positions.device)
     distance = query_positions[:, :, None] - tokens
     mask = distance >= 0
     if window is not None:
@@ -268,11 +282,11 @@ def _mask(query_positions: Tensor, length: int, window: int | None, attention_ch
     return mask[:, None]
 
 
-def _alibi(query_positions: Tensor, length: int, slopes: Tensor | None) -> Tensor | None:
-    """query_positions `[rows, queries]`, slopes `[heads]` -> `[rows, heads, queries, length]`, added to scores."""
+def _alibi(query_positions: Tensor, end: int, slopes: Tensor | None, first: int = 0) -> Tensor | None:
+    """query_positions `[rows, queries]`, slopes `[heads]` -> `[rows, heads, queries, end - first]`, added to scores."""
     if slopes is None:
         return None
-    distance = torch.arange(length, device=slopes.device) - query_positions[:, :, None]
+    distance = torch.arange(first, end, device=slopes.device) - query_positions[:, :, None]
     return distance[:, None] * slopes[:, None, None]
 
 

@@ -4,10 +4,11 @@ For devices that run ahead of the host: the host sends a step's changes in one c
 are read from the slots (`gather_inputs`), and sampled tokens go back into them (`kernels.choice`). A row whose slot is
 -1 is padding: it reads token 0 at position 0 and writes to block 0, which no request owns.
 
-Token ids are paged like keys and values: one place for each token of the cache, found through the block tables. Those
-of a request are written when it is admitted. One that is sampled is kept as its slot's last token, since its block may
-not be there yet; the pass that computes it puts it into its place. So when a step chooses, the pages hold all that its
-rows know.
+Token ids are paged like keys and values: one place for each token of the cache, found through the block tables. Where
+requests give the blocks behind a window back, slots have pages of their own: what is behind still counts in penalties.
+Those of a request are written when it is admitted. One that is sampled is kept as its slot's last token, since its
+block may not be there yet; the pass that computes it puts it into its place. So when a step chooses, the pages hold all
+that its rows know.
 """
 
 import torch
@@ -37,19 +38,33 @@ class SlotState:
     LENGTH, NUM_PROMPT, SEED, LAST, NUMBERS = 0, 2, 4, 6, 7  # places in a record, in words
     RECORD = _aligned(NUMBERS + len(NUMBER_FIELDS))
 
-    def __init__(self, num_slots: int, max_tokens: int, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_tokens: int,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        own_pages: bool = False,  # slots have pages for all of their tokens, whatever blocks they hold
+    ) -> None:
         """For a cache of `num_blocks`."""
         self.max_tokens, self.block_size = max_tokens, block_size
         max_blocks = -(-max_tokens // block_size)
+        num_pages = 1 + num_slots * max_blocks if own_pages else num_blocks  # page 0 takes the writes of padding
         self.rows_at = num_slots * self.RECORD
         self.tables_at = self.rows_at + _aligned(num_slots)
         self.pages_at = self.tables_at + _aligned(num_slots * max_blocks)
-        self.words = torch.zeros(self.pages_at + num_blocks * block_size, dtype=torch.int32, device=device)
+        self.words = torch.zeros(self.pages_at + num_pages * block_size, dtype=torch.int32, device=device)
         self.records = self.words[: self.rows_at].view(num_slots, self.RECORD)
         self.rows = self.words[self.rows_at : self.rows_at + num_slots]  # the decode set; -1 past its end
         tables = self.words[self.tables_at : self.tables_at + num_slots * max_blocks]
         self.block_tables = tables.view(num_slots, max_blocks)
-        self.pages = self.words[self.pages_at :].view(num_blocks, block_size)  # token ids
+        self.pages = self.words[self.pages_at :].view(num_pages, block_size)  # token ids
+        self.page_tables = self.block_tables  # where each slot's token ids are
+        if own_pages:
+            numbers = torch.arange(1, num_pages, dtype=torch.int32, device=device)
+            self.page_tables = numbers.view(num_slots, max_blocks)
+        self.own_pages = own_pages
         self.last_tokens = self.records[:, self.LAST]  # each slot's newest token
         wide, real = self.records.view(torch.int64), self.records.view(torch.float32)
         self.lengths, self.num_prompt, self.seeds = (
@@ -61,8 +76,8 @@ class SlotState:
 
     def history(self, slots: Tensor | int, count: int) -> Tensor:
         """The first `count` tokens of slots `[slots]` (or of one) from the pages; past what is known: anything."""
-        blocks = self.block_tables[slots, : -(-count // self.block_size)].long()
-        return self.pages[blocks].flatten(-2)[..., :count]
+        pages = self.page_tables[slots, : -(-count // self.block_size)].long()
+        return self.pages[pages].flatten(-2)[..., :count]
 
 
 def apply_writes(words: Tensor, staged: Tensor, num_writes: int) -> None:
@@ -87,10 +102,11 @@ def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[T
     if at is not None:
         positions = torch.where(at >= 0, at.long(), positions)
     positions = torch.where(real, positions, 0)
-    blocks = state.block_tables[rows, positions // state.block_size].long()
-    kv_index = torch.where(real, blocks * state.block_size + positions % state.block_size, 0)
+    number, inside = positions // state.block_size, positions % state.block_size
+    kv_index = torch.where(real, state.block_tables[rows, number].long() * state.block_size + inside, 0)
+    place = torch.where(real, state.page_tables[rows, number].long() * state.block_size + inside, 0)
     pages = state.pages.view(-1)
-    ids = state.last_tokens[rows] if at is None else torch.where(at < 0, state.last_tokens[rows], pages[kv_index])
+    ids = state.last_tokens[rows] if at is None else torch.where(at < 0, state.last_tokens[rows], pages[place])
     ids = torch.where(real, ids, 0)
-    pages[kv_index] = ids  # also those that came from there
+    pages[place] = ids  # also those that came from there
     return ids.long(), positions, kv_index, torch.where(real, positions + 1, 0).to(torch.int32)

@@ -56,6 +56,7 @@ class Report(msgspec.Struct, kw_only=True):
     weight_bytes: int | None = None  # on the device, as it would be loaded
     weight_bytes_by_dtype: dict[str, int] = {}
     kv_bytes_per_token: int | None = None
+    window: int | None = None  # tokens that a request keeps in the KV cache, if not all
     free_bytes: int | None = None  # before loading
     kv_cache_tokens: int | None = None
     limits: dict[str, int] = {}
@@ -225,7 +226,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     from text_generation_inference.devices.hardware import runs_on_gpu
     from text_generation_inference.engine.memory import check_precision, check_weights_fit
     from text_generation_inference.engine.rank import choose_dtype
-    from text_generation_inference.layers.cache import bytes_per_token
+    from text_generation_inference.layers.cache import bytes_per_token, common_window
     from text_generation_inference.models.config import Config
     from text_generation_inference.models.model import Context
     from text_generation_inference.models.registry import ARCHITECTURES, build, read_quantization
@@ -275,7 +276,8 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
             assign_methods(model, quantization.named_as_in(list(shapes)))
         check_tensors(model, shapes, (*model.ignored, *may_leave), report.model)
     cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, dtype)
-    report.kv_bytes_per_token = bytes_per_token(model.caches(cache_dtype))
+    caches = model.caches(cache_dtype)
+    report.kv_bytes_per_token = bytes_per_token(caches)
     if on_gpu:
         report.notes = [
             *report.notes,
@@ -289,12 +291,17 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         raise StartError(
             f"the weights take {gigabytes(report.weight_bytes)}, {gigabytes(report.free_bytes)} of memory are free"
         )
-    size = ModelSize(max_positions=model.max_positions, kv_bytes_per_token=report.kv_bytes_per_token)
+    size = ModelSize(
+        max_positions=model.max_positions,
+        kv_bytes_per_token=report.kv_bytes_per_token,
+        window=common_window(caches),
+    )
     resolved = resolve(config, size, device.limits, left)
     report.kv_cache_tokens = (resolved.num_blocks - 1) * resolved.block_size
     names = ("max_input_tokens", "max_total_tokens", "max_batch_prefill_tokens", "max_batch_size")
     report.limits = {name: getattr(resolved, name) for name in names}
     report.reasons = resolved.reasons
+    report.window = resolved.window
 
 
 # -- how it is shown -----------------------------------------------------------------------------------------------
@@ -321,6 +328,9 @@ def render(report: Report, width: int | None = None) -> str:
         rows.append(("memory", f"{gigabytes(report.free_bytes)} free"))
     if report.kv_bytes_per_token is not None:
         rows.append(("KV cache", f"{report.kv_bytes_per_token:,} bytes per token"))
+    if report.window is not None and report.kv_bytes_per_token is not None:
+        most = gigabytes(report.window * report.kv_bytes_per_token)
+        rows.append(("", f"a request keeps the last {report.window:,} tokens ({most}), however long it gets"))
     if report.kv_cache_tokens is not None:
         reason = report.reasons.get("max_batch_total_tokens", "")
         rows.append(("", f"{report.kv_cache_tokens:,} tokens ({reason})"))

@@ -52,6 +52,12 @@ class LatentCacheSpec:
 AnyCacheSpec = CacheSpec | LatentCacheSpec
 
 
+def common_window(caches: Sequence[AnyCacheSpec]) -> int | None:
+    """How many tokens are read at most, if all layers read a window only. What is behind it need not be kept."""
+    windows = [cache.window for cache in caches]
+    return None if None in windows else max((window for window in windows if window is not None), default=None)
+
+
 def bytes_per_token(caches: Sequence[AnyCacheSpec]) -> int:
     """Of all layers, and of the token's id, which is kept in the same blocks."""
     return TOKEN_ID_BYTES + sum(cache.bytes_per_token for cache in caches)

@@ -43,7 +43,7 @@ class HostSampling:
         self._slots = slots
         state = slots.state
         pages, last = state.pages.numpy(), state.last_tokens.numpy()
-        known = KnownTokens(pages, slots.host.tables, last, slots.lengths_cpu, state.max_tokens)
+        known = KnownTokens(pages, state.page_tables.numpy(), last, slots.lengths_cpu, state.max_tokens)
         self._sampler = Sampler(device.ops, device.torch_device, known, vocab_size, watermark, pads)
 
     def admit(self, admission: Admission) -> None:

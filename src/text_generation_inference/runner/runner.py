@@ -51,12 +51,13 @@ class Runner:
         grammars: GrammarCompiler | None = None,
         plan: ShapePlan = EXACT,
         limit_graphs: bool = False,  # where every pass is padded, prompts go without graphs
+        own_pages: bool = False,  # requests give blocks back while they run: see `SlotState`
     ) -> None:
         self.device, self.model, self.kv_cache = device, model, kv_cache
         vocab_size, (num_blocks, block_size) = model.vocab_size, kv_cache[0][0].shape[:2]
         with device.stream():  # what is filled here is read in this queue
             model.bind(kv_cache, max_total_tokens)
-            self.slots = Slots(device, num_slots, max_total_tokens, num_blocks, block_size, plan.pads)
+            self.slots = Slots(device, num_slots, max_total_tokens, num_blocks, block_size, plan.pads, own_pages)
         about = (device, self.slots, vocab_size, watermark)
         self.sampling = DeviceSampling(*about) if self.slots.on_device else HostSampling(*about, plan.pads)
         self.grammars = SlotGrammars(grammars, num_slots, vocab_size)

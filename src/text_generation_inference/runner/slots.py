@@ -41,12 +41,13 @@ class Slots:
         num_blocks: int,  # of the cache
         block_size: int,
         keeps_tables: bool = False,  # block tables are kept on the host, too
+        own_pages: bool = False,  # token ids of requests stay when blocks of theirs go
     ) -> None:
         self.on_device = device.limits.runs_ahead
         self._device = device
         self._keeps_tables = keeps_tables and self.on_device
         home = device.torch_device if self.on_device else torch.device("cpu")
-        self.state = SlotState(num_slots, max_tokens, num_blocks, block_size, home)
+        self.state = SlotState(num_slots, max_tokens, num_blocks, block_size, home, own_pages)
         self.decode_slots: list[int] = []  # a new list with every change: steps in flight keep theirs
         if self.on_device:
             self._staging: Staging | HostStaging = Staging(device)
@@ -124,13 +125,18 @@ class Slots:
     def _write_pages(self, admissions: Sequence[Admission]) -> None:
         """All that the requests know. Shared blocks hold the same already; each one's last, which may not be full, is
         its own."""
-        size = self.state.block_size
+        size, max_blocks = self.state.block_size, self.state.block_tables.shape[1]
         blocks: list[int] = []
         firsts: list[int] = []
         for admission in admissions:
             firsts.append(len(blocks) * size)
             length = len(admission.request.token_ids) + len(admission.output_ids)
-            blocks += admission.block_ids[: -(-length // size)]
+            count = -(-length // size)
+            if self.state.own_pages:
+                first = 1 + admission.slot * max_blocks
+                blocks += range(first, first + count)
+            else:
+                blocks += admission.block_ids[:count]
         tokens = np.zeros(len(blocks) * size, dtype=np.int32)
         for first, admission in zip(firsts, admissions, strict=True):
             given, outputs = admission.request.token_ids, admission.output_ids

@@ -16,8 +16,8 @@ Arrays = list[np.ndarray]
 class KnownTokens:
     """The tokens of all requests so far, on the host: kept by the runner, read by the parts that depend on them."""
 
-    pages: np.ndarray  # [blocks, block_size]: token ids, found through the block tables
-    tables: np.ndarray  # [slots, max_blocks]
+    pages: np.ndarray  # [pages, block_size]: token ids
+    tables: np.ndarray  # [slots, max_blocks]: the pages of each slot
     last: np.ndarray  # [slots]: each slot's last token
     lengths: np.ndarray  # [slots]
     max_tokens: int  # of a slot

@@ -1,7 +1,8 @@
 """Which waiting requests join the step that is being planned: two policies with one face.
 
 Pure Python. By tokens: prompts may be cut, a step has a budget of tokens and of time, a request holds the blocks of its
-known tokens, cached prefixes among them, and one to spare for each that runs. By shapes: prompts are computed whole, a
+known tokens (of a window's and a chunk's, where no more are read), cached prefixes among them, and one to spare for
+each that runs. By shapes: prompts are computed whole, a
 step has a shape of the bucket plan, a request holds the blocks of its whole length. The scheduler asks `open` once for
 each step and `try_join` for one request after the other, until one does not join.
 """
@@ -66,6 +67,12 @@ class AdmissionByTokens(_Admission):
     ) -> None:
         super().__init__(policy, pool, pace)
         self._give_back = give_back
+        self._most_held = 0
+        if pool.window is not None:
+            # The window before a chunk and the chunk, which is not to take all that other windows could have. Blocks
+            # that chunks leave behind are exchanged for blocks ahead, so that prompts of any length get on.
+            chunk = -(-policy.max_batch_prefill_tokens // pool.block_size) + 1
+            self._most_held = pool.window_blocks + max(1, min(chunk, (pool.num_usable - pool.window_blocks) // 2))
 
     def open(self, num_decode: int, most_tokens: int) -> StepRoom:
         budget = min(self._policy.prefill_budget(num_decode), max(0, most_tokens - num_decode))
@@ -78,10 +85,15 @@ class AdmissionByTokens(_Admission):
         if not request.wants_prompt_logprobs:
             shared = self._pool.match(request.tokens[: known - 1], request.root)
         num_new = -(-known // size) - len(shared)
-        while (blocks := self._pool.try_take(num_new, shared, num_spare=num_running)) is None:
+        behind = 0
+        if self._pool.window is not None:
+            behind = self._pool.num_behind(len(shared) * size)
+            num_new = min(num_new, self._most_held - (len(shared) - behind))
+        while (blocks := self._pool.try_take(num_new, shared[behind:], num_spare=num_running)) is None:
             if not self._give_back():
                 return False
-        request.blocks = blocks
+        request.blocks = shared[:behind] + blocks
+        request.num_behind = behind
         request.reserved = len(shared) * size
         return True
 

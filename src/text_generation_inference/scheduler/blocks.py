@@ -3,12 +3,17 @@
 Five calls: `match` reads, `take` and `free` change, `publish` makes a request's full blocks findable (`forget`
 undoes that for all), `check` proves that the books balance. Block 0 belongs to nobody: padding writes go there. The
 tensors live on the device; this module knows numbers only.
+
+Where all layers read a window of tokens only, a request gives the blocks behind it back while it runs: they stand as
+block 0 in its table, which nobody reads.
 """
 
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from text_generation_inference.scheduler.prefix import PrefixIndex, PrefixRoot
+from text_generation_inference.config import least_blocks
+from text_generation_inference.scheduler.prefix import PrefixIndex, PrefixRoot, WindowPrefixIndex
 from text_generation_inference.scheduler.request import Request
 
 PADDING_BLOCK = 0
@@ -16,15 +21,25 @@ _PLAIN_ROOT = PrefixRoot()
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
-        assert num_blocks >= 2 and block_size >= 1
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        window: int | None = None,  # a token reads itself and the `window - 1` tokens before it; None: all before it
+    ) -> None:
+        assert num_blocks >= 2 and block_size >= 1 and (window is None or window >= 1)
+        self.window = window
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._holders = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, PADDING_BLOCK, -1))  # free and not published; taken from the end
         self._cached: OrderedDict[int, None] = OrderedDict()  # free but published; least recently used first
-        self._index = PrefixIndex()
+        self._index = self._make_index()
+
+    def _make_index(self) -> PrefixIndex | WindowPrefixIndex:
+        return PrefixIndex() if self.window is None else WindowPrefixIndex()
 
     @property
     def num_free(self) -> int:
@@ -39,8 +54,40 @@ class BlockPool:
         """Free blocks that hold nothing findable."""
         return len(self._empty)
 
+    @property
+    def window_blocks(self) -> int:
+        """Blocks that the tokens before the first one of a block may be read from."""
+        assert self.window is not None
+        return -(-(self.window - 1) // self.block_size)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that there is room for."""
+        if self.window is not None and self.num_usable >= least_blocks(self.window, self.block_size):
+            return sys.maxsize
+        return self.num_usable * self.block_size
+
+    def num_behind(self, num_computed: int) -> int:
+        """Leading blocks that nothing reads once so many tokens are computed."""
+        if self.window is None:
+            return 0
+        return max(0, num_computed - self.window + 1) // self.block_size
+
     def match(self, tokens: Sequence[int], root: PrefixRoot = _PLAIN_ROOT) -> list[int]:
-        """The published blocks that hold the longest whole-block prefix of `tokens`."""
+        """The published blocks that hold the longest whole-block prefix of `tokens`; 0 for those behind its window."""
+        blocks = self._walk(tokens, root)
+        if self.window is None:
+            return blocks
+        longest = run = 0  # blocks of the longest prefix whose window is there; blocks that are there up to here
+        for number, block in enumerate(blocks, 1):
+            run = run + 1 if block else 0
+            if run >= number - self.num_behind(number * self.block_size):
+                longest = number
+        behind = self.num_behind(longest * self.block_size)
+        return [PADDING_BLOCK] * behind + blocks[behind:longest]
+
+    def _walk(self, tokens: Sequence[int], root: PrefixRoot) -> list[int]:
+        """The blocks of the longest prefix that is known; 0 where one is gone."""
         blocks: list[int] = []
         if not self.prefix_caching:
             return blocks
@@ -92,10 +139,14 @@ class BlockPool:
         for number in range(request.num_published, num_tokens // size):
             tokens = tuple(request.tokens[number * size : (number + 1) * size])
             hit = self._index.find(request.chain, tokens)
-            if hit is not None:
+            block = request.blocks[number]
+            if hit is not None and (hit[0] or not block):
                 request.chain = hit[1]
-            else:
-                request.chain = self._index.insert(request.chain, tokens, request.blocks[number])
+            elif block:
+                request.chain = self._index.insert(request.chain, tokens, block)
+            else:  # forgotten since it was given back: what follows cannot be found
+                request.num_published = sys.maxsize
+                return
             request.num_published = number + 1
 
     def free(self, blocks: Sequence[int], forget: bool = False) -> None:
@@ -114,9 +165,18 @@ class BlockPool:
                 else:
                     self._empty.append(block)
 
+    def forget_behind(self, request: Request) -> None:
+        """What a request has given back while it ran cannot be found again: it is not trusted."""
+        for block in self._walk(request.tokens[: request.num_behind * self.block_size], request.root):
+            if block:
+                self._index.remove(block)
+                if not self._holders[block]:
+                    del self._cached[block]
+                    self._empty.append(block)
+
     def forget(self) -> None:
         """No block can be found again: what they hold is not trusted."""
-        self._index = PrefixIndex()
+        self._index = self._make_index()
         self._empty += reversed(self._cached)
         self._cached.clear()
 

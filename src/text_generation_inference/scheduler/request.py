@@ -24,6 +24,7 @@ class Request:
         "finished",
         "join_clock",
         "next_event",
+        "num_behind",
         "num_cached_tokens",
         "num_prompt",
         "num_published",
@@ -47,7 +48,8 @@ class Request:
         self.total_limit = self.num_prompt + source.max_new_tokens
         self.stop_ids = frozenset(source.stop_token_ids)
         self.slot = -1
-        self.blocks: list[int] = []
+        self.blocks: list[int] = []  # its table: block 0 where one was given back, or not needed
+        self.num_behind = 0  # leading blocks of the table that are such
         self.reserved = 0  # as of `join_clock` while in the decode set
         self.join_clock = -1  # decode clock at which it entered the decode set; -1 outside
         self.next_event = -1  # decode clock of its calendar entry; -1 without one
@@ -61,6 +63,10 @@ class Request:
     @property
     def id(self) -> int:
         return self.source.id
+
+    @property
+    def held(self) -> list[int]:
+        return self.blocks[self.num_behind :] if self.num_behind else self.blocks
 
     @property
     def running(self) -> bool:

@@ -6,8 +6,10 @@ closing the gap. Prefill, chunked prefill, decode and recompute after preemption
 Requests whose gap is one token form the *decode set*; each decode step moves all of them, by one token or by up to
 `BatchPolicy.tokens_per_row`, so the plan need not list them. What steps in flight may write is reserved; their results
 confirm all of it or a part. A calendar says at which decode step a member's blocks may be full or it reaches its
-length, which keeps planning proportional to what changes. A plan may be made while the step before it still runs: then
-`tokens` lacks the newest value, and a request that turns out to be finished has computed one token that is dropped.
+length, which keeps planning proportional to what changes. Where only a window of tokens is read, whoever is looked at
+gives the blocks behind it back; while its prompt is computed it gets as many ahead for them. A plan may be made while
+the step before it still runs: then `tokens` lacks the newest value, and a request that turns out to be finished has
+computed one token that is dropped.
 
 Who joins a step is for `admission` to say: by tokens, or by shapes where steps have those of a bucket plan
 (`prompts_fit`) and a prompt is computed in one step, never in chunks.
@@ -21,7 +23,7 @@ import msgspec
 
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.scheduler.admission import AdmissionByShapes, AdmissionByTokens, PromptsFit
-from text_generation_inference.scheduler.blocks import BlockPool
+from text_generation_inference.scheduler.blocks import PADDING_BLOCK, BlockPool
 from text_generation_inference.scheduler.pace import StepPace, StepRoom, StepWork, attended
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.queue import make_queue
@@ -83,6 +85,7 @@ class Scheduler:
         self._pace = StepPace(policy.max_step_ms / 1000 or None, pool.block_size)
         self._now = clock
         self._per_row = policy.tokens_per_row
+        self._has_window = pool.window is not None
         self._admission = (
             AdmissionByTokens(policy, pool, self._pace, self._give_back_ahead)
             if prompts_fit is None
@@ -118,7 +121,7 @@ class Scheduler:
             if getattr(source, name):
                 raise ValidationError(f"{name} is not supported")
         total = len(source.token_ids) + source.max_new_tokens
-        room = min(self.policy.max_total_tokens, self.pool.num_usable * self.pool.block_size)
+        room = min(self.policy.max_total_tokens, self.pool.longest)
         if not source.token_ids:
             raise ValidationError("`inputs` cannot be empty")
         if total > room:
@@ -163,7 +166,7 @@ class Scheduler:
         grow = self._grow_decode_set()
         num_decode = len(self._decode_rows) + len(self._join)
         room = self._admission.open(num_decode, self._limit.tokens)
-        chunks, chunk_rows = self._continue_prefills(room)
+        chunks, chunk_rows = self._continue_prefills(room, grow)
         admit, new_chunks, new_rows = self._admit(room)
         chunks += new_chunks
         chunk_rows += new_rows
@@ -235,13 +238,14 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError unless slots and blocks balance."""
         running = [*self._decode_rows, *self._prefilling, *self._join]
-        self.pool.check(request.blocks for request in running)
+        self.pool.check(request.held for request in running)
         slots = [request.slot for request in running if not request.finished]
         assert len(set(slots)) == len(slots), "two requests share a slot"
         assert sorted([*slots, *self._free_slots]) == list(range(self.policy.max_batch_size)), "slots do not balance"
         assert self._shares.num_held == len(slots), "shares of slots do not balance"
         for request in running:
             assert not request.finished and request.running
+            assert not any(request.blocks[: request.num_behind]), "a block behind the window is in the table"
             assert len(request.blocks) * self.pool.block_size >= self._num_reserved(request)
         for request in self._waiting:
             assert request.finished or not (request.running or request.blocks), "a waiting request holds something"
@@ -261,6 +265,10 @@ class Scheduler:
         confirmed = max(request.reserved, len(request.tokens) - 1)
         return min(confirmed + in_flight * self._per_row, request.total_limit - 1)
 
+    def _num_confirmed(self, request: Request) -> int:
+        """The tokens of a request that are computed when all planned steps are, whatever these yield."""
+        return max(request.reserved, len(request.tokens) - 1) if request.decodes else request.computed
+
     def _num_needed(self, request: Request, reserved: int) -> int:
         """Tokens that a member of the decode set must have blocks for in the coming step."""
         return min(reserved + self._per_row, request.total_limit - 1)
@@ -279,6 +287,8 @@ class Scheduler:
             if reserved + 1 >= request.total_limit and self._per_row == 1:
                 self._leave_decode_set(request)
                 continue
+            if self._has_window:
+                self._give_back_behind(request)
             num_blocks = len(request.blocks)
             room = num_blocks * self.pool.block_size
             num_needed = self._num_needed(request, reserved)
@@ -331,11 +341,29 @@ class Scheduler:
                 return None
         return taken
 
+    def _give_back_behind(self, request: Request) -> int:
+        """Free the blocks that no coming step reads, which can then be found like those of a request that has ended.
+
+        Returns how many there were.
+        """
+        confirmed = self._num_confirmed(request)
+        first, end = request.num_behind, self.pool.num_behind(confirmed)
+        if end <= first:
+            return 0
+        self.pool.publish(request, confirmed)
+        self.pool.free(request.blocks[first:end])
+        request.blocks[first:end] = [PADDING_BLOCK] * (end - first)
+        request.num_behind = end
+        return end - first
+
     def _give_back_ahead(self) -> bool:
-        """Free the blocks that members hold beyond their next token. True if there were any."""
+        """Free the blocks that members hold beyond their next token, and those behind their windows. True if there were
+        any."""
         found = False
         size = self.pool.block_size
         for request in self._decode_rows:
+            if self._has_window and self._give_back_behind(request):
+                found = True
             reserved = self._num_reserved(request)
             num_needed = -(-self._num_needed(request, reserved) // size)
             if len(request.blocks) > num_needed:
@@ -346,15 +374,29 @@ class Scheduler:
                 self._schedule(request, reserved)
         return found
 
-    def _continue_prefills(self, room: StepRoom) -> tuple[list[Chunk], list[Request]]:
+    def _continue_prefills(
+        self, room: StepRoom, grow: list[tuple[int, int, list[int]]]
+    ) -> tuple[list[Chunk], list[Request]]:
         """Chunks for running requests that are still behind, oldest first."""
         chunks: list[Chunk] = []
         rows: list[Request] = []
         for request in self._prefilling:
             if room.is_open and self._is_behind(request):
+                if self._has_window:
+                    self._move_window(request, grow)
                 chunks.append(self._chunk(request, room))
                 rows.append(request)
         return chunks, rows
+
+    def _move_window(self, request: Request, grow: list[tuple[int, int, list[int]]]) -> None:
+        """Exchange the blocks behind the next chunk for as many ahead of it."""
+        start = len(request.blocks)
+        num_left = -(-len(request.tokens) // self.pool.block_size) - start
+        blocks = self.pool.try_take(min(self._give_back_behind(request), num_left))
+        assert blocks is not None, "blocks that were just given back are gone"
+        if blocks:
+            request.blocks += blocks
+            grow.append((request.slot, start, blocks))
 
     def _is_behind(self, request: Request) -> bool:
         return request.reserved < len(request.tokens)
@@ -363,7 +405,7 @@ class Scheduler:
         """Plan the next run of known tokens. Its blocks can be found at once: the device works in plan order."""
         known = len(request.tokens)
         start = request.reserved
-        end = room.take(start, known)
+        end = room.take(start, min(known, len(request.blocks) * self.pool.block_size))
         request.reserved = end
         self.pool.publish(request, end)
         return Chunk(request.slot, start, end, end == known)
@@ -462,7 +504,9 @@ class Scheduler:
             self._drop_row(request)
         if not forget:
             self.pool.publish(request, request.computed)
-        self.pool.free(request.blocks, forget)
+        self.pool.free(request.held, forget)
+        if forget and request.num_behind:
+            self.pool.forget_behind(request)
         self._release.append(request.slot)
         self._free_slots.append(request.slot)
         self._shares.give_back(request.source.caller)
@@ -471,6 +515,7 @@ class Scheduler:
 
     def _forget_progress(self, request: Request) -> None:
         request.blocks = []
+        request.num_behind = 0
         request.reserved = 0
         request.num_published = 0
         request.chain = request.root

@@ -19,11 +19,14 @@ def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[T
     positions = np.where(real, positions, 0)
     size = state.block_size
     blocks = state.block_tables.numpy()[rows, positions // size].astype(np.int64)
-    kv_index = np.where(real, blocks * size + positions % size, 0)
+    kv_index = place = np.where(real, blocks * size + positions % size, 0)
+    if state.own_pages:
+        own = state.page_tables.numpy()[rows, positions // size].astype(np.int64)
+        place = np.where(real, own * size + positions % size, 0)
     pages, ids = state.pages.numpy().reshape(-1), state.last_tokens.numpy()[rows]
     if at is not None:
-        ids = np.where(at.numpy() < 0, ids, pages[kv_index])
+        ids = np.where(at.numpy() < 0, ids, pages[place])
     ids = np.where(real, ids, 0)
-    pages[kv_index] = ids
+    pages[place] = ids
     seq_lens = np.where(real, positions + 1, 0).astype(np.int32)
     return tuple(torch.from_numpy(array) for array in (ids.astype(np.int64), positions, kv_index, seq_lens))  # pyright: ignore

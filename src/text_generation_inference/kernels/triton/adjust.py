@@ -55,15 +55,15 @@ def copy_kernel(
 
 
 @triton.jit
-def _read_history(pages, block_tables, slot, blocks_row, i, known, BLOCK_SIZE: tl.constexpr):
+def _read_history(pages, page_tables, slot, tables_row, i, known, BLOCK_SIZE: tl.constexpr):
     """The tokens at these positions."""
-    block = tl.load(block_tables + slot * blocks_row + i // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
-    return tl.load(pages + block * BLOCK_SIZE + i % BLOCK_SIZE, mask=known, other=0)
+    page = tl.load(page_tables + slot * tables_row + i // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+    return tl.load(pages + page * BLOCK_SIZE + i % BLOCK_SIZE, mask=known, other=0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "penalised", "slots"])
 def tally_kernel(
-    rows, penalised, slots, pages, block_tables, lengths, prompts, penalties, tables, blocks_row, record, penalties_row,
+    rows, penalised, slots, pages, page_tables, lengths, prompts, penalties, tables, tables_row, record, penalties_row,
     vocab, HISTORY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """One stretch of a history into the row's table."""
@@ -75,7 +75,7 @@ def tally_kernel(
         known = i < length
         in_output = i >= tl.load(prompts + slot * record)
         by_length = tl.load(penalties + slot * penalties_row + 3) > 0
-        token = _read_history(pages, block_tables, slot, blocks_row, i, known, BLOCK_SIZE)
+        token = _read_history(pages, page_tables, slot, tables_row, i, known, BLOCK_SIZE)
         at = tables + table.to(tl.int64) * vocab + token
         tl.atomic_or(at, tl.where(in_output, _SEEN | _IN_OUTPUT, _SEEN), mask=known, sem="relaxed")
         counted = tl.where(by_length, 1, in_output.to(tl.int32))
@@ -84,7 +84,7 @@ def tally_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "penalised", "slots"])
 def penalise_kernel(
-    rows, penalised, slots, pages, block_tables, lengths, penalties, tables, scores, blocks_row, record, penalties_row,
+    rows, penalised, slots, pages, page_tables, lengths, penalties, tables, scores, tables_row, record, penalties_row,
     vocab, HISTORY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """One stretch of a history: penalise the ids whose tally is still there, and take it out."""
@@ -98,7 +98,7 @@ def penalise_kernel(
         numbers = penalties + slot * penalties_row
         repetition, frequency, presence = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
         by_length = tl.load(numbers + 3) > 0
-        token = _read_history(pages, block_tables, slot, blocks_row, i, known, BLOCK_SIZE)
+        token = _read_history(pages, page_tables, slot, tables_row, i, known, BLOCK_SIZE)
         tally = tl.atomic_xchg(tables + table.to(tl.int64) * vocab + token, token * 0, mask=known, sem="relaxed")
         mine = known & (tally != 0)
         at = scores + place.to(tl.int64) * vocab + token
@@ -152,8 +152,8 @@ class Adjust:
             self._tables = torch.zeros((needed, vocab), dtype=torch.int32, device=scores.device)
         penalties = state.numbers[PENALTIES[0]]  # the others lie behind
         stretches = triton.cdiv(wanted.longest, _HISTORY)
-        known = (state.pages, state.block_tables, state.lengths)
-        strides = (state.block_tables.stride(0), state.lengths.stride(0), penalties.stride(0), vocab)
+        known = (state.pages, state.page_tables, state.lengths)
+        strides = (state.page_tables.stride(0), state.lengths.stride(0), penalties.stride(0), vocab)
         for first in range(0, penalised.shape[0], needed):
             some = penalised[first : first + needed]
             grid = (stretches, some.shape[0])

@@ -246,7 +246,7 @@ class PagedAttention:
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, meta: PagedMeta, tiles: Tensor, end: int,
         numbers: tuple[float, ...], same: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The keys and values of one prompt, `[end, kv_heads, head_dim]`."""
+        """The keys and values of one prompt, `[end, kv_heads, head_dim]`; those behind the window are not there."""
         tables, kv_heads, d, size = meta.block_tables, k_cache.shape[2], same["D"], same["BLOCK_SIZE"]
         most = tables.shape[1] * size  # tokens of the longest prompt that there can be
         keys, values = (
@@ -256,7 +256,7 @@ class PagedAttention:
         gather_prompt[(triton.cdiv(end, _GATHERED_ROWS), kv_heads)](
             k, v, k_cache, v_cache, keys, values, tables, tiles, end, *numbers[2:], k.stride(0), k.stride(1),
             v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3], tables.stride(0), KV_HEADS=kv_heads, D=d,
-            BLOCK_SIZE=size, ROWS=_GATHERED_ROWS, SMALL=same["SMALL"],
+            BLOCK_SIZE=size, ROWS=_GATHERED_ROWS, SMALL=same["SMALL"], WINDOW=same["WINDOW"], TILE=PREFILL_TILE,
         )  # fmt: skip
         return keys.view(end, kv_heads, d), values.view(end, kv_heads, d)
 

@@ -57,10 +57,10 @@ def find_part(seq_len, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexp
 
 @triton.jit
 def _offsets(
-    table, n, end, k_block, k_token, v_block, v_token, BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr
+    table, n, visible, k_block, k_token, v_block, v_token, BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr
 ):  # fmt: skip
     """Where the keys and the values of tokens n are, from the head's first."""
-    block = tl.load(table + n // BLOCK_SIZE, mask=n < end, other=0).to(tl.int64)
+    block = tl.load(table + n // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
     keys_at = block * k_block + n % BLOCK_SIZE * k_token
     if SAME_STRIDES:
         values_at = keys_at
@@ -160,10 +160,15 @@ def decode_by_group(
         k_base, v_base = k_cache + kv * k_head, v_cache + kv * v_head
         for n0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
             n = n0 + tl.arange(0, BLOCK_N)
-            mask = (n < end)[:, None]
+            visible = n < end
+            if WINDOW > 0 or CHUNK > 0:  # blocks behind a window may be another's by now
+                visible = visible & (n >= first_seen(seq_len - 1, WINDOW, CHUNK))
+            mask = visible[:, None]
             if D != D_PAD:
                 mask = mask & (d < D)[None, :]
-            keys_at, values_at = _offsets(table, n, end, k_block, k_token, v_block, v_token, BLOCK_SIZE, SAME_STRIDES)
+            keys_at, values_at = _offsets(
+                table, n, visible, k_block, k_token, v_block, v_token, BLOCK_SIZE, SAME_STRIDES
+            )
             keys = tl.load(k_base + keys_at[:, None] + d[None, :], mask=mask, other=0.0)
             values = tl.load(v_base + values_at[:, None] + d[None, :], mask=mask, other=0.0)
             s = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee") * factor[:, None]
@@ -171,9 +176,6 @@ def decode_by_group(
                 s = softcap * tanh(s / softcap)
             if ALIBI:
                 s += slope[:, None] * (n - seq_len + 1)[None, :]
-            visible = n < end
-            if WINDOW > 0 or CHUNK > 0:
-                visible = visible & (n >= first_seen(seq_len - 1, WINDOW, CHUNK))
             s = tl.where(visible[None, :], s * LOG2E, NO_SCORE)
             new_best = tl.maximum(best, tl.max(s, 1))
             shrink = tl.exp2(best - new_best)
@@ -234,10 +236,15 @@ def decode_by_lane(
         k_base, v_base = k_cache + kv * k_head, v_cache + kv * v_head
         for n0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
             n = n0 + tl.arange(0, BLOCK_N)
-            mask = (n < end)[:, None]
+            visible = n < end
+            if WINDOW > 0 or CHUNK > 0:  # blocks behind a window may be another's by now
+                visible = visible & (n >= first_seen(seq_len - 1, WINDOW, CHUNK))
+            mask = visible[:, None]
             if D != D_PAD:
                 mask = mask & (d < D)[None, :]
-            keys_at, values_at = _offsets(table, n, end, k_block, k_token, v_block, v_token, BLOCK_SIZE, SAME_STRIDES)
+            keys_at, values_at = _offsets(
+                table, n, visible, k_block, k_token, v_block, v_token, BLOCK_SIZE, SAME_STRIDES
+            )
             keys = tl.load(k_base + keys_at[:, None] + d[None, :], mask=mask, other=0.0)
             values = tl.load(v_base + values_at[:, None] + d[None, :], mask=mask, other=0.0)
             s = keys.to(query.dtype) * query[None, :]
@@ -248,9 +255,6 @@ def decode_by_lane(
                 s = softcap * tanh(s / softcap)
             if ALIBI:
                 s += slope * (n - seq_len + 1)
-            visible = n < end
-            if WINDOW > 0 or CHUNK > 0:
-                visible = visible & (n >= first_seen(seq_len - 1, WINDOW, CHUNK))
             s = tl.reshape(tl.where(visible, s * LOG2E, NO_SCORE), (BLOCK_N // LANES, LANES))
             new_best = tl.maximum(best, tl.max(s, 0))
             shrink = tl.exp2(best - new_best)

@@ -29,6 +29,7 @@ from text_generation_inference.kernels.triton.decode_attention import LEAST, LOG
 
 BLOCK_N = 128  # keys of a tile
 STAGES = 2  # tiles that are there or on their way
+assert PREFILL_TILE % BLOCK_N == 0  # a gathered prompt has numbers from the tile on that its window begins in
 
 
 @gluon.jit

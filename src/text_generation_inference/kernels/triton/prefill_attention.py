@@ -40,18 +40,22 @@ def look(
 
 @triton.jit
 def _look_at_cache(
-    queries, k_base, v_base, table, start, end, positions, oldest, acc, best, total, scale, softcap,
+    queries, k_base, v_base, table, start, end, bound, positions, oldest, acc, best, total, scale, softcap,
     slope, k_block, k_token, v_block, v_token, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Cached tokens from `start` to `end`; whole tiles that every query sees, unless MASKED."""
+    """Cached tokens from `start` to `end`; whole tiles that every query sees, unless MASKED. Those before
+    `bound`, whose blocks may be another's, are not read."""
     d = tl.arange(0, D_PAD)
     for n0 in range(start, end, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
-        mask = (n < end)[:, None]
+        there = n < end
+        if BOUNDED:
+            there = there & (n >= bound)
+        mask = there[:, None]
         if D != D_PAD:
             mask = mask & (d < D)[None, :]
-        block = tl.load(table + n // BLOCK_SIZE, mask=n < end, other=0).to(tl.int64)
+        block = tl.load(table + n // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
         keys_at, values_at = block * k_block + n % BLOCK_SIZE * k_token, block * v_block + n % BLOCK_SIZE * v_token
         keys = tl.load(k_base + keys_at[:, None] + d[None, :], mask=mask, other=0.0)
         values = tl.load(v_base + values_at[:, None] + d[None, :], mask=mask, other=0.0)
@@ -128,11 +132,12 @@ def prefill(
         cached = end
         if OWN:
             cached = tl.load(tile + 4)
-        start, masked_from = 0, tl.minimum(cached, first + 1) // BLOCK_N * BLOCK_N
+        start, bound, masked_from = 0, 0, tl.minimum(cached, first + 1) // BLOCK_N * BLOCK_N
         BOUNDED: tl.constexpr = WINDOW > 0 or CHUNK > 0
         oldest = position + m
         if BOUNDED:
-            start = first_seen(first, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
+            bound = first_seen(first, WINDOW, CHUNK)
+            start = bound // BLOCK_N * BLOCK_N
             masked_from = start
             oldest = first_seen(position + m, WINDOW, CHUNK)
         best = tl.full((M,), LEAST, tl.float32)
@@ -148,12 +153,12 @@ def prefill(
         if PREFIX:
             if not BOUNDED:
                 acc, best, total = _look_at_cache(
-                    queries, k_base, v_base, table, start, masked_from, position + m, oldest, acc, best, total,
-                    cache_scale, softcap, slope, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N,
-                    BOUNDED, SOFTCAP, ALIBI, False,
+                    queries, k_base, v_base, table, start, masked_from, bound, position + m, oldest, acc, best,
+                    total, cache_scale, softcap, slope, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE,
+                    BLOCK_N, BOUNDED, SOFTCAP, ALIBI, False,
                 )  # fmt: skip
             acc, best, total = _look_at_cache(
-                queries, k_base, v_base, table, masked_from, cached, position + m, oldest, acc, best, total,
+                queries, k_base, v_base, table, masked_from, cached, bound, position + m, oldest, acc, best, total,
                 cache_scale, softcap, slope, k_block, k_token, v_block, v_token, D, D_PAD, BLOCK_SIZE, BLOCK_N,
                 BOUNDED, SOFTCAP, ALIBI, True,
             )  # fmt: skip
@@ -187,13 +192,22 @@ def gather_prompt(
     k, v, k_cache, v_cache, keys, values, tables, tile, end, k_scale, v_scale, own_token_stride, own_k_head, own_v_head,
     k_block, k_token, k_head, v_block, v_token, v_head, table_stride,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A prompt's keys and values to position `end`, row by row: cached ones, then the chunk that begins in `tile`."""
+    """A prompt's keys and values to position `end`, row by row: cached ones, then the chunk that begins in `tile`.
+
+    Those behind the window, whose blocks may be another's, are zeros in the tile of TILE rows in which it begins, and
+    anything before that."""
     slot, token, cached = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 4)
     head, d = tl.program_id(1), tl.arange(0, D)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    before, own = (n < cached)[:, None], ((n >= cached) & (n < end))[:, None]
-    block = tl.load(tables + slot * table_stride + n // BLOCK_SIZE, mask=n < cached, other=0).to(tl.int64)
+    there, kept = n < cached, n < end
+    if WINDOW > 0:
+        oldest = tl.maximum(cached - WINDOW + 1, 0)
+        there = there & (n >= oldest)
+        kept = kept & (n >= oldest // TILE * TILE)
+    before, own = there[:, None], ((n >= cached) & (n < end))[:, None]
+    block = tl.load(tables + slot * table_stride + n // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     k_at, v_at = block * k_block + n % BLOCK_SIZE * k_token, block * v_block + n % BLOCK_SIZE * v_token
     old_k = tl.load(k_cache + head * k_head + k_at[:, None] + d[None, :], mask=before, other=0.0)
     old_v = tl.load(v_cache + head * v_head + v_at[:, None] + d[None, :], mask=before, other=0.0)
@@ -203,5 +217,5 @@ def gather_prompt(
     new_k = tl.load(k + head * own_k_head + at, mask=own, other=0.0)
     new_v = tl.load(v + head * own_v_head + at, mask=own, other=0.0)
     to = (n.to(tl.int64) * KV_HEADS + head)[:, None] * D + d[None, :]
-    tl.store(keys + to, tl.where(before, old_k.to(keys.dtype.element_ty), new_k), mask=before | own)
-    tl.store(values + to, tl.where(before, old_v.to(values.dtype.element_ty), new_v), mask=before | own)
+    tl.store(keys + to, tl.where(before, old_k.to(keys.dtype.element_ty), new_k), mask=kept[:, None])
+    tl.store(values + to, tl.where(before, old_v.to(values.dtype.element_ty), new_v), mask=kept[:, None])
