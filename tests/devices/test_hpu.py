@@ -376,6 +376,17 @@ def test_tokens_are_those_of_the_cpu_and_nothing_is_compiled_late(hpu, start_hpu
         assert (stats.num_captured == stats.num_planned) == (chosen.get("limit_hpu_graph") is False)
 
 
+def test_latents(hpu, start_hpu, tmp_path):
+    folder = make_tiny("DeepseekV2", {"num_hidden_layers": 2}, tmp_path).folder
+    few = {"max_batch_size": 2, "max_total_tokens": 64}
+    lists = [make_request(n, prompt, 9) for n, prompt in enumerate(random_prompts(320, [1, 17, 40], seed=3))]
+    found = run(start_hpu(folder, warmup_enabled=False, **few), lists)
+    engine = start(folder, device="cpu", **{**LIMITS, **few})
+    expected = run(engine, lists)
+    engine.close()
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+
+
 def test_sampling_is_that_of_the_cpu(hpu, start_hpu, tiny, on_cpu, tmp_path):
     engine = start_hpu(tiny.folder, cache_dir=str(tmp_path))
     shapes = json.loads(next((tmp_path / "warmed").glob("*.json")).read_text())["shapes"]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from text_generation_inference.kernels import latent as definition
 from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts, is_padded, row_length
@@ -64,6 +65,21 @@ class HpuAttention:
         values = self._write(v, v_cache, batch.kv_index, kv_scales[1])
         self._own = (keys, values) if isinstance(batch.meta, WholePrompts) else None
         return self._rotate(q, cos, sin)
+
+    def latent_attention(
+        self,
+        q: Tensor,  # [tokens, heads, p + r]
+        latent: Tensor,  # [tokens, c + r]
+        up: Tensor,  # [heads, p + v, c]
+        norm: tuple[Tensor, float],
+        cos_sin: Tensor,
+        batch: Batch,
+        cache: Tensor,
+        scale: float,
+    ) -> Tensor:
+        if is_padded(batch):
+            self._bridge.mark_step()  # once in a layer: all layers are then the same piece
+        return definition.latent_attention(q, latent, up, norm, cos_sin, batch, cache, scale)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         kernels, width = self._bridge.kernels, cos.shape[-1]

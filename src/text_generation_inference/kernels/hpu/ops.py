@@ -77,4 +77,5 @@ def load_ops(
         experts=experts,
         rotary_and_cache=attention.rotary_and_cache,
         attention=attention.attention,
+        latent_attention=attention.latent_attention,
     )
