@@ -15,10 +15,11 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from gguf_blocks import random_blocks
-from text_generation_inference.kernels import experts, reference
+from text_generation_inference.kernels import experts, latent, reference
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.cpu import build
 from text_generation_inference.kernels.cpu.experts import NativeExperts, PackedExperts
+from text_generation_inference.kernels.cpu.latent import NativeLatentAttention
 from text_generation_inference.kernels.cpu.ops import FusedLayer, NativeOps, Packed, greedy, load_ops
 from text_generation_inference.kernels.matrices import BlockPieces
 
@@ -454,6 +455,51 @@ def test_attention_falls_back(ops: NativeOps) -> None:
         ops.attention(q.double(), k, v, k_wide, v_wide, batch, 0.2).float(),
         reference.attention(q, k, v, *caches, batch, 0.2),
     )
+
+
+# Attention over latents -------------------------------------------------------------------------------------------
+
+LATENTS = [(4, 16, 8, 12, 32), (9, 70, 16, 20, 48), (3, 128, 64, 128, 512), (2, 8, 6, 4, 10)]  # heads, p, r, v, c
+LatentWork = tuple[Tensor, Tensor, Tensor, tuple[Tensor, float], Tensor, Batch, Tensor, float]
+
+
+def latent_work(batch: Batch, heads: int, p: int, r: int, v: int, c: int) -> LatentWork:
+    """What the op takes. Slots of the cache that no row has are not numbers."""
+    wide, width = torch.randn(len(batch.positions), heads * (p + r) + c + r), heads * (p + r)
+    q, rows = wide[:, :width].unflatten(1, (heads, p + r)), wide[:, width:]
+    cache = torch.full((int(batch.meta.block_tables.max()) + 1, 16, 1, c + r), math.nan)
+    for row, length in enumerate(batch.seq_lens.tolist()):
+        for token in range(length):
+            cache[batch.meta.block_tables[row, token // 16], token % 16] = torch.randn(c + r)
+    up, norm = torch.randn(heads, p + v, c) / c**0.5, (torch.rand(c) + 0.5, 1e-6)
+    return q, rows, up, norm, torch.randn(1500, r), batch, cache, (p + r) ** -0.5
+
+
+def copied(work: LatentWork) -> LatentWork:
+    q, rows, *same, cache, scale = work
+    return q.clone(), rows.clone(), *same, cache.clone(), scale  # pyright: ignore
+
+
+@pytest.mark.parametrize("name", ["one row", "rows", "chunk with prefix", "mix"])
+@pytest.mark.parametrize("sizes", LATENTS, ids=str)
+def test_latent_attention(ops: NativeOps, name: str, sizes: tuple[int, int, int, int, int]) -> None:
+    work = latent_work(make_batch(*BATCHES[name], 16), *sizes)
+    theirs = copied(work)
+    found = NativeLatentAttention(ops).latent_attention(*work)
+    close(found, latent.latent_attention(*theirs))
+    assert torch.equal(work[6].isnan(), theirs[6].isnan())
+    close(work[6].nan_to_num(), theirs[6].nan_to_num())
+
+
+def test_latent_attention_refuses_what_does_not_exist(ops: NativeOps) -> None:
+    work = latent_work(make_batch([5, 20], [(3, 9)], 16), *LATENTS[0])
+    batch, op = work[5], NativeLatentAttention(ops).latent_attention
+    batch.meta.block_tables[1, 1] = work[6].shape[0]
+    with pytest.raises(IndexError, match="block table"):
+        op(*work)
+    batch.positions[0] = 1500
+    with pytest.raises(IndexError, match="position"):
+        op(*work)
 
 
 # Whole stack ----------------------------------------------------------------------------------------------------

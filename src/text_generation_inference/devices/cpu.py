@@ -16,6 +16,7 @@ from text_generation_inference.devices.host_memory import available_bytes
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.cpu import slots
 from text_generation_inference.kernels.cpu.experts import NativeExperts
+from text_generation_inference.kernels.cpu.latent import NativeLatentAttention
 from text_generation_inference.kernels.cpu.ops import BLOCKS, load_ops
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.types import Limits
@@ -92,6 +93,7 @@ def _load_ops(cache_dir: Path) -> Ops:
         gelu_tanh_mul=native.gelu_tanh_mul,
         rotary_and_cache=native.rotary_and_cache,
         attention=native.attention,
+        latent_attention=NativeLatentAttention(native).latent_attention,
         greedy=native.greedy,
         gather_inputs=slots.gather_inputs,
         make_fused_decode=native.make_fused_decode,

@@ -1,4 +1,5 @@
-// Causal attention over a paged KV cache [blocks][block_size][kv_heads][head_dim].
+// Causal attention over a paged KV cache [blocks][block_size][kv_heads][head_dim]. Values may be the first `value_dim` of
+// what lies in their place, as those of latents are, which are the keys at the same time.
 //
 // A query is one (token, head) pair. Pairs that share a KV head and a row of the batch differ only in position, so
 //   - a row that decodes (one token) is cut into pieces of PIECE_KEYS keys; each (row, kv head, piece) is a task that
@@ -10,7 +11,7 @@
 
 #include "team.h"
 
-enum { PIECE_KEYS = 256, TILE_KEYS = 64, MAX_HEAD_DIM = 512 };
+enum { PIECE_KEYS = 256, TILE_KEYS = 64, MAX_HEAD_DIM = 576 };
 
 typedef struct {
   tasks all;
@@ -20,10 +21,10 @@ typedef struct {
   const int64_t *starts, *ends;  // of each chunk
   const int64_t *first_task, *first_token;  // of each chunk, and of the end
   long q_token, q_head, table_stride, blocks;
-  long num_decode, num_chunks, block_size, heads, kv_heads, head_dim, window;
+  long num_decode, num_chunks, block_size, heads, kv_heads, head_dim, value_dim, window;
   long pieces;        // per decoding row
   long chunk_tasks;
-  float *partial;     // [num_decode][kv_heads][pieces][group][head_dim + 2]
+  float *partial;     // [num_decode][kv_heads][pieces][group][value_dim + 2]
   float scale, softcap;
 } attention_call;
 
@@ -126,7 +127,7 @@ INLINE void decode_range(const attention_call *call, long row, long *first, long
 
 static void decode_task(const attention_call *call, long task) {
   const long pieces = call->pieces, kv = task / pieces % call->kv_heads, row = task / pieces / call->kv_heads;
-  const long d = call->head_dim, group = call->heads / call->kv_heads, ld = d + 2;
+  const long d = call->head_dim, values = call->value_dim, group = call->heads / call->kv_heads, ld = values + 2;
   long first, end;
   decode_range(call, row, &first, &end);
   first += task % pieces * PIECE_KEYS;
@@ -134,16 +135,16 @@ static void decode_task(const attention_call *call, long task) {
   if (end > first + PIECE_KEYS) end = first + PIECE_KEYS;
   float *out = call->partial + task * group * ld;
   for (long h = 0; h < group; h++) {
-    memset(out + h * ld, 0, (size_t)d * 4);
-    out[h * ld + d] = -FLT_MAX;
-    out[h * ld + d + 1] = 0.0f;
+    memset(out + h * ld, 0, (size_t)values * 4);
+    out[h * ld + values] = -FLT_MAX;
+    out[h * ld + values + 1] = 0.0f;
   }
   for (long start = first; start < end; start += TILE_KEYS) {
     int64_t offsets[TILE_KEYS];
     const long count = end - start < TILE_KEYS ? end - start : TILE_KEYS, padded = (count + VL - 1) / VL * VL;
     locate(call, row, start, count, offsets);
     prefetch(call->k_cache + kv * d, offsets, count, d);
-    prefetch(call->v_cache + kv * d, offsets, count, d);
+    if (call->v_cache != call->k_cache) prefetch(call->v_cache + kv * d, offsets, count, d);
     for (long h0 = 0; h0 < group; h0 += 8) {
       const long heads = group - h0 < 8 ? group - h0 : 8;
       float scores[8 * TILE_KEYS] __attribute__((aligned(64)));
@@ -162,26 +163,26 @@ static void decode_task(const attention_call *call, long task) {
           v_store(s + i, score);
           top = v_max(score, top);
         }
-        const float old = sums[d], max = fmaxf(old, v_max_of(top));
+        const float old = sums[values], max = fmaxf(old, v_max_of(top));
         for (long i = 0; i < padded; i += VL) {
           vf weight = v_exp2_down(v_sub(v_load(s + i), v_set(max)));
           v_store(s + i, weight);
           total = count - i < VL ? v_add(total, v_load_n(s + i, count - i)) : v_add(total, weight);
         }
         const float keep = exp2f(old - max);
-        sums[d] = max;
-        sums[d + 1] = sums[d + 1] * keep + v_sum(total);
+        sums[values] = max;
+        sums[values + 1] = sums[values + 1] * keep + v_sum(total);
         if (start > first && keep != 1.0f)
-          for (long e = 0; e < d; e += 8) _mm256_storeu_ps(sums + e, _mm256_mul_ps(_mm256_loadu_ps(sums + e), _mm256_set1_ps(keep)));
+          for (long e = 0; e < values; e += 8) _mm256_storeu_ps(sums + e, _mm256_mul_ps(_mm256_loadu_ps(sums + e), _mm256_set1_ps(keep)));
       }
-      add_all_values(heads, d, call->v_cache + kv * d, offsets, count, scores, out + h0 * ld, ld);
+      add_all_values(heads, values, call->v_cache + kv * d, offsets, count, scores, out + h0 * ld, ld);
     }
   }
 }
 
 // Merge the pieces of one (row, kv head) and write its heads.
 static void merge_pieces(const attention_call *call, long row, long kv) {
-  const long d = call->head_dim, group = call->heads / call->kv_heads, ld = d + 2;
+  const long d = call->value_dim, group = call->heads / call->kv_heads, ld = d + 2;
   long first, end;
   decode_range(call, row, &first, &end);
   const long pieces = (end - first + PIECE_KEYS - 1) / PIECE_KEYS;
@@ -284,7 +285,7 @@ static void chunk_task(const attention_call *call, long task) {
   chunk_state *s = reserve(&memory, sizeof(chunk_state));
   long chunk = 0;
   while (task >= call->first_task[chunk + 1]) chunk++;
-  const long d = call->head_dim, group = call->heads / call->kv_heads, row = call->num_decode + chunk;
+  const long d = call->head_dim, values = call->value_dim, group = call->heads / call->kv_heads, row = call->num_decode + chunk;
   const long pairs = (call->ends[chunk] - call->starts[chunk]) * group, panels = (pairs + PANEL - 1) / PANEL;
   // Later queries see more keys: they go first, so that the threads finish together.
   const long local = task - call->first_task[chunk], kv = local % call->kv_heads, panel = panels - 1 - local / call->kv_heads;
@@ -296,7 +297,7 @@ static void chunk_task(const attention_call *call, long task) {
     const long pair = pair0 + (l < lanes ? l : lanes - 1), token = call->first_token[chunk] + pair / group;
     const long head = kv * group + pair % group;
     q[l] = call->q + token * call->q_token + head * call->q_head;
-    out[l] = call->out + (token * call->heads + head) * d;
+    out[l] = call->out + (token * call->heads + head) * values;
     s->position[l] = (int32_t)(call->starts[chunk] + pair / group);
     s->max[l] = -FLT_MAX;
     s->total[l] = 0.0f;
@@ -309,7 +310,7 @@ static void chunk_task(const attention_call *call, long task) {
       _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]);
       UNROLL for (int i = 0; i < 4; i++) _mm_storeu_ps(s->q + (e + i) * PANEL + l, x[i]);
     }
-  memset(s->out, 0, (size_t)(d * PANEL) * 4);
+  memset(s->out, 0, (size_t)(values * PANEL) * 4);
   long start = call->window > 0 && oldest >= call->window ? oldest - call->window + 1 : 0;
   for (; start <= newest; start += TILE_KEYS) {
     int64_t offsets[TILE_KEYS + MAX_ROWS];
@@ -325,12 +326,12 @@ static void chunk_task(const attention_call *call, long task) {
       soften(call, s, start, count, 1, 0.0f);
     else
       soften(call, s, start, count, 0, 0.0f);
-    for (long e = 0; e < d; e += MAX_ROWS)
+    for (long e = 0; e < values; e += MAX_ROWS)
       weigh_values(s->scores, call->v_cache + kv * d + e, offsets, count, s->keep, s->out + e * PANEL);
   }
   for (long l = 0; l < lanes; l += 4) {
     const __m128 share = _mm_div_ps(_mm_set1_ps(1.0f), _mm_loadu_ps(s->total + l));
-    for (long e = 0; e < d; e += 4) {
+    for (long e = 0; e < values; e += 4) {
       __m128 x[4];
       UNROLL for (int i = 0; i < 4; i++) x[i] = _mm_mul_ps(_mm_loadu_ps(s->out + (e + i) * PANEL + l), share);
       _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]);
@@ -351,26 +352,17 @@ static void attention_body(void *context) {
   }
 }
 
-// `starts` and `ends` are the positions of each chunk, `window` and `softcap` 0 where there is none. Returns -1 when a row
-// names no block of the cache; nothing is written then.
-int tgi_attention(const float *q, long q_token, long q_head, const float *k_cache, const float *v_cache, long blocks,
-                  long block_size, const int32_t *block_tables, long table_stride, long max_blocks, const int32_t *seq_lens,
-                  long num_decode, long num_chunks, const int64_t *starts, const int64_t *ends, long heads, long kv_heads,
-                  long head_dim, float scale, long window, float softcap, float *out, int threads) {
+// Returns -1 when a row names no block of the cache; nothing is written then.
+static int run_attention(attention_call call, long max_blocks, int threads) {
   static __thread scratch partial_memory, chunk_memory;
-  attention_call call = {
-      .q = q, .k_cache = k_cache, .v_cache = v_cache, .out = out, .block_tables = block_tables, .seq_lens = seq_lens,
-      .num_decode = num_decode, .num_chunks = num_chunks, .heads = heads, .kv_heads = kv_heads, .head_dim = head_dim,
-      .blocks = blocks, .block_size = block_size, .window = window, .q_token = q_token, .q_head = q_head,
-      .table_stride = table_stride, .starts = starts, .ends = ends, .scale = scale, .softcap = softcap};
   const long group = call.heads / call.kv_heads, rows = call.num_decode + call.num_chunks;
   long keys = 0, longest = 0;
   for (long row = 0; row < rows; row++) {
-    const long end = row < call.num_decode ? seq_lens[row] : call.ends[row - call.num_decode];
+    const long end = row < call.num_decode ? call.seq_lens[row] : call.ends[row - call.num_decode];
     const long used = (end + call.block_size - 1) / call.block_size;
     if (end < 0 || used > max_blocks) return -1;
     for (long b = 0; b < used; b++) {
-      const int32_t id = block_tables[row * call.table_stride + b];
+      const int32_t id = call.block_tables[row * call.table_stride + b];
       if (id < 0 || id >= call.blocks) return -1;
     }
     if (row < call.num_decode) {
@@ -392,12 +384,25 @@ int tgi_attention(const float *q, long q_token, long q_head, const float *k_cach
   call.first_task = first;
   call.first_token = token;
   call.chunk_tasks = first[call.num_chunks];
-  call.partial = reserve(&partial_memory, (size_t)(call.num_decode * call.pieces * call.heads * (call.head_dim + 2) + VL) * 4);
+  call.partial = reserve(&partial_memory, (size_t)(call.num_decode * call.pieces * call.heads * (call.value_dim + 2) + VL) * 4);
   if (!call.num_chunks && keys * call.heads * call.head_dim < 1 << 16) threads = 1;
   run_team(attention_body, &call, call.chunk_tasks + call.num_decode * call.kv_heads * call.pieces, threads);
   for (long row = 0; row < call.num_decode; row++)
     for (long kv = 0; kv < call.kv_heads; kv++) merge_pieces(&call, row, kv);
   return 0;
+}
+
+// `starts` and `ends` are the positions of each chunk, `window` and `softcap` 0 where there is none.
+int tgi_attention(const float *q, long q_token, long q_head, const float *k_cache, const float *v_cache, long blocks,
+                  long block_size, const int32_t *block_tables, long table_stride, long max_blocks, const int32_t *seq_lens,
+                  long num_decode, long num_chunks, const int64_t *starts, const int64_t *ends, long heads, long kv_heads,
+                  long head_dim, float scale, long window, float softcap, float *out, int threads) {
+  const attention_call call = {
+      .q = q, .k_cache = k_cache, .v_cache = v_cache, .out = out, .block_tables = block_tables, .seq_lens = seq_lens,
+      .num_decode = num_decode, .num_chunks = num_chunks, .heads = heads, .kv_heads = kv_heads, .head_dim = head_dim,
+      .value_dim = head_dim, .blocks = blocks, .block_size = block_size, .window = window, .q_token = q_token,
+      .q_head = q_head, .table_stride = table_stride, .starts = starts, .ends = ends, .scale = scale, .softcap = softcap};
+  return run_attention(call, max_blocks, threads);
 }
 
 #endif

@@ -7,6 +7,7 @@
 #include "linear.h"
 #include "rows.h"
 #include "experts.h"
+#include "latent.h"
 #include "fused_decode.h"
 
 #include <sys/mman.h>

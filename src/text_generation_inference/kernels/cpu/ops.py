@@ -38,7 +38,7 @@ BLOCKS = {  # weights and bytes of a block
     "q6_k": (256, 210),
 }
 ACTIVATIONS = ("silu", "gelu_tanh")
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 
 _float32 = torch.float32
 _int64 = torch.int64
@@ -59,6 +59,10 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "tgi_gate": (None, "iplllpi"),
     "tgi_rotary_and_cache": (c_int, "pllpllpllpllpplppplllli"),
     "tgi_attention": (c_int, "pllppllpllpllpplllflfpi"),
+    "tgi_latent_cache": (c_int, "pllplpfplpplplllli"),
+    "tgi_absorb": (None, "pllpllllllpi"),
+    "tgi_latent_attention": (c_int, "ppllpllpllpplllfpi"),
+    "tgi_expand_values": (None, "pplllllpi"),
     "tgi_experts": (c_int, "pllppllppiipi"),
     "tgi_greedy": (None, "plllppi"),
     "tgi_run_fused_decode": (c_int, "pplpppllpllpppi"),
