@@ -64,7 +64,25 @@ class Work:
         """What the definition gives in float32, and what the cache holds then."""
         wide = replace(self, down=self.down.float(), up=self.up.float(), cache=self.cache.float())
         wide.norm = (self.norm[0].float(), self.norm[1])
-        return wide(reference.latent_attention), wide.cache
+        return wide(define), wide.cache
+
+
+def define(
+    q: Tensor, latent: Tensor, up: Tensor, norm: tuple[Tensor, float], cos_sin: Tensor, batch: Batch, cache: Tensor,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """The definition, row by row: it takes much memory for each."""
+    meta: PagedMeta = batch.meta
+    parts: list[Tensor] = []
+    reference.latent_cache(q[..., PLAIN:], latent, *norm, cos_sin, batch, cache)
+    absorbed = reference.absorb(q, up[:, :PLAIN])
+    for row, start in enumerate([*[None] * meta.num_decode, *meta.chunk_starts_cpu]):
+        end, token = int(batch.seq_lens[row]), sum(len(part) for part in parts)
+        count, spans = (1, ([], [])) if start is None else (end - start, ([start], [end]))
+        alone = PagedMeta(meta.block_tables[row, None], int(start is None), *spans, end)
+        one = replace(batch, seq_lens=batch.seq_lens[row, None], meta=alone)
+        parts.append(reference.attend(absorbed[token : token + count], cache, one, scale, LATENT))
+    return reference.expand_values(torch.cat(parts), up[:, PLAIN:])
 
 
 def make(heads: int, decode: list[int], chunks: list[tuple[int, int]]) -> Work:
@@ -155,7 +173,9 @@ def kernels_us(layers: list[Work], run: Callable[[Work], Any]) -> dict[str, floa
             run(layer)
         torch.cuda.synchronize()
     times: dict[str, float] = defaultdict(float)
-    for event in recorded.events():
+    for event in recorded.events() or []:
+        if event.device_type.name != "CUDA":
+            continue
         times[event.name] += (event.time_range.end - event.time_range.start) / len(layers)
     return dict(times)
 

@@ -73,6 +73,26 @@ def locate(batch: Batch, decode: list[int], chunks: list[tuple[int, int]], devic
     )
 
 
+def define(
+    q: Tensor, latent: Tensor, up: Tensor, norm: tuple[Tensor, float], cos_sin: Tensor, batch: Batch, cache: Tensor,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """The definition, row by row: it takes much memory for each."""
+    meta: PagedMeta = batch.meta
+    plain, parts = q.shape[2] - cos_sin.shape[1], []
+    reference.latent_cache(q[..., plain:], latent, *norm, cos_sin, batch, cache)
+    absorbed = reference.absorb(q, up[:, :plain])
+    starts = [*[None] * meta.num_decode, *meta.chunk_starts_cpu]
+    for row, start in enumerate(starts):
+        end, token = int(batch.seq_lens[row]), sum(len(part) for part in parts)
+        count, tables = 1 if start is None else end - start, meta.block_tables[meta.table_rows[row, None]]
+        spans = ([], []) if start is None else ([start], [end])
+        alone = PagedMeta(tables, int(start is None), *spans, max(1, end))
+        one = replace(batch, seq_lens=batch.seq_lens[row, None].clamp(min=1), meta=alone)
+        parts.append(reference.attend(absorbed[token : token + count], cache, one, scale, up.shape[2]))
+    return reference.expand_values(torch.cat(parts), up[:, plain:])
+
+
 def check(
     device: torch.device,
     work: tuple[list[int], list[tuple[int, int]]],
@@ -104,9 +124,7 @@ def check(
         return fused[:, :-width].view(tokens, sizes.heads, query), fused[:, -width:]
 
     exact_cache = cache.double()
-    exact = reference.latent_attention(
-        *parts(down.double()), up.double(), (weight.double(), 1e-6), cos_sin, known, exact_cache, scale
-    )
+    exact = define(*parts(down.double()), up.double(), (weight.double(), 1e-6), cos_sin, known, exact_cache, scale)
     if is_captured:
         meta: PagedMeta = batch.meta
         assert meta.prefill_tiles is not None
