@@ -1,17 +1,21 @@
 # ruff: noqa: B023
 """Mixtures of experts on a GPU at the sizes of known models: checked against the definition, then measured.
 
-    python bench/cuda_experts.py [--models mixtral,qwen3,deepseek] [--forms bf16,fp8,squares] [--tune] [--json FILE]
+    python bench/cuda_experts.py [--models mixtral,qwen3,deepseek] [--forms bf16,fp8,squares] [--json FILE]
+    python bench/cuda_experts.py --one-row       one row of a layer: its kernels one by one, beside the fused ones
+    python bench/cuda_experts.py --tune          the best tiles, as lines of `kernels/triton/expert_tiles.py`
 
 Tokens are routed at random, evenly. Times are of captured calls that go through several layers, so that no matrix is
 still in the cache of the chip: of the whole op by pair and sorted (`*` marks what the op chooses), of torch's grouped
 products with the same sorting done beforehand, and the time in which the matrices of the experts that were chosen
-could be read at 4.2 TB/s. `--tune` tries other tiles, too.
+could be read at 4.2 TB/s. `--tune` compiles all candidates first, in many processes; about 80 s for three models.
 """
 
 import argparse
 import json
 import math
+import time as clock
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +28,14 @@ from text_generation_inference.bench.floor import RATES, graph_ms
 from text_generation_inference.kernels import experts as reference
 from text_generation_inference.kernels import fp8
 from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.kernels.fused_decode import FusedExperts
 from text_generation_inference.kernels.routing import SoftmaxRouting
-from text_generation_inference.kernels.triton.experts import Tiling, TritonExperts, choose_tiling
+from text_generation_inference.kernels.triton import experts as expert_ops
+from text_generation_inference.kernels.triton import norms_rotary
+from text_generation_inference.kernels.triton.compile_ahead import compile_only
+from text_generation_inference.kernels.triton.expert_tiles import Stream, Tiling, choose_stream, choose_tiling
+from text_generation_inference.kernels.triton.experts import Groups, Operands, TritonExperts
+from text_generation_inference.kernels.triton.linear import logits
 from text_generation_inference.kernels.triton.routing import route
 
 MODELS = {  # experts, chosen, hidden, width
@@ -36,7 +46,7 @@ MODELS = {  # experts, chosen, hidden, width
 ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 BYTES_PER_S = RATES["NVIDIA H200"].read_bytes_per_s
 LAYER_BYTES = 3 << 30  # all layers together, beyond any cache
-OP = TritonExperts(torch.cuda.get_device_capability())
+OP = TritonExperts(torch.cuda.get_device_capability(), torch.cuda.get_device_properties(0).multi_processor_count)
 Layer = tuple[Any, Any]
 
 
@@ -73,8 +83,9 @@ def check(name: str, form: str) -> None:
     for rows in (1, 3, 17, 130, 700):
         x, ids, weights = make_rows(model, rows)
         expected = define(x, ids, weights, layer)
-        for by_pair in (True, False) if rows < 20 else (False,):
-            worst = max(worst, error(OP(x, ids, weights, *layer, by_pair=by_pair), expected))
+        worst = max(worst, error(OP(x, ids, weights, *layer, by_pair=False), expected))
+        for OP.streams in (False, True) if rows < 20 else ():
+            worst = max(worst, error(OP(x, ids, weights, *layer, by_pair=True), expected))
         again = OP(x, ids, weights, *layer)
         assert torch.equal(again, OP(x, ids, weights, *layer)), "two runs differ"
     scores = torch.randn(333, model[0], device="cuda")
@@ -112,7 +123,7 @@ def _part(weight: Fp8Weight, number: int, count: int) -> Fp8Weight:
     return replace(weight, data=data, scale=scale)
 
 
-def layer_us(layers: list[Layer], work: Any) -> float | None:
+def layer_us(layers: Sequence[Any], work: Any) -> float | None:
     def run() -> None:
         for layer in layers:
             work(layer)
@@ -141,7 +152,7 @@ def floor_us(model: tuple[int, ...], ids: Tensor, form: str) -> float:
     return 1e6 * read / BYTES_PER_S
 
 
-def measure(name: str, form: str, tune: bool, results: list[dict[str, Any]]) -> None:
+def measure(name: str, form: str, results: list[dict[str, Any]]) -> None:
     model = MODELS[name]
     layers = make_layers(model, form)
     print(
@@ -163,49 +174,213 @@ def measure(name: str, form: str, tune: bool, results: list[dict[str, Any]]) -> 
         shown[1 if few else 2] += "*"
         print(f"{rows:>6}" + "".join(f"{text:>{width}}" for text, width in zip(shown, (9, 10, 10, 10, 9), strict=True)))
         results.append({"model": name, "form": form, "rows": rows, **times})
-        if tune and rows >= 4:
-            try_tiles(model, layers, (x, ids, weights), form)
 
 
-def try_tiles(model: tuple[int, ...], layers: list[Layer], made: tuple[Tensor, ...], form: str) -> None:
-    """The best of some, of both products."""
-    kind = torch.bfloat16 if form == "bf16" else fp8.FP8
-    pairs = made[1].numel()
-    chosen = [choose_tiling(pairs, model[0], gated, kind, form == "squares") for gated in (True, False)]
-    found: list[tuple[float, Tiling, Tiling]] = []
-    for bm in sorted({max(16, chosen[0].bm // 2), chosen[0].bm, min(128, chosen[0].bm * 2)}):
+def one_row(name: str, form: str) -> None:
+    """From the stream to what is added to it: norm, router, choice, experts."""
+    model = MODELS[name]
+    count, top_k, hidden, _ = model
+    layers = make_layers(model, form)
+    routers = [torch.randn(count, hidden, device="cuda", dtype=torch.bfloat16) / 8 for _ in layers]
+    gain, rule = torch.rand(hidden, device="cuda").bfloat16() + 0.5, SoftmaxRouting(top_k, p_norm=1)
+    x = torch.randn(1, hidden, device="cuda", dtype=torch.bfloat16)
+
+    def by_op(layer: Layer, router: Tensor) -> Tensor:
+        normed, _ = norms_rotary.add_rms_norm(x, x, gain, 1e-6)
+        ids, weights = route(logits(normed, router), rule)
+        return OP(normed, ids, weights, *layer)
+
+    def fused(layer: Layer, router: Tensor, stream: Tensor) -> Tensor:
+        OP.add_to_row(stream, (gain, 1e-6), FusedExperts(router, None, None, rule, "silu"), *layer, None)
+        return stream
+
+    doubled = x + x
+    expected = doubled + by_op(layers[0], routers[0])
+    limit = 0.01 if form == "bf16" else 0.03
+    for OP.streams in (False, True):
+        away = error(fused(layers[0], routers[0], doubled.clone()), expected)
+        print(f"{name}, streams {OP.streams}: relative error {away:.4f} {'ok' if away < limit else 'WRONG'}")
+    read = 2 * count * hidden + top_k * 3 * hidden * model[3] * (2 if form == "bf16" else 1)
+    shown = [f"{name}: one row, us per layer: floor {1e6 * read / BYTES_PER_S:.1f}"]
+    for OP.streams in (False, True):
+        for words, work in (("by op", by_op), ("fused", lambda *layer: fused(*layer, doubled))):
+            pairs = list(zip(layers, routers, strict=True))
+            time = layer_us(pairs, lambda pair: work(*pair))
+            shown.append(f"{words}{', streams' if OP.streams else ', pairs'} {time or -1:.1f}")
+    print("; ".join(shown), flush=True)
+
+
+Candidate = tuple[int, int, int, int]  # rows of a matrix, columns, warps, stages
+CANDIDATES: tuple[Candidate, ...] = (
+    (64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 4), (64, 256, 4, 2), (32, 128, 4, 4), (32, 256, 4, 3),
+    (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3), (128, 128, 4, 2), (256, 64, 8, 3), (256, 128, 8, 2),
+)  # fmt: skip
+TUNED_ROWS = (8, 16, 64, 128, 256, 1024)
+STREAM_ROWS = (1, 2, 4, 8)
+SHARED_MEMORY = 220 << 10
+
+
+def tilings(bm: int, gated: bool, form: str) -> list[Tiling]:
+    found: list[Tiling] = []
+    for bn, bk, warps, stages in CANDIDATES:
         for swap in (True, False) if bm <= 64 else (False,):
-            for bn, bk, warps, stages in (
-                (64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 4), (32, 256, 4, 3), (128, 64, 4, 4), (128, 128, 8, 3),
-                (128, 64, 8, 3), (128, 64, 8, 4),
-            ):  # fmt: skip
-                if form == "squares" and bk != 128:
-                    continue
-                first = Tiling(bm, bn, bk, warps, stages, swap)
-                second = replace(first, bn=bn if form == "squares" or bn > 64 else 2 * bn)
-                time = layer_us(layers, lambda layer: OP(*made, *layer, by_pair=False, tilings=(first, second)))
-                if time is not None:
-                    found.append((time, first, second))
-    for time, first, second in sorted(found, key=lambda each: each[0])[:3]:
-        print(f"      {time:8.1f}  {first}  down bn {second.bn}", flush=True)
+            room = (bm + bn * (2 if gated else 1)) * bk * stages * (2 if form == "bf16" else 1)
+            too_many = bm * bn * (2 if gated else 1) > 128 * 256 or (swap and bn < 64)
+            if room <= SHARED_MEMORY and not too_many and (form != "squares" or (bk == 128 and bn <= 128)):
+                found.append(Tiling(bm, bn, bk, warps, stages, swap))
+    return found
+
+
+def sizes_of_blocks(pairs: int, count: int) -> list[int]:
+    usual = choose_tiling(pairs, count, True, "16 bits").bm
+    return sorted({max(16, usual // 2), usual, min(128, usual * 2)})
+
+
+def tune(name: str, form: str) -> None:
+    """Each product by itself; both have the same blocks of pairs."""
+    model = MODELS[name]
+    count, top_k, hidden, width = model
+    layers = make_layers(model, form)
+
+    def products(rows: int, bm: int, candidates: list[tuple[Tiling, bool]], measured: bool) -> list[float | None]:
+        x, ids, _ = make_rows(model, rows)
+        groups = Groups.of(ids, count, bm)
+        pairs = rows * top_k
+        gated, made = (torch.randn(pairs, n, device="cuda", dtype=torch.bfloat16) for n in (width, hidden))
+        both = [(Operands.of(x, layer[0]), Operands.of(gated, layer[1])) for layer in layers]
+
+        def run(operands: tuple[Operands, Operands], tile: Tiling, is_gate: bool) -> None:
+            if is_gate:
+                groups.multiply(operands[0], None, gated, tile, 1, top_k)
+            else:
+                groups.multiply(operands[1], None, made, tile, 0, 1)
+
+        if not measured:
+            for tile, is_gate in candidates:
+                run(both[0], tile, is_gate)
+            return []
+        return [layer_us(both, lambda operands: run(operands, tile, is_gate)) for tile, is_gate in candidates]
+
+    blocks = sorted({bm for rows in TUNED_ROWS for bm in sizes_of_blocks(rows * top_k, count)})
+    by_size = {bm: [(tile, gated) for gated in (True, False) for tile in tilings(bm, gated, form)] for bm in blocks}
+    began = clock.perf_counter()
+    with compile_only(16, processes=True):
+        for bm, candidates in by_size.items():
+            products(16, bm, candidates, False)
+    word = {"bf16": "16 bits", "fp8": "fp8", "squares": "fp8 by square"}[form]
+    print(f"\n{name} {form}: compiled in {clock.perf_counter() - began:.0f} s; best tiles")
+    print(f"    ({count}, {hidden}, {width}, {word!r}): (", flush=True)
+    for rows in TUNED_ROWS:
+        pairs = rows * top_k
+        usual = [(choose_tiling(pairs, count, gated, word), gated) for gated in (True, False)]
+        before = sum(time or math.inf for time in products(rows, usual[0][0].bm, usual, True))
+        best: tuple[float, Tiling, Tiling] | None = None
+        for bm in sizes_of_blocks(pairs, count):
+            candidates = by_size[bm]
+            times = products(rows, bm, candidates, True)
+            found = sorted(
+                (each, str(tile), gated, tile)
+                for each, (tile, gated) in zip(times, candidates, strict=True)
+                if each is not None
+            )
+            first, second = (next(each for each in found if each[2] is gated) for gated in (True, False))
+            if best is None or first[0] + second[0] < best[0]:
+                best = first[0] + second[0], first[3], second[3]
+        assert best is not None
+        print(f"        ({rows}, {best[1]}, {best[2]}),  # {best[0]:.1f} us, by the rule {before:.1f}", flush=True)
+    print("    ),")
+    if form == "bf16":
+        x, ids, weights = make_rows(model, 1024)
+        ours = layer_us(layers, lambda layer: OP(x, ids, weights, *layer))
+        theirs = layer_us(layers, lambda layer: whole_grouped(model, x, ids, weights, layer))
+        print(f"    # 1024 rows, the whole op: ours {ours or -1:.1f}, torch's products {theirs or -1:.1f}", flush=True)
+
+
+def whole_grouped(model: tuple[int, ...], x: Tensor, ids: Tensor, weights: Tensor, layer: Layer) -> Tensor:
+    """The op with torch's products, sorting and gathering counted in."""
+    count, top_k, hidden, width = model
+    pairs = ids.reshape(-1)
+    order = pairs.sort(stable=True).indices
+    ends = torch.searchsorted(pairs[order], torch.arange(count, device=x.device, dtype=pairs.dtype), right=True).int()
+    product = F.grouped_mm(x[order // top_k], layer[0].view(count, 2 * width, hidden).transpose(1, 2), offs=ends)
+    gated = norms_rotary.silu_mul(product)
+    made = F.grouped_mm(gated, layer[1].view(count, hidden, width).transpose(1, 2), offs=ends)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    return (made[back].view(-1, top_k, hidden).float() * weights[..., None]).sum(1).to(x.dtype)
+
+
+def tune_streams(name: str, form: str) -> None:
+    """Few rows: the kernels that go through many rows of a matrix, beside those that do not."""
+    model = MODELS[name]
+    layers = make_layers(model, form)
+    usual = {gated: choose_stream(model[2 if gated else 3], gated) for gated in (True, False)}
+    candidates: dict[bool, list[Stream]] = {True: [], False: []}
+    for gated, columns in ((True, model[2]), (False, model[3])):
+        pad = 1 << (columns - 1).bit_length()
+        for bn in (1, 2, 4, 8, 16) if usual[gated] is not None else ():
+            for warps in (4, 8):
+                for stages in (2, 3, 4):
+                    values = bn * pad * (2 if gated else 1)
+                    if values * stages * 2 <= SHARED_MEMORY // 2 and 1024 <= values // warps <= 8192:
+                        candidates[gated] += [
+                            Stream(bn, warps, stages, each) for each in ((2, 3, 4) if gated else (0,))
+                        ]
+
+    def run(made: tuple[Tensor, ...], layer: Layer, streams: dict[bool, Stream | None]) -> None:
+        choose = expert_ops.choose_stream
+        expert_ops.choose_stream = lambda _, gated: streams[gated]
+        OP(*made, *layer, by_pair=True)
+        expert_ops.choose_stream = choose
+
+    made = make_rows(model, 2)
+    with compile_only(16, processes=True):
+        for gated, found in candidates.items():
+            for stream in found:
+                run(made, layers[0], usual | {gated: stream})
+    for rows in STREAM_ROWS:
+        made = make_rows(model, rows)
+        OP.streams = False
+        before = layer_us(layers, lambda layer: OP(*made, *layer, by_pair=True))
+        OP.streams = True
+        sorted_pairs = layer_us(layers, lambda layer: OP(*made, *layer, by_pair=False))
+        now = layer_us(layers, lambda layer: OP(*made, *layer, by_pair=True))
+        line = (
+            f"{name} {form} {rows} rows: floor {floor_us(model, made[1], form):.1f}, sorted {sorted_pairs or -1:.1f}, "
+        )
+        print(line + f"pairs {before or -1:.1f}, streams {now or -1:.1f}", flush=True)
+        for gated, found in candidates.items():
+            measured = [
+                (layer_us(layers, lambda layer: run(made, layer, usual | {gated: stream})) or math.inf, stream)
+                for stream in found
+            ]
+            for each, stream in sorted(measured, key=lambda each: each[0])[:2]:
+                print(f"    {'gate' if gated else 'down'} {each:.1f} with {stream}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--forms", default="bf16,fp8,squares")
+    parser.add_argument("--forms", default="", help="bf16, fp8, squares; all, or bf16 with --one-row and --tune")
+    parser.add_argument("--one-row", action="store_true")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--json", type=Path)
     task = parser.parse_args()
+    forms = task.forms or ("bf16" if task.one_row or task.tune else "bf16,fp8,squares")
     results: list[dict[str, Any]] = []
     torch.manual_seed(0)
     with torch.inference_mode():
-        pairs = [(name, form) for name in task.models.split(",") for form in task.forms.split(",")]
+        pairs = [(name, form) for name in task.models.split(",") for form in forms.split(",")]
         for name, form in pairs:
             check(name, form)
             torch.cuda.empty_cache()
+        if task.one_row or task.tune:
+            for name, form in pairs:
+                for work in (tune_streams, tune) if task.tune else (one_row,):
+                    work(name, form)
+                    torch.cuda.empty_cache()
+            return
         for name, form in pairs:
-            measure(name, form, task.tune, results)
+            measure(name, form, results)
             torch.cuda.empty_cache()
     if task.json is not None:
         task.json.write_text(json.dumps(results, indent=1))

@@ -11,13 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 from compile_program import PROGRAM
 
-from text_generation_inference.kernels.triton.experts import Tiling, choose_stream, choose_tiling
+from text_generation_inference.kernels.triton.expert_tiles import Tiling, choose_stream, choose_tiling
 from text_generation_inference.kernels.triton.gemv import choose_shape as gemv_shape
 from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as gemv_fp8_shape
 from text_generation_inference.kernels.triton.latent import choose_tiles
@@ -219,7 +218,7 @@ def streams(n: int, k: int, gated: bool, form: int = 0, experts: int = 128) -> t
     stream = choose_stream(k, gated)
     types = {
         **dict.fromkeys(("x", "weight"), FP8 if form else BF16), **dict.fromkeys(("bias", "out", "norm_weight"), BF16),
-        **dict.fromkeys(("x_scale", "weight_scale", "weights", "scores"), FP32), "ids": "*i32", **words("x_row columns"),
+        **dict.fromkeys(("x_scale", "weight_scale", "weights", "scores"), FP32), "ids": "*i32", **words("x_row columns rows"),
         **dict.fromkeys(("eps", "factor"), "fp32"),
     }  # fmt: skip
     values = {
@@ -228,7 +227,7 @@ def streams(n: int, k: int, gated: bool, form: int = 0, experts: int = 128) -> t
     }  # fmt: skip
     if gated:
         values |= {
-            "E": experts, "E_PAD": experts, "PER_ROW": 8, "ROWS": 16, "GATE": 1, "NORM": not form, "SELECT": not form,
+            "E": experts, "E_PAD": experts, "PER_ROW": 8, "GATE": 1, "NORM": not form, "SELECT": not form,
             "NORMALIZED": True,
         }  # fmt: skip
     else:
@@ -347,10 +346,10 @@ CASES = [
         {"WIDTH": 14336, "BLOCK": 16384, "FORM": 1, "DEPENDENT": False}, {"num_warps": 16, "fast": True},
     ),
     gemv(4096, gemv_shape(4096)),
-    grouped(choose_tiling(999, 8, True, torch.bfloat16, roomy=False), 1),
-    grouped(choose_tiling(8, 8, True, torch.bfloat16), 1),
-    grouped(choose_tiling(999, 8, True, torch.bfloat16), 1),
-    grouped(choose_tiling(8, 8, False, torch.float8_e4m3fn, True), 0, 3),
+    grouped(choose_tiling(999, 8, True, "16 bits", roomy=False), 1),
+    grouped(choose_tiling(8, 8, True, "16 bits"), 1),
+    grouped(choose_tiling(999, 8, True, "16 bits"), 1),
+    grouped(choose_tiling(8, 8, False, "fp8 by square"), 0, 3),
     pairs("pair_gate", 768, 2048),
     pairs("pair_down", 2048, 768),
     pairs("pair_down", 2048, 1408, 1),

@@ -17,7 +17,9 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from text_generation_inference.kernels.triton import experts
-from text_generation_inference.kernels.triton.experts import Tiling, TritonExperts, choose_tiling, count_blocks
+from text_generation_inference.kernels.triton.expert_tiles import FORMS as WEIGHT_FORMS
+from text_generation_inference.kernels.triton.expert_tiles import TILES, Tiling, choose_tiles, choose_tiling, find_form
+from text_generation_inference.kernels.triton.experts import TritonExperts, count_blocks
 from text_generation_inference.kernels.triton.routing import route
 
 OP = TritonExperts((9, 0), 2)
@@ -26,9 +28,8 @@ FORMS = pytest.mark.parametrize("form", ["pairs", "streams", "sorted"])
 
 def compute(form: str, *args: Any) -> Tensor:
     """In one of the ways in which kernels do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "_STREAMS", form == "streams")
-        return OP(*args, by_pair=form != "sorted")
+    OP.streams = form == "streams"
+    return OP(*args, by_pair=form != "sorted")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_gates_biases_and_scaled_inputs(device: torch.device, gate: str, form: s
 
 
 TILINGS = [
-    choose_tiling(pairs, 4, True, torch.float16, roomy=roomy) for pairs in (8, 64, 128, 999) for roomy in (True, False)
+    choose_tiling(pairs, 4, True, "16 bits", roomy=roomy) for pairs in (8, 64, 128, 999) for roomy in (True, False)
 ]
 
 
@@ -127,6 +128,21 @@ def test_experts_that_all_or_none_go_to(device: torch.device) -> None:
     x, _, weights, gate_up, down = make(device, 37, 6, 2, 64, 32, torch.float16)
     ids = torch.tensor([[5, 2]], device=device, dtype=torch.int32).expand(37, 2)
     close(OP(x, ids, weights, gate_up, down, by_pair=False), reference.experts(x, ids, weights, gate_up, down))
+
+
+def test_tiles_of_known_sizes() -> None:
+    """Each line of the table is what a call with its sizes gets, and can be computed."""
+    for (count, hidden, width, form), lines in TILES.items():
+        assert [most for most, *_ in lines] == sorted({most for most, *_ in lines})
+        for most, *tiles in lines:
+            assert choose_tiles(most, 1, count, hidden, width, form) == tuple(tiles)
+            assert tiles[0].bm == tiles[1].bm
+            assert form != "fp8 by square" or all(tile.bk == 128 and 128 % tile.bn == 0 for tile in tiles)
+            for tile, matrices in zip(tiles, (2, 1), strict=True):
+                room = (tile.bm + tile.bn * matrices) * tile.bk * tile.stages * WEIGHT_FORMS[form]
+                assert room <= 227 << 10
+    assert find_form(torch.bfloat16, False) == "16 bits" and find_form(fp8.FP8, True) == "fp8 by square"
+    assert choose_tiles(3, 2, 5, 64, 32, "fp8")[0] == choose_tiling(6, 5, True, "fp8")
 
 
 def test_blocks_always_suffice() -> None:

@@ -6,7 +6,7 @@ its experts are chosen in them, too. More: pairs are sorted by expert, multiplie
 (`grouped_products`). The definition is `kernels.experts`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -18,6 +18,13 @@ from text_generation_inference.kernels.fused_decode import FusedExperts
 from text_generation_inference.kernels.matrices import Weight, plain
 from text_generation_inference.kernels.routing import Routing, SoftmaxRouting
 from text_generation_inference.kernels.triton import norms_rotary
+from text_generation_inference.kernels.triton.expert_tiles import (
+    Stream,
+    Tiling,
+    choose_stream,
+    choose_tiles,
+    find_form,
+)
 from text_generation_inference.kernels.triton.gemv import choose_shape, vector_product
 from text_generation_inference.kernels.triton.grouped_products import grouped_product, sort_pairs, sum_pairs
 from text_generation_inference.kernels.triton.launch import dependent_launch
@@ -29,66 +36,11 @@ GATES = (None, "silu", "gelu_tanh", "clamped_swiglu")
 _MAX_EXPERTS = 1024  # that one program has room for
 _MAX_DOWN = 4  # rows of several experts in turn that a program of `pair_down` has registers for
 _MAX_CHOSEN_LATE = 128  # experts of which every program can find the best by itself
-_STREAMS = True  # short rows go through `stream_gate` and `stream_down`, not `pair_gate` and `pair_down`
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    bm: int  # pairs
-    bn: int  # rows of a matrix; with a gate twice as many
-    bk: int
-    warps: int
-    stages: int
-    swap: bool  # the matrix is the left operand
-    group: int = 16  # blocks of pairs whose programs run side by side
-
-
-def choose_tiling(
-    pairs: int, num_experts: int, gated: bool, dtype: torch.dtype, by_square: bool = False, roomy: bool = True
-) -> Tiling:
-    """By the pairs that an expert gets on average; both products of a mixture have the same `bm`.
-
-    `roomy`: a GPU with as much shared memory as data centres have. See `bench/cuda_experts.py`.
-    """
-    each = pairs / num_experts
-    bm = 16 if each <= 8 else 32 if each <= 24 else 64 if each <= 48 or not roomy else 128
-    small = dtype.itemsize == 1
-    if dtype is torch.float32:
-        return Tiling(bm, 32, 32, 4, 2, False)
-    if not roomy:
-        return Tiling(bm, 64, 128 if small else 64, 4, 2, False)
-    if bm <= 32:
-        return Tiling(bm, 64, 128, 4, 3 if gated else 4, True)
-    if bm == 64:
-        return Tiling(bm, 64 if gated else 128, 128 if small else 64, 4, 3, False)
-    if small:
-        return Tiling(bm, 64 if gated and by_square else 128, 128, 8, 3, False)
-    return Tiling(bm, 128 if gated else 256, 64, 8, 3, False)
 
 
 def count_blocks(pairs: int, num_experts: int, bm: int) -> int:
     """The most that sorting may come to."""
     return min(pairs, (pairs + min(num_experts, pairs) * (bm - 1)) // bm)
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """How programs go through many rows of a matrix."""
-
-    bn: int  # rows at a time
-    warps: int
-    stages: int
-    each: int = 0  # programs per processor
-
-
-def choose_stream(k: int, gated: bool) -> Stream | None:
-    """For rows of so many columns; None: they are too long for it. See `bench/cuda_experts.py`."""
-    pad = triton.next_power_of_2(k)
-    if not _STREAMS or pad > 4096:
-        return None
-    if gated:
-        return Stream(4 if pad <= 2048 else 2, 4, 3, 3)
-    return Stream(8, 8, 4) if pad <= 1024 else Stream(4, 4, 3) if pad <= 2048 else Stream(2, 4, 3)
 
 
 class TritonExperts:
@@ -98,6 +50,7 @@ class TritonExperts:
         self._fp8 = capability >= (8, 9)
         self._roomy = capability in ((9, 0), (10, 0), (10, 3))
         self._num_processors = num_processors
+        self.streams = True  # short rows go through `stream_gate` and `stream_down`, not `pair_gate` and `pair_down`
 
     def __call__(
         self,
@@ -110,7 +63,7 @@ class TritonExperts:
         biases: tuple[Tensor, Tensor] | None = None,
         scale_inputs: bool = False,
         by_pair: bool | None = None,
-        tilings: tuple[Tiling | None, Tiling | None] = (None, None),
+        tilings: tuple[Tiling, Tiling] | None = None,
     ) -> Tensor:
         """See `kernels.experts`. `by_pair` and `tilings` are for measuring: instead of what fits the number of rows."""
         tokens, hidden = x.shape
@@ -132,17 +85,12 @@ class TritonExperts:
             return out
         first, second = (None, None) if biases is None else biases
         gated = torch.empty((pairs, down.shape[1]), dtype=x.dtype, device=x.device)
-        tile, tile_down = (
-            asked or choose_tiling(pairs, num_experts, weight is gate_up, _kind(weight), is_square, self._roomy)
-            for asked, weight, is_square in zip(
-                tilings, (gate_up, down), (_is_by_square(gate_up), _is_by_square(down)), strict=True
-            )
-        )
+        tile, tile_down = tilings or self._choose_tiles(tokens, top_k, gate_up, down)
         assert tile.bm == tile_down.bm
-        groups = _Groups.of(ids, num_experts, tile.bm)
-        groups.multiply(_Operands.of(x, gate_up), first, gated, tile, GATES.index(gate), per_row)
+        groups = Groups.of(ids, num_experts, tile.bm)
+        groups.multiply(Operands.of(x, gate_up), first, gated, tile, GATES.index(gate), per_row)
         made = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-        groups.multiply(_Operands.of(gated, down), second, made, tile_down, 0, 1)
+        groups.multiply(Operands.of(gated, down), second, made, tile_down, 0, 1)
         block = min(1024, triton.next_power_of_2(hidden))
         dependent = dependent_launch(tokens)
         sum_pairs[(tokens, triton.cdiv(hidden, block))](
@@ -150,6 +98,13 @@ class TritonExperts:
             DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
         )  # fmt: skip
         return out
+
+    def _choose_tiles(self, tokens: int, top_k: int, gate_up: Weight, down: Weight) -> tuple[Tiling, Tiling]:
+        hidden, width = gate_up.shape[1], down.shape[1]
+        num_experts, forms = down.shape[0] // hidden, (_form(gate_up), _form(down))
+        found = [choose_tiles(tokens, top_k, num_experts, hidden, width, form, self._roomy) for form in forms]
+        # Matrices may be in two forms; both products have the same blocks of pairs.
+        return found[0][0], replace(found[1][1], bm=found[0][0].bm)
 
     def can_compute(self, gate: str, gate_up: Weight, num_experts: int) -> bool:
         return gate in GATES and num_experts <= _MAX_EXPERTS and (self._fp8 or not isinstance(gate_up, Fp8Weight))
@@ -169,7 +124,8 @@ class TritonExperts:
         """
         num_experts = experts.router.shape[0]
         scores = torch.empty((1, num_experts), dtype=torch.float32, device=hidden.device)
-        streamed = choose_stream(hidden.shape[1], True) is not None and not isinstance(gate_up, Fp8Weight)
+        streamed = self.streams and choose_stream(hidden.shape[1], True) is not None
+        streamed = streamed and not isinstance(gate_up, Fp8Weight)
         late = streamed and _is_chosen_late(experts.routing, num_experts)
         x = hidden if streamed else norms_rotary.rms_norm(hidden, *norm)
         router, left = plain(experts.router), norm if streamed else None
@@ -208,15 +164,15 @@ class TritonExperts:
         """`per_row`: so many pairs in succession have the same row of x. `add`: to what is in out."""
         first, second = (None, None) if biases is None else biases
         gated = torch.empty((routed.ids.numel(), down.shape[1]), dtype=x.dtype, device=x.device)
-        operands = _Operands.of(x, gate_up)
-        stream = choose_stream(x.shape[1], True)
+        operands = Operands.of(x, gate_up)
+        stream = choose_stream(x.shape[1], True) if self.streams else None
         if stream is not None:
             self._stream_gate(stream, operands, routed, first, gated, gate, per_row, norm)
         else:
             assert norm is None and routed.scores is None
             _pair_gate(operands, routed.ids, first, gated, gate, per_row)
-        operands = _Operands.of(gated, down)
-        stream = choose_stream(gated.shape[1], False)
+        operands = Operands.of(gated, down)
+        stream = choose_stream(gated.shape[1], False) if self.streams else None
         if stream is not None:
             _stream_down(stream, operands, routed, second, out, weighted, add)
         else:
@@ -225,7 +181,7 @@ class TritonExperts:
     def _stream_gate(
         self,
         stream: Stream,
-        operands: "_Operands",
+        operands: "Operands",
         routed: "_Routed",
         bias: Tensor | None,
         out: Tensor,
@@ -242,9 +198,9 @@ class TritonExperts:
         stream_gate[(pairs, triton.cdiv(n, rows))](
             operands.x, operands.x if norm is None else norm[0], scores, routed.ids, routed.weights,
             operands.weight, operands.x if bias is None else bias, out, operands.x_scale, operands.weight_scale,
-            0.0 if norm is None else norm[1], routed.factor, operands.x.stride(0), k,
+            0.0 if norm is None else norm[1], routed.factor, operands.x.stride(0), k, rows,
             N=n, K=k, K_PAD=triton.next_power_of_2(k), E=num_experts, E_PAD=triton.next_power_of_2(num_experts),
-            TOP_K=routed.ids.shape[1], PER_ROW=per_row, BN=stream.bn, ROWS=rows, STAGES=stream.stages,
+            TOP_K=routed.ids.shape[1], PER_ROW=per_row, BN=stream.bn, STAGES=stream.stages,
             GATE=GATES.index(gate), FORM=operands.form, BIAS=bias is not None, NORM=norm is not None,
             SELECT=routed.scores is not None, NORMALIZED=routed.normalized, DEPENDENT=dependent,
             num_warps=stream.warps, launch_pdl=dependent,
@@ -268,16 +224,14 @@ class _Routed:
         return cls(ids, torch.empty_like(ids, dtype=torch.float32), scores, rule.p_norm is not None, rule.factor)
 
 
-def _kind(weight: Weight) -> torch.dtype:
-    return weight.data.dtype if isinstance(weight, Fp8Weight) else plain(weight).dtype
-
-
-def _is_by_square(weight: Weight) -> bool:
-    return isinstance(weight, Fp8Weight) and weight.by_square
+def _form(weight: Weight) -> str:
+    if isinstance(weight, Fp8Weight):
+        return find_form(weight.data.dtype, weight.by_square)
+    return find_form(plain(weight).dtype, False)
 
 
 @dataclass(slots=True)
-class _Operands:
+class Operands:
     """Rows and the matrices of all experts, as kernels take them."""
 
     x: Tensor
@@ -287,7 +241,7 @@ class _Operands:
     form: int
 
     @classmethod
-    def of(cls, x: Tensor, weight: Weight) -> "_Operands":
+    def of(cls, x: Tensor, weight: Weight) -> "Operands":
         if not isinstance(weight, Fp8Weight):
             return cls(x, plain(weight), x, x, PLAIN.value)
         if weight.input_bound is not None:
@@ -298,7 +252,7 @@ class _Operands:
 
 
 @dataclass(slots=True)
-class _Groups:
+class Groups:
     """Pairs sorted by expert, in blocks of `bm`."""
 
     order: Tensor
@@ -309,7 +263,7 @@ class _Groups:
     dependent: bool
 
     @classmethod
-    def of(cls, ids: Tensor, num_experts: int, bm: int) -> "_Groups":
+    def of(cls, ids: Tensor, num_experts: int, bm: int) -> "Groups":
         pairs = ids.numel()
         blocks = count_blocks(pairs, num_experts, bm)
         order = torch.empty(blocks * bm, dtype=torch.int32, device=ids.device)
@@ -324,7 +278,7 @@ class _Groups:
         return cls(order, owners, total, pairs, blocks, dependent)
 
     def multiply(
-        self, operands: _Operands, bias: Tensor | None, out: Tensor, tile: Tiling, gate: int, per_row: int
+        self, operands: Operands, bias: Tensor | None, out: Tensor, tile: Tiling, gate: int, per_row: int
     ) -> None:
         """`per_row`: so many pairs in succession have the same row."""
         n, k = out.shape[1], operands.weight.shape[1]
@@ -339,7 +293,7 @@ class _Groups:
         )  # fmt: skip
 
 
-def _pair_gate(operands: _Operands, ids: Tensor, bias: Tensor | None, out: Tensor, gate: str, per_row: int) -> None:
+def _pair_gate(operands: Operands, ids: Tensor, bias: Tensor | None, out: Tensor, gate: str, per_row: int) -> None:
     pairs, n = out.shape
     k = operands.weight.shape[1]
     bn, bk, warps = choose_shape(k)
@@ -352,7 +306,7 @@ def _pair_gate(operands: _Operands, ids: Tensor, bias: Tensor | None, out: Tenso
 
 
 def _stream_down(
-    stream: Stream, operands: _Operands, routed: _Routed, bias: Tensor | None, out: Tensor, weighted: bool, add: bool
+    stream: Stream, operands: Operands, routed: _Routed, bias: Tensor | None, out: Tensor, weighted: bool, add: bool
 ) -> None:
     (tokens, n), k, top_k = out.shape, operands.weight.shape[1], routed.ids.shape[1]
     dependent = dependent_launch(tokens)
@@ -366,7 +320,7 @@ def _stream_down(
 
 
 def _pair_down(
-    operands: _Operands, routed: _Routed, bias: Tensor | None, out: Tensor, weighted: bool, add: bool
+    operands: Operands, routed: _Routed, bias: Tensor | None, out: Tensor, weighted: bool, add: bool
 ) -> None:
     tokens, n = out.shape
     k = operands.weight.shape[1]

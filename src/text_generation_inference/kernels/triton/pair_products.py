@@ -159,19 +159,19 @@ def _choose(scores, token, slot, E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl
     return expert, weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def stream_gate(
-    x, norm_weight, scores, ids, weights, weight, bias, out, x_scale, weight_scale, eps, factor, x_row, columns,
+    x, norm_weight, scores, ids, weights, weight, bias, out, x_scale, weight_scale, eps, factor, x_row, columns, rows,
     N: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr,
-    PER_ROW: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, GATE: tl.constexpr,
+    PER_ROW: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, GATE: tl.constexpr,
     FORM: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, SELECT: tl.constexpr, NORMALIZED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """ROWS gated values of one pair, BN at a time. The matrix of an expert holds N gates, then N values.
+    """So many `rows` of gated values of one pair, BN at a time. The matrix of an expert holds N gates, then N values.
 
     NORM: rows of x are normalised first. SELECT: the experts follow from `scores`, and are written to `ids` and
-    `weights`; else they are read there. PER_ROW: so many pairs in succession have the same row. BN divides ROWS and
-    128.
+    `weights`; else they are read there. PER_ROW: so many pairs in succession have the same row. BN divides
+    `rows` and 128.
     """
     pair, part = tl.program_id(0), tl.program_id(1)
     k = tl.arange(0, K_PAD)
@@ -197,7 +197,7 @@ def stream_gate(
     if (FORM == BY_ROW) | (FORM == STATIC):
         scale = tl.load(x_scale + row)
     first = expert.to(tl.int64) * (2 * N)
-    for n0 in tl.range(part * ROWS, tl.minimum(part * ROWS + ROWS, N), BN, num_stages=STAGES):
+    for n0 in tl.range(part * rows, tl.minimum(part * rows + rows, N), BN, num_stages=STAGES):
         n = n0 + tl.arange(0, BN)
         here = n < N
         at = weight + (first + n)[:, None] * K + k[None, :]

@@ -1,0 +1,87 @@
+"""In which tiles the products of experts are computed: measured for known sizes, by a rule for others.
+
+`python bench/cuda_experts.py --tune` prints lines of `TILES` for the GPU that it runs on, and what streams are best.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Of pairs sorted by expert."""
+
+    bm: int  # pairs
+    bn: int  # rows of a matrix; with a gate twice as many
+    bk: int
+    warps: int
+    stages: int
+    swap: bool  # the matrix is the left operand
+    group: int = 16  # blocks of pairs whose programs run side by side
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """How programs go through many rows of a matrix, for few tokens."""
+
+    bn: int  # rows at a time
+    warps: int
+    stages: int
+    each: int = 0  # programs per processor
+
+
+# By experts, hidden size, width and the form of the matrices: up to so many tokens, tiles of both products. Measured on
+# an H200; used on GPUs with as much shared memory.
+TILES: dict[tuple[int, int, int, str], tuple[tuple[int, Tiling, Tiling], ...]] = {}
+
+
+def choose_tiles(
+    tokens: int, top_k: int, num_experts: int, hidden: int, width: int, form: str, roomy: bool = True
+) -> tuple[Tiling, Tiling]:
+    """Of gate and up projections, and of down projections; `form` is a word of `FORMS`.
+
+    `roomy`: a GPU with as much shared memory as data centres have.
+    """
+    for most, first, second in TILES.get((num_experts, hidden, width, form), ()) if roomy else ():
+        if tokens <= most:
+            return first, second
+    pairs = tokens * top_k
+    first, second = (choose_tiling(pairs, num_experts, gated, form, roomy) for gated in (True, False))
+    return first, second
+
+
+FORMS = {"float32": 4, "16 bits": 2, "fp8": 1, "fp8 by square": 1}  # bytes of a value
+
+
+def find_form(dtype: torch.dtype, by_square: bool) -> str:
+    names = {size: name for name, size in reversed(FORMS.items())}
+    return "fp8 by square" if by_square else names[dtype.itemsize]
+
+
+def choose_tiling(pairs: int, num_experts: int, gated: bool, form: str, roomy: bool = True) -> Tiling:
+    """By the pairs that an expert gets on average; both products of a mixture have the same `bm`."""
+    each = pairs / num_experts
+    bm = 16 if each <= 8 else 32 if each <= 24 else 64 if each <= 48 or not roomy else 128
+    small = FORMS[form] == 1
+    if form == "float32":
+        return Tiling(bm, 32, 32, 4, 2, False)
+    if not roomy:
+        return Tiling(bm, 64, 128 if small else 64, 4, 2, False)
+    if bm <= 32:
+        return Tiling(bm, 64, 128, 4, 3 if gated else 4, True)
+    if bm == 64:
+        return Tiling(bm, 64 if gated else 128, 128 if small else 64, 4, 3, False)
+    if small:
+        return Tiling(bm, 64 if gated and form == "fp8 by square" else 128, 128, 8, 3, False)
+    return Tiling(bm, 128 if gated else 256, 64, 8, 3, False)
+
+
+def choose_stream(k: int, gated: bool) -> Stream | None:
+    """For rows of so many columns; None: they are too long for it."""
+    pad = 1 << (k - 1).bit_length()
+    if pad > 4096:
+        return None
+    if gated:
+        return Stream(4 if pad <= 2048 else 2, 4, 3, 3)
+    return Stream(8, 8, 4) if pad <= 1024 else Stream(4, 4, 3) if pad <= 2048 else Stream(2, 4, 3)
