@@ -20,7 +20,9 @@ from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import start_engine
 from text_generation_inference.errors import StartError
 from text_generation_inference.launch.arguments import build_parser, read_arguments
-from text_generation_inference.launch.check import check_model, main, render
+from text_generation_inference.launch.check import check_model, main
+from text_generation_inference.launch.check_report import KvLayers, render
+from text_generation_inference.models import deepseek_v2, gemma2, mixtral
 from text_generation_inference.models.registry import judge
 from text_generation_inference.weights.download import HubAccess
 from text_generation_inference.weights.source import resolve_model
@@ -121,6 +123,54 @@ def test_folder(tiny: Path) -> None:
     }
     assert found["kv_bytes_per_token"] == 2 * KV_BYTES + 4
     assert found["limits"]["max_input_tokens"] == 99 and found["reasons"]["max_total_tokens"] == "as given"
+
+
+def describe(folder: Path, architecture: str, tiny: dict[str, Any]) -> dict[str, Any]:
+    """The report on a config alone, and its lines."""
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **tiny}))
+    config = ServerConfig(model_id=str(folder), load_format="dummy", dtype="bfloat16", device="cpu")
+    found = check_model(config)
+    return {**{name: getattr(found, name) for name in found.__struct_fields__}, "shown": render(found)}
+
+
+def test_experts_and_windows(tmp_path: Path) -> None:
+    found = describe(tmp_path, "MixtralForCausalLM", mixtral.TINY)
+    expert = 3 * mixtral.TINY["intermediate_size"] * mixtral.TINY["hidden_size"]
+    layers = mixtral.TINY["num_hidden_layers"]
+    assert found["experts"] == [6, 2] and found["parameters"] - found["active_parameters"] == layers * 4 * expert
+    assert "which goes to 2 of 6 experts" in found["shown"]
+    (group,) = found["kv_layers"]
+    assert group == KvLayers("keys and values", layers, found["kv_bytes_per_token"] - 4, mixtral.TINY["sliding_window"])
+    assert f"{layers} layers keep keys and values and read the last 24 tokens" in found["shown"]
+
+
+def test_layers_that_keep_different_things(tmp_path: Path) -> None:
+    found = describe(tmp_path, "Gemma2ForCausalLM", gemma2.TINY)
+    windows = {group.window: group.num_layers for group in found["kv_layers"]}
+    assert windows.keys() == {None, gemma2.TINY["sliding_window"]}
+    assert sum(windows.values()) == gemma2.TINY["num_hidden_layers"]
+    assert found["active_parameters"] is None and found["experts"] == []
+    assert "read all tokens" in found["shown"] and "our own decoder (models/gemma2.py)" in found["shown"]
+
+
+def test_latents(tmp_path: Path) -> None:
+    found = describe(tmp_path, "DeepseekV2ForCausalLM", deepseek_v2.TINY)
+    width = deepseek_v2.TINY["kv_lora_rank"] + deepseek_v2.TINY["qk_rope_head_dim"]
+    assert found["kv_layers"] == [KvLayers("latents", 3, 3 * 2 * width, None)]
+    expert = 3 * deepseek_v2.TINY["moe_intermediate_size"] * deepseek_v2.TINY["hidden_size"]
+    assert found["parameters"] - found["active_parameters"] == 2 * 5 * expert  # one layer is dense, shared ones count
+
+
+def test_words(tiny: Path, tmp_path: Path) -> None:
+    """What the tokenizer and the chat template say of texts."""
+    folder = copy(tiny, tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("{{ tools }}<think></think><tool_call>")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    found = report(str(folder))
+    assert found["stop_tokens"] == ["word3", "word5"]
+    assert (found["tool_calls"], found["thinking"]) == ("hermes", "<think> ... </think>")
+    plain = report(str(tiny))
+    assert (plain["tool_calls"], plain["thinking"]) == ("json", None)
 
 
 def test_gguf(tmp_path: Path) -> None:

@@ -104,4 +104,6 @@ def test_check(tiny: Tiny) -> None:
     others = ("vision_tower", "vision_model", "projector")
     counted = sum(size for name, size in parameters if not any(each in name for each in others))
     assert (report.parameters, report.weight_bytes) == (counted, 4 * counted)
-    assert report.kv_bytes_per_token is not None and report.kv_bytes_per_token > 0
+    assert report.kv_bytes_per_token == 4 + sum(group.bytes_per_token for group in report.kv_layers)
+    assert report.path is not None and report.path.startswith("models/") and report.lost == []
+    assert (report.active_parameters is not None) == any(".experts" in name for name, _ in parameters)

@@ -20,6 +20,7 @@ from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.launch.check import check_model
+from text_generation_inference.launch.check_report import render
 from text_generation_inference.models import transformers_fallback, transformers_hook
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.registry import build
@@ -114,6 +115,8 @@ def test_dummy_weights(olmo: Tiny, tmp_path: Path) -> None:
 def test_check_says_so(olmo: Tiny) -> None:
     report = check_model(ServerConfig(model_id=str(olmo.folder)))
     assert report.is_supported and transformers_fallback.NOTE in report.notes
+    assert report.path == "transformers" and report.lost == list(transformers_fallback.LOST)
+    assert "transformers, over our cache" in render(report) and "several ranks" in render(report)
     assert report.parameters == sum(parameter.numel() for parameter in olmo.model.parameters())
     assert report.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4 + 4  # keys and values of 3 layers, and the id
 

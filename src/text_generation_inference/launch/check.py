@@ -5,13 +5,13 @@ that start an engine: the registry, the model's declared tensors, the device and
 are imported when a model is looked at.
 """
 
+import math
 import os
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,11 +19,15 @@ from text_generation_inference.config import ModelSize, ServerConfig, cache_fold
 from text_generation_inference.devices.driver import read_driver
 from text_generation_inference.errors import StartError, TgiError
 from text_generation_inference.launch.arguments import build_parser, read_arguments
+from text_generation_inference.launch.check_report import KvLayers, Report, render
 from text_generation_inference.launch.command import EXIT_ERROR, EXIT_USAGE, run_guarded
 from text_generation_inference.units import gigabytes
 
+if TYPE_CHECKING:
+    from text_generation_inference.layers.cache import AnyCacheSpec
+    from text_generation_inference.models.model import Model
+
 Shapes = dict[str, tuple[int, ...]]
-_NARROW = 60  # columns below which values stand under their names
 
 
 class Facts(msgspec.Struct, kw_only=True):
@@ -35,35 +39,8 @@ class Facts(msgspec.Struct, kw_only=True):
     blocks: dict[str, str] = {}  # matrices in quantised blocks: their types
     has_tokenizer: bool
     finds_chat_template: Callable[[], bool]
-    check_tokenizer: Callable[[], object] = lambda: None  # raises when it cannot be used
+    describe_text: Callable[[Report], None] = lambda _: None  # raises when the tokenizer cannot be used
     download_bytes: int = 0  # not yet in the cache
-
-
-class Report(msgspec.Struct, kw_only=True):
-    """The answer. What could not be found out is None or empty."""
-
-    model: str
-    fits: bool = False
-    problems: list[str] = []  # why it cannot be served
-    notes: list[str] = []
-    gpu: dict[str, str] = {}  # what is known of the GPU, where there is one
-    architecture: str | None = None
-    is_supported: bool = False  # the architecture, wherever it runs
-    quantization: str | None = None  # as the checkpoint names it
-    quantization_is_supported: bool = False
-    parameters: int | None = None
-    dtype: str | None = None
-    weight_bytes: int | None = None  # on the device, as it would be loaded
-    weight_bytes_by_dtype: dict[str, int] = {}
-    kv_bytes_per_token: int | None = None
-    window: int | None = None  # tokens that a request keeps in the KV cache, if not all
-    free_bytes: int | None = None  # before loading
-    kv_cache_tokens: int | None = None
-    limits: dict[str, int] = {}
-    reasons: dict[str, str] = {}  # of the limits
-    tokenizer: bool | None = None
-    chat_template: bool | None = None
-    download_bytes: int | None = None
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "tgi check") -> int:
@@ -196,16 +173,29 @@ def _look_at_hub(config: ServerConfig) -> Facts:
 def _describe(folder: Path, read_shapes: Callable[[], Shapes], has_tokenizer: bool) -> Facts:
     from text_generation_inference.models.registry import read_config
     from text_generation_inference.text.chat_template import ChatTemplate
+    from text_generation_inference.text.reasoning import detect_reasoning_format
     from text_generation_inference.text.tokenizer import Tokenizer
+    from text_generation_inference.text.tools import detect_tool_format
 
     config = read_config(folder)
+
+    def describe_text(report: Report) -> None:
+        if not has_tokenizer:
+            return
+        tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
+        report.stop_tokens = [tokenizer.token_of(token_id) or str(token_id) for token_id in sorted(tokenizer.eos_ids)]
+        if template.found:
+            report.tool_calls = detect_tool_format(template, tokenizer).family
+            thinking = detect_reasoning_format(template, tokenizer)
+            report.thinking = None if thinking is None else thinking.name
+
     return Facts(
         config=config.fields,
         source=config.source,
         read_shapes=read_shapes,
         has_tokenizer=has_tokenizer,
         finds_chat_template=lambda: ChatTemplate.load(folder).found,
-        check_tokenizer=lambda: Tokenizer.load(folder) if has_tokenizer else None,
+        describe_text=describe_text,
     )
 
 
@@ -229,7 +219,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     from text_generation_inference.layers.cache import bytes_per_token, common_window
     from text_generation_inference.models.config import Config
     from text_generation_inference.models.model import Context
-    from text_generation_inference.models.registry import ARCHITECTURES, build, read_quantization
+    from text_generation_inference.models.registry import ARCHITECTURES, OTHERS, build, find_module, read_quantization
     from text_generation_inference.quant.choose import assign_methods, choose_quantization, name_quantization
     from text_generation_inference.runner import kv_cache
     from text_generation_inference.weights.load import check_tensors, count_parameters, weight_bytes
@@ -243,11 +233,14 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     stored = read_quantization(model_config)
     described = build(model_config)  # raises for what cannot be served anywhere
     report.is_supported = True
+    module = find_module(model_config)
+    report.path = "transformers" if module == OTHERS else f"models/{module}.py"
+    report.lost = list(described.lost)
     report.quantization_is_supported = report.quantization is not None
     report.tokenizer = facts.has_tokenizer
     if not facts.has_tokenizer:
         report.problems = ["there is no tokenizer.json, so text cannot be turned into tokens"]
-    facts.check_tokenizer()
+    facts.describe_text(report)
     report.chat_template = facts.finds_chat_template()
     report.notes = list(described.notes)
     if not report.chat_template:
@@ -262,6 +255,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     check_precision(config, stored, device)
     model = build(model_config, Context(device.ops, device=device.torch_device))
     report.parameters = count_parameters(model)
+    _count_experts(report, model)
     report.weight_bytes_by_dtype = {name: weight_bytes(model, getattr(torch, name)) for name in device.limits.dtypes}
     quantization = choose_quantization(config.quantize, stored)
     computes_blocks = config.custom_kernels and report.dtype == "float32"  # the kernels of the CPU take all kinds
@@ -278,6 +272,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, dtype)
     caches = model.caches(cache_dtype)
     report.kv_bytes_per_token = bytes_per_token(caches)
+    report.kv_layers = _group_layers(caches)
     if on_gpu:
         report.notes = [
             *report.notes,
@@ -304,61 +299,37 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     report.window = resolved.window
 
 
-# -- how it is shown -----------------------------------------------------------------------------------------------
+def _count_experts(report: Report, model: "Model") -> None:
+    from text_generation_inference.layers.experts import StackedMatrix
+
+    stacked = [module for _, module in model.walk() if isinstance(module, StackedMatrix)]
+    if not stacked:
+        return
+    assert report.parameters is not None
+    idle = 0
+    for matrix in stacked:
+        of_all = sum(math.prod(declared.shape) for declared in matrix.declare())
+        idle += of_all // matrix.num_experts * (matrix.num_experts - matrix.top_k)
+    report.active_parameters = report.parameters - idle
+    report.experts = [stacked[0].num_experts, stacked[0].top_k]
 
 
-def render(report: Report, width: int | None = None) -> str:
-    """The report for a reader, in lines of at most `width` columns if that is given."""
-    rows: list[tuple[str, str]] = []
-    if report.gpu:
-        rows.append(("GPU", f"{report.gpu['name']}, {report.gpu['memory']}, capability {report.gpu['capability']}"))
-        rows.append(("", f"{report.gpu['features']}; the driver runs {report.gpu['driver']}"))
-    if report.architecture is not None:
-        known = "supported" if report.is_supported else "not supported"
-        rows.append(("architecture", f"{report.architecture}, {known}"))
-    if report.quantization is not None:
-        known = "supported" if report.quantization_is_supported else "not supported"
-        rows.append(("quantised with", f"{report.quantization}: {known}"))
-    if report.parameters is not None:
-        rows.append(("parameters", f"{report.parameters / 1e6:,.1f} million"))
-    if report.weight_bytes is not None:
-        others = ", ".join(f"{name} {gigabytes(size)}" for name, size in report.weight_bytes_by_dtype.items())
-        rows.append(("weights", f"{gigabytes(report.weight_bytes)} as they would be loaded (all {others})"))
-    if report.free_bytes is not None:
-        rows.append(("memory", f"{gigabytes(report.free_bytes)} free"))
-    if report.kv_bytes_per_token is not None:
-        rows.append(("KV cache", f"{report.kv_bytes_per_token:,} bytes per token"))
-    if report.window is not None and report.kv_bytes_per_token is not None:
-        most = gigabytes(report.window * report.kv_bytes_per_token)
-        rows.append(("", f"a request keeps the last {report.window:,} tokens ({most}), however long it gets"))
-    if report.kv_cache_tokens is not None:
-        reason = report.reasons.get("max_batch_total_tokens", "")
-        rows.append(("", f"{report.kv_cache_tokens:,} tokens ({reason})"))
-    rows += [(name, f"{value:,} ({report.reasons.get(name, '')})") for name, value in report.limits.items()]
-    if report.tokenizer is not None:
-        rows.append(("tokenizer", "found" if report.tokenizer else "missing"))
-        rows.append(("chat template", "found" if report.chat_template else "missing"))
-    if report.download_bytes:
-        rows.append(("to download", gigabytes(report.download_bytes)))
-    verdict = "it fits" if report.fits else f"it cannot be served: {'; '.join(report.problems)}"
-    lines = [report.model]
-    for name, text in rows:
-        lines += _row(name, text, width)
-    for note in report.notes:
-        lines += _wrap(f"  note: {note}", width, 8)
-    return "\n".join([*lines, *_row("verdict", verdict, width)])
+def _group_layers(caches: "Sequence[AnyCacheSpec]") -> list[KvLayers]:
+    """Layers that keep the same, in the order in which they first come."""
+    from text_generation_inference.layers.cache import LatentCacheSpec
 
-
-def _row(name: str, text: str, width: int | None) -> list[str]:
-    if width is None or width >= _NARROW:
-        return _wrap(f"  {name:<25} {text}", width, 28)
-    return [*([f"  {name}"[:width]] if name else []), *_wrap(f"    {text}", width, 4)]
-
-
-def _wrap(line: str, width: int | None, indent: int) -> list[str]:
-    if width is None or len(line) <= width:
-        return [line]
-    return textwrap.wrap(line, max(width, 2 * indent), subsequent_indent=" " * indent, break_on_hyphens=False)
+    groups: dict[AnyCacheSpec, int] = {}
+    for cache in caches:
+        groups[cache] = groups.get(cache, 0) + 1
+    return [
+        KvLayers(
+            "latents" if isinstance(cache, LatentCacheSpec) else "keys and values",
+            count,
+            count * cache.bytes_per_token,
+            cache.window,
+        )
+        for cache, count in groups.items()
+    ]
 
 
 if __name__ == "__main__":

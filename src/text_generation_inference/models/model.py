@@ -36,6 +36,7 @@ class Model(Module, ABC):
     ignored: tuple[str, ...] = ()  # patterns of checkpoint tensors that it does not need
     is_capturable: bool = True  # a pass may be captured as a graph and replayed
     notes: tuple[str, ...] = ()  # what a user should know of how it is served
+    lost: tuple[str, ...] = ()  # what other models have and this one has not, for how it is computed
 
     def adapt(self, names: Collection[str], are_equal: Callable[[str, str], bool] | None = None) -> None:
         """A checkpoint has tensors of these names: settle which of the names that a family has had are meant.

@@ -81,7 +81,7 @@ def build(config: Config, context: Context | None = None) -> Model:
 def read_quantization(config: Config) -> Quantization | None:
     """How the checkpoint of a model that is served stores its matrices; None: plainly."""
     found = detect(config.fields, config.source)
-    if found is not None and _find_module(config) == OTHERS:
+    if found is not None and find_module(config) == OTHERS:
         raise ModelFormatError(
             f"{config.source}: the model is stored in {found.method}, and {shorten(config.fields['architectures'][0])}"
             " is served through transformers, which takes plain weights here. Use a version in bfloat16 or float16."
@@ -97,10 +97,11 @@ def judge(folder: Path) -> None:
 
 
 def _find_family(config: Config) -> Any:
-    return import_module(f"text_generation_inference.models.{_find_module(config)}")
+    return import_module(f"text_generation_inference.models.{find_module(config)}")
 
 
-def _find_module(config: Config) -> str:
+def find_module(config: Config) -> str:
+    """The file that builds a model; `OTHERS` for what has no line."""
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ModelFormatError(f"{config.source}: `architectures` is missing, so the model cannot be recognised")

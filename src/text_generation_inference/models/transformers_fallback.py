@@ -30,6 +30,13 @@ from text_generation_inference.weights.declare import Declared, Parts, Read, Sto
 
 INSTALL = "pip install 'text-generation-inference[transformers]'"
 NOTE = "served through transformers: op by op, without captured steps"
+LOST = (
+    "captured steps and fused passes: every op is launched on its own",
+    "`--quantize` and quantised checkpoints",
+    "several ranks",
+    "buckets with graphs (Gaudi)",
+    "a fast start: `transformers` reads the weights",
+)
 
 _REFUSED = {
     "bloom": "it does not attend through the interface of transformers",
@@ -55,6 +62,7 @@ class TransformersModel(Model):
     ignored = ("*",)  # the loader of `transformers` says what is missing and what is left over
     is_capturable = False
     notes = (NOTE,)
+    lost = LOST
 
     def __init__(self, config: Config, context: Context) -> None:
         self._class, self._config = _find(config)

@@ -42,6 +42,10 @@ class ReasoningFormat:
     shown_ids: frozenset[int] = frozenset()  # special tokens whose text the splitter needs
 
     @property
+    def name(self) -> str:
+        return "Harmony" if self.tags is None else f"{self.tags.opens[0]} ... {self.tags.closes[0]}"
+
+    @property
     def always_marks(self) -> bool:
         """Whether every answer has marks, also one without thoughts: then it cannot be read without a splitter."""
         return self.tags is None
