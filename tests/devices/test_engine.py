@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from driving import Output, Tiny, make_request, make_tiny, random_prompts, run, start
+from driving import Output, Tiny, make_request, make_tiny, random_prompts, run, spoil_free_blocks, start
 from engine_cases import MIN_TOKENS, NEW, PARAMS, ends_in_time, on_cpu, requests, same, wait_for_device
 from queue_on_cpu import QueueOnCpu
 
@@ -88,6 +88,17 @@ def test_sinks_and_chunks(family: str, start_here: Start, device_name: str, tmp_
     engine = start_here(tiny.folder, max_batch_prefill_tokens=33)
     same(run(engine, asked), expected)
     same(run(engine, asked[3:4]), expected[3:4])
+
+
+def test_long_requests_cost_their_window(tmp_path_factory: pytest.TempPathFactory, start_here: Start) -> None:
+    """With every option, in a cache that holds none of the longer ones as a whole: captured steps read stale tables."""
+    folder = make_tiny("Mistral", {}, tmp_path_factory.mktemp("window")).folder
+    asked = requests(PARAMS, [90, 1, 40, 70, 33, 16, 5, 17, 64, 2, 80])
+    expected = on_cpu(folder, asked)
+    engine = start_here(folder, max_total_tokens=None, max_batch_total_tokens=80, max_batch_prefill_tokens=33)
+    assert engine.resolved.window == 24 and engine.facts.max_total_tokens >= 108
+    spoil_free_blocks(engine)
+    same(run(engine, asked, arrivals=[0, 0, 1, 1, 2, 3, 5, 8, 13, 21, 34]), expected)
 
 
 def test_prompts_of_every_captured_size(tiny: Tiny, start_here: Start) -> None:

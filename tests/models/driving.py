@@ -1,10 +1,12 @@
 """Runs token lists through an engine and through `transformers`."""
 
+import math
 import random
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import transformers
@@ -12,7 +14,7 @@ import transformers
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine, start_engine
 from text_generation_inference.models.registry import ARCHITECTURES
-from text_generation_inference.types import GenerationRequest, SamplingParams, TokenOut
+from text_generation_inference.types import GenerationRequest, SamplingParams, StepPlan, TokenOut
 
 
 @dataclass
@@ -119,6 +121,26 @@ def run(engine: Engine, requests: list[GenerationRequest], arrivals: list[int] |
     pool = engine.loop.scheduler.pool
     assert pool.num_free == pool.num_usable
     return [outputs[request.id] for request in requests]
+
+
+def spoil_free_blocks(engine: Engine) -> None:
+    """From now on, before each step, blocks that are free and hold nothing findable are filled with NaN: whoever reads
+    one, even to multiply it with 0, has no tokens."""
+    runner: Any = engine.rank.runner
+    pool: Any = engine.loop.scheduler.pool
+    launch, queue = runner.launch, runner._queue
+    empty: dict[int, torch.Tensor] = {}  # by step
+
+    def note_and_launch(plan: StepPlan) -> object:
+        empty[plan.step] = torch.tensor(pool._empty, dtype=torch.int64)
+        return launch(plan)
+
+    def spoil_and_queue(plan: StepPlan, previous: object) -> object:  # in the order of steps
+        for cache in (tensor for layer in runner.kv_cache for tensor in layer):
+            cache[empty[plan.step].to(cache.device)] = math.nan
+        return queue(plan, previous)
+
+    runner.launch, runner._queue = note_and_launch, spoil_and_queue
 
 
 @torch.no_grad()

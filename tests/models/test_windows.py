@@ -4,20 +4,17 @@ Prompts and outputs are several windows long. Before each step every block that 
 filled with NaN: whoever reads one, even to multiply it with 0, has no tokens. What must come out comes from `transformers`.
 """
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from driving import Output, Tiny, make_request, make_tiny, random_prompts, reference, run, start
+from driving import Output, Tiny, make_request, make_tiny, random_prompts, reference, run, spoil_free_blocks, start
 from queue_on_cpu import QueueOnCpu
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine
 from text_generation_inference.launch.check import check_model, render
-from text_generation_inference.types import StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,25 +46,6 @@ def start_here(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
         return engine
 
     return started
-
-
-def spoil_free_blocks(engine: Engine) -> None:
-    runner: Any = engine.rank.runner
-    pool: Any = engine.loop.scheduler.pool
-    launch, queue = runner.launch, runner._queue
-    empty: dict[int, Any] = {}  # by step
-
-    def note_and_launch(plan: StepPlan) -> object:
-        empty[plan.step] = torch.tensor(pool._empty, dtype=torch.int64)
-        return launch(plan)
-
-    def spoil_and_queue(plan: StepPlan, previous: object) -> object:  # in the order of steps
-        blocks = empty.pop(plan.step)
-        for keys, values in runner.kv_cache:
-            keys[blocks] = values[blocks] = math.nan
-        return queue(plan, previous)
-
-    runner.launch, runner._queue = note_and_launch, spoil_and_queue
 
 
 def compare(outputs: list[Output], expected: list[tuple[list[int], list[float]]]) -> None:

@@ -9,6 +9,7 @@ from harness import Harness, OracleRunner, check_outputs, relaxed, scenarios
 from hypothesis import given
 from hypothesis import strategies as st
 
+from text_generation_inference.config import least_blocks
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.scheduler import Scheduler
@@ -39,7 +40,7 @@ class FaultyHarness(Harness):
     def __init__(self, *arguments: object, fail_plans: set[int], fail_results: set[int]) -> None:
         super().__init__(*arguments)
         old = self.runner
-        self.runner = FaultyRunner(len(old.cache), old.block_size, old.num_slots, old.tokens_per_row)
+        self.runner = FaultyRunner(len(old.cache), old.block_size, old.num_slots, old.tokens_per_row, old.window)
         self.fail_plans, self.fail_results = fail_plans, fail_results
         self.num_results = 0
         self.failed_plan = False
@@ -90,15 +91,18 @@ def apart(numbers: list[int]) -> set[int]:
 
 
 @relaxed
-@given(scenarios(), st.lists(st.integers(1, 60), max_size=6), st.booleans())
-def test_no_rollback_changes_a_token(scenario: dict, numbers: list[int], at_results: bool) -> None:
+@given(scenarios(), st.lists(st.integers(1, 60), max_size=6), st.booleans(), st.sampled_from([None, None, 3, 8]))
+def test_no_rollback_changes_a_token(scenario: dict, numbers: list[int], at_results: bool, window: int | None) -> None:
     failures = apart(numbers)
+    size = scenario["block_size"]
+    least = scenario["least_blocks"] if window is None else 1 + least_blocks(window, size)
     harness = FaultyHarness(
-        scenario["least_blocks"] + scenario["spare_blocks"],
-        scenario["block_size"],
+        least + scenario["spare_blocks"],
+        size,
         True,
         scenario["overlap"],
         scenario["policy"],
+        window,
         fail_plans=set() if at_results else failures,
         fail_results=failures if at_results else set(),
     )

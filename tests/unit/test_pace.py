@@ -134,3 +134,19 @@ def test_a_cut_chunk_ends_with_a_block():
     start = 7 * 16
     end = pace.room(1, 512).take(start, 5000)
     assert end % 16 == 0 and end - start < 512
+
+
+def test_tokens_behind_a_window_take_no_time():
+    for window in (1, 5, 40):
+        for start, end in ((0, 3), (0, 90), (3, 41), (40, 41), (70, 90)):
+            looked_at = sum(min(position + 1, window) for position in range(start, end))
+            assert attended(start, end, window) == looked_at
+    device = Device(0.0, 1e-4, 1e-6)
+    full, windowed = warmed(device), StepPace(TARGET_S, 16, window=1000)
+    for _ in range(5):
+        windowed.on_step(StepWork(1, 0, 0), 0.001)
+        windowed.on_step(StepWork(1, 500, attended(0, 500)), 500 * 1e-4 + attended(0, 500) * 1e-6)
+        windowed.on_step(StepWork(1, 100, attended(900, 1000)), 100 * 1e-4 + attended(900, 1000) * 1e-6)
+    near, far = (windowed.room(1, 10**6).take(start, 10**6) - start for start in (1000, 30_000))
+    assert abs(near - far) <= 16  # whole blocks
+    assert far > 4 * (full.room(1, 10**6).take(30_000, 10**6) - 30_000)

@@ -25,16 +25,28 @@ class StepWork:
     attended: int  # sum over the prompt tokens of the tokens they look at
 
 
-def attended(start: int, end: int) -> int:
-    """Tokens looked at by those from `start` to `end`, themselves included."""
-    return (end * (end + 1) - start * (start + 1)) // 2
+def attended(start: int, end: int, window: int | None = None) -> int:
+    """Tokens looked at by those from `start` to `end`, themselves included; no more than a window by each."""
+    if window is None or end <= window:
+        return (end * (end + 1) - start * (start + 1)) // 2
+    near = attended(start, window) if start < window else 0
+    return near + (end - max(start, window)) * window
 
 
 class StepRoom:
     """What the step being planned has left."""
 
-    def __init__(self, tokens: int, seconds: float, per_token: float, per_attended: float, block_size: int) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        seconds: float,
+        per_token: float,
+        per_attended: float,
+        block_size: int,
+        window: int | None = None,
+    ) -> None:
         self.tokens = tokens
+        self._window = window
         self._seconds, self._block_size = seconds, block_size
         self._per_token, self._per_attended = per_token, per_attended
         self._is_first = True
@@ -54,7 +66,7 @@ class StepRoom:
             end = min(end, max(affordable, start + _SMALLEST_CHUNK))
         self._is_first = False
         self.tokens -= end - start
-        self._seconds -= (end - start) * self._per_token + attended(start, end) * self._per_attended
+        self._seconds -= (end - start) * self._per_token + attended(start, end, self._window) * self._per_attended
         return end
 
     def _affordable(self, start: int) -> int:
@@ -65,6 +77,8 @@ class StepRoom:
             return 0
         linear = self._per_token + self._per_attended * (start + 0.5)
         square = self._per_attended / 2
+        if self._window is not None and start >= self._window:
+            linear, square = self._per_token + self._per_attended * self._window, 0.0
         root = (math.sqrt(linear * linear + 4 * square * self._seconds) + linear) / 2
         return int(self._seconds / root) if root > 0 else self.tokens
 
@@ -72,8 +86,8 @@ class StepRoom:
 class StepPace:
     """Learns how long steps take. Without `max_step_s` there is no limit and nothing is learnt."""
 
-    def __init__(self, max_step_s: float | None, block_size: int) -> None:
-        self._max_step_s, self._block_size = max_step_s, block_size
+    def __init__(self, max_step_s: float | None, block_size: int, window: int | None = None) -> None:
+        self._max_step_s, self._block_size, self._window = max_step_s, block_size, window
         self._decode_s = 0.0  # a step without prompts
         self._per_token = self._per_attended = 0.0
         # Weighted sums over steps: of squares and products of tokens and attended tokens, and of both with seconds.
@@ -84,7 +98,7 @@ class StepPace:
         seconds = math.inf
         if self._max_step_s is not None and num_decode > 0:
             seconds = max(self._max_step_s - self._decode_s, self._decode_s / _DECODE_SHARE - self._decode_s)
-        return StepRoom(tokens, seconds, self._per_token, self._per_attended, self._block_size)
+        return StepRoom(tokens, seconds, self._per_token, self._per_attended, self._block_size, self._window)
 
     def on_step(self, work: StepWork, seconds: float) -> None:
         """A step was computed, in so long."""

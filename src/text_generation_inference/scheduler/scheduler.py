@@ -82,7 +82,7 @@ class Scheduler:
         self.pool = pool
         self.stats = SchedulerStats()
         self._limit = StepLimit(policy)
-        self._pace = StepPace(policy.max_step_ms / 1000 or None, pool.block_size)
+        self._pace = StepPace(policy.max_step_ms / 1000 or None, pool.block_size, pool.window)
         self._now = clock
         self._per_row = policy.tokens_per_row
         self._has_window = pool.window is not None
@@ -473,7 +473,7 @@ class Scheduler:
         work = StepWork(
             len(decode_rows),
             sum(chunk.end - chunk.start for chunk in chunks),
-            sum(attended(chunk.start, chunk.end) for chunk in chunks),
+            sum(attended(chunk.start, chunk.end, self.pool.window) for chunk in chunks),
         )
         self._in_flight.append(_InFlight(self._step, decode_rows, chunk_rows, sampling, work))
         return plan
