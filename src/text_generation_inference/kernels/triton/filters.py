@@ -93,12 +93,16 @@ def wishes(filters, slot, filters_row, vocab):
 
 @triton.jit
 def read_scores(logits, scores, place, i, end, temperature):
-    """Scores of the ids i of a row: those of the model, or the adjusted ones if the row has a place among them."""
+    """Scores of the ids i of a row: those of the model, or the adjusted ones if the row has a place among them.
+
+    The same in every kernel to the last bit: an approximate quotient may be fused with what is computed from it, and
+    then the best score is not as far from the best one as it was where that was found.
+    """
     if place < 0:
         x = tl.load(logits + i, mask=i < end, other=float("-inf")).to(tl.float32)
     else:
         x = tl.load(scores + i, mask=i < end, other=float("-inf"))
-    return x / temperature
+    return tl.div_rn(x, temperature)
 
 
 @triton.jit
