@@ -422,6 +422,17 @@ def test_attention_with_window_and_softcap(
     )
 
 
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (None, 40), (33, 40), (None, 300)])
+@pytest.mark.parametrize("name", BATCHES)
+def test_attention_with_sinks_and_chunks(ops: NativeOps, name: str, window: int | None, chunk: int | None) -> None:
+    batch = make_batch(*BATCHES[name], 16)
+    q, k, v = fused_qkv(len(batch.positions), 6, 3, 64)
+    caches = make_cache(batch, 16, 3, 64)
+    for sinks in (torch.tensor([2.5, -1.0, 0.3, -math.inf, 4.0, 0.0]), None):
+        asked = (*caches, batch, 0.3, window, None, (1.0, 1.0), None, sinks, chunk)
+        close(ops.attention(q, k, v, *asked), reference.attention(q, k, v, *asked))
+
+
 def test_attention_reads_no_slot_past_the_row(ops: NativeOps) -> None:
     batch = make_batch([5, 20], [(3, 9), (0, 70)], 16)
     q, k, v = fused_qkv(len(batch.positions), 9, 3, 64)

@@ -21,7 +21,8 @@ typedef struct {
   const int64_t *starts, *ends;  // of each chunk
   const int64_t *first_task, *first_token;  // of each chunk, and of the end
   long q_token, q_head, table_stride, blocks;
-  long num_decode, num_chunks, block_size, heads, kv_heads, head_dim, value_dim, window;
+  const float *sinks;  // [heads]: one more score for each query, without a value; or NULL
+  long num_decode, num_chunks, block_size, heads, kv_heads, head_dim, value_dim, window, span;
   long pieces;        // per decoding row
   long chunk_tasks;
   float *partial;     // [num_decode][kv_heads][pieces][group][value_dim + 2]
@@ -119,10 +120,22 @@ INLINE vf cap(vf score, float softcap) {
 // What to multiply dot products with: `cap` brings in the logarithm itself.
 INLINE float score_factor(const attention_call *call) { return call->softcap > 0.0f ? call->scale : call->scale * LOG2_E; }
 
+// The first key that a query at a position sees: inside the window, and inside its own span of positions.
+INLINE long first_seen(const attention_call *call, long position) {
+  const long first = call->window > 0 && position >= call->window ? position - call->window + 1 : 0;
+  const long own = call->span > 0 ? position / call->span * call->span : 0;
+  return own > first ? own : first;
+}
+
 // Keys [first, end) that a decoding row sees.
 INLINE void decode_range(const attention_call *call, long row, long *first, long *end) {
   *end = call->seq_lens[row];
-  *first = call->window > 0 && *end > call->window ? *end - call->window : 0;
+  *first = *end > 0 ? first_seen(call, *end - 1) : 0;
+}
+
+// The score of a head's sink; without one, below all scores.
+INLINE float sink_score(const attention_call *call, long head) {
+  return call->sinks ? fmaxf(call->sinks[head] * LOG2_E, -FLT_MAX) : -FLT_MAX;
 }
 
 static void decode_task(const attention_call *call, long task) {
@@ -189,8 +202,10 @@ static void merge_pieces(const attention_call *call, long row, long kv) {
   const float *partial = call->partial + (row * call->kv_heads + kv) * call->pieces * group * ld;
   for (long h = 0; h < group; h++) {
     float *out = call->out + (row * call->heads + kv * group + h) * d;
-    float max = -FLT_MAX, total = 0.0f;
+    const float sink = sink_score(call, kv * group + h);
+    float max = sink;
     for (long p = 0; p < pieces; p++) max = fmaxf(max, partial[(p * group + h) * ld + d]);
+    float total = call->sinks ? exp2f(sink - max) : 0.0f;
     for (long e = 0; e < d; e += 8) _mm256_storeu_ps(out + e, _mm256_setzero_ps());
     for (long p = 0; p < pieces; p++) {
       const float *piece = partial + (p * group + h) * ld;
@@ -246,13 +261,13 @@ INLINE void weigh_values(const float *weights, const float *values, const int64_
 typedef struct {
   float q[MAX_HEAD_DIM * PANEL], out[MAX_HEAD_DIM * PANEL], scores[TILE_KEYS * PANEL];
   float max[PANEL], total[PANEL], keep[PANEL];
-  int32_t position[PANEL];
+  int32_t position[PANEL], before[PANEL];  // of each lane, and the last position that it does not see any more
 } chunk_state;
 
 // Hide what each lane may not see, then turn scores into weights and move the running maximum and total.
 INLINE void soften(const attention_call *call, chunk_state *s, long start, long count, const int masked, const float softcap) {
   for (int v = 0; v < 3; v++) {
-    const vi position = vi_load(s->position + v * VL), oldest = vi_add(position, vi_set((int32_t)-call->window));
+    const vi position = vi_load(s->position + v * VL), before = vi_load(s->before + v * VL);
     const vf old = v_load(s->max + v * VL);
     vf max = old;
     for (long i = 0; i < count; i++) {
@@ -261,7 +276,7 @@ INLINE void soften(const attention_call *call, chunk_state *s, long start, long 
       if (masked) {
         const vi key = vi_set((int32_t)(start + i));
         score = v_select(vi_gt(key, position), v_set(-INFINITY), score);
-        if (call->window > 0) score = v_select(vi_gt(key, oldest), score, v_set(-INFINITY));
+        if (call->window > 0 || call->span > 0) score = v_select(vi_gt(key, before), score, v_set(-INFINITY));
       }
       if (masked || softcap > 0.0f) v_store(at, score);
       max = v_max(score, max);
@@ -299,8 +314,9 @@ static void chunk_task(const attention_call *call, long task) {
     q[l] = call->q + token * call->q_token + head * call->q_head;
     out[l] = call->out + (token * call->heads + head) * values;
     s->position[l] = (int32_t)(call->starts[chunk] + pair / group);
-    s->max[l] = -FLT_MAX;
-    s->total[l] = 0.0f;
+    s->before[l] = (int32_t)first_seen(call, s->position[l]) - 1;
+    s->max[l] = sink_score(call, head);
+    s->total[l] = call->sinks ? 1.0f : 0.0f;
   }
   const __m128 factor = _mm_set1_ps(score_factor(call));
   for (long l = 0; l < PANEL; l += 4)
@@ -311,15 +327,15 @@ static void chunk_task(const attention_call *call, long task) {
       UNROLL for (int i = 0; i < 4; i++) _mm_storeu_ps(s->q + (e + i) * PANEL + l, x[i]);
     }
   memset(s->out, 0, (size_t)(values * PANEL) * 4);
-  long start = call->window > 0 && oldest >= call->window ? oldest - call->window + 1 : 0;
-  for (; start <= newest; start += TILE_KEYS) {
+  const long last_first = first_seen(call, newest);
+  for (long start = first_seen(call, oldest); start <= newest; start += TILE_KEYS) {
     int64_t offsets[TILE_KEYS + MAX_ROWS];
     const long count = newest + 1 - start < TILE_KEYS ? newest + 1 - start : TILE_KEYS;
     locate(call, row, start, count, offsets);
     for (long i = count; i % MAX_ROWS; i++) offsets[i] = offsets[count - 1];
     for (long i = 0; i < count; i += MAX_ROWS)
       score_keys(s->q, call->k_cache + kv * d, offsets + i, d, s->scores + i * PANEL);
-    const int masked = start + count - 1 > oldest || (call->window > 0 && start + call->window <= newest);
+    const int masked = start + count - 1 > oldest || start < last_first;
     if (call->softcap > 0.0f)
       soften(call, s, start, count, 1, call->softcap);
     else if (masked)
@@ -371,6 +387,7 @@ static int run_attention(attention_call call, long max_blocks, int threads) {
     }
   }
   if (call.window > 0 && longest > call.window) longest = call.window;
+  if (call.span > 0 && longest > call.span) longest = call.span;
   call.pieces = (longest + PIECE_KEYS - 1) / PIECE_KEYS;
   int64_t *first = reserve(&chunk_memory, (size_t)(2 * call.num_chunks + 2) * 8);
   int64_t *token = first + call.num_chunks + 1;
@@ -392,16 +409,18 @@ static int run_attention(attention_call call, long max_blocks, int threads) {
   return 0;
 }
 
-// `starts` and `ends` are the positions of each chunk, `window` and `softcap` 0 where there is none.
+// `starts` and `ends` are the positions of each chunk, `window`, `span` and `softcap` 0 where there is none.
 int tgi_attention(const float *q, long q_token, long q_head, const float *k_cache, const float *v_cache, long blocks,
                   long block_size, const int32_t *block_tables, long table_stride, long max_blocks, const int32_t *seq_lens,
                   long num_decode, long num_chunks, const int64_t *starts, const int64_t *ends, long heads, long kv_heads,
-                  long head_dim, float scale, long window, float softcap, float *out, int threads) {
+                  long head_dim, float scale, long window, long span, float softcap, const float *sinks, float *out,
+                  int threads) {
   const attention_call call = {
       .q = q, .k_cache = k_cache, .v_cache = v_cache, .out = out, .block_tables = block_tables, .seq_lens = seq_lens,
       .num_decode = num_decode, .num_chunks = num_chunks, .heads = heads, .kv_heads = kv_heads, .head_dim = head_dim,
-      .value_dim = head_dim, .blocks = blocks, .block_size = block_size, .window = window, .q_token = q_token,
-      .q_head = q_head, .table_stride = table_stride, .starts = starts, .ends = ends, .scale = scale, .softcap = softcap};
+      .value_dim = head_dim, .blocks = blocks, .block_size = block_size, .window = window, .span = span,
+      .sinks = sinks, .q_token = q_token, .q_head = q_head, .table_stride = table_stride, .starts = starts, .ends = ends,
+      .scale = scale, .softcap = softcap};
   return run_attention(call, max_blocks, threads);
 }
 

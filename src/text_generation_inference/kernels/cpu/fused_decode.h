@@ -53,7 +53,7 @@ int tgi_run_fused_decode(const fused_decoder *decoder, const float *x, long rows
       return -1;
     if (tgi_attention(q, q_width, d, layer->k_cache, layer->v_cache, decoder->blocks, decoder->block_size, block_tables,
                       table_stride, max_blocks, seq_lens, num_decode, num_chunks, starts, ends, heads, kv_heads, d,
-                      decoder->scale, layer->window, decoder->softcap, mixed, threads))
+                      decoder->scale, layer->window, 0, decoder->softcap, NULL, mixed, threads))
       return -1;
     tgi_linear(mixed, rows, q_width, layer->o, layer->o_bias, added, hidden, threads);
     tgi_rms_norm(added, hidden, residual, hidden, layer->post_norm, decoder->eps, rows, hidden, normed, residual, threads);

@@ -58,7 +58,7 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "tgi_rms_norm": (None, "plplpfllppi"),
     "tgi_gate": (None, "iplllpi"),
     "tgi_rotary_and_cache": (c_int, "pllpllpllpllpplppplllli"),
-    "tgi_attention": (c_int, "pllppllpllpllpplllflfpi"),
+    "tgi_attention": (c_int, "pllppllpllpllpplllfllfppi"),
     "tgi_latent_cache": (c_int, "pllplpfplpplplllli"),
     "tgi_absorb": (None, "pllpllllllpi"),
     "tgi_latent_attention": (c_int, "ppllpllpllpplllfpi"),
@@ -391,15 +391,14 @@ class NativeOps:
         window: int | None = None,  # a token sees itself and the `window - 1` tokens before it
         softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
         kv_scales: tuple[float, float] = (1.0, 1.0),
-        slopes: Tensor | None = None,  # these three are not of the kernel
+        slopes: Tensor | None = None,  # which the kernel does not add
         sinks: Tensor | None = None,
         attention_chunk: int | None = None,
     ) -> Tensor:
         """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
         tokens, heads, head_dim = q.shape
         meta = batch.meta
-        is_known = slopes is None and sinks is None and attention_chunk is None
-        if not isinstance(meta, PagedMeta) or not is_known:
+        if not isinstance(meta, PagedMeta) or slopes is not None:
             return reference.attention(
                 q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
             )
@@ -416,7 +415,9 @@ class NativeOps:
             and tables.stride(1) == 1
             and seq_lens.is_contiguous()
         ):
-            return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+            return reference.attention(
+                q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
+            )
         blocks, block_size, kv_heads, _ = k_cache.shape
         starts = ends = None
         num_chunks = len(meta.chunk_starts_cpu)
@@ -427,8 +428,8 @@ class NativeOps:
         if self._attention(
             q.data_ptr(), q.stride(0), q.stride(1), k_cache.data_ptr(), v_cache.data_ptr(), blocks, block_size,
             tables.data_ptr(), tables.stride(0), tables.shape[1], seq_lens.data_ptr(), meta.num_decode, num_chunks,
-            starts, ends, heads, kv_heads, head_dim, scale, window or 0, softcap or 0.0, out.data_ptr(),
-            self._threads(),
+            starts, ends, heads, kv_heads, head_dim, scale, window or 0, attention_chunk or 0,
+            softcap or 0.0, None if sinks is None else sinks.data_ptr(), out.data_ptr(), self._threads(),
         ):  # fmt: skip
             raise IndexError("a row's block table does not cover its tokens with blocks of the cache")
         return out
