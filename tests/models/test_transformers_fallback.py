@@ -141,7 +141,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unlisted encoder": ("LED", {"is_encoder_decoder": True}, "it is an encoder-decoder"),
     "images": ("Llava", {"architectures": ["LlavaForX"], "vision_config": {}}, "it reads images"),
     "no causal model": ("Bert", {"architectures": ["BertForMaskedLM"]}, "has no such causal language model"),
-    "remote code": ("Frob", {"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "no code that comes with a model is run"),
+    "remote code": ("Frob", {"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "run only with --trust-remote-code"),
+    "code of nothing": ("Frob", {"auto_map": {"AutoConfig": "x.Y"}}, "has no such causal language model"),
     "absurd": ("Olmo", {"num_hidden_layers": 2**40}, "`num_hidden_layers` must be at most"),
     "no numbers": ("Olmo", {"hidden_size": "many"}, "`hidden_size` must be a positive integer"),
 }
@@ -154,6 +155,64 @@ def test_refused_by_name(name: str, tmp_path: Path) -> None:
     fields = {**SIZES, "model_type": getattr(made, "model_type", "frob"), "architectures": [f"{family}ForCausalLM"]}
     with pytest.raises(ModelFormatError) as caught:
         start(write(tmp_path, {**fields, **changes}))
+    assert reason in str(caught.value)
+
+
+CODE = """from transformers import OlmoForCausalLM
+from .settings_of_frob import FrobConfig
+
+
+class FrobForCausalLM(OlmoForCausalLM):
+    config_class = FrobConfig
+"""
+SETTINGS = """from transformers import OlmoConfig
+
+
+class FrobConfig(OlmoConfig):
+    model_type = "frob"
+"""
+OWN = {"architectures": ["FrobForCausalLM"], "model_type": "frob"}
+
+
+def bring_code(olmo: Tiny, folder: Path, code: str = CODE, reference: str = "model_of_frob.FrobForCausalLM") -> Path:
+    """The same weights, in a folder that has the modelling code beside them."""
+    for path in olmo.folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    fields = json.loads((folder / "config.json").read_text())
+    write(folder, {**fields, **OWN, "auto_map": {"AutoModelForCausalLM": reference}})
+    (folder / "model_of_frob.py").write_text(code)
+    (folder / "settings_of_frob.py").write_text(SETTINGS)
+    return folder
+
+
+def test_code_that_comes_with_a_model(olmo: Tiny, tmp_path: Path) -> None:
+    folder = bring_code(olmo, tmp_path)
+    with pytest.raises(ModelFormatError, match="run only with --trust-remote-code"):
+        start(folder)
+    engine = check(Tiny(folder, olmo.model), PROMPTS[1:3], 4, trust_remote_code=True)
+    assert "code that came with the model is run: model_of_frob.py" in engine.notes
+    assert not (folder / "__pycache__").exists()
+    report = check_model(ServerConfig(model_id=str(folder), trust_remote_code=True))
+    assert report.path == "transformers" and report.is_supported
+    assert not check_model(ServerConfig(model_id=str(folder))).is_supported
+
+
+@pytest.mark.parametrize(
+    ("code", "reference", "reason"),
+    [
+        ("", "model_of_frob.FrobForCausalLM", "AttributeError"),
+        ("import no_such_package_at_all", "model_of_frob.FrobForCausalLM", "ModuleNotFoundError"),
+        ("raise SystemExit(3)", "model_of_frob.FrobForCausalLM", "SystemExit"),
+        ("FrobForCausalLM = dict", "model_of_frob.FrobForCausalLM", "no model of transformers"),
+        ("", "absent.FrobForCausalLM", "absent.py is missing"),
+        ("", "../x.Y", "no `module.Class`"),
+        ("", "org/other--model.Y", "copy it into the model's folder"),
+        ("", "model_of_frob", "no `module.Class`"),
+    ],
+)
+def test_code_that_cannot_be_used(olmo: Tiny, tmp_path: Path, code: str, reference: str, reason: str) -> None:
+    with pytest.raises(ModelFormatError) as caught:
+        start(bring_code(olmo, tmp_path, code, reference), trust_remote_code=True)
     assert reason in str(caught.value)
 
 

@@ -48,6 +48,15 @@ def test_only_what_serving_needs(hub: Hub, tmp_path: Path) -> None:
     assert not any("pytorch_model.bin" in line or "original" in line for line in hub.asked)
 
 
+def test_code_is_fetched_for_those_who_trust_it(hub: Hub, tmp_path: Path) -> None:
+    hub.files = {**FILES, "modeling_x.py": b"raise SystemExit", "deep/y.py": b""}
+    assert not list(fetch(hub, tmp_path).rglob("*.py"))
+    access = HubAccess(cache_dir=tmp_path / "hub", endpoint=hub.url, code=True)
+    for folder in (download.download_description("org/model", None, access), download_model("org/model", None, access)):
+        assert (folder / "modeling_x.py").read_bytes() == b"raise SystemExit"
+    assert {file.name for file in list_files("org/model", None, access)} >= {"modeling_x.py", "config.json"}
+
+
 def test_progress(hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     calls: list[tuple[str, int, int]] = []
     fetch(hub, tmp_path, progress=lambda *call: calls.append(call))

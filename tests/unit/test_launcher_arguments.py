@@ -341,9 +341,7 @@ def test_what_has_no_effect_says_so() -> None:
     ]
     # What asks for what is done anyway needs no word.
     assert read(USAGE_STATS="off", PREFILL_CHUNKING="1", TRUST_REMOTE_CODE="false", SPECULATE="0").notes == []
-    assert explain(ServerConfig(trust_remote_code=True), ["trust_remote_code"], lambda: "cpu") == [
-        "--trust-remote-code has no effect: no code of a model is ever run"
-    ]
+    assert explain(ServerConfig(trust_remote_code=True), ["trust_remote_code"], lambda: "cpu") == []
 
 
 def test_nothing_is_said_of_what_nobody_set() -> None:

@@ -114,6 +114,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "take the .safetensors files of this folder instead of the model's", "DIR", check=check_name, engine=True
         ),
     ] = None
+    trust_remote_code: Annotated[
+        bool, _model("run modelling code that comes with a model whose architecture nobody else has")
+    ] = False
     disable_grammar_support: Annotated[bool, _model("refuse requests with a grammar")] = False
     reasoning_format: Annotated[
         str, _model("tell a model's thoughts from its chat answers, or not", "FORMAT", choices=("auto", "none"))
@@ -353,9 +356,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             refused="merge the adapter into the model first",
         ),
     ] = None  # see `parse_lora_adapters`
-    trust_remote_code: Annotated[
-        bool, _accepted("run code that comes with a model", no_effect="no code of a model is ever run", as_it_is=False)
-    ] = False
     shard_uds_path: Annotated[
         str, _accepted("prefix of unix sockets", "PATH", no_effect="processes talk over sockets in a private folder")
     ] = "/tmp/text-generation-server"

@@ -53,7 +53,7 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     seconds: dict[str, float] = {}
     check_present(config)
     with _timed(seconds, "resolve"):
-        source = find_model(config, progress, judge=judge)
+        source = find_model(config, progress, judge=lambda folder: judge(folder, config.trust_remote_code))
         model_config = read_config(source.path)
         stored = read_quantization(model_config)
     with _timed(seconds, "device"):

@@ -277,7 +277,8 @@ def load_model(
     parallel: Parallel,
     progress: Progress,
 ) -> Model:
-    model = build(model_config, Context(device.ops, parallel, device.torch_device, dtype))
+    context = Context(device.ops, parallel, device.torch_device, dtype, config.trust_remote_code)
+    model = build(model_config, context)
     if config.load_format == "dummy":
         assign_methods(model, quantization)
         check_weights_fit(config, model, dtype, device)

@@ -231,7 +231,8 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     report.quantization = name_quantization(facts.config)
     model_config = Config(facts.config, facts.source)
     stored = read_quantization(model_config)
-    described = build(model_config)  # raises for what cannot be served anywhere
+    trusts_code = config.trust_remote_code
+    described = build(model_config, Context(trusts_code=trusts_code))  # raises for what cannot be served anywhere
     report.is_supported = True
     module = find_module(model_config)
     report.path = "transformers" if module == OTHERS else f"models/{module}.py"
@@ -253,7 +254,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     dtype = choose_dtype(config, device)
     report.dtype = str(dtype).removeprefix("torch.")
     check_precision(config, stored, device)
-    model = build(model_config, Context(device.ops, device=device.torch_device))
+    model = build(model_config, Context(device.ops, device=device.torch_device, trusts_code=trusts_code))
     report.parameters = count_parameters(model)
     _count_experts(report, model)
     report.weight_bytes_by_dtype = {name: weight_bytes(model, getattr(torch, name)) for name in device.limits.dtypes}

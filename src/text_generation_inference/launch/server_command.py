@@ -63,20 +63,26 @@ def _add_download_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--extension", default=".safetensors", help="kind of weights; only .safetensors are fetched")
     parser.add_argument("--logger-level", default="INFO", help="WARNING or ERROR: no progress lines")
     parser.add_argument("--json-output", action=argparse.BooleanOptionalAction, help="progress as JSON lines")
-    no_effect = "no effect: no code of a model is run, and pickled weights are never opened"
+    no_effect = "no effect: pickled weights are never opened"
     parser.add_argument("--auto-convert", action=argparse.BooleanOptionalAction, help=no_effect)
-    parser.add_argument("--trust-remote-code", action=argparse.BooleanOptionalAction, help=no_effect)
+    trusts = "fetch code that comes with the model too [env: TRUST_REMOTE_CODE]"
+    parser.add_argument("--trust-remote-code", action=argparse.BooleanOptionalAction, default=None, help=trusts)
     parser.add_argument("--merge-lora", action=argparse.BooleanOptionalAction, help="merge an adapter: not supported")
+
+
+_DOWNLOAD_SETTINGS = ("revision", "huggingface_hub_cache", "offline", "cache_dir", "trust_remote_code")
 
 
 def _run_download(options: argparse.Namespace) -> int:
     """Download what the options name; the exit status."""
     try:
-        given = read_environment(only=("revision", "huggingface_hub_cache", "offline", "cache_dir"))
+        given = read_environment(only=_DOWNLOAD_SETTINGS)
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     given["model_id"] = options.model_id
+    if options.trust_remote_code is not None:
+        given["trust_remote_code"] = options.trust_remote_code
     if options.revision is not None:
         given["revision"] = options.revision
     tell = _ProgressLines(options.json_output, options.logger_level.upper() in ("TRACE", "DEBUG", "INFO"))

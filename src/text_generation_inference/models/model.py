@@ -26,6 +26,7 @@ class Context:
     parallel: Parallel = SINGLE
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32  # of hidden states and logits
+    trusts_code: bool = False  # modelling code that comes with a model may be run
 
 
 class Model(Module, ABC):

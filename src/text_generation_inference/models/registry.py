@@ -89,11 +89,11 @@ def read_quantization(config: Config) -> Quantization | None:
     return found
 
 
-def judge(folder: Path) -> None:
+def judge(folder: Path, trusts_code: bool = False) -> None:
     """Raise `StartError` if the model of a folder cannot be served, whatever its weights are."""
     config = read_config(folder)
     read_quantization(config)
-    build(config)
+    build(config, Context(trusts_code=trusts_code))
 
 
 def _find_family(config: Config) -> Any:

@@ -1,10 +1,10 @@
 """Architectures without a file of their own, computed by the modelling code of `transformers` over our paged cache.
 
 All requests of a step go through the model as one row of tokens, with the positions that each has; attention goes to
-`transformers_hook`. No code that comes with a model is ever run, and weights are read from safetensors alone. A model
-is refused by name where this would give other tokens than `transformers`: by what its config says, by a trial pass over
-tensors without values when it is described, and by comparing a few tokens with the model's own attention when it is
-loaded.
+`transformers_hook`. Code that comes with a model is run only where the operator says so (`remote_code`); weights are
+read from safetensors alone. A model is refused by name where this would give other tokens than `transformers`: by what
+its config says, by a trial pass over tensors without values when it is described, and by comparing a few tokens with the
+model's own attention when it is loaded.
 """
 
 import math
@@ -21,6 +21,7 @@ from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.files import shorten
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.layers.cache import CacheSpec
+from text_generation_inference.models import remote_code
 from text_generation_inference.models import transformers_hook as hook
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Caches, Context, Model
@@ -65,7 +66,9 @@ class TransformersModel(Model):
     lost = LOST
 
     def __init__(self, config: Config, context: Context) -> None:
-        self._class, self._config = _find(config)
+        self._class, self._config = _find(config, context.trusts_code)
+        if not self._class.__module__.startswith("transformers."):
+            self.notes = (NOTE, f"code that came with the model is run: {self._class.__module__.rpartition('.')[2]}.py")
         if context.parallel.world > 1:
             raise NotServed("models that are served through transformers are not split over ranks")
         self._folder = Path(config.source).parent
@@ -236,8 +239,8 @@ def _make(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
         raise ModelFormatError(f"transformers makes no {model_class.__name__} of this config: {error}") from error
 
 
-def _find(config: Config) -> tuple[Any, Any]:
-    """The class and the config object of an architecture that `transformers` has."""
+def _find(config: Config, trusts_code: bool) -> tuple[Any, Any]:
+    """The class and the config object of an architecture that `transformers` has, or that the model brings along."""
     name = config.fields["architectures"][0]
     if find_spec("transformers") is None:
         raise NotServed(f"only `transformers` may have it, which is not installed ({INSTALL})")
@@ -247,8 +250,11 @@ def _find(config: Config) -> tuple[Any, Any]:
     found = getattr(transformers, name) if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else None
     kind = str(config.get("model_type"))
     if found is None or not hasattr(found, "is_backend_compatible"):
-        remote = " (no code that comes with a model is run)" if config.get("auto_map") else ""
-        raise NotServed(f"transformers {transformers.__version__} has no such causal language model{remote}")
+        if not remote_code.names_code(config):
+            raise NotServed(f"transformers {transformers.__version__} has no such causal language model")
+        if not trusts_code:
+            raise NotServed(f"it brings its own modelling code, which is run only with {remote_code.FLAG}")
+        found = remote_code.import_class(config)
     if kind in _REFUSED or not found.is_backend_compatible():
         raise NotServed(_REFUSED.get(kind, "it does not attend through the interface of transformers"))
     if getattr(found, "_is_stateful", False):

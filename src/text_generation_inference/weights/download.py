@@ -32,6 +32,7 @@ from text_generation_inference.weights.progress import Progress, silent
 _WEIGHTS = ["*.safetensors"]
 _OTHERS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
 # Small, and enough to judge a model.
+_CODE = ["*.py"]  # for those who trust it
 _DESCRIPTION = ["config.json", "tokenizer_config.json", "chat_template.jinja", *QUANTIZATION_BESIDE]
 _IGNORED = ["original/*", "onnx/*", "openvino/*", "consolidated*.safetensors"]
 _LOG_IN = "To use your own access rights, set HF_TOKEN or run `hf auth login`"
@@ -44,6 +45,7 @@ class HubAccess(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: Path | None = None
     endpoint: str | None = None
     token: str | None = None
+    code: bool = False  # fetch code that comes with a model
 
 
 class HubFile(msgspec.Struct, frozen=True):
@@ -65,7 +67,7 @@ def download_model(
     """The folder of the model's files, fetching those that are not in the cache; its name is the commit."""
     wanted = _name(model_id, revision)
     progress("downloading", 0, 0)
-    path = _snapshot(model_id, revision, access, (_WEIGHTS if weights else []) + _OTHERS, progress)
+    path = _snapshot(model_id, revision, access, (_WEIGHTS if weights else []) + _others(access), progress)
     _require_config(path, wanted)
     if weights and not any(path.glob("*.safetensors")):
         raise ModelFormatError(f"Model {wanted} on the hub has no safetensors weights. {explain_pickles(model_id)}")
@@ -74,7 +76,7 @@ def download_model(
 
 def download_description(model_id: str, revision: str | None, access: HubAccess) -> Path:
     """The folder with the few small files that describe the model."""
-    path = _snapshot(model_id, revision, access, _DESCRIPTION, silent)
+    path = _snapshot(model_id, revision, access, _DESCRIPTION + (_CODE if access.code else []), silent)
     _require_config(path, _name(model_id, revision))
     return path
 
@@ -88,7 +90,7 @@ def list_files(model_id: str, revision: str | None, access: HubAccess) -> list[H
             cache_dir=access.cache_dir,
             endpoint=access.endpoint,
             token=access.token,
-            allow_patterns=_WEIGHTS + _OTHERS,
+            allow_patterns=_WEIGHTS + _others(access),
             ignore_patterns=_IGNORED,
             tqdm_class=_reporting_bar(silent),
             dry_run=True,
@@ -111,6 +113,10 @@ def read_shapes(model_id: str, revision: str | None, access: HubAccess) -> dict[
     except Exception as error:
         raise _explain(_name(model_id, revision), model_id, access.offline, error) from error
     return {name: tuple(info.shape) for file in found.files_metadata.values() for name, info in file.tensors.items()}
+
+
+def _others(access: HubAccess) -> list[str]:
+    return _OTHERS + (_CODE if access.code else [])
 
 
 def _snapshot(model_id: str, revision: str | None, access: HubAccess, patterns: list[str], progress: Progress) -> Path:

@@ -54,6 +54,7 @@ def find_model(
         progress,
         hub_cache=access.cache_dir,
         token=access.token,
+        code=access.code,
         weights_override=config.weights_cache_override,
         judge=judge,
     )
@@ -65,6 +66,7 @@ def hub_access(config: ServerConfig) -> HubAccess:
         offline=config.offline,
         cache_dir=expand_home(cache, "huggingface_hub_cache") if cache else None,
         token=hub_token(),
+        code=config.trust_remote_code,
     )
 
 
@@ -78,6 +80,7 @@ def resolve_model(
     hub_cache: Path | None = None,
     endpoint: str | None = None,
     token: str | None = None,
+    code: bool = False,
     weights_override: str | None = None,
     judge: Callable[[Path], object] | None = None,
 ) -> ModelFolder:
@@ -93,7 +96,7 @@ def resolve_model(
     elif path and path.is_file():
         found = _resolve_file(model, path, cache_dir, progress)
     elif may_be_hub_id(model):
-        access = HubAccess(offline=offline, cache_dir=hub_cache, endpoint=endpoint, token=token)
+        access = HubAccess(offline=offline, cache_dir=hub_cache, endpoint=endpoint, token=token, code=code)
         found = _resolve_hub(model, revision, access, weights_override is None, progress, judge)
     else:
         raise not_found(model)
