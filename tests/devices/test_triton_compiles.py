@@ -117,16 +117,17 @@ def specialised(d: int, window: int = 0) -> tuple:
     return "hopper_attention", "prefill_warp_specialised", types, values, {"num_warps": 4, "fast": True}
 
 
-def norm(form: int, dependent: bool = False) -> tuple:
+def norm(form: int, dependent: bool = False, centred: bool = False) -> tuple:
     types = {
-        **dict.fromkeys(("x", "residual", "weight", "total"), BF16), "out": FP8 if form else BF16, "eps": "fp32",
+        **dict.fromkeys(("x", "residual", "weight", "bias", "total"), BF16), "out": FP8 if form else BF16, "eps": "fp32",
         **dict.fromkeys(("scales", "input_scale", "x_scales", "x_columns"), FP32), **words("x_row residual_row scales_row"),
     }  # fmt: skip
     values = {"WIDTH": 4096, "PAD": 4096, "ADD": True, "SCALED": form == 1, "FORM": form, "DEPENDENT": dependent}
+    values |= {"CENTRED": centred, "WEIGHT": True, "BIAS": centred}
     return "norms_rotary", "_norm_kernel", types, values, {"num_warps": 8, "fast": True}
 
 
-def gate(form: int, width: int = 14336, gelu: bool = False) -> tuple:
+def gate(form: int, width: int = 14336, activation: int = 1, gated: bool = True) -> tuple:
     types = {
         "x": BF16, "out": FP8 if form else BF16, **words("x_row scales_row"),
         **dict.fromkeys(("scales", "input_scale", "x_scales", "x_columns"), FP32),
@@ -135,7 +136,8 @@ def gate(form: int, width: int = 14336, gelu: bool = False) -> tuple:
     if form == 1 and width <= block * 3 // 4:
         block, rest = block // 2, 1 << (width - block // 2 - 1).bit_length()
     values = {
-        "WIDTH": width, "BLOCK": block, "REST": rest, "GELU": gelu, "SCALED": form == 1, "FORM": form, "DEPENDENT": False,
+        "WIDTH": width, "BLOCK": block, "REST": rest, "ACTIVATION": activation, "GATED": gated, "SCALED": form == 1,
+        "FORM": form, "DEPENDENT": False,
     }  # fmt: skip
     return "norms_rotary", "_gate_kernel", types, values, {"num_warps": min(16, block // 256), "fast": True}
 
@@ -336,8 +338,12 @@ CASES = [
     norm(1, dependent=True),
     norm(2),
     norm(3),
+    norm(0, centred=True),
+    norm(1, centred=True),
     gate(0),
-    gate(0, 96, gelu=True),
+    gate(0, 96, activation=2),
+    gate(0, activation=3, gated=False),
+    gate(1, activation=4, gated=False),
     gate(1),
     gate(1, 11008),
     gate(3),

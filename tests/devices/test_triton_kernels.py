@@ -87,14 +87,21 @@ def test_norms(device: torch.device, dtype: torch.dtype, rows: int, width: int) 
     expected, expected_total = reference.add_rms_norm(x, residual, weight, 1e-5)
     close(out, expected)
     close(total, expected_total)
+    x, bias = x + 2, torch.randn(width, device=device).to(dtype)
+    for given in ((weight, bias), (weight, None), (None, None)):
+        close(norms_rotary.layer_norm(x, *given, 1e-5), reference.layer_norm(x, *given, 1e-5))
+    out, total = norms_rotary.add_layer_norm(x, residual, weight, bias, 1e-5)
+    expected, expected_total = reference.add_layer_norm(x, residual, weight, bias, 1e-5)
+    close(out, expected)
+    close(total, expected_total)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 99), (2, 2500)])
 def test_gates(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:
     x = torch.randn(rows, 2 * width, device=device).to(dtype) * 4
-    close(norms_rotary.silu_mul(x), reference.silu_mul(x))
-    close(norms_rotary.gelu_tanh_mul(x), reference.gelu_tanh_mul(x))
+    for name in ("silu_mul", "gelu_mul", "gelu_tanh_mul", "silu", "gelu", "gelu_tanh", "relu"):
+        close(getattr(norms_rotary, name)(x), getattr(reference, name)(x))
 
 
 def weights(width: int, device: torch.device) -> dict[str, Fp8Weight]:
@@ -149,6 +156,10 @@ def test_norms_and_gates_into_fp8(device: torch.device, dtype: torch.dtype, rows
     gate_up = torch.randn(rows, 2 * width, device=device).to(dtype) * 4
     same_rows(norms_rotary.silu_mul(gate_up, quantize_for), reference.silu_mul(gate_up), quantize_for)
     same_rows(norms_rotary.gelu_tanh_mul(gate_up, quantize_for), reference.gelu_tanh_mul(gate_up), quantize_for)
+    same_rows(norms_rotary.relu(x, quantize_for), reference.relu(x), quantize_for)
+    shifted, bias = x + 1, weight.flip(0)
+    expected = reference.layer_norm(shifted, weight, bias, 1e-5)
+    same_rows(norms_rotary.layer_norm(shifted, weight, bias, 1e-5, quantize_for), expected, quantize_for)
 
 
 def caches(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, by_head: bool) -> list[Tensor]:

@@ -17,24 +17,39 @@ from text_generation_inference.kernels.triton.launch import dependent_launch, wa
 from text_generation_inference.kernels.triton.quantize import BY_ROW, RowStore, store_columns, store_row, warps_for
 
 BY_HEAD, OVER_ALL = tl.constexpr(1), tl.constexpr(2)  # norms of queries and keys
+SILU, GELU_TANH, GELU, RELU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 
 
 @triton.jit
 def _scaled(value, row_scale, columns, i, mask, dtype: tl.constexpr):
-    """A value of an unscaled product (`ScaledRows`) with its scales applied, rounded as the product would have been."""
+    """A value of an unscaled product with its scales applied, rounded as the product would have been."""
     return (value.to(tl.float32) * row_scale * tl.load(columns + i, mask=mask, other=0.0)).to(dtype)
 
 
 @triton.jit
+def _read(at, column, mask, row_scale, columns, SCALED: tl.constexpr):
+    """In float32, with the scales that a product (`ScaledRows`) has left."""
+    value = tl.load(at, mask=mask, other=0.0)
+    if SCALED:
+        value = _scaled(value, row_scale, columns, column, mask, at.dtype.element_ty)
+    return value.to(tl.float32)
+
+
+@triton.jit
 def _norm_kernel(
-    x, residual, weight, out, total, scales, input_scale, x_scales, x_columns, eps, x_row, residual_row, scales_row,
-    WIDTH: tl.constexpr, PAD: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, FORM: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, residual, weight, bias, out, total, scales, input_scale, x_scales, x_columns, eps, x_row, residual_row,
+    scales_row, WIDTH: tl.constexpr, PAD: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, FORM: tl.constexpr,
+    CENTRED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """A row. CENTRED: its mean is subtracted, and nothing is rounded before weight and bias have been applied."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     mask = i < WIDTH
-    factors = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    factors = tl.full((PAD,), 1.0, tl.float32)
+    if WEIGHT:
+        factors = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        shift = tl.load(bias + i, mask=mask, other=0.0).to(tl.float32)
     if DEPENDENT:
         wait_for_kernel_before()
     value = tl.load(x + row * x_row + i, mask=mask, other=0.0)
@@ -45,8 +60,15 @@ def _norm_kernel(
         value = (value.to(tl.float32) + before.to(tl.float32)).to(x.dtype.element_ty)
         tl.store(total + row * WIDTH + i, value, mask=mask)
     wide = value.to(tl.float32)
+    if CENTRED:
+        wide = tl.where(mask, wide - tl.sum(wide, 0) / WIDTH, 0.0)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    scaled = (wide.to(weight.dtype.element_ty).to(tl.float32) * factors).to(x.dtype.element_ty).to(tl.float32)
+    if not CENTRED:
+        wide = wide.to(weight.dtype.element_ty).to(tl.float32)
+    scaled = wide * factors
+    if BIAS:
+        scaled += shift
+    scaled = scaled.to(x.dtype.element_ty).to(tl.float32)
     store_columns(scaled, out + row * WIDTH, scales + row * scales_row, input_scale, i, WIDTH, PAD, FORM)
 
 
@@ -56,7 +78,13 @@ def _apart(x: Product) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _norm(
-    given: Product, residual: Tensor | None, weight: Tensor, eps: float, quantize_for: Fp8Weight | None
+    given: Product,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    quantize_for: Fp8Weight | None,
+    centred: bool = False,
+    bias: Tensor | None = None,
 ) -> tuple[Rows, Tensor]:
     x, x_scales, x_columns = _apart(given)
     rows, width = x.shape
@@ -66,10 +94,12 @@ def _norm(
         pad = max(128, triton.next_power_of_2(width))
         dependent = dependent_launch(rows)
         _norm_kernel[(rows,)](
-            x, x if residual is None else residual, weight, store.data, total, store.scales, store.input_scale,
-            x_scales, x_columns, eps, x.stride(0), 0 if residual is None else residual.stride(0), store.scales_row,
-            WIDTH=width, PAD=pad, ADD=residual is not None, SCALED=isinstance(given, ScaledRows), FORM=store.form,
-            DEPENDENT=dependent, num_warps=warps_for(pad), launch_pdl=dependent,
+            x, x if residual is None else residual, x if weight is None else weight, x if bias is None else bias,
+            store.data, total, store.scales, store.input_scale, x_scales, x_columns, eps, x.stride(0),
+            0 if residual is None else residual.stride(0), store.scales_row, WIDTH=width, PAD=pad,
+            ADD=residual is not None, SCALED=isinstance(given, ScaledRows), FORM=store.form, CENTRED=centred,
+            WEIGHT=weight is not None, BIAS=bias is not None, DEPENDENT=dependent, num_warps=warps_for(pad),
+            launch_pdl=dependent,
         )  # fmt: skip
     return store.result, total
 
@@ -86,48 +116,79 @@ def add_rms_norm(
     return _norm(x, residual, weight, eps, quantize_for)
 
 
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, quantize_for: Fp8Weight | None = None
+) -> Rows:
+    """x `[tokens, hidden]`: its mean subtracted, divided by its deviation."""
+    return _norm(x, None, weight, eps, quantize_for, True, bias)[0]
+
+
+def add_layer_norm(
+    x: Product,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    quantize_for: Fp8Weight | None = None,
+) -> tuple[Rows, Tensor]:
+    """Add x to the residual, then normalise: (normalised, new residual)."""
+    return _norm(x, residual, weight, eps, quantize_for, True, bias)
+
+
+@triton.jit
+def _activated(value, ACTIVATION: tl.constexpr):
+    if ACTIVATION == SILU:
+        return value / (1 + tl.exp(-value))
+    elif ACTIVATION == GELU_TANH:
+        inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
+        return value * (1 - 1 / (tl.exp(2 * inner) + 1))
+    elif ACTIVATION == GELU:
+        return value * 0.5 * (1 + tl.erf(value * 0.7071067811865476))
+    else:
+        return tl.where(value < 0, 0.0, value)  # what is no number stays none
+
+
 @triton.jit
 def _gated(
-    x, x_scales, x_columns, x_row, row, i, WIDTH: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr
+    x, x_scales, x_columns, x_row, row, i,
+    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Columns `i` of a row, rounded as the activations are, in float32."""
     mask = i < WIDTH
-    gate = tl.load(x + row * x_row + i, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x + row * x_row + WIDTH + i, mask=mask, other=0.0).to(tl.float32)
+    kind = x.dtype.element_ty
+    row_scale = 1.0
     if SCALED:
         row_scale = tl.load(x_scales + row)
-        gate = _scaled(gate, row_scale, x_columns, i, mask, x.dtype.element_ty).to(tl.float32)
-        up = _scaled(up, row_scale, x_columns, WIDTH + i, mask, x.dtype.element_ty).to(tl.float32)
-    if GELU:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate * (1 - 1 / (tl.exp(2 * inner) + 1))
-    else:
-        gate = gate / (1 + tl.exp(-gate))
-    return (gate.to(x.dtype.element_ty).to(tl.float32) * up).to(x.dtype.element_ty).to(tl.float32)
+    value = _read(x + row * x_row + i, i, mask, row_scale, x_columns, SCALED)
+    value = _activated(value, ACTIVATION).to(kind).to(tl.float32)
+    if GATED:
+        up = _read(x + row * x_row + WIDTH + i, WIDTH + i, mask, row_scale, x_columns, SCALED)
+        value = (value * up).to(kind).to(tl.float32)
+    return value
 
 
 @triton.jit
 def _gate_kernel(
     x, out, scales, input_scale, x_scales, x_columns, x_row, scales_row,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr,
-    FORM: tl.constexpr, DEPENDENT: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    SCALED: tl.constexpr, FORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns. With REST the whole row, as two powers of two: one would be half empty."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if DEPENDENT:
         wait_for_kernel_before()
-    value = _gated(x, x_scales, x_columns, x_row, row, i, WIDTH, GELU, SCALED)
+    value = _gated(x, x_scales, x_columns, x_row, row, i, WIDTH, ACTIVATION, GATED, SCALED)
     if REST > 0:
         j = BLOCK + tl.arange(0, REST)
-        rest = _gated(x, x_scales, x_columns, x_row, row, j, WIDTH, GELU, SCALED)
+        rest = _gated(x, x_scales, x_columns, x_row, row, j, WIDTH, ACTIVATION, GATED, SCALED)
         store_row(value, rest, out + row * WIDTH, scales + row * scales_row, i, j, WIDTH)
     else:
         store_columns(value, out + row * WIDTH, scales + row * scales_row, input_scale, i, WIDTH, BLOCK, FORM)
 
 
-def _gate(given: Product, gelu: bool, quantize_for: Fp8Weight | None) -> Rows:
+def _activate(given: Product, activation: tl.constexpr, quantize_for: Fp8Weight | None, gated: bool = False) -> Rows:
     x, x_scales, x_columns = _apart(given)
-    rows, width = x.shape[0], x.shape[1] // 2
+    rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     store = RowStore(rows, width, x.dtype, x.device, quantize_for)
     if rows:
         block, rest = store.block(width, 2048), 0
@@ -136,8 +197,8 @@ def _gate(given: Product, gelu: bool, quantize_for: Fp8Weight | None) -> Rows:
         dependent = dependent_launch(rows)
         _gate_kernel[(rows, 1 if rest else triton.cdiv(width, block))](
             x, store.data, store.scales, store.input_scale, x_scales, x_columns, x.stride(0), store.scales_row,
-            WIDTH=width, BLOCK=block, REST=rest, GELU=gelu, SCALED=isinstance(given, ScaledRows), FORM=store.form,
-            DEPENDENT=dependent,
+            WIDTH=width, BLOCK=block, REST=rest, ACTIVATION=activation.value, GATED=gated,
+            SCALED=isinstance(given, ScaledRows), FORM=store.form, DEPENDENT=dependent,
             num_warps=min(16, max(1, block // 256)), launch_pdl=dependent,
         )  # fmt: skip
     return store.result
@@ -145,12 +206,34 @@ def _gate(given: Product, gelu: bool, quantize_for: Fp8Weight | None) -> Rows:
 
 def silu_mul(gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
     """gate_up `[tokens, 2 * width]` -> silu(gate) * up `[tokens, width]`."""
-    return _gate(gate_up, False, quantize_for)
+    return _activate(gate_up, SILU, quantize_for, gated=True)
+
+
+def gelu_mul(gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+    """gate_up `[tokens, 2 * width]` -> gelu(gate) * up `[tokens, width]`."""
+    return _activate(gate_up, GELU, quantize_for, gated=True)
 
 
 def gelu_tanh_mul(gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
     """gate_up `[tokens, 2 * width]` -> gelu(gate, tanh form) * up `[tokens, width]`."""
-    return _gate(gate_up, True, quantize_for)
+    return _activate(gate_up, GELU_TANH, quantize_for, gated=True)
+
+
+def silu(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+    return _activate(x, SILU, quantize_for)
+
+
+def gelu(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+    return _activate(x, GELU, quantize_for)
+
+
+def gelu_tanh(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+    """gelu in its tanh form."""
+    return _activate(x, GELU_TANH, quantize_for)
+
+
+def relu(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+    return _activate(x, RELU, quantize_for)
 
 
 @triton.jit
@@ -166,15 +249,6 @@ def _keep(value, source, to, mask, scale, SMALL: tl.constexpr, BACK: tl.constexp
         tl.store(to, kept.to(to.dtype.element_ty), mask=mask)
         if BACK:
             tl.store(source, kept, mask=mask)
-
-
-@triton.jit
-def _read_head(at, column, mask, row_scale, columns, SCALED: tl.constexpr):
-    """Part of a head in float32, with the scales that a product has left."""
-    value = tl.load(at, mask=mask, other=0.0)
-    if SCALED:
-        value = _scaled(value, row_scale, columns, column, mask, at.dtype.element_ty)
-    return value.to(tl.float32)
 
 
 @triton.jit
@@ -205,11 +279,11 @@ def _read_heads(
     mask, rest_mask = here & (half < HALF)[None, :], here & ((d >= 2 * HALF) & (d < D))[None, :]
     numbers, column, rest_column = head[:, None], half[None, :], d[None, :]
     scales = columns + (first_head + numbers) * D
-    first = _read_head(at + column, column, mask, row_scale, scales, SCALED)
-    second = _read_head(at + HALF + column, HALF + column, mask, row_scale, scales, SCALED)
+    first = _read(at + column, column, mask, row_scale, scales, SCALED)
+    second = _read(at + HALF + column, HALF + column, mask, row_scale, scales, SCALED)
     rest = tl.zeros_like(d).to(tl.float32)[None, :] + tl.zeros_like(numbers).to(tl.float32)
     if D > 2 * HALF:
-        rest = _read_head(at + rest_column, rest_column, rest_mask, row_scale, scales, SCALED)
+        rest = _read(at + rest_column, rest_column, rest_mask, row_scale, scales, SCALED)
     if NORM:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         if D > 2 * HALF:
@@ -281,7 +355,7 @@ def _rotary_kernel(
         v_source = v + token * v_token + v_index[:, None] * v_head + d[None, :]
         v_to = v_cache + block * cv_block + inside * cv_token + v_index[:, None] * cv_head + d[None, :]
         v_column = (HEADS + KV_HEADS + v_index)[:, None] * D + d[None, :]
-        v_value = _read_head(v_source, v_column, v_mask, row_scale, columns, SCALED)
+        v_value = _read(v_source, v_column, v_mask, row_scale, columns, SCALED)
         _keep(v_value, v_source, v_to, v_mask, v_scale, SMALL, BACK and (SMALL or SCALED))
 
 
