@@ -19,9 +19,12 @@ from text_generation_inference.kernels import experts, latent, reference
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.cpu import build
 from text_generation_inference.kernels.cpu.experts import NativeExperts, PackedExperts
+from text_generation_inference.kernels.cpu.fused_decode import MakeFusedDecode
 from text_generation_inference.kernels.cpu.latent import NativeLatentAttention
-from text_generation_inference.kernels.cpu.ops import FusedLayer, NativeOps, Packed, greedy, load_ops
+from text_generation_inference.kernels.cpu.ops import NativeOps, Packed, greedy, load_ops
+from text_generation_inference.kernels.fused_decode import FusedExperts, FusedLayer
 from text_generation_inference.kernels.matrices import BlockPieces
+from text_generation_inference.kernels.routing import SoftmaxRouting
 
 QUANTS = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k", "q6_k"]
 MARCHES = ["native", "x86-64-v3"]  # the second is the AVX2 path, which every machine that runs the first can run
@@ -523,7 +526,6 @@ def reference_layers(
     cos_sin: Tensor,
     batch: Batch,
     heads: int,
-    softcap: float | None,
     gate: str,
 ) -> Tensor:
     residual, x = x, reference.rms_norm(x, layers[0].input_norm, 1e-5)
@@ -533,20 +535,30 @@ def reference_layers(
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
         if layer.q_norm is not None:
             q, k = reference.rms_norm(q, layer.q_norm, 1e-5), reference.rms_norm(k, layer.k_norm, 1e-5)
-        q = reference.rotary_and_cache(q, k, v, cos_sin, batch, layer.k_cache, layer.v_cache)
-        x = reference.attention(q, k, v, layer.k_cache, layer.v_cache, batch, 0.125, layer.window, softcap)
-        x, residual = reference.add_rms_norm(
-            reference.linear(x, layer.o, layer.o_bias), residual, layer.post_norm, 1e-5
-        )
-        x = getattr(reference, gate + "_mul")(reference.linear(x, layer.gate_up, layer.gate_up_bias))
+        table = cos_sin if layer.cos_sin is None else layer.cos_sin
+        q = reference.rotary_and_cache(q, k, v, table, batch, layer.k_cache, layer.v_cache)
+        x = reference.attention(q, k, v, layer.k_cache, layer.v_cache, batch, 0.125, layer.window, layer.softcap)
+        x = reference.linear(x, layer.o, layer.o_bias)
+        if layer.attention_out_norm is not None:
+            x = reference.rms_norm(x, layer.attention_out_norm, 1e-5)
+        x, residual = reference.add_rms_norm(x, residual, layer.post_norm, 1e-5)
+        if layer.experts is None:
+            x = getattr(reference, gate + "_mul")(reference.linear(x, layer.gate_up, layer.gate_up_bias))
+            x = reference.linear(x, layer.down, layer.down_bias)
+        else:
+            routed = layer.experts.routing(reference.linear(x, layer.experts.router))
+            x = experts.experts(x, *routed, layer.gate_up, layer.down, gate)
+        if layer.mlp_out_norm is not None:
+            x = reference.rms_norm(x, layer.mlp_out_norm, 1e-5)
         norm = final_norm if layer is layers[-1] else layers[i + 1].input_norm
-        x, residual = reference.add_rms_norm(reference.linear(x, layer.down, layer.down_bias), residual, norm, 1e-5)
+        x, residual = reference.add_rms_norm(x, residual, norm, 1e-5)
     return x
 
 
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "full", "experts"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_stack(ops: NativeOps, name: str, full: bool) -> None:
+def test_stack(ops: NativeOps, name: str, kind: str) -> None:
+    full, count = kind == "full", 5 if kind == "experts" else 1
     hidden, heads, kv_heads, head_dim, width = 96, 6, 2, 64, 112
     batch = make_batch(*BATCHES[name], 16)
     qkv = (heads + 2 * kv_heads) * head_dim
@@ -557,32 +569,37 @@ def test_stack(ops: NativeOps, name: str, full: bool) -> None:
             extra = {
                 "qkv_bias": torch.randn(qkv), "o_bias": torch.randn(hidden), "gate_up_bias": torch.randn(2 * width),
                 "down_bias": torch.randn(hidden), "q_norm": torch.rand(head_dim), "k_norm": torch.rand(head_dim),
-                "window": 30 if number else None,
+                "window": 30 if number else None, "softcap": 20.0, "attention_out_norm": torch.rand(hidden),
+                "mlp_out_norm": torch.rand(hidden), "cos_sin": torch.randn(1600, 32) if number else None,
             }  # fmt: skip
+        if count > 1:
+            rule = SoftmaxRouting(2, p_norm=None if number == 1 else 1.0, factor=1.5)
+            extra = {"experts": FusedExperts(torch.randn(count, hidden) / 4, None, None, rule, "silu")}
         return FusedLayer(
             torch.rand(hidden), torch.randn(qkv, hidden) / 10, torch.randn(hidden, heads * head_dim) / 20, torch.rand(hidden),
-            torch.randn(2 * width, hidden) / 10, torch.randn(hidden, width) / 10, *make_cache(batch, 16, kv_heads, head_dim), **extra,
+            torch.randn(count * 2 * width, hidden) / 10, torch.randn(count * hidden, width) / 10,
+            *make_cache(batch, 16, kv_heads, head_dim), **extra,
         )  # fmt: skip
 
+    def pack(layer: FusedLayer) -> FusedLayer:
+        stacked = [] if count == 1 else ["gate_up", "down"]
+        found = {part: NativeExperts(ops).pack_experts(getattr(layer, part), count) for part in stacked}
+        others = [part for part in ("qkv", "o", "gate_up", "down") if part not in stacked]
+        found |= {part: ops.pack_linear(getattr(layer, part)) for part in others}
+        if layer.experts is not None:
+            found["experts"] = replace(layer.experts, router=ops.pack_linear(layer.experts.router))
+        return replace(layer, k_cache=layer.k_cache.clone(), v_cache=layer.v_cache.clone(), **found)
+
     layers = [random_layer(number) for number in range(3)]
-    packed = [
-        replace(
-            layer,
-            k_cache=layer.k_cache.clone(),
-            v_cache=layer.v_cache.clone(),
-            **{part: ops.pack_linear(getattr(layer, part)) for part in ("qkv", "o", "gate_up", "down")},
-        )
-        for layer in layers
-    ]
+    packed = [pack(layer) for layer in layers]
     final_norm, cos_sin, x = torch.rand(hidden), torch.randn(1600, head_dim), torch.randn(len(batch.positions), hidden)
-    gate, softcap = ("gelu_tanh", 20.0) if full else ("silu", None)
-    stack = ops.make_fused_decode(
-        packed, final_norm, cos_sin, heads=heads, eps=1e-5, scale=0.125, softcap=softcap, activation=gate
-    )
+    gate = "gelu_tanh" if full else "silu"
+    make = MakeFusedDecode(ops)
+    stack = make(packed, final_norm, cos_sin, heads=heads, eps=1e-5, scale=0.125, activation=gate)
     assert stack is not None
     close(
         stack(x, batch),
-        reference_layers(x, layers, final_norm, cos_sin, batch, heads, softcap, gate),
+        reference_layers(x, layers, final_norm, cos_sin, batch, heads, gate),
         1e-4,
     )
     for ours, theirs in zip(packed, layers, strict=True):
@@ -596,18 +613,18 @@ def test_stack_declines_what_has_no_kernel(ops: NativeOps) -> None:
     packed = [ops.pack_linear(torch.randn(*shape)) for shape in ((192, 64), (64, 64), (160, 64), (64, 80))]
     qkv, o, gate_up, down = packed
     good = FusedLayer(norm, qkv, o, norm, gate_up, down, *caches)
-    assert ops.make_fused_decode([good], norm, cos_sin, heads=1, eps=1e-5, scale=1.0) is not None
-    assert ops.make_fused_decode([good], norm, cos_sin, heads=1, eps=1e-5, scale=1.0, activation="relu") is None
+    assert MakeFusedDecode(ops)([good], norm, cos_sin, heads=1, eps=1e-5, scale=1.0) is not None
+    assert MakeFusedDecode(ops)([good], norm, cos_sin, heads=1, eps=1e-5, scale=1.0, activation="relu") is None
     assert (
-        ops.make_fused_decode([replace(good, qkv=torch.randn(192, 64))], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
+        MakeFusedDecode(ops)([replace(good, qkv=torch.randn(192, 64))], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
         is None
     )
     assert (
-        ops.make_fused_decode([replace(good, post_norm=norm.half())], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
+        MakeFusedDecode(ops)([replace(good, post_norm=norm.half())], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
         is None
     )
     with pytest.raises(ValueError, match="fit"):
-        ops.make_fused_decode([replace(good, down=o)], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
+        MakeFusedDecode(ops)([replace(good, down=o)], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
 
 
 # Building -------------------------------------------------------------------------------------------------------

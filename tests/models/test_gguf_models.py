@@ -47,6 +47,8 @@ def test_families(family: str, tmp_path: Path) -> None:
             with torch.no_grad():
                 assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     engine = check(tmp_path / "out", model)
+    # All layers are one native op, but for a shared expert.
+    assert (engine.rank.runner.model.fused_decode is None) == (family == "qwen2moe")
     plain = [
         part.name
         for _, module in engine.rank.runner.model.walk()

@@ -27,7 +27,7 @@ class FusedExperts:
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """What one layer of a plain pre-norm decoder reads. Matrices are results of `pack_linear` or `pack_blocks`."""
+    """What one layer of a pre-norm decoder reads. Matrices are in the form that the device packs them in."""
 
     input_norm: Tensor  # [hidden]
     qkv: Weight  # [(heads + 2 * kv_heads) * head_dim, hidden]
@@ -46,6 +46,16 @@ class FusedLayer:
     experts: FusedExperts | None = None
     window: int | None = None
     kv_scales: tuple[float, float] = (1.0, 1.0)  # of a cache in FP8
+    # What only some devices fuse.
+    attention_out_norm: Tensor | None = None  # [hidden]: of what attention adds to the stream
+    mlp_out_norm: Tensor | None = None
+    softcap: float | None = None
+    cos_sin: Tensor | None = None  # a table of its own, where layers differ
+
+    @property
+    def is_plain(self) -> bool:
+        more = (self.attention_out_norm, self.mlp_out_norm, self.softcap, self.cos_sin)
+        return all(each is None for each in more)
 
 
 class FusedDecode(Protocol):

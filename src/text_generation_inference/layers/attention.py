@@ -91,9 +91,8 @@ class Attention(SelfAttention):
 
     @property
     def is_plain(self) -> bool:
-        """Nothing but norms, rotation and a window stands between the products and the scores, or beside those."""
-        heads = self.heads
-        more = (self.clip, self.slopes, self.sinks_part, self.temperatures, heads.softcap, heads.attention_chunk)
+        """Nothing but norms, rotation, a window and a softcap stands between products and scores, or beside those."""
+        more = (self.clip, self.slopes, self.sinks_part, self.temperatures, self.heads.attention_chunk)
         return all(each is None for each in more)
 
     @property

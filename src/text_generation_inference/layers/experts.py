@@ -181,7 +181,7 @@ class Experts(FeedForward):
     def as_fused(self) -> FusedExperts | None:
         """For a pass that fuses all layers; None: it cannot be computed so."""
         router = self.router
-        if self.shared is not None or self.scale_inputs or not isinstance(router.weight, Tensor):
+        if self.shared is not None or self.scale_inputs:
             return None
         return FusedExperts(router.weight, router.bias, router.correction, router.routing, self.gate)
 

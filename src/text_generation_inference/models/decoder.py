@@ -184,7 +184,7 @@ class CausalLM(Model):
         self.fused_decode = None
 
     def _fuse(self, caches: Caches) -> FusedDecode | None:
-        """All layers as one op, if the device has one and the layers differ in nothing but windows and caches."""
+        """All layers as one op, if the device has one and layers differ in nothing but windows, caches and tables."""
         norm = self.model.norm
         if self.ops.make_fused_decode is None or self.parallel.world > 1 or not isinstance(norm, RMSNorm):
             return None
@@ -195,13 +195,16 @@ class CausalLM(Model):
         ways = {_way(layer) for layer in self.model.layers}
         if len(ways) > 1:
             return None
-        scale, activation, _, eps, heads = ways.pop()
+        scale, activation, eps, heads = ways.pop()
         if eps not in (None, norm.eps):
             return None
+        tables = [self.tables[layer.number] for layer in self.model.layers]
+        if any(table is not tables[0] for table in tables):
+            whole = [replace(layer, cos_sin=table) for layer, table in zip(whole, tables, strict=True)]
         return self.ops.make_fused_decode(
             whole,
             norm.weight,
-            self.tables[self.model.layers[0].number],
+            tables[0],
             heads=heads,
             eps=norm.eps,
             scale=scale,
@@ -232,8 +235,8 @@ class CausalLM(Model):
         return logits
 
 
-def _way(layer: DecoderLayer) -> tuple[float, str, RopeSpec, float | None, int]:
-    """What all layers of a fused pass have in common: scale, activation, rotation, epsilon of norms on heads, heads."""
-    spec, attention = layer.spec, cast(Attention, layer.attention)
+def _way(layer: DecoderLayer) -> tuple[float, str, float | None, int]:
+    """What all layers of a fused pass have in common: scale, activation, epsilon of norms on heads, heads."""
+    attention = cast(Attention, layer.attention)
     eps = attention.q_norm.spec.norm.eps if attention.q_norm is not None else None
-    return attention.heads.scale, spec.feed_forward.activation, spec.attention.rope, eps, attention.heads.num_heads
+    return attention.heads.scale, layer.spec.feed_forward.activation, eps, attention.heads.num_heads

@@ -78,39 +78,7 @@ class PreNormLayer(DecoderLayer):
         return x if factor == 1 else apply_scales(x) * factor, residual
 
     def as_fused_layer(self, cache: Cache) -> FusedLayer | None:
-        attention, mlp, norms = self.attention, self.mlp, (self.attention_norm, self.mlp_norm)
-        if not isinstance(attention, Attention):
-            return None
-        k_cache, v_cache = cache
-        is_plain = attention.is_plain and self.spec.residual_factor == 1
-        heads = attention.head_norms
-        if not is_plain or not all(isinstance(norm, RMSNorm) for norm in norms):
-            return None
-        if attention.q_norm is not None and (heads is None or heads.over_all):
-            return None
-        experts = mlp.as_fused() if isinstance(mlp, Experts) else None
-        is_gated = isinstance(mlp, DenseMlp) and mlp.is_gated
-        if not isinstance(mlp, DenseMlp | Experts) or (experts is None and not is_gated):
-            return None
-        return FusedLayer(
-            input_norm=cast(RMSNorm, self.attention_norm).weight,
-            qkv=attention.qkv.weight,
-            o=attention.out.weight,
-            post_norm=cast(RMSNorm, self.mlp_norm).weight,
-            gate_up=mlp.gate_up.weight,
-            down=mlp.down.weight,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            qkv_bias=attention.qkv.bias,
-            o_bias=attention.out.bias,
-            gate_up_bias=mlp.gate_up.bias,
-            down_bias=mlp.down.bias,
-            q_norm=None if heads is None else heads.q_weight,
-            k_norm=None if heads is None else heads.k_weight,
-            experts=experts,
-            window=attention.heads.window,
-            kv_scales=attention.cache_scales.of(k_cache.dtype),
-        )
+        return None if self.spec.residual_factor != 1 else _fuse(self, (self.attention_norm, self.mlp_norm), cache)
 
 
 class ParallelLayer(DecoderLayer):
@@ -178,6 +146,10 @@ class SandwichLayer(DecoderLayer):
         normed, residual = self.mlp_norm.add(mixed, residual, self.mlp.input_form)
         return cast(Tensor, self.mlp_out_norm.forward(apply_scales(self.mlp.forward(normed)))), residual
 
+    def as_fused_layer(self, cache: Cache) -> FusedLayer | None:
+        norms = (self.attention_norm, self.mlp_norm, self.attention_out_norm, self.mlp_out_norm)
+        return _fuse(self, norms, cache)
+
 
 class PostNormLayer(DecoderLayer):
     """Attention and feed-forward read the stream as it is; what they add is normalised."""
@@ -225,6 +197,46 @@ def enter(norm: Norm, x: Product, residual: Tensor | None, form: InputForm) -> t
         stream = cast(Tensor, x)
         return norm.forward(stream, form), stream
     return norm.add(x, residual, form)
+
+
+def _fuse(layer: DecoderLayer, norms: tuple[Norm, ...], cache: Cache) -> FusedLayer | None:
+    """`norms` are those before attention and feed-forward, and, where there are such, those after both."""
+    attention, mlp = layer.attention, layer.mlp
+    if not isinstance(attention, Attention) or not attention.is_plain:
+        return None
+    heads = attention.head_norms
+    if not all(isinstance(norm, RMSNorm) for norm in norms):
+        return None
+    if attention.q_norm is not None and (heads is None or heads.over_all):
+        return None
+    weights = [cast(RMSNorm, norm).weight for norm in norms]
+    experts = mlp.as_fused() if isinstance(mlp, Experts) else None
+    is_gated = isinstance(mlp, DenseMlp) and mlp.is_gated
+    if not isinstance(mlp, DenseMlp | Experts) or (experts is None and not is_gated):
+        return None
+    k_cache, v_cache = cache
+    return FusedLayer(
+        input_norm=weights[0],
+        qkv=attention.qkv.weight,
+        o=attention.out.weight,
+        post_norm=weights[1],
+        gate_up=mlp.gate_up.weight,
+        down=mlp.down.weight,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        qkv_bias=attention.qkv.bias,
+        o_bias=attention.out.bias,
+        gate_up_bias=mlp.gate_up.bias,
+        down_bias=mlp.down.bias,
+        q_norm=None if heads is None else heads.q_weight,
+        k_norm=None if heads is None else heads.k_weight,
+        experts=experts,
+        window=attention.heads.window,
+        kv_scales=attention.cache_scales.of(k_cache.dtype),
+        attention_out_norm=weights[2] if len(weights) > 2 else None,
+        mlp_out_norm=weights[3] if len(weights) > 2 else None,
+        softcap=attention.heads.softcap,
+    )
 
 
 LAYERS: dict[Join, type[DecoderLayer]] = {

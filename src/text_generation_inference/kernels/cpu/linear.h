@@ -227,6 +227,7 @@ typedef struct {
   long rows, ldx, ldo;
   long tiles, tiles_per_chunk, chunks;
   long run;  // panels that a thread takes one after the other, so that what it asks for ahead is its own
+  long work; // tasks
 } linear_call;
 
 // Rows are dealt evenly to tiles: the first `rows % tiles` of them hold one more. In fixed point only the last is short.
@@ -376,32 +377,42 @@ static void linear_body(void *context) {
   if (call->amx) amx_release();
 }
 
+// Describe the product with one piece of a weight. Returns the bytes that packed rows need, which `packed_x` is to be set
+// to; 0: it is set.
+static long prepare_linear(linear_call *call, const float *x, long rows, long ldx, const packed_weight *weight, const float *bias,
+                           float *out, long ldo, int threads) {
+  const long k = weight->in_features;
+  *call = (linear_call){.x = x, .bias = bias, .out = out, .weight = weight, .rows = rows, .ldx = ldx, .ldo = ldo};
+  call->amx = weight->kind != FLOAT32 && rows > DIRECT_ROWS && amx_allowed();
+  call->fixed = !call->amx && fixed_allowed((int)weight->kind);
+  const long tile_rows = call->amx ? AMX_ROWS : call->fixed ? FIXED_ROWS : MAX_ROWS;
+  call->tiles = (rows + tile_rows - 1) / tile_rows;
+  long chunk_rows = CHUNK_BYTES / (k * (call->amx ? 6 : 4)) / AMX_ROWS * AMX_ROWS;
+  chunk_rows = chunk_rows < 64 ? 64 : chunk_rows > CHUNK_ROWS ? CHUNK_ROWS : chunk_rows;
+  call->chunks = (call->tiles * tile_rows + chunk_rows - 1) / chunk_rows;
+  call->tiles_per_chunk = (call->tiles + call->chunks - 1) / call->chunks;
+  const long panels = panel_count(weight->out_features);
+  call->run = panels * call->chunks / (8 * threads);
+  if (call->run < 1) call->run = 1;
+  if (call->run > MAX_RUN) call->run = MAX_RUN;
+  call->work = call->chunks * ((panels + call->run - 1) / call->run);
+  if (rows == 1 && !call->fixed && (weight->kind == FLOAT32 || VL == 16)) {
+    call->packed_x = (float *)x;  // nothing to rearrange
+    return 0;
+  }
+  if (call->fixed) return align64(rows * fixed_row_words(k) * 4);
+  return call->amx ? amx_packed_bytes(call->tiles, k) : align64(rows * (k + k / GROUP) * 4);
+}
+
 static void linear_piece(const float *x, long rows, long ldx, const packed_weight *weight, const float *bias, float *out, long ldo,
                          int threads) {
   static __thread scratch packed;
   if (rows <= 0) return;
-  linear_call call = {.x = x, .bias = bias, .out = out, .weight = weight, .rows = rows, .ldx = ldx, .ldo = ldo};
-  call.amx = weight->kind != FLOAT32 && rows > DIRECT_ROWS && amx_allowed();
-  call.fixed = !call.amx && fixed_allowed((int)weight->kind);
-  const long tile_rows = call.amx ? AMX_ROWS : call.fixed ? FIXED_ROWS : MAX_ROWS;
-  call.tiles = (rows + tile_rows - 1) / tile_rows;
-  long chunk_rows = CHUNK_BYTES / (weight->in_features * (call.amx ? 6 : 4)) / AMX_ROWS * AMX_ROWS;
-  chunk_rows = chunk_rows < 64 ? 64 : chunk_rows > CHUNK_ROWS ? CHUNK_ROWS : chunk_rows;
-  call.chunks = (call.tiles * tile_rows + chunk_rows - 1) / chunk_rows;
-  call.tiles_per_chunk = (call.tiles + call.chunks - 1) / call.chunks;
-  if (call.fixed)
-    call.packed_x = reserve(&packed, (size_t)(rows * fixed_row_words(weight->in_features)) * 4);
-  else if (call.amx)
-    call.packed_x = reserve(&packed, (size_t)amx_packed_bytes(call.tiles, weight->in_features));
-  else
-    call.packed_x = reserve(&packed, (size_t)(rows * (weight->in_features + weight->in_features / GROUP)) * 4);
-  if (rows == 1 && !call.fixed && (weight->kind == FLOAT32 || VL == 16)) call.packed_x = (float *)x;  // nothing to rearrange
   if (rows * weight->out_features * weight->in_features < 1 << 15) threads = 1;
-  call.run = panel_count(weight->out_features) * call.chunks / (8 * threads);
-  if (call.run < 1) call.run = 1;
-  if (call.run > MAX_RUN) call.run = MAX_RUN;
-  const long runs = (panel_count(weight->out_features) + call.run - 1) / call.run;
-  run_team(linear_body, &call, call.chunks * runs, threads);
+  linear_call call;
+  const long bytes = prepare_linear(&call, x, rows, ldx, weight, bias, out, ldo, threads);
+  if (bytes) call.packed_x = reserve(&packed, (size_t)bytes);
+  run_team(linear_body, &call, call.work, threads);
 }
 
 // out [rows][outputs of all pieces of the weight]

@@ -18,7 +18,6 @@ from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.cpu import build
 from text_generation_inference.kernels.fp8 import Fp8Weight
-from text_generation_inference.kernels.fused_decode import FusedLayer
 from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.matrices import PackedWeight, Product, Rows, Weight
 
@@ -103,78 +102,6 @@ class Packed(PackedWeight):
     @property
     def nbytes(self) -> int:
         return self.data.nbytes + (0 if self.next is None else self.next.nbytes)
-
-
-class _LayerStruct(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "qkv", "o", "gate_up", "down")),
-        *((name, c_void_p) for name in ("qkv_bias", "o_bias", "gate_up_bias", "down_bias", "k_cache", "v_cache")),
-        ("window", ctypes.c_int64),
-    )
-
-
-class _FusedDecodeStruct(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("layers", "final_norm", "cos_sin")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("num_layers", "heads", "kv_heads", "head_dim", "rotary_dim", "positions")
-        ),
-        *((name, ctypes.c_int64) for name in ("blocks", "block_size", "activation")),
-        *((name, c_float) for name in ("eps", "scale", "softcap")),
-    )
-
-
-class NativeFusedDecode:
-    """The layers of a decoder as one op. Keeps alive all memory it points to."""
-
-    __slots__ = ("_kept", "_run", "_threads", "address", "hidden")
-
-    def __init__(
-        self, run: Callable[..., int], threads: Callable[[], int], hidden: int, address: int, kept: object
-    ) -> None:
-        self._run = run
-        self._threads = threads
-        self.hidden = hidden
-        self.address = address
-        self._kept = kept
-
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor | None:
-        """x `[tokens, hidden]` (embeddings) through all layers and the final norm -> `[tokens, hidden]`.
-
-        None for a padded pass of one phase.
-        """
-        tokens = x.shape[0]
-        if not isinstance(batch.meta, PagedMeta):
-            return None
-        meta, seq_lens = batch.meta, batch.seq_lens
-        tables = meta.block_tables
-        if not (
-            _rows(x)
-            and x.is_contiguous()
-            and x.shape[1] == self.hidden
-            and tables.dtype is seq_lens.dtype is _int32
-            and batch.positions.dtype is batch.kv_index.dtype is _int64
-            and len(batch.positions) == len(batch.kv_index) == tokens
-            and tables.stride(1) == 1
-            and seq_lens.is_contiguous()
-            and batch.positions.is_contiguous()
-            and batch.kv_index.is_contiguous()
-        ):
-            raise ValueError("a batch for a fused pass holds contiguous float32, int64 and int32 tensors of one length")
-        num_chunks = len(meta.chunk_starts_cpu)
-        starts = ends = None
-        if num_chunks:
-            starts = (ctypes.c_int64 * num_chunks)(*meta.chunk_starts_cpu)
-            ends = (ctypes.c_int64 * num_chunks)(*meta.chunk_ends_cpu)
-        out = _empty((tokens, self.hidden))
-        if self._run(
-            self.address, x.data_ptr(), tokens, batch.positions.data_ptr(), batch.kv_index.data_ptr(),
-            tables.data_ptr(), tables.stride(0), tables.shape[1], seq_lens.data_ptr(), meta.num_decode, num_chunks,
-            starts, ends, out.data_ptr(), self._threads(),
-        ):  # fmt: skip
-            raise IndexError("a position, a cache index or a block id of the batch is out of range")
-        return out
 
 
 class NativeOps:
@@ -283,7 +210,7 @@ class NativeOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None) -> Rows:
         """x `[tokens, hidden]`."""
-        if quantize_for is not None or not _rows(x) or not _vector(weight):
+        if quantize_for is not None or not are_rows(x) or not _vector(weight):
             return reference.rms_norm(x, weight, eps, quantize_for)
         rows, width = x.shape
         out = _empty((rows, width))
@@ -306,7 +233,7 @@ class NativeOps:
         self, x: Product, residual: Tensor, weight: Tensor, eps: float, quantize_for: Fp8Weight | None = None
     ) -> tuple[Rows, Tensor]:
         """Add x to the residual, then normalise: (normalised, new residual)."""
-        if quantize_for is not None or not _rows(x) or not _rows(residual) or not _vector(weight):
+        if quantize_for is not None or not are_rows(x) or not are_rows(residual) or not _vector(weight):
             return reference.add_rms_norm(x, residual, weight, eps, quantize_for)
         rows, width = x.shape
         out = _empty((rows, width))
@@ -319,13 +246,13 @@ class NativeOps:
 
     def silu_mul(self, gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
         """gate_up `[tokens, 2 * width]` -> silu(gate) * up `[tokens, width]`."""
-        if quantize_for is not None or not _rows(gate_up):
+        if quantize_for is not None or not are_rows(gate_up):
             return reference.silu_mul(gate_up, quantize_for)
         return self._gated(0, gate_up)
 
     def gelu_tanh_mul(self, gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
         """gate_up `[tokens, 2 * width]` -> gelu(gate, tanh form) * up `[tokens, width]`."""
-        if quantize_for is not None or not _rows(gate_up):
+        if quantize_for is not None or not are_rows(gate_up):
             return reference.gelu_tanh_mul(gate_up, quantize_for)
         return self._gated(1, gate_up)
 
@@ -439,7 +366,7 @@ class NativeOps:
 
         A row whose maximum is not finite has log-probability NaN.
         """
-        if not _rows(logits):
+        if not are_rows(logits):
             return greedy(logits)
         rows, vocab = logits.shape
         index = _empty(rows, dtype=_int64)
@@ -448,60 +375,6 @@ class NativeOps:
             logits.data_ptr(), logits.stride(0), rows, vocab, index.data_ptr(), logprob.data_ptr(), self._threads()
         )
         return index, logprob
-
-    def make_fused_decode(
-        self,
-        layers: Sequence[FusedLayer],
-        norm: Tensor,
-        cos_sin: Tensor,
-        *,
-        heads: int,
-        eps: float,
-        scale: float,
-        softcap: float | None = None,
-        activation: str = "silu",  # or gelu_tanh
-    ) -> NativeFusedDecode | None:
-        """All layers as one op, or None where something in them has no native kernel."""
-        if any(layer.experts is not None for layer in layers):
-            return None
-        _, block_size, kv_heads, head_dim = layers[0].k_cache.shape
-        tensors = [norm, cos_sin]
-        structs = (_LayerStruct * len(layers))()
-        for layer, struct in zip(layers, structs, strict=True):
-            for name in ("qkv", "o", "gate_up", "down"):
-                weight = getattr(layer, name)
-                if not isinstance(weight, Packed) or weight.shape != getattr(layers[0], name).shape:
-                    return None
-                setattr(struct, name, weight.address)
-            for name in (field[0] for field in _LayerStruct._fields_):
-                value = getattr(layer, name)
-                if isinstance(value, Tensor):
-                    tensors.append(value)
-                    setattr(struct, name, value.data_ptr())
-            if layer.k_cache.shape != layers[0].k_cache.shape or layer.v_cache.shape != layers[0].k_cache.shape:
-                return None
-            struct.window = layer.window or 0
-        first, hidden, width = layers[0], layers[0].o.shape[0], heads * head_dim
-        shapes = {
-            "qkv": (width + 2 * kv_heads * head_dim, hidden),
-            "o": (hidden, width),
-            "down": (hidden, first.down.shape[1]),
-        }
-        shapes["gate_up"] = (2 * first.down.shape[1], hidden)
-        if any(tuple(getattr(first, name).shape) != shape for name, shape in shapes.items()):
-            raise ValueError("the matrices of a fused layer do not fit each other")
-        if head_dim % 8 or head_dim > MAX_HEAD_DIM or cos_sin.shape[1] > head_dim or activation not in ACTIVATIONS:
-            return None
-        if not all(t.dtype is _float32 and t.is_contiguous() and t.device.type == "cpu" for t in tensors):
-            return None
-        fused = _FusedDecodeStruct(
-            ctypes.addressof(structs), norm.data_ptr(), cos_sin.data_ptr(), len(layers), heads, kv_heads,
-            head_dim, cos_sin.shape[1], cos_sin.shape[0], layers[0].k_cache.shape[0], block_size,
-            ACTIVATIONS.index(activation), eps, scale, softcap or 0.0,
-        )  # fmt: skip
-        kept = (fused, structs, tuple(layers), tensors)
-        run = self.library.tgi_run_fused_decode
-        return NativeFusedDecode(run, self._threads, hidden, ctypes.addressof(fused), kept)
 
     def probe_fma(self, threads: int) -> float:
         """Floating-point operations a second that this machine can do, for benchmarks."""
@@ -521,7 +394,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return index, logprob.masked_fill(~top[:, 0].isfinite(), math.nan)
 
 
-def _rows(x: Product) -> TypeGuard[Tensor]:
+def are_rows(x: Product) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.dtype is _float32 and x.dim() == 2 and x.stride(1) == 1
 
 

@@ -102,7 +102,7 @@ class MakeFusedDecode:
         scale: float,
         activation: str,
     ) -> SingleRowDecode | None:
-        """None where the products for one row do not take a weight."""
+        """None where the products for one row do not take a weight, or layers have more than plain ones have."""
         if activation not in ("silu", "gelu_tanh") or not all(self._can_compute(layer) for layer in layers):
             return None
         return SingleRowDecode(
@@ -110,6 +110,8 @@ class MakeFusedDecode:
         )
 
     def _can_compute(self, layer: FusedLayer) -> bool:
+        if not layer.is_plain:
+            return False
         matrices = [layer.qkv, layer.o]
         if layer.experts is None:
             matrices += [layer.gate_up, layer.down]
