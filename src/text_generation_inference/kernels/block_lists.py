@@ -120,18 +120,24 @@ def prefill_attention(
         mask = mask & (distance < window)
     if attention_chunk is not None:
         mask = mask & (position >= position[:, None] // attention_chunk * attention_chunk)
-    if softcap is None and slopes is None and sinks is None:
+    if softcap is None and slopes is None and sinks is None and keys.shape[-1] == values.shape[-1]:
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
     else:
-        groups = queries.shape[1] // keys.shape[1]
-        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-        scores = (queries @ keys.transpose(-1, -2)).float() * scale
+        scores = grouped_product(queries, keys.transpose(-1, -2)).float() * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if slopes is not None:
             scores = scores - distance * slopes[:, None, None]
-        out = softmax_with_sinks(scores.masked_fill(~mask, -math.inf), sinks).to(q.dtype) @ values
+        weights = softmax_with_sinks(scores.masked_fill(~mask, -math.inf), sinks).to(q.dtype)
+        out = grouped_product(weights, values)
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def grouped_product(x: Tensor, y: Tensor) -> Tensor:
+    """x `[rows, heads, queries, n]` times y `[rows, kv_heads, n, m]`, which heads of a group share."""
+    rows, heads, queries, size = x.shape
+    groups = y.shape[1]
+    return (x.reshape(rows, groups, heads // groups * queries, size) @ y).view(rows, heads, queries, y.shape[3])
 
 
 def decode_attention(

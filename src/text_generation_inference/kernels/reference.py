@@ -302,18 +302,17 @@ def _attend(
 ) -> Tensor:
     """q `[rows, queries, heads, head_dim]`, keys and values `[rows, length, kv_heads, head_dim]` -> like q."""
     q, keys, values = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
-    if softcap is None and bias is None and sinks is None:
+    # Of values with a size of their own torch makes copies for all heads of a group, at a hundred times the cost.
+    if softcap is None and bias is None and sinks is None and keys.shape[-1] == values.shape[-1]:
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)
-    groups = q.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    scores = (q @ keys.transpose(-1, -2)).float() * scale
+    scores = block_lists.grouped_product(q, keys.transpose(-1, -2)).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
     weights = softmax_with_sinks(scores.masked_fill(~mask, -math.inf), sinks).to(q.dtype)
-    return (weights @ values).transpose(1, 2)
+    return block_lists.grouped_product(weights, values).transpose(1, 2)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
