@@ -32,6 +32,7 @@ from text_generation_inference.devices.hardware import (
 from text_generation_inference.engine import warm_up as engine_warm_up
 from text_generation_inference.engine.build import Engine, start_engine
 from text_generation_inference.errors import StartError
+from text_generation_inference.models.model import Context
 from text_generation_inference.models.registry import build, read_config
 from text_generation_inference.progress import StageBars
 from text_generation_inference.weights.source import find_model
@@ -57,7 +58,7 @@ def run_offline(task: OfflineTask) -> int:
         asked = ServerConfig(**{**task.settings, "model_id": model_id})
         check_present(asked)
         source = find_model(asked, bars.update)
-        model = build(read_config(source.path))
+        model = build(read_config(source.path), Context(trusts_code=asked.trust_remote_code))
         rows, skipped = choose_rows(task, model.max_positions)
         config = make_config(task, rows, model_id, model.max_positions)
         engine = start_engine(config, bars.update)

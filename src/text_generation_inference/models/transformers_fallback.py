@@ -3,8 +3,8 @@
 All requests of a step go through the model as one row of tokens, with the positions that each has; attention goes to
 `transformers_hook`. Code that comes with a model is run only where the operator says so (`remote_code`); weights are
 read from safetensors alone. A model is refused by name where this would give other tokens than `transformers`: by what
-its config says, by a trial pass over tensors without values when it is described, and by comparing a few tokens with the
-model's own attention when it is loaded.
+its config says, by a trial pass over tensors without values when it is described, and by comparing a few tokens with
+the model's own attention when it is loaded.
 """
 
 import math
