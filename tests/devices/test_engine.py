@@ -77,8 +77,8 @@ def test_greedy(tiny: Tiny, start_here: Start) -> None:
         assert engine.rank.device.num_replays > 0
 
 
-@pytest.mark.parametrize("family", ["GptOss", "Llama4"])
-def test_sinks_and_chunks(family: str, start_here: Start, device_name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["GptOss", "Llama4", "DeepseekV2", "DeepseekV3"])
+def test_sinks_chunks_and_latents(family: str, start_here: Start, device_name: str, tmp_path: Path) -> None:
     """One row, and several with and without prefixes: the kernels of a device beside plain torch."""
     if device_name == "cpu":
         pytest.skip("tests/models/test_registry_parity.py compares there")
