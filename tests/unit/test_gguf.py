@@ -207,7 +207,8 @@ WRONG_METADATA: list[tuple[dict[str, object], str]] = [
     ({"llama.rope.dimension_count": 8}, "not the head dimension 16"),
     ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0}, "position scaling 'longrope'"),
     ({"llama.expert_count": 8}, "expert_used_count` is missing"),
-    ({"split.count": 3}, "one part of a split model"),
+    ({"split.count": 3}, "is part 1 of 3 by its metadata, but not by its name"),
+    ({"split.count": [1, 1]}, "is part 1 of -1 by its metadata"),
     ({"general.type": "adapter"}, "not a whole model"),
     ({"tokenizer.ggml.tokens": None}, "tokens` is missing"),
     ({"tokenizer.ggml.tokens": [*tiny_gguf.TOKENS, "more"]}, "embedding 269 rows"),
@@ -230,6 +231,14 @@ def test_wrong_metadata(tmp_path: Path, changes: dict[str, object], cause: str) 
     with pytest.raises(ModelFormatError, match=cause) as caught:
         read_all(path)
     assert str(path) in str(caught.value)
+
+
+def test_scaling_that_a_family_does_not_have(tmp_path: Path) -> None:
+    """It would change the positions in silence."""
+    values = {"phi3.rope.scaling.type": "yarn", "phi3.rope.scaling.factor": 4.0}
+    path = tiny_gguf.write(tmp_path / "wrong.gguf", tiny_gguf.metadata(values, arch="phi3"))
+    with pytest.raises(ModelFormatError, match="position scaling 'yarn' is not known of this architecture"):
+        read_all(path)
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:

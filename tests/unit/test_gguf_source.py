@@ -46,6 +46,48 @@ def test_folder_with_two_gguf_files(tmp_path: Path) -> None:
         resolve_model(str(tmp_path), tmp_path / "cache")
 
 
+def write_parts(folder: Path, numbers: tuple[int, int] = (0, 1)) -> list[Path]:
+    """The tiny model in two files."""
+    folder.mkdir(exist_ok=True)
+    tensors = tiny_gguf.weights()
+    names = sorted(tensors)
+    paths: list[Path] = []
+    for part, number in enumerate(numbers):
+        values = tiny_gguf.metadata() if part == 0 else {"general.architecture": "llama"}
+        values |= {"split.no": number, "split.count": 2, "split.tensors.count": len(tensors)}
+        some = {name: tensors[name] for name in names[part::2]}
+        paths.append(tiny_gguf.write(folder / f"tiny-0000{part + 1}-of-00002.gguf", values, some, "Q8_0"))
+    return paths
+
+
+def test_model_in_parts(tmp_path: Path) -> None:
+    whole = resolve_model(str(tiny_gguf.write(tmp_path / "tiny.gguf", quantise="Q8_0")), tmp_path / "cache").path
+    paths = write_parts(tmp_path / "parts")
+    for name in (*paths, tmp_path / "parts"):
+        found = resolve_model(str(name), tmp_path / f"cache {name.name}").path
+        for file in ("model.safetensors", "ggml.safetensors", "config.json", "tokenizer.json"):
+            assert (found / file).read_bytes() == (whole / file).read_bytes()
+    first = resolve_model(str(paths[0]), tmp_path / "cache").path
+    tiny_gguf.write(paths[1], {"general.architecture": "llama", "split.no": 1, "split.count": 2}, {}, "")
+    with pytest.raises(ModelFormatError, match="is missing"):  # a part has changed, so nothing is reused
+        resolve_model(str(paths[0]), tmp_path / "cache")
+    assert first.is_dir()
+
+
+def test_wrong_parts(tmp_path: Path) -> None:
+    paths = write_parts(tmp_path / "order", (1, 0))
+    with pytest.raises(ModelFormatError, match=r"00001-of-00002\.gguf: is part 2 of 2 by its metadata"):
+        resolve_model(str(paths[0]), tmp_path)
+    paths[0].write_bytes(write_parts(tmp_path / "twice")[0].read_bytes())
+    values = {"general.architecture": "llama", "split.no": 1, "split.count": 2}
+    tiny_gguf.write(paths[1], values, tiny_gguf.weights(), "Q8_0")
+    with pytest.raises(ModelFormatError, match="is in another part too"):
+        resolve_model(str(paths[0]), tmp_path)
+    paths[0].unlink()
+    with pytest.raises(ModelFormatError, match=r"of which tiny-00001-of-00002\.gguf is not there"):
+        resolve_model(str(paths[1]), tmp_path)
+
+
 def test_folder_that_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match=r"neither a config\.json nor a \.gguf file"):
         resolve_model(str(tmp_path), tmp_path / "cache")

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from text_generation_inference.weights.cache import is_complete, publish_folder
-from text_generation_inference.weights.gguf import GgufFile, to_float32
+from text_generation_inference.weights.gguf import GgufFile, find_parts, to_float32
 from text_generation_inference.weights.gguf_model import TensorPlan, plan_tensors, read_config, read_generation_config
 from text_generation_inference.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
 from text_generation_inference.weights.model_files import BLOCKS, CONFIG, WEIGHTS
@@ -37,13 +37,18 @@ def cache_folder(cache_dir: Path, name: str, digest: str) -> Path:
 
 
 def probe_digest(path: Path) -> str:
-    """A digest that changes when the file does, without reading gigabytes: size, time and both ends of the content."""
-    stat = path.stat()
-    digest = hashlib.sha256(struct.pack("<QQ", stat.st_size, stat.st_mtime_ns))
-    with path.open("rb") as file:
-        digest.update(file.read(_PROBE_BYTES))
-        file.seek(max(0, stat.st_size - _PROBE_BYTES))
-        digest.update(file.read(_PROBE_BYTES))
+    """A digest that changes when the file does, without reading gigabytes: size, time and both ends of the content.
+
+    Of a split model, that of all parts.
+    """
+    digest = hashlib.sha256()
+    for part in find_parts(path):
+        stat = part.stat()
+        digest.update(struct.pack("<QQ", stat.st_size, stat.st_mtime_ns))
+        with part.open("rb") as file:
+            digest.update(file.read(_PROBE_BYTES))
+            file.seek(max(0, stat.st_size - _PROBE_BYTES))
+            digest.update(file.read(_PROBE_BYTES))
     return digest.hexdigest()
 
 

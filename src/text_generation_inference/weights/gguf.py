@@ -8,8 +8,9 @@ constants and the dequantisation are those of the `gguf` package.
 
 import math
 import mmap
+import re
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +31,7 @@ _MAX_STRINGS = 2**22  # in all arrays together: each costs far more in memory th
 _MAX_KEYS = 2**16
 _MAX_TENSORS = 2**18
 _MAX_DIMS = 4
+_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True)
@@ -41,40 +43,48 @@ class GgufTensor:
     shape: tuple[int, ...]  # in torch order: the last dimension is contiguous
     start: int  # byte position in the file
     num_bytes: int
+    part: int = 0  # of a split model
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """One open GGUF file. The mapping lives as long as an array made by `rows` does."""
+    """One open GGUF file, or all parts of a split one. A mapping lives as long as an array made by `rows` does."""
 
-    path: Path
+    path: Path  # of the first part, which has the metadata
     metadata: dict[str, Any]  # numbers, bools, str, list[str], or numpy arrays for arrays of numbers
     tensors: dict[str, GgufTensor]
-    _data: np.ndarray = field(repr=False)
+    _data: tuple[np.ndarray, ...] = field(repr=False)  # of each part
 
     @classmethod
     def open(cls, path: Path) -> "GgufFile":
         """Map `path` and read its header; raises `ModelFormatError` for anything that is not a sound GGUF file."""
-        try:
-            check_plain_file(path)
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                if size < 24:
-                    raise ModelFormatError(f"{path}: holds {size} bytes, too few for a GGUF file. {AGAIN}.")
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError as error:
-            raise ModelNotFoundError(f"{path}: there is no such file.") from error
-        except OSError as error:
-            raise ModelFormatError(
-                f"{path}: cannot be read: {error.strerror}. Check the path and its rights."
-            ) from error
-        metadata, tensors = _Header(path, mapped, size).read()
-        return cls(path, metadata, tensors, np.frombuffer(mapped, dtype=np.uint8))
+        paths = find_parts(path)
+        data: list[np.ndarray] = []
+        metadata: dict[str, Any] = {}
+        tensors: dict[str, GgufTensor] = {}
+        for number, each in enumerate(paths):
+            mapped = _map(each)
+            header = _Header(each, mapped, len(mapped))
+            values, found = header.read()
+            place = tuple(
+                _whole(values.get(key, default)) for key, default in (("split.no", number), ("split.count", 1))
+            )
+            if place != (number, len(paths)):
+                header.fail(
+                    f"is part {place[0] + 1} of {place[1]} by its metadata, but not by its name",
+                    "Names of parts end in -00001-of-00003.gguf",
+                )
+            if twice := tensors.keys() & found.keys():
+                header.fail(f"tensor {min(twice)[:60]!r} is in another part too")
+            metadata = metadata or values
+            tensors |= {name: replace(tensor, part=number) for name, tensor in found.items()}
+            data.append(np.frombuffer(mapped, dtype=np.uint8))
+        return cls(paths[0], metadata, tensors, tuple(data))
 
     def rows(self, tensor: GgufTensor) -> np.ndarray:
         """The stored bytes, one row of the tensor per row, as a view of the mapped file."""  # uint8 [rows, bytes]
         num_rows = math.prod(tensor.shape[:-1])
-        return self._data[tensor.start : tensor.start + tensor.num_bytes].reshape(num_rows, -1)
+        return self._data[tensor.part][tensor.start : tensor.start + tensor.num_bytes].reshape(num_rows, -1)
 
     def fail(self, cause: str, advice: str = AGAIN) -> NoReturn:
         """Refuse the file."""
@@ -141,6 +151,34 @@ class GgufFile:
         return value
 
 
+def find_parts(path: Path) -> list[Path]:
+    """The files of a split model in their order, by the name of any of them; of one that is not split, itself."""
+    named = _PART.fullmatch(path.name)
+    if named is None:
+        return [path]
+    stem, count = named[1], int(named[2])
+    paths = [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    if missing := next((each for each in paths if not each.exists()), None):
+        raise ModelFormatError(
+            f"{path}: is part of a split model, of which {missing.name} is not there. Put all parts into one folder."
+        )
+    return paths or [path]
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        check_plain_file(path)
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < 24:
+                raise ModelFormatError(f"{path}: holds {size} bytes, too few for a GGUF file. {AGAIN}.")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError as error:
+        raise ModelNotFoundError(f"{path}: there is no such file.") from error
+    except OSError as error:
+        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}. Check the path and its rights.") from error
+
+
 def to_float32(rows: np.ndarray, type_name: str) -> np.ndarray:
     """The exact values of stored rows."""  # uint8 [rows, bytes] -> float32 [rows, columns]
     with np.errstate(all="ignore"):  # a scale may legally be inf or nan
@@ -154,6 +192,10 @@ def _convertible(kind: GGMLQuantizationType) -> bool:
     except (NotImplementedError, KeyError):
         return False
     return True
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else -1
 
 
 def _shorten(value: Any) -> str:

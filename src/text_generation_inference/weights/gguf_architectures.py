@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from text_generation_inference.weights.gguf import GgufFile, to_float32
+from text_generation_inference.weights.gguf import UNSUPPORTED, GgufFile, to_float32
 
 Fields = dict[str, Any]
 
@@ -124,6 +124,14 @@ def _gemma3(file: GgufFile, config: Fields) -> Fields:
     }
 
 
+def _refuse_scaling(file: GgufFile, arch: str) -> None:
+    """Of a family that has none but its lists of factors: what would otherwise be left out in silence."""
+    kind = file.text(f"{arch}.rope.scaling.type", "none")
+    factor = file.number(f"{arch}.rope.scaling.factor", file.number(f"{arch}.rope.scale_linear", 1.0))
+    if kind not in ("none", "longrope") and factor != 1.0:
+        file.fail(f"position scaling {kind[:40]!r} is not known of this architecture", UNSUPPORTED)
+
+
 def _phi3(file: GgufFile, config: Fields) -> Fields:
     rotated = file.integer("phi3.rope.dimension_count", config["head_dim"])
     original = file.integer("phi3.rope.scaling.original_context_length", config["max_position_embeddings"])
@@ -136,6 +144,7 @@ def _phi3(file: GgufFile, config: Fields) -> Fields:
     }
     lists = [file.tensors.get(f"rope_factors_{name}.weight") for name in ("short", "long")]
     if not all(lists):
+        _refuse_scaling(file, "phi3")
         return fields
     values = [to_float32(file.rows(each), each.type_name).reshape(-1).tolist() for each in lists if each is not None]
     if any(len(each) != rotated // 2 for each in values):

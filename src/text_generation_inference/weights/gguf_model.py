@@ -184,8 +184,6 @@ def _architecture(file: GgufFile) -> tuple[str, Architecture]:
     name = file.text("general.architecture")
     if (kind := file.text("general.type", "model")) != "model":
         file.fail(f"holds a {kind[:40]!r}, not a whole model", "Give the GGUF file of the model itself")
-    if file.integer("split.count", 1) > 1:
-        file.fail("is one part of a split model", "Join the parts with `llama-gguf-split --merge` first")
     arch = find_architecture(file, name)
     if arch is None:
         known = ", ".join(ARCHITECTURES)

@@ -18,6 +18,7 @@ from text_generation_inference.weights.cache import is_complete
 from text_generation_inference.weights.convert import cache_folder as converted_folder
 from text_generation_inference.weights.convert import convert_gguf, probe_digest
 from text_generation_inference.weights.download import HubAccess, download_description, download_model
+from text_generation_inference.weights.gguf import find_parts
 from text_generation_inference.weights.model_files import CONFIG
 from text_generation_inference.weights.progress import Progress, silent
 
@@ -157,9 +158,9 @@ def _resolve_folder(model: str, path: Path, cache_dir: Path, progress: Progress)
 
 
 def find_only_gguf(folder: Path) -> Path:
-    """The GGUF file of a folder that has no config.json."""
+    """The GGUF file of a folder that has no config.json, or the first part of the only model there."""
     found = sorted(folder.glob("*.gguf"))
-    if len(found) == 1:
+    if found and (len(found) == 1 or find_parts(found[0]) == found):
         return found[0]
     if found:
         names = ", ".join(file.name for file in found[:4]) + (", ..." if len(found) > 4 else "")
