@@ -37,6 +37,10 @@ QWEN3 = {
     "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2,
+    "intermediate_size": 48, "sliding_window": 10,
+}  # fmt: skip
 TOKENS = 23  # in the cache, with the row's own
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -112,8 +116,9 @@ def compute(model: CausalLM, cache: Cache) -> tuple[torch.Tensor, Cache]:
         (None, torch.float16, {**QWEN3, "norm_topk_prob": True}),
         (None, FP8, {**QWEN3, "mlp_only_layers": [0], "num_experts": 130, "attention_bias": True}),
         (ON_LOADING, torch.float16, {**QWEN3, "num_experts_per_tok": 3}),
+        (None, torch.float16, GPT_OSS),
     ],
-    ids=["biases", "windows", "experts", "many experts and a dense layer", "experts in FP8"],
+    ids=["biases", "windows", "experts", "many experts and a dense layer", "experts in FP8", "sinks"],
 )
 def test_equals_layers_one_by_one(quantization: Quantization | None, cache_dtype: torch.dtype, changes: dict) -> None:
     model, cache = build(quantization, cache_dtype, **changes)

@@ -45,6 +45,7 @@ class FusedLayer:
     k_norm: Tensor | None = None
     experts: FusedExperts | None = None
     window: int | None = None
+    sinks: Tensor | None = None  # [heads] float32: one more score for each query, of a token without a value
     kv_scales: tuple[float, float] = (1.0, 1.0)  # of a cache in FP8
     # What only some devices fuse.
     attention_out_norm: Tensor | None = None  # [hidden]: of what attention adds to the stream

@@ -91,8 +91,8 @@ class Attention(SelfAttention):
 
     @property
     def is_plain(self) -> bool:
-        """Nothing but norms, rotation, a window and a softcap stands between products and scores, or beside those."""
-        more = (self.clip, self.slopes, self.sinks_part, self.temperatures, self.heads.attention_chunk)
+        """Nothing but norms, rotation, a window, a softcap and sinks stands between products and scores, or beside."""
+        more = (self.clip, self.slopes, self.temperatures, self.heads.attention_chunk)
         return all(each is None for each in more)
 
     @property

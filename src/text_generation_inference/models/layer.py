@@ -232,6 +232,7 @@ def _fuse(layer: DecoderLayer, norms: tuple[Norm, ...], cache: Cache) -> FusedLa
         k_norm=None if heads is None else heads.k_weight,
         experts=experts,
         window=attention.heads.window,
+        sinks=attention.sinks,
         kv_scales=attention.cache_scales.of(k_cache.dtype),
         attention_out_norm=weights[2] if len(weights) > 2 else None,
         mlp_out_norm=weights[3] if len(weights) > 2 else None,

@@ -25,7 +25,7 @@ IMAGES = Unserved(
     "Use a text model. Of Gemma 3 and Llama 4 the text model is served from checkpoints with images.",
 )
 SANTACODER = Unserved(
-    "it is computed by code that comes with the model, which is never run",
+    "it is computed by code of an older kind that comes with the model and attends in its own way",
     "Use bigcode/gpt_bigcode-santacoder, the same model in a form without code.",
 )
 

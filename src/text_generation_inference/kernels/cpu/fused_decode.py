@@ -118,7 +118,7 @@ class MakeFusedDecode:
                 return None
             if not _set_matrices(struct, layer, first):
                 return None
-            if layer.experts is not None and layer.experts.gate != activation:
+            if layer.sinks is not None or (layer.experts is not None and layer.experts.gate != activation):
                 return None
             for name in (*_NORMS, *_BIASES, *_CACHES):
                 value = getattr(layer, name)

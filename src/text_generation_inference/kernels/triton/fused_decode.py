@@ -56,8 +56,9 @@ class SingleRowDecode:
                 q, k, v, self.cos_sin, batch, layer.k_cache, layer.v_cache, layer.kv_scales, norms=norms
             )
             mixed = self.attention(
-                q, k, v, layer.k_cache, layer.v_cache, batch, self.scale, layer.window, kv_scales=layer.kv_scales
-            )
+                q, k, v, layer.k_cache, layer.v_cache, batch, self.scale, layer.window, kv_scales=layer.kv_scales,
+                sinks=layer.sinks,
+            )  # fmt: skip
             self._product(mixed, layer.o, hidden, layer.o_bias, add=True)
             if layer.experts is not None:
                 norm, first, second = (layer.post_norm, self.eps), layer.gate_up_bias, layer.down_bias
@@ -103,7 +104,10 @@ class MakeFusedDecode:
         activation: str,
     ) -> SingleRowDecode | None:
         """None where the products for one row do not take a weight, or layers have more than plain ones have."""
-        if activation not in ("silu", "gelu_tanh") or not all(self._can_compute(layer) for layer in layers):
+        is_dense = any(layer.experts is None for layer in layers)  # the gates of experts are looked at with them
+        if is_dense and activation not in ("silu", "gelu_tanh"):
+            return None
+        if not all(self._can_compute(layer) for layer in layers):
             return None
         return SingleRowDecode(
             layers, norm, cos_sin, heads, eps, scale, activation, self._attention, self._gemv_fp8, self._experts
