@@ -76,6 +76,20 @@ def test_long_requests_run_beside_each_other() -> None:
     assert all(harness.outputs[r.id] == expected_output(r, window) for r in requests)
 
 
+def test_prompts_that_share_blocks_get_on() -> None:
+    """What one of them gives back is still held by the other, so that there may be nothing for it in exchange."""
+    preempted = 0
+    for window, size, spare in ((3, 1, 1), (3, 1, 3), (8, 2, 1), (8, 2, 5), (13, 4, 2), (13, 4, 7)):
+        harness = Harness(1 + least_blocks(window, size) + spare, size, True, True, policy(), window)
+        requests = [make(n, [*(i % 3 for i in range(60)), *[n] * 8], 4) for n in range(3)]
+        for request in requests:
+            harness.scheduler.add(request)
+        harness.drain()
+        assert all(harness.outputs[r.id] == expected_output(r, window) for r in requests)
+        preempted += harness.scheduler.stats.num_preemptions
+    assert preempted > 0
+
+
 def test_chunks_are_as_large_as_they_may_be_where_there_is_room() -> None:
     harness = Harness(200, 4, True, True, policy(max_total_tokens=2000, max_batch_prefill_tokens=64), 32)
     harness.scheduler.add(make(0, [1] * 1280, 1))

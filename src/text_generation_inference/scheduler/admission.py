@@ -21,6 +21,8 @@ PromptsFit = Callable[[int, int], bool]
 
 
 class _Admission:
+    most_held = 0  # blocks of a request whose prompt is computed, where there is a window
+
     def __init__(self, policy: BatchPolicy, pool: BlockPool, pace: StepPace) -> None:
         self._policy, self._pool, self._pace = policy, pool, pace
         # Who did not fit, and what it found: until that changes it need not be looked up again.
@@ -67,12 +69,11 @@ class AdmissionByTokens(_Admission):
     ) -> None:
         super().__init__(policy, pool, pace)
         self._give_back = give_back
-        self._most_held = 0
         if pool.window is not None:
             # The window before a chunk and the chunk, which is not to take all that other windows could have. Blocks
             # that chunks leave behind are exchanged for blocks ahead, so that prompts of any length get on.
             chunk = -(-policy.max_batch_prefill_tokens // pool.block_size) + 1
-            self._most_held = pool.window_blocks + max(1, min(chunk, (pool.num_usable - pool.window_blocks) // 2))
+            self.most_held = pool.window_blocks + max(1, min(chunk, (pool.num_usable - pool.window_blocks) // 2))
 
     def open(self, num_decode: int, most_tokens: int) -> StepRoom:
         budget = min(self._policy.prefill_budget(num_decode), max(0, most_tokens - num_decode))
@@ -88,7 +89,7 @@ class AdmissionByTokens(_Admission):
         behind = 0
         if self._pool.window is not None:
             behind = self._pool.num_behind(len(shared) * size)
-            num_new = min(num_new, self._most_held - (len(shared) - behind))
+            num_new = min(num_new, self.most_held - (len(shared) - behind))
         while (blocks := self._pool.try_take(num_new, shared[behind:], num_spare=num_running)) is None:
             if not self._give_back():
                 return False

@@ -380,23 +380,32 @@ class Scheduler:
         """Chunks for running requests that are still behind, oldest first."""
         chunks: list[Chunk] = []
         rows: list[Request] = []
-        for request in self._prefilling:
+        for request in list(self._prefilling):
             if room.is_open and self._is_behind(request):
-                if self._has_window:
-                    self._move_window(request, grow)
+                if self._has_window and not self._move_window(request, grow):
+                    continue
                 chunks.append(self._chunk(request, room))
                 rows.append(request)
         return chunks, rows
 
-    def _move_window(self, request: Request, grow: list[tuple[int, int, list[int]]]) -> None:
-        """Exchange the blocks behind the next chunk for as many ahead of it."""
-        start = len(request.blocks)
-        num_left = -(-len(request.tokens) // self.pool.block_size) - start
-        blocks = self.pool.try_take(min(self._give_back_behind(request), num_left))
-        assert blocks is not None, "blocks that were just given back are gone"
+    def _move_window(self, request: Request, grow: list[tuple[int, int, list[int]]]) -> bool:
+        """Exchange the blocks behind the next chunk for as many ahead of it.
+
+        Those that it shared are still others'. Where there are none in their place the request is preempted: False.
+        """
+        self._give_back_behind(request)
+        start, size = len(request.blocks), self.pool.block_size
+        count = min(self._admission.most_held - len(request.held), -(-len(request.tokens) // size) - start)
+        if self.pool.num_free < count:
+            self._give_back_ahead()
+        blocks = self.pool.try_take(min(count, self.pool.num_free))
         if blocks:
             request.blocks += blocks
             grow.append((request.slot, start, blocks))
+        elif request.reserved == start * size:
+            self._preempt(request)
+            return False
+        return True
 
     def _is_behind(self, request: Request) -> bool:
         return request.reserved < len(request.tokens)
