@@ -22,6 +22,8 @@ PROGRAM = """
 import json, random, sys, time
 began = float(sys.argv[1])
 seconds = {"python": time.time() - began}
+from text_generation_inference.collection import pause_collection, resume_collection
+pause_collection()
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import start_engine
 from text_generation_inference.engine.warm_up import warm_up
@@ -54,6 +56,7 @@ CudaDevice.peak_bytes = lambda self, work: timed("measuring", lambda: peak_bytes
 engine = start_engine(config)
 seconds |= engine.seconds
 seconds["warm-up"] = warm_up(engine, grammars=False)
+resume_collection()
 ready = time.time() - began
 import torch
 free, total = torch.cuda.mem_get_info()

@@ -19,7 +19,7 @@ class Process:
     def __init__(self, cache: Path, **settings: object) -> None:
         self.folder = tempfile.TemporaryDirectory()  # short path: a unix socket's is limited
         self.socket = Path(self.folder.name) / "engine.sock"
-        command = [sys.executable, "-m", "text_generation_inference.engine.process", str(self.socket)]
+        command = [sys.executable, "-m", "text_generation_inference.engine", str(self.socket)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -84,9 +84,9 @@ class Server:
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
             with suppress(FileNotFoundError, ProcessLookupError):  # a thread or a process that has just ended
                 for pid in (task / "children").read_text().split():
-                    command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                    for role in ("engine", "api"):
-                        if f"text_generation_inference.{role}.process".encode() in command:
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                    for role, module in (("engine", b"engine"), ("api", b"api.process")):
+                        if b"text_generation_inference." + module in command:
                             found[role] = int(pid)
         return found
 

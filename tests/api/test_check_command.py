@@ -24,7 +24,7 @@ from text_generation_inference.launch.check import check_model, main
 from text_generation_inference.launch.check_report import KvLayers, render
 from text_generation_inference.models import deepseek_v2, gemma2, mixtral
 from text_generation_inference.models.registry import judge
-from text_generation_inference.weights.download import HubAccess
+from text_generation_inference.weights.hub_access import HubAccess
 from text_generation_inference.weights.source import resolve_model
 from unit import tiny_gguf
 

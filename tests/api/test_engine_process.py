@@ -154,7 +154,7 @@ def test_the_engine_ends_with_its_parent(model_cache: Path) -> None:
         socket = Path(folder) / "engine.sock"
         program = f"""
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-m", "text_generation_inference.engine.process", {str(socket)!r}], stdin=subprocess.PIPE)
+child = subprocess.Popen([sys.executable, "-m", "text_generation_inference.engine", {str(socket)!r}], stdin=subprocess.PIPE)
 child.stdin.write({json.dumps({"cache_dir": str(model_cache), **SETTINGS}).encode()!r})
 child.stdin.close()
 print(child.pid, flush=True)

@@ -283,7 +283,7 @@ def test_the_log_of_a_whole_life(logged: Server, spy_folder: Path) -> None:
     spied = (spy_folder / "unpickled.on").read_text()
     for process in (
         "text_generation_inference.launch.command",
-        "text_generation_inference.engine.process",
+        "text_generation_inference.engine",
         "text_generation_inference.api.process",
     ):
         assert process in spied

@@ -112,7 +112,7 @@ def is_gone(pid: int) -> bool:
 def socket_path(engine_pid: int) -> Path:
     """Where an engine process listens."""
     arguments = Path(f"/proc/{engine_pid}/cmdline").read_bytes().split(b"\0")
-    return Path(arguments[arguments.index(b"text_generation_inference.engine.process") + 1].decode())
+    return Path(arguments[arguments.index(b"text_generation_inference.engine") + 1].decode())
 
 
 @contextmanager

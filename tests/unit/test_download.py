@@ -15,7 +15,8 @@ from huggingface_hub import constants
 from fake_hub import COMMIT, FILES, OTHER_COMMIT, Hub, running_hub
 from text_generation_inference.errors import ModelFormatError, ModelNotFoundError, ResourceError, StartError
 from text_generation_inference.weights import download
-from text_generation_inference.weights.download import HubAccess, download_model, list_files
+from text_generation_inference.weights.download import download_model, list_files
+from text_generation_inference.weights.hub_access import HubAccess
 from text_generation_inference.weights.source import resolve_model
 
 NOWHERE = "http://127.0.0.1:9"

@@ -7,7 +7,7 @@ import pytest
 import tiny_gguf
 
 from text_generation_inference.errors import ModelFormatError, ModelNotFoundError
-from text_generation_inference.weights import embedded, source
+from text_generation_inference.weights import download, embedded
 from text_generation_inference.weights.source import resolve_model
 
 
@@ -95,7 +95,7 @@ def test_folder_that_is_no_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["./none", "/no/such/place", "~/none", "a/b/c", "none.gguf", "", "org/"])
 def test_path_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(source, "download_model", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr(download, "download_model", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(ModelNotFoundError) as caught:
         resolve_model(name, tmp_path)
     for form in (repr(name), "`embedded`", ".gguf file", "Hugging Face hub"):

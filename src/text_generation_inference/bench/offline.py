@@ -20,6 +20,7 @@ from text_generation_inference.bench.row_progress import RowProgress, StatusLine
 from text_generation_inference.bench.shapes import write_shape
 from text_generation_inference.bench.tables import show
 from text_generation_inference.bench.work import Iteration, run_once, summarise, warm_up
+from text_generation_inference.collection import resume_collection
 from text_generation_inference.config import Resolved, ServerConfig, least_blocks
 from text_generation_inference.devices.device import check_present
 from text_generation_inference.devices.hardware import (
@@ -169,6 +170,7 @@ class _Run:
     def get_ready(self) -> None:
         engine, report = self.engine, self.report
         engine.seconds["warm-up"] = engine_warm_up.warm_up(engine, grammars=False)
+        resume_collection()
         report.stages = {stage: round(seconds, 3) for stage, seconds in engine.seconds.items()}
         report.ready_seconds = round(reports.seconds_since_process_start(), 3)
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in engine.seconds.items())

@@ -15,6 +15,7 @@ from text_generation_inference.bench.generation_flags import GenerationRun
 from text_generation_inference.bench.presets import PRESETS, Preset
 from text_generation_inference.bench.results import Published, Row, parse_row
 from text_generation_inference.bench.shapes import SHAPES
+from text_generation_inference.collection import pause_collection
 from text_generation_inference.config import ENGINE_SETTINGS, ServerConfig, read_environment
 from text_generation_inference.errors import StartError
 
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str], prog: str = "tgi bench offline") -> int:
 
 
 def _run(task: OfflineTask) -> int:
+    pause_collection()
     from text_generation_inference.bench.offline import (
         run_offline,  # loads torch, which takes seconds: mistakes in flags are told at once
     )

@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 from text_generation_inference import failpoints
+from text_generation_inference.collection import resume_collection
 from text_generation_inference.config import ServerConfig, failpoints_asked
 from text_generation_inference.engine import wire
 from text_generation_inference.engine.build import Engine, start_engine
@@ -391,6 +392,7 @@ def main() -> int:
         engine.seconds["warm-up"] = warm_up(engine, not config.disable_grammar_support)
         if engine.recorder is not None:
             engine.recorder.reset()  # prompts of our own do not count
+        resume_collection()
         profiling = Profiling(config)  # nor do their steps
         grows = config.step_timeout_s is None
         limit_s = engine.rank.device.limits.step_timeout_s if config.step_timeout_s is None else config.step_timeout_s
@@ -455,7 +457,3 @@ def run() -> NoReturn:
         # The device may be in a state in which freeing what is on it crashes or hangs.
         os._exit(status)
     sys.exit(status)
-
-
-if __name__ == "__main__":
-    run()

@@ -270,9 +270,7 @@ class Supervisor:
             number += 1
             path = str(self._folder / f"engine-{number}.sock")
             self._ready_at = None
-            process = await self._engine.start(
-                "text_generation_inference.engine.process", path, stderr=asyncio.subprocess.PIPE
-            )
+            process = await self._engine.start("text_generation_inference.engine", path, stderr=asyncio.subprocess.PIPE)
             if self._stopping.is_set():
                 self._engine.send_signal(signal.SIGKILL)
             assert process.stdin is not None and process.stdout is not None and process.stderr is not None

@@ -26,6 +26,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import tqdm
 
 from text_generation_inference.errors import ModelFormatError, ModelNotFoundError, ResourceError, StartError
+from text_generation_inference.weights.hub_access import HubAccess
 from text_generation_inference.weights.model_files import CONFIG, QUANTIZATION_BESIDE, explain_pickles
 from text_generation_inference.weights.progress import Progress, silent
 
@@ -36,16 +37,6 @@ _CODE = ["*.py"]  # for those who trust it
 _DESCRIPTION = ["config.json", "tokenizer_config.json", "chat_template.jinja", *QUANTIZATION_BESIDE]
 _IGNORED = ["original/*", "onnx/*", "openvino/*", "consolidated*.safetensors"]
 _LOG_IN = "To use your own access rights, set HF_TOKEN or run `hf auth login`"
-
-
-class HubAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach the hub; what is None is left to the hub's library."""
-
-    offline: bool = False
-    cache_dir: Path | None = None
-    endpoint: str | None = None
-    token: str | None = None
-    code: bool = False  # fetch code that comes with a model
 
 
 class HubFile(msgspec.Struct, frozen=True):

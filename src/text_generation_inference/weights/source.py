@@ -17,8 +17,8 @@ from text_generation_inference.weights import embedded
 from text_generation_inference.weights.cache import is_complete
 from text_generation_inference.weights.convert import cache_folder as converted_folder
 from text_generation_inference.weights.convert import convert_gguf, probe_digest
-from text_generation_inference.weights.download import HubAccess, download_description, download_model
 from text_generation_inference.weights.gguf import find_parts
+from text_generation_inference.weights.hub_access import HubAccess
 from text_generation_inference.weights.model_files import CONFIG
 from text_generation_inference.weights.progress import Progress, silent
 
@@ -130,6 +130,8 @@ def _resolve_hub(
     progress: Progress,
     judge: Callable[[Path], object] | None,
 ) -> ModelFolder:
+    from text_generation_inference.weights.download import download_description, download_model
+
     try:
         if judge is not None:
             judge(download_description(model, revision, access))
