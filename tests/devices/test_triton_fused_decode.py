@@ -12,6 +12,8 @@ from text_generation_inference.kernels.fp8 import FP8, Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedExperts
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.routing import SoftmaxRouting
+from text_generation_inference.layers.attention import Attention
+from text_generation_inference.layers.experts import Experts
 from text_generation_inference.models import registry
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
@@ -42,7 +44,12 @@ GPT_OSS = {
     "intermediate_size": 48, "sliding_window": 10,
 }  # fmt: skip
 TOKENS = 23  # in the cache, with the row's own
-Cache = list[tuple[torch.Tensor, torch.Tensor]]
+DEEPSEEK = {
+    "architectures": ["DeepseekV2ForCausalLM"], "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8, "v_head_dim": 20, "q_lora_rank": None, "n_routed_experts": 6, "n_shared_experts": 2,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1, "topk_method": "greedy",
+}  # fmt: skip
+Cache = list[tuple[torch.Tensor, ...]]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +64,7 @@ def build(quantization: Quantization | None, cache_dtype: torch.dtype, **changes
     linear = TritonLinear(3, (8, 9))
     loaded = load_ops(3)
     assert isinstance(loaded, Ops)
-    fuse = MakeFusedDecode(loaded.attention, TritonExperts((9, 0), 3), 3, fp8=True)
+    fuse = MakeFusedDecode(loaded.attention, loaded.latent_attention, TritonExperts((9, 0), 3), 3, fp8=True)
     ops = replace(loaded, linear=linear, linear_unscaled=linear.linear_unscaled, make_fused_decode=fuse)
     fields = {
         "vocab_size": 40, "hidden_size": 80, "intermediate_size": 208, "num_hidden_layers": 2,
@@ -69,24 +76,29 @@ def build(quantization: Quantization | None, cache_dtype: torch.dtype, **changes
         assign_methods(model, quantization)
     load_dummy(model, torch.float16, CPU, 1)
     for number, layer in enumerate(model.model.layers):
-        scales = layer.attention.cache_scales
-        scales.k, scales.v = 0.25 + number, 0.75
         layer.attention_norm.weight.uniform_(20, 40)  # so that everything can be seen in the result
-        for matrix in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
+        matrices = [layer.attention.out, layer.mlp.gate_up, layer.mlp.down]
+        if isinstance(layer.attention, Attention):
+            scales = layer.attention.cache_scales
+            scales.k, scales.v = 0.25 + number, 0.75
+            matrices.append(layer.attention.qkv)
+        if isinstance(layer.mlp, Experts) and layer.mlp.shared is not None:
+            layer.mlp.shared.dense.down.weight.mul_(20)
+        for matrix in matrices:
             if matrix.bias is not None:
                 matrix.bias.normal_()
-    shapes = [(4, 16, spec.num_kv_heads, spec.head_dim) for spec in model.caches(cache_dtype)]
-    cache = [(torch.randn(shape).to(cache_dtype), torch.randn(shape).to(cache_dtype)) for shape in shapes]
+    shapes = [spec.shapes for spec in model.caches(cache_dtype)]
+    cache = [tuple(torch.randn(4, 16, *shape).to(cache_dtype) for shape in each) for each in shapes]
     model.bind(cache, 64)
     return model, cache
 
 
 def compute(model: CausalLM, cache: Cache) -> tuple[torch.Tensor, Cache]:
     """The row's hidden state, and what the cache then holds."""
-    cache = [(k.clone(), v.clone()) for k, v in cache]
+    cache = [tuple(part.clone() for part in each) for each in cache]
     if model.fused_decode is not None:
         pairs = zip(model.fused_decode.layers, cache, strict=True)  # pyright: ignore
-        layers = [replace(layer, k_cache=k, v_cache=v) for layer, (k, v) in pairs]
+        layers = [replace(layer, k_cache=each[0], v_cache=each[-1]) for layer, each in pairs]
         model.fused_decode = replace(model.fused_decode, layers=layers)  # pyright: ignore
     place = 1 * 16 + (TOKENS - 1) % 16
     tables, rows = torch.tensor([[0, 0], [3, 1]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
@@ -117,8 +129,19 @@ def compute(model: CausalLM, cache: Cache) -> tuple[torch.Tensor, Cache]:
         (None, FP8, {**QWEN3, "mlp_only_layers": [0], "num_experts": 130, "attention_bias": True}),
         (ON_LOADING, torch.float16, {**QWEN3, "num_experts_per_tok": 3}),
         (None, torch.float16, GPT_OSS),
+        (None, torch.float16, DEEPSEEK),
+        (None, torch.float16, {**DEEPSEEK, "q_lora_rank": 40, "num_hidden_layers": 1, "first_k_dense_replace": 0}),
     ],
-    ids=["biases", "windows", "experts", "many experts and a dense layer", "experts in FP8", "sinks"],
+    ids=[
+        "biases",
+        "windows",
+        "experts",
+        "many experts and a dense layer",
+        "experts in FP8",
+        "sinks",
+        "latents",
+        "two latents",
+    ],
 )
 def test_equals_layers_one_by_one(quantization: Quantization | None, cache_dtype: torch.dtype, changes: dict) -> None:
     model, cache = build(quantization, cache_dtype, **changes)
@@ -129,8 +152,8 @@ def test_equals_layers_one_by_one(quantization: Quantization | None, cache_dtype
     assert expected.isfinite().all()
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     for ours, theirs in zip(found_cache, expected_cache, strict=True):
-        for side in range(2):
-            torch.testing.assert_close(ours[side].float(), theirs[side].float(), rtol=1e-2, atol=1e-2)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one.float(), other.float(), rtol=1e-2, atol=1e-2)
 
 
 def test_what_it_does_not_take() -> None:
@@ -140,7 +163,7 @@ def test_what_it_does_not_take() -> None:
 
     def is_taken(activation: str = "silu", fp8: bool = True, **changes: Any) -> bool:
         changed = [layers[0], replace(layers[1], **changes)]
-        fuse = MakeFusedDecode(model.ops.attention, TritonExperts((9, 0), 3), 3, fp8)
+        fuse = MakeFusedDecode(model.ops.attention, model.ops.latent_attention, TritonExperts((9, 0), 3), 3, fp8)
         made = fuse(changed, norm, model.tables[0], heads=4, eps=1e-5, scale=1.0, activation=activation)
         return made is not None
 
@@ -157,3 +180,4 @@ def test_what_it_does_not_take() -> None:
     assert not is_taken(qkv=replace(weight, input_bound=1.0))
     assert not is_taken(qkv=replace(weight, scale=torch.ones(2, 1)))
     assert not is_taken(down=torch.zeros(80, 208))
+    assert not is_taken(experts=router, shared=(torch.zeros(96, 80), torch.zeros(80, 48)))

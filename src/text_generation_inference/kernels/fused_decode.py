@@ -26,16 +26,26 @@ class FusedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class FusedLatents:
+    """What makes an attention one over latents: what the op `latent_attention` takes."""
+
+    up: Tensor  # [heads, p + v, c]
+    norm: tuple[Tensor, float]  # of latents: weight [c] and epsilon
+    query_up: Weight | None = None  # of queries that are made of a latent of their own, which `query_norm` is for
+    query_norm: tuple[Tensor, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class FusedLayer:
     """What one layer of a pre-norm decoder reads. Matrices are in the form that the device packs them in."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Weight  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv: Weight  # [(heads + 2 * kv_heads) * head_dim, hidden]; of latents queries, then latent and shared key
     o: Weight
     post_norm: Tensor  # [hidden]
     gate_up: Weight  # [2 * intermediate, hidden]; of all experts where there are some
     down: Weight
-    k_cache: Tensor
+    k_cache: Tensor  # of latents both are the only one
     v_cache: Tensor
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
@@ -44,6 +54,8 @@ class FusedLayer:
     q_norm: Tensor | None = None  # [head_dim]: each head is normalised before it is rotated
     k_norm: Tensor | None = None
     experts: FusedExperts | None = None
+    shared: tuple[Weight, Weight] | None = None  # gates and ups, and downs, that each token passes beside experts
+    latents: FusedLatents | None = None
     window: int | None = None
     sinks: Tensor | None = None  # [heads] float32: one more score for each query, of a token without a value
     kv_scales: tuple[float, float] = (1.0, 1.0)  # of a cache in FP8

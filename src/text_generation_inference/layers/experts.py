@@ -179,9 +179,9 @@ class Experts(FeedForward):
         return (self.router.routing, self.gate_up.kind, self.down.kind, self.down.shape)
 
     def as_fused(self) -> FusedExperts | None:
-        """For a pass that fuses all layers; None: it cannot be computed so."""
+        """For a pass that fuses all layers, without the shared ones; None: it cannot be computed so."""
         router = self.router
-        if self.shared is not None or self.scale_inputs:
+        if self.scale_inputs:
             return None
         return FusedExperts(router.weight, router.bias, router.correction, router.routing, self.gate)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from text_generation_inference.errors import StartError
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import FP8
+from text_generation_inference.kernels.fused_decode import FusedLatents
 from text_generation_inference.kernels.matrices import Product, Rows, plain
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.layers.attention import SelfAttention
@@ -64,6 +65,17 @@ class LatentAttention(SelfAttention):
     def kind(self) -> object:
         return self.heads, self.down.kind, self.q_up and self.q_up.kind, self.out.kind
 
+    @property
+    def _up(self) -> Tensor:
+        return plain(self.kv_up.weight).view(self.heads.num_heads, -1, self.heads.latent_dim)
+
+    def as_fused(self) -> FusedLatents:
+        """For a pass that fuses all layers."""
+        norm, query_norm, query_up = self.kv_norm, self.q_norm, self.q_up
+        if query_norm is None or query_up is None:
+            return FusedLatents(self._up, (norm.weight, norm.eps))
+        return FusedLatents(self._up, (norm.weight, norm.eps), query_up.weight, (query_norm.weight, query_norm.eps))
+
     def cache_spec(self, dtype: torch.dtype) -> LatentCacheSpec:
         if dtype is FP8:
             raise StartError(
@@ -81,7 +93,6 @@ class LatentAttention(SelfAttention):
         if self.q_norm is not None and self.q_up is not None:
             queries = self.q_up.forward(self.q_norm.forward(queries, self.q_up.input_form))
         q = queries.view(x.shape[0], heads.num_heads, heads.plain_dim + heads.rope_dim)
-        up = plain(self.kv_up.weight).view(heads.num_heads, -1, heads.latent_dim)
         norm = (self.kv_norm.weight, self.kv_norm.eps)
-        mixed = self.ops.latent_attention(q, latent, up, norm, cos_sin, batch, latents, heads.scale)
+        mixed = self.ops.latent_attention(q, latent, self._up, norm, cos_sin, batch, latents, heads.scale)
         return self.out.linear_unscaled(mixed if wanted is None else mixed[wanted])

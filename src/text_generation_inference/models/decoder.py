@@ -19,6 +19,7 @@ from text_generation_inference.layers.attention import Attention, TemperatureSpe
 from text_generation_inference.layers.cache import AnyCacheSpec
 from text_generation_inference.layers.embedding import LearnedPositions, RowsOf, VocabWeight
 from text_generation_inference.layers.experts import Experts
+from text_generation_inference.layers.latent_attention import LatentAttention
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.layers.norm import Norm, RMSNorm, make_norm
 from text_generation_inference.layers.rotary import RopeSpec, build_table
@@ -237,6 +238,8 @@ class CausalLM(Model):
 
 def _way(layer: DecoderLayer) -> tuple[float, str, float | None, int]:
     """What all layers of a fused pass have in common: scale, activation, epsilon of norms on heads, heads."""
-    attention = cast(Attention, layer.attention)
-    eps = attention.q_norm.spec.norm.eps if attention.q_norm is not None else None
+    attention = cast(Attention | LatentAttention, layer.attention)
+    eps = None
+    if isinstance(attention, Attention) and attention.q_norm is not None:
+        eps = attention.q_norm.spec.norm.eps
     return attention.heads.scale, layer.spec.feed_forward.activation, eps, attention.heads.num_heads

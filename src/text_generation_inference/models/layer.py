@@ -1,16 +1,17 @@
 """Decoder layers: one class for each way in which attention and feed-forward join the residual stream."""
 
 from abc import abstractmethod
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import apply_scales
 from text_generation_inference.kernels.fused_decode import FusedLayer
-from text_generation_inference.kernels.matrices import Product, Rows
-from text_generation_inference.layers.attention import Attention
-from text_generation_inference.layers.experts import Experts
+from text_generation_inference.kernels.matrices import Product, Rows, Weight
+from text_generation_inference.layers.attention import Attention, SelfAttention
+from text_generation_inference.layers.experts import Experts, SharedExpert
+from text_generation_inference.layers.latent_attention import LatentAttention
 from text_generation_inference.layers.norm import Norm, RMSNorm, make_norm
 from text_generation_inference.models.attention import build_attention
 from text_generation_inference.models.feed_forward import DenseMlp, build_feed_forward
@@ -201,43 +202,61 @@ def enter(norm: Norm, x: Product, residual: Tensor | None, form: InputForm) -> t
 
 def _fuse(layer: DecoderLayer, norms: tuple[Norm, ...], cache: Cache) -> FusedLayer | None:
     """`norms` are those before attention and feed-forward, and, where there are such, those after both."""
-    attention, mlp = layer.attention, layer.mlp
-    if not isinstance(attention, Attention) or not attention.is_plain:
-        return None
-    heads = attention.head_norms
-    if not all(isinstance(norm, RMSNorm) for norm in norms):
-        return None
-    if attention.q_norm is not None and (heads is None or heads.over_all):
+    mlp, attention = layer.mlp, _fuse_attention(layer.attention, cache)
+    if attention is None or not all(isinstance(norm, RMSNorm) for norm in norms):
         return None
     weights = [cast(RMSNorm, norm).weight for norm in norms]
     experts = mlp.as_fused() if isinstance(mlp, Experts) else None
     is_gated = isinstance(mlp, DenseMlp) and mlp.is_gated
     if not isinstance(mlp, DenseMlp | Experts) or (experts is None and not is_gated):
         return None
-    k_cache, v_cache = cache
+    beside = mlp.shared if isinstance(mlp, Experts) else None
+    shared = None if beside is None else _fuse_shared(beside)
+    if beside is not None and shared is None:
+        return None
     return FusedLayer(
         input_norm=weights[0],
-        qkv=attention.qkv.weight,
-        o=attention.out.weight,
         post_norm=weights[1],
         gate_up=mlp.gate_up.weight,
         down=mlp.down.weight,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        qkv_bias=attention.qkv.bias,
-        o_bias=attention.out.bias,
         gate_up_bias=mlp.gate_up.bias,
         down_bias=mlp.down.bias,
-        q_norm=None if heads is None else heads.q_weight,
-        k_norm=None if heads is None else heads.k_weight,
         experts=experts,
-        window=attention.heads.window,
-        sinks=attention.sinks,
-        kv_scales=attention.cache_scales.of(k_cache.dtype),
+        shared=shared,
         attention_out_norm=weights[2] if len(weights) > 2 else None,
         mlp_out_norm=weights[3] if len(weights) > 2 else None,
-        softcap=attention.heads.softcap,
+        **attention,
     )
+
+
+def _fuse_attention(attention: SelfAttention, cache: Cache) -> dict[str, Any] | None:
+    """What a fused layer has of it; None: it cannot be computed so."""
+    if isinstance(attention, LatentAttention):
+        return {
+            "qkv": attention.down.weight, "o": attention.out.weight, "k_cache": cache[0], "v_cache": cache[0],
+            "qkv_bias": attention.down.bias, "o_bias": attention.out.bias, "latents": attention.as_fused(),
+        }  # fmt: skip
+    if not isinstance(attention, Attention) or not attention.is_plain:
+        return None
+    heads, (k_cache, v_cache) = attention.head_norms, cache
+    if attention.q_norm is not None and (heads is None or heads.over_all):
+        return None
+    return {
+        "qkv": attention.qkv.weight, "o": attention.out.weight, "k_cache": k_cache, "v_cache": v_cache,
+        "qkv_bias": attention.qkv.bias, "o_bias": attention.out.bias,
+        "q_norm": None if heads is None else heads.q_weight, "k_norm": None if heads is None else heads.k_weight,
+        "window": attention.heads.window, "kv_scales": attention.cache_scales.of(k_cache.dtype),
+        "softcap": attention.heads.softcap, "sinks": attention.sinks,
+    }  # fmt: skip
+
+
+def _fuse_shared(shared: SharedExpert) -> tuple[Weight, Weight] | None:
+    """The matrices of what each token passes beside experts; None: more than those decides."""
+    dense = shared.dense
+    if shared.gate is not None or not isinstance(dense, DenseMlp) or not dense.is_gated:
+        return None
+    has_bias = dense.gate_up.bias is not None or dense.down.bias is not None
+    return None if has_bias else (dense.gate_up.weight, dense.down.weight)
 
 
 LAYERS: dict[Join, type[DecoderLayer]] = {

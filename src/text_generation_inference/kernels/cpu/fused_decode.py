@@ -108,6 +108,8 @@ class MakeFusedDecode:
         activation: str = "silu",  # or gelu_tanh
     ) -> NativeFusedDecode | None:
         """None where something in the layers has no native kernel."""
+        if any(layer.latents is not None or layer.shared is not None for layer in layers):
+            return None
         first = layers[0]
         blocks, block_size, kv_heads, head_dim = first.k_cache.shape
         tables = [cos_sin if layer.cos_sin is None else layer.cos_sin for layer in layers]

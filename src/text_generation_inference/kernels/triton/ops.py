@@ -35,6 +35,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
         from text_generation_inference.kernels.flashinfer_prompts import FlashinferPrompts
 
         paged_attention.prompts = FlashinferPrompts(torch.device("cuda", torch.cuda.current_device()))
+    latent_attention = TritonLatentAttention(num_processors, capability)
     linear = TritonLinear(num_processors, capability)
     experts = TritonExperts(capability, num_processors)
     return Ops(
@@ -43,7 +44,12 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
         linear_unscaled=linear.linear_unscaled,
         logits=logits,
         make_fused_decode=fused_decode.MakeFusedDecode(
-            paged_attention, experts, num_processors, fp8=capability >= (8, 9), roomy=capability >= (9, 0)
+            paged_attention,
+            latent_attention,
+            experts,
+            num_processors,
+            fp8=capability >= (8, 9),
+            roomy=capability >= (9, 0),
         ),
         rms_norm=norms_rotary.rms_norm,
         add_rms_norm=norms_rotary.add_rms_norm,
@@ -60,7 +66,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
         route=route,
         rotary_and_cache=norms_rotary.rotary_and_cache,
         attention=paged_attention,
-        latent_attention=TritonLatentAttention(num_processors, capability),
+        latent_attention=latent_attention,
         apply_writes=state.apply_writes,
         gather_inputs=state.gather_inputs,
         greedy_into=choice.greedy_into,
