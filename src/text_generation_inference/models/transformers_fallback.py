@@ -35,7 +35,7 @@ LOST = (
     "captured steps and fused passes: every op is launched on its own",
     "`--quantize` and quantised checkpoints",
     "several ranks",
-    "buckets with graphs (Gaudi)",
+    "graphs of padded shapes",
     "a fast start: `transformers` reads the weights",
 )
 
