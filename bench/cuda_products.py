@@ -29,8 +29,8 @@ PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
 VECTOR_SHAPES = [(1, 4096, 4), (2, 4096, 4), (4, 4096, 4), (4, 4096, 8), (4, 2048, 4), (8, 2048, 4), (8, 1024, 4)]
 VECTOR8_SHAPES = [None, (4, 3, 4, 2), (4, 3, 4, 3), (2, 4, 4, 4), (4, 2, 4, 4), (1, 3, 8, 2), (2, 3, 8, 2)]
 LONG_CHUNKS = [
-    Chunks(), Chunks(each=3), Chunks(stages=4, each=4), Chunks(bn=4, stages=4), Chunks(bn=4, bk=2048), Chunks(each=1, stages=8),
-    Chunks(warps=4, stages=5), Chunks(bn=4, stages=4, each=1, warps=16),
+    Chunks(), Chunks(each=3), Chunks(stages=4, each=4), Chunks(bn=4, stages=4), Chunks(bn=4, bk=2048),
+    Chunks(each=1, stages=8), Chunks(warps=4, stages=5), Chunks(bn=4, stages=4, each=1, warps=16),
 ]  # fmt: skip
 SKINNY_TILINGS = [(64, 128, 4), (64, 256, 3), (64, 256, 4), (128, 128, 4)]  # outputs, columns, stages
 
