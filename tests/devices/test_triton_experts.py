@@ -18,7 +18,14 @@ if importlib.util.find_spec("triton") is None:
 
 from text_generation_inference.kernels.triton import experts
 from text_generation_inference.kernels.triton.expert_tiles import FORMS as WEIGHT_FORMS
-from text_generation_inference.kernels.triton.expert_tiles import TILES, Tiling, choose_tiles, choose_tiling, find_form
+from text_generation_inference.kernels.triton.expert_tiles import (
+    TILES,
+    Stream,
+    Tiling,
+    choose_tiles,
+    choose_tiling,
+    find_form,
+)
 from text_generation_inference.kernels.triton.experts import TritonExperts, count_blocks
 from text_generation_inference.kernels.triton.routing import route
 
@@ -44,6 +51,7 @@ def _seed(device_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(experts, "quantize_rows", fp8.quantize_rows)
         monkeypatch.setattr(experts, "choose_shape", lambda k: (32, 64, 1))  # fewer programs, which it is slow at
         monkeypatch.setattr(experts, "_MAX_DOWN", 32)
+        monkeypatch.setattr(experts, "choose_stream", lambda *_: Stream(32, 4, 2, 1))
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 3e-3) -> None:

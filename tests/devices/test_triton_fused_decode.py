@@ -27,6 +27,8 @@ from text_generation_inference.weights.load import load_dummy
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from text_generation_inference.kernels.triton import experts
+from text_generation_inference.kernels.triton.expert_tiles import Stream
 from text_generation_inference.kernels.triton.experts import TritonExperts
 from text_generation_inference.kernels.triton.fused_decode import MakeFusedDecode
 from text_generation_inference.kernels.triton.linear import TritonLinear
@@ -53,9 +55,10 @@ Cache = list[tuple[torch.Tensor, ...]]
 
 
 @pytest.fixture(autouse=True)
-def _interpreter(device_name: str) -> None:
+def _interpreter(device_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device_name != "cpu":
         pytest.skip("runs in Triton's interpreter")
+    monkeypatch.setattr(experts, "choose_stream", lambda *_: Stream(16, 4, 2, 1))  # fewer programs, which it is slow at
     torch.manual_seed(0)
 
 
