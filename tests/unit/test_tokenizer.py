@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from text_generation_inference.errors import ModelFormatError, ValidationError
 from text_generation_inference.text.tokenizer import Tokenizer
@@ -325,6 +325,22 @@ def test_added_token_flags_survive(tmp_path: Path) -> None:
     tool = tokenizer.id_of("<|tool|>")
     assert tokenizer.encode("dog   <|tool|>") == [*tokenizer.encode("dog"), tool]
     assert tool not in tokenizer.special_ids
+
+
+def test_sequences_of_galactica_are_split(tmp_path: Path) -> None:
+    """One token for each character within the tags, and none for the marker; elsewhere, and elsewhere alone, pairs."""
+    backend = Backend(models.BPE({"A": 0, "C": 1, "AC": 2, "x": 3}, [("A", "C")]))
+    marker = pre_tokenizers.Split("SPL1T-TH1S-Pl3A5E", "removed")
+    backend.pre_tokenizer = marker
+    backend.add_special_tokens([AddedToken(text) for text in ("[START_DNA]", "[END_DNA]", "[START_AMINO]")])
+    tokenizer = Tokenizer.load(write_folder(tmp_path, backend, {}))
+    start, end, other = (tokenizer.id_of(text) for text in ("[START_DNA]", "[END_DNA]", "[START_AMINO]"))
+    assert tokenizer.encode("AC[START_DNA]ACAC[END_DNA]AC") == [2, start, 0, 1, 0, 1, end, 2]
+    assert tokenizer.encode("[START_AMINO]AC[END_DNA]") == [other, 2, end], "tags of two kinds are no pair"
+    assert tokenizer.encode("[START_DNA]AC") == [start, 2]
+    backend.pre_tokenizer = pre_tokenizers.Split("|", "removed")
+    plain = Tokenizer.load(write_folder(tmp_path, backend, {}))
+    assert plain.encode("[START_DNA]AC[END_DNA]") == [start, 2, end]
 
 
 def test_token_lookup(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from text_generation_inference.errors import ModelFormatError, ValidationError
 from text_generation_inference.files import MAX_JSON_BYTES, check_plain_file
 from text_generation_inference.text.model_folder import SpecialTokens, read_json, read_special_tokens
 from text_generation_inference.text.panics import reraise_unless_failure
+from text_generation_inference.text.split_sequences import mark_sequences, splits_sequences
 from text_generation_inference.text.stop_tokens import read_stop_ids
 from text_generation_inference.text.token_texts import TokenTexts, decodes_tokens_apart
 
@@ -57,6 +58,7 @@ class Tokenizer:
             eos_id = None if self.eos_token is None else backend.token_to_id(self.eos_token)
             eos_ids = frozenset() if eos_id is None else frozenset({eos_id})
         self.eos_ids = eos_ids
+        self._splits_sequences = splits_sequences(backend)
         self._token_texts: dict[bool, TokenTexts] | None = None
         if decodes_tokens_apart(backend):
             skipped = {False: frozenset[int](), True: self.skipped_ids}
@@ -80,7 +82,7 @@ class Tokenizer:
         Special tokens that the model puts around every text count, and are kept in their place: truncation takes
         tokens from the start of the text behind them.
         """
-        encoding = self._encode(text, add_special_tokens)
+        encoding = self._encode(mark_sequences(text) if self._splits_sequences else text, add_special_tokens)
         ids = encoding.ids
         if truncate is None or len(ids) <= truncate:
             return ids
