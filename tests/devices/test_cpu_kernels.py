@@ -19,7 +19,7 @@ from text_generation_inference.kernels import experts, latent, reference
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.cpu import build
 from text_generation_inference.kernels.cpu.experts import NativeExperts, PackedExperts
-from text_generation_inference.kernels.cpu.fused_decode import MakeFusedDecode
+from text_generation_inference.kernels.cpu.fused_decode import MakeNativeFusedDecode
 from text_generation_inference.kernels.cpu.latent import NativeLatentAttention
 from text_generation_inference.kernels.cpu.ops import NativeOps, Packed, greedy, load_ops
 from text_generation_inference.kernels.fused_decode import FusedExperts, FusedLayer
@@ -594,7 +594,7 @@ def test_stack(ops: NativeOps, name: str, kind: str) -> None:
     packed = [pack(layer) for layer in layers]
     final_norm, cos_sin, x = torch.rand(hidden), torch.randn(1600, head_dim), torch.randn(len(batch.positions), hidden)
     gate = "gelu_tanh" if full else "silu"
-    make = MakeFusedDecode(ops)
+    make = MakeNativeFusedDecode(ops)
     stack = make(packed, final_norm, cos_sin, heads=heads, eps=1e-5, scale=0.125, activation=gate)
     assert stack is not None
     close(
@@ -613,18 +613,20 @@ def test_stack_declines_what_has_no_kernel(ops: NativeOps) -> None:
     packed = [ops.pack_linear(torch.randn(*shape)) for shape in ((192, 64), (64, 64), (160, 64), (64, 80))]
     qkv, o, gate_up, down = packed
     good = FusedLayer(norm, qkv, o, norm, gate_up, down, *caches)
-    assert MakeFusedDecode(ops)([good], norm, cos_sin, heads=1, eps=1e-5, scale=1.0) is not None
-    assert MakeFusedDecode(ops)([good], norm, cos_sin, heads=1, eps=1e-5, scale=1.0, activation="relu") is None
+    assert MakeNativeFusedDecode(ops)([good], norm, cos_sin, heads=1, eps=1e-5, scale=1.0) is not None
+    assert MakeNativeFusedDecode(ops)([good], norm, cos_sin, heads=1, eps=1e-5, scale=1.0, activation="relu") is None
     assert (
-        MakeFusedDecode(ops)([replace(good, qkv=torch.randn(192, 64))], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
+        MakeNativeFusedDecode(ops)(
+            [replace(good, qkv=torch.randn(192, 64))], norm, cos_sin, heads=1, eps=1e-5, scale=1.0
+        )
         is None
     )
     assert (
-        MakeFusedDecode(ops)([replace(good, post_norm=norm.half())], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
+        MakeNativeFusedDecode(ops)([replace(good, post_norm=norm.half())], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
         is None
     )
     with pytest.raises(ValueError, match="fit"):
-        MakeFusedDecode(ops)([replace(good, down=o)], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
+        MakeNativeFusedDecode(ops)([replace(good, down=o)], norm, cos_sin, heads=1, eps=1e-5, scale=1.0)
 
 
 # Building -------------------------------------------------------------------------------------------------------

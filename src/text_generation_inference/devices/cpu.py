@@ -16,7 +16,7 @@ from text_generation_inference.devices.host_memory import available_bytes
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.cpu import slots
 from text_generation_inference.kernels.cpu.experts import NativeExperts
-from text_generation_inference.kernels.cpu.fused_decode import MakeFusedDecode
+from text_generation_inference.kernels.cpu.fused_decode import MakeNativeFusedDecode
 from text_generation_inference.kernels.cpu.latent import NativeLatentAttention
 from text_generation_inference.kernels.cpu.ops import BLOCKS, load_ops
 from text_generation_inference.kernels.ops import Ops
@@ -97,5 +97,5 @@ def _load_ops(cache_dir: Path) -> Ops:
         latent_attention=NativeLatentAttention(native).latent_attention,
         greedy=native.greedy,
         gather_inputs=slots.gather_inputs,
-        make_fused_decode=MakeFusedDecode(native),
+        make_fused_decode=MakeNativeFusedDecode(native),
     )

@@ -90,7 +90,7 @@ class NativeFusedDecode:
         return out
 
 
-class MakeFusedDecode:
+class MakeNativeFusedDecode:
     """The op `make_fused_decode`."""
 
     def __init__(self, ops: NativeOps) -> None:
