@@ -285,7 +285,8 @@ def expand(kernel: str, **values: int) -> tuple:
         **words("tokens splits mixed_token up_head out_token"),
     }  # fmt: skip
     values |= {"HEADS": 16, "C": 512, "V": 128, "BLOCK_N": 64, "DEPENDENT": False}
-    return "latent_products", kernel, types, values, {"num_warps": 4, "num_stages": 3, "fast": True}
+    stages = 3 if values["MAX_SPLITS"] == 1 else 1
+    return "latent_products", kernel, types, values, {"num_warps": 4, "num_stages": stages, "fast": True}
 
 
 def latent_prompts(m: int, block: int, warps: int, roomy: bool) -> tuple:
