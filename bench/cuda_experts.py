@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from text_generation_inference.bench.floor import RATES, graph_ms
 from text_generation_inference.kernels import experts as reference
@@ -130,7 +131,7 @@ def layer_us(layers: Sequence[Any], work: Any) -> float | None:
 
     try:
         return 1e3 * graph_ms(run) / len(layers)
-    except RuntimeError as failed:  # a library, or a tile that finds no room
+    except (RuntimeError, OutOfResources) as failed:  # a library, or a tile that finds no room
         print(f"  failed: {str(failed).splitlines()[0][:100]}", flush=True)
         torch.cuda.synchronize()
         return None
@@ -264,9 +265,10 @@ def tune(name: str, form: str) -> None:
     blocks = sorted({bm for rows in TUNED_ROWS for bm in sizes_of_blocks(rows * top_k, count)})
     by_size = {bm: [(tile, gated) for gated in (True, False) for tile in tilings(bm, gated, form)] for bm in blocks}
     began = clock.perf_counter()
-    with compile_only(16, processes=True):
-        for bm, candidates in by_size.items():
-            products(16, bm, candidates, False)
+    with compile_only(16, processes=True, load=False):
+        # Kernels for few rows are launched while others end, which is compiled into them.
+        for few, bm in sorted({(rows <= 16, bm) for rows in TUNED_ROWS for bm in sizes_of_blocks(rows * top_k, count)}):
+            products(16 if few else 64, bm, by_size[bm], False)
     word = {"bf16": "16 bits", "fp8": "fp8", "squares": "fp8 by square"}[form]
     print(f"\n{name} {form}: compiled in {clock.perf_counter() - began:.0f} s; best tiles")
     print(f"    ({count}, {hidden}, {width}, {word!r}): (", flush=True)
@@ -333,7 +335,7 @@ def tune_streams(name: str, form: str) -> None:
         expert_ops.choose_stream = choose
 
     made = make_rows(model, 2)
-    with compile_only(16, processes=True):
+    with compile_only(16, processes=True, load=False):
         for gated, found in candidates.items():
             for stream in found:
                 run(made, layers[0], usual | {gated: stream})
