@@ -8,7 +8,8 @@
 Tokens are routed at random, evenly. Times are of captured calls that go through several layers, so that no matrix is
 still in the cache of the chip: of the whole op by pair and sorted (`*` marks what the op chooses), of torch's grouped
 products with the same sorting done beforehand, and the time in which the matrices of the experts that were chosen
-could be read at 4.2 TB/s. `--tune` compiles all candidates first, in many processes: the better part of a minute for each model.
+could be read at 4.2 TB/s. `--tune` compiles all candidates first, in many processes: the better part of a
+minute for each model.
 """
 
 import argparse
