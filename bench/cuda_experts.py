@@ -35,6 +35,7 @@ from text_generation_inference.kernels.routing import SoftmaxRouting
 from text_generation_inference.kernels.triton import experts as expert_ops
 from text_generation_inference.kernels.triton import norms_rotary
 from text_generation_inference.kernels.triton.compile_ahead import compile_only
+from text_generation_inference.kernels.triton.compile_workers import Workers
 from text_generation_inference.kernels.triton.expert_tiles import Stream, Tiling, choose_stream, choose_tiling
 from text_generation_inference.kernels.triton.experts import Groups, Operands, TritonExperts
 from text_generation_inference.kernels.triton.linear import logits
@@ -266,7 +267,7 @@ def tune(name: str, form: str) -> None:
     blocks = sorted({bm for rows in TUNED_ROWS for bm in sizes_of_blocks(rows * top_k, count)})
     by_size = {bm: [(tile, gated) for gated in (True, False) for tile in tilings(bm, gated, form)] for bm in blocks}
     began = clock.perf_counter()
-    with compile_only(16, processes=True, load=False):
+    with compile_only(16, Workers(), load=False):
         # Kernels for few rows are launched while others end, which is compiled into them.
         for few, bm in sorted({(rows <= 16, bm) for rows in TUNED_ROWS for bm in sizes_of_blocks(rows * top_k, count)}):
             products(16 if few else 64, bm, by_size[bm], False)
@@ -336,7 +337,7 @@ def tune_streams(name: str, form: str) -> None:
         expert_ops.choose_stream = choose
 
     made = make_rows(model, 2)
-    with compile_only(16, processes=True, load=False):
+    with compile_only(16, Workers(), load=False):
         for gated, found in candidates.items():
             for stream in found:
                 run(made, layers[0], usual | {gated: stream})

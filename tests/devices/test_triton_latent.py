@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from test_triton_kernels import _interpreter_as_hardware, make_batch
 from torch import Tensor
+from triton_interpreter import interpreter_as_hardware, make_batch  # noqa: F401, a fixture
 
 from text_generation_inference.kernels import latent as reference
 from text_generation_inference.kernels.batch import Batch, PagedMeta
@@ -22,7 +22,6 @@ from text_generation_inference.kernels.triton.latent import (
     choose_tiles,
 )
 
-interpreter_as_hardware = _interpreter_as_hardware  # a fixture, for this file too
 BATCHES: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
     "decode": ([1, 16, 17, 65, 300, 0], []),
     "one row": ([260], []),

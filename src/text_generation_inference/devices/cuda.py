@@ -31,6 +31,7 @@ from text_generation_inference.types import Limits
 _MIN_CAPABILITY, _BFLOAT16, _FP8 = (7, 5), (8, 0), (8, 9)
 _MARGIN_BYTES = 1 << 30  # what captured steps take beside what torch counts, and what holes between tensors waste
 _COMPILE_THREADS = 16
+_READY_COMPILERS = 4  # for the kernels that take longest, which are asked for first
 _MOST_CAPTURED_TOKENS = 2048
 _MANY_CORES = 4  # so many compile faster in processes than in threads
 
@@ -258,7 +259,7 @@ def _start_compilers(compiled: Path | None = None) -> Workers | None:
     if cores < _MANY_CORES:
         return None
     is_new = compiled is not None and (not compiled.is_dir() or not any(compiled.iterdir()))
-    return Workers(min(_COMPILE_THREADS, cores) if is_new else 0)
+    return Workers(_READY_COMPILERS if is_new else 0)
 
 
 def _read_properties(device: torch.device) -> Any:

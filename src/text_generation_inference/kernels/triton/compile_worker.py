@@ -10,6 +10,7 @@ one thread at a time.
 import importlib
 import json
 import sys
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -67,6 +68,8 @@ def main() -> None:
     torch, nn, functional = (_NoTorch(name) for name in ("torch", "torch.nn", "torch.nn.functional"))
     torch.nn, nn.functional = nn, functional
     sys.modules.update({module.__name__: module for module in (torch, nn, functional)})
+    with suppress(Exception):  # the largest of all kernels, and what it needs of Triton
+        importlib.import_module("text_generation_inference.kernels.triton.hopper_attention")
     target = sys.stdin.readline()
     if not target:
         return
