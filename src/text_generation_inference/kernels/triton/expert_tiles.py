@@ -33,7 +33,16 @@ class Stream:
 
 # By experts, hidden size, width and the form of the matrices: up to so many tokens, tiles of both products. Measured on
 # an H200; used on GPUs with as much shared memory.
-TILES: dict[tuple[int, int, int, str], tuple[tuple[int, Tiling, Tiling], ...]] = {}
+TILES: dict[tuple[int, int, int, str], tuple[tuple[int, Tiling, Tiling], ...]] = {
+    (128, 2048, 768, "16 bits"): (  # Qwen3-30B-A3B
+        (8, Tiling(16, 64, 128, 4, 4, True), Tiling(16, 256, 64, 8, 3, False)),
+        (16, Tiling(32, 128, 128, 8, 3, True), Tiling(32, 256, 128, 8, 2, False)),
+        (64, Tiling(16, 128, 128, 8, 3, True), Tiling(16, 256, 64, 8, 3, True)),
+        (128, Tiling(16, 64, 128, 4, 3, True), Tiling(16, 128, 128, 8, 3, True)),
+        (256, Tiling(32, 128, 128, 8, 3, True), Tiling(32, 256, 128, 8, 2, False)),
+        (1024, Tiling(64, 256, 64, 8, 3, False), Tiling(64, 256, 64, 8, 3, False)),
+    ),
+}
 
 
 def choose_tiles(
