@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx2 as httpx
@@ -21,6 +22,14 @@ LIMIT_S = 4.0  # far above what a step takes here when others use the machine as
 SLACK_S = 8.0  # for a loaded machine; without the watch nothing ends at all
 REQUEST_TIMEOUT_S = 9.0
 PROMPT = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 12, "details": True}}
+
+
+def _open_files(pid: int) -> list[str]:
+    names: list[str] = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            names.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return names
 
 
 class Victim:
@@ -59,8 +68,7 @@ class Victim:
     def count_files(self) -> list[int]:
         """Open ones, of each process; connections that end are not counted."""
         pids = [self.server.process.pid, *(pid for _, pid in sorted(self.server.children().items()))]
-        kinds = [[os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")] for pid in pids]
-        return [sum(not name.startswith("socket:") for name in names) for names in kinds]
+        return [sum(not name.startswith("socket:") for name in _open_files(pid)) for pid in pids]
 
     def assert_recovered(self, before: dict[str, int], restarted: set[str]) -> None:
         """It serves as before, with new processes in place of those that hung, and nothing of them is left."""

@@ -97,13 +97,16 @@ class Runner:
     @torch.inference_mode()
     def _queue(self, plan: StepPlan, previous: "Future[StepResult] | None") -> Callable[[], StepResult]:
         failpoint("engine.compute")
-        followed = self.grammars.active or self.sampling.follows_tokens
-        if (followed and (plan.admit or plan.release)) or any(a.request.sampling.watermark for a in plan.admit):
-            _wait_for(previous)  # its tokens belong to whoever had the slots until now
+        if plan.admit or plan.release:
+            followed = self.grammars.active or self.sampling.follows_tokens
+            if followed or any(a.request.sampling.watermark for a in plan.admit):
+                _wait_for(previous)  # its tokens belong to whoever had the slots until now
         self._update(plan)
         decode = self.slots.decode_slots if plan.decode else []
-        row_of_prompt = {chunk.slot: len(decode) + number for number, chunk in enumerate(plan.chunks)}
-        rows = decode + [chunk.slot for chunk in plan.chunks if chunk.samples]
+        rows, row_of_prompt = decode, dict[int, int]()
+        if plan.chunks:
+            row_of_prompt = {chunk.slot: len(decode) + number for number, chunk in enumerate(plan.chunks)}
+            rows = decode + [chunk.slot for chunk in plan.chunks if chunk.samples]
         done: list[_SampledPass] = []
         prompts: list[ScoredPrompt] = []
         for made in self.steps.compute(plan):
@@ -113,9 +116,10 @@ class Runner:
         return lambda: self._finish(plan, rows, done, prompts, row_of_prompt)
 
     def _update(self, plan: StepPlan) -> None:
-        self._owed.release(plan.release)
-        self.grammars.release(plan.release)
-        self.sampling.release(plan.release)
+        if plan.release:
+            self._owed.release(plan.release)
+            self.grammars.release(plan.release)
+            self.sampling.release(plan.release)
         self.slots.update(plan)
         for admission in plan.admit:
             self.sampling.admit(admission)
