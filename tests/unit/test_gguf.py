@@ -208,6 +208,7 @@ WRONG_METADATA: list[tuple[dict[str, object], str]] = [
     ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0}, "position scaling 'longrope'"),
     ({"llama.expert_count": 8}, "expert_used_count` is missing"),
     ({"split.count": 3}, "is part 1 of 3 by its metadata, but not by its name"),
+    ({"split.no": 1, "split.count": 0}, "is part 2 of 0 by its metadata"),
     ({"split.count": [1, 1]}, "is part 1 of -1 by its metadata"),
     ({"general.type": "adapter"}, "not a whole model"),
     ({"tokenizer.ggml.tokens": None}, "tokens` is missing"),
@@ -223,6 +224,12 @@ WRONG_METADATA: list[tuple[dict[str, object], str]] = [
     ({"tokenizer.ggml.add_bos_token": 1}, "should be true or false"),
     ({"tokenizer.chat_template": 5}, "should be a string"),
 ]
+
+
+def test_parts_that_were_merged(tmp_path: Path) -> None:
+    """`llama-gguf-split --merge` leaves a count of 0."""
+    changes: dict[str, object] = {"split.no": 0, "split.count": 0, "split.tensors.count": 3}
+    read_all(tiny_gguf.write(tmp_path / "merged.gguf", tiny_gguf.metadata(changes)))
 
 
 @pytest.mark.parametrize(("changes", "cause"), WRONG_METADATA)

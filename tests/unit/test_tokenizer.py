@@ -1,6 +1,9 @@
 """`Tokenizer` against the fast tokenizer of transformers, loaded from the same folder."""
 
 import json
+import random
+import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from text_generation_inference.errors import ModelFormatError, ValidationError
+from text_generation_inference.text.split_sequences import MARKER, mark_sequences
 from text_generation_inference.text.tokenizer import Tokenizer
 
 CORPUS = [
@@ -341,6 +345,36 @@ def test_sequences_of_galactica_are_split(tmp_path: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.Split("|", "removed")
     plain = Tokenizer.load(write_folder(tmp_path, backend, {}))
     assert plain.encode("[START_DNA]AC[END_DNA]") == [start, 2, end]
+
+
+def test_sequences_are_found_as_by_one_expression() -> None:
+    """TGI's expression, which takes the square of the time where sequences have no end."""
+    expression = re.compile(r"(\[START_(DNA|SMILES|I_SMILES|AMINO)])(.*?)(\[END_\2])")
+
+    def mark(match: re.Match[str]) -> str:
+        return match[1] + "".join(MARKER + character for character in match[3]) + MARKER + match[4]
+
+    kinds = ("DNA", "SMILES", "I_SMILES", "AMINO")
+    pieces = [f"[{side}_{kind}]" for side in ("START", "END") for kind in kinds] + [
+        "x",
+        "é\r",
+        "\n",
+        "[",
+        "]",
+        "START_",
+    ]
+    rng = random.Random(0)
+    marked = 0
+    for _ in range(5000):
+        prompt = "".join(rng.choices(pieces, k=rng.randrange(14)))
+        expected = expression.sub(mark, prompt)
+        assert mark_sequences(prompt) == expected, prompt
+        marked += expected != prompt
+    assert marked > 1000
+    began = time.process_time()
+    for unit in ("[START_DNA]", "[START_DNA]x\n", "[START_DNA][END_AMINO][START_SMILES]", "[START_DNA][END_DNA]"):
+        mark_sequences(unit * 10_000)
+    assert time.process_time() - began < 2  # seconds: the first alone would take several
 
 
 def test_token_lookup(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import re
 import tokenizers
 
 MARKER = "SPL1T-TH1S-Pl3A5E"
-_SEQUENCE = re.compile(r"(\[START_(DNA|SMILES|I_SMILES|AMINO)])(.*?)(\[END_\2])")
+_START = re.compile(r"\[START_(DNA|SMILES|I_SMILES|AMINO)]")
 
 
 def splits_sequences(backend: tokenizers.Tokenizer) -> bool:
@@ -18,10 +18,25 @@ def splits_sequences(backend: tokenizers.Tokenizer) -> bool:
 
 
 def mark_sequences(prompt: str) -> str:
-    """A prompt with the marker before each character of its sequences, and before their ends."""
+    """A prompt with the marker before each character of its sequences, and before their ends.
 
-    def mark(match: re.Match[str]) -> str:
-        start, _, sequence, end = match.groups()
-        return start + "".join(MARKER + character for character in sequence) + MARKER + end
-
-    return _SEQUENCE.sub(mark, prompt)
+    A sequence ends on its line, with the next end of its kind. Time is linear: what is looked through without an end
+    of one kind is not looked through for it again.
+    """
+    parts: list[str] = []
+    done = line_end = 0
+    without_end: dict[str, int] = {}  # up to where there is no end, by kind
+    for start in _START.finditer(prompt):
+        kind, first = start[1], start.end()
+        if start.start() < done or first <= without_end.get(kind, 0):
+            continue
+        if first > line_end:
+            line_end = prompt.find("\n", first)
+            line_end = len(prompt) if line_end < 0 else line_end
+        end = prompt.find(f"[END_{kind}]", first, line_end)
+        if end < 0:
+            without_end[kind] = line_end
+            continue
+        parts += (prompt[done:first], *(MARKER + character for character in prompt[first:end]), MARKER)
+        done = end
+    return "".join([*parts, prompt[done:]])

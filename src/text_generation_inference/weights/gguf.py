@@ -69,6 +69,8 @@ class GgufFile:
             place = tuple(
                 _whole(values.get(key, default)) for key, default in (("split.no", number), ("split.count", 1))
             )
+            if place == (0, 0):  # so llama.cpp marks parts that were put together again
+                place = (0, 1)
             if place != (number, len(paths)):
                 header.fail(
                     f"is part {place[0] + 1} of {place[1]} by its metadata, but not by its name",
