@@ -78,6 +78,7 @@ CONTRADICTORY: dict[str, dict[str, Any]] = {
     "topk_group": {"topk_group": 9},
     "num_experts_per_tok": {"topk_group": 1, "num_experts_per_tok": 33},
     "qk_rope_head_dim": {"qk_rope_head_dim": 63},
+    "partial_rotary_factor": {"partial_rotary_factor": 0.5},
     "kv_lora_rank": {"kv_lora_rank": 0},
     "n_shared_experts": {"n_shared_experts": True},
     "first_k_dense_replace": {"first_k_dense_replace": -1},

@@ -114,6 +114,8 @@ def read_latent_decoder(
     if rope_dim % 2:
         raise config.wrong("qk_rope_head_dim", f"is {rope_dim}, which is not even")
     rope = read_rope(config, rope_dim, positions)
+    if rope.rotary_dim != rope_dim:
+        raise config.wrong("partial_rotary_factor", "must be 1: `qk_rope_head_dim` says what is rotated")
     attention = AttentionSpec(
         num_heads=heads,
         num_kv_heads=heads,
