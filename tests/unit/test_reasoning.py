@@ -1,6 +1,7 @@
 """Thoughts told from answers: how models mark them, text in any pieces, stop strings, tokens."""
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from text_generation_inference.text.model_folder import SpecialTokens
 from text_generation_inference.text.output import RequestText
 from text_generation_inference.text.reasoning import ReasoningFormat, detect_reasoning_format
 from text_generation_inference.text.reasoning.formats import TAGS
+from text_generation_inference.text.reasoning.harmony import MARKERS
 from text_generation_inference.text.stopping import StopStrings
 from text_generation_inference.text.tokenizer import Tokenizer
 
@@ -26,7 +28,7 @@ HARMONY = ReasoningFormat(None)
 def split(form: ReasoningFormat, pieces: Sequence[str], opened: bool = False, calls: bool = False) -> tuple[str, str]:
     splitter = form.split(opened, calls)
     parts = [*map(splitter.push, pieces), splitter.finish()]
-    return "".join(thoughts for thoughts, _ in parts), "".join(answer for _, answer in parts)
+    return "".join(thoughts for thoughts, _ in parts), "".join(part for _, answer in parts for part in answer)
 
 
 TAG_CASES: list[tuple[str, bool, tuple[str, str]]] = [
@@ -63,7 +65,8 @@ def test_tags(text: str, opened: bool, expected: tuple[str, str]) -> None:
 
 def test_thoughts_are_told_as_they_come() -> None:
     splitter = THINK.split(opened=False, calls=False)
-    told = [splitter.push(piece) for piece in ("<think>", "\n", "One", " two", ".\n", "</", "think>", "\n", "Yes", ".")]
+    pieces = ("<think>", "\n", "One", " two", ".\n", "</", "think>", "\n", "Yes", ".")
+    told = [(thoughts, "".join(answer)) for thoughts, answer in map(splitter.push, pieces)]
     assert told == [("", "")] * 2 + [("One", ""), (" two", ""), (".", "")] + [("", "")] * 3 + [("", "Yes"), ("", ".")]
 
 
@@ -105,6 +108,43 @@ HARMONY_CASES: list[tuple[str, tuple[str, str]]] = [
 def test_harmony(text: str, expected: tuple[str, str]) -> None:
     for size in (1, 2, 3, 7, 1000):
         assert split(HARMONY, [text[i : i + size] for i in range(0, len(text), size)], calls=True) == expected
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Ends a test that would never end."""
+
+    def ring(signum: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("alarm")
+def test_harmony_gives_up_headers_without_end() -> None:
+    assert split(HARMONY, ["<|channel|>"] * 60) == ("", "")
+    assert split(HARMONY, [" <|start|>", *["word "] * 200]) == ("", "word " * 200)
+    text = "<|start|>" + "a" * 600 + "<|message|>b<|end|><|channel|>final<|message|>c"
+    assert split(HARMONY, [text]) == split(HARMONY, list(text)) == ("", "a" * 600 + "<|message|>b\nc")
+
+
+@pytest.mark.usefixtures("alarm")
+@settings(max_examples=100, deadline=None)
+@given(
+    runs=st.lists(
+        st.tuples(st.sampled_from([*MARKERS, " ", "to=", "word", "<|"]), st.sampled_from([1, 2, 47, 60, 600])),
+        max_size=5,
+    ),
+    size=st.integers(1, 900),
+)
+def test_harmony_always_goes_on(runs: list[tuple[str, int]], size: int) -> None:
+    text = "".join(bit * count for bit, count in runs)
+    parts = split(HARMONY, [text[i : i + size] for i in range(0, len(text), size)])
+    assert parts == split(HARMONY, [text])
 
 
 def test_harmony_without_tools_shows_what_was_written() -> None:
@@ -232,6 +272,27 @@ def test_stop_strings_end_answers_and_not_thoughts(tokenizer: Tokenizer) -> None
             break
     assert (thoughts, answer, text.stopped) == ("one two é", "one ", True)
     assert text.finish() == "" and text.text == "one "
+
+
+@pytest.mark.parametrize(
+    ("stop", "told"),
+    [
+        ("\n", f"I look.\n{CALL}"),
+        ("channel", f"I look.\n{CALL}"),
+        ("message", f"I look.\n{CALL}"),
+        (".{", f"I look.\n{CALL}"),  # goes across what stands between two messages
+        ("k.", "I loo"),
+        ("Köln", f"I look.\n{CALL[: CALL.index('Köln')]}"),
+    ],
+)
+def test_stop_strings_are_looked_for_in_the_words_of_the_model(stop: str, told: str) -> None:
+    text = RequestText(PLAIN, [], StopStrings([stop], include_stop=False), splitter=HARMONY.split(False, calls=True))
+    written = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.look<|channel|>commentary "
+    for token_id in PLAIN.encode(f"{written}<|constrain|>json<|message|>{ARGUMENTS}"):
+        if text.push(token_id)[1]:
+            break
+    text.finish()
+    assert (text.text, text.stopped) == (told, told[-1] != "}")
 
 
 def test_text_held_back_comes_at_the_end() -> None:

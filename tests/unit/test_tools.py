@@ -747,7 +747,7 @@ def test_forced_calls_of_harmony() -> None:
         assert reasoning is not None and reasoning.shown_ids == tool_format.shown_ids
         splitter = reasoning.split(opened=False, calls=True)
         shown = shown_text(tokenizer, tool_format, tokenizer.encode(text))
-        assert collect(tool_format, [splitter.push(shown)[1], splitter.finish()[1]]) == ("", [ONE])
+        assert collect(tool_format, [*splitter.push(shown)[1], *splitter.finish()[1]]) == ("", [ONE])
 
 
 @TOKENIZERS

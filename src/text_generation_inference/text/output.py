@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from text_generation_inference.text.detokenize import open_stream
 from text_generation_inference.text.ids_as_text import IdsAsText
-from text_generation_inference.text.reasoning import Splitter
+from text_generation_inference.text.reasoning import Inserted, Splitter
 from text_generation_inference.text.stopping import StopStrings
 from text_generation_inference.text.tokenizer import Tokenizer
 
@@ -64,15 +64,14 @@ class RequestText:
             new_text = self._stream.flush() + self._tokenizer.decode([token_id], skip_special_tokens=False)
         else:
             new_text = self._stream.push(token_id)
-        if self._splitter is not None:
-            new_text = self._answer_in(self._splitter.push(new_text))
+        parts = [new_text] if self._splitter is None else self._answer_in(self._splitter.push(new_text))
         if self._num_unsearched:
             self._num_unsearched -= 1
-            piece, stopped = new_text, False
+            piece = "".join(parts)
         else:
-            piece, stopped = self._stops.push(new_text)
+            piece = self._search(parts)
         self._pieces.append(piece)
-        return piece, stopped
+        return piece, self._stops.stopped
 
     def take_thoughts(self) -> str:
         """The thoughts since the last call."""
@@ -81,16 +80,21 @@ class RequestText:
 
     def finish(self) -> str:
         """The text still held back, when no more tokens will come."""
-        rest = self._stream.flush()
+        parts = [self._stream.flush()]
         if self._splitter is not None:
-            rest = self._answer_in(self._splitter.push(rest)) + self._answer_in(self._splitter.finish())
-        piece, stopped = self._stops.push(rest)
-        if not stopped:
+            parts = self._answer_in(self._splitter.push(parts[0])) + self._answer_in(self._splitter.finish())
+        piece = self._search(parts)
+        if not self._stops.stopped:
             piece += self._stops.flush()
         self._pieces.append(piece)
         return piece
 
-    def _answer_in(self, parts: tuple[str, str]) -> str:
+    def _search(self, parts: Sequence[str]) -> str:
+        """What may be given out of the next parts of the answer. Stop strings are looked for in the model's words."""
+        stops = self._stops
+        return "".join(stops.insert(part) if isinstance(part, Inserted) else stops.push(part)[0] for part in parts)
+
+    def _answer_in(self, parts: tuple[str, list[str]]) -> list[str]:
         thoughts, answer = parts
         self._thoughts += thoughts
         return answer

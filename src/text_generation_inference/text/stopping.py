@@ -93,6 +93,15 @@ class StopStrings:
         self._held = known[safe:]
         return known[:safe], False
 
+    def insert(self, text: str) -> str:
+        """Put in a text that is not searched. No stop string goes across it, so what was held back comes first."""
+        if self._stopped:
+            return ""
+        for search in self._searches:
+            search.matched = 0
+        self._tail = ""
+        return self.flush() + text
+
     def flush(self) -> str:
         """The text held back, now that no more will come."""
         held, self._held = self._held, ""

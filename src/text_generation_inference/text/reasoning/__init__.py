@@ -5,5 +5,6 @@ On the way out, between detokenising and stop strings: those end answers, not th
 """
 
 from text_generation_inference.text.reasoning.formats import ReasoningFormat, Splitter, detect_reasoning_format
+from text_generation_inference.text.reasoning.harmony import Inserted
 
-__all__ = ["ReasoningFormat", "Splitter", "detect_reasoning_format"]
+__all__ = ["Inserted", "ReasoningFormat", "Splitter", "detect_reasoning_format"]

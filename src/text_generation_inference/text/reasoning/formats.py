@@ -25,11 +25,11 @@ TAGS = (
 class Splitter(Protocol):
     """Tells thoughts from the answer in a text that comes in pieces. How it is cut makes no difference in all."""
 
-    def push(self, text: str) -> tuple[str, str]:
-        """What the next piece adds to the thoughts and to the answer."""
+    def push(self, text: str) -> tuple[str, list[str]]:
+        """What the next piece adds to the thoughts and to the answer, some of which may be `Inserted`."""
         ...
 
-    def finish(self) -> tuple[str, str]:
+    def finish(self) -> tuple[str, list[str]]:
         """What was held back, when no more text will come."""
         ...
 

@@ -13,9 +13,13 @@ CALL_MESSAGE = "<|message|>"  # then the arguments
 _CHANNEL, _MESSAGE, _START, _END, _ = MARKERS
 _HEADER_STARTS = (_START, _CHANNEL, _MESSAGE, "to=")
 _BODY_END = re.compile("|".join(map(re.escape, (_END, _START, _CHANNEL))))
-_FUNCTION = re.compile(r"to=functions\.([\w.-]+)")
+_FUNCTION = re.compile(r"to=functions\.([\w.-]{1,256})(?![\w.-])")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _MAX_HEADER = 512
+
+
+class Inserted(str):
+    """A part of the answer that the model did not write: stop strings are not looked for in it."""
 
 
 class HarmonySplitter:
@@ -31,30 +35,35 @@ class HarmonySplitter:
         self._thoughts: list[str] = []
         self._answer: list[str] = []
 
-    def push(self, text: str) -> tuple[str, str]:
+    def push(self, text: str) -> tuple[str, list[str]]:
         self._text += text
         while self._read_header() if self._in_header else self._read_body():
             pass
         return self._take()
 
-    def finish(self) -> tuple[str, str]:
+    def finish(self) -> tuple[str, list[str]]:
         self._ended = True
         while self._text and (self._read_header() if self._in_header else self._read_body()):
             pass
         return self._take()
 
-    def _take(self) -> tuple[str, str]:
-        thoughts, answer = "".join(self._thoughts), "".join(self._answer)
+    def _take(self) -> tuple[str, list[str]]:
+        thoughts, answer = "".join(self._thoughts), self._answer
         self._thoughts, self._answer = [], []
         return thoughts, answer
 
     def _read_header(self) -> bool:
         """Whether there is more to read."""
-        words = self._text.lstrip()
+        head = self._text[: _MAX_HEADER + len(_MESSAGE)]  # a header ends here, however much text there is already
+        words = head.lstrip()
         is_header = any(words.startswith(start) or start.startswith(words) for start in _HEADER_STARTS)
-        end = self._text.find(_MESSAGE)
+        end = head.find(_MESSAGE)
+        is_long = len(head) == _MAX_HEADER + len(_MESSAGE)
         is_cut = self._ended and words.startswith("<|")
-        if not is_header or (end < 0 and (len(self._text) > _MAX_HEADER or (self._ended and not is_cut))):
+        if not is_header or (end < 0 and (is_long or (self._ended and not is_cut))):
+            for marker in (_START, _CHANNEL):  # as the beginning of a body it would begin the same header again
+                if words.startswith(marker):
+                    self._text = self._text.lstrip().removeprefix(marker)
             self._open_message("")  # a text without header is an answer
             return True
         if end < 0:
@@ -71,7 +80,7 @@ class HarmonySplitter:
         function = _FUNCTION.search(header)
         self._thinks = channel is not None and channel[1] == "analysis" and function is None
         if function is not None and self._calls:
-            self._add(f"{CALL_START}{function[1]}{CALL_MESSAGE}")
+            self._add(Inserted(f"{CALL_START}{function[1]}{CALL_MESSAGE}"))
 
     def _read_body(self) -> bool:
         end = _BODY_END.search(self._text)
@@ -88,10 +97,11 @@ class HarmonySplitter:
     def _add(self, text: str) -> None:
         if not text:
             return
+        part = self._thoughts if self._thinks else self._answer
         if self._begins and self._parts[self._thinks]:  # messages of one kind stand on lines of their own
-            text = "\n" + text
+            part.append(Inserted("\n"))
         self._begins, self._parts[self._thinks] = False, True
-        (self._thoughts if self._thinks else self._answer).append(text)
+        part.append(text)
 
 
 def _partial_size(text: str) -> int:

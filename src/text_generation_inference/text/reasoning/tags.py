@@ -38,9 +38,9 @@ class TagSplitter:
             "|".join(rf"{re.escape(tag[:size])}\Z" for tag in self._closes for size in range(len(tag) - 1, 0, -1))
         )
 
-    def push(self, text: str) -> tuple[str, str]:
+    def push(self, text: str) -> tuple[str, list[str]]:
         if self._state == "answer":
-            return "", text
+            return "", [text]
         text, self._held = self._held + text, ""
         thoughts = ""
         if self._state == "before":
@@ -53,15 +53,15 @@ class TagSplitter:
             text = text.lstrip()
             if text:
                 self._state = "answer"
-        return thoughts, text if self._state == "answer" else ""
+        return thoughts, [text] if self._state == "answer" else []
 
-    def finish(self) -> tuple[str, str]:
+    def finish(self) -> tuple[str, list[str]]:
         held, self._held = self._held, ""
         if self._state == "inside":
-            return held.rstrip(), ""
+            return held.rstrip(), []
         if self._state == "opened":
-            return held.strip(), ""
-        return "", held
+            return held.strip(), []
+        return "", [held]
 
     def _begin(self, text: str) -> str:
         """Look for the opening tag behind white space."""
