@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from text_generation_inference.api import cloud
 from text_generation_inference.api.chat_answer import Chat, whole_choice
 from text_generation_inference.api.chat_prompt import ChatPlan, choose_reasoning, tells_thoughts
 from text_generation_inference.api.chat_stream import stream_chat
@@ -69,6 +71,7 @@ class FakeGeneration:
         self.pieces[-1].text += output.finish()
         self.pieces[-1].thoughts += output.take_thoughts()
         self.pieces[-1].last = True
+        self.text = output
         self.end = "eos_token" if text.endswith("</s>") else "length"
         self._left = list(self.pieces)
 
@@ -77,6 +80,8 @@ class FakeGeneration:
         if not self._left:
             self.finish_reason = self.end
         return pieces
+
+    take_all = Generation.take_all
 
 
 def make_chat(text: str, template: str, prompt: str = "", grammar: bool = False, **fields: Any) -> Chat:
@@ -179,6 +184,10 @@ LOOK = [{"name": "look", "arguments": '{"a": "b"}'}]
             ("<think>a</think>b", "", [], "stop"),
         ),
         (lambda: make_chat("<think>a</think>b</s>", THINK, include_reasoning=False), ("b", "", [], "stop")),
+        (
+            lambda: make_chat("<think>a</think>b</s>", THINK, separate_reasoning=False, include_reasoning=False),
+            ("b", "", [], "stop"),
+        ),
         (lambda: make_chat('{"a": 1}</s>', THINK, "<think>\n", True), ('{"a": 1}', "", [], "stop")),
         (lambda: make_chat("[THINK]a[/THINK]b</s>", "{{ messages }}[/THINK]"), ("b", "a", [], "stop")),
         (
@@ -228,3 +237,52 @@ def test_log_probabilities_come_with_every_token() -> None:
     entries = [entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
     told = whole(make_chat("<think>abc</think>de</s>", THINK, logprobs=True))["logprobs"]["content"]
     assert entries == told and len(told) == len(TOKENIZER.encode("<think>abc</think>de</s>"))
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_thoughts_that_are_left_out_have_no_log_probabilities(separate: bool) -> None:
+    fields = {"logprobs": True, "include_reasoning": False, "separate_reasoning": separate}
+    told = whole(make_chat("<think>abc</think>de</s>", THINK, **fields))["logprobs"]["content"]
+    assert [entry["token"] for entry in told] == ["d", "e", "</s>"]
+    chunks = streamed(make_chat("<think>abc</think>de</s>", THINK, **fields))
+    assert told == [
+        entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "template", "expected"),
+    [
+        (f"{HM}Yes, é.</s>", THINK, "Yes, é."),
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.</s>",
+            GPT_OSS,
+            "Yes.",
+        ),
+        ("Yes.</s>", "{{ messages }}", "Yes."),
+    ],
+)
+def test_predictions_have_no_thoughts(monkeypatch: pytest.MonkeyPatch, text: str, template: str, expected: str) -> None:
+    plan = make_chat(text, template).plan
+    sent: list[Any] = []
+
+    async def value(value: Any) -> Any:
+        return value
+
+    monkeypatch.setattr(cloud, "plan_chat", lambda *_: value(plan))
+    service = SimpleNamespace(
+        metrics=SimpleNamespace(count_request=lambda: None),
+        unknown_fields=SimpleNamespace(note=lambda _: None),
+        admit=nullcontext,
+        prepare=lambda *_, **__: value(None),
+        start=lambda _, make_text, *__: FakeGeneration(text, cast(Any, SimpleNamespace(open_text=make_text))),
+    )
+    body = {"instances": [{"messages": [{"role": "user", "content": "Hi"}]}]}
+    call = SimpleNamespace(
+        service=service,
+        request=SimpleNamespace(read_json=lambda: value(json.dumps(body).encode()), is_long=False, arrived=0.0),
+        connection=SimpleNamespace(respond=lambda response: value(sent.append(response))),
+        succeed=lambda _: None,
+    )
+    asyncio.run(cloud.vertex(cast(Any, call)))
+    assert json.loads(sent[0].body) == {"predictions": [expected]}

@@ -64,6 +64,20 @@ class Chat:
         return "call_" + secrets.token_hex(12)
 
 
+class ToldTokens:
+    """Whether the tokens of one choice are told: where thoughts are left out, those of the answer alone."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._all = chat.includes_thoughts or chat.plan.reasoning is None
+        self._answers = False
+
+    def tells(self, piece: Piece) -> bool:
+        """Of each piece in turn: one without any text goes with the piece before it."""
+        if piece.text or piece.thoughts:
+            self._answers = bool(piece.text)
+        return self._all or self._answers
+
+
 def whole_choice(index: int, chat: Chat, generation: Generation, pieces: list[Piece]) -> ChatCompletionComplete:
     message = OutputMessage()
     parser = chat.parser()
@@ -96,7 +110,8 @@ def whole_choice(index: int, chat: Chat, generation: Generation, pieces: list[Pi
         ]
     logprobs = None
     if chat.body.logprobs:
-        logprobs = ChatCompletionLogprobs([logprob_of(chat, piece) for piece in pieces])
+        tokens = ToldTokens(chat)
+        logprobs = ChatCompletionLogprobs([logprob_of(chat, piece) for piece in pieces if tokens.tells(piece)])
     if wants_older(chat.body):
         older_message(message)
     return ChatCompletionComplete(index, message, logprobs, finish_of(chat, generation, bool(calls)))

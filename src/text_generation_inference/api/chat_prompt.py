@@ -78,10 +78,14 @@ def tells_thoughts(body: ChatRequest, config: ServerConfig) -> bool:
 def choose_reasoning(
     body: ChatRequest, config: ServerConfig, known: ReasoningFormat | None, has_grammar: bool
 ) -> ReasoningFormat | None:
-    """How to tell thoughts from the answer, if at all. A grammar leaves no room for thoughts between tags."""
+    """How to tell thoughts from the answer, if at all. A grammar leaves no room for thoughts between tags.
+
+    Thoughts that are left out are told apart for that.
+    """
     if known is None or known.always_marks:
         return known
-    return None if has_grammar or not tells_thoughts(body, config) else known
+    tells = tells_thoughts(body, config) or body.include_reasoning is False
+    return None if has_grammar or not tells else known
 
 
 async def render_chat(service: Service, body: ChatRequest, long: bool) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from text_generation_inference.api.call import Call
-from text_generation_inference.api.chat_answer import Chat, finish_of, logprob_of
+from text_generation_inference.api.chat_answer import Chat, ToldTokens, finish_of, logprob_of
 from text_generation_inference.api.choices import run_together, usage_of
 from text_generation_inference.api.errors import openai_event
 from text_generation_inference.api.generation import Generation, Piece
@@ -69,6 +69,7 @@ class _ChoiceStream:
     def __init__(self, call: Call, chat: Chat, index: int, generation: Generation) -> None:
         self._call, self._chat, self._index, self._generation = call, chat, index, generation
         self._parser = chat.parser()
+        self._tokens = ToldTokens(chat)
         self._calls: list[str] = []  # ids
         plain = self._frame(ChatCompletionDelta(content=_MARK))
         self._before, self._after = plain.split(_encode(_MARK))
@@ -95,7 +96,7 @@ class _ChoiceStream:
 
     def _frames(self, piece: Piece) -> list[bytes]:
         logprobs = None
-        if self._chat.body.logprobs:
+        if self._chat.body.logprobs and self._tokens.tells(piece):
             logprobs = ChatCompletionLogprobs([logprob_of(self._chat, piece)])
         thoughts, text = self._chat.told(piece)
         parts = [Content(text)] if text else []

@@ -26,7 +26,7 @@ from text_generation_inference.api.chat_prompt import plan_chat
 from text_generation_inference.api.choices import run_together
 from text_generation_inference.api.completions import answer_completion
 from text_generation_inference.api.errors import decode_body, decode_error
-from text_generation_inference.api.generation import NativeText
+from text_generation_inference.api.generation import NativeText, OutputText
 from text_generation_inference.api.http import HttpError, Response, json_response
 from text_generation_inference.api.native import answer_compat
 from text_generation_inference.api.openai_bodies import ChatRequest, CompletionRequest
@@ -34,7 +34,8 @@ from text_generation_inference.api.service import Permit
 from text_generation_inference.api.unknown_fields import unknown_names
 from text_generation_inference.api.validate import check_parameters
 from text_generation_inference.errors import TgiError
-from text_generation_inference.types import Grammar, SamplingParams
+from text_generation_inference.text.tokenizer import Tokenizer
+from text_generation_inference.types import GenerationRequest, Grammar, SamplingParams
 from text_generation_inference.version import TGI_VERSION
 
 _FORMS: list[tuple[type[msgspec.Struct], str, Callable[[Call, Any], Awaitable[None]]]] = [
@@ -114,7 +115,8 @@ async def _predict(call: Call, instance: VertexInstance | ChatRequest, permit: P
         salt = instance.parameters.cache_salt if instance.parameters is not None else None
         return await _generate(call, instance.inputs, params, permit, cache_salt=salt)
     plan = await plan_chat(service, instance, call.request.is_long)
-    return await _generate(call, plan.prompt, plan.params, permit, False, plan.grammar, instance.cache_salt)
+    make_text = NativeText if plan.reasoning is None else plan.open_text  # a prediction has no place for thoughts
+    return await _generate(call, plan.prompt, plan.params, permit, False, plan.grammar, instance.cache_salt, make_text)
 
 
 def _plain_params(call: Call, prompt: str, given: VertexParameters | None) -> SamplingParams:
@@ -131,17 +133,18 @@ async def _generate(
     add_special_tokens: bool = True,
     grammar: Grammar | None = None,
     cache_salt: str | None = None,
+    make_text: Callable[[Tokenizer, GenerationRequest], OutputText] = NativeText,
 ) -> str:
     service = call.service
     service.metrics.count_request()
     request = await service.prepare(
         prompt, params, add_special_tokens=add_special_tokens, grammar=grammar, cache_salt=cache_salt
     )
-    generation = service.start(request, NativeText, call.request.arrived, permit)
-    await generation.take_all()
+    generation = service.start(request, make_text, call.request.arrived, permit)
+    pieces = await generation.take_all()
     call.succeed(generation)
-    assert isinstance(generation.text, NativeText)
-    return generation.text.generated
+    text = generation.text
+    return text.generated if isinstance(text, NativeText) else "".join(piece.text for piece in pieces)
 
 
 # -- KServe v2 -----------------------------------------------------------------------------------------------------

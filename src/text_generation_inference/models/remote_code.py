@@ -9,13 +9,18 @@ import hashlib
 import importlib
 import re
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from text_generation_inference.errors import ModelFormatError
+import torch
+
+from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.files import check_plain_file, shorten
 from text_generation_inference.models.config import Config
+from text_generation_inference.models.transformers_hook import NotServed
 
 FLAG = "--trust-remote-code"
 _REFERENCE = re.compile(r"([A-Za-z_]\w*)\.([A-Za-z_]\w*)")  # module and class
@@ -47,6 +52,31 @@ def import_class(config: Config) -> Any:
     if not isinstance(found, type) or not hasattr(found, "is_backend_compatible"):
         raise ModelFormatError(f"{path}: {class_name} is no model of transformers")
     return cast(Any, found)
+
+
+def came_along(found: Any) -> bool:
+    """Whether a class is not one of `transformers`."""
+    return not str(found.__module__).startswith("transformers.")
+
+
+@contextmanager
+def refused(found: Any, *handled: type[Exception]) -> Generator[None]:
+    """Where code of a class is run while a model is loaded: what it raises is a fault of the model if it came with it.
+
+    `handled` is what the caller has words for.
+    """
+    try:
+        yield
+    except (StartError, NotServed, torch.OutOfMemoryError, *handled):
+        raise
+    except (Exception, SystemExit) as error:
+        if not came_along(found):
+            raise
+        place = f"{str(found.__module__).rpartition('.')[2]}.py"
+        raise ModelFormatError(
+            f"the code that came with the model fails: {found.__name__} of {place}:"
+            f" {type(error).__name__}: {str(error)[:200]}"
+        ) from error
 
 
 def _reference(config: Config) -> object:

@@ -66,8 +66,13 @@ class TransformersModel(Model):
     lost = LOST
 
     def __init__(self, config: Config, context: Context) -> None:
-        self._class, self._config = _find(config, context.trusts_code)
-        if not self._class.__module__.startswith("transformers."):
+        self._class = _find(config, context.trusts_code)
+        with remote_code.refused(self._class):
+            self._describe(config, context)
+
+    def _describe(self, config: Config, context: Context) -> None:
+        self._config = _make_config(self._class, config)
+        if remote_code.came_along(self._class):
             self.notes = (NOTE, f"code that came with the model is run: {self._class.__module__.rpartition('.')[2]}.py")
         if context.parallel.world > 1:
             raise NotServed("models that are served through transformers are not split over ranks")
@@ -92,9 +97,11 @@ class TransformersModel(Model):
         return [_Whole("module", [], _Loaded(self._class, self._config), self._num_parameters)]
 
     def finish(self) -> None:
-        self.module = self.module.to(self._device)  # here: what is made while reading is in memory that is given back
+        with remote_code.refused(self._class):  # here: what is made while reading is in memory that is given back
+            self.module = self.module.to(self._device)
         try:
-            self._compare()
+            with remote_code.refused(self._class, RuntimeError, ValueError, IndexError):
+                self._compare()
         except torch.OutOfMemoryError:
             raise
         except (NotServed, RuntimeError, ValueError, IndexError) as reason:
@@ -213,7 +220,8 @@ class _Loaded(Storage):
             )
 
         try:
-            module, report = _quietly(load)
+            with remote_code.refused(self.model_class, OSError, ValueError, RuntimeError, KeyError, TypeError):
+                module, report = _quietly(load)
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             raise ModelFormatError(f"{checkpoint.folder}: transformers cannot load the weights: {error}") from error
         for what, kind in (("lacks", "missing_keys"), ("holds what is not used:", "unexpected_keys")):
@@ -224,7 +232,8 @@ class _Loaded(Storage):
             raise ModelFormatError(
                 f"tensor {name} in {checkpoint.folder} has shape {list(stored)}, config.json makes it {list(wanted)}"
             )
-        return module.eval()
+        with remote_code.refused(self.model_class):
+            return module.eval()
 
     def make(self, parts: Parts, make: Read, dtype: torch.dtype) -> Any:
         return _make(self.model_class, self.config, dtype).eval()
@@ -239,8 +248,8 @@ def _make(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
         raise ModelFormatError(f"transformers makes no {model_class.__name__} of this config: {error}") from error
 
 
-def _find(config: Config, trusts_code: bool) -> tuple[Any, Any]:
-    """The class and the config object of an architecture that `transformers` has, or that the model brings along."""
+def _find(config: Config, trusts_code: bool) -> Any:
+    """The class of an architecture that `transformers` has, or that the model brings along."""
     name = config.fields["architectures"][0]
     if find_spec("transformers") is None:
         raise NotServed(f"only `transformers` may have it, which is not installed ({INSTALL})")
@@ -248,13 +257,18 @@ def _find(config: Config, trusts_code: bool) -> tuple[Any, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     found = getattr(transformers, name) if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else None
-    kind = str(config.get("model_type"))
     if found is None or not hasattr(found, "is_backend_compatible"):
         if not remote_code.names_code(config):
             raise NotServed(f"transformers {transformers.__version__} has no such causal language model")
         if not trusts_code:
             raise NotServed(f"it brings its own modelling code, which is run only with {remote_code.FLAG}")
         found = remote_code.import_class(config)
+    return found
+
+
+def _make_config(found: Any, config: Config) -> Any:
+    """The config object of a class that can be served."""
+    kind = str(config.get("model_type"))
     if kind in _REFUSED or not found.is_backend_compatible():
         raise NotServed(_REFUSED.get(kind, "it does not attend through the interface of transformers"))
     if getattr(found, "_is_stateful", False):
@@ -262,6 +276,8 @@ def _find(config: Config, trusts_code: bool) -> tuple[Any, Any]:
     for size in _SIZES:
         if size in config.fields:
             config.integer(size)  # of a size that can be described
+    if found.config_class is None:
+        raise NotServed(f"{found.__name__} names no class of its config")
     try:
         made = found.config_class.from_dict(dict(config.fields))
     except Exception as error:  # whatever a class makes of wrong fields
@@ -271,7 +287,7 @@ def _find(config: Config, trusts_code: bool) -> tuple[Any, Any]:
     for rope in _ropes(made):
         if rope in _BATCH_WIDE_ROPE:
             raise NotServed(f"rope type {rope} depends on the longest request of a batch")
-    return found, made
+    return made
 
 
 def _ropes(config: Any) -> list[str]:
