@@ -99,6 +99,7 @@ def collect(
 
 
 WEATHER = ("get_weather", KOELN)
+HARMONY_HEAD = "<|channel|>commentary to=functions.f<|message|>"
 CASES: list[tuple[str, str, Result]] = [
     # -- Hermes and Qwen
     ("hermes", "Just text.\n", ("Just text.\n", [])),
@@ -286,6 +287,19 @@ CASES: list[tuple[str, str, Result]] = [
     ),
     # -- GPT-OSS, as `reasoning.harmony` hands it on
     ("harmony", f"Ok.\n<|channel|>commentary to=functions.get_weather<|message|>{KOELN}", ("Ok.", [WEATHER])),
+    *[
+        ("harmony", f"Ok.\n{HARMONY_HEAD}{body}", ("Ok." + content, calls))
+        for body, content, calls in [
+            ("", "", [("f", "{}")]),
+            ("null", "", [("f", "{}")]),
+            (" \n", "", [("f", "{}")]),
+            (f"\n{HARMONY_HEAD}{KOELN}", "", [("f", "{}"), ("f", KOELN)]),
+            ("a=1", "\na=1", []),
+            ("nul", "\nnul", []),
+            ("[1]", "\n[1]", []),
+            ("<|channel|>", "\n<|channel|>", []),
+        ]
+    ],
     ("harmony", "Say <|channel|>commentary to= or so.", ("Say <|channel|>commentary to= or so.", [])),
     # -- Cohere
     (
@@ -513,6 +527,26 @@ def test_an_answer_that_mentions_calls() -> None:
             assert collect(tool_format, pieces, shape="either") == (answer, [])
     people = '{"name": "f", "age": 3}\n{"name": "f", "arguments": {}}'
     assert collect(JSON, list(people), shape="either") == (people, [])
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (r'{"name": "f", "arguments": "{\"a\": \"\ud800\"}"}', ("f", '{"a": "\ufffd"}')),
+        (r'{"name": "f\ud800", "arguments": {}}', ("f\ufffd", "{}")),
+        (r'{"function": {"name": "f\udc00", "arguments": {"a": "\ud800"}}}', ("f\ufffd", '{"a": "\ufffd"}')),
+        (r'{"function": {"_name": "f\udc00", "\ud800": 1}}', ("f\ufffd", '{"\ufffd": 1}')),
+        (r'{"name": "f\ud83d\ude00"}', ("f\U0001f600", "{}")),
+    ],
+)
+def test_half_a_pair_of_surrogates_is_replaced(call: str, expected: tuple[str, str]) -> None:
+    assert collect(HERMES, [f"<tool_call>{call}</tool_call>"]) == ("", [expected])
+
+
+def test_odd_types_in_schemas_are_passed_over() -> None:
+    schema = {"properties": {"a": {"type": [{}, "string", None]}, "b": {"type": [{}]}}}
+    call = "<tool_call><function=f><parameter=a>1</parameter><parameter=b>2</parameter></function></tool_call>"
+    assert collect(FORMATS["qwen_xml"], [call], {"f": schema}) == ("", [("f", '{"a": "1", "b": 2}')])
 
 
 def test_thousand_calls() -> None:

@@ -17,7 +17,13 @@ from typing import Any, Literal, cast
 
 from text_generation_inference.text.tools.form import MAX_NAME, CallForm
 from text_generation_inference.text.tools.formats import ToolFormat
-from text_generation_inference.text.tools.reader import EndOfTextError, MalformedCallError, Reader, Steps
+from text_generation_inference.text.tools.reader import (
+    EndOfTextError,
+    MalformedCallError,
+    Reader,
+    Steps,
+    without_surrogates,
+)
 
 
 @dataclass(frozen=True)
@@ -334,12 +340,16 @@ def _read_function(text: str) -> tuple[str, str]:
     except (ValueError, RecursionError):
         raise MalformedCallError from None
     if isinstance(name := value.pop("_name", None), str):
-        return name, json.dumps(value, ensure_ascii=False)
+        return without_surrogates(name), _as_text(value)
     arguments: object = value.get("arguments", value.get("parameters", {}))
     # With a description it is a tool shown, not called.
     if not isinstance(name := value.get("name"), str) or isinstance(value.get("description"), str):
         raise MalformedCallError
-    return name, _as_object(json.dumps(arguments, ensure_ascii=False))
+    return without_surrogates(name), _as_object(_as_text(arguments))
+
+
+def _as_text(value: object) -> str:
+    return without_surrogates(json.dumps(value, ensure_ascii=False))
 
 
 def _as_object(text: str) -> str:

@@ -15,6 +15,7 @@ _SPACE = re.compile(r"\s+")
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE_STRING = re.compile(r'["{}\[\]]')
 _SCALAR = re.compile(r"[\w.+-]+")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _CLOSERS = {"{": "}", "[": "]"}
 
 
@@ -24,6 +25,11 @@ class MalformedCallError(Exception):
 
 class EndOfTextError(Exception):
     """No more text will come, and some was needed."""
+
+
+def without_surrogates(text: str) -> str:
+    """JSON can say half of a pair of surrogates, which no encoding of text can."""
+    return _SURROGATE.sub("\ufffd", text)
 
 
 class Reader:
@@ -83,10 +89,16 @@ class Reader:
 
     def try_literal(self, literal: str) -> Steps[bool]:
         """Take `literal` if it comes next."""
+        found = yield from self.sees(literal)
+        if found:
+            self.take(len(literal))
+        return found
+
+    def sees(self, literal: str) -> Steps[bool]:
+        """Whether `literal` comes next."""
         while True:
             unread = self.text[self.position : self.position + len(literal)]
             if unread == literal:
-                self.take(len(literal))
                 return True
             if not literal.startswith(unread):
                 return False
@@ -128,7 +140,7 @@ class Reader:
             yield
 
     def take_string(self) -> Steps[str]:
-        """Take a JSON string and return what it means."""
+        """Take a JSON string and return what it means, as text that can be sent."""
         pieces = [(yield from self.expect('"'))]
         while True:
             yield from self.peek()
@@ -142,7 +154,7 @@ class Reader:
             yield from self.peek()
             pieces.append(self.take(1))
         try:
-            return json.loads("".join(pieces), strict=False)
+            return without_surrogates(json.loads("".join(pieces), strict=False))
         except ValueError:
             raise MalformedCallError from None
 

@@ -47,7 +47,8 @@ def _member(value: object, key: str) -> Mapping[str, Any]:
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
     """The types that a schema allows, as far as it says so at the top."""
     kind: object = schema.get("type")
-    kinds = {kind} if isinstance(kind, str) else set(cast(list[str], kind) if isinstance(kind, list) else [])
+    named = cast(list[object], kind) if isinstance(kind, list) else [kind]
+    kinds = {name for name in named if isinstance(name, str)}
     for key in ("anyOf", "oneOf"):
         branches: object = schema.get(key)
         for branch in cast(list[object], branches) if isinstance(branches, list) else []:
