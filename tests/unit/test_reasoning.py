@@ -53,6 +53,8 @@ TAG_CASES: list[tuple[str, bool, tuple[str, str]]] = [
     ("</think>Yes.", True, ("", "Yes.")),
     ("cut off", True, ("cut off", "")),
     (" ", True, ("", "")),
+    ("\n" * 1000 + "<think>a</think>b", False, ("a", "b")),
+    ("\n" * 1025 + "<think>a</think>b", False, ("", "\n" * 1025 + "<think>a</think>b")),
     ("a" + "\n" * 100 + "</think>b", True, ("a" + "\n" * 36, "b")),
 ]
 
@@ -68,6 +70,12 @@ def test_thoughts_are_told_as_they_come() -> None:
     pieces = ("<think>", "\n", "One", " two", ".\n", "</", "think>", "\n", "Yes", ".")
     told = [(thoughts, "".join(answer)) for thoughts, answer in map(splitter.push, pieces)]
     assert told == [("", "")] * 2 + [("One", ""), (" two", ""), (".", "")] + [("", "")] * 3 + [("", "Yes"), ("", ".")]
+
+
+def test_white_space_before_an_answer_is_not_held_for_ever() -> None:
+    splitter = THINK.split(opened=False, calls=False)
+    told = ["".join(splitter.push("\n")[1]) for _ in range(1030)]
+    assert told == [""] * 1024 + ["\n" * 1025] + ["\n"] * 5
 
 
 def test_granite_marks_thoughts_in_words() -> None:

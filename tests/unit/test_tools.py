@@ -134,6 +134,21 @@ CASES: list[tuple[str, str, Result]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {}} and so on', ("and so on", [("f", "{}")])),
     ("hermes", '<tool_call>{"name": "f\\u00fc\\"", "arguments": {}}</tool_call>', ("", [('fü"', "{}")])),
     ("hermes", "a < b and <tool_cal and <tool_call", ("a < b and <tool_cal and <tool_call", [])),
+    *[
+        (
+            "hermes",
+            f'Ok. <tool_call>{{"name": "f", "arguments": {written}\n</tool_call>Done.',
+            ("Ok.Done.", [("f", told)]),
+        )
+        for written, told in [
+            ("{}", "{}"),
+            ("{}}}", "{}"),
+            ('{"a": {}} \n', '{"a": {}}'),
+            ("{}, }", "{}"),
+            ('{"a": 1]}}', '{"a": 1'),
+        ]
+    ],
+    ("hermes", '<tool_call>[{"name": "f", "arguments": {}}, 1]', ("1]", [("f", "{}")])),
     ("hermes", "<tool_call>", ("<tool_call>", [])),
     ("hermes", "<tool_call>nothing</tool_call>", ("<tool_call>nothing</tool_call>", [])),
     ("hermes", "<tool_call>{'name': 'f'}</tool_call>", ("<tool_call>{'name': 'f'}</tool_call>", [])),

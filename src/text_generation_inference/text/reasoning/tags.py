@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 _MAX_SPACE = 64  # white space held back that may turn out to be the end of the thoughts
+_MAX_SPACE_BEFORE = 1024  # likewise that may turn out to stand before the opening tag; an answer begins with more
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,11 @@ class TagSplitter:
     def _begin(self, text: str) -> str:
         """Look for the opening tag behind white space."""
         words = text.lstrip()
-        if words.startswith(self._opens):
+        is_long = len(text) - len(words) > _MAX_SPACE_BEFORE
+        if words.startswith(self._opens) and not is_long:
             self._state = "opened"
             return self._without_open(words)
-        if any(tag.startswith(words) for tag in self._opens):
+        if any(tag.startswith(words) for tag in self._opens) and not is_long:
             self._held = text
             return ""
         self._state = "answer"
