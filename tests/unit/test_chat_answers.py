@@ -222,6 +222,22 @@ def test_whole_and_streamed_answers(chat: Any, expected: tuple[str, str, list[An
     assert add_up(streamed(chat())) == summed
 
 
+def test_numbered_calls_go_on_counting() -> None:
+    """Ids of Kimi have the number of the call in the conversation, not in its turn."""
+    call = "<|tool_call_begin|>functions.look:7<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    text = f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|></s>"
+    template = "{{ tools }}<|tool_calls_section_begin|><|tool_call_begin|><|tool_call_argument_begin|>"
+    said = {"id": "functions.look:0", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    turns = [{"role": "assistant", "tool_calls": [said]}, {"role": "tool", "content": "x", "tool_call_id": said["id"]}]
+    for messages, expected in (([], [0, 1]), (turns, [1, 2]), (turns * 2, [2, 3])):
+        fields = {"messages": [{"role": "user", "content": "Hi"}, *messages], **TOOLS}
+        calls = whole(make_chat(text, template, **fields))["message"]["tool_calls"]
+        assert [call["id"] for call in calls] == [f"functions.look:{number}" for number in expected]
+        chunks = [chunk["choices"][0]["delta"] for chunk in streamed(make_chat(text, template, **fields))]
+        ids = [call["id"] for delta in chunks for call in delta.get("tool_calls", ()) if "id" in call]
+        assert ids == [call["id"] for call in calls]
+
+
 def test_usage_counts_thoughts() -> None:
     chat = make_chat("<think>abc</think>de</s>", THINK, stream_options={"include_usage": True})
     usage = msgspec.to_builtins(usage_of(cast(Any, SERVICE), chat.generations, thinks=True))

@@ -633,6 +633,9 @@ def test_bad_tokenizer_config_path(tmp_path: Path, content: Any) -> None:
         {"tokenizer_config.json": {"chat_template": 3}},
         {"tokenizer_config.json": {"chat_template": []}},
         {"tokenizer_config.json": {"chat_template": [{"name": "default"}]}},
+        {"tokenizer_config.json": {"chat_template": [{"name": [], "template": "x"}]}},
+        {"tokenizer_config.json": {"chat_template": [{"name": "x\ud800", "template": "x"}]}},
+        {"tokenizer_config.json": {"chat_template": "x\ud800"}},
     ],
 )
 def test_corrupt_sources_are_named(tmp_path: Path, files: dict[str, Any]) -> None:

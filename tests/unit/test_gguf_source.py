@@ -1,5 +1,6 @@
 """The forms of a model's name, and the embedded model."""
 
+import os
 from importlib import metadata
 from pathlib import Path
 
@@ -86,6 +87,11 @@ def test_wrong_parts(tmp_path: Path) -> None:
     paths[0].unlink()
     with pytest.raises(ModelFormatError, match=r"of which tiny-00001-of-00002\.gguf is not there"):
         resolve_model(str(paths[1]), tmp_path)
+    paths = write_parts(tmp_path / "pipe")
+    paths[1].unlink()
+    os.mkfifo(paths[1])  # opening it would wait for a writer
+    with pytest.raises(ModelFormatError, match=r"tiny-00002-of-00002\.gguf: is a pipe, not a file"):
+        resolve_model(str(paths[0]), tmp_path)
 
 
 def test_folder_that_is_no_model(tmp_path: Path) -> None:

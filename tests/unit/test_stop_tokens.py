@@ -62,6 +62,22 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], set[str]]] = {
         {"<eos>", "<end_of_turn>"},
     ),
     "named inside alone": (["<eos>"], {"config": {"text_config": {"eos_token_id": 1}}}, {"<eos>"}),
+    "named inside what is for generating": (
+        ["<eos>", "<end_of_turn>"],
+        {
+            "generation_config": {"text_config": {"eos_token_id": 2}},
+            "tokenizer_config": {"eos_token": "<eos>"},
+        },
+        {"<eos>", "<end_of_turn>"},
+    ),
+    "a list inside what is for generating": (
+        ["<eos>", "<end_of_turn>"],
+        {
+            "generation_config": {"text_config": {"eos_token_id": [2]}},
+            "tokenizer_config": {"eos_token": "<eos>"},
+        },
+        {"<end_of_turn>"},
+    ),
     "phi3": (
         ["<|endoftext|>", "<|assistant|>", "<|end|>"],
         {

@@ -58,7 +58,8 @@ class Chat:
         """Unlike any other. Some templates want a form of their own, everybody else takes OpenAI's."""
         form = self.plan.tool_format.form if self.plan.tool_format is not None else None
         if form is not None and form.named_ids:
-            return f"functions.{name}:{index}"
+            before = sum(len(message.tool_calls or ()) for message in self.body.messages)
+            return f"functions.{name}:{before + index}"
         if form is not None and form.short_ids:
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return "call_" + secrets.token_hex(12)

@@ -41,9 +41,8 @@ def read_stop_ids(folder: Path, named: frozenset[int], id_of: Callable[[str], in
 
     An id that the model lacks may be among them; nothing ever ends with it.
     """
-    generation = read_json(folder, "generation_config.json")
     ids = read_ids(folder, "generation_config.json", "eos_token_id")
-    if not (ids and isinstance(generation["eos_token_id"], list)):
+    if not (ids and isinstance(_read_value(folder, "generation_config.json", "eos_token_id"), list)):
         ids |= named
     if not ids or not (folder / "generation_config.json").is_file():
         ids |= read_ids(folder, "config.json", "eos_token_id")
@@ -61,15 +60,8 @@ def _read_turn_ends(folder: Path, id_of: Callable[[str], int | None]) -> frozens
 
 
 def read_ids(folder: Path, file: str, key: str) -> frozenset[int]:
-    """The token ids that a file of the model names: one, several or none.
-
-    Models with several parts may name them in the object of the part that writes text.
-    """
-    fields = read_json(folder, file)
-    inner: object = fields.get("text_config")
-    value: object = fields.get(key)
-    if value is None and isinstance(inner, dict):
-        value = cast(dict[str, Any], inner).get(key)
+    """The token ids that a file of the model names: one, several or none."""
+    value = _read_value(folder, file, key)
     if value is None:
         return frozenset()
     values = cast(list[object], value) if isinstance(value, list) else [value]
@@ -80,3 +72,13 @@ def read_ids(folder: Path, file: str, key: str) -> frozenset[int]:
             raise ModelFormatError(f"{folder / file}: `{key}` must be a token id or a list of them, found {shown}.")
         ids.add(item)
     return frozenset(ids)
+
+
+def _read_value(folder: Path, file: str, key: str) -> object:
+    """Models with several parts may name their ids in the object of the part that writes text."""
+    fields = read_json(folder, file)
+    inner: object = fields.get("text_config")
+    value: object = fields.get(key)
+    if value is None and isinstance(inner, dict):
+        value = cast(dict[str, Any], inner).get(key)
+    return value

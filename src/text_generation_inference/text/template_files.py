@@ -36,14 +36,26 @@ def _read_text(path: Path) -> str:
 def parse_templates(value: object, path: Path) -> TemplateTexts:
     """One template, or several as a list of `{"name", "template"}` or as an object by name."""
     if isinstance(value, str):
-        return {"default": (value, path)}
+        return _check({"default": (value, path)}, path)
     named: dict[object, object] = {}
     if isinstance(value, dict):
         named = cast(dict[object, object], value)
     elif isinstance(value, list):
         entries = [cast(dict[str, object], entry) for entry in cast(list[object], value) if isinstance(entry, dict)]
-        named = {entry.get("name"): entry.get("template") for entry in entries}
+        names = [entry.get("name") for entry in entries]
+        if all(isinstance(name, str) for name in names):
+            named = {name: entry.get("template") for name, entry in zip(names, entries, strict=True)}
     templates = {name: (text, path) for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
     if not templates or len(templates) != len(named):
         raise ModelFormatError(f"{path}: `chat_template` must be a text or a list of named ones.")
+    return _check(templates, path)
+
+
+def _check(templates: TemplateTexts, path: Path) -> TemplateTexts:
+    """JSON can write half of a character, which no text has."""
+    try:
+        for name, (text, _) in templates.items():
+            (name + text).encode()
+    except UnicodeEncodeError as error:
+        raise ModelFormatError(f"{path}: `chat_template` is no text: {error.reason}.") from error
     return templates

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from text_generation_inference.files import check_plain_file
 from text_generation_inference.weights.cache import is_complete, publish_folder
 from text_generation_inference.weights.gguf import GgufFile, find_parts, to_float32
 from text_generation_inference.weights.gguf_model import TensorPlan, plan_tensors, read_config, read_generation_config
@@ -43,6 +44,7 @@ def probe_digest(path: Path) -> str:
     """
     digest = hashlib.sha256()
     for part in find_parts(path):
+        check_plain_file(part)
         stat = part.stat()
         digest.update(struct.pack("<QQ", stat.st_size, stat.st_mtime_ns))
         with part.open("rb") as file:

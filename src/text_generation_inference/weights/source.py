@@ -12,7 +12,7 @@ import msgspec
 
 from text_generation_inference.config import ServerConfig, cache_folder, expand_home, hub_token
 from text_generation_inference.errors import ModelFormatError, ModelNotFoundError
-from text_generation_inference.files import check_plain_file, shorten
+from text_generation_inference.files import shorten
 from text_generation_inference.weights import embedded
 from text_generation_inference.weights.cache import is_complete
 from text_generation_inference.weights.convert import cache_folder as converted_folder
@@ -172,7 +172,6 @@ def find_only_gguf(folder: Path) -> Path:
 
 def _resolve_file(model: str, path: Path, cache_dir: Path, progress: Progress) -> ModelFolder:
     try:
-        check_plain_file(path)
         digest = probe_digest(path)
     except OSError as error:
         raise ModelFormatError(f"{path}: cannot be read: {error.strerror}. Check the path and its rights.") from error
