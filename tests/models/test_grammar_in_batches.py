@@ -117,6 +117,8 @@ def tiny_folder(tiny_llama: Tiny, tmp_path_factory: pytest.TempPathFactory) -> P
     shutil.copytree(tiny_llama.folder, folder, ignore=shutil.ignore_patterns("generation_config.json"))
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": EOS}))
     return folder
 
 
