@@ -218,6 +218,20 @@ class Harness:
         left = set(scheduler._leave)
         assert [slot for slot in self.runner.decode_set if slot not in left] == in_set
 
+    def play(self, scenario: dict) -> None:
+        """Its requests come and go at their ticks, until all are done."""
+        for tick in range(45):
+            for request, arrival, abort in zip(
+                scenario["requests"], scenario["arrivals"], scenario["aborts"], strict=True
+            ):
+                if arrival == tick:
+                    self.scheduler.add(request)
+                if abort is not None and abort == tick:
+                    self.scheduler.abort(request.id)
+                    self.scheduler.check()
+            self.step()
+        self.drain()
+
     def drain(self) -> None:
         for _ in range(5000):
             if not self.scheduler.has_work:

@@ -106,15 +106,7 @@ def test_no_rollback_changes_a_token(scenario: dict, numbers: list[int], at_resu
         fail_plans=set() if at_results else failures,
         fail_results=failures if at_results else set(),
     )
-    for tick in range(45):
-        for request, arrival, abort in zip(scenario["requests"], scenario["arrivals"], scenario["aborts"], strict=True):
-            if arrival == tick:
-                harness.scheduler.add(request)
-            if abort is not None and abort == tick:
-                harness.scheduler.abort(request.id)
-                harness.scheduler.check()
-        harness.step()
-    harness.drain()
+    harness.play(scenario)
     check_outputs(scenario, harness)
 
 

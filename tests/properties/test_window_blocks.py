@@ -23,15 +23,7 @@ def run(scenario: dict, window: int, prefix_caching: bool, spare_blocks: int) ->
     num_blocks = 1 + least_blocks(window, scenario["block_size"]) + spare_blocks
     about = (scenario["block_size"], prefix_caching, scenario["overlap"], scenario["policy"], window)
     harness = Harness(num_blocks, *about)
-    for tick in range(45):
-        for request, arrival, abort in zip(scenario["requests"], scenario["arrivals"], scenario["aborts"], strict=True):
-            if arrival == tick:
-                harness.scheduler.add(request)
-            if abort is not None and abort == tick:
-                harness.scheduler.abort(request.id)
-                harness.scheduler.check()
-        harness.step()
-    harness.drain()
+    harness.play(scenario)
     return harness
 
 

@@ -39,12 +39,6 @@ LOST = (
     "a fast start: `transformers` reads the weights",
 )
 
-_REFUSED = {
-    "bloom": "it does not attend through the interface of transformers",
-    "falcon": "it does not attend through the interface of transformers",
-    "gptj": "it does not attend through the interface of transformers",
-    "mpt": "it does not attend through the interface of transformers",
-}
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _BATCH_WIDE_ROPE = ("dynamic", "longrope", "su")
 _TRIAL = ((11, 5, 3, 17, 2, 13, 7), (4, 19, 8, 1, 6))  # tokens of two prompts
@@ -268,9 +262,8 @@ def _find(config: Config, trusts_code: bool) -> Any:
 
 def _make_config(found: Any, config: Config) -> Any:
     """The config object of a class that can be served."""
-    kind = str(config.get("model_type"))
-    if kind in _REFUSED or not found.is_backend_compatible():
-        raise NotServed(_REFUSED.get(kind, "it does not attend through the interface of transformers"))
+    if not found.is_backend_compatible():
+        raise NotServed("it does not attend through the interface of transformers")
     if getattr(found, "_is_stateful", False):
         raise NotServed("it keeps a state that is no cache of keys and values")
     for size in _SIZES:
