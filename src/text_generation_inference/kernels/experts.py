@@ -1,7 +1,7 @@
 """A mixture of experts in plain torch: the definition that faster kernels are tested against.
 
-The matrices of all experts lie one below the other in one matrix, in the model's type or in FP8, so that whatever
-holds a matrix holds these. Shapes are static and nothing is read back, so the op may be captured; sums are always
+The matrices of all experts lie one below the other in one matrix, in the model's type, in FP8 or in few bits, so
+that whatever holds a matrix holds these. Shapes are static and nothing is read back, so the op may be captured; sums are always
 taken in the same order.
 """
 
@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import Fp8Weight, dequantize_rows, dequantize_weight, quantize_rows
+from text_generation_inference.kernels.low_bit import LowBitWeight, dequantize
+from text_generation_inference.kernels.low_bit import quantize_rows as quantize_to_int8
 from text_generation_inference.kernels.matrices import BlockPieces, Weight, plain
 
 _CLAMP, _SLOPE = 7.0, 1.702  # of GPT-OSS
@@ -81,6 +83,12 @@ def experts(
 
 def _multiply(rows: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     """rows `[pairs, in]` in the order of their experts, `ends` `[experts]` of each expert's rows -> `[pairs, out]`."""
+    if isinstance(weight, LowBitWeight):
+        if weight.quantizes_inputs:
+            data, scale = quantize_to_int8(rows, weight.input_scale)
+            rows = (data.float() * scale[:, None]).to(rows.dtype)
+        wide = dequantize(weight).to(rows.dtype)
+        return _grouped(rows, wide.view(len(ends), -1, weight.shape[1]), ends)
     if not isinstance(weight, Fp8Weight):
         return _grouped(rows, plain(weight).view(len(ends), -1, weight.shape[1]), ends)
     if weight.input_bound is not None:

@@ -1,6 +1,7 @@
 """The forms that a matrix has on a device, and what goes into its product and comes out: the types of ops.
 
-A matrix is a plain tensor, one in FP8, or packed: in a form that the ops of one device have made and they alone read.
+A matrix is a plain tensor, one in FP8 or in codes of few bits, or packed: in a form that
+the ops of one device have made and they alone read.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight, ScaledRows
+from text_generation_inference.kernels.low_bit import LowBitWeight
 
 
 class PackedWeight:
@@ -28,7 +30,7 @@ class BlockPieces(PackedWeight):
     shape: torch.Size  # of the matrix
 
 
-Weight: TypeAlias = Tensor | Fp8Weight | PackedWeight
+Weight: TypeAlias = Tensor | Fp8Weight | LowBitWeight | PackedWeight
 Rows: TypeAlias = Tensor | Fp8Rows  # what goes into a matrix
 Product: TypeAlias = Tensor | ScaledRows  # what comes out, its scales perhaps left to the op that comes next
 

@@ -12,12 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from text_generation_inference.kernels import choice, experts, fp8, latent, reference, routing, slot_state
+from text_generation_inference.kernels import choice, experts, fp8, latent, low_bit, reference, routing, slot_state
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.choice import EVERY_FILTER, SamplingNeeds
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedDecode, FusedLayer
 from text_generation_inference.kernels.head_norms import HeadNorms
+from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.matrices import BlockPieces, Product, Rows, Weight
 from text_generation_inference.kernels.routing import Routed, Routing
 from text_generation_inference.kernels.slot_state import SlotState
@@ -45,9 +46,15 @@ class PackBlocksOp(Protocol):
         ...
 
 
+class PackLowBitOp(Protocol):
+    def __call__(self, weight: LowBitWeight, num_experts: int = 1) -> Weight:
+        """Like `pack_linear`, of a weight in codes of few bits; or like `pack_experts`, of those of several experts."""
+        ...
+
+
 class LinearOp(Protocol):
     def __call__(self, x: Rows, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """x `[tokens, in]` times weight transposed -> `[tokens, out]` of x's type, or of `dtype` if weight is FP8."""
+        """x `[tokens, in]` times weight transposed -> `[tokens, out]` of x's type, or of `dtype`."""
         ...
 
 
@@ -266,6 +273,7 @@ class Ops:
     description: str = "reference ops"
     pack_linear: PackLinearOp = reference.pack_linear
     pack_fp8: PackFp8Op = fp8.pack_fp8
+    pack_low_bit: PackLowBitOp = low_bit.pack_low_bit
     pack_blocks: PackBlocksOp = _no_blocks
     block_kinds: frozenset[str] = frozenset()  # quantised blocks that `pack_blocks` takes
     linear: LinearOp = reference.linear

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from text_generation_inference.kernels import block_lists, fp8, head_norms
+from text_generation_inference.kernels import block_lists, fp8, head_norms, low_bit
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.block_lists import softmax_with_sinks
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.head_norms import HeadNorms
+from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.matrices import Product, Rows, Weight, plain
 
 
@@ -27,7 +28,10 @@ def pack_linear(weight: Tensor) -> Tensor:
 
 
 def linear(x: Rows, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """x `[tokens, in]` times weight transposed -> `[tokens, out]` of x's type, or of `dtype` where weight is in FP8."""
+    """x `[tokens, in]` times weight transposed -> `[tokens, out]` of x's type, or of `dtype` if weight is not plain."""
+    if isinstance(weight, LowBitWeight):
+        assert isinstance(x, Tensor)
+        return low_bit.linear(x, weight, bias, dtype or x.dtype)
     if not isinstance(weight, Fp8Weight):
         assert isinstance(x, Tensor)
         return F.linear(x, plain(weight), bias)

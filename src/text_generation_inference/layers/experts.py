@@ -11,6 +11,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import apply_scales
 from text_generation_inference.kernels.fused_decode import FusedExperts
+from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.matrices import BlockPieces, Product, Rows, Weight
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.routing import Routed, Routing
@@ -69,7 +70,9 @@ class StackedMatrix(Matrix):
     def outputs_per_token(self) -> int:
         return self.shape[0] // self.num_experts * self.top_k
 
-    def pack(self, weight: Tensor | BlockPieces) -> Weight:
+    def pack(self, weight: Tensor | BlockPieces | LowBitWeight) -> Weight:
+        if isinstance(weight, LowBitWeight):
+            return self.ops.pack_low_bit(weight, self.num_experts)
         return self.ops.pack_experts(weight, self.num_experts)
 
 

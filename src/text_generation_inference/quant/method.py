@@ -10,6 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.matrices import BlockPieces, Product, Rows, Weight, plain
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.weights.declare import Declared, Module, Part, Storage
@@ -85,8 +86,10 @@ class Matrix(Module):
         self.method.finish(self)
         self.input_form = self.method.input_form(self)
 
-    def pack(self, weight: Tensor | BlockPieces) -> Weight:
+    def pack(self, weight: Tensor | BlockPieces | LowBitWeight) -> Weight:
         """In the form that the op which multiplies it wants."""
+        if isinstance(weight, LowBitWeight):
+            return self.ops.pack_low_bit(weight)
         if isinstance(weight, BlockPieces):
             return self.ops.pack_blocks(weight.pieces, self.shape[1])
         return self.ops.pack_linear(weight)

@@ -1,0 +1,149 @@
+"""`LowBit`: matrices in codes of 4 or 8 bits, whatever format a checkpoint has them in.
+
+A format is one file beside this one: a class derived from `StoredLowBit` which names the tensors of a part and reads
+this rank's slice of it as a `LowBitWeight` (`read_part`), and a `detect` that makes a `Quantization` of what config.json
+says.
+All that follows, joining parts, packing, multiplying, widening what an op does not multiply so, is here.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.kernels import low_bit
+from text_generation_inference.kernels.low_bit import LowBitWeight
+from text_generation_inference.kernels.matrices import Rows
+from text_generation_inference.quant.method import Matrix, Method
+from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
+from text_generation_inference.weights.declare import (
+    PLAIN_TENSORS,
+    Beside,
+    Part,
+    Parts,
+    Read,
+    Storage,
+    read_plain,
+    stack,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LowBitScheme:
+    """What a matrix is like once it is read: how large it is, and what random ones are made with."""
+
+    bits: int = 4  # 4 or 8
+    group_size: int | None = 128  # None: all columns of a row
+    is_symmetric: bool = True
+    table: tuple[float, ...] | None = None
+    quantizes_inputs: bool = False
+    scale_dtype: torch.dtype = torch.float16
+
+    def groups(self, columns: int) -> int:
+        return -(-columns // (self.group_size or columns))
+
+    def quantize(self, weight: Tensor) -> LowBitWeight:
+        """To the nearest codes."""
+        table = None if self.table is None else torch.tensor(self.table, device=weight.device)
+        made = low_bit.quantize(weight, self.bits, self.group_size or weight.shape[1], self.is_symmetric, table)
+        made.quantizes_inputs = self.quantizes_inputs
+        return made
+
+    def bytes(self, rows: int, columns: int) -> int:
+        each = self.scale_dtype.itemsize + (0 if self.is_symmetric else torch.float32.itemsize)
+        return rows * (columns * self.bits // 8 + self.groups(columns) * each)
+
+
+class LowBit(Method):
+    """A plain matrix, put into codes when it has been read."""
+
+    def __init__(self, scheme: LowBitScheme) -> None:
+        self.scheme = scheme
+
+    def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
+        return self.make(parts, lambda name, part: read_plain(name, part, checkpoint, device), dtype)
+
+    def make(self, parts: Parts, make: Read, dtype: torch.dtype) -> Any:
+        """Parts are made one after the other: only one is ever held as it was."""
+        made = low_bit.join([self.scheme.quantize(make(name, part)) for name, part in parts])
+        made.dtype = dtype
+        return made
+
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return self.scheme.bytes(shape[0], math.prod(shape[1:]))
+
+    def finish(self, matrix: Matrix) -> None:
+        weight = matrix.weight
+        assert isinstance(weight, LowBitWeight)
+        matrix.weight = matrix.pack(weight)
+
+    def apply(self, matrix: Matrix, x: Rows) -> Tensor:
+        assert isinstance(x, Tensor)
+        return matrix.ops.linear(x, matrix.weight, matrix.bias, x.dtype)
+
+    def kind(self, matrix: Matrix) -> object:
+        return (type(self), self.scheme)
+
+
+class StoredLowBit(LowBit):
+    """As a checkpoint has it. Two are equal if they read all parts alike."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
+        """This rank's slice of a part as `[out, in]`, its rows in the order that the model wants them in."""
+        raise NotImplementedError
+
+    def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
+        read = [self.read_part(name, part, checkpoint, device) for name, part in parts]
+        for each in read:
+            each.dtype = dtype
+        return low_bit.join(read)
+
+
+class WidenedLowBit(Method):
+    """Stored in few bits, all of it or some parts, and widened to the model's type when it is read."""
+
+    def __init__(self, stored: Mapping[str, StoredLowBit]) -> None:
+        self._stored = dict(stored)  # by the part's name; of others there are none: they are plain
+
+    def _of(self, part: Part) -> Storage:
+        return self._stored.get(part.name, PLAIN_TENSORS)
+
+    def holder(self, part: Part) -> tuple[str, tuple[int, ...]]:
+        return self._of(part).holder(part)
+
+    def declare(self, part: Part) -> dict[str, Beside]:
+        return self._of(part).declare(part)
+
+    def list_reads(self, parts: Parts, checkpoint: Checkpoint) -> Iterator[Wanted]:
+        for name, part in parts:
+            yield from self._of(part).list_reads([(name, part)], checkpoint)
+
+    def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
+        def widen(name: str, part: Part) -> Tensor:
+            stored = self._stored.get(part.name)
+            if stored is None:
+                return read_plain(name, part, checkpoint, device)
+            weight = stored.read_part(name, part, checkpoint, device)
+            weight.dtype = dtype
+            return low_bit.widen(weight)
+
+        return stack(parts, widen, dtype, device)
+
+
+def choose_stored(matrix: Matrix, stored: Sequence[StoredLowBit | None]) -> Method | None:
+    """For a matrix whose parts are stored so; None: plainly."""
+    by_name = {part.name: each for part, each in zip(matrix.parts, stored, strict=True) if each is not None}
+    if not by_name:
+        return None
+    first = stored[0]
+    if matrix.may_round and first is not None and all(each == first for each in stored):
+        return first
+    return WidenedLowBit(by_name)
