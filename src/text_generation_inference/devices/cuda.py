@@ -91,6 +91,7 @@ class CudaDevice:
         )
         self.ops = loaded if isinstance(loaded, Ops) else Ops(f"torch ops, much slower than Triton kernels: {loaded}")
         self._queue = torch.cuda.Stream(self.torch_device)
+        self._idle_events: list[torch.cuda.Event] = []  # of steps that are done
         self._pool: Any = None  # memory that all captured steps share
         self._num_captured = 0  # into it
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cuda")
@@ -162,7 +163,7 @@ class CudaDevice:
     # -- the queue -------------------------------------------------------------------------------------------------
 
     def stream(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._queue)
+        return _OnStream(self._queue)
 
     def _after_loading(self) -> None:
         """Weights and cache were filled outside the queue."""
@@ -180,12 +181,14 @@ class CudaDevice:
         try:
             with self.stream():
                 finish = queue()
-                event = self.event()
+                event = self._idle_events.pop() if self._idle_events else torch.cuda.Event(blocking=True)
+                event.record(self._queue)
         except Exception as error:  # a failed step is told like one that fails on the device
             return failed_step(error)
 
         def wait_and_finish() -> Any:
-            event.wait()
+            event.synchronize()
+            self._idle_events.append(event)
             return finish()
 
         return self._finisher.submit(wait_and_finish)
@@ -264,6 +267,21 @@ def _start_compilers(compiled: Path | None = None) -> Workers | None:
 
 def _read_properties(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)  # pyright: ignore
+
+
+class _OnStream:
+    """`torch.cuda.stream`, without the questions that it asks on the way in and out: every step passes here."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        stream = self._stream
+        self._before = torch._C._cuda_getCurrentStream(stream.device_index)  # pyright: ignore
+        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)  # pyright: ignore
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._cuda_setStream(*self._before)  # pyright: ignore
 
 
 class _CudaEvent:
