@@ -1,8 +1,8 @@
 """A mixture of experts in plain torch: the definition that faster kernels are tested against.
 
 The matrices of all experts lie one below the other in one matrix, in the model's type, in FP8 or in few bits, so
-that whatever holds a matrix holds these. Shapes are static and nothing is read back, so the op may be captured; sums are always
-taken in the same order.
+that whatever holds a matrix holds these. Shapes are static and nothing is read back, so the op may be captured; sums
+are always taken in the same order.
 """
 
 from collections.abc import Callable

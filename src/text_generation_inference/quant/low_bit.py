@@ -1,9 +1,8 @@
 """`LowBit`: matrices in codes of 4 or 8 bits, whatever format a checkpoint has them in.
 
 A format is one file beside this one: a class derived from `StoredLowBit` which names the tensors of a part and reads
-this rank's slice of it as a `LowBitWeight` (`read_part`), and a `detect` that makes a `Quantization` of what config.json
-says.
-All that follows, joining parts, packing, multiplying, widening what an op does not multiply so, is here.
+this rank's slice of it as a `LowBitWeight` (`read_part`), and a `detect` that makes a `Quantization` of what
+config.json says. All that follows, joining parts, packing, multiplying, widening what an op does not multiply so, is here.
 """
 
 import math
