@@ -516,13 +516,14 @@ def test_how_it_names_itself(hpu, start_hpu, tiny):
 def test_fp8_need_gaudi_2(hpu):
     from text_generation_inference.devices.hpu import HpuDevice
     from text_generation_inference.engine.memory import check_precision
+    from text_generation_inference.quant.fp8 import ON_LOADING
 
     device = HpuDevice()
     device.fp8_max = 0.0
     check_precision(ServerConfig(), None, device)
-    for config in (ServerConfig(quantize="fp8"), ServerConfig(kv_cache_dtype="fp8_e4m3fn")):
+    for config, quantization in ((ServerConfig(), ON_LOADING), (ServerConfig(kv_cache_dtype="fp8_e4m3fn"), None)):
         with pytest.raises(StartError, match="needs Gaudi 2 or later, not hpu"):
-            check_precision(config, None, device)
+            check_precision(config, quantization, device)
 
 
 def test_memory_figures(hpu, monkeypatch):

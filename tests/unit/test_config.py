@@ -93,7 +93,7 @@ def test_given_values_are_kept() -> None:
         ({"load_format": "pickle"}, "`load_format` must be one of safetensors, dummy. Given: pickle"),
         ({"watermark_gamma": 1.5}, "`watermark_gamma` must be > 0 and < 1"),
         ({"waiting_served_ratio": -1.0}, "`waiting_served_ratio` must be >= 0"),
-        ({"quantize": "gptq"}, "`quantize` is set to 'gptq', which is not supported"),
+        ({"quantize": "exl2"}, "`quantize` is set to 'exl2', which is not supported"),
         ({"api_key": "naïve"}, "`api_key` must be printable ASCII"),
         ({"max_input_length": 0}, "`max_input_tokens` must be > 0"),
     ],

@@ -92,7 +92,7 @@ TABLE: list[tuple[str, str, str, str, Any]] = [
 ]
 # Flags that are understood and refused: flag, environment variable, text, start of the error.
 REFUSED = [
-    ("--quantize", "QUANTIZE", "gptq", "`quantize` is set to 'gptq', which is not supported"),
+    ("--quantize", "QUANTIZE", "exl2", "`quantize` is set to 'exl2', which is not supported"),
     ("--speculate", "SPECULATE", "3", "`speculate` is set to 3, which is not supported"),
     ("--kv-cache-dtype", "KV_CACHE_DTYPE", "fp8_e5m2", "`kv_cache_dtype` is set to 'fp8_e5m2', which is not supp"),
     ("--rope-scaling", "ROPE_SCALING", "dynamic", "`rope_scaling` is set to 'dynamic', which is not supported"),
@@ -370,7 +370,7 @@ def test_clouds() -> None:
     assert (config.model_id, config.revision, config.num_shard, config.port) == ("org/model", "v2", 1, 8080)
     assert config.trust_remote_code
     assert read("--port", "1", HF_MODEL_ID="org/model", SM_NUM_GPUS="0").config.port == 1
-    assert "`quantize` is set to 'awq'" in error_of(HF_MODEL_ID="org/model", HF_MODEL_QUANTIZE="awq")
+    assert "`quantize` is set to 'exl2'" in error_of(HF_MODEL_ID="org/model", HF_MODEL_QUANTIZE="exl2")
     named = read(HF_MODEL_ID="org/other", MODEL_ID="org/model", HF_MODEL_REVISION="v2").config
     assert (named.model_id, named.revision, named.port) == ("org/model", None, 3000)
     assert read(AIP_HTTP_PORT="8081", PORT="80").config.port == 8081

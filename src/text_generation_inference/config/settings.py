@@ -69,13 +69,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantize: Annotated[
         str | None,
         _model(
-            "fp8: matrices in FP8; others are refused",
+            "put plain matrices into FP8 (fp8), 8 bits (eetq, bitsandbytes) or 4 (bitsandbytes-nf4, -fp4) on loading;"
+            " others only check what the checkpoint is",
             "METHOD",
             default="as the checkpoint is",
             choices=_METHODS,
-            served=("fp8", "compressed-tensors"),
-            refused="use fp8, which quantises any model when it is loaded, or a model that is already in FP8 or a GGUF"
-            " file, which need no setting",
+            served=tuple(name for name in _METHODS if name != "exl2"),
+            refused="use a GPTQ, AWQ or GGUF version of the model, which need no setting, or the unquantised model with"
+            " bitsandbytes-nf4 or fp8, which quantise any model when it is loaded",
             engine=True,
         ),
     ] = None

@@ -13,16 +13,13 @@ from text_generation_inference.units import gigabytes
 from text_generation_inference.weights.load import weight_bytes
 
 
-def check_precision(config: ServerConfig, stored: Quantization | None, device: Device) -> None:
+def check_precision(config: ServerConfig, quantization: Quantization | None, device: Device) -> None:
     """Raise `StartError` if something is asked for in FP8 that the device cannot compute in it."""
     if device.supports_fp8:
         return
-    asked = {
-        "`quantize` fp8": config.quantize is not None,
-        stored.origin if stored is not None else "": stored is not None,
-        "`kv_cache_dtype` fp8_e4m3fn": config.kv_cache_dtype is not None,
-    }
-    what = next((name for name, given in asked.items() if given), None)
+    what = "`kv_cache_dtype` fp8_e4m3fn" if config.kv_cache_dtype is not None else None
+    if quantization is not None and quantization.needs_fp8:
+        what = quantization.origin
     if what is not None:
         raise StartError(
             f"{what} needs {device.fp8_needs}, not {device.description}. Use the model in"

@@ -103,8 +103,8 @@ class Rank:
         config, device = self._config, self.device
         stored = self._calibrated.quantize(stored, device)
         dtype = choose_dtype(config, device)
-        check_precision(config, stored, device)
         quantization = choose_quantization(config.quantize, stored)
+        check_precision(config, quantization, device)
         model = load_model(
             config, self._source, model_config, quantization, device, dtype, self._parallel, self._progress
         )
@@ -288,7 +288,7 @@ def load_model(
     checkpoint = Checkpoint.open(source.weights_path)
     model.adapt(checkpoint.names(), checkpoint.are_equal)
     if quantization is not None:
-        quantization = quantization.named_as_in(checkpoint.names())
+        quantization = quantization.named_as_in({name: checkpoint.shape(name) for name in checkpoint.names()})
     # Quantised blocks stand for float32 values.
     block_types = checkpoint.block_types if dtype is torch.float32 else {}
     assign_methods(model, quantization, block_types, device.ops.block_kinds)

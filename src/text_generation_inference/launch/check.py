@@ -253,12 +253,12 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     )
     dtype = choose_dtype(config, device)
     report.dtype = str(dtype).removeprefix("torch.")
-    check_precision(config, stored, device)
+    quantization = choose_quantization(config.quantize, stored)
+    check_precision(config, quantization, device)
     model = build(model_config, Context(device.ops, device=device.torch_device, trusts_code=trusts_code))
     report.parameters = count_parameters(model)
     _count_experts(report, model)
     report.weight_bytes_by_dtype = {name: weight_bytes(model, getattr(torch, name)) for name in device.limits.dtypes}
-    quantization = choose_quantization(config.quantize, stored)
     computes_blocks = config.custom_kernels and report.dtype == "float32"  # the kernels of the CPU take all kinds
     block_types = facts.blocks if computes_blocks else {}
     assign_methods(model, quantization, block_types, {kind.lower() for kind in block_types.values()})
@@ -268,7 +268,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         model.adapt(list(shapes))
         if quantization is not None:
             may_leave = quantization.may_leave
-            assign_methods(model, quantization.named_as_in(list(shapes)))
+            assign_methods(model, quantization.named_as_in(shapes))
         check_tensors(model, shapes, (*model.ignored, *may_leave), report.model)
     cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, dtype)
     caches = model.caches(cache_dtype)

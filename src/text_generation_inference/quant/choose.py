@@ -12,7 +12,7 @@ from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.files import read_json_object
 from text_generation_inference.quant import fp8_formats, gguf, mxfp4
 from text_generation_inference.quant.cache_scales import CacheScales
-from text_generation_inference.quant.fp8 import ON_LOADING
+from text_generation_inference.quant.fp8 import ON_LOADING as FP8_ON_LOADING
 from text_generation_inference.quant.method import PLAIN, Matrix
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.weights.declare import Module
@@ -24,6 +24,16 @@ METHODS = {
     "compressed-tensors": fp8_formats.detect,
     "fbgemm_fp8": fp8_formats.detect,
     "mxfp4": mxfp4.detect,
+}
+# What the setting `quantize` puts plain matrices into as they are loaded.
+ON_LOADING: dict[str, Quantization] = {
+    "fp8": FP8_ON_LOADING,
+}
+# Which `quant_method` of a checkpoint the setting `quantize` stands for, where it stands for more than its own name.
+_MEANS = {
+    "gptq": ("gptq", "awq"),  # TGI converted the one into the other
+    "bitsandbytes-nf4": ("bitsandbytes",),
+    "bitsandbytes-fp4": ("bitsandbytes",),
 }
 
 
@@ -38,16 +48,22 @@ def detect(config: Mapping[str, Any], source: str) -> Quantization | None:
 
 def choose_quantization(asked: str | None, stored: Quantization | None) -> Quantization | None:
     """What the setting `quantize` means for a checkpoint."""
-    if asked == "compressed-tensors" and (stored is None or stored.method != asked):
-        raise StartError(
-            "`quantize` compressed-tensors is for checkpoints that say so in config.json, which this one does not."
-            " Leave it out, or use `quantize` fp8."
-        )
-    if asked == "fp8" and stored is None:
-        return ON_LOADING
+    if asked is None or (stored is not None and stored.method in _MEANS.get(asked, (asked,))):
+        return stored
     if asked == "fp8" and isinstance(stored, mxfp4.Mxfp4Experts):
-        return mxfp4.Mxfp4Experts(into_fp8=True)
-    return stored
+        return mxfp4.Mxfp4Experts(needs_fp8=True)
+    if asked == "fp8" and stored is not None and stored.needs_fp8:
+        return stored
+    if asked in ON_LOADING and stored is None:
+        return ON_LOADING[asked]
+    if stored is not None:
+        raise StartError(
+            f"`quantize` {asked} is not for this checkpoint, which is stored in {stored.method}. Leave `quantize` out."
+        )
+    raise StartError(
+        f"`quantize` {asked} is for checkpoints that say so in config.json, which this one does not. Leave it out, or"
+        f" use one that quantises on loading: {', '.join(ON_LOADING)}."
+    )
 
 
 def assign_methods(

@@ -104,6 +104,7 @@ class OnLoading(Quantization):
 
     method = "fp8"
     origin = "`quantize` fp8"
+    needs_fp8 = True
 
     @property
     def description(self) -> str:

@@ -6,7 +6,7 @@ what is not FP8 is refused with the reason.
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ class StoredQuantization(Quantization):
     has_cache_scales: bool = False
     may_leave: tuple[str, ...] = ()
     origin: str = "this checkpoint, whose matrices are in FP8,"
+    needs_fp8: bool = True
 
     @property
     def description(self) -> str:
@@ -47,11 +48,11 @@ class StoredQuantization(Quantization):
                 return scheme
         return None
 
-    def named_as_in(self, names: Collection[str]) -> "StoredQuantization":
-        """With the names that a checkpoint has: `fp8` was written by several tools, each with its own words."""
+    def named_as_in(self, stored: Mapping[str, tuple[int, ...]]) -> "StoredQuantization":
+        """`fp8` was written by several tools, each with its own words."""
         if self.method != "fp8":
             return self
-        last = {name.rpartition(".")[2] for name in names}
+        last = {name.rpartition(".")[2] for name in stored}
 
         def rename(scheme: Fp8Scheme) -> Fp8Scheme:
             if "weight_scale_inv" in last:

@@ -63,16 +63,16 @@ class Mxfp4IntoFp8(Fp8):
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Experts(Quantization):
-    into_fp8: bool = False
+    needs_fp8: bool = False  # experts are put into it, and so are all other matrices
     method: str = "mxfp4"
     origin: str = "this checkpoint, whose experts are in MXFP4,"
 
     @property
     def description(self) -> str:
-        return f"experts stored in MXFP4, computed in {'FP8' if self.into_fp8 else 'the type of the model'}"
+        return f"experts stored in MXFP4, computed in {'FP8' if self.needs_fp8 else 'the type of the model'}"
 
     def choose(self, matrix: Matrix, names: Sequence[str]) -> Method | None:
-        plain = ON_LOADING.choose(matrix, names) if self.into_fp8 else None
+        plain = ON_LOADING.choose(matrix, names) if self.needs_fp8 else None
         if not matrix.is_stacked:
             return plain
         return Mxfp4() if plain is None else Mxfp4IntoFp8()

@@ -1,6 +1,6 @@
 """`Quantization`: which method each matrix of a model has. Made once, from config.json, a setting or QUANT_CONFIG."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from text_generation_inference.quant.method import Matrix, Method
 
@@ -10,6 +10,7 @@ class Quantization:
     has_cache_scales: bool = False  # every layer of the checkpoint has scales for a KV cache in FP8
     may_leave: tuple[str, ...] = ()  # file name patterns of tensors that nobody needs
     origin: str  # who asked for it, in an error
+    needs_fp8: bool = False  # the device must compute in FP8
 
     @property
     def description(self) -> str:
@@ -24,6 +25,6 @@ class Quantization:
         """A measured one, of the keys (`side` k) or values (v) of one attention, by its path."""
         return None
 
-    def named_as_in(self, names: Collection[str]) -> "Quantization":
-        """With the names that a checkpoint has."""
+    def named_as_in(self, stored: Mapping[str, tuple[int, ...]]) -> "Quantization":
+        """With the names (and shapes) of the tensors that a checkpoint has."""
         return self

@@ -23,6 +23,7 @@ class MeasuredQuantization(Quantization):
 
     method = "static"
     origin = "`quant_config`"
+    needs_fp8 = True
 
     def __init__(self, scales: StaticScales) -> None:
         self.scales = scales
