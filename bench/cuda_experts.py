@@ -32,11 +32,10 @@ from text_generation_inference.kernels import fp8
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedExperts
 from text_generation_inference.kernels.routing import SoftmaxRouting
-from text_generation_inference.kernels.triton import experts as expert_ops
 from text_generation_inference.kernels.triton import norms_rotary
 from text_generation_inference.kernels.triton.compile_ahead import compile_only
 from text_generation_inference.kernels.triton.compile_workers import Workers
-from text_generation_inference.kernels.triton.expert_tiles import Stream, Tiling, choose_stream, choose_tiling
+from text_generation_inference.kernels.triton.expert_tiles import Tiling, choose_tiling
 from text_generation_inference.kernels.triton.experts import Groups, Operands, TritonExperts
 from text_generation_inference.kernels.triton.linear import logits
 from text_generation_inference.kernels.triton.routing import route
@@ -49,7 +48,7 @@ MODELS = {  # experts, chosen, hidden, width
 ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 BYTES_PER_S = RATES["NVIDIA H200"].read_bytes_per_s
 LAYER_BYTES = 3 << 30  # all layers together, beyond any cache
-OP = TritonExperts(torch.cuda.get_device_capability(), torch.cuda.get_device_properties(0).multi_processor_count)
+OP = TritonExperts(torch.cuda.get_device_capability())
 Layer = tuple[Any, Any]
 
 
@@ -87,7 +86,7 @@ def check(name: str, form: str) -> None:
         x, ids, weights = make_rows(model, rows)
         expected = define(x, ids, weights, layer)
         worst = max(worst, error(OP(x, ids, weights, *layer, by_pair=False), expected))
-        for OP.streams in (False, True) if rows < 20 else ():
+        if rows < 20:
             worst = max(worst, error(OP(x, ids, weights, *layer, by_pair=True), expected))
         again = OP(x, ids, weights, *layer)
         assert torch.equal(again, OP(x, ids, weights, *layer)), "two runs differ"
@@ -200,16 +199,14 @@ def one_row(name: str, form: str) -> None:
     doubled = x + x
     expected = doubled + by_op(layers[0], routers[0])
     limit = 0.01 if form == "bf16" else 0.03
-    for OP.streams in (False, True):
-        away = error(fused(layers[0], routers[0], doubled.clone()), expected)
-        print(f"{name}, streams {OP.streams}: relative error {away:.4f} {'ok' if away < limit else 'WRONG'}")
+    away = error(fused(layers[0], routers[0], doubled.clone()), expected)
+    print(f"{name}: relative error {away:.4f} {'ok' if away < limit else 'WRONG'}")
     read = 2 * count * hidden + top_k * 3 * hidden * model[3] * (2 if form == "bf16" else 1)
     shown = [f"{name}: one row, us per layer: floor {1e6 * read / BYTES_PER_S:.1f}"]
-    for OP.streams in (False, True):
-        for words, work in (("by op", by_op), ("fused", lambda *layer: fused(*layer, doubled))):
-            pairs = list(zip(layers, routers, strict=True))
-            time = layer_us(pairs, lambda pair: work(*pair))
-            shown.append(f"{words}{', streams' if OP.streams else ', pairs'} {time or -1:.1f}")
+    for words, work in (("by op", by_op), ("fused", lambda *layer: fused(*layer, doubled))):
+        pairs = list(zip(layers, routers, strict=True))
+        time = layer_us(pairs, lambda pair: work(*pair))
+        shown.append(f"{words} {time or -1:.1f}")
     print("; ".join(shown), flush=True)
 
 
@@ -219,7 +216,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3), (128, 128, 4, 2), (256, 64, 8, 3), (256, 128, 8, 2),
 )  # fmt: skip
 TUNED_ROWS = (8, 16, 64, 128, 256, 1024)
-STREAM_ROWS = (1, 2, 4, 8)
+FEW_ROWS = (1, 2, 4, 8)
 SHARED_MEMORY = 220 << 10
 
 
@@ -313,52 +310,17 @@ def whole_grouped(model: tuple[int, ...], x: Tensor, ids: Tensor, weights: Tenso
     return (made[back].view(-1, top_k, hidden).float() * weights[..., None]).sum(1).to(x.dtype)
 
 
-def tune_streams(name: str, form: str) -> None:
-    """Few rows: the kernels that go through many rows of a matrix, beside those that do not."""
+def compare_few(name: str, form: str) -> None:
+    """Few rows: each pair by itself, and sorted."""
     model = MODELS[name]
     layers = make_layers(model, form)
-    usual = {gated: choose_stream(model[2 if gated else 3], gated) for gated in (True, False)}
-    candidates: dict[bool, list[Stream]] = {True: [], False: []}
-    for gated, columns in ((True, model[2]), (False, model[3])):
-        pad = 1 << (columns - 1).bit_length()
-        for bn in (1, 2, 4, 8, 16) if usual[gated] is not None else ():
-            for warps in (4, 8):
-                for stages in (2, 3, 4):
-                    values = bn * pad * (2 if gated else 1)
-                    if values * stages * 2 <= SHARED_MEMORY // 2 and 1024 <= values // warps <= 8192:
-                        candidates[gated] += [
-                            Stream(bn, warps, stages, each) for each in ((2, 3, 4) if gated else (0,))
-                        ]
-
-    def run(made: tuple[Tensor, ...], layer: Layer, streams: dict[bool, Stream | None]) -> None:
-        choose = expert_ops.choose_stream
-        expert_ops.choose_stream = lambda _, gated: streams[gated]
-        OP(*made, *layer, by_pair=True)
-        expert_ops.choose_stream = choose
-
-    made = make_rows(model, 2)
-    with compile_only(16, Workers(), load=False):
-        for gated, found in candidates.items():
-            for stream in found:
-                run(made, layers[0], usual | {gated: stream})
-    for rows in STREAM_ROWS:
+    for rows in FEW_ROWS:
         made = make_rows(model, rows)
-        OP.streams = False
-        before = layer_us(layers, lambda layer: OP(*made, *layer, by_pair=True))
-        OP.streams = True
-        sorted_pairs = layer_us(layers, lambda layer: OP(*made, *layer, by_pair=False))
-        now = layer_us(layers, lambda layer: OP(*made, *layer, by_pair=True))
-        line = (
-            f"{name} {form} {rows} rows: floor {floor_us(model, made[1], form):.1f}, sorted {sorted_pairs or -1:.1f}, "
-        )
-        print(line + f"pairs {before or -1:.1f}, streams {now or -1:.1f}", flush=True)
-        for gated, found in candidates.items():
-            measured = [
-                (layer_us(layers, lambda layer: run(made, layer, usual | {gated: stream})) or math.inf, stream)
-                for stream in found
-            ]
-            for each, stream in sorted(measured, key=lambda each: each[0])[:2]:
-                print(f"    {'gate' if gated else 'down'} {each:.1f} with {stream}", flush=True)
+        line = f"{name} {form} {rows} rows: floor {floor_us(model, made[1], form):.1f}"
+        for words, by_pair in (("pairs", True), ("sorted", False)):
+            time = layer_us(layers, lambda layer: OP(*made, *layer, by_pair=by_pair))
+            line += f", {words} {time or -1:.1f}"
+        print(line, flush=True)
 
 
 def main() -> None:
@@ -379,7 +341,7 @@ def main() -> None:
             torch.cuda.empty_cache()
         if task.one_row or task.tune:
             for name, form in pairs:
-                for work in (tune_streams, tune) if task.tune else (one_row,):
+                for work in (compare_few, tune) if task.tune else (one_row,):
                     work(name, form)
                     torch.cuda.empty_cache()
             return

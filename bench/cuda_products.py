@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from text_generation_inference.kernels import fp8, reference
 from text_generation_inference.kernels.triton import launch, norms_rotary
 from text_generation_inference.kernels.triton.gemv import vector_product
-from text_generation_inference.kernels.triton.gemv_fp8 import Chunks, GemvFp8
+from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8
 from text_generation_inference.kernels.triton.quantize import quantize_rows
 from text_generation_inference.kernels.triton.small_gemm_fp8 import SmallGemmFp8
 
@@ -28,10 +28,6 @@ NUM_LAYERS = 32
 PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
 VECTOR_SHAPES = [(1, 4096, 4), (2, 4096, 4), (4, 4096, 4), (4, 4096, 8), (4, 2048, 4), (8, 2048, 4), (8, 1024, 4)]
 VECTOR8_SHAPES = [None, (4, 3, 4, 2), (4, 3, 4, 3), (2, 4, 4, 4), (4, 2, 4, 4), (1, 3, 8, 2), (2, 3, 8, 2)]
-LONG_CHUNKS = [
-    Chunks(), Chunks(each=3), Chunks(stages=4, each=4), Chunks(bn=4, stages=4), Chunks(bn=4, bk=2048),
-    Chunks(each=1, stages=8), Chunks(warps=4, stages=5), Chunks(bn=4, stages=4, each=1, warps=16),
-]  # fmt: skip
 SKINNY_TILINGS = [(64, 128, 4), (64, 256, 3), (64, 256, 4), (128, 128, 4)]  # outputs, columns, stages
 
 
@@ -146,18 +142,16 @@ def vector8(results: list[dict]) -> None:
 
 
 def long(results: list[dict]) -> None:
-    """One row of a 70B model's last matrix: whole rows in registers, in chunks, and on tensor cores."""
+    """One row of a 70B model's last matrix: whole rows in registers, and on tensor cores."""
     n, k = 8192, 28672
     stored = [fp8.quantize_weight(random(n, k) * 0.02) for _ in range(4)]
     x = random(1, k)
     wanted = fp8.linear(quantize_rows(x, stored[0]), stored[0], None, torch.bfloat16)
-    ways: dict[str, Any] = {}
-    for chunks in (None, *LONG_CHUNKS):
-        product = GemvFp8(PROCESSORS)
-        product.chunks = chunks
-        ways[str(chunks or "chosen")] = product
     few = SmallGemmFp8(PROCESSORS)
-    ways["quantised, then few rows"] = lambda x, weight, out: few(quantize_rows(x, weight), weight, out)
+    ways: dict[str, Any] = {
+        "in registers": GemvFp8(PROCESSORS),
+        "quantised, then few rows": lambda x, weight, out: few(quantize_rows(x, weight), weight, out),
+    }
     for way, product in ways.items():
         out = random(1, n)
         product(x, stored[0], out)

@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 from compile_program import PROGRAM
 
-from text_generation_inference.kernels.triton.expert_tiles import Tiling, choose_stream, choose_tiling
+from text_generation_inference.kernels.triton.expert_tiles import Tiling, choose_tiling
 from text_generation_inference.kernels.triton.gemv import choose_shape as gemv_shape
 from text_generation_inference.kernels.triton.gemv_fp8 import Chunks
 from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as gemv_fp8_shape
@@ -218,28 +218,6 @@ def routing(num_experts: int, groups: int, top_k: int, kind: int) -> tuple:
     return "routing", "route_kernel", types, values, {"num_warps": 1, "fast": True}
 
 
-def streams(n: int, k: int, gated: bool, form: int = 0, experts: int = 128) -> tuple:
-    stream = choose_stream(k, gated)
-    types = {
-        **dict.fromkeys(("x", "weight"), FP8 if form else BF16), **dict.fromkeys(("bias", "out", "norm_weight"), BF16),
-        **dict.fromkeys(("x_scale", "weight_scale", "weights", "scores"), FP32), "ids": "*i32", **words("x_row columns rows"),
-        **dict.fromkeys(("eps", "factor"), "fp32"),
-    }  # fmt: skip
-    values = {
-        "N": n, "K": k, "K_PAD": 1 << (k - 1).bit_length(), "TOP_K": 8, "BN": stream.bn, "STAGES": stream.stages,
-        "FORM": form, "BIAS": False, "DEPENDENT": True,
-    }  # fmt: skip
-    if gated:
-        values |= {
-            "E": experts, "E_PAD": experts, "PER_ROW": 8, "GATE": 1, "NORM": not form, "SELECT": not form,
-            "NORMALIZED": True,
-        }  # fmt: skip
-    else:
-        values |= {"SLOTS": 8, "WEIGHTED": True, "ADD": True}
-    kernel = "stream_gate" if gated else "stream_down"
-    return "pair_products", kernel, types, values, {"num_warps": stream.warps, "fast": True}
-
-
 LATENT = {"C": 512, "C_PAD": 512}
 LATENT_ROTARY = {"HALF": 32, "HALF_PAD": 32, "BLOCK_SIZE": 16}
 LATENT_KEEP = {
@@ -363,11 +341,6 @@ CASES = [
     pairs("pair_down", 2048, 768),
     pairs("pair_down", 2048, 1408, 1),
     pairs("pair_down", 4096, 14336),
-    streams(768, 2048, True),
-    streams(768, 2048, True, 3),
-    streams(14336, 4096, True, experts=8),
-    streams(2048, 768, False),
-    streams(2048, 1408, False, 1),
     (
         "grouped_products", "sort_pairs", {**dict.fromkeys(("ids", "order", "owners", "total"), "*i32"), "pairs": "i32"},
         {"E": 128, "BINS": 256, "BM": 16, "BLOCK": 512, "DEPENDENT": False}, {"num_warps": 2, "fast": True},

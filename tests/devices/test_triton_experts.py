@@ -20,7 +20,6 @@ from text_generation_inference.kernels.triton import experts
 from text_generation_inference.kernels.triton.expert_tiles import FORMS as WEIGHT_FORMS
 from text_generation_inference.kernels.triton.expert_tiles import (
     TILES,
-    Stream,
     Tiling,
     choose_tiles,
     choose_tiling,
@@ -29,14 +28,13 @@ from text_generation_inference.kernels.triton.expert_tiles import (
 from text_generation_inference.kernels.triton.experts import TritonExperts, count_blocks
 from text_generation_inference.kernels.triton.routing import route
 
-OP = TritonExperts((9, 0), 2)
-FORMS = pytest.mark.parametrize("form", ["pairs", "streams", "sorted"])
+OP = TritonExperts((9, 0))
+FORMS = pytest.mark.parametrize("form", ["pairs", "sorted"])
 
 
 def compute(form: str, *args: Any) -> Tensor:
     """In one of the ways in which kernels do."""
-    OP.streams = form == "streams"
-    return OP(*args, by_pair=form != "sorted")
+    return OP(*args, by_pair=form == "pairs")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +49,6 @@ def _seed(device_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(experts, "quantize_rows", fp8.quantize_rows)
         monkeypatch.setattr(experts, "choose_shape", lambda k: (32, 64, 1))  # fewer programs, which it is slow at
         monkeypatch.setattr(experts, "_MAX_DOWN", 32)
-        monkeypatch.setattr(experts, "choose_stream", lambda *_: Stream(32, 4, 2, 1))
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 3e-3) -> None:

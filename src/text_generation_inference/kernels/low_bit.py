@@ -2,7 +2,8 @@
 
 A value is `scale * (code - center) - offset`, or `scale * table[code] - offset` where there is a table. Scale and
 offset are those of a group: some successive columns of one row. The center is 8 of 4 bits and 128 of 8, so that a
-symmetric matrix has no offset; one with zero points has `scale * (zero - center)`, exact in float32 for scales of 16 bits.
+symmetric matrix has no offset; one with zero points has `scale * (zero - center)`, which is exact in float32 for scales
+of 16 bits.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """In which tiles the products of experts are computed: measured for known sizes, by a rule for others.
 
-`python bench/cuda_experts.py --tune` prints lines of `TILES` for the GPU that it runs on, and what streams are best.
+`python bench/cuda_experts.py --tune` prints lines of `TILES` for the GPU that it runs on.
 """
 
 from dataclasses import dataclass
@@ -21,16 +21,6 @@ class Tiling:
     group: int = 16  # blocks of pairs whose programs run side by side
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """How programs go through many rows of a matrix, for few tokens."""
-
-    bn: int  # rows at a time
-    warps: int
-    stages: int
-    each: int = 0  # programs per processor
-
-
 # By experts, hidden size, width and the form of the matrices: up to so many tokens, tiles of both products. Measured on
 # an H200; used on GPUs with as much shared memory.
 TILES: dict[tuple[int, int, int, str], tuple[tuple[int, Tiling, Tiling], ...]] = {
@@ -41,6 +31,20 @@ TILES: dict[tuple[int, int, int, str], tuple[tuple[int, Tiling, Tiling], ...]] =
         (128, Tiling(16, 64, 128, 4, 3, True), Tiling(16, 128, 128, 8, 3, True)),
         (256, Tiling(32, 128, 128, 8, 3, True), Tiling(32, 256, 128, 8, 2, False)),
         (1024, Tiling(64, 256, 64, 8, 3, False), Tiling(64, 256, 64, 8, 3, False)),
+    ),
+    (8, 4096, 14336, "16 bits"): (  # Mixtral-8x7B
+        (16, Tiling(16, 128, 128, 8, 3, True), Tiling(16, 128, 128, 8, 3, True)),
+        (64, Tiling(32, 128, 128, 8, 3, True), Tiling(32, 128, 64, 8, 4, True)),
+        (128, Tiling(64, 128, 64, 8, 4, True), Tiling(64, 256, 64, 8, 3, False)),
+        (256, Tiling(64, 128, 64, 8, 4, False), Tiling(64, 128, 64, 4, 3, False)),
+    ),
+    (64, 2048, 1408, "16 bits"): (  # DeepSeek-V2-Lite
+        (8, Tiling(32, 128, 128, 8, 3, True), Tiling(32, 256, 64, 8, 3, True)),
+        (16, Tiling(16, 64, 128, 4, 4, True), Tiling(16, 128, 64, 8, 4, True)),
+        (64, Tiling(16, 64, 128, 4, 3, True), Tiling(16, 256, 128, 8, 2, False)),
+        (128, Tiling(16, 128, 128, 4, 2, False), Tiling(16, 128, 128, 4, 2, True)),
+        (256, Tiling(32, 128, 128, 4, 2, False), Tiling(32, 256, 64, 8, 3, True)),
+        (1024, Tiling(128, 128, 64, 8, 4, False), Tiling(128, 256, 64, 8, 3, False)),
     ),
 }
 
@@ -84,13 +88,3 @@ def choose_tiling(pairs: int, num_experts: int, gated: bool, form: str, roomy: b
     if small:
         return Tiling(bm, 64 if gated and form == "fp8 by square" else 128, 128, 8, 3, False)
     return Tiling(bm, 128 if gated else 256, 64, 8, 3, False)
-
-
-def choose_stream(k: int, gated: bool) -> Stream | None:
-    """For rows of so many columns; None: they are too long for it."""
-    pad = 1 << (k - 1).bit_length()
-    if pad > 4096:
-        return None
-    if gated:
-        return Stream(4 if pad <= 2048 else 2, 4, 3, 3)
-    return Stream(8, 8, 4) if pad <= 1024 else Stream(4, 4, 3) if pad <= 2048 else Stream(2, 4, 3)

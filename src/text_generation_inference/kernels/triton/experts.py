@@ -1,12 +1,12 @@
 # pyright: basic, reportMissingImports=false
 """The op `experts`: which kernels compute a mixture of experts, and in which tiles.
 
-Few tokens: two kernels that read each pair's matrices (`pair_products`); a single row of the stream is normalised and
-its experts are chosen in them, too. More: pairs are sorted by expert, multiplied in tiles and summed
-(`grouped_products`). The definition is `kernels.experts`.
+Few tokens: two kernels that read each pair's matrices (`pair_products`). More: pairs are sorted by expert, multiplied
+in tiles and summed (`grouped_products`). The definition is `kernels.experts`.
 """
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import triton
@@ -16,26 +16,18 @@ from text_generation_inference.kernels import experts as reference
 from text_generation_inference.kernels.fp8 import SQUARE, Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedExperts
 from text_generation_inference.kernels.matrices import Weight, plain
-from text_generation_inference.kernels.routing import Routing, SoftmaxRouting
 from text_generation_inference.kernels.triton import norms_rotary
-from text_generation_inference.kernels.triton.expert_tiles import (
-    Stream,
-    Tiling,
-    choose_stream,
-    choose_tiles,
-    find_form,
-)
+from text_generation_inference.kernels.triton.expert_tiles import Tiling, choose_tiles, find_form
 from text_generation_inference.kernels.triton.gemv import choose_shape, vector_product
 from text_generation_inference.kernels.triton.grouped_products import grouped_product, sort_pairs, sum_pairs
 from text_generation_inference.kernels.triton.launch import dependent_launch
-from text_generation_inference.kernels.triton.pair_products import pair_down, pair_gate, stream_down, stream_gate
+from text_generation_inference.kernels.triton.pair_products import pair_down, pair_gate
 from text_generation_inference.kernels.triton.quantize import BY_ROW, BY_SQUARE, PLAIN, STATIC, quantize_rows
 from text_generation_inference.kernels.triton.routing import route
 
 GATES = (None, "silu", "gelu_tanh", "clamped_swiglu")
 _MAX_EXPERTS = 1024  # that one program has room for
 _MAX_DOWN = 4  # rows of several experts in turn that a program of `pair_down` has registers for
-_MAX_CHOSEN_LATE = 128  # experts of which every program can find the best by itself
 
 
 def count_blocks(pairs: int, num_experts: int, bm: int) -> int:
@@ -44,13 +36,11 @@ def count_blocks(pairs: int, num_experts: int, bm: int) -> int:
 
 
 class TritonExperts:
-    """The op, for a GPU of this capability with so many processors."""
+    """The op, for a GPU of this capability."""
 
-    def __init__(self, capability: tuple[int, int], num_processors: int = 132) -> None:
+    def __init__(self, capability: tuple[int, int]) -> None:
         self._fp8 = capability >= (8, 9)
         self._roomy = capability in ((9, 0), (10, 0), (10, 3))
-        self._num_processors = num_processors
-        self.streams = True  # short rows go through `stream_gate` and `stream_down`, not `pair_gate` and `pair_down`
 
     def __call__(
         self,
@@ -78,10 +68,10 @@ class TritonExperts:
             x = (x[:, None].float() * weights[..., None]).to(x.dtype).flatten(0, 1)
         per_row = 1 if scale_inputs else top_k
         pairs = tokens * top_k
-        few = pairs * 4 <= num_experts or tokens == 1
+        few = pairs * 2 <= num_experts or tokens == 1
         if few if by_pair is None else by_pair:
-            routed = _Routed(ids, weights)
-            self._by_pair(x, routed, gate_up, down, gate, biases, out, weighted=not scale_inputs, per_row=per_row)
+            weighted = not scale_inputs
+            _by_pair(x, ids, weights, gate_up, down, gate, biases, out, weighted=weighted, per_row=per_row)
             return out
         first, second = (None, None) if biases is None else biases
         gated = torch.empty((pairs, down.shape[1]), dtype=x.dtype, device=x.device)
@@ -118,110 +108,35 @@ class TritonExperts:
         down: Weight,
         biases: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """What the experts make of a row `[1, hidden]` of the stream, normalised first, is added to it.
-
-        Where kernels for few rows take scores and norms, three kernels do all of it.
-        """
+        """What the experts make of a row `[1, hidden]` of the stream, normalised first, is added to it."""
         num_experts = experts.router.shape[0]
         scores = torch.empty((1, num_experts), dtype=torch.float32, device=hidden.device)
-        streamed = self.streams and choose_stream(hidden.shape[1], True) is not None
-        streamed = streamed and not isinstance(gate_up, Fp8Weight)
-        late = streamed and _is_chosen_late(experts.routing, num_experts)
-        x = hidden if streamed else norms_rotary.rms_norm(hidden, *norm)
-        router, left = plain(experts.router), norm if streamed else None
-        vector_product(x, router, scores, experts.router_bias, norm=left)
-        rule = experts.routing
-        routed = _Routed.of(scores, rule) if late else _Routed(*route(scores, rule, experts.correction))
-        self._by_pair(
-            x,
-            routed,
-            gate_up,
-            down,
-            experts.gate,
-            biases,
-            hidden,
-            weighted=True,
-            per_row=rule.top_k,
-            norm=left,
-            add=True,
-        )
-
-    def _by_pair(
-        self,
-        x: Tensor,
-        routed: "_Routed",
-        gate_up: Weight,
-        down: Weight,
-        gate: str,
-        biases: tuple[Tensor, Tensor] | None,
-        out: Tensor,
-        *,
-        weighted: bool,
-        per_row: int,
-        norm: tuple[Tensor, float] | None = None,
-        add: bool = False,
-    ) -> None:
-        """`per_row`: so many pairs in succession have the same row of x. `add`: to what is in out."""
-        first, second = (None, None) if biases is None else biases
-        gated = torch.empty((routed.ids.numel(), down.shape[1]), dtype=x.dtype, device=x.device)
-        operands = Operands.of(x, gate_up)
-        stream = choose_stream(x.shape[1], True) if self.streams else None
-        if stream is not None:
-            self._stream_gate(stream, operands, routed, first, gated, gate, per_row, norm)
-        else:
-            assert norm is None and routed.scores is None
-            _pair_gate(operands, routed.ids, first, gated, gate, per_row)
-        operands = Operands.of(gated, down)
-        stream = choose_stream(gated.shape[1], False) if self.streams else None
-        if stream is not None:
-            _stream_down(stream, operands, routed, second, out, weighted, add)
-        else:
-            _pair_down(operands, routed, second, out, weighted, add)
-
-    def _stream_gate(
-        self,
-        stream: Stream,
-        operands: "Operands",
-        routed: "_Routed",
-        bias: Tensor | None,
-        out: Tensor,
-        gate: str,
-        per_row: int,
-        norm: tuple[Tensor, float] | None,
-    ) -> None:
-        (pairs, n), k = out.shape, operands.weight.shape[1]
-        rows = triton.cdiv(n, max(1, stream.each * self._num_processors // pairs))
-        rows = triton.cdiv(rows, stream.bn) * stream.bn
-        num_experts = operands.weight.shape[0] // (2 * n)
-        dependent = dependent_launch(routed.ids.shape[0])
-        scores = routed.weights if routed.scores is None else routed.scores
-        stream_gate[(pairs, triton.cdiv(n, rows))](
-            operands.x, operands.x if norm is None else norm[0], scores, routed.ids, routed.weights,
-            operands.weight, operands.x if bias is None else bias, out, operands.x_scale, operands.weight_scale,
-            0.0 if norm is None else norm[1], routed.factor, operands.x.stride(0), k, rows,
-            N=n, K=k, K_PAD=triton.next_power_of_2(k), E=num_experts, E_PAD=triton.next_power_of_2(num_experts),
-            TOP_K=routed.ids.shape[1], PER_ROW=per_row, BN=stream.bn, STAGES=stream.stages,
-            GATE=GATES.index(gate), FORM=operands.form, BIAS=bias is not None, NORM=norm is not None,
-            SELECT=routed.scores is not None, NORMALIZED=routed.normalized, DEPENDENT=dependent,
-            num_warps=stream.warps, launch_pdl=dependent,
-        )  # fmt: skip
+        x = cast(Tensor, norms_rotary.rms_norm(hidden, *norm))  # not quantised
+        vector_product(x, plain(experts.router), scores, experts.router_bias)
+        ids, weights = route(scores, experts.routing, experts.correction)
+        top_k = experts.routing.top_k
+        _by_pair(x, ids, weights, gate_up, down, experts.gate, biases, hidden, weighted=True, per_row=top_k, add=True)
 
 
-@dataclass(slots=True)
-class _Routed:
-    """Experts and weights of each token; with scores those that the kernel which reads them will write."""
-
-    ids: Tensor
-    weights: Tensor
-    scores: Tensor | None = None
-    normalized: bool = False
-    factor: float = 1.0
-
-    @classmethod
-    def of(cls, scores: Tensor, rule: Routing) -> "_Routed":
-        assert isinstance(rule, SoftmaxRouting)
-        ids = torch.empty((scores.shape[0], rule.top_k), dtype=torch.int32, device=scores.device)
-        return cls(ids, torch.empty_like(ids, dtype=torch.float32), scores, rule.p_norm is not None, rule.factor)
+def _by_pair(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    gate: str,
+    biases: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    *,
+    weighted: bool,
+    per_row: int,
+    add: bool = False,
+) -> None:
+    """`per_row`: so many pairs in succession have the same row of x. `add`: to what is in out."""
+    first, second = (None, None) if biases is None else biases
+    gated = torch.empty((ids.numel(), down.shape[1]), dtype=x.dtype, device=x.device)
+    _pair_gate(Operands.of(x, gate_up), ids, first, gated, gate, per_row)
+    _pair_down(Operands.of(gated, down), ids, weights, second, out, weighted, add)
 
 
 def _form(weight: Weight) -> str:
@@ -305,22 +220,8 @@ def _pair_gate(operands: Operands, ids: Tensor, bias: Tensor | None, out: Tensor
     )  # fmt: skip
 
 
-def _stream_down(
-    stream: Stream, operands: Operands, routed: _Routed, bias: Tensor | None, out: Tensor, weighted: bool, add: bool
-) -> None:
-    (tokens, n), k, top_k = out.shape, operands.weight.shape[1], routed.ids.shape[1]
-    dependent = dependent_launch(tokens)
-    stream_down[(tokens, triton.cdiv(n, stream.bn))](
-        operands.x, routed.ids, routed.weights, operands.weight, operands.x if bias is None else bias, out,
-        operands.x_scale, operands.weight_scale, k, N=n, K=k, K_PAD=triton.next_power_of_2(k), TOP_K=top_k,
-        SLOTS=triton.next_power_of_2(top_k), BN=stream.bn, STAGES=stream.stages, FORM=operands.form,
-        BIAS=bias is not None, WEIGHTED=weighted, ADD=add, DEPENDENT=dependent, num_warps=stream.warps,
-        launch_pdl=dependent,
-    )  # fmt: skip
-
-
 def _pair_down(
-    operands: Operands, routed: _Routed, bias: Tensor | None, out: Tensor, weighted: bool, add: bool
+    operands: Operands, ids: Tensor, weights: Tensor, bias: Tensor | None, out: Tensor, weighted: bool, add: bool
 ) -> None:
     tokens, n = out.shape
     k = operands.weight.shape[1]
@@ -328,14 +229,8 @@ def _pair_down(
     bn = min(bn, _MAX_DOWN)
     dependent = dependent_launch(tokens)
     pair_down[(tokens, triton.cdiv(n, bn))](
-        operands.x, routed.ids, routed.weights, operands.weight, operands.x if bias is None else bias, out,
-        operands.x_scale, operands.weight_scale, k, N=n, K=k, TOP_K=routed.ids.shape[1], BN=bn, BK=bk,
+        operands.x, ids, weights, operands.weight, operands.x if bias is None else bias, out,
+        operands.x_scale, operands.weight_scale, k, N=n, K=k, TOP_K=ids.shape[1], BN=bn, BK=bk,
         FORM=operands.form, BIAS=bias is not None, WEIGHTED=weighted, ADD=add, DEPENDENT=dependent, num_warps=warps,
         launch_pdl=dependent,
     )  # fmt: skip
-
-
-def _is_chosen_late(rule: Routing, num_experts: int) -> bool:
-    """Whether `stream_gate` knows the rule, and chooses among so many."""
-    usual = isinstance(rule, SoftmaxRouting) and rule.p_norm in (None, 1) and rule.top_groups >= rule.num_groups
-    return usual and rule.top_k <= num_experts <= _MAX_CHOSEN_LATE

@@ -37,7 +37,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
         paged_attention.prompts = FlashinferPrompts(torch.device("cuda", torch.cuda.current_device()))
     latent_attention = TritonLatentAttention(num_processors, capability)
     linear = TritonLinear(num_processors, capability)
-    experts = TritonExperts(capability, num_processors)
+    experts = TritonExperts(capability)
     return Ops(
         description,
         linear=linear,

@@ -3,16 +3,13 @@
 """Products of few tokens with their experts' matrices, where reading those is what takes the time.
 
 Each pair of a token and one of its experts is computed by itself, without sorting. An expert that several tokens go to
-is read once for each of them, by programs that run side by side. Two forms: `pair_gate` and `pair_down` read whole rows
-of a matrix straight into registers, as `gemv` does, in many small programs; `stream_gate` and `stream_down` are as many
-programs as the processors hold at once, and each goes through many rows, so that what comes before (norm, choice of the
-experts) is done a few times per processor rather than for every row.
+is read once for each of them, by programs that run side by side. Many small programs read whole rows of a matrix straight
+into registers, as those of `gemv` do.
 """
 
 import triton
 import triton.language as tl
 
-from text_generation_inference.kernels.triton.gemv import normalised
 from text_generation_inference.kernels.triton.grouped_products import gate_values
 from text_generation_inference.kernels.triton.launch import wait_for_kernel_before
 from text_generation_inference.kernels.triton.quantize import BY_ROW, BY_SQUARE, STATIC
@@ -131,119 +128,8 @@ def pair_down(
         if K > BK:  # there are many reads between the meetings, and too few registers for more
             extra += tl.sum(acc, 1)
             acc = tl.zeros((BN, BK), tl.float32)
-    _finish_down(acc, extra, out + token * N + n, here, ADD)
-
-
-@triton.jit
-def _finish_down(acc, extra, at, here, ADD: tl.constexpr):
-    kind = at.dtype.element_ty
+    at, kind = out + token * N + n, out.dtype.element_ty
     total = (tl.sum(acc, 1) + extra).to(kind)
     if ADD:
         total = (total.to(tl.float32) + tl.load(at, mask=here, other=0.0).to(tl.float32)).to(kind)
     tl.store(at, total, mask=here)
-
-
-@triton.jit
-def _choose(scores, token, slot, E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr):
-    """(expert, weight) in place `slot` of a token's, as `route` orders them: by how many come before each."""
-    e = tl.arange(0, E_PAD)
-    score = tl.load(scores + token * E + e, mask=e < E, other=float("-inf"))
-    share = tl.exp(score - tl.max(score, 0))
-    share = tl.where(e < E, tl.div_rn(share, tl.sum(share, 0) + tl.zeros_like(share)), -1.0)
-    before = (share[None, :] > share[:, None]) | ((share[None, :] == share[:, None]) & (e[None, :] < e[:, None]))
-    place = tl.sum(before.to(tl.int32), 1)
-    expert = tl.max(tl.where((place == slot) & (e < E), e, 0), 0)  # a valid one, even where there are no numbers
-    weight = tl.sum(tl.where(place == slot, share, 0.0), 0)
-    if NORMALIZED:
-        weight = weight / tl.sum(tl.where(place < TOP_K, share, 0.0), 0)
-    return expert, weight
-
-
-@triton.jit(do_not_specialize=["rows"])
-def stream_gate(
-    x, norm_weight, scores, ids, weights, weight, bias, out, x_scale, weight_scale, eps, factor, x_row, columns, rows,
-    N: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr,
-    PER_ROW: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, GATE: tl.constexpr,
-    FORM: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, SELECT: tl.constexpr, NORMALIZED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """So many `rows` of gated values of one pair, BN at a time. The matrix of an expert holds N gates, then N values.
-
-    NORM: rows of x are normalised first. SELECT: the experts follow from `scores`, and are written to `ids` and
-    `weights`; else they are read there. PER_ROW: so many pairs in succession have the same row. BN divides
-    `rows` and 128.
-    """
-    pair, part = tl.program_id(0), tl.program_id(1)
-    k = tl.arange(0, K_PAD)
-    inside = k < columns
-    kind = out.dtype.element_ty
-    SQUARES: tl.constexpr = (K + 127) // 128
-    WHOLE: tl.constexpr = K == K_PAD
-    wait_for_kernel_before(DEPENDENT)
-    row = (pair // PER_ROW).to(tl.int64)
-    value = tl.load(x + row * x_row + k, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        value = normalised(value, norm_weight + k, tl.rsqrt(tl.sum(value * value, 0) / K + eps), inside, kind)
-    if SELECT:
-        expert, share = _choose(scores, pair // TOP_K, pair % TOP_K, E, E_PAD, TOP_K, NORMALIZED)
-        if part == 0:
-            tl.store(ids + pair, expert)
-            tl.store(weights + pair, share * factor)
-    else:
-        expert = tl.load(ids + pair)
-    if FORM == BY_SQUARE:
-        value *= tl.load(x_scale + row * SQUARES + k // 128, mask=inside, other=0.0)
-    scale = 1.0
-    if (FORM == BY_ROW) | (FORM == STATIC):
-        scale = tl.load(x_scale + row)
-    first = expert.to(tl.int64) * (2 * N)
-    for n0 in tl.range(part * rows, tl.minimum(part * rows + rows, N), BN, num_stages=STAGES):
-        n = n0 + tl.arange(0, BN)
-        here = n < N
-        at = weight + (first + n)[:, None] * K + k[None, :]
-        gates, ups = value, value
-        if FORM == BY_SQUARE:
-            squares = weight_scale + (first + n0) // 128 * SQUARES + k // 128
-            gates = value * tl.load(squares, mask=inside, other=0.0)
-            ups = value * tl.load(squares + N // 128 * SQUARES, mask=inside, other=0.0)
-        gate = tl.sum(_multiply(at, gates, here[:, None], inside, FORM, WHOLE), 1)
-        up = tl.sum(_multiply(at + N * K, ups, here[:, None], inside, FORM, WHOLE), 1)
-        if (FORM == BY_ROW) | (FORM == STATIC):
-            gate *= scale * tl.load(weight_scale + first + n, mask=here, other=0.0)
-            up *= scale * tl.load(weight_scale + first + N + n, mask=here, other=0.0)
-        if BIAS:
-            gate += tl.load(bias + first + n, mask=here, other=0.0).to(tl.float32)
-            up += tl.load(bias + first + N + n, mask=here, other=0.0).to(tl.float32)
-        result = gate_values(gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32), kind, GATE)
-        tl.store(out + pair.to(tl.int64) * N + n, result.to(kind), mask=here)
-
-
-@triton.jit
-def stream_down(
-    x, ids, weights, weight, bias, out, x_scale, weight_scale, columns,
-    N: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, FORM: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, ADD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Like `pair_down`, with experts in a loop whose reads run ahead. SLOTS: a power of two, TOP_K or more."""
-    token = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * BN
-    n = first + tl.arange(0, BN)
-    here = n < N
-    k = tl.arange(0, K_PAD)
-    slot = tl.arange(0, SLOTS)
-    wait_for_kernel_before(DEPENDENT)
-    experts = tl.load(ids + token * TOP_K + slot, mask=slot < TOP_K, other=0)
-    shares = tl.full((SLOTS,), 1.0, tl.float32)
-    if WEIGHTED:
-        shares = tl.load(weights + token * TOP_K + slot, mask=slot < TOP_K, other=0.0)
-    acc = tl.zeros((BN, K_PAD), tl.float32)
-    extra = tl.zeros((BN,), tl.float32)
-    for number in tl.range(0, TOP_K, num_stages=STAGES):
-        expert = tl.sum(tl.where(slot == number, experts, 0), 0)
-        share = tl.sum(tl.where(slot == number, shares, 0.0), 0)
-        acc, extra = _add_expert(
-            acc, extra, x, weight, bias, x_scale, weight_scale, token * TOP_K + number, expert, share, n, here, k,
-            k < columns, first, N, K, FORM, BIAS, K == K_PAD,
-        )  # fmt: skip
-    _finish_down(acc, extra, out + token * N + n, here, ADD)
