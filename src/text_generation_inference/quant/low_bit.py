@@ -2,7 +2,7 @@
 
 A format is one file beside this one: a class derived from `StoredLowBit` which names the tensors of a part and reads
 this rank's slice of it as a `LowBitWeight` (`read_part`), and a `detect` that makes a `Quantization` of what
-config.json says. All that follows, joining parts, packing, multiplying, widening what an op does not multiply so, is here.
+config.json says. All that follows (joining parts, packing, multiplying, widening what no op multiplies so) is here.
 """
 
 import math

@@ -3,8 +3,8 @@
 """Products of few tokens with their experts' matrices, where reading those is what takes the time.
 
 Each pair of a token and one of its experts is computed by itself, without sorting. An expert that several tokens go to
-is read once for each of them, by programs that run side by side. Many small programs read whole rows of a matrix straight
-into registers, as those of `gemv` do.
+is read once for each of them, by programs that run side by side. Many small programs read whole rows of a matrix
+straight into registers, as those of `gemv` do.
 """
 
 import triton
