@@ -1,6 +1,7 @@
 """GGUF files through the engine: tokens of `transformers` on the values that their blocks stand for."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import tiny_gguf
 import torch
 from driving import make_request, random_prompts, reference, run, start
+from queue_on_cpu import QueueOnCpu
+from ranks import PROMPT, logits_of_threads
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from gguf_blocks import random_blocks
-from text_generation_inference.kernels.cpu.ops import Packed
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.quant.gguf import GgufBlocks
 from text_generation_inference.quant.method import Matrix
 from text_generation_inference.weights.convert import convert_gguf
@@ -63,40 +67,65 @@ MIXES = {
     "Q4_K_M": {"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"},
     "Q5_K_S": {"": "Q5_K", "token_embd": "Q8_0"},
     "small blocks": {"": "Q5_0", "attn_v": "Q5_1", "ffn_down": "IQ4_NL", "token_embd": "Q4_1"},
-    "widened": {"": "Q2_K", "attn_v": "Q3_K", "ffn_down": "Q3_K", "token_embd": "Q6_K"},
+    "few bits": {"": "Q2_K", "attn_v": "Q3_K", "ffn_down": "Q3_K", "token_embd": "Q6_K"},
 }
 
 
-@pytest.mark.parametrize("mix", MIXES)
-def test_blocks(mix: str, tmp_path: Path) -> None:
-    kinds, blocks = MIXES[mix], {}
-    tensors = tiny_gguf.weights(hidden=256, inner=256)
+FORMS = {"Q4_K": (4, 32), "Q5_K": (8, 32), "Q5_0": (8, 32), "IQ4_NL": (4, 32), "Q6_K": (8, 16), "Q3_K": (4, 16)}
+
+
+@pytest.fixture(scope="module", params=MIXES)
+def mix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Path, Any]:
+    """The types of a file's matrices, its folder, and the model that it stands for."""
+    folder, kinds, blocks = tmp_path_factory.mktemp("mix"), MIXES[request.param], {}
+    tensors = tiny_gguf.weights(hidden=256, inner=512)
     for seed, name in enumerate([name for name, value in tensors.items() if value.ndim == 2]):
         kind = next((kinds[part] for part in kinds if part and part in name), kinds[""])
         blocks[name] = (kind, random_blocks(kind, *tensors.pop(name).shape, seed=seed, largest=0.2))
-    sizes = {"llama.embedding_length": 256, "llama.feed_forward_length": 256}
-    path = tiny_gguf.write(tmp_path / "a.gguf", tiny_gguf.metadata(sizes), tensors, blocks=blocks)
-    convert_gguf(path, tmp_path / "out")
-    oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval().float()
-    model = check(tmp_path / "out", oracle).rank.runner.model
+    sizes = {"llama.embedding_length": 256, "llama.feed_forward_length": 512}
+    path = tiny_gguf.write(folder / "a.gguf", tiny_gguf.metadata(sizes), tensors, blocks=blocks)
+    convert_gguf(path, folder / "out")
+    return kinds, folder / "out", AutoModelForCausalLM.from_pretrained(folder / "out").eval().float()
+
+
+def test_blocks(mix: tuple[dict[str, str], Path, Any]) -> None:
+    """The native kernels compute from blocks, or from codes of few bits."""
+    kinds, folder, oracle = mix
+    model = check(folder, oracle).rank.runner.model
     layer = model.model.layers[0]
-    weights = [
-        layer.attention.qkv.weight,
-        layer.mlp.gate_up.weight,
-        layer.mlp.down.weight,
-        model.model.embedding.weight,
+    matrices = [layer.attention.qkv, layer.mlp.gate_up, layer.mlp.down, model.model.embedding]
+    found = [_kinds_of(matrix.method) for matrix in matrices]
+    qkv = [kinds[""], kinds[""], kinds.get("attn_v", kinds[""])]
+    expected = [qkv, [kinds[""]] * 2, [kinds.get("ffn_down", kinds[""])], [kinds["token_embd"]]]
+    assert found == [[kind.lower() for kind in each] for each in expected]
+    are_blocks = [isinstance(matrix.method, GgufBlocks) for matrix in matrices]
+    assert are_blocks == [not {"Q2_K", "Q3_K"} & set(each) for each in expected]
+
+
+def _kinds_of(method: Any) -> list[str]:
+    return list(method.block_types if isinstance(method, GgufBlocks) else method.kinds.values())
+
+
+def test_few_bits(mix: tuple[dict[str, str], Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ops take no blocks: codes of few bits, made of blocks, of which ranks cut any columns. The values of the
+    converted file are never read."""
+    kinds, folder, oracle = mix
+    few = tmp_path / "few"
+    shutil.copytree(folder, few)
+    tensors = load_file(folder / "model.safetensors")
+    spoiled = {name: value if value.ndim == 1 else torch.full_like(value, math.nan) for name, value in tensors.items()}
+    save_file(spoiled, few / "model.safetensors")
+    device = QueueOnCpu(tmp_path)
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
+    layer = check(few, oracle).rank.runner.model.model.layers[0]
+    assert device.num_replays > 0
+    found = [matrix.weight for matrix in (layer.mlp.gate_up, layer.mlp.down)]
+    assert [(each.bits, each.group_size) for each in found] == [
+        FORMS.get(kind, (4, 16)) for kind in (kinds[""], kinds.get("ffn_down", kinds[""]))
     ]
-    found = [[part.kind for part in iter_pieces(weight)] for weight in weights]
-    qkv = [kinds[""], kinds["attn_v"]] if "attn_v" in kinds else [kinds[""]]
-    expected = [qkv, [kinds[""]], [kinds.get("ffn_down", kinds[""])], [kinds["token_embd"]]]
-    native = [[kind.lower() for kind in pieces] for pieces in expected]
-    assert found == [pieces if not {"q2_k", "q3_k"} & set(pieces) else ["float32"] for pieces in native]
-
-
-def iter_pieces(weight: Any) -> list[Packed]:
-    pieces = []
-    while weight is not None:
-        assert isinstance(weight, Packed)
-        pieces.append(weight)
-        weight = weight.next
-    return pieces
+    known = PROMPT[:7]  # of its vocabulary
+    with torch.no_grad():
+        expected = oracle(torch.tensor([known])).logits[0]
+    for ops in (None, Ops()):  # widened, too
+        logits = logits_of_threads(few, 2, ops=ops)[: len(known)]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.launch.check import check_model
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -48,17 +49,25 @@ def test_what_is_stored_is_what_is_computed(tiny: Tiny) -> None:
     with torch.no_grad():
         expected = tiny.model(torch.tensor([PROMPT])).logits[0]
     for world in (1, 2):
-        torch.testing.assert_close(logits_of_threads(tiny.folder, world), expected, atol=1e-4, rtol=1e-4)
+        for ops in (None, Ops()):  # widened, and as they are
+            found = logits_of_threads(tiny.folder, world, ops=ops)
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     small = logits_of_threads(tiny.folder, 2, quantize="fp8")
     assert not torch.allclose(small, expected, atol=1e-2, rtol=1e-2)
     assert torch.corrcoef(torch.stack((small.flatten(), expected.flatten())))[0, 1] > 0.98
 
 
 def test_check(tiny: Tiny) -> None:
-    report = check_model(ServerConfig(model_id=str(tiny.folder), device="cpu", dtype="float32"))
-    parameters = sum(each.numel() for each in tiny.model.parameters())
-    assert report.is_supported
-    assert (report.parameters, report.weight_bytes) == (parameters, 4 * parameters)
+    """Experts are counted as what they are held in: values of 4 bits with scales of 16, or widened."""
+    sizes = {name: each.numel() for name, each in tiny.model.named_parameters()}
+    in_few_bits = sum(size for name, size in sizes.items() if ".experts." in name and name.endswith("_proj"))
+    parameters = sum(sizes.values())
+    small = 4 * (parameters - in_few_bits) + in_few_bits // 32 * (16 + 2)
+    for custom_kernels, expected in ((True, small), (False, 4 * parameters)):
+        config = ServerConfig(model_id=str(tiny.folder), device="cpu", dtype="float32", custom_kernels=custom_kernels)
+        report = check_model(config)
+        assert report.is_supported
+        assert (report.parameters, report.weight_bytes) == (parameters, expected)
 
 
 def test_damaged_files_are_named(tiny: Tiny, tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_blocks(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tmp_path / "out")
     name = "model.layers.0.mlp.down_proj.weight"
     assert checkpoint.block_types[name] == "Q4_1"
-    found = checkpoint.blocks(name)
+    found = checkpoint.read(name, is_blocks=True)
     assert found.dtype == torch.uint8 and found.shape == (tiny_gguf.HIDDEN, tiny_gguf.INNER // 32 * 20)
     assert "model.norm.weight" not in checkpoint.block_types
     assert "model.norm.weight" in checkpoint.names()

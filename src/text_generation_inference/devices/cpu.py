@@ -48,7 +48,7 @@ class CpuDevice(AtOnce):
             max_batch_prefill_tokens=512,
             memory_share=0.5,
         )
-        self.ops = _load_ops(cache_dir) if custom_kernels else Ops(gather_inputs=slots.gather_inputs)
+        self.ops = _load_ops(cache_dir) if custom_kernels else _torch_ops()
 
     def free_bytes(self) -> int:
         """Without what steps and the process that answers HTTP will take: pages of the cache are handed out when they
@@ -73,10 +73,15 @@ class CpuDevice(AtOnce):
         return batch
 
 
+def _torch_ops(description: str = "reference ops") -> Ops:
+    """They would widen a matrix of few bits for each product."""
+    return Ops(description, low_bit_ops=frozenset(), gather_inputs=slots.gather_inputs)
+
+
 def _load_ops(cache_dir: Path) -> Ops:
     native = load_ops(cache_dir)
     if isinstance(native, str):
-        return Ops(f"torch ops, slower than native kernels: {native}", gather_inputs=slots.gather_inputs)
+        return _torch_ops(f"torch ops, slower than native kernels: {native}")
     experts = NativeExperts(native)
     return Ops(
         native.description,

@@ -89,7 +89,9 @@ class CudaDevice:
             memory_share=1.0,
             step_timeout_s=300.0,  # a kernel may have to be compiled
         )
-        self.ops = loaded if isinstance(loaded, Ops) else Ops(f"torch ops, much slower than Triton kernels: {loaded}")
+        if isinstance(loaded, str):
+            loaded = Ops(f"torch ops, much slower than Triton kernels: {loaded}", low_bit_ops=frozenset())
+        self.ops = loaded
         self._queue = torch.cuda.Stream(self.torch_device)
         self._idle_events: list[torch.cuda.Event] = []  # of steps that are done
         self._pool: Any = None  # memory that all captured steps share

@@ -108,7 +108,7 @@ class HpuDevice(AtOnce):
             mode = "eager mode, torch.compile"
         if not custom_kernels:
             slower = f"torch ops on {self.description}, {mode}: slower than the card's own kernels"
-            return Ops(slower, greedy=HpuGreedy(bridge).greedy, by_shape=self._by_shape)
+            return Ops(slower, low_bit_ops=frozenset(), greedy=HpuGreedy(bridge).greedy, by_shape=self._by_shape)
         ops = load_ops(
             bridge,
             f"fused kernels on {self.description}, {mode}",

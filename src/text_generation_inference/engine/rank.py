@@ -289,9 +289,8 @@ def load_model(
     model.adapt(checkpoint.names(), checkpoint.are_equal)
     if quantization is not None:
         quantization = quantization.named_as_in({name: checkpoint.shape(name) for name in checkpoint.names()})
-    # Quantised blocks stand for float32 values.
-    block_types = checkpoint.block_types if dtype is torch.float32 else {}
-    assign_methods(model, quantization, block_types, device.ops.block_kinds)
+    computed = device.ops.block_kinds if dtype is torch.float32 else ()  # products of blocks are in float32
+    assign_methods(model, quantization, checkpoint.block_types, computed)
     check_weights_fit(config, model, dtype, device)
     ignored = (*model.ignored, *(quantization.may_leave if quantization is not None else ()))
     copies_by_itself = device.limits.runs_ahead and device.torch_device.type != "cpu"

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,6 +216,8 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     from text_generation_inference.devices.hardware import runs_on_gpu
     from text_generation_inference.engine.memory import check_precision, check_weights_fit
     from text_generation_inference.engine.rank import choose_dtype
+    from text_generation_inference.kernels.cpu.ops import BLOCKS
+    from text_generation_inference.kernels.ops import Ops
     from text_generation_inference.layers.cache import bytes_per_token, common_window
     from text_generation_inference.models.config import Config
     from text_generation_inference.models.model import Context
@@ -259,9 +261,11 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     report.parameters = count_parameters(model)
     _count_experts(report, model)
     report.weight_bytes_by_dtype = {name: weight_bytes(model, getattr(torch, name)) for name in device.limits.dtypes}
-    computes_blocks = config.custom_kernels and report.dtype == "float32"  # the kernels of the CPU take all kinds
-    block_types = facts.blocks if computes_blocks else {}
-    assign_methods(model, quantization, block_types, {kind.lower() for kind in block_types.values()})
+    computed: Collection[str] = ()
+    if config.custom_kernels and device.torch_device.type == "cpu":  # as the kernels hold matrices that a start builds
+        device.ops.low_bit_ops = Ops().low_bit_ops
+        computed = BLOCKS if report.dtype == "float32" else ()
+    assign_methods(model, quantization, facts.blocks, computed)
     report.weight_bytes = weight_bytes(model, dtype)
     if config.load_format != "dummy":
         shapes, may_leave = facts.read_shapes(), ()

@@ -13,6 +13,7 @@ from text_generation_inference.files import read_json_object
 from text_generation_inference.quant import fp8_formats, gguf, mxfp4
 from text_generation_inference.quant.cache_scales import CacheScales
 from text_generation_inference.quant.fp8 import ON_LOADING as FP8_ON_LOADING
+from text_generation_inference.quant.low_bit import as_held
 from text_generation_inference.quant.method import PLAIN, Matrix
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.weights.declare import Module
@@ -80,7 +81,7 @@ def assign_methods(
             method = quantization.choose(module, module.names(prefix)) if quantization is not None else None
             if method is None and block_types:
                 method = gguf.detect(module, [prefix + part.name for part in module.parts], block_types, computed)
-            module.method = method or PLAIN
+            module.method = as_held(method or PLAIN, module)
         elif isinstance(module, CacheScales) and quantization is not None:
             module.needed = quantization.has_cache_scales
             for side in ("k", "v"):

@@ -1,7 +1,9 @@
-"""Quantised blocks of a GGUF file, kept exactly as they are where the device's ops compute from them.
+"""Matrices that a GGUF file has in quantised blocks: held as those, as codes of few bits, or widened on reading.
 
-The values are those of the float32 file beside them, so this is for a model in float32 only. Parts of one matrix may be
-stored in different types: files that are called Q4_K_M have the values of attention in more bits than queries and keys.
+Ops that compute from blocks take them exactly as they are. Their values are those of the float32 file beside them, so
+this is for a model in float32. Others may take codes of few bits, which are read from blocks without the float32 file.
+Parts of one matrix may be stored in different types: files that are called Q4_K_M have the values of attention in more
+bits than queries and keys.
 """
 
 import math
@@ -9,15 +11,20 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from text_generation_inference.kernels import low_bit
+from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.matrices import BlockPieces
+from text_generation_inference.quant.gguf_low_bit import FORMS, block_size, common_scheme
+from text_generation_inference.quant.low_bit import StoredLowBit, WidenedLowBit, as_held
 from text_generation_inference.quant.method import Matrix, Method
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
-from text_generation_inference.weights.declare import Parts
+from text_generation_inference.weights.declare import Part, Parts
 
 
 class GgufBlocks(Method):
+    """As they are."""
+
     def __init__(self, block_types: Sequence[str], rows: Sequence[int]) -> None:
         self.block_types = tuple(block_types)  # of each part: ggml type in small letters, such as "q4_1"
         self.rows = tuple(rows)
@@ -28,7 +35,7 @@ class GgufBlocks(Method):
     def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
         pieces: list[tuple[str, list[torch.Tensor]]] = []
         for (name, part), kind in zip(parts, self.block_types, strict=True):
-            blocks = checkpoint.blocks(name)
+            blocks = checkpoint.read(name, is_blocks=True)
             if not pieces or pieces[-1][0] != kind:
                 pieces.append((kind, []))
             pieces[-1][1].append(part.arrange_rows(blocks if part.dim is None else blocks[part.start : part.end]))
@@ -36,7 +43,7 @@ class GgufBlocks(Method):
         return BlockPieces(stored, torch.Size((sum(self.rows), parts[0][1].shape[1])))
 
     def bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        sizes = [GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]] for kind in self.block_types]
+        sizes = [block_size(kind) for kind in self.block_types]
         columns = math.prod(shape[1:])
         return sum(rows * columns // size * num for rows, (size, num) in zip(self.rows, sizes, strict=True))
 
@@ -49,12 +56,54 @@ class GgufBlocks(Method):
         return self.block_types
 
 
+class GgufLowBit(StoredLowBit):
+    """The same blocks as codes of few bits, their values in whatever type a product wants."""
+
+    def __init__(self, kinds: Mapping[str, str], bits: int | None = None) -> None:
+        """`kinds` of parts by name. `bits` 8: none is rounded by an offset."""
+        super().__init__(common_scheme(set(kinds.values())))
+        self.kinds = dict(kinds)
+        self.bits = bits or self.scheme.bits
+
+    def list_reads(self, parts: Parts, checkpoint: Checkpoint) -> Iterator[Wanted]:
+        for name, part in parts:
+            yield self._wanted(name, part)
+
+    def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
+        kind = self.kinds[part.name]
+        blocks = part.arrange_rows(checkpoint.read(*self._wanted(name, part)).to(device))
+        weight = FORMS[kind].read(kind, blocks, self.bits)
+        if part.dim != 1:
+            return weight
+        first = part.start // block_size(kind)[0] * block_size(kind)[0]
+        return low_bit.take_columns(weight, part.start - first, part.end - first)
+
+    def _wanted(self, name: str, part: Part) -> Wanted:
+        """Its blocks; of a slice of columns all that have some of it."""
+        if part.dim != 1:
+            return part.wanted(name)._replace(is_blocks=True)
+        weights, size = block_size(self.kinds[part.name])
+        return Wanted(name, 1, part.start // weights * size, -(-part.end // weights) * size, is_blocks=True)
+
+
 def detect(
     matrix: Matrix, tensors: Sequence[str], block_types: Mapping[str, str], computed: Collection[str]
 ) -> Method | None:
-    """If all parts are there in types that are `computed`. `block_types` are those of a file, by tensor name."""
+    """By what a file has of its parts. `block_types` are by tensor name; ops take those `computed` as they are."""
     kinds = [block_types.get(name, "").lower() for name in tensors]
     by_row = all(part.dim in (None, 0) and not part.transposed for part in matrix.parts)
-    if not by_row or not set(kinds) <= set(computed):
+    if by_row and set(kinds) <= set(computed):
+        return GgufBlocks(kinds, [part.local_shape[0] for part in matrix.parts])
+    readable = {
+        part.name: kind
+        for part, kind in zip(matrix.parts, kinds, strict=True)
+        if kind in FORMS and not part.transposed and part.number is None
+    }
+    if not readable:
         return None
-    return GgufBlocks(kinds, [part.local_shape[0] for part in matrix.parts])
+    stored = GgufLowBit(readable)
+    is_even = all(part.dim != 1 or (part.start | part.end) % 2 == 0 for part in matrix.parts)
+    is_whole = is_even and all(part.name in readable for part in matrix.parts)
+    if is_whole and matrix.may_round and as_held(stored, matrix) is stored:
+        return stored
+    return WidenedLowBit(dict.fromkeys(readable, GgufLowBit(readable, bits=8)))

@@ -62,11 +62,18 @@ class LowBit(Method):
     def __init__(self, scheme: LowBitScheme) -> None:
         self.scheme = scheme
 
+    def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
+        """This rank's slice of a part as `[out, in]`, its rows in the order that the model wants them in."""
+        return self.scheme.quantize(read_plain(name, part, checkpoint, device))
+
     def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
-        return self.make(parts, lambda name, part: read_plain(name, part, checkpoint, device), dtype)
+        """Parts are read one after the other: only one is ever held as it was."""
+        read = [self.read_part(name, part, checkpoint, device) for name, part in parts]
+        for each in read:
+            each.dtype = dtype
+        return low_bit.join(read)
 
     def make(self, parts: Parts, make: Read, dtype: torch.dtype) -> Any:
-        """Parts are made one after the other: only one is ever held as it was."""
         made = low_bit.join([self.scheme.quantize(make(name, part)) for name, part in parts])
         made.dtype = dtype
         return made
@@ -96,20 +103,13 @@ class StoredLowBit(LowBit):
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
-        """This rank's slice of a part as `[out, in]`, its rows in the order that the model wants them in."""
         raise NotImplementedError
-
-    def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
-        read = [self.read_part(name, part, checkpoint, device) for name, part in parts]
-        for each in read:
-            each.dtype = dtype
-        return low_bit.join(read)
 
 
 class WidenedLowBit(Method):
-    """Stored in few bits, all of it or some parts, and widened to the model's type when it is read."""
+    """In few bits, all of it or some parts, and widened to the model's type when it is read."""
 
-    def __init__(self, stored: Mapping[str, StoredLowBit]) -> None:
+    def __init__(self, stored: Mapping[str, LowBit]) -> None:
         self._stored = dict(stored)  # by the part's name; of others there are none: they are plain
 
     def _of(self, part: Part) -> Storage:
@@ -135,6 +135,13 @@ class WidenedLowBit(Method):
             return low_bit.widen(weight)
 
         return stack(parts, widen, dtype, device)
+
+
+def as_held(method: Method, matrix: Matrix) -> Method:
+    """The same, or what it becomes where the op that multiplies the matrix takes no few bits."""
+    if not isinstance(method, LowBit) or ("experts" if matrix.is_stacked else "linear") in matrix.ops.low_bit_ops:
+        return method
+    return WidenedLowBit({part.name: method for part in matrix.parts})
 
 
 def choose_stored(matrix: Matrix, stored: Sequence[StoredLowBit | None]) -> Method | None:

@@ -1,7 +1,7 @@
 """MXFP4: experts that a checkpoint has in values of 4 bits, 32 of which share a power of two (GPT-OSS).
 
-They are widened to the model's type when they are read, or, where `quantize` fp8 is asked for, put into FP8 from there.
-All other matrices of such a checkpoint are plain.
+They stay as they are, or, where `quantize` fp8 is asked for, are put into FP8 when they are read. All other matrices of
+such a checkpoint are plain.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,20 +12,26 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.kernels import low_bit
+from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.quant.fp8 import ON_LOADING, Fp8, quantize_parts
+from text_generation_inference.quant.low_bit import LowBitScheme, StoredLowBit
 from text_generation_inference.quant.method import Matrix, Method
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
-from text_generation_inference.weights.declare import Beside, Part, Parts, stack
+from text_generation_inference.weights.declare import Beside, Part, Parts
 
 GROUP = 32  # values that share a scale
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
-_BIAS = 127  # of a scale's exponent
+SCHEME = LowBitScheme(4, GROUP, table=VALUES, scale_dtype=torch.bfloat16)
 
 
-class Mxfp4(Method):
+class Mxfp4(StoredLowBit):
     """Two tensors for a part: its values, two in a byte, the lower half first; and the exponents of its scales."""
+
+    def __init__(self) -> None:
+        super().__init__(SCHEME)
 
     def holder(self, part: Part) -> tuple[str, tuple[int, ...]]:
         rows, columns = _sizes(part)
@@ -39,8 +45,14 @@ class Mxfp4(Method):
         for name, part in parts:
             yield from _wanted(name, part)
 
-    def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
-        return stack(parts, lambda name, part: widen(name, part, checkpoint, dtype, device), dtype, device)
+    def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
+        blocks, exponents = (part.arrange_rows(_read(wanted, checkpoint, device)) for wanted in _wanted(name, part))
+        codes = blocks.flatten(1)
+        table = torch.tensor(VALUES, device=device)
+        columns = 2 * codes.shape[1]
+        weight = LowBitWeight(codes, powers_of_two(exponents), None, 4, GROUP, columns, table=table)
+        by_column = part.dim is not None and not _is_by_row(part)
+        return low_bit.take_columns(weight, part.start, part.end) if by_column else weight
 
 
 class Mxfp4IntoFp8(Fp8):
@@ -58,7 +70,12 @@ class Mxfp4IntoFp8(Fp8):
         return self._stored.list_reads(parts, checkpoint)
 
     def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
-        return quantize_parts(parts, lambda name, part: widen(name, part, checkpoint, dtype, device), dtype)
+        def widen(name: str, part: Part) -> Tensor:
+            weight = self._stored.read_part(name, part, checkpoint, device)
+            weight.dtype = dtype
+            return low_bit.widen(weight)
+
+        return quantize_parts(parts, widen, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +100,9 @@ def detect(config: Mapping[str, Any], source: str) -> Mxfp4Experts:
     return Mxfp4Experts()
 
 
-def widen(name: str, part: Part, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A part of the tensor `name`, `[out, in]` as the model wants it."""
-    blocks, scales = (_read(wanted, checkpoint, device) for wanted in _wanted(name, part))
-    table = torch.tensor(VALUES, device=device)
-    values = torch.stack((table[(blocks & 15).int()], table[(blocks >> 4).int()]), -1).flatten(-2)
-    wide = torch.ldexp(values, scales.int()[..., None] - _BIAS).flatten(-2).to(dtype)
-    if part.dim is not None and not _is_by_row(part):
-        wide = wide[:, part.start : part.end]
-    return part.arrange_rows(wide)
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """2 to the power of each uint8 less 127: the exponents of bfloat16, whose smallest number is written otherwise."""
+    return torch.where(exponents == 0, 1 << 6, exponents.to(torch.int16) << 7).view(torch.bfloat16)
 
 
 def _sizes(part: Part) -> tuple[int, int]:

@@ -49,6 +49,7 @@ class Wanted(NamedTuple):
     end: int | None = None
     on_host: bool = False
     number: int | None = None  # along the first dimension: the others alone are then counted by `dim`
+    is_blocks: bool = False  # of a matrix in quantised blocks: uint8 [rows, bytes] rather than its values
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,11 @@ class _Stored:
 class Checkpoint:
     """The tensors of one model folder."""
 
-    def __init__(self, folder: Path, stored: dict[str, _Stored], blocks: Any | None) -> None:
+    def __init__(self, folder: Path, stored: dict[str, _Stored], blocks: _File | None) -> None:
         self.folder = folder
         self._stored = stored
-        self._blocks = blocks
-        self._block_types: dict[str, str] = (blocks.metadata() or {}) if blocks is not None else {}
+        self._blocks = {} if blocks is None else _list_tensors(blocks)
+        self._block_types: dict[str, str] = {} if blocks is None else blocks.opened.metadata() or {}
         self.upload: Upload | None = None  # where tensors go as they are read
 
     @classmethod
@@ -87,27 +88,20 @@ class Checkpoint:
         stored: dict[str, _Stored] = {}
         for path in _weight_files(folder, listed):
             file = _open(path)
-            for name, entry in file.tensors.items():
+            for name, tensor in _list_tensors(file).items():
                 if name in stored:
                     raise ModelFormatError(
                         f"{path}: tensor {name!r} is also in {stored[name].file.path.name}."
                         " Remove the file that does not belong."
                     )
-                kind = entry["dtype"]
-                if kind not in _DTYPES:
-                    raise ModelFormatError(
-                        f"{path}: tensor {name!r} has the unsupported type {kind}. Use a version of the model in "
-                        "bfloat16, float16 or float32."
-                    )
-                offset = file.data_start + entry["data_offsets"][0]
-                stored[name] = _Stored(file, offset, tuple(entry["shape"]), _DTYPES[kind])
+                stored[name] = tensor
         for name, file_name in listed.items():
             if name not in stored or stored[name].file.path.name != file_name:
                 raise ModelFormatError(
                     f"{folder / file_name}: lacks tensor {name!r} that {INDEX} places there. Download the model again."
                 )
         blocks = folder / BLOCKS
-        return cls(folder, stored, _open(blocks).opened if blocks.is_file() else None)
+        return cls(folder, stored, _open(blocks) if blocks.is_file() else None)
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""
@@ -146,13 +140,14 @@ class Checkpoint:
         end: int | None = None,
         on_host: bool = False,
         number: int | None = None,
+        is_blocks: bool = False,
     ) -> Tensor:
         """One tensor, or its half-open range `start` to `end` along `dim`; no other bytes are read.
 
         With `number` all this is of one of the tensors that it consists of. Where there is an upload it is on the
         device, unless it is wanted `on_host`.
         """
-        wanted = Wanted(name, dim, start, end, on_host, number)
+        wanted = Wanted(name, dim, start, end, on_host, number, is_blocks)
         if self.upload is None:
             return self._map(wanted)
         span = self._span(wanted)
@@ -162,7 +157,7 @@ class Checkpoint:
 
     def _span(self, wanted: Wanted) -> FileSpan | None:
         """Where the bytes are, if they are all in one place."""
-        stored = self._find(wanted.name)
+        stored = self._find(wanted.name, wanted.is_blocks)
         file, offset, shape = stored.file, stored.offset, stored.shape
         if wanted.number is not None:
             shape = shape[1:]
@@ -178,7 +173,7 @@ class Checkpoint:
         return FileSpan(file.path, file.identity, offset, shape, stored.dtype, wanted.on_host)
 
     def _map(self, wanted: Wanted) -> Tensor:
-        stored = self._find(wanted.name)
+        stored = self._find(wanted.name, wanted.is_blocks)
         if wanted.dim is None and wanted.number is None:
             return stored.file.opened.get_tensor(wanted.name)
         part = stored.file.opened.get_slice(wanted.name)
@@ -193,15 +188,11 @@ class Checkpoint:
         """Matrices whose quantised blocks of a GGUF file were kept, and the type of each."""
         return self._block_types
 
-    def blocks(self, name: str) -> Tensor:
-        """The quantised blocks of such a matrix."""  # uint8 [rows, bytes]
-        assert self._blocks is not None
-        return self._blocks.get_tensor(name)
-
-    def _find(self, name: str) -> _Stored:
-        if name not in self._stored:
+    def _find(self, name: str, is_blocks: bool = False) -> _Stored:
+        tensors = self._blocks if is_blocks else self._stored
+        if name not in tensors:
             raise ModelFormatError(f"{self.folder}: has no tensor {name!r}. Does config.json belong to these weights?")
-        return self._stored[name]
+        return tensors[name]
 
 
 def _range(wanted: Wanted, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -230,6 +221,20 @@ def _open(path: Path) -> _File:
     if not all(isinstance(entry, dict) for entry in tensors.values()):
         raise ModelFormatError(f"{path}: its header has entries in an unusual form. Save the file again.")
     return _File(path, opened, identity, 8 + header_bytes, tensors)
+
+
+def _list_tensors(file: _File) -> dict[str, _Stored]:
+    found: dict[str, _Stored] = {}
+    for name, entry in file.tensors.items():
+        kind = entry["dtype"]
+        if kind not in _DTYPES:
+            raise ModelFormatError(
+                f"{file.path}: tensor {name!r} has the unsupported type {kind}. Use a version of the model in "
+                "bfloat16, float16 or float32."
+            )
+        offset = file.data_start + entry["data_offsets"][0]
+        found[name] = _Stored(file, offset, tuple(entry["shape"]), _DTYPES[kind])
+    return found
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

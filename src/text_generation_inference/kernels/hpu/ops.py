@@ -69,6 +69,7 @@ def load_ops(
         description,
         greedy=HpuGreedy(bridge).greedy,
         pack_fp8=fp8.pack_fp8,
+        low_bit_ops=frozenset(),
         linear=fp8.linear,
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,

@@ -43,6 +43,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
         linear=linear,
         linear_unscaled=linear.linear_unscaled,
         logits=logits,
+        low_bit_ops=frozenset(("linear",)),
         make_fused_decode=fused_decode.MakeFusedDecode(
             paged_attention,
             latent_attention,
