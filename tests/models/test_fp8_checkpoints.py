@@ -188,7 +188,12 @@ def test_what_is_ignored_stays_plain(tiny_llama: Tiny, tmp_path: Path) -> None:
     def keep(name: str) -> bool:
         return "layers.0.mlp" in name or "layers.1.self_attn.o_proj" in name or "layers.2.self_attn.k_proj" in name
 
-    ignore = ["lm_head", "model.layers.0.mlp", r"re:.*layers\.1\.self_attn\.o_.*", "model.layers.2.self_attn.k_proj"]
+    ignore = [
+        "lm_head",
+        r"re:model.layers\.0\.mlp",
+        r"re:.*layers\.1\.self_attn\.o_.*",
+        "model.layers.2.self_attn.k_proj",
+    ]
     folder = write_fp8(tiny_llama, tmp_path, compressed("channel", TOKEN, ignore=ignore), by_row, keep=keep)
 
     def rounding(name: str) -> Rounding | None:

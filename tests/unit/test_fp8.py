@@ -150,7 +150,6 @@ def compressed(weights: dict = FLOAT8, inputs: dict | None = TOKEN, **more: obje
     [
         ({"quant_method": "awq"}, "`quant_method` 'awq' is not supported. Matrices in FP8 (e4m3) are: `fp8`"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "`quant_method` 'bitsandbytes' is not supported"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "`quant_method` 'modelopt' is not supported"),
         ({"bits": 4}, "`quant_method` '' is not supported"),
         ("fp8", "`quantization_config` must be an object"),
         ({"quant_method": 8}, "`quant_method` must be text"),
@@ -163,17 +162,6 @@ def compressed(weights: dict = FLOAT8, inputs: dict | None = TOKEN, **more: obje
         ),
         ({"quant_method": "fp8", "ignored_layers": "lm_head"}, "`ignored_layers` must be a list of names"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": -1}, "`activation_scale_ub` -1 is not supported"),
-        ({"quant_method": "compressed-tensors"}, "config_groups must be an object"),
-        (compressed({**FLOAT8, "num_bits": 4}), "g.weights: `num_bits` 4 is not supported, 8 is"),
-        (compressed({**FLOAT8, "type": "int"}), "`type` 'int' is not supported, float is"),
-        (compressed({**FLOAT8, "strategy": "group"}), "`strategy` 'group' is not supported"),
-        (compressed({**FLOAT8, "symmetric": False}), "`symmetric` False is not supported"),
-        (compressed({**FLOAT8, "strategy": "block", "block_structure": [64, 64]}), "`block_structure` [64, 64]"),
-        (compressed(inputs={**FLOAT8, "strategy": "token"}), "input_activations: `strategy` 'token' is not supported"),
-        (compressed(inputs={**TOKEN, "num_bits": 16}), "`num_bits` 16 is not supported"),
-        (compressed(ignore=["re:("]), "`ignore` has 're:(', which is no pattern"),
-        (compressed(kv_cache_scheme={**FLOAT8, "num_bits": 4}), "kv_cache_scheme: `num_bits` 4 is not supported"),
-        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "`format` 'sparse-24-bitmask' is not supported"),
     ],
     ids=lambda value: str(value)[-60:],
 )
@@ -184,28 +172,13 @@ def test_what_is_not_fp8_is_refused(config: object, text: str) -> None:
 
 
 def test_patterns() -> None:
-    ignore = ["lm_head", "model.layers.1.mlp", r"re:.*self_attn\.[qk]_proj"]
-    found = detect({"compression_config": compressed(ignore=ignore)}, "config.json")
+    ignore = ["lm_head", "model.layers.1.mlp"]
+    found = detect({"quantization_config": {"quant_method": "fp8", "ignored_layers": ignore}}, "config.json")
     assert isinstance(found, StoredQuantization)
-    for name in ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.7.self_attn.k_proj"):
+    for name in ("lm_head", "model.layers.1.mlp.up_proj"):
         assert found.scheme_of(name) is None
     for name in ("model.layers.11.mlp.up_proj", "model.layers.1.self_attn.v_proj"):
         assert found.scheme_of(name) is not None
-
-
-def test_groups_differ_by_target() -> None:
-    static = {**FLOAT8, "strategy": "tensor"}
-    config = compressed()
-    config["config_groups"] = {
-        "mlp": {"targets": ["re:.*mlp.*"], "weights": static, "input_activations": static},
-        "rest": {"targets": ["re:.*self_attn.*"], "weights": FLOAT8, "input_activations": TOKEN},
-    }
-    found = detect({"quantization_config": config}, "config.json")
-    assert isinstance(found, StoredQuantization)
-    mlp, attention = (found.scheme_of(f"model.layers.0.{name}") for name in ("mlp.up_proj", "self_attn.q_proj"))
-    assert mlp is not None and mlp.input_scale_name == "input_scale"
-    assert attention is not None and attention.input_scale_name is None
-    assert found.scheme_of("model.layers.0.other") is None
 
 
 def test_the_setting() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.files import read_json_object
-from text_generation_inference.quant import fp8_formats, gguf, mxfp4
+from text_generation_inference.quant import compressed_tensors, fp8_formats, gguf, mxfp4
 from text_generation_inference.quant.cache_scales import CacheScales
 from text_generation_inference.quant.fp8 import ON_LOADING as FP8_ON_LOADING
 from text_generation_inference.quant.low_bit import as_held
@@ -22,7 +22,7 @@ from text_generation_inference.weights.model_files import QUANTIZATION_BESIDE
 # Who reads which `quant_method` of config.json.
 METHODS = {
     "fp8": fp8_formats.detect,
-    "compressed-tensors": fp8_formats.detect,
+    "compressed-tensors": compressed_tensors.detect,
     "fbgemm_fp8": fp8_formats.detect,
     "mxfp4": mxfp4.detect,
 }
