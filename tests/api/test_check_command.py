@@ -203,7 +203,11 @@ def test_dummy_weights_need_no_weights(tiny: Path, tmp_path: Path) -> None:
         ({"num_hidden_layers": 2}, "does not use: model.layers.2."),
         ({"hidden_size": 2**14, "head_dim": 2**12, "vocab_size": 2**20, "num_hidden_layers": 3}, "has shape"),
         ({"head_dim": 2**18}, "`head_dim` must be at most 16384, it is 262144"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "`quant_method` 'gptq' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "there is no tensor whose name ends in .qweight"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 5}},
+            "`bits` 5 is not supported, 2 or 3 or 4 or 8 is",
+        ),
         ({"quantization": {"group_size": 64, "bits": 4}}, "`quant_method` 'mlx' is not supported"),
     ],
 )
@@ -215,16 +219,16 @@ def test_why_not(tiny: Path, tmp_path: Path, changes: dict[str, Any], problem: s
 @pytest.mark.parametrize(
     ("config", "beside", "name"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {}, "gptq, 4 bits"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "awq, 4 bits"),
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, {}, "bitsandbytes, 4 bits"),
         ({"quantization_config": {"quant_method": "exl2", "bits": 4.65}}, {}, "exl2"),
-        ({}, {"quantize_config.json": {"bits": 8, "group_size": 128}}, "gptq, 8 bits"),
         ({}, {"quant_config.json": {"w_bit": 4, "version": "GEMM"}}, "awq, 4 bits"),
         ({}, {"hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4"}}}, "modelopt"),
     ],
 )
-def test_quantised_checkpoints_are_named(tiny: Path, tmp_path: Path, config: dict, beside: dict, name: str) -> None:
+def test_quantised_checkpoints_that_are_not_read(
+    tiny: Path, tmp_path: Path, config: dict, beside: dict, name: str
+) -> None:
     """Their weights look like nothing that is known, and may be missing: the method is what must be said, first."""
     folder = copy(tiny, tmp_path / "m", **config)
     for file, content in beside.items():
@@ -360,3 +364,19 @@ def test_sharded_weights(tiny: Path, tmp_path: Path) -> None:
     assert report(str(folder))["fits"]
     (folder / "b.safetensors").unlink()
     assert "is listed in model.safetensors.index.json but missing" in report(str(folder))["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("config", "beside", "name"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {}, "gptq, 4 bits"),
+        ({}, {"quantize_config.json": {"bits": 8, "group_size": 128}}, "gptq, 8 bits"),
+    ],
+)
+def test_quantised_checkpoints_that_are_read(tiny: Path, tmp_path: Path, config: dict, beside: dict, name: str) -> None:
+    folder = copy(tiny, tmp_path / "m", **config)
+    for file, content in beside.items():
+        (folder / file).write_text(json.dumps(content))
+    found = report(str(folder), "--load-format", "dummy")
+    assert (found["quantization"], found["quantization_is_supported"], found["problems"]) == (name, True, [])
+    assert found["weight_bytes"] < 0.5 * found["weight_bytes_by_dtype"]["float32"]

@@ -192,7 +192,7 @@ def test_the_setting() -> None:
             choose_quantization("compressed-tensors", other)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "marlin"])
+@pytest.mark.parametrize("method", ["awq", "marlin"])
 def test_methods_that_only_checkpoints_have(method: str) -> None:
     ServerConfig(quantize=method).check()
     with pytest.raises(StartError, match=f"`quantize` {method} is for checkpoints that say so"):

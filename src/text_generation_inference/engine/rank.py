@@ -31,7 +31,7 @@ from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.registry import build
 from text_generation_inference.parallel import SINGLE, Parallel
-from text_generation_inference.quant.choose import assign_methods, choose_quantization, is_quantized
+from text_generation_inference.quant.choose import assign_methods, choose_quantization, is_quantized, plain_names
 from text_generation_inference.quant.inc.measure import Recorder
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.runner import kv_cache
@@ -286,7 +286,7 @@ def load_model(
             load_dummy(model, dtype, device.torch_device, config.seed, Scratch(pool))
         return model
     checkpoint = Checkpoint.open(source.weights_path)
-    model.adapt(checkpoint.names(), checkpoint.are_equal)
+    model.adapt(plain_names(checkpoint.names()), checkpoint.are_equal)
     if quantization is not None:
         quantization = quantization.named_as_in({name: checkpoint.shape(name) for name in checkpoint.names()})
     computed = device.ops.block_kinds if dtype is torch.float32 else ()  # products of blocks are in float32

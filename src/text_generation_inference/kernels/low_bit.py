@@ -201,23 +201,33 @@ def regroup(weight: LowBitWeight, group_size: int) -> LowBitWeight:
     return replace(weight, scale=repeat(weight.scale), offset=offset, group_size=group_size)
 
 
-def can_join(weights: Sequence[LowBitWeight]) -> bool:
-    """Whether they can be one matrix, one below the other: of as many bits, with one table and order of columns."""
+def can_join(weights: Sequence[LowBitWeight], num_experts: int = 1) -> bool:
+    """Whether they can be one matrix, one below the other: of as many bits, with one table and order of columns.
+
+    Those of several experts may have an order for each.
+    """
     first = weights[0]
     return all(
         weight.bits == first.bits
-        and weight.columns == first.columns
         and weight.quantizes_inputs == first.quantizes_inputs
         and _are_equal(weight.table, first.table)
-        and _are_equal(weight.order, first.order)
-        for weight in weights
+        and weight.columns == some[0].columns
+        and _are_equal(weight.order, some[0].order)
+        for some in _by_expert(weights, num_experts)
+        for weight in some
     )
 
 
-def join(weights: Sequence[LowBitWeight]) -> LowBitWeight:
+def join(weights: Sequence[LowBitWeight], num_experts: int = 1) -> LowBitWeight:
     """One below the other; groups become those that fit into all, scales and offsets those that hold all."""
     if len(weights) == 1:
         return weights[0]
+    if not can_join(weights):
+        assert num_experts > 1
+        each = [join(some) for some in _by_expert(weights, num_experts)]
+        most = max(weight.columns for weight in each)
+        orders, each = zip(*(_fill(weight, most) for weight in each), strict=True)
+        return replace(join(each), order=torch.stack(orders))
     size = gcd(*(weight.group_size for weight in weights))
     weights = [regroup(weight, size) for weight in weights]
     scales = [weight.scale for weight in weights]
@@ -234,6 +244,32 @@ def join(weights: Sequence[LowBitWeight]) -> LowBitWeight:
         offset=offset,
         input_scale=torch.stack(input_scales).amax() if input_scales else None,
     )
+
+
+def _by_expert(weights: Sequence[LowBitWeight], num_experts: int) -> list[Sequence[LowBitWeight]]:
+    count = len(weights) // num_experts
+    return [weights[first : first + count] for first in range(0, len(weights), count)]
+
+
+def _fill(weight: LowBitWeight, columns: int) -> tuple[Tensor, LowBitWeight]:
+    """Its order, and what it is without: with columns that are 0 up to so many."""
+    order, more = weight.order, columns - weight.columns
+    if order is None:
+        order = torch.arange(weight.columns, dtype=torch.int32, device=weight.codes.device)
+    if more == 0:
+        return order, replace(weight, order=None)
+    assert weight.table is None
+    weight = regroup(weight, gcd(weight.group_size, weight.columns))
+    groups = -(-columns // weight.group_size) - weight.scale.shape[1]
+    codes = F.pad(unpack_codes(weight.codes, weight.bits), (0, more), value=weight.center)
+    filled = replace(
+        weight,
+        codes=pack_codes(codes, weight.bits),
+        scale=F.pad(weight.scale, (0, groups)),
+        offset=None if weight.offset is None else F.pad(weight.offset, (0, groups)),
+        order=None,
+    )
+    return torch.cat((order, order[-1:].expand(more))), filled
 
 
 def _offset_of(weight: LowBitWeight) -> Tensor:

@@ -222,7 +222,12 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     from text_generation_inference.models.config import Config
     from text_generation_inference.models.model import Context
     from text_generation_inference.models.registry import ARCHITECTURES, OTHERS, build, find_module, read_quantization
-    from text_generation_inference.quant.choose import assign_methods, choose_quantization, name_quantization
+    from text_generation_inference.quant.choose import (
+        assign_methods,
+        choose_quantization,
+        name_quantization,
+        plain_names,
+    )
     from text_generation_inference.runner import kv_cache
     from text_generation_inference.weights.load import check_tensors, count_parameters, weight_bytes
 
@@ -269,7 +274,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     report.weight_bytes = weight_bytes(model, dtype)
     if config.load_format != "dummy":
         shapes, may_leave = facts.read_shapes(), ()
-        model.adapt(list(shapes))
+        model.adapt(plain_names(shapes))
         if quantization is not None:
             may_leave = quantization.may_leave
             assign_methods(model, quantization.named_as_in(shapes))

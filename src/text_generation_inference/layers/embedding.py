@@ -48,7 +48,7 @@ class VocabWeight(Matrix):
         super().__init__(ops, [part], may_round=False, is_multiplied=is_head)
 
     def declare(self) -> list[Declared]:
-        return [*super().declare(), *(Declared("bias", [part]) for part in self.bias_parts)]
+        return [*super().declare(), *(Declared("bias", [part]) for part in self.bias_parts or ())]
 
     def finish(self) -> None:
         if self.is_normed:
@@ -58,7 +58,7 @@ class VocabWeight(Matrix):
     def rename(self, name: str) -> None:
         """It is called so in the checkpoint at hand."""
         self.parts = [replace(part, name=f"{name}.weight") for part in self.parts]
-        self.bias_parts = [replace(part, name=f"{name}.bias") for part in self.bias_parts]
+        self.bias_parts = [replace(part, name=f"{name}.bias") for part in self.bias_parts or ()]
 
     def look_up(self, ids: Tensor) -> Tensor:
         """ids `[tokens]` -> `[tokens, hidden]`."""

@@ -4,13 +4,13 @@ A checkpoint says in config.json how it is stored (`detect`), a setting may ask 
 `assign_methods` hands the methods out before anything is loaded.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.files import read_json_object
-from text_generation_inference.quant import compressed_tensors, fp8_formats, gguf, mxfp4
+from text_generation_inference.quant import compressed_tensors, fp8_formats, gguf, gptq, mxfp4
 from text_generation_inference.quant.cache_scales import CacheScales
 from text_generation_inference.quant.fp8 import ON_LOADING as FP8_ON_LOADING
 from text_generation_inference.quant.low_bit import as_held
@@ -25,11 +25,18 @@ METHODS = {
     "compressed-tensors": compressed_tensors.detect,
     "fbgemm_fp8": fp8_formats.detect,
     "mxfp4": mxfp4.detect,
+    "gptq": gptq.detect,
 }
 # What the setting `quantize` puts plain matrices into as they are loaded.
 ON_LOADING: dict[str, Quantization] = {
     "fp8": FP8_ON_LOADING,
 }
+# What it means for a checkpoint whose config.json says nothing, and for random weights.
+_UNTOLD: dict[str, Quantization] = {
+    "gptq": gptq.UNTOLD,
+}
+# Tensors that hold a matrix which a plain checkpoint has as `weight`.
+_HOLDERS = (".qweight",)
 # Which `quant_method` of a checkpoint the setting `quantize` stands for, where it stands for more than its own name.
 _MEANS = {
     "gptq": ("gptq", "awq"),  # TGI converted the one into the other
@@ -55,8 +62,8 @@ def choose_quantization(asked: str | None, stored: Quantization | None) -> Quant
         return mxfp4.Mxfp4Experts(needs_fp8=True)
     if asked == "fp8" and stored is not None and stored.needs_fp8:
         return stored
-    if asked in ON_LOADING and stored is None:
-        return ON_LOADING[asked]
+    if stored is None and (asked in ON_LOADING or asked in _UNTOLD):
+        return ON_LOADING.get(asked) or _UNTOLD[asked]
     if stored is not None:
         raise StartError(
             f"`quantize` {asked} is not for this checkpoint, which is stored in {stored.method}. Leave `quantize` out."
@@ -65,6 +72,13 @@ def choose_quantization(asked: str | None, stored: Quantization | None) -> Quant
         f"`quantize` {asked} is for checkpoints that say so in config.json, which this one does not. Leave it out, or"
         f" use one that quantises on loading: {', '.join(ON_LOADING)}."
     )
+
+
+def plain_names(names: Iterable[str]) -> list[str]:
+    """Names of tensors, and those that a plain checkpoint would have in place of those that hold matrices."""
+    found = list(names)
+    more = (name.removesuffix(each) + ".weight" for name in found for each in _HOLDERS if name.endswith(each))
+    return [*found, *more]
 
 
 def assign_methods(

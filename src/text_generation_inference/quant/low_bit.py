@@ -7,6 +7,7 @@ config.json says. All that follows (joining parts, packing, multiplying, widenin
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,7 @@ class LowBitScheme:
         """To the nearest codes."""
         table = None if self.table is None else torch.tensor(self.table, device=weight.device)
         made = low_bit.quantize(weight, self.bits, self.group_size or weight.shape[1], self.is_symmetric, table)
+        made.scale = made.scale.to(self.scale_dtype)
         made.quantizes_inputs = self.quantizes_inputs
         return made
 
@@ -60,6 +62,8 @@ class LowBitScheme:
 
 class LowBit(Method):
     """A plain matrix, put into codes when it has been read."""
+
+    num_experts = 1  # of the matrix
 
     def __init__(self, scheme: LowBitScheme) -> None:
         self.scheme = scheme
@@ -73,7 +77,9 @@ class LowBit(Method):
         read = [self.read_part(name, part, checkpoint, device) for name, part in parts]
         for each in read:
             each.dtype = dtype
-        return low_bit.join(read)
+        if low_bit.can_join(read, self.num_experts):
+            return low_bit.join(read, self.num_experts)
+        return torch.cat([low_bit.widen(each) for each in read])  # such as queries and keys with orders of their own
 
     def make(self, parts: Parts, make: Read, dtype: torch.dtype) -> Any:
         made = low_bit.join([self.scheme.quantize(make(name, part)) for name, part in parts])
@@ -85,7 +91,7 @@ class LowBit(Method):
 
     def finish(self, matrix: Matrix) -> None:
         weight = matrix.weight
-        assert isinstance(weight, LowBitWeight)
+        assert isinstance(weight, LowBitWeight | Tensor)
         matrix.weight = matrix.pack(weight)
 
     def apply(self, matrix: Matrix, x: Rows) -> Tensor:
@@ -93,7 +99,10 @@ class LowBit(Method):
         return matrix.ops.linear(x, matrix.weight, matrix.bias, x.dtype)
 
     def kind(self, matrix: Matrix) -> object:
-        return (type(self), self.scheme)
+        weight = matrix.weight
+        if not isinstance(weight, LowBitWeight):
+            return (type(self), type(weight))
+        return (type(self), self.scheme, weight.group_size, weight.columns, weight.order is None)
 
 
 class StoredLowBit(LowBit):
@@ -183,5 +192,7 @@ def choose_stored(matrix: Matrix, stored: Sequence[StoredLowBit | None]) -> Meth
         return None
     first = stored[0]
     if matrix.may_round and first is not None and all(each == first for each in stored):
+        first = copy(first)
+        first.num_experts = matrix.num_experts
         return first
     return WidenedLowBit(by_name)

@@ -55,6 +55,8 @@ class Matrix(Module):
 
     is_stacked = False  # several matrices, which only the op `experts` multiplies
     is_measured = True  # what goes into it can be looked at, to find scales for it
+    num_experts = 1
+    bias_parts: list[Part] | None = None
 
     def __init__(self, ops: Ops, parts: list[Part], may_round: bool = True, is_multiplied: bool = True) -> None:
         self.ops = ops
