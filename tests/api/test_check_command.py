@@ -220,7 +220,6 @@ def test_why_not(tiny: Path, tmp_path: Path, changes: dict[str, Any], problem: s
     ("config", "beside", "name"),
     [
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "awq, 4 bits"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, {}, "bitsandbytes, 4 bits"),
         ({"quantization_config": {"quant_method": "exl2", "bits": 4.65}}, {}, "exl2"),
         ({}, {"quant_config.json": {"w_bit": 4, "version": "GEMM"}}, "awq, 4 bits"),
         ({}, {"hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4"}}}, "modelopt"),

@@ -149,7 +149,6 @@ def compressed(weights: dict = FLOAT8, inputs: dict | None = TOKEN, **more: obje
     ("config", "text"),
     [
         ({"quant_method": "awq"}, "`quant_method` 'awq' is not supported. Matrices in FP8 (e4m3) are: `fp8`"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "`quant_method` 'bitsandbytes' is not supported"),
         ({"bits": 4}, "`quant_method` '' is not supported"),
         ("fp8", "`quantization_config` must be an object"),
         ({"quant_method": 8}, "`quant_method` must be text"),

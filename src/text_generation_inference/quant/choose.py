@@ -10,7 +10,16 @@ from typing import Any
 
 from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.files import read_json_object
-from text_generation_inference.quant import compressed_tensors, fp8_formats, gguf, gptq, mxfp4
+from text_generation_inference.quant import (
+    bitsandbytes,
+    bitsandbytes_codes,
+    compressed_tensors,
+    eetq,
+    fp8_formats,
+    gguf,
+    gptq,
+    mxfp4,
+)
 from text_generation_inference.quant.cache_scales import CacheScales
 from text_generation_inference.quant.fp8 import ON_LOADING as FP8_ON_LOADING
 from text_generation_inference.quant.low_bit import as_held
@@ -26,10 +35,13 @@ METHODS = {
     "fbgemm_fp8": fp8_formats.detect,
     "mxfp4": mxfp4.detect,
     "gptq": gptq.detect,
+    "bitsandbytes": bitsandbytes.detect,
 }
 # What the setting `quantize` puts plain matrices into as they are loaded.
 ON_LOADING: dict[str, Quantization] = {
     "fp8": FP8_ON_LOADING,
+    "eetq": eetq.ON_LOADING,
+    **bitsandbytes_codes.ON_LOADING,
 }
 # What it means for a checkpoint whose config.json says nothing, and for random weights.
 _UNTOLD: dict[str, Quantization] = {

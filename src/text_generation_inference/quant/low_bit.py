@@ -18,6 +18,7 @@ from text_generation_inference.kernels import low_bit
 from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.matrices import Rows
 from text_generation_inference.quant.method import Matrix, Method
+from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 from text_generation_inference.weights.declare import (
     PLAIN_TENSORS,
@@ -43,6 +44,10 @@ class LowBitScheme:
     table: tuple[float, ...] | None = None
     quantizes_inputs: bool = False
     scale_dtype: torch.dtype = torch.float16
+
+    def accepts(self, columns: int) -> bool:
+        """Whether matrices with so many columns can be put into such codes."""
+        return columns * self.bits % 8 == 0
 
     def groups(self, columns: int) -> int:
         return -(-columns // (self.group_size or columns))
@@ -71,6 +76,14 @@ class LowBit(Method):
     def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
         """This rank's slice of a part as `[out, in]`, its rows in the order that the model wants them in."""
         return self.scheme.quantize(read_plain(name, part, checkpoint, device))
+
+    def widen_part(
+        self, name: str, part: Part, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """The same as plain values."""
+        weight = self.read_part(name, part, checkpoint, device)
+        weight.dtype = dtype
+        return low_bit.widen(weight)
 
     def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
         """Parts are read one after the other: only one is ever held as it was."""
@@ -105,8 +118,48 @@ class LowBit(Method):
         return (type(self), self.scheme, weight.group_size, weight.columns, weight.order is None)
 
 
+@dataclass(frozen=True, slots=True)
+class LowBitOnLoading(Quantization):
+    """A plain checkpoint whose matrices are put into codes; those that a scheme does not accept stay as they are."""
+
+    method: str
+    scheme: LowBitScheme
+    description: str  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    @property
+    def origin(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"`quantize` {self.method}"
+
+    def choose(self, matrix: Matrix, names: Sequence[str]) -> Method | None:
+        return LowBit(self.scheme) if matrix.may_round and self.scheme.accepts(matrix.shape[1]) else None
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSlice:
+    """Which rows and columns of a stored matrix `[out, in]` this rank keeps, whichever way round a plain one lies."""
+
+    shape: tuple[int, int]  # of all of it
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    @classmethod
+    def of(cls, part: Part) -> "MatrixSlice":
+        kept = [(0, size) for size in part.whole_shape]
+        if part.dim is not None:
+            kept[part.dim] = (part.start, part.end)
+        (rows, columns) = reversed(kept) if part.transposed else kept
+        shape = part.whole_shape[::-1] if part.transposed else part.whole_shape
+        return cls((shape[0], shape[1]), rows, columns)
+
+    def apply(self, whole: Tensor) -> Tensor:
+        """Of all values, this rank's."""
+        return whole[slice(*self.rows), slice(*self.columns)]
+
+
 class StoredLowBit(LowBit):
     """As a checkpoint has it. Two are equal if they read all parts alike."""
+
+    has_groups = True  # successive columns of a row have a scale in common; else a matrix can only be widened
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(other) == vars(self)
@@ -141,9 +194,7 @@ class WidenedLowBit(Method):
             stored = self._stored.get(part.name)
             if stored is None:
                 return read_plain(name, part, checkpoint, device)
-            weight = stored.read_part(name, part, checkpoint, device)
-            weight.dtype = dtype
-            return low_bit.widen(weight)
+            return stored.widen_part(name, part, checkpoint, dtype, device)
 
         return stack(parts, widen, dtype, device)
 
@@ -191,7 +242,7 @@ def choose_stored(matrix: Matrix, stored: Sequence[StoredLowBit | None]) -> Meth
     if not by_name:
         return None
     first = stored[0]
-    if matrix.may_round and first is not None and all(each == first for each in stored):
+    if matrix.may_round and first is not None and first.has_groups and all(each == first for each in stored):
         first = copy(first)
         first.num_experts = matrix.num_experts
         return first
