@@ -128,7 +128,8 @@ def pair_down(
         if K > BK:  # there are many reads between the meetings, and too few registers for more
             extra += tl.sum(acc, 1)
             acc = tl.zeros((BN, BK), tl.float32)
-    at, kind = out + token * N + n, out.dtype.element_ty
+    at = out + token * N + n
+    kind = out.dtype.element_ty
     total = (tl.sum(acc, 1) + extra).to(kind)
     if ADD:
         total = (total.to(tl.float32) + tl.load(at, mask=here, other=0.0).to(tl.float32)).to(kind)
