@@ -19,7 +19,6 @@ from compile_program import PROGRAM
 
 from text_generation_inference.kernels.triton.expert_tiles import Tiling, choose_tiling
 from text_generation_inference.kernels.triton.gemv import choose_shape as gemv_shape
-from text_generation_inference.kernels.triton.gemv_fp8 import Chunks
 from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as gemv_fp8_shape
 from text_generation_inference.kernels.triton.latent import choose_tiles
 
@@ -369,17 +368,6 @@ CASES = [
     gemv_fp8(11008, gemv_fp8_shape(11008)),
     gemv_fp8(28672, gemv_fp8_shape(28672)),
     gemv_fp8(27648, gemv_fp8_shape(27648, roomy=False)),
-    (
-        "gemv_fp8", "_gemv_fp8_chunks_kernel",
-        {
-            **dict.fromkeys(("x", "bias", "out"), BF16), "weight": FP8, "columns": "i32",
-            **dict.fromkeys(("weight_scale", "input_scale"), FP32),
-        },
-        {
-            "N": 8192, "K": 28672, "K_PAD": 32768, "BN": Chunks().bn, "BK": Chunks().bk, "STAGES": Chunks().stages,
-            "FORM": 1, "ADD": True, "BIAS": False,
-        }, {"num_warps": Chunks().warps, "fast": True},
-    ),
     rotary(64),
     rotary(40),
     rotary(64, FP8),
