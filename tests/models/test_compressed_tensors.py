@@ -6,77 +6,21 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from compressed_writing import DOCUMENT, FORMS, load, matrices, tensors_of, write
 from driving import make_request, run, start
 from ranks import logits_of_threads
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from text_generation_inference.config import ServerConfig
-from text_generation_inference.devices.cpu import CpuDevice
-from text_generation_inference.engine.rank import load_model
-from text_generation_inference.kernels import low_bit
-from text_generation_inference.kernels.low_bit import LowBitWeight
+from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.ops import Ops
-from text_generation_inference.models.registry import read_config, read_quantization
-from text_generation_inference.parallel import Parallel
-from text_generation_inference.quant.method import Matrix
-from text_generation_inference.weights.source import ModelFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-DATA = Path(__file__).parent.parent / "data" / "compressed_tensors"
-DOCUMENT = json.loads((DATA / "forms.json").read_text())
-FORMS = DOCUMENT["forms"]
 # Matrices that are not held in few bits: parts of different forms, floats of 8 bits whose inputs are not.
 WIDENED = {"fp8-weights": {"qkv", "out", "gate_up", "down"}, "mixed": {"qkv", "gate_up"}}
-
-
-@pytest.fixture(scope="module")
-def tensors() -> dict[str, Tensor]:
-    return load_file(DATA / "forms.safetensors")
-
-
-def tensors_of(form: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"]}
-    for prefix in (FORMS[form]["model"], form):
-        found |= {n.removeprefix(f"{prefix}/"): t for n, t in tensors.items() if n.startswith(f"{prefix}/")}
-    return found
-
-
-def write(form: str, tensors: dict[str, Tensor], folder: Path, change: dict[str, Tensor | None] | None = None) -> Path:
-    folder.mkdir(exist_ok=True)
-    config = {**DOCUMENT["models"][FORMS[form]["model"]], "quantization_config": FORMS[form]["quantization_config"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    found = {**tensors_of(form, tensors), **(change or {})}
-    save_file({name: tensor for name, tensor in found.items() if tensor is not None}, folder / "model.safetensors")
-    return folder
-
-
-def load(folder: Path, dtype: torch.dtype) -> Any:
-    config = read_config(folder)
-    device = CpuDevice(folder / "cache", custom_kernels=False)
-    device.ops = Ops()  # which hold matrices in few bits as they are
-    source = ModelFolder(model_id="tiny", path=folder, note="")
-    quantization = read_quantization(config)
-    return load_model(ServerConfig(), source, config, quantization, device, dtype, Parallel(), lambda *_: None)
-
-
-def matrices(model: Any) -> dict[str, tuple[Matrix, Tensor]]:
-    """Each part by its name, with the matrix that it is of and its values."""
-    found: dict[str, tuple[Matrix, Tensor]] = {}
-    for prefix, module in model.walk():
-        if isinstance(module, Matrix):
-            weight = module.weight
-            wide = low_bit.widen(weight) if isinstance(weight, LowBitWeight) else weight
-            assert isinstance(wide, Tensor)
-            rows = [part.local_shape[0] for part in module.parts]
-            for name, part in zip(module.names(prefix), wide.split(rows), strict=True):
-                found[name] = (module, part)
-    return found
 
 
 def digest(matrix: Tensor) -> str:
@@ -84,8 +28,8 @@ def digest(matrix: Tensor) -> str:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_matrices_are_the_librarys(form: str, tensors: dict[str, Tensor], tmp_path: Path) -> None:
-    folder = write(form, tensors, tmp_path)
+def test_matrices_are_the_librarys(form: str, tmp_path: Path) -> None:
+    folder = write(form, tmp_path)
     model = load(folder, torch.bfloat16)
     found = matrices(model)
     expected = FORMS[form]["matrices"]
@@ -97,8 +41,8 @@ def test_matrices_are_the_librarys(form: str, tensors: dict[str, Tensor], tmp_pa
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_tokens_are_those_of_transformers(form: str, tensors: dict[str, Tensor], tmp_path: Path) -> None:
-    engine = start(write(form, tensors, tmp_path))
+def test_tokens_are_those_of_transformers(form: str, tmp_path: Path) -> None:
+    engine = start(write(form, tmp_path))
     assert any("as the checkpoint has them (compressed-tensors)" in note for note in engine.notes)
     expected = FORMS[form]["generated"]
     requests = [
@@ -116,7 +60,151 @@ def test_tokens_are_those_of_transformers(form: str, tensors: dict[str, Tensor],
 @pytest.mark.parametrize(
     "form", [form for form in FORMS if form not in ("w8a8", "w8a8-static-asymmetric")]
 )  # each rank finds scales of its own half of a row
-def test_ranks(form: str, tensors: dict[str, Tensor], tmp_path: Path) -> None:
-    folder = write(form, tensors, tmp_path)
+def test_ranks(form: str, tmp_path: Path) -> None:
+    folder = write(form, tmp_path)
     whole = logits_of_threads(folder, 1, ops=Ops())
     torch.testing.assert_close(logits_of_threads(folder, 2, ops=Ops()), whole, atol=1e-4, rtol=1e-4)
+
+
+def decode(tensors: dict[str, Tensor], module: str) -> Tensor:
+    """Of 4 bits with zero points and an index of groups, in plain torch."""
+    words, zeros, scale, index = (
+        tensors[f"{module}.weight_{name}"].long() if name != "scale" else tensors[f"{module}.weight_scale"].float()
+        for name in ("packed", "zero_point", "scale", "g_idx")
+    )
+    places = torch.arange(0, 32, 4)
+    codes = (words[..., None] >> places & 15).flatten(1)
+    zero = (zeros[:, None] >> places[:, None] & 15).flatten(0, 1)[: len(codes)]
+    return ((codes - zero[:, index]) * scale[:, index]).bfloat16()
+
+
+@pytest.mark.parametrize("form", ["w4a16-actorder", "experts-w4a16"])
+def test_each_part_may_have_an_order_of_its_own(form: str, tmp_path: Path) -> None:
+    """Queries and keys that differ are widened; experts keep an order each."""
+    tensors, random = tensors_of(form), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("weight_packed")]:
+        columns = tensors[name].shape[1] * 8
+        index = torch.arange(columns)[torch.randperm(columns, generator=random)] // 32
+        same = tensors.get(name.replace("w3.", "w1.").replace("packed", "g_idx"), index)  # gate and up share inputs
+        tensors[name.replace("packed", "g_idx")] = (same if "w3." in name else index).int().clone()
+    config = json.loads(json.dumps(FORMS[form]["quantization_config"]))
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    folder = write(form, tmp_path, dict(tensors), {"quantization_config": config})
+    model = load(folder, torch.bfloat16)
+    found = matrices(model)
+    for module in FORMS[form]["matrices"]:
+        assert torch.equal(found[module][1], decode(tensors, module)), module
+    layer = model.model.layers[0]
+    assert isinstance(layer.attention.qkv.weight, Tensor) and not isinstance(layer.mlp.down.weight, Tensor)
+    assert isinstance(layer.mlp.gate_up.weight, Tensor) == (form == "w4a16-actorder")
+    whole = logits_of_threads(folder, 1, ops=Ops())
+    torch.testing.assert_close(logits_of_threads(folder, 2, ops=Ops()), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_groups_that_were_never_listed(tmp_path: Path) -> None:
+    """Older files have an index of -1 where groups come one after the other."""
+    form = "w4a16-asymmetric"
+    config = json.loads(json.dumps(FORMS[form]["quantization_config"]))
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    names = {f"{module}.weight_g_idx": 96 if "down" in module else 64 for module in FORMS[form]["matrices"]}
+    indices = {name: torch.full((count,), -1, dtype=torch.int32) for name, count in names.items()}
+    found = matrices(load(write(form, tmp_path, dict(indices), {"quantization_config": config}), torch.bfloat16))
+    expected = FORMS[form]["matrices"]
+    assert {name: digest(found[name][1]) for name in expected} == expected
+
+
+def test_a_head_in_few_bits_is_widened(tmp_path: Path) -> None:
+    codes = torch.randint(0, 16, (320, 64), generator=torch.Generator().manual_seed(0))
+    scale = torch.rand(320, 2, generator=torch.Generator().manual_seed(1)).bfloat16() / 10
+    words = (codes.unflatten(1, (8, 8)) << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+    head = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([320, 64])}
+    untied = {"tie_word_embeddings": False}
+    folder = write("w4a16", tmp_path / "packed", {f"lm_head.{name}": each for name, each in head.items()}, untied)
+    plain = (codes - 8) * scale.float().repeat_interleave(32, 1)
+    expected = write("w4a16", tmp_path / "plain", {"lm_head.weight": plain}, untied)
+    torch.testing.assert_close(logits_of_threads(folder, 2), logits_of_threads(expected, 1), atol=1e-4, rtol=1e-4)
+
+
+def test_scales_of_a_cache(tmp_path: Path) -> None:
+    quantization = FORMS["w4a16"]["quantization_config"]
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config = {"quantization_config": {**quantization, "kv_cache_scheme": scheme}}
+    scales = {
+        f"model.layers.0.self_attn.{side}_scale": torch.tensor([size]) for side, size in (("k", 0.5), ("v", 0.25))
+    }
+    model = load(write("w4a16", tmp_path, scales, config), torch.float32)
+    attention = model.model.layers[0].attention
+    assert attention.cache_scales.of(torch.float8_e4m3fn) == (0.5, 0.25)
+    with pytest.raises(ModelFormatError, match=r"lacks the tensor model.layers.0.self_attn.k_scale"):
+        load(write("w4a16", tmp_path, {}, config), torch.float32)
+
+
+def test_random_weights_have_the_form(tmp_path: Path) -> None:
+    """Without a checkpoint: sizes are those of the form."""
+    for form in ("w4a16-asymmetric", "w8a8-static", "nvfp4"):
+        engine = start(write(form, tmp_path), load_format="dummy")
+        output = run(engine, [make_request(0, [1, 2, 3], 4)])[0]
+        assert len(output.token_ids) == 4 and all(logprob < 0 for logprob in output.logprobs)
+        engine.close()
+
+
+# -- checkpoints that are wrong ----------------------------------------------------------------------------------------
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def int32(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "value", "text"),
+    [
+        ("w4a16", "weight_packed", None, f"lacks the tensor {DOWN}.weight_packed"),
+        ("w4a16", "weight_scale", None, f"lacks the tensor {DOWN}.weight_scale"),
+        ("w4a16", "weight_packed", int32(64, 11), "has shape [64, 11], config.json makes it [64, 12]"),
+        ("w4a16", "weight_packed", int32(12, 64), "has shape [12, 64]"),
+        ("w4a16", "weight_packed", torch.zeros(64, 12), "has type float32, config.json makes it int32"),
+        ("w4a16", "weight_scale", torch.ones(64, 2), "has shape [64, 2], config.json makes it [64, 3]"),
+        ("w4a16", "weight_scale", int32(64, 3), "has type int32, config.json makes it float16 or bfloat16 or float32"),
+        ("w4a16", "weight_scale", torch.full((64, 3), torch.inf), "holds a scale that is not finite"),
+        ("w4a16", "weight_shape", torch.tensor([96, 64]), "says [96, 64], config.json makes it [64, 96]"),
+        ("w4a16", "weight_shape", torch.tensor([64.0, 96.0]), "has type float32, config.json makes it int32 or int64"),
+        ("w4a16", "weight_zero_point", int32(8, 3), f"does not use: {DOWN}.weight_zero_point"),
+        ("w4a16", "weight_g_idx", int32(96), f"does not use: {DOWN}.weight_g_idx"),
+        ("w4a16", "weight", torch.zeros(64, 96), f"does not use: {DOWN}.weight"),
+        ("w4a16-asymmetric", "weight_zero_point", None, f"lacks the tensor {DOWN}.weight_zero_point"),
+        ("w4a16-asymmetric", "weight_zero_point", int32(64, 3), "has shape [64, 3], config.json makes it [8, 3]"),
+        ("w4a16-asymmetric", "weight_zero_point", torch.zeros(8, 3), "has type float32, config.json makes it int32"),
+        ("w4a16-tensor-asymmetric", "weight_zero_point", int32(1), "has type int32, config.json makes it int8"),
+        ("w4a16-actorder", "weight_g_idx", None, f"lacks the tensor {DOWN}.weight_g_idx"),
+        ("w4a16-actorder", "weight_g_idx", int32(64), "has shape [64], config.json makes it [96]"),
+        ("w4a16-actorder", "weight_g_idx", torch.arange(96), "names groups from 0 to 95, there are 3"),
+        ("w4a16-actorder", "weight_g_idx", torch.zeros(96), "has type float32, config.json makes it int32"),
+        ("w3a16", "weight_packed", int32(64, 8), "has shape [64, 8], config.json makes it [64, 9] or [64, 10]"),
+        ("w8a8", "weight", torch.zeros(64, 96), f"tensor {DOWN}.weight in"),
+        ("w8a8", "weight_scale", torch.ones(3), f"tensor {DOWN}.weight_scale in"),
+        ("w8a8-static", "input_scale", None, f"lacks the tensor {DOWN}.input_scale"),
+        ("w8a8-static", "input_scale", torch.zeros(1), "must be one number above 0"),
+        ("w4a8", "weight", torch.full((64, 96), 8, dtype=torch.int8), "holds values that 4 bits do not hold"),
+        ("nvfp4", "weight_global_scale", None, f"lacks the tensor {DOWN}.weight_global_scale"),
+        ("nvfp4", "weight_global_scale", torch.zeros(1), "must be one number above 0"),
+        ("nvfp4", "weight_scale", torch.ones(64, 6), "has type float32, config.json makes it float8_e4m3fn"),
+        ("nvfp4", "weight_packed", int32(64, 48), "has type int32, config.json makes it uint8"),
+        ("nvfp4", "weight_packed", torch.zeros(64, 96, dtype=torch.uint8), "config.json makes it [64, 48]"),
+        ("mxfp4", "weight_scale", torch.full((64, 3), 255, dtype=torch.uint8), "holds a scale that is not finite"),
+    ],
+    ids=str,
+)
+def test_wrong_tensors_are_named(form: str, name: str, value: Tensor | None, text: str, tmp_path: Path) -> None:
+    folder = write(form, tmp_path, {f"{DOWN}.{name}": value})
+    with pytest.raises(ModelFormatError) as caught:
+        load(folder, torch.float32)
+    assert text in str(caught.value) and f"{DOWN}.{name}" in str(caught.value)
+
+
+def test_a_plain_file_with_such_a_config(tmp_path: Path) -> None:
+    change: dict[str, Tensor | None] = dict.fromkeys(tensors_of("w4a16"))
+    change |= {name.replace("_packed", ""): torch.zeros(2) for name in change if name.endswith("packed")}
+    with pytest.raises(ModelFormatError, match="lacks the tensor"):
+        load(write("w4a16", tmp_path, change), torch.float32)

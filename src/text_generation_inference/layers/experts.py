@@ -159,11 +159,11 @@ class Experts(FeedForward):
 
     def adapt(self, prefix: str, names: Collection[str]) -> None:
         """Take the tensors that a checkpoint has, which are below `prefix`."""
-        if f"{prefix}{self.name}.{self.gate_up.parts[0].name}" in names:
+        if _is_there(f"{prefix}{self.name}.{self.gate_up.parts[0].name}", names):
             return
         for make in self._others:
             other = make()
-            if f"{prefix}{other.name}.{other.gate_up[0].name}" in names:
+            if _is_there(f"{prefix}{other.name}.{other.gate_up[0].name}", names):
                 self.name, self.gate_up.parts, self.down.parts = other.name, other.gate_up, other.down
                 self.router.rename(other.router)
                 return
@@ -197,6 +197,12 @@ class Experts(FeedForward):
         if self.shared is not None:
             out = out + self.shared.forward(x)
         return self.parallel.all_reduce(out)
+
+
+def _is_there(tensor: str, names: Collection[str]) -> bool:
+    """As it is, or in place of its weight what a quantised checkpoint has."""
+    matrix = tensor.removesuffix("weight")
+    return tensor in names or (matrix != tensor and any(name.startswith(matrix) for name in names))
 
 
 @dataclass(frozen=True, slots=True)

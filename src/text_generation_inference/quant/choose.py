@@ -18,6 +18,7 @@ from text_generation_inference.quant import (
     fp8_formats,
     gguf,
     gptq,
+    modelopt,
     mxfp4,
 )
 from text_generation_inference.quant.cache_scales import CacheScales
@@ -33,6 +34,7 @@ METHODS = {
     "fp8": fp8_formats.detect,
     "compressed-tensors": compressed_tensors.detect,
     "fbgemm_fp8": fp8_formats.detect,
+    "modelopt": modelopt.detect,
     "mxfp4": mxfp4.detect,
     "gptq": gptq.detect,
     "bitsandbytes": bitsandbytes.detect,

@@ -7,13 +7,15 @@ them.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.low_bit import LowBitWeight
-from text_generation_inference.quant.integers import ONE, beside, check_dtype, check_whole, groups_of, ranges
+from text_generation_inference.quant.groups import KeptSlice, read_typed
+from text_generation_inference.quant.integers import ONE, beside, check_whole
 from text_generation_inference.quant.low_bit import LowBitScheme, StoredLowBit
 from text_generation_inference.quant.mxfp4 import VALUES
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
@@ -88,25 +90,25 @@ class StoredFp4(StoredLowBit):
 
     def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
         values, scales = self._wanted(name, part)
-        check_dtype(values.name, checkpoint, torch.uint8)
-        codes = checkpoint.read(*values).to(device)
-        (_, (start, end)), table = ranges(part), torch.tensor(VALUES, device=device)
-        size, groups = groups_of(self.stored.group_size, start, end)
+        codes = read_typed(values, checkpoint, torch.uint8).to(device)
+        (start, end), stored = KeptSlice.of(part).columns, self.stored.group_size
+        size = gcd(stored, start)  # a slice may begin in a group
+        groups = torch.arange(start, end, size) // stored
         scale = self._read_scale(name, scales, checkpoint)[:, groups - groups[0]]
         scale = part.arrange_rows(scale).contiguous().to(device)
         codes = part.arrange_rows(codes).contiguous()
-        return LowBitWeight(codes, scale, None, 4, size, end - start, table=table)
+        return LowBitWeight(codes, scale, None, 4, size, end - start, table=torch.tensor(VALUES, device=device))
 
     def _read_scale(self, name: str, wanted: Wanted, checkpoint: Checkpoint) -> Tensor:
         if self.stored.global_scale is None:
-            check_dtype(wanted.name, checkpoint, torch.uint8, torch.float8_e8m0fnu)
-            exponents = checkpoint.read(*wanted).view(torch.uint8)
-            if bool((exponents == _NOT_A_NUMBER).any()):
-                raise ModelFormatError(f"tensor {wanted.name} in {checkpoint.folder} holds a scale that is not finite")
-            return torch.exp2(exponents.float() - _BIAS).bfloat16()
-        check_dtype(wanted.name, checkpoint, torch.float8_e4m3fn)
-        scale = checkpoint.read(*wanted).float()
-        if not bool(torch.isfinite(scale).all()):
+            exponents = read_typed(wanted, checkpoint, torch.uint8, torch.float8_e8m0fnu).view(torch.uint8)
+            is_finite = not bool((exponents == _NOT_A_NUMBER).any())
+            scale = torch.exp2(exponents.float() - _BIAS).bfloat16()
+        else:
+            scale = read_typed(wanted, checkpoint, torch.float8_e4m3fn).float()
+            is_finite = bool(torch.isfinite(scale).all())
+            whole = read_number(beside(name, self.stored.global_scale), checkpoint)
+            scale = scale * whole if self.stored.multiplies else scale / whole
+        if not is_finite:
             raise ModelFormatError(f"tensor {wanted.name} in {checkpoint.folder} holds a scale that is not finite")
-        whole = read_number(beside(name, self.stored.global_scale), checkpoint)
-        return scale * whole if self.stored.multiplies else scale / whole
+        return scale

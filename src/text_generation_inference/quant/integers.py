@@ -13,16 +13,24 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError
-from text_generation_inference.kernels import low_bit
 from text_generation_inference.kernels.low_bit import LowBitWeight
-from text_generation_inference.quant.low_bit import LowBitScheme, SortedColumns, StoredLowBit, sort_columns
+from text_generation_inference.quant.groups import (
+    INDICES,
+    InputGroups,
+    KeptSlice,
+    held_bits,
+    hold,
+    read_index,
+    read_scale,
+    read_typed,
+)
+from text_generation_inference.quant.low_bit import LowBitScheme, StoredLowBit
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 from text_generation_inference.weights.declare import Beside, Part, Parts
 from text_generation_inference.weights.load import read_number
 
 WORD = 32
 ONE: tuple[tuple[int, ...], ...] = ((), (1,))
-_SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ROWS_AT_A_TIME = 1024
 
 
@@ -46,7 +54,7 @@ class StoredIntegers(StoredLowBit):
         self.stored = stored
         super().__init__(
             LowBitScheme(
-                bits=_held_bits(stored.bits),
+                bits=held_bits(stored.bits, columns=2),
                 group_size=stored.group_size,
                 is_symmetric=stored.is_symmetric,
                 quantizes_inputs=stored.inputs is not None,
@@ -85,34 +93,19 @@ class StoredIntegers(StoredLowBit):
     def list_reads(self, parts: Parts, checkpoint: Checkpoint) -> Iterator[Wanted]:
         for name, part in parts:
             yield self._codes(name, part, checkpoint)[0]
-            yield self._scales(name, part)
+            yield self._scales(name, KeptSlice.of(part))
 
     def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
-        stored = self.stored
-        rows, (start, end) = ranges(part)
-        codes, bits = self._read_codes(name, part, checkpoint, device)
-        scale = self._read_scale(name, part, checkpoint)
-        zero = None if stored.is_symmetric else self._read_zero(name, part, checkpoint)[slice(*rows)]
-        index = self._read_group_index(name, part, checkpoint)
-        size, groups, order = end - start, torch.zeros(1, dtype=torch.long), None
-        if index is not None:
-            columns = sort_columns(index, stored.group_size or size)
-            size, groups, order = columns.size, columns.groups, columns.order.to(device)
-            codes, bits = _sort_codes(codes, bits, columns, zero)
-        elif stored.group_size is not None:
-            size, groups = groups_of(stored.group_size, start, end)
-        scale = scale[:, groups - self._first_group(part)]
-        offset = None if zero is None else scale.float() * zero[:, groups]
-        weight = LowBitWeight(
-            part.arrange_rows(codes),
-            part.arrange_rows(scale).contiguous().to(device),
-            None if offset is None else part.arrange_rows(offset).contiguous().to(device),
-            bits,
-            size,
-            end - start,
-            order=order,
-            quantizes_inputs=stored.inputs is not None,
-        )
+        stored, kept = self.stored, KeptSlice.of(part)
+        codes = self._read_codes(name, part, checkpoint, device)
+        scale = self._read_scale(name, kept, checkpoint, device)
+        first, zero = self._first_group(kept), None
+        if not stored.is_symmetric:
+            zero = self._read_zero(name, kept, checkpoint)[slice(*kept.rows), first : first + scale.shape[1]].to(device)
+        size = stored.group_size or kept.shape[1]
+        index = self._read_group_index(name, kept, checkpoint)
+        weight = hold(codes, stored.bits, InputGroups(scale, zero, size, first * size, index), kept.columns, part)
+        weight.quantizes_inputs = stored.inputs is not None
         if stored.inputs == "static":
             weight.input_scale = read_number(beside(name, "input_scale"), checkpoint).to(device)
         return weight
@@ -130,50 +123,42 @@ class StoredIntegers(StoredLowBit):
 
     def _codes(self, name: str, part: Part, checkpoint: Checkpoint) -> tuple[Wanted, int, bool]:
         """What is read of the codes, how many columns of it come before this rank's, and whether words are full."""
-        codes = self._codes_name(name)
+        codes, bits, kept = self._codes_name(name), self.stored.bits, KeptSlice.of(part)
         if not self.stored.is_packed:
             return part.wanted(codes), 0, True
-        bits, (start, end) = self.stored.bits, ranges(part)[1]
-        is_dense = checkpoint.shape(codes)[1] == _word_counts(part.shape[1], bits)[0]
-        if part.dim != 1:
-            return part.wanted(codes), 0, is_dense
-        if is_dense:
-            run = WORD // gcd(WORD, bits)  # codes after which a word begins
-            first, last = start // run * run, -(-end * bits // WORD)
-            return Wanted(codes, 1, first * bits // WORD, last), start - first, True
-        run = WORD // bits
-        return Wanted(codes, 1, start // run, -(-end // run)), start % run, False
+        is_dense = checkpoint.shape(codes)[1] == _word_counts(kept.shape[1], bits)[0]
+        # Codes after which a word begins, and the words that they take.
+        run, words = (WORD // gcd(WORD, bits), bits // gcd(WORD, bits)) if is_dense else (WORD // bits, 1)
+        wanted = kept.wanted(codes, (0, 1, 1), (1, run, words))
+        if wanted.end is not None:
+            wanted = wanted._replace(end=min(wanted.end, checkpoint.shape(codes)[wanted.dim or 0]))
+        return wanted, kept.columns[0] % run, is_dense
 
-    def _read_codes(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> tuple[Tensor, int]:
-        """-> uint8 as `LowBitWeight` has them, and the bits of each."""
-        bits, (start, end) = self.stored.bits, ranges(part)[1]
+    def _read_codes(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> Tensor:
+        """-> uint8, two in a byte where they are stored so."""
+        bits, (start, end) = self.stored.bits, KeptSlice.of(part).columns
         wanted, skip, is_dense = self._codes(name, part, checkpoint)
-        check_dtype(wanted.name, checkpoint, torch.int32 if self.stored.is_packed else torch.int8)
-        if self.stored.is_packed:
-            self._check_shape(name, part, checkpoint)
-        found, columns = checkpoint.read(*wanted).to(device), end - start
-        held = _held_bits(bits) if columns % 2 == 0 else 8
+        columns, half = end - start, 1 << (bits - 1)
         if not self.stored.is_packed:
-            low = 1 << (bits - 1)
-            if bits < 8 and not bool(((found >= -low) & (found < low)).all()):
+            values = read_typed(wanted, checkpoint, torch.int8).to(device)
+            if bits < 8 and not bool(((values >= -half) & (values < half)).all()):
                 raise ModelFormatError(
                     f"tensor {name} in {checkpoint.folder} holds values that {bits} bits do not hold"
                 )
-            return low_bit.pack_codes((found.view(torch.uint8) + (1 << (held - 1))), held), held
-        found = found.contiguous()
-        if bits in (4, 8) and bits == held and skip * bits % 8 == 0:  # as they are
+            return values.view(torch.uint8) + half
+        self._check_shape(name, part, checkpoint)
+        words = read_typed(wanted, checkpoint, torch.int32).to(device).contiguous()
+        if bits == 8 or (bits == 4 and skip % 2 == columns % 2 == 0):  # as `LowBitWeight` has them
             first = skip * bits // 8
-            return found.view(torch.uint8)[:, first : first + columns * bits // 8].contiguous(), held
-        more = (1 << (held - 1)) - (1 << (bits - 1))
-        pieces = (unpack(piece, bits, skip, columns, is_dense) + more for piece in found.split(_ROWS_AT_A_TIME))
-        return torch.cat([low_bit.pack_codes(piece, held) for piece in pieces]), held
+            return words.view(torch.uint8)[:, first : first + columns * bits // 8]
+        pieces = words.split(_ROWS_AT_A_TIME)
+        return torch.cat([unpack(piece, bits, skip, columns, is_dense) for piece in pieces])
 
     def _check_shape(self, name: str, part: Part, checkpoint: Checkpoint) -> None:
         shape = beside(name, "weight_shape")
-        if shape not in checkpoint.names():
+        if shape not in checkpoint:
             return
-        check_dtype(shape, checkpoint, torch.int64, torch.int32)
-        found = checkpoint.read(shape, on_host=True).tolist()
+        found = read_typed(Wanted(shape, on_host=True), checkpoint, *INDICES).tolist()
         if found != list(part.shape):
             raise ModelFormatError(
                 f"tensor {shape} in {checkpoint.folder} says {found}, config.json makes it {list(part.shape)}"
@@ -181,100 +166,72 @@ class StoredIntegers(StoredLowBit):
 
     # -- scales, zero points, groups -----------------------------------------------------------------------------------
 
-    def _groups(self, part: Part) -> int:
+    def _groups(self, columns: int) -> int:
         size = self.stored.group_size
-        return 1 if size is None else -(-part.shape[1] // size)
+        return 1 if size is None else -(-columns // size)
+
+    def _first_group(self, kept: KeptSlice) -> int:
+        """That of the scales which are read: a listed one may be any."""
+        size = self.stored.group_size
+        return 0 if size is None or self.stored.has_group_index else kept.columns[0] // size
 
     def _scale_shapes(self, part: Part) -> tuple[tuple[int, ...], ...]:
-        rows = part.shape[0]
+        rows, columns = part.shape
         if self.stored.strategy == "tensor":
             return ((1,), (), (1, 1))
         if self.stored.strategy == "channel":
             return ((rows, 1), (rows,))
-        return ((rows, self._groups(part)),)
+        return ((rows, self._groups(columns)),)
 
-    def _scales(self, name: str, part: Part) -> Wanted:
+    def _scales(self, name: str, kept: KeptSlice) -> Wanted:
         """This rank's rows or groups of columns."""
         scale, size = beside(name, "weight_scale"), self.stored.group_size
-        if part.dim == 0 and self.stored.strategy != "tensor":
-            return Wanted(scale, 0, part.start, part.end, on_host=True)
-        if part.dim != 1 or size is None or self.stored.has_group_index:
-            return Wanted(scale, on_host=True)
-        return Wanted(scale, 1, self._first_group(part), -(-part.end // size), on_host=True)
+        if self.stored.strategy == "tensor":
+            return Wanted(scale)
+        if kept.is_by_row:
+            return Wanted(scale, 0, *kept.rows)
+        if not kept.is_by_column or size is None or self.stored.has_group_index:
+            return Wanted(scale)
+        return Wanted(scale, 1, self._first_group(kept), -(-kept.columns[1] // size))
 
-    def _first_group(self, part: Part) -> int:
-        """That of the scales which are read: a listed one may be any."""
-        size = self.stored.group_size
-        return part.start // size if part.dim == 1 and size is not None and not self.stored.has_group_index else 0
-
-    def _read_scale(self, name: str, part: Part, checkpoint: Checkpoint) -> Tensor:
-        wanted = self._scales(name, part)
-        check_dtype(wanted.name, checkpoint, *_SCALES)
-        found = checkpoint.read(*wanted)
-        if not bool(torch.isfinite(found).all()):
-            raise ModelFormatError(f"tensor {wanted.name} in {checkpoint.folder} holds a scale that is not finite")
-        found = found.float() if found.dtype is torch.float64 else found
-        (first, last), _ = ranges(part)
-        return found.reshape(-1, found.shape[1] if self.stored.strategy == "group" else 1).expand(last - first, -1)
+    def _read_scale(self, name: str, kept: KeptSlice, checkpoint: Checkpoint, device: torch.device) -> Tensor:
+        found = read_scale(self._scales(name, kept), checkpoint, device)
+        by_row = found.reshape(-1, found.shape[1] if self.stored.strategy == "group" else 1)
+        return by_row.expand(kept.rows[1] - kept.rows[0], -1)
 
     def _zero_shapes(self, part: Part) -> tuple[tuple[int, ...], ...]:
         if not self._packs_zeros:
             return self._scale_shapes(part)
-        counts = _word_counts(part.shape[0], self.stored.bits)
-        return tuple(dict.fromkeys((count, self._groups(part)) for count in counts))
+        rows, columns = part.shape
+        return tuple(dict.fromkeys((count, self._groups(columns)) for count in _word_counts(rows, self.stored.bits)))
 
     @property
     def _packs_zeros(self) -> bool:
         return self.stored.is_packed and self.stored.strategy != "tensor"
 
-    def _read_zero(self, name: str, part: Part, checkpoint: Checkpoint) -> Tensor:
-        """float32 `[rows, groups]` of the whole matrix."""
-        zero, bits, rows = beside(name, "weight_zero_point"), self.stored.bits, part.shape[0]
-        check_dtype(zero, checkpoint, torch.int32 if self._packs_zeros else torch.int8)
-        found = checkpoint.read(zero, on_host=True)
+    def _read_zero(self, name: str, kept: KeptSlice, checkpoint: Checkpoint) -> Tensor:
+        """Codes of all of the matrix, uint8 `[rows, groups]`, on the host: few, and packed across ranks."""
+        wanted, bits, rows = Wanted(beside(name, "weight_zero_point"), on_host=True), self.stored.bits, kept.shape[0]
         if not self._packs_zeros:
-            return found.float().reshape(-1, self._groups(part)).expand(rows, -1)
-        is_dense = found.shape[0] == _word_counts(rows, bits)[0]
-        codes = unpack(found.t().contiguous(), bits, 0, rows, is_dense)
-        return (codes.float() - (1 << (bits - 1))).t()
+            found = read_typed(wanted, checkpoint, torch.int8).reshape(-1, self._groups(kept.shape[1]))
+            return (found.view(torch.uint8) + (1 << (bits - 1))).expand(rows, -1)
+        words = read_typed(wanted, checkpoint, torch.int32)
+        is_dense = words.shape[0] == _word_counts(rows, bits)[0]
+        return unpack(words.t().contiguous(), bits, 0, rows, is_dense).t()
 
-    def _read_group_index(self, name: str, part: Part, checkpoint: Checkpoint) -> Tensor | None:
+    def _read_group_index(self, name: str, kept: KeptSlice, checkpoint: Checkpoint) -> Tensor | None:
         """The group of each of this rank's columns; None: they come one after the other."""
         if not self.stored.has_group_index:
             return None
         index = beside(name, "weight_g_idx")
-        check_dtype(index, checkpoint, torch.int32, torch.int64)
-        found = checkpoint.read(index, on_host=True).long()
-        if bool((found == -1).all()):  # was never set
+        if bool((read_typed(Wanted(index, on_host=True), checkpoint, *INDICES) == -1).all()):  # was never set
             return None
-        if int(found.min()) < 0 or int(found.max()) >= self._groups(part):
-            raise ModelFormatError(
-                f"tensor {index} in {checkpoint.folder} names groups from {int(found.min())} to {int(found.max())},"
-                f" there are {self._groups(part)}"
-            )
-        return found[slice(*ranges(part)[1])]
-
-
-def _held_bits(bits: int) -> int:
-    return 4 if bits <= 4 else 8
+        return read_index(index, self._groups(kept.shape[1]), checkpoint)[slice(*kept.columns)]
 
 
 def _word_counts(codes: int, bits: int) -> tuple[int, int]:
     """How many words so many codes take: one bit after the other, and with whole codes in each word."""
     return -(-codes * bits // WORD), -(-codes // (WORD // bits))
-
-
-def _sort_codes(codes: Tensor, bits: int, columns: SortedColumns, zero: Tensor | None) -> tuple[Tensor, int]:
-    """As `LowBitWeight` has them, in the order of columns; `zero` `[rows, groups]` is the value that stands for 0."""
-    order, is_filler = columns.order.long(), columns.is_filler
-    found = low_bit.unpack_codes(codes, bits)[:, order.to(codes.device)]
-    held = bits if found.shape[1] % 2 == 0 else 8
-    found += (1 << (held - 1)) - (1 << (bits - 1))
-    if bool(is_filler.any()):
-        groups = columns.groups.repeat_interleave(columns.size)[: len(order)][is_filler]
-        fill = torch.zeros(codes.shape[0], len(groups)) if zero is None else zero[:, groups]
-        found[:, is_filler.to(codes.device)] = (fill + (1 << (held - 1))).to(torch.uint8).to(codes.device)
-    return low_bit.pack_codes(found, held), held
 
 
 def unpack(words: Tensor, bits: int, skip: int, count: int, is_dense: bool) -> Tensor:
@@ -297,35 +254,10 @@ def beside(name: str, tensor: str) -> str:
     return f"{name.removesuffix('weight')}{tensor}"
 
 
-def ranges(part: Part) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The rows and the columns that are this rank's."""
-    rows, columns = (0, part.shape[0]), (0, part.shape[1])
-    if part.dim is None:
-        return rows, columns
-    mine = (part.start, part.end)
-    return (mine, columns) if part.dim == 0 else (rows, mine)
-
-
-def groups_of(size: int, start: int, end: int) -> tuple[int, Tensor]:
-    """Columns from `start` to `end` in groups that begin there: their size, and the stored group that each is of."""
-    held = gcd(size, start) if start % size else size
-    return held, torch.arange(start, end, held) // size
-
-
 def check_whole(part: Part) -> None:
-    if part.number is not None or part.transposed:
+    KeptSlice.of(part)
+    if part.transposed:
         raise ModelFormatError(
-            f"{part.name}: {'its experts lie in one tensor' if part.number is not None else 'its rows lie as columns'},"
-            " which is not read in few bits. Use a version of the model with a tensor for each expert, or an"
-            " unquantised one."
-        )
-
-
-def check_dtype(name: str, checkpoint: Checkpoint, *allowed: torch.dtype) -> None:
-    stored = checkpoint.dtype(name)
-    if stored not in allowed:
-        expected = " or ".join(str(each).removeprefix("torch.") for each in allowed)
-        raise ModelFormatError(
-            f"tensor {name} in {checkpoint.folder} has type {str(stored).removeprefix('torch.')}, config.json makes it"
-            f" {expected}. Does config.json belong to these weights?"
+            f"{part.name}: its rows lie as columns, which is not read in few bits. Use an unquantised version of the"
+            " model."
         )

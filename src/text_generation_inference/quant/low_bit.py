@@ -31,8 +31,6 @@ from text_generation_inference.weights.declare import (
     stack,
 )
 
-_SMALLEST_RUN = 16  # columns with one scale, of a slice whose groups are not whole
-
 
 @dataclass(frozen=True, slots=True)
 class LowBitScheme:
@@ -204,36 +202,6 @@ def as_held(method: Method, matrix: Matrix) -> Method:
     if not isinstance(method, LowBit) or ("experts" if matrix.is_stacked else "linear") in matrix.ops.low_bit_ops:
         return method
     return WidenedLowBit({part.name: method for part in matrix.parts})
-
-
-@dataclass(frozen=True, slots=True)
-class SortedColumns:
-    """Columns by the group that each is of, in runs of one size; rows of some groups end in columns of zeros."""
-
-    order: Tensor  # [columns] int32: the input of each
-    is_filler: Tensor  # [columns] bool: it stands for 0, whatever its input
-    groups: Tensor  # the stored group of each run
-    size: int  # of a run
-
-
-def sort_columns(index: Tensor, group_size: int) -> SortedColumns:
-    """`index` is the group of each input, as act-order lists them. Few groups of a rank's slice are whole."""
-    order, counts = index.argsort(stable=True), index.bincount()
-    found = counts.nonzero()[:, 0]
-    counts = counts[found]
-    size = group_size if bool((counts[:-1] == group_size).all()) else math.gcd(group_size, _SMALLEST_RUN)
-    runs = -(-counts // size)
-    if bool((counts[:-1] % size == 0).all()):
-        return SortedColumns(
-            order.int(), torch.zeros_like(order, dtype=torch.bool), found.repeat_interleave(runs), size
-        )
-    starts = (runs * size).cumsum(0) - runs * size
-    places = torch.arange(len(order)) - (counts.cumsum(0) - counts - starts).repeat_interleave(counts)
-    columns = torch.zeros(int(runs.sum()) * size, dtype=torch.int32)
-    columns[places] = order.int()
-    is_filler = torch.ones_like(columns, dtype=torch.bool)
-    is_filler[places] = False
-    return SortedColumns(columns, is_filler, found.repeat_interleave(runs), size)
 
 
 def choose_stored(matrix: Matrix, stored: Sequence[StoredLowBit | None]) -> Method | None:
