@@ -256,14 +256,15 @@ def absorb(bm: int, bc: int, dependent: bool = False) -> tuple:
     return "latent_products", "absorb", types, values, {"num_warps": 4, "fast": True}
 
 
+JOINED = {"MAX_SPLITS": 64, "HEADS": 16, "C_PAD": 512, "JOIN": 8, "BLOCK_N": 64}
+
+
 def expand(kernel: str, **values: int) -> tuple:
-    types = {
-        **dict.fromkeys(("mixed", "up", "out"), BF16), **dict.fromkeys(("partial", "stats"), FP32), "seq_lens": "*i32",
-        **words("tokens splits mixed_token up_head out_token"),
-    }  # fmt: skip
-    values |= {"HEADS": 16, "C": 512, "V": 128, "BLOCK_N": 64, "DEPENDENT": False}
-    stages = 3 if values["MAX_SPLITS"] == 1 else 1
-    return "latent_products", kernel, types, values, {"num_warps": 4, "num_stages": stages, "fast": True}
+    types = {"mixed": BF16, "up": BF16, "out": BF16, **words("tokens mixed_token up_head out_token")}
+    if kernel != "expand":
+        types |= {**dict.fromkeys(("partial", "stats"), FP32), "seq_lens": "*i32", **words("splits")}
+    values = {"C": 512, "DEPENDENT": False, **values}
+    return "latent_products", kernel, types, values, {"num_warps": 4, "num_stages": 3, "fast": True}
 
 
 def latent_prompts(m: int, block: int, warps: int, roomy: bool) -> tuple:
@@ -355,8 +356,9 @@ CASES = [
     latent(16, prompts=True, roomy=False),
     latent(16, prompts=True, roomy=True),
     absorb(16, 64),
-    expand("expand", MAX_SPLITS=4, BM=32, BV=64, BK=64),
-    expand("join_and_expand", MAX_SPLITS=64, C_PAD=512, BV=32, JOIN=8),
+    expand("expand", V=128, BM=32, BV=64, BK=64),
+    expand("join_and_expand", V=128, **JOINED, BV=32),
+    expand("join", **JOINED),
     (
         "latent_products", "rotate_and_keep", LATENT_KEEP, {**LATENT, **LATENT_ROTARY, "HEADS": 16, "HB": 16, "P": 128},
         {"num_warps": 4, "fast": True},
@@ -407,8 +409,8 @@ MORE = [
     latent(128, prompts=False, roomy=True),
     absorb(64, 128),
     absorb(16, 64, dependent=True),
-    expand("expand", MAX_SPLITS=1, BM=64, BV=128, BK=64),
-    expand("expand", MAX_SPLITS=16, BM=16, BV=32, BK=64),
+    expand("expand", V=128, BM=64, BV=128, BK=64),
+    expand("expand", V=128, BM=16, BV=32, BK=64),
 ]
 
 

@@ -2,8 +2,9 @@
 """The op `latent_attention` (MLA): which kernels compute it, and in which tiles. The definition is `kernels.latent`.
 
 Three kernels where tokens are decoded, and in any pass that is captured: `absorb` (with rotation, norm and the write
-into the cache), attention over latents, `expand`. Prompts without cached tokens of a pass that is not captured get keys
-and values of their own instead, which is a third of the arithmetic.
+into the cache), attention over latents, `expand`. Where rows are split, few are put together in the last of them, more
+by `join` before it. Prompts without cached tokens of a pass that is not captured get keys and values of their own
+instead, which is a third of the arithmetic.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,13 @@ from torch import Tensor
 from text_generation_inference.kernels import latent as reference
 from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, PagedMeta
 from text_generation_inference.kernels.triton.latent_attention import latent_decode, latent_prefill
-from text_generation_inference.kernels.triton.latent_products import absorb, expand, join_and_expand, rotate_and_keep
+from text_generation_inference.kernels.triton.latent_products import (
+    absorb,
+    expand,
+    join,
+    join_and_expand,
+    rotate_and_keep,
+)
 from text_generation_inference.kernels.triton.latent_prompts import latent_prompts
 from text_generation_inference.kernels.triton.launch import dependent_launch
 
@@ -193,21 +200,25 @@ class TritonLatentAttention:
         """mixed `[tokens, heads, c]`, or `parts` of it -> out `[tokens, heads * v]`."""
         tokens, heads, size = mixed.shape
         up = work.up[:, work.plain_dim :]
-        partial, stats = parts or (mixed, mixed)
-        same = {"HEADS": heads, "C": size, "V": up.shape[1], "BLOCK_N": block}
-        if splits > 1 and tokens <= _FEW_ROWS:
-            bv = min(32, _pad(up.shape[1]))
-            join_and_expand[(heads * triton.cdiv(up.shape[1], bv), tokens)](
-                partial, stats, work.batch.seq_lens, up, out, splits, up.stride(0), out.stride(0), C_PAD=_pad(size),
-                MAX_SPLITS=_MAX_SPLITS, BV=bv, JOIN=8, num_warps=4, **same, **launched,
-            )  # fmt: skip
-            return
-        bm, bv = (16, 32) if tokens <= 32 else (32, 64) if splits > 1 or tokens <= 128 else (64, 128)
+        if parts is not None and splits > 1:
+            partial, stats = parts
+            shared = {
+                "MAX_SPLITS": _MAX_SPLITS, "HEADS": heads, "C": size, "C_PAD": _pad(size), "JOIN": 8, "BLOCK_N": block,
+                "num_warps": 4, **launched,
+            }  # fmt: skip
+            if tokens <= _FEW_ROWS:
+                bv = min(32, _pad(up.shape[1]))
+                join_and_expand[(heads * triton.cdiv(up.shape[1], bv), tokens)](
+                    partial, stats, work.batch.seq_lens, up, out, splits, up.stride(0), out.stride(0), V=up.shape[1],
+                    BV=bv, **shared,
+                )  # fmt: skip
+                return
+            join[(tokens, heads)](partial, stats, work.batch.seq_lens, mixed, splits, mixed.stride(0), **shared)
+        bm, bv = (16, 32) if tokens <= 32 else (32, 64) if tokens <= 128 else (64, 128)
         bv = min(bv, _pad(up.shape[1]))
         expand[(heads * triton.cdiv(up.shape[1], bv), triton.cdiv(tokens, bm))](
-            mixed, partial, stats, work.batch.seq_lens, up, out, tokens, splits, mixed.stride(0), up.stride(0),
-            out.stride(0), BM=bm, BV=bv, BK=min(64, _pad(size)), MAX_SPLITS=triton.next_power_of_2(splits), num_warps=4,
-            num_stages=3 if splits == 1 else 1, **same, **launched,
+            mixed, up, out, tokens, mixed.stride(0), up.stride(0), out.stride(0), C=size, V=up.shape[1], BM=bm, BV=bv,
+            BK=min(64, _pad(size)), num_warps=4, num_stages=3, **launched,
         )  # fmt: skip
 
     def _rotate_and_keep(self, work: _Pass) -> None:

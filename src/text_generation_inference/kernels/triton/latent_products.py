@@ -122,27 +122,12 @@ def absorb(
             )  # fmt: skip
 
 
-@triton.jit
-def _joined(partial, stats, greatest, total, active, place, inside, HEADS: tl.constexpr, C: tl.constexpr,
-            MAX_SPLITS: tl.constexpr, k, kind: tl.constexpr):  # fmt: skip
-    """Columns k of rows in parts: `greatest`, `total`, `active` (how many parts) and `place` are `[rows]`."""
-    rows = tl.zeros((place.shape[0], k.shape[0]), tl.float32)
-    for part in tl.static_range(MAX_SPLITS):
-        mine = place + part * HEADS
-        best = tl.load(stats + mine * 2, mask=part < active, other=LEAST)
-        share = tl.where(part < active, tl.exp2(best - greatest) / total, 0.0)
-        mask = (part < active)[:, None] & inside
-        rows += share[:, None] * tl.load(partial + mine[:, None] * C + k[None, :], mask=mask, other=0.0)
-    return rows.to(kind)
-
-
-@triton.jit(do_not_specialize=["tokens", "splits"])
+@triton.jit(do_not_specialize=["tokens"])
 def expand(
-    mixed, partial, stats, seq_lens, up, out, tokens, splits, mixed_token, up_head, out_token,
-    HEADS: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
+    mixed, up, out, tokens, mixed_token, up_head, out_token,
+    C: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BM tokens, of one head BV columns of `mixed up`. MAX_SPLITS > 1: what attention found is still in parts."""
+    """BM tokens, of one head BV columns of `mixed up`."""
     PARTS: tl.constexpr = (V + BV - 1) // BV
     head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     v, k = part * BV + tl.arange(0, BV), tl.arange(0, BK)
@@ -150,51 +135,23 @@ def expand(
     live = (token < tokens)[:, None]
     kind: tl.constexpr = out.dtype.element_ty
     wait_for_kernel_before(DEPENDENT)
-    if MAX_SPLITS > 1:
-        seq_len = tl.load(seq_lens + token, mask=token < tokens, other=0)
-        _, _, active = find_part(seq_len, 0, splits, BLOCK_N, 0, 0)
-        active = tl.where(token < tokens, active, 0)
-        place = token.to(tl.int64) * splits * HEADS + head
-        greatest = tl.full((BM,), LEAST, tl.float32)
-        for number in tl.static_range(MAX_SPLITS):
-            best = tl.load(stats + (place + number * HEADS) * 2, mask=number < active, other=LEAST)
-            greatest = tl.maximum(greatest, best)
-        total = tl.zeros((BM,), tl.float32)
-        for number in tl.static_range(MAX_SPLITS):
-            at = stats + (place + number * HEADS) * 2
-            best = tl.load(at, mask=number < active, other=LEAST)
-            sums = tl.load(at + 1, mask=number < active, other=0.0)
-            total += tl.exp2(best - greatest) * sums
-        total = tl.maximum(total, 1e-30)
     rows_at = mixed + token.to(tl.int64)[:, None] * mixed_token + head * C + k[None, :]
     up_at = up + head.to(tl.int64) * up_head + v[:, None] * C + k[None, :]
     acc = tl.zeros((BM, BV), tl.float32)
     for k0 in tl.range(0, C, BK):
         inside = (k0 + k < C)[None, :]
-        if MAX_SPLITS > 1:
-            rows = _joined(
-                partial + k0, stats, greatest, total, active, place, inside, HEADS, C, MAX_SPLITS, k, kind
-            )  # fmt: skip
-        else:
-            rows = tl.load(rows_at + k0, mask=live & inside, other=0.0)
+        rows = tl.load(rows_at + k0, mask=live & inside, other=0.0)
         columns = tl.load(up_at + k0, mask=(v < V)[:, None] & inside, other=0.0)
         acc = tl.dot(rows, tl.trans(columns.to(kind)), acc, input_precision="ieee")
     to = out + token.to(tl.int64)[:, None] * out_token + head * V + v[None, :]
     tl.store(to, acc.to(kind), mask=live & (v < V)[None, :])
 
 
-@triton.jit(do_not_specialize=["splits"])
-def join_and_expand(
-    partial, stats, seq_lens, up, out, splits, up_head, out_token,
-    MAX_SPLITS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr,
-    V: tl.constexpr, BV: tl.constexpr, JOIN: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """The parts of one head of a row, put together, times BV rows of the head's values: for few rows."""
-    PARTS: tl.constexpr = (V + BV - 1) // BV
-    head, row = tl.program_id(0) // PARTS, tl.program_id(1)
-    v, c, s = tl.program_id(0) % PARTS * BV + tl.arange(0, BV), tl.arange(0, C_PAD), tl.arange(0, MAX_SPLITS)
-    matrix_at = up + head.to(tl.int64) * up_head + v[:, None] * C + c[None, :]
-    matrix = tl.load(matrix_at, mask=(v < V)[:, None] & (c < C)[None, :], other=0.0)
+@triton.jit
+def _joined(partial, stats, seq_lens, splits, row, head, c, HEADS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr,
+            MAX_SPLITS: tl.constexpr, JOIN: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """What attention found of one head of a row, in parts, put together: float32 `[C_PAD]`."""
+    s = tl.arange(0, MAX_SPLITS)
     seq_len = tl.load(seq_lens + row)
     _, _, active = find_part(seq_len, 0, splits, BLOCK_N, 0, 0)
     wait_for_kernel_before(DEPENDENT)
@@ -213,6 +170,38 @@ def join_and_expand(
             other=0.0,
         )  # fmt: skip
         mixed += tl.sum(found * share[:, None], 0)
-    mixed = (mixed / tl.maximum(total, 1e-30)).to(out.dtype.element_ty).to(tl.float32)
-    result = tl.sum(matrix.to(tl.float32) * mixed[None, :], 1)
+    return mixed / tl.maximum(total, 1e-30)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def join(
+    partial, stats, seq_lens, mixed, splits, mixed_token,
+    MAX_SPLITS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, JOIN: tl.constexpr,
+    BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The parts of one head of a row, put together."""
+    row, head, c = tl.program_id(0), tl.program_id(1), tl.arange(0, C_PAD)
+    found = _joined(
+        partial, stats, seq_lens, splits, row, head, c, HEADS, C, C_PAD, MAX_SPLITS, JOIN, BLOCK_N, DEPENDENT
+    )  # fmt: skip
+    at = mixed + row.to(tl.int64) * mixed_token + head * C + c
+    tl.store(at, found.to(mixed.dtype.element_ty), mask=c < C)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def join_and_expand(
+    partial, stats, seq_lens, up, out, splits, up_head, out_token,
+    MAX_SPLITS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, JOIN: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The parts of one head of a row, put together, times BV rows of the head's values: for few rows."""
+    PARTS: tl.constexpr = (V + BV - 1) // BV
+    head, row = tl.program_id(0) // PARTS, tl.program_id(1)
+    v, c = tl.program_id(0) % PARTS * BV + tl.arange(0, BV), tl.arange(0, C_PAD)
+    matrix_at = up + head.to(tl.int64) * up_head + v[:, None] * C + c[None, :]
+    matrix = tl.load(matrix_at, mask=(v < V)[:, None] & (c < C)[None, :], other=0.0)
+    mixed = _joined(
+        partial, stats, seq_lens, splits, row, head, c, HEADS, C, C_PAD, MAX_SPLITS, JOIN, BLOCK_N, DEPENDENT
+    ).to(out.dtype.element_ty)  # fmt: skip
+    result = tl.sum(matrix.to(tl.float32) * mixed.to(tl.float32)[None, :], 1)
     tl.store(out + row.to(tl.int64) * out_token + head * V + v, result.to(out.dtype.element_ty), mask=v < V)
