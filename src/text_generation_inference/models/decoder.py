@@ -103,7 +103,8 @@ class CausalLM(Model):
         return self.computes_in
 
     def adapt(self, names: Collection[str], are_equal: Callable[[str, str], bool] | None = None) -> None:
-        names, decoder, embedding = set(names), self.spec.names.decoder, self.spec.names.embedding
+        decoder, embedding = self.spec.names.decoder, self.spec.names.embedding
+        stored, names = names, _with_weights(names)
         stems = {each: f"{each}.{embedding}.weight".removeprefix(".") for each in decoder}
         found = next((each for each, stem in stems.items() if stem in names), None)
         self.model.name = decoder[0] if found is None else found
@@ -118,9 +119,9 @@ class CausalLM(Model):
             self.head.rename(head)
         elif found is None:  # of two tensors that are one, some writers keep the first by name
             self.model.embedding = RowsOf(self._untie(head))
-        elif are_equal is not None and not are_equal(
-            f"{head}.weight", stems[found]
-        ):  # trained apart, whatever the config says
+        elif any(name not in stored for name in (f"{head}.weight", stems[found])) or (
+            are_equal is not None and not are_equal(f"{head}.weight", stems[found])
+        ):  # trained apart, whatever the config says, or quantised apart
             self._untie(head)
 
     def _tie(self) -> None:
@@ -243,3 +244,8 @@ def _way(layer: DecoderLayer) -> tuple[float, str, float | None, int]:
     if isinstance(attention, Attention) and attention.q_norm is not None:
         eps = attention.q_norm.spec.norm.eps
     return attention.heads.scale, layer.spec.feed_forward.activation, eps, attention.heads.num_heads
+
+
+def _with_weights(names: Collection[str]) -> set[str]:
+    """With the plain name of what is stored in several tensors, whatever those are called."""
+    return {*names, *(f"{name.rpartition('.')[0]}.weight" for name in names if not name.endswith(".bias"))}
