@@ -15,7 +15,7 @@ from torch import Tensor
 from text_generation_inference.kernels.low_bit import LowBitWeight, dequantize
 from text_generation_inference.models.model import Context
 from text_generation_inference.models.registry import build, read_config, read_quantization
-from text_generation_inference.quant.choose import assign_methods, choose_quantization
+from text_generation_inference.quant.choose import assign_methods, choose_quantization, plain_names
 from text_generation_inference.quant.method import Matrix
 from text_generation_inference.weights.checkpoint import Checkpoint
 
@@ -27,8 +27,12 @@ def expected_digests() -> dict[str, dict[str, str]]:
     return json.loads((DATA / "expected.json").read_text())
 
 
-def digest(value: Tensor) -> str:
-    return hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+def check_values(name: str, matrices: dict[str, Tensor]) -> None:
+    """They are the library's, bit for bit, in the type that it computes them in."""
+    for key, expected in expected_digests()[name].items():
+        dtype, _, digest = expected.partition(" ")
+        value = matrices[key].to(getattr(torch, dtype)).contiguous().view(torch.uint8)
+        assert hashlib.sha256(value.numpy().tobytes()).hexdigest() == digest, key
 
 
 def library_tensors(name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -59,7 +63,7 @@ def read_matrices(folder: Path, quantize: str | None = None) -> tuple[dict[str, 
     """Every matrix of a folder in float32 by the name of its tensor, and which of them are held in few bits."""
     config, checkpoint = read_config(folder), Checkpoint.open(folder)
     model = build(config, Context())
-    model.adapt(checkpoint.names(), checkpoint.are_equal)
+    model.adapt(plain_names(checkpoint.names()), checkpoint.are_equal)
     quantization = choose_quantization(quantize, read_quantization(config))
     assert quantization is not None
     assign_methods(model, quantization.named_as_in({name: checkpoint.shape(name) for name in checkpoint.names()}))

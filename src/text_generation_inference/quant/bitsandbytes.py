@@ -19,14 +19,15 @@ from text_generation_inference.kernels import low_bit
 from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.quant.bitsandbytes_codes import (
     INT8_MAX,
-    MIN_GROUP,
     SCALES_TOGETHER,
     TABLES,
     BlockScheme,
     Int8Scheme,
-    group_of,
 )
-from text_generation_inference.quant.low_bit import LowBit, LowBitScheme, MatrixSlice, StoredLowBit, choose_stored
+from text_generation_inference.quant.config_fields import Fields
+from text_generation_inference.quant.flat_groups import MIN_GROUP, group_of, scales_by_row
+from text_generation_inference.quant.groups import KeptSlice, read_typed
+from text_generation_inference.quant.low_bit import LowBit, LowBitScheme, StoredLowBit, choose_stored
 from text_generation_inference.quant.method import Matrix, Method
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
@@ -78,9 +79,7 @@ class BitsAndBytes(Quantization):
             raise ModelFormatError(
                 f"the checkpoint lacks the tensor {weight}.{_STATE}nf4 (or fp4). Is the download complete?"
             )
-        if len(part.shape) != 2:
-            raise ModelFormatError(f"{weight}: several matrices in one tensor, which is not read from bitsandbytes")
-        (rows, columns), count = MatrixSlice.of(part).shape, math.prod(self.stored[f"{weight}.absmax"])
+        (rows, columns), count = KeptSlice.of(part).shape, math.prod(self.stored[f"{weight}.absmax"])
         possible = [block for block in _BLOCKS if count == -(-rows * columns // block)]
         num_bytes, length = -(-rows * columns // 2), math.prod(self.stored[weight])
         storage = next((size for size in _STORAGE_BYTES if length * size == num_bytes), 1)
@@ -90,17 +89,15 @@ class BitsAndBytes(Quantization):
 
 def detect(config: Mapping[str, Any], source: str) -> BitsAndBytes:
     """`config` is the section of config.json."""
-    kind = config.get("bnb_4bit_quant_type") or "fp4"
-    four, eight = (config.get(f"load_in_{bits}bit") or config.get(f"_load_in_{bits}bit") for bits in (4, 8))
-    skipped = config.get("llm_int8_skip_modules") or ["lm_head"]
-    place = f"{source}: `quantization_config`"
+    fields = Fields(config, f"{source}: `quantization_config`")
+    four, eight = (fields.truth(f"load_in_{bits}bit", fields.truth(f"_load_in_{bits}bit", False)) for bits in (4, 8))
     if not four and not eight:
-        raise ModelFormatError(f"{place}: neither `load_in_4bit` nor `load_in_8bit` is true")
+        raise ModelFormatError(f"{fields.place}: neither `load_in_4bit` nor `load_in_8bit` is true")
+    kind = fields.text("bnb_4bit_quant_type", "fp4")
     if four and kind not in TABLES:
-        raise ModelFormatError(f"{place}: `bnb_4bit_quant_type` {str(kind)[:40]!r} is not supported, nf4 or fp4 is")
-    if not isinstance(skipped, list) or not all(isinstance(each, str) for each in skipped):
-        raise ModelFormatError(f"{place}: `llm_int8_skip_modules` must be a list of names")
-    return BitsAndBytes(BlockScheme(table=TABLES[kind]) if four else Int8Scheme(), tuple(skipped))
+        raise fields.refuse("bnb_4bit_quant_type", "nf4 or fp4")
+    skipped = fields.patterns("llm_int8_skip_modules") or ("lm_head",)
+    return BitsAndBytes(BlockScheme(table=TABLES[kind]) if four else Int8Scheme(), skipped)
 
 
 # -- 8 bits ----------------------------------------------------------------------------------------------------------
@@ -114,27 +111,27 @@ class StoredInt8(StoredLowBit):
         self.has_format = has_format  # a number that tells the order of the values
 
     def holder(self, part: Part) -> tuple[str, tuple[int, ...]]:
-        return part.name, MatrixSlice.of(part).shape
+        return part.name, KeptSlice.of(part).shape
 
     def declare(self, part: Part) -> dict[str, Beside]:
-        rows, base = MatrixSlice.of(part).shape[0], part.name.removesuffix("weight")
+        rows, base = KeptSlice.of(part).shape[0], part.name.removesuffix("weight")
         found = {f"{base}SCB": Beside(((rows,), (rows, 1)))}
         return {**found, f"{base}weight_format": Beside(((), (1,)))} if self.has_format else found
 
     def list_reads(self, parts: Parts, checkpoint: Checkpoint) -> Iterator[Wanted]:
         for name, part in parts:
-            yield _wanted(name, MatrixSlice.of(part))
+            yield KeptSlice.of(part).wanted(name, (0, 1, 1), (1, 1, 1))
             yield from (Wanted(beside, on_host=True) for beside in self.declare(replace(part, name=name)))
 
     def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
-        cut, base = MatrixSlice.of(part), name.removesuffix("weight")
-        _check_dtype(name, checkpoint, torch.int8)
+        cut, base = KeptSlice.of(part), name.removesuffix("weight")
         if self.has_format and checkpoint.read(f"{base}weight_format", on_host=True).any():
             raise ModelFormatError(
                 f"tensor {base}weight_format in {checkpoint.folder} says that values lie in an order which only old"
                 " GPUs use. Save the model again with a current version of bitsandbytes."
             )
-        codes = checkpoint.read(*_wanted(name, cut)).to(device).view(torch.uint8) ^ 0x80
+        codes = read_typed(cut.wanted(name, (0, 1, 1), (1, 1, 1)), checkpoint, torch.int8)
+        codes = codes.to(device).view(torch.uint8) ^ 0x80
         scale = read_scales(f"{base}SCB", checkpoint).view(-1, 1)[slice(*cut.rows)].to(device) / INT8_MAX
         columns = codes.shape[1]
         codes, scale = part.arrange_rows(codes), part.arrange_rows(scale)
@@ -173,27 +170,25 @@ class StoredBlocks(StoredLowBit):
         for name, part in parts:
             yield Wanted(f"{name}.{_STATE}{self.quant_type}", on_host=True)
             yield from (Wanted(beside, on_host=True) for beside in self.declare(replace(part, name=name)))
-            yield self._wanted(name, MatrixSlice.of(part))
+            yield self._wanted(name, KeptSlice.of(part))
 
-    def _wanted(self, name: str, cut: MatrixSlice) -> Wanted:
+    def _wanted(self, name: str, cut: KeptSlice) -> Wanted:
         """All columns of this rank's rows, which lie together; the whole where rows do not end with a word."""
         _, columns = cut.shape
-        if cut.rows == (0, cut.shape[0]) or columns % (2 * self.storage_bytes):
+        if not cut.is_by_row or columns % (2 * self.storage_bytes):
             return Wanted(name)
         words = columns // (2 * self.storage_bytes)
         return Wanted(name, 0, cut.rows[0] * words, cut.rows[1] * words)
 
     def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
-        cut = MatrixSlice.of(part)
+        cut = KeptSlice.of(part)
         block, scale, table = self._read_scales(name, cut, checkpoint)
         codes = self._read_codes(name, cut, checkpoint, device)
         columns = cut.shape[1]
-        group = group_of(columns, block)
-        groups = torch.arange(cut.rows[0] * columns, cut.rows[1] * columns, group) // block
         codes = part.arrange_rows(codes.view(-1, columns // 2))
-        scale = part.arrange_rows(scale[groups].to(device).view(-1, columns // group))
-        weight = LowBitWeight(codes, scale, None, 4, group, columns, table=table.to(device))
-        return weight if cut.columns == (0, columns) else low_bit.take_columns(weight, *cut.columns)
+        scale = part.arrange_rows(scales_by_row(scale, block, cut).to(device))
+        weight = LowBitWeight(codes, scale, None, 4, group_of(columns, block), columns, table=table.to(device))
+        return low_bit.take_columns(weight, *cut.columns) if cut.is_by_column else weight
 
     def widen_part(
         self, name: str, part: Part, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
@@ -201,36 +196,27 @@ class StoredBlocks(StoredLowBit):
         """Whatever rows and blocks have in common."""
         if self.has_groups:
             return super().widen_part(name, part, checkpoint, dtype, device)
-        cut = MatrixSlice.of(part)
+        cut = KeptSlice.of(part)
         block, scale, table = self._read_scales(name, cut, checkpoint)
         whole = replace(cut, rows=(0, cut.shape[0]))
         codes = low_bit.unpack_codes(self._read_codes(name, whole, checkpoint, device)[None], 4)[0]
         values = table.to(device)[codes[: math.prod(cut.shape)].int()]
         values *= scale.to(device).repeat_interleave(block)[: len(values)]
-        return part.arrange_rows(cut.apply(values.view(cut.shape)).to(dtype))
+        return part.arrange_rows(values.view(cut.shape)[slice(*cut.rows), slice(*cut.columns)].to(dtype))
 
-    def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
-        first, *others = (read_scales(f"{name}.quant_map", checkpoint) for name, _ in parts)
-        for other, (name, _) in zip(others, parts[1:], strict=True):
-            if not torch.equal(other, first):
-                raise ModelFormatError(
-                    f"tensor {name}.quant_map in {checkpoint.folder} differs from {parts[0][0]}.quant_map, with which"
-                    " it is one matrix here"
-                )
-        return super().read(parts, checkpoint, dtype, device)
-
-    def _read_codes(self, name: str, cut: MatrixSlice, checkpoint: Checkpoint, device: torch.device) -> Tensor:
+    def _read_codes(self, name: str, cut: KeptSlice, checkpoint: Checkpoint, device: torch.device) -> Tensor:
         """uint8 `[bytes]` of this rank's rows, the lower half of a byte first."""
         if checkpoint.dtype(name).itemsize != self.storage_bytes:
-            raise _wrong(name, checkpoint, f"has type {_type_name(name, checkpoint)}, which does not fit its length")
+            stored = str(checkpoint.dtype(name)).removeprefix("torch.")
+            raise _wrong(name, checkpoint, f"has type {stored}, which does not fit its length")
         wanted = self._wanted(name, cut)
         codes = checkpoint.read(*wanted).to(device).view(torch.uint8).flatten()
-        if wanted.dim is None and cut.rows != (0, cut.shape[0]):
+        if wanted.dim is None and cut.is_by_row:
             columns = cut.shape[1]
             codes = codes[cut.rows[0] * columns // 2 : cut.rows[1] * columns // 2]
         return codes << 4 | codes >> 4
 
-    def _read_scales(self, name: str, cut: MatrixSlice, checkpoint: Checkpoint) -> tuple[int, Tensor, Tensor]:
+    def _read_scales(self, name: str, cut: KeptSlice, checkpoint: Checkpoint) -> tuple[int, Tensor, Tensor]:
         """Values in a block, the scale of each block of the whole matrix, and the table of codes."""
         state = _QuantState.read(f"{name}.{_STATE}{self.quant_type}", self.quant_type, self.is_nested, checkpoint)
         absmax = f"{name}.absmax"
@@ -242,8 +228,7 @@ class StoredBlocks(StoredLowBit):
         table = read_scales(f"{name}.quant_map", checkpoint)
         if not self.is_nested:
             return state.blocksize, read_scales(absmax, checkpoint), table
-        _check_dtype(absmax, checkpoint, torch.uint8)
-        codes = checkpoint.read(absmax, on_host=True)
+        codes = read_typed(Wanted(absmax, on_host=True), checkpoint, torch.uint8)
         nested = read_scales(f"{name}.nested_absmax", checkpoint)
         if len(nested) != -(-count // SCALES_TOGETHER):
             raise _wrong(f"{name}.nested_absmax", checkpoint, f"has {len(nested)} scales for {count} of {absmax}")
@@ -263,9 +248,9 @@ class _QuantState:
 
     @classmethod
     def read(cls, name: str, quant_type: str, is_nested: bool, checkpoint: Checkpoint) -> "_QuantState":
-        _check_dtype(name, checkpoint, torch.uint8)
+        text = read_typed(Wanted(name, on_host=True), checkpoint, torch.uint8)
         try:
-            found = json.loads(bytes(checkpoint.read(name, on_host=True).flatten().tolist()))
+            found = json.loads(bytes(text.flatten().tolist()))
         except (ValueError, RecursionError):
             raise _wrong(name, checkpoint, "must be JSON") from None
         if not isinstance(found, dict):
@@ -282,22 +267,6 @@ class _QuantState:
         if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
             raise _wrong(name, checkpoint, f"says `nested_offset` {str(offset)[:40]!r}")
         return cls(name, found["blocksize"], found["shape"], float(offset))
-
-
-def _wanted(name: str, cut: MatrixSlice) -> Wanted:
-    """This rank's values of a tensor `[out, in]`."""
-    if cut.rows != (0, cut.shape[0]):
-        return Wanted(name, 0, *cut.rows)
-    return Wanted(name) if cut.columns == (0, cut.shape[1]) else Wanted(name, 1, *cut.columns)
-
-
-def _check_dtype(name: str, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-    if checkpoint.dtype(name) is not dtype:
-        raise _wrong(name, checkpoint, f"has type {_type_name(name, checkpoint)}, not {str(dtype)[6:]}")
-
-
-def _type_name(name: str, checkpoint: Checkpoint) -> str:
-    return str(checkpoint.dtype(name)).removeprefix("torch.")
 
 
 def _wrong(name: str, checkpoint: Checkpoint, what: str) -> ModelFormatError:

@@ -6,13 +6,13 @@ themselves put into 8 bits (double quantisation) and back, as TGI did: the same 
 
 from dataclasses import dataclass
 from functools import cache
-from math import gcd
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from text_generation_inference.kernels.low_bit import LowBitWeight, pack_codes
+from text_generation_inference.quant.flat_groups import MIN_GROUP, group_of
 from text_generation_inference.quant.low_bit import LowBitOnLoading, LowBitScheme
 
 _NF4 = (
@@ -37,15 +37,9 @@ _FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in (0, 0.0625, 8, 1
 TABLES = {"nf4": _NF4, "fp4": _FP4}
 BLOCK = 64  # values that have a scale in common
 SCALES_TOGETHER = 256  # scales that have a scale in common
-MIN_GROUP = 32  # columns; matrices that have scales for fewer are better held as they are
 INT8_MAX = 127
 _SMALLEST = 1e-38
 _VALUES_AT_A_TIME = 1 << 24
-
-
-def group_of(columns: int, block: int) -> int:
-    """Columns of a row that have a scale in common, where blocks may begin in one row and end in the next."""
-    return gcd(columns, block)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,10 @@ from text_generation_inference.quant import (
     fp8_formats,
     gguf,
     gptq,
+    hqq,
     modelopt,
     mxfp4,
+    torchao,
 )
 from text_generation_inference.quant.cache_scales import CacheScales
 from text_generation_inference.quant.fp8 import ON_LOADING as FP8_ON_LOADING
@@ -38,6 +40,8 @@ METHODS = {
     "mxfp4": mxfp4.detect,
     "gptq": gptq.detect,
     "bitsandbytes": bitsandbytes.detect,
+    "hqq": hqq.detect,
+    "torchao": torchao.detect,
 }
 # What the setting `quantize` puts plain matrices into as they are loaded.
 ON_LOADING: dict[str, Quantization] = {
@@ -50,7 +54,7 @@ _UNTOLD: dict[str, Quantization] = {
     "gptq": gptq.UNTOLD,
 }
 # Tensors that hold a matrix which a plain checkpoint has as `weight`.
-_HOLDERS = (".qweight",)
+_HOLDERS = (".qweight", ".W_q", "._weight_qdata")
 # Which `quant_method` of a checkpoint the setting `quantize` stands for, where it stands for more than its own name.
 _MEANS = {
     "gptq": ("gptq", "awq"),  # TGI converted the one into the other

@@ -132,28 +132,6 @@ class LowBitOnLoading(Quantization):
         return LowBit(self.scheme) if matrix.may_round and self.scheme.accepts(matrix.shape[1]) else None
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixSlice:
-    """Which rows and columns of a stored matrix `[out, in]` this rank keeps, whichever way round a plain one lies."""
-
-    shape: tuple[int, int]  # of all of it
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-
-    @classmethod
-    def of(cls, part: Part) -> "MatrixSlice":
-        kept = [(0, size) for size in part.whole_shape]
-        if part.dim is not None:
-            kept[part.dim] = (part.start, part.end)
-        (rows, columns) = reversed(kept) if part.transposed else kept
-        shape = part.whole_shape[::-1] if part.transposed else part.whole_shape
-        return cls((shape[0], shape[1]), rows, columns)
-
-    def apply(self, whole: Tensor) -> Tensor:
-        """Of all values, this rank's."""
-        return whole[slice(*self.rows), slice(*self.columns)]
-
-
 class StoredLowBit(LowBit):
     """As a checkpoint has it. Two are equal if they read all parts alike."""
 

@@ -2,7 +2,7 @@
 
 It needs bitsandbytes, hqq, torchao, accelerate and transformers, which no test does. Every checkpoint is that of `plain`:
 what it has in common with it is left out. `expected.json` has, by checkpoint and matrix, the SHA-256 of what the library
-makes of it: values in float32, or in float16 where the library rounds more than once on the way.
+makes of it, and the type of the values: float32, or a shorter one where the library rounds on the way to it.
 """
 
 import hashlib
@@ -27,7 +27,8 @@ expected: dict[str, dict[str, str]] = {}
 
 
 def digest(value: torch.Tensor) -> str:
-    return hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    found = hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return f"{str(value.dtype).removeprefix('torch.')} {found}"
 
 
 def keep(name: str, values: dict[str, torch.Tensor]) -> None:
@@ -38,7 +39,7 @@ def keep(name: str, values: dict[str, torch.Tensor]) -> None:
     stored = load_file(SCRATCH / name / "model.safetensors")
     with safe_open(SCRATCH / name / "model.safetensors", "pt") as opened:
         metadata = opened.metadata() or {"format": "pt"}
-    own = {key: value for key, value in stored.items() if key not in plain or value.dtype != plain[key].dtype}
+    own = {key: value for key, value in stored.items() if key not in plain or key.endswith("_proj.weight")}
     save_file(own, folder / "model.safetensors", metadata)
     shutil.copy(SCRATCH / name / "config.json", folder / "config.json")
     expected[name] = {key: digest(value) for key, value in values.items()}
@@ -111,7 +112,96 @@ def write_bitsandbytes(plain: LlamaForCausalLM) -> None:
             expected[f"bitsandbytes-{kind}"][key] = digest(dequantize_4bit(data, absmax, kind, weight.shape))
 
 
+# -- HQQ -------------------------------------------------------------------------------------------------------------
+
+
+def write_hqq() -> None:
+    """Saved as `transformers` 4 and the library's `save_to_safetensors` do: the module's state under its name."""
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
+
+    usual = {"nbits": 4, "group_size": 64, "axis": 1}
+    mixed = {
+        "q_proj": {"nbits": 8, "group_size": 64, "axis": 1},
+        "k_proj": {"nbits": 3, "group_size": 32, "axis": 1},
+        "v_proj": {"nbits": 2, "group_size": 32, "axis": 1},
+        "o_proj": {"nbits": 4, "group_size": 64, "axis": 1, "view_as_float": True},
+        "gate_proj": {"nbits": 4, "group_size": 64, "axis": 0},
+        "up_proj": {"nbits": 1, "group_size": 32, "axis": 1},
+        "down_proj": {"nbits": 3, "group_size": 64, "axis": 0, "view_as_float": True},
+    }
+    for name, settings in {"hqq": {}, "hqq-mixed": mixed}.items():
+        model, values, quant_config = LlamaForCausalLM.from_pretrained(SCRATCH / "plain", dtype=torch.float16), {}, {}
+        for key, module in matrices(model).items():
+            parent, _, last = key.removesuffix(".weight").rpartition(".")
+            config = BaseQuantizeConfig(**settings.get(last, usual))
+            quant_config[f"{parent.rpartition('.')[2]}.{last}"] = config
+            made = HQQLinear(module, config, compute_dtype=torch.float16, device="cpu", del_orig=False)
+            setattr(model.get_submodule(parent), last, made)
+            meta = {**made.meta, "compute_dtype": torch.float32}
+            meta.update(scale=meta["scale"].float(), zero=meta["zero"].float())
+            dense = Quantizer.dequantize(made.W_q.data, meta)
+            exact = meta["nbits"] == 4 or meta["axis"] == 0  # zero points are whole numbers, or nothing is regrouped
+            values[key] = dense if exact else dense.half()
+        (SCRATCH / name).mkdir(exist_ok=True)
+        state = {key: value.data.contiguous() for key, value in model.state_dict().items() if key != "lm_head.weight"}
+        save_file(state, SCRATCH / name / "model.safetensors", {"format": "pt"})
+        config = json.loads((SCRATCH / "plain" / "config.json").read_text())
+        section = {"quant_method": "hqq", "skip_modules": ["lm_head"]}
+        section["quant_config"] = quant_config if settings else BaseQuantizeConfig(**usual)
+        (SCRATCH / name / "config.json").write_text(json.dumps({**config, "quantization_config": section}, indent=1))
+        keep(name, values)
+
+
+# -- torchao ---------------------------------------------------------------------------------------------------------
+
+
+def write_torchao(plain: LlamaForCausalLM) -> None:
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import Int4Tensor, Int8WeightOnlyConfig, IntxWeightOnlyConfig, MappingType, PerGroup
+    from transformers import TorchAoConfig
+
+    by_group = PerGroup(32)
+    kinds = {
+        "torchao-int8": Int8WeightOnlyConfig(),
+        "torchao-intx": IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=by_group, mapping_type=MappingType.ASYMMETRIC
+        ),
+    }
+    for name, config in kinds.items():
+        model = load(TorchAoConfig(config), torch.bfloat16)
+        values = {key: module.weight.dequantize() for key, module in matrices(model).items()}
+        model.save_pretrained(SCRATCH / name)
+        keep(name, values)
+    # Of 4 bits two in a byte: torchao makes them on a GPU alone, so this is its form with values found here.
+    state, values = {}, {}
+    for key, value in plain.state_dict().items():
+        if not key.endswith("_proj.weight"):
+            continue
+        groups = value.float().unflatten(1, (-1, 32))
+        low, high = groups.amin(2), groups.amax(2)
+        scale = ((high - low) / 15).bfloat16()
+        added = (low + scale.float() * 8).bfloat16()
+        codes = ((groups - added.float()[..., None]) / scale.float()[..., None]).round().clamp(-8, 7)
+        values[key] = (codes * scale.float()[..., None] + added.float()[..., None]).flatten(1)
+        codes = codes.flatten(1).to(torch.int8)
+        packed = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
+        state[key] = Int4Tensor(packed, scale.t().contiguous(), added.t().contiguous(), [1, 32], value.shape)
+    tensors, metadata = flatten_tensor_state_dict(state)
+    (SCRATCH / "torchao-int4").mkdir(exist_ok=True)
+    save_file(tensors, SCRATCH / "torchao-int4" / "model.safetensors", {**metadata, "format": "pt"})
+    config = json.loads((SCRATCH / "torchao-int8" / "config.json").read_text())
+    packing = {"_data": "PLAIN", "_type": "Int4PackingFormat"}
+    kind = {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {"group_size": 32, "int4_packing_format": packing}}
+    config["quantization_config"]["quant_type"]["default"] = kind
+    (SCRATCH / "torchao-int4" / "config.json").write_text(json.dumps(config, indent=1))
+    keep("torchao-int4", values)
+
+
 if __name__ == "__main__":
     made = make_plain()
     write_bitsandbytes(made)
+    write_hqq()
+    write_torchao(made)
     (HERE / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+    for path in HERE.glob("*/*"):
+        path.chmod(0o644)
