@@ -222,7 +222,6 @@ def test_why_not(tiny: Path, tmp_path: Path, changes: dict[str, Any], problem: s
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "awq, 4 bits"),
         ({"quantization_config": {"quant_method": "exl2", "bits": 4.65}}, {}, "exl2"),
         ({}, {"quant_config.json": {"w_bit": 4, "version": "GEMM"}}, "awq, 4 bits"),
-        ({}, {"hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4"}}}, "modelopt"),
     ],
 )
 def test_quantised_checkpoints_that_are_not_read(
