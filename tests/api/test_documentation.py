@@ -22,7 +22,7 @@ from text_generation_inference.bench import offline_command
 from text_generation_inference.bench.page import command as report_command
 from text_generation_inference.bench.serve import command as serve_command
 from text_generation_inference.bench.static import task as static_task
-from text_generation_inference.launch import measure_command
+from text_generation_inference.launch import measure_command, quantize_command
 from text_generation_inference.launch.arguments import build_parser, read_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -127,9 +127,9 @@ def check_check(command: Command) -> None:
     parser.parse_args(command.words[2:])
 
 
-def check_measure(command: Command) -> None:
-    assert command.words[1] == "measure"
-    measure_command._build_parser("measure").parse_args(command.words[2:])
+def check_server(command: Command) -> None:
+    made_by = {"measure": measure_command, "quantize": quantize_command}[command.words[1]]
+    made_by._build_parser(command.words[1]).parse_args(command.words[2:])
 
 
 READ: dict[str, Callable[[Command], object]] = {
@@ -137,7 +137,7 @@ READ: dict[str, Callable[[Command], object]] = {
     "docker": check_docker,
     "pip": check_pip,
     "text-generation-launcher": check_launcher,
-    "text-generation-server": check_measure,
+    "text-generation-server": check_server,
     "text-generation-benchmark": lambda command: static_task.read_task(without_output(command.words[1:]), {}, "x"),
     "tgi check": check_check,
     "tgi bench offline": lambda command: offline_command.read_task(command.words[3:]),

@@ -294,7 +294,12 @@ def test_cached_model_survives_the_hub(hub: Hub, tmp_path: Path) -> None:
         (["download-weights", "org/model", "--auto-convert", "--no-merge-lora", "--trust-remote-code"], 0, "Files are"),
         (["download-weights"], 2, "MODEL_ID"),
         (["serve", "org/model", "--sharded"], 2, "run text-generation-launcher"),
-        (["quantize", "org/model", "out"], 2, "is not available"),
+        (["quantize", "org/model"], 2, "OUTPUT_DIR"),
+        (
+            ["quantize", "org/model", "out", "--upload-to-model-id", "org/other"],
+            2,
+            "upload the folder with `hf upload`",
+        ),
         ([], 2, "COMMAND"),
     ],
 )

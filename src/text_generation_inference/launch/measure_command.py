@@ -67,8 +67,9 @@ def _run(given: dict[str, Any], options: argparse.Namespace) -> int:
     from text_generation_inference.engine.build import start_engine
     from text_generation_inference.quant.inc.config import read_calibration
     from text_generation_inference.text.tokenizer import Tokenizer
+    from text_generation_inference.text.windows import cut, read_text
 
-    text = read_text(Path(options.text))
+    text = read_text(Path(options.text), "--text")
     file = read_calibration(Path(given["quant_config"]))
     if file.mode != "MEASURE":
         raise StartError(f"{file.source}: `mode` is {file.mode}, but to measure it must be MEASURE")
@@ -94,26 +95,6 @@ def _run(given: dict[str, Any], options: argparse.Namespace) -> int:
     tokens = sum(map(len, prompts))
     print(f"{tokens} tokens of {len(prompts)} prompts; {len(recorder.read())} modules are in {path}")
     return 0
-
-
-def read_text(path: Path) -> str:
-    try:
-        text = path.expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise StartError(f"--text {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise StartError(f"--text {path} is not UTF-8 text") from None
-    if not text.strip():
-        raise StartError(f"--text {path} is empty")
-    return text
-
-
-def cut(tokenizer: Any, text: str, window: int) -> list[list[int]]:
-    """The text in prompts of `window` tokens, each of which begins as prompts do."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    start = tokenizer.encode("", add_special_tokens=True)[: window - 1]
-    size = window - len(start)
-    return [start + ids[first : first + size] for first in range(0, len(ids), size)]
 
 
 def _tell_nobody(done: int, total: int) -> None:

@@ -1,7 +1,7 @@
-"""The command `text-generation-server`: fetches weights ahead of time, and measures a model for FP8.
+"""The command `text-generation-server`: fetches weights ahead of time, quantises a model, and measures one for FP8.
 
-TGI's command of this name also runs a shard and quantises; here the launcher runs everything itself, so those
-sub-commands only say what to use instead.
+TGI's command of this name also runs a shard; here the launcher runs everything itself, so that sub-command only says
+what to use instead.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from text_generation_inference.version import __version__
 ALREADY_PRESENT = "Files are already present on the host. Skipping download."
 _SECONDS_BETWEEN_LINES = 5.0
 _MEASURE = "find the largest values of a model's tensors, for FP8 with static scales"
+_QUANTIZE = "make a checkpoint in GPTQ of a model"
 _INSTEAD = {
     "serve": "is no program of its own here: run text-generation-launcher, which starts everything it needs",
-    "quantize": "is not available: use a model that is already quantised as GGUF, or the model as it is",
 }
 
 
@@ -35,6 +35,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "text-generation-se
         from text_generation_inference.launch import measure_command
 
         return measure_command.main(arguments[1:], f"{prog} measure")
+    if arguments and arguments[0] == "quantize":
+        from text_generation_inference.launch import quantize_command
+
+        return quantize_command.main(arguments[1:], f"{prog} quantize")
     return _run_download(_build_parser(prog).parse_args(arguments))
 
 
@@ -52,6 +56,7 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     download = commands.add_parser("download-weights", help="fetch a model from the hub into the cache")
     _add_download_options(download)
     commands.add_parser("measure", help=_MEASURE)
+    commands.add_parser("quantize", help=_QUANTIZE)
     for name, text in _INSTEAD.items():
         commands.add_parser(name, help=text)
     return parser

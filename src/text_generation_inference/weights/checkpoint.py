@@ -20,7 +20,7 @@ from text_generation_inference.weights.model_files import BLOCKS, INDEX, WEIGHTS
 from text_generation_inference.weights.upload import FileSpan, Identity, Upload, identify
 
 _ROWS_AT_ONCE = 4096
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -232,13 +232,13 @@ def _list_tensors(file: _File) -> dict[str, _Stored]:
     found: dict[str, _Stored] = {}
     for name, entry in file.tensors.items():
         kind = entry["dtype"]
-        if kind not in _DTYPES:
+        if kind not in DTYPES:
             raise ModelFormatError(
                 f"{file.path}: tensor {name!r} has the unsupported type {kind}. Use a version of the model in "
                 "bfloat16, float16 or float32."
             )
         offset = file.data_start + entry["data_offsets"][0]
-        found[name] = _Stored(file, offset, tuple(entry["shape"]), _DTYPES[kind])
+        found[name] = _Stored(file, offset, tuple(entry["shape"]), DTYPES[kind])
     return found
 
 

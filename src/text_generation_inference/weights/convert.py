@@ -23,6 +23,7 @@ from text_generation_inference.weights.gguf_model import TensorPlan, plan_tensor
 from text_generation_inference.weights.gguf_tokenizer import read_tokenizer, read_tokenizer_config
 from text_generation_inference.weights.model_files import BLOCKS, CONFIG, WEIGHTS
 from text_generation_inference.weights.progress import Progress, silent
+from text_generation_inference.weights.safetensors_layout import SafetensorsLayout
 
 CONVERTER_VERSION = 3  # raise it when the output changes, so that older cached folders are not reused
 _OF_32 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
@@ -73,14 +74,16 @@ def convert_gguf(path: Path, folder: Path, progress: Progress = silent) -> bool:
         "tokenizer.json": read_tokenizer(file, config["vocab_size"]).to_str(),
         "tokenizer_config.json": _to_json(read_tokenizer_config(file, config["max_position_embeddings"])),
     }
-    weights = _Layout({plan.name: ("F32", plan.shape, 4 * math.prod(plan.shape)) for plan in plans}, {"format": "pt"})
+    weights = SafetensorsLayout(
+        {plan.name: ("F32", plan.shape, 4 * math.prod(plan.shape)) for plan in plans}, {"format": "pt"}
+    )
     kept = {
         plan.name: plan.source
         for plan in plans
         if plan.keeps_blocks and plan.source is not None and plan.source.type_name in GGML_TYPES
     }
     stored = {plan.name: plan.stored_rows(file) for plan in plans if plan.name in kept}
-    blocks = _Layout(
+    blocks = SafetensorsLayout(
         {name: ("U8", rows.shape, rows.size) for name, rows in stored.items()},
         {name: source.type_name for name, source in kept.items()},
     )
@@ -99,21 +102,6 @@ def convert_gguf(path: Path, folder: Path, progress: Progress = silent) -> bool:
 
     num_bytes = weights.num_bytes + blocks.num_bytes + _SMALL_FILES_BYTES
     return publish_folder(folder, num_bytes, fill, lambda: progress("waiting for another process to convert", 0, 0))
-
-
-class _Layout:
-    """The header of a safetensors file whose tensors follow in the order given."""
-
-    def __init__(self, tensors: dict[str, tuple[str, tuple[int, ...], int]], metadata: dict[str, str]) -> None:
-        entries: dict[str, Any] = {"__metadata__": metadata}
-        start = 0
-        for name, (dtype, shape, num_bytes) in tensors.items():
-            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + num_bytes]}
-            start += num_bytes
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # data begins 8-byte aligned
-        self.num_bytes = start
-        self.header = struct.pack("<Q", len(text)) + text
 
 
 def _write_tensor(file: GgufFile, plan: TensorPlan, values: BinaryIO, raw: BinaryIO | None) -> Iterator[int]:

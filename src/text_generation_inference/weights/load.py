@@ -39,15 +39,28 @@ def load_checkpoint(
     with scratch():
         checkpoint.announce(_order(model, checkpoint))
     for prefix, module in model.walk():
-        for declared in module.declare():
-            with scratch():
-                value = declared.storage.read(declared.named(prefix), checkpoint, dtype, device)
-            setattr(module, declared.attribute, scratch.keep(value))
-            del value
-            done += len(declared.parts)
+        for count in load_module(prefix, module, checkpoint, dtype, device, scratch):
+            done += count
             progress("load weights", done, total)
-        _set_numbers(prefix, module, checkpoint)
-        module.finish()
+
+
+def load_module(
+    prefix: str,
+    module: Module,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    scratch: Scratch = _NO_SCRATCH,
+) -> Iterator[int]:
+    """Read what one module declares, and not what is below it; yields how many tensors have been read each time."""
+    for declared in module.declare():
+        with scratch():
+            value = declared.storage.read(declared.named(prefix), checkpoint, dtype, device)
+        setattr(module, declared.attribute, scratch.keep(value))
+        del value
+        yield len(declared.parts)
+    _set_numbers(prefix, module, checkpoint)
+    module.finish()
 
 
 def _order(model: Module, checkpoint: Checkpoint) -> Iterator[Wanted]:
