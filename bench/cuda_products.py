@@ -21,7 +21,7 @@ from text_generation_inference.kernels.triton import launch, norms_rotary
 from text_generation_inference.kernels.triton.gemv import vector_product
 from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8
 from text_generation_inference.kernels.triton.quantize import quantize_rows
-from text_generation_inference.kernels.triton.small_gemm_fp8 import SmallGemmFp8
+from text_generation_inference.kernels.triton.small_gemm import SmallGemm
 
 LLAMA_3_8B, LLAMA_2_7B = (4096, 14336, 6144, 128256), (4096, 11008, 12288, 32000)  # hidden, width, qkv, vocabulary
 NUM_LAYERS = 32
@@ -147,7 +147,7 @@ def long(results: list[dict]) -> None:
     stored = [fp8.quantize_weight(random(n, k) * 0.02) for _ in range(4)]
     x = random(1, k)
     wanted = fp8.linear(quantize_rows(x, stored[0]), stored[0], None, torch.bfloat16)
-    few = SmallGemmFp8(PROCESSORS)
+    few = SmallGemm(PROCESSORS)
     ways: dict[str, Any] = {
         "in registers": GemvFp8(PROCESSORS),
         "quantised, then few rows": lambda x, weight, out: few(quantize_rows(x, weight), weight, out),
@@ -187,7 +187,7 @@ def chain(results: list[dict], model: tuple[int, ...], stored_as: Any, product: 
 
 
 def skinny(results: list[dict]) -> None:
-    op = SmallGemmFp8(PROCESSORS)
+    op = SmallGemm(PROCESSORS)
     for name, n, k in matrices(LLAMA_2_7B):
         stored = [fp8.quantize_weight(random(n, k) * 0.02) for _ in range(5)]
         for rows in (1, 16, 64):

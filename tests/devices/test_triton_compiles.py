@@ -21,6 +21,8 @@ from text_generation_inference.kernels.triton.expert_tiles import Tiling, choose
 from text_generation_inference.kernels.triton.gemv import choose_shape as gemv_shape
 from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as gemv_fp8_shape
 from text_generation_inference.kernels.triton.latent import choose_tiles
+from text_generation_inference.kernels.triton.small_gemm_low_bit import Tiling as LowBitTiling
+from text_generation_inference.kernels.triton.small_gemm_low_bit import choose_tiling as low_bit_tiling
 
 BF16, FP32, FP8 = "*bf16", "*fp32", "*fp8e4nv"
 STRIDES = "q_token q_head out_token k_block k_token k_head v_block v_token v_head table_stride"
@@ -217,6 +219,38 @@ def routing(num_experts: int, groups: int, top_k: int, kind: int) -> tuple:
     return "routing", "route_kernel", types, values, {"num_warps": 1, "fast": True}
 
 
+LOW_BIT = {
+    "words": "*i32", "scale": "*fp16", "offset": FP32, "table": FP32, **words("x_row out_row columns_row pairs blocks"),
+    "rows": "i32",
+}  # fmt: skip
+
+
+def low_bit(bm: int, tiling: LowBitTiling, one: bool = False, dependent: bool = False, **changes: int) -> tuple:
+    types = {
+        **dict.fromkeys(("x", "norm_weight", "bias", "out"), BF16), **LOW_BIT, "order": "*i32", "partial": FP32,
+        "counters": "*i32", "eps": "fp32",
+    }  # fmt: skip
+    values = {
+        "N": 4096, "K": 4096, "K_PAD": 4096, "GS": 128, "BITS": 4, "BM": bm, "BN": tiling.bn, "SPLITS": tiling.splits,
+        "STAGES": tiling.stages, "ONE": one, "NORM": one, "GATE": int(one), "ADD": False, "BIAS": False, "TABLE": False,
+        "OFFSET": False, "ORDER": False, "SPREAD": False, "ASM": True, "DEPENDENT": dependent, **changes,
+    }  # fmt: skip
+    return "small_gemm_low_bit", "_small_gemm_kernel", types, values, {"num_warps": tiling.warps, "fast": True}
+
+
+def experts_low_bit(bm: int) -> tuple:
+    types = {
+        **dict.fromkeys(("x", "bias", "out"), BF16), **LOW_BIT,
+        **dict.fromkeys(("columns", "order", "owners", "total"), "*i32"),
+    }  # fmt: skip
+    values = {
+        "N": 2880, "K": 2880, "GS": 32, "BITS": 4, "TOP_K": 4, "BM": bm, "BN": 64, "STAGES": 3, "GATE": 3, "TABLE": True,
+        "OFFSET": False, "ORDER": False, "SPREAD": True, "BIAS": True, "BY_PAIR": bm == 16, "ASM": True,
+        "DEPENDENT": False,
+    }  # fmt: skip
+    return "experts_low_bit", "grouped_low_bit", types, values, {"num_warps": 4, "fast": True}
+
+
 LATENT = {"C": 512, "C_PAD": 512}
 LATENT_ROTARY = {"HALF": 32, "HALF_PAD": 32, "BLOCK_SIZE": 16}
 LATENT_KEEP = {
@@ -347,7 +381,7 @@ CASES = [
     ),
     (
         "grouped_products", "sum_pairs", {"pairs": BF16, "weights": FP32, "out": BF16},
-        {"WIDTH": 2048, "TOP_K": 8, "BLOCK": 1024, "WEIGHTED": True, "DEPENDENT": False}, {"fast": True},
+        {"WIDTH": 2048, "TOP_K": 8, "BLOCK": 1024, "WEIGHTED": True, "ADD": False, "DEPENDENT": False}, {"fast": True},
     ),
     routing(64, 1, 6, 0),
     routing(256, 8, 8, 1),
@@ -370,6 +404,31 @@ CASES = [
     gemv_fp8(11008, gemv_fp8_shape(11008)),
     gemv_fp8(28672, gemv_fp8_shape(28672)),
     gemv_fp8(27648, gemv_fp8_shape(27648, roomy=False)),
+    low_bit(16, low_bit_tiling(16, 4096, 32, False, 132)),
+    low_bit(16, low_bit_tiling(1, 4096, 32, True, 132), one=True, dependent=True),
+    low_bit(32, low_bit_tiling(32, 4096, 64, False, 132), BITS=8, GS=4096, OFFSET=True),
+    low_bit(64, low_bit_tiling(64, 4096, 32, False, 132), GS=32, SPREAD=True, TABLE=True),
+    experts_low_bit(16),
+    (
+        "low_bit_linear", "_widen_kernel", {**LOW_BIT, "out": BF16},
+        {"N": 4096, "K": 4096, "GS": 128, "BITS": 4, "BN": 64, "TABLE": False, "OFFSET": True}, {"fast": True},
+    ),
+    (
+        "low_bit_linear", "_to_int8_kernel",
+        {"x": BF16, "data": "*i8", "scales": FP32, "input_scale": FP32, **words("x_row")},
+        {"WIDTH": 14336, "BLOCK": 16384, "STATIC": False, "DEPENDENT": False}, {"num_warps": 16, "fast": True},
+    ),
+    (
+        "small_gemm", "_small_gemm_kernel",
+        {
+            **dict.fromkeys(("x", "weight"), "*i8"), **dict.fromkeys(("x_scale", "weight_scale", "partial"), FP32),
+            "bias": BF16, "out": BF16, "counters": "*i32", **words("x_row out_row rows"),
+        },
+        {
+            "N": 4096, "K": 4096, "BM": 16, "BN": 64, "BK": 256, "SPLITS": 4, "STAGES": 4, "WHOLE": True, "BIAS": False,
+            "DEPENDENT": False,
+        }, {"num_warps": 4, "fast": True},
+    ),
     rotary(64),
     rotary(40),
     rotary(64, FP8),

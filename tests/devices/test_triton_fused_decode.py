@@ -1,6 +1,7 @@
 """All layers for one row, in Triton's interpreter, against the same layers one by one."""
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,8 @@ from text_generation_inference.models.model import Context
 from text_generation_inference.quant.choose import assign_methods
 from text_generation_inference.quant.fp8 import ON_LOADING, Fp8Scheme
 from text_generation_inference.quant.fp8_formats import StoredQuantization
+from text_generation_inference.quant.low_bit import LowBit, LowBitScheme
+from text_generation_inference.quant.method import Matrix, Method
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.weights.load import load_dummy
 
@@ -44,6 +47,18 @@ GPT_OSS = {
     "architectures": ["GptOssForCausalLM"], "num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2,
     "intermediate_size": 48, "sliding_window": 10,
 }  # fmt: skip
+
+
+class _InFewBits(Quantization):
+    method = "few bits"
+
+    def choose(self, matrix: Matrix, names: Sequence[str]) -> Method | None:
+        if not matrix.may_round:
+            return None
+        return LowBit(LowBitScheme(group_size=16 if matrix.is_stacked else None, is_symmetric=not matrix.is_stacked))
+
+
+IN_FEW_BITS = _InFewBits()
 TOKENS = 23  # in the cache, with the row's own
 DEEPSEEK = {
     "architectures": ["DeepseekV2ForCausalLM"], "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 24,
@@ -130,6 +145,12 @@ def compute(model: CausalLM, cache: Cache) -> tuple[torch.Tensor, Cache]:
         (None, torch.float16, {**QWEN3, "norm_topk_prob": True}),
         (None, FP8, {**QWEN3, "mlp_only_layers": [0], "num_experts": 130, "attention_bias": True}),
         (ON_LOADING, torch.float16, {**QWEN3, "num_experts_per_tok": 3}),
+        (
+            IN_FEW_BITS,
+            torch.float16,
+            {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 1, "mlp_bias": True},
+        ),
+        (IN_FEW_BITS, torch.float16, GPT_OSS),
         (None, torch.float16, GPT_OSS),
         (None, torch.float16, DEEPSEEK),
         (None, torch.float16, {**DEEPSEEK, "q_lora_rank": 40, "num_hidden_layers": 1, "first_k_dense_replace": 0}),
@@ -140,6 +161,8 @@ def compute(model: CausalLM, cache: Cache) -> tuple[torch.Tensor, Cache]:
         "experts",
         "many experts and a dense layer",
         "experts in FP8",
+        "few bits",
+        "experts in few bits",
         "sinks",
         "latents",
         "two latents",

@@ -17,7 +17,7 @@ from text_generation_inference.kernels.triton.gemv import vector_product
 from text_generation_inference.kernels.triton.gemv_fp8 import Chunks, GemvFp8
 from text_generation_inference.kernels.triton.linear import TritonLinear
 from text_generation_inference.kernels.triton.quantize import quantize_rows
-from text_generation_inference.kernels.triton.small_gemm_fp8 import SmallGemmFp8, choose_tiling
+from text_generation_inference.kernels.triton.small_gemm import SmallGemm, choose_tiling
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_one_long_row_in_fp8(device: torch.device, static: bool) -> None:
 @pytest.mark.parametrize(("n", "k"), [(130, 256), (64, 208), (48, 1040)])
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_few_rows_in_fp8(device: torch.device, rows: int, n: int, k: int, splits: int) -> None:
-    op = SmallGemmFp8(1)
+    op = SmallGemm(1)
     weight = fp8.quantize_weight(torch.randn(n, k, device=device) * 0.05)
     x = fp8.quantize_rows(torch.randn(rows, k, device=device), weight)
     bias = torch.randn(n, device=device).half()

@@ -2,7 +2,8 @@
 """The op `experts`: which kernels compute a mixture of experts, and in which tiles.
 
 Few tokens: two kernels that read each pair's matrices (`pair_products`). More: pairs are sorted by expert, multiplied
-in tiles and summed (`grouped_products`). The definition is `kernels.experts`.
+in tiles and summed (`grouped_products`). Matrices in few bits have kernels of their own for both (`experts_low_bit`).
+The definition is `kernels.experts`.
 """
 
 from dataclasses import dataclass, replace
@@ -16,11 +17,14 @@ from text_generation_inference.kernels import experts as reference
 from text_generation_inference.kernels.fp8 import SQUARE, Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedExperts
 from text_generation_inference.kernels.matrices import Weight, plain
-from text_generation_inference.kernels.triton import norms_rotary
-from text_generation_inference.kernels.triton.expert_tiles import Tiling, choose_tiles, find_form
+from text_generation_inference.kernels.triton import experts_low_bit, norms_rotary
+from text_generation_inference.kernels.triton.expert_tiles import Tiling, choose_tiles, choose_tiling, find_form
+from text_generation_inference.kernels.triton.experts_low_bit import LowBitTiling, multiply_pairs
 from text_generation_inference.kernels.triton.gemv import choose_shape, vector_product
 from text_generation_inference.kernels.triton.grouped_products import grouped_product, sort_pairs, sum_pairs
 from text_generation_inference.kernels.triton.launch import dependent_launch
+from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit, unpack_low_bit
+from text_generation_inference.kernels.triton.low_bit_linear import quantize_rows as quantize_to_int8
 from text_generation_inference.kernels.triton.pair_products import pair_down, pair_gate
 from text_generation_inference.kernels.triton.quantize import BY_ROW, BY_SQUARE, PLAIN, STATIC, quantize_rows
 from text_generation_inference.kernels.triton.routing import route
@@ -59,6 +63,7 @@ class TritonExperts:
         tokens, hidden = x.shape
         num_experts, top_k = down.shape[0] // hidden, ids.shape[1]
         if not self.can_compute(gate, gate_up, num_experts):
+            gate_up, down = (unpack_low_bit(w) if isinstance(w, TritonLowBit) else w for w in (gate_up, down))
             return reference.experts(x, ids, weights, gate_up, down, gate, biases, scale_inputs)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if tokens == 0:
@@ -69,8 +74,12 @@ class TritonExperts:
         per_row = 1 if scale_inputs else top_k
         pairs = tokens * top_k
         few = pairs * 2 <= num_experts or tokens == 1
-        if few if by_pair is None else by_pair:
-            weighted = not scale_inputs
+        few = few if by_pair is None else by_pair
+        weighted = not scale_inputs
+        if isinstance(gate_up, TritonLowBit) or isinstance(down, TritonLowBit):
+            self._in_few_bits(x, ids, weights, gate_up, down, gate, biases, out, few, weighted, per_row)
+            return out
+        if few:
             _by_pair(x, ids, weights, gate_up, down, gate, biases, out, weighted=weighted, per_row=per_row)
             return out
         first, second = (None, None) if biases is None else biases
@@ -81,13 +90,58 @@ class TritonExperts:
         groups.multiply(Operands.of(x, gate_up), first, gated, tile, GATES.index(gate), per_row)
         made = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
         groups.multiply(Operands.of(gated, down), second, made, tile_down, 0, 1)
-        block = min(1024, triton.next_power_of_2(hidden))
-        dependent = dependent_launch(tokens)
-        sum_pairs[(tokens, triton.cdiv(hidden, block))](
-            made, weights, out, WIDTH=hidden, TOP_K=top_k, BLOCK=block, WEIGHTED=not scale_inputs,
-            DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
-        )  # fmt: skip
+        _sum(made, weights, out, weighted)
         return out
+
+    def _in_few_bits(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        gate: str,
+        biases: tuple[Tensor, Tensor] | None,
+        out: Tensor,
+        few: bool,
+        weighted: bool,
+        per_row: int,
+        add: bool = False,
+    ) -> None:
+        """One matrix may be in another form; then pairs are sorted, as that wants them."""
+        first, second = (None, None) if biases is None else biases
+        pairs, num_experts = ids.numel(), down.shape[0] // out.shape[1]
+        tile = experts_low_bit.choose_tiling(pairs, num_experts, self._roomy)
+        if few and isinstance(gate_up, TritonLowBit) and isinstance(down, TritonLowBit):
+            tile, groups = replace(tile, bm=16), Groups.one_by_one(ids)
+        else:
+            groups = Groups.of(ids, num_experts, tile.bm)
+        gated = torch.empty((pairs, down.shape[1]), dtype=x.dtype, device=x.device)
+        self._multiply(groups, x, gate_up, first, gated, tile, GATES.index(gate), per_row)
+        made = torch.empty((pairs, out.shape[1]), dtype=x.dtype, device=x.device)
+        self._multiply(groups, gated, down, second, made, tile, 0, 1)
+        _sum(made, weights, out, weighted, add)
+
+    def _multiply(
+        self,
+        groups: "Groups",
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        out: Tensor,
+        tile: LowBitTiling,
+        gate: int,
+        per_row: int,
+    ) -> None:
+        if isinstance(weight, TritonLowBit):
+            if weight.quantizes_inputs:
+                rows = quantize_to_int8(x, weight.input_scale)
+                x = (rows.data.float() * rows.scale[:, None]).to(x.dtype)
+            multiply_pairs(groups, x, weight, bias, out, tile, gate, per_row)
+            return
+        num_experts = weight.shape[0] // out.shape[1] // (2 if gate else 1)
+        other = choose_tiling(groups.pairs, num_experts, gate > 0, _form(weight), self._roomy)
+        groups.multiply(Operands.of(x, weight), bias, out, replace(other, bm=tile.bm, swap=False), gate, per_row)
 
     def _choose_tiles(self, tokens: int, top_k: int, gate_up: Weight, down: Weight) -> tuple[Tiling, Tiling]:
         hidden, width = gate_up.shape[1], down.shape[1]
@@ -115,6 +169,9 @@ class TritonExperts:
         vector_product(x, plain(experts.router), scores, experts.router_bias)
         ids, weights = route(scores, experts.routing, experts.correction)
         top_k = experts.routing.top_k
+        if isinstance(gate_up, TritonLowBit) or isinstance(down, TritonLowBit):
+            self._in_few_bits(x, ids, weights, gate_up, down, experts.gate, biases, hidden, True, True, top_k, add=True)
+            return
         _by_pair(x, ids, weights, gate_up, down, experts.gate, biases, hidden, weighted=True, per_row=top_k, add=True)
 
 
@@ -176,6 +233,12 @@ class Groups:
     pairs: int
     blocks: int
     dependent: bool
+    by_pair: bool = False  # each is a block of its own
+
+    @classmethod
+    def one_by_one(cls, ids: Tensor) -> "Groups":
+        """Not sorted."""
+        return cls(ids, ids, ids, ids.numel(), ids.numel(), dependent_launch(ids.shape[0]), True)
 
     @classmethod
     def of(cls, ids: Tensor, num_experts: int, bm: int) -> "Groups":
@@ -206,6 +269,16 @@ class Groups:
             SWAP=tile.swap, GATE=gate, FORM=operands.form, BIAS=bias is not None, WHOLE=k % tile.bk == 0,
             DEPENDENT=self.dependent, num_warps=tile.warps, launch_pdl=self.dependent,
         )  # fmt: skip
+
+
+def _sum(made: Tensor, weights: Tensor, out: Tensor, weighted: bool, add: bool = False) -> None:
+    tokens, hidden = out.shape
+    block = min(1024, triton.next_power_of_2(hidden))
+    dependent = dependent_launch(tokens)
+    sum_pairs[(tokens, triton.cdiv(hidden, block))](
+        made, weights, out, WIDTH=hidden, TOP_K=made.shape[0] // tokens, BLOCK=block, WEIGHTED=weighted, ADD=add,
+        DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
+    )  # fmt: skip
 
 
 def _pair_gate(operands: Operands, ids: Tensor, bias: Tensor | None, out: Tensor, gate: str, per_row: int) -> None:

@@ -22,6 +22,8 @@ from text_generation_inference.kernels.triton import norms_rotary
 from text_generation_inference.kernels.triton.experts import TritonExperts
 from text_generation_inference.kernels.triton.gemv import vector_product
 from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8
+from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit
+from text_generation_inference.kernels.triton.small_gemm_low_bit import SmallGemmLowBit
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class SingleRowDecode:
     activation: str
     attention: AttentionOp
     gemv_fp8: GemvFp8
+    low_bit: SmallGemmLowBit
     experts: TritonExperts
     latent_attention: LatentAttentionOp
 
@@ -103,13 +106,16 @@ class SingleRowDecode:
     def _product(self, x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, **more: Any) -> None:
         if isinstance(weight, Fp8Weight):
             self.gemv_fp8(x, weight, out, bias, **more)
+        elif isinstance(weight, TritonLowBit):
+            self.low_bit(x, weight, out, bias, **more)
         else:
             vector_product(x, plain(weight), out, bias, **more)
 
 
 class MakeFusedDecode:
     """The op `make_fused_decode`; `attention`, `latent_attention` and `experts` are the ops of those names, `fp8` says
-    whether the GPU has those types, `roomy` whether its processors have more shared memory than 100 KB."""
+    whether the GPU has those types, `roomy` whether its processors have more shared memory than 100 KB, `low_bit`
+    whether it has tensor cores for codes of few bits."""
 
     def __init__(
         self,
@@ -119,12 +125,14 @@ class MakeFusedDecode:
         num_processors: int,
         fp8: bool,
         roomy: bool = True,
+        low_bit: bool = True,
     ) -> None:
         self._attention = attention
         self._latent_attention = latent_attention
         self._experts = experts
         self._gemv_fp8 = GemvFp8(num_processors, roomy)
-        self._fp8 = fp8
+        self._few_bits = SmallGemmLowBit(num_processors, roomy)
+        self._fp8, self._low_bit = fp8, low_bit
 
     def __call__(
         self,
@@ -145,8 +153,8 @@ class MakeFusedDecode:
         if not all(self._can_compute(layer) for layer in layers):
             return None
         return SingleRowDecode(
-            layers, norm, cos_sin, heads, eps, scale, activation, self._attention, self._gemv_fp8, self._experts,
-            self._latent_attention,
+            layers, norm, cos_sin, heads, eps, scale, activation, self._attention, self._gemv_fp8, self._few_bits,
+            self._experts, self._latent_attention,
         )  # fmt: skip
 
     def _can_compute(self, layer: FusedLayer) -> bool:
@@ -162,10 +170,11 @@ class MakeFusedDecode:
             num_experts = layer.experts.router.shape[0]
             if not self._experts.can_compute(layer.experts.gate, layer.gate_up, num_experts):
                 return False
-        return all(_can_multiply(matrix, self._fp8) for matrix in matrices)
+        return all(self._can_multiply(matrix) for matrix in matrices)
 
-
-def _can_multiply(weight: Weight, fp8: bool) -> bool:
-    if isinstance(weight, Fp8Weight):
-        return fp8 and not weight.by_square and weight.input_bound is None
-    return isinstance(weight, Tensor) and weight.dtype in (torch.bfloat16, torch.float16)
+    def _can_multiply(self, weight: Weight) -> bool:
+        if isinstance(weight, Fp8Weight):
+            return self._fp8 and not weight.by_square and weight.input_bound is None
+        if isinstance(weight, TritonLowBit):
+            return self._low_bit and not weight.quantizes_inputs and weight.dtype in (torch.bfloat16, torch.float16)
+        return isinstance(weight, Tensor) and weight.dtype in (torch.bfloat16, torch.float16)

@@ -171,9 +171,9 @@ def grouped_product(
 @triton.jit
 def sum_pairs(
     pairs, weights, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ADD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """What the experts of each token made of it, times their weights."""
+    """What the experts of each token made of it, times their weights. ADD: to what is in out."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -184,4 +184,9 @@ def sum_pairs(
         if WEIGHTED:
             value *= tl.load(weights + token * TOP_K + number)
         acc += value
-    tl.store(out + token * WIDTH + i, acc.to(out.dtype.element_ty), mask=inside)
+    total = acc.to(out.dtype.element_ty)
+    if ADD:
+        total = (total.to(tl.float32) + tl.load(out + token * WIDTH + i, mask=inside, other=0.0).to(tl.float32)).to(
+            out.dtype.element_ty
+        )
+    tl.store(out + token * WIDTH + i, total, mask=inside)

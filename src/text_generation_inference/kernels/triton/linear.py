@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Matrix products: the libraries' own, and for few rows in FP8 ours.
+"""Matrix products: the libraries' own, and for few rows in FP8 ours; those of few bits are in `low_bit_linear`.
 
 The libraries take eight-bit operands from capability 8.9 on, with a scale per row from 9.0 on; sizes must be
 multiples of 16 (128 for scales per square). What they cannot take is multiplied in the type of the result.
@@ -20,8 +20,10 @@ from text_generation_inference.kernels.fp8 import (
     dequantize_weight,
 )
 from text_generation_inference.kernels.matrices import Product, Rows, Weight, plain
+from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit
+from text_generation_inference.kernels.triton.low_bit_linear import Int8Weight, LowBitLinear
 from text_generation_inference.kernels.triton.quantize import quantize_rows
-from text_generation_inference.kernels.triton.small_gemm_fp8 import MAX_ROWS, SmallGemmFp8
+from text_generation_inference.kernels.triton.small_gemm import MAX_ROWS, SmallGemm
 
 # With so many rows the library's products are faster without scales per row, and applying those later costs little.
 _MAX_SCALED_LATER = 512
@@ -31,13 +33,17 @@ class TritonLinear:
     """The ops `linear` and `linear_unscaled` for one device."""
 
     def __init__(self, num_processors: int, capability: tuple[int, int]) -> None:
-        self._small_gemm = SmallGemmFp8(num_processors)
+        self._small_gemm = SmallGemm(num_processors)
+        self._low_bit = LowBitLinear(num_processors, capability)
         self._by_row = capability >= (9, 0)
         self._by_square = capability[0] == 9  # later ones want other scales
         self._fp8 = capability >= (8, 9)
         self._one: Tensor | None = None
 
     def __call__(self, x: Rows, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        if isinstance(weight, TritonLowBit | Int8Weight):
+            assert isinstance(x, Tensor)
+            return self._low_bit(x, weight, bias, dtype)
         if not isinstance(weight, Fp8Weight):
             return reference.linear(x, weight, bias)
         rows = quantize_rows(x, weight) if isinstance(x, Tensor) else x

@@ -21,6 +21,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
     from text_generation_inference.kernels.triton.experts import TritonExperts
     from text_generation_inference.kernels.triton.latent import TritonLatentAttention
     from text_generation_inference.kernels.triton.linear import TritonLinear, logits
+    from text_generation_inference.kernels.triton.low_bit_linear import pack_low_bit
     from text_generation_inference.kernels.triton.routing import route
 
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -40,10 +41,10 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
     experts = TritonExperts(capability)
     return Ops(
         description,
+        pack_low_bit=pack_low_bit,
         linear=linear,
         linear_unscaled=linear.linear_unscaled,
         logits=logits,
-        low_bit_ops=frozenset(("linear",)),
         make_fused_decode=fused_decode.MakeFusedDecode(
             paged_attention,
             latent_attention,
@@ -51,6 +52,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
             num_processors,
             fp8=capability >= (8, 9),
             roomy=capability >= (9, 0),
+            low_bit=capability >= (8, 0),
         ),
         rms_norm=norms_rotary.rms_norm,
         add_rms_norm=norms_rotary.add_rms_norm,

@@ -1,17 +1,18 @@
 # pyright: basic, reportMissingImports=false
-"""Matrix products in FP8 of at most 64 rows, where reading the weight is what takes the time.
+"""Matrix products in FP8 (or integers) of at most 64 rows, where reading the weight is what takes the time.
 
 A program multiplies some rows of the weight with all rows of the input; the weight takes the place of the left
 operand, whose tile must be large. Where there are fewer tiles than processors, several programs share one along the
 inner dimension, and the last of them to finish adds the parts up in order.
 """
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight
 from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 
 MAX_ROWS = 64  # beyond, the libraries are faster
@@ -35,7 +36,7 @@ def _small_gemm_kernel(
     # Past the end the last row is read again: what comes of it is not stored.
     w_at = weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + k[None, :]
     x_at = x + tl.minimum(m, rows - 1)[:, None] * x_row + k[None, :]
-    acc = tl.zeros((BN, BM), tl.float32)
+    acc = tl.zeros((BN, BM), tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32)
     for k0 in tl.range(start, end, BK, num_stages=STAGES):
         if WHOLE:
             w_tile = tl.load(w_at + k0)
@@ -44,7 +45,8 @@ def _small_gemm_kernel(
             inside = (k0 + k < K)[None, :]
             w_tile = tl.load(w_at + k0, mask=inside, other=0.0)
             x_tile = tl.load(x_at + k0, mask=inside, other=0.0)
-        acc = tl.dot(w_tile, tl.trans(x_tile), acc)
+        acc = tl.dot(w_tile, tl.trans(x_tile), acc, out_dtype=acc.dtype)
+    acc = acc.to(tl.float32)
     if SPLITS > 1:
         at = (tile * BN + tl.arange(0, BN))[:, None] * BM + m[None, :]
         size = tl.num_programs(0) * BN * BM
@@ -84,7 +86,17 @@ def choose_tiling(rows: int, n: int, num_processors: int) -> tuple[int, int, int
     return (64, 256, splits, 3) if splits > 1 else (64, 128, 1, 4)
 
 
-class SmallGemmFp8:
+class _Scaled(Protocol):
+    """Rows or a matrix, of numbers of 8 bits with a scale for each row."""
+
+    data: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+
+class SmallGemm:
     """The op, with the buffers where parts meet."""
 
     def __init__(self, num_processors: int) -> None:
@@ -95,8 +107,8 @@ class SmallGemmFp8:
 
     def __call__(
         self,
-        x: Fp8Rows,  # [rows, in], a scale per row
-        weight: Fp8Weight,  # [out, in], a scale per output
+        x: _Scaled,  # [rows, in]
+        weight: _Scaled,  # [out, in]
         out: Tensor,  # [rows, out]
         bias: Tensor | None = None,
         tiling: tuple[int, int, int, int] | None = None,

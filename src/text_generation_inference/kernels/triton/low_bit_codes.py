@@ -1,0 +1,188 @@
+# pyright: basic, reportMissingImports=false
+# ruff: noqa: ANN201
+"""Matrices in few bits in the order that kernels read them in, and how a kernel makes numbers of codes.
+
+Words of 32 bits lie in tiles of 8 rows and 16 words of each: one load of a warp is one tile, of which a thread has 4
+words of one row. What they hold are the columns that the thread wants for its part of a product on tensor cores, so
+that nothing goes from thread to thread: of 4 bits a tile has 128 columns, of 8 bits 64.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_inference.kernels.low_bit import LowBitWeight, pack_codes, unpack_codes
+from text_generation_inference.kernels.matrices import PackedWeight
+
+TILE_ROWS = tl.constexpr(8)
+TILE_WORDS = tl.constexpr(16)  # of a row
+_VALUES_AT_A_TIME = 1 << 26
+
+_SUBTRACT_CENTER = {
+    # The two halves of a word become numbers 128 + code or 1024 + code, less that and the center.
+    tl.bfloat16: ("0x43004300", "fma.rn.bf16x2", "0x3F803F80", "0xC308C308"),
+    tl.float16: ("0x64006400", "fma.rn.f16x2", "0x3C003C00", "0xE408E408"),
+}
+
+
+def _assembly(kind: tl.dtype) -> str:
+    exponent, multiply, one, center = _SUBTRACT_CENTER[kind]
+    lines = [f".reg .b32 t, s, e, o, c; mov.b32 e, {exponent}; mov.b32 o, {one}; mov.b32 c, {center};"]
+    for number in range(4):
+        source = "$8"
+        if number:
+            lines.append(f"shr.u32 s, $8, {4 * number};")
+            source = "s"
+        lines.append(f"lop3.b32 t, {source}, 0x000f000f, e, 0xEA; {multiply} t, t, o, c;")
+        lines.append(f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, t;")
+    return "{ " + " ".join(lines) + " }"
+
+
+_BF16_ASSEMBLY = tl.constexpr(_assembly(tl.bfloat16))
+_FP16_ASSEMBLY = tl.constexpr(_assembly(tl.float16))
+_HALVES = tl.constexpr((tl.int16,) * 8)
+_OUTPUTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
+
+
+@triton.jit
+def _code(words, shift: tl.constexpr, table, BITS: tl.constexpr, TABLE: tl.constexpr, kind: tl.constexpr):
+    """The number that one code in each word stands for: exact, as codes fit the fraction of a float32."""
+    MASK: tl.constexpr = (1 << BITS) - 1
+    code = (words >> shift) & MASK
+    if TABLE:
+        return tl.load(table + code).to(kind)
+    else:
+        wide = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + (1 << (BITS - 1)))
+        return wide.to(kind)
+
+
+@triton.jit
+def unpack(
+    words, table, BN: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, kind: tl.constexpr, ASM: tl.constexpr
+):
+    """words `[BN, 16]` -> numbers of type `kind`, `[128 or 64, BN]`. ASM: in instructions that only GPUs have."""
+    words = tl.reshape(words, (BN, 4, 4))  # rows, threads, words of a thread
+    if BITS == 8:
+        even = tl.join(_code(words, 0, table, 8, TABLE, kind), _code(words, 16, table, 8, TABLE, kind))
+        odd = tl.join(_code(words, 8, table, 8, TABLE, kind), _code(words, 24, table, 8, TABLE, kind))
+        return tl.reshape(tl.permute(tl.join(even, odd), (2, 1, 3, 4, 0)), (64, BN))
+    else:
+        if ASM and not TABLE and (kind == tl.bfloat16 or kind == tl.float16):
+            TEXT: tl.constexpr = _BF16_ASSEMBLY if kind == tl.bfloat16 else _FP16_ASSEMBLY
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                TEXT, _OUTPUTS, [words], dtype=_HALVES, is_pure=True, pack=1
+            )
+        else:
+            a, b = _code(words, 0, table, 4, TABLE, kind), _code(words, 16, table, 4, TABLE, kind)
+            c, d = _code(words, 4, table, 4, TABLE, kind), _code(words, 20, table, 4, TABLE, kind)
+            e, f = _code(words, 8, table, 4, TABLE, kind), _code(words, 24, table, 4, TABLE, kind)
+            g, h = _code(words, 12, table, 4, TABLE, kind), _code(words, 28, table, 4, TABLE, kind)
+        even = tl.join(tl.join(a, b), tl.join(e, f))
+        odd = tl.join(tl.join(c, d), tl.join(g, h))
+        tile = tl.reshape(tl.permute(tl.join(even, odd), (2, 4, 1, 5, 3, 0)), (128, BN))
+        return tile.to(kind, bitcast=True) if tile.dtype == tl.int16 else tile
+
+
+@triton.jit
+def rows_at(words, n, BLOCKS: tl.constexpr):
+    """Where the words of rows `n` begin, `[len(n), 16]`, in a matrix of so many tiles side by side."""
+    tile = (n // TILE_ROWS)[:, None].to(tl.int64) * (BLOCKS * TILE_ROWS * TILE_WORDS)
+    return words + tile + (n % TILE_ROWS)[:, None] * TILE_WORDS + tl.arange(0, TILE_WORDS)[None, :]
+
+
+@dataclass(slots=True)
+class TritonLowBit(PackedWeight):
+    """Of one matrix, or of those of several experts, each with its rows filled up to whole tiles."""
+
+    shape: torch.Size  # [out, in]; of all experts
+    words: Tensor  # int32 [experts, tiles of rows, tiles of columns, 8, 16]
+    scale: Tensor  # [experts, groups, out of one]
+    offset: Tensor | None  # the same, float32
+    bits: int
+    group_size: int
+    columns: int
+    dtype: torch.dtype
+    table: Tensor | None  # [16] float32
+    order: Tensor | None  # [columns], or [experts, columns], int32
+    quantizes_inputs: bool
+    input_scale: Tensor | None
+
+    @property
+    def num_experts(self) -> int:
+        return self.words.shape[0]
+
+    @property
+    def block(self) -> int:
+        """Columns of a tile."""
+        return TILE_WORDS.value * 32 // self.bits
+
+    @property
+    def spreads(self) -> bool:
+        """Whether groups end within tiles of columns, so that each number is scaled before it is multiplied."""
+        return self.group_size < self.columns and self.group_size % self.block != 0
+
+
+def pack_low_bit(weight: LowBitWeight, num_experts: int = 1) -> TritonLowBit:
+    """See `Ops.pack_low_bit`. A few rows at a time: what is made on the way is larger."""
+    rows, columns = weight.codes.shape[0] // num_experts, weight.columns
+    per_tile = TILE_WORDS.value * 32 // weight.bits
+    row_tiles, column_tiles = triton.cdiv(rows, TILE_ROWS.value), triton.cdiv(columns, per_tile)
+    words = torch.empty(
+        (num_experts, row_tiles, column_tiles, TILE_ROWS.value, TILE_WORDS.value),
+        dtype=torch.int32,
+        device=weight.codes.device,
+    )
+    step = max(1, _VALUES_AT_A_TIME // (columns * TILE_ROWS.value))
+    for expert, codes in enumerate(weight.codes.view(num_experts, rows, -1)):
+        for first in range(0, row_tiles, step):
+            part = codes[first * TILE_ROWS.value : (first + step) * TILE_ROWS.value]
+            words[expert, first : first + step] = _arrange(unpack_codes(part, weight.bits), weight.bits)
+
+    def by_group(values: Tensor) -> Tensor:
+        return values.view(num_experts, rows, -1).transpose(1, 2).contiguous()
+
+    return TritonLowBit(
+        weight.shape, words, by_group(weight.scale), None if weight.offset is None else by_group(weight.offset),
+        weight.bits, weight.group_size, columns, weight.dtype, weight.table, weight.order, weight.quantizes_inputs,
+        weight.input_scale,
+    )  # fmt: skip
+
+
+def _arrange(codes: Tensor, bits: int) -> Tensor:
+    """uint8 `[rows, columns]` -> int32 `[tiles of rows, tiles of columns, 8, 16]`."""
+    per_tile = TILE_WORDS.value * 32 // bits
+    codes = F.pad(codes, (0, -codes.shape[1] % per_tile, 0, -codes.shape[0] % TILE_ROWS.value))
+    tiles = codes.view(codes.shape[0] // TILE_ROWS.value, TILE_ROWS.value, codes.shape[1] // per_tile, per_tile)
+    if bits == 8:  # word, thread, byte
+        apart = tiles.unflatten(3, (4, 4, 4)).permute(0, 2, 1, 4, 3, 5)
+    else:  # word, upper half of its columns, thread, pair, column of a pair: pairs are the halves of bytes
+        apart = tiles.unflatten(3, (4, 2, 4, 2, 2))
+        apart = apart[..., 0, :] | apart[..., 1, :] << 4
+        apart = apart.permute(0, 2, 1, 5, 3, 6, 4)
+    return apart.reshape(*apart.shape[:3], -1).view(torch.int32)
+
+
+def unpack_low_bit(weight: TritonLowBit) -> LowBitWeight:
+    """What was packed: for ops that have no kernel for it."""
+
+    def by_row(values: Tensor) -> Tensor:
+        return values.transpose(1, 2).reshape(weight.shape[0], -1)
+
+    experts, row_tiles, column_tiles = weight.words.shape[:3]
+    apart = weight.words.view(torch.uint8)
+    if weight.bits == 8:
+        apart = apart.unflatten(4, (4, 4, 4)).permute(0, 1, 3, 2, 5, 4, 6)
+    else:
+        apart = apart.unflatten(4, (4, 4, 2, 2)).permute(0, 1, 3, 2, 5, 7, 4, 6)
+        apart = torch.stack((apart & 15, apart >> 4), -2)
+    codes = apart.reshape(experts, row_tiles * TILE_ROWS.value, column_tiles * weight.block)
+    codes = codes[:, : weight.shape[0] // experts, : weight.columns].reshape(weight.shape[0], -1)
+    return LowBitWeight(
+        pack_codes(codes, weight.bits), by_row(weight.scale),
+        None if weight.offset is None else by_row(weight.offset), weight.bits, weight.group_size, weight.shape[1],
+        weight.dtype, weight.table, weight.order, weight.quantizes_inputs, weight.input_scale,
+    )  # fmt: skip

@@ -1,0 +1,239 @@
+"""Products of matrices in few bits against their definition: on the GPU at real sizes, or in the interpreter at small."""
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from text_generation_inference.kernels import experts as reference_experts
+from text_generation_inference.kernels import low_bit, reference
+from text_generation_inference.kernels.low_bit import LowBitWeight
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from triton_interpreter import interpreter_as_hardware  # noqa: F401
+
+from text_generation_inference.kernels.triton.experts import TritonExperts
+from text_generation_inference.kernels.triton.linear import TritonLinear
+from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit, unpack_low_bit
+from text_generation_inference.kernels.triton.low_bit_linear import Int8Weight, pack_low_bit
+from text_generation_inference.kernels.triton.small_gemm_low_bit import SmallGemmLowBit, Tiling
+
+NF4 = (
+    -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0, 0.0795803, 0.1609302,
+    0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def device(device_name: str) -> torch.device:
+    return torch.device(device_name)
+
+
+@pytest.fixture(scope="module")
+def is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def make(
+    device: torch.device, n: int, k: int, bits: int = 4, group: int = 128, symmetric: bool = True, table: bool = False
+) -> LowBitWeight:
+    """`group` 0: all columns of a row."""
+    values = torch.tensor(NF4, device=device) if table else None
+    made = low_bit.quantize(torch.randn(n, k, device=device) * 0.05, bits, group or k, symmetric, values)
+    made.scale, made.dtype = made.scale.half(), torch.float16
+    if not symmetric:
+        made.offset = made.scale.float() * torch.randint(-7, 8, made.scale.shape, device=device)
+    return made
+
+
+def exact(x: Tensor, weight: LowBitWeight) -> Tensor:
+    return x.double() @ low_bit.dequantize(weight).double().t()
+
+
+def close(actual: Tensor, expected: Tensor, bound: float = 1e-3) -> None:
+    assert actual.isfinite().all()
+    assert float((actual.double() - expected).norm() / expected.norm()) < bound  # float16 has eleven bits
+
+
+def linear(capability: tuple[int, int] = (0, 0)) -> TritonLinear:
+    return TritonLinear(3, torch.cuda.get_device_capability() if torch.cuda.is_available() else capability)
+
+
+KINDS = {
+    "4 bits": {},
+    "4 bits, groups of 64": {"group": 64},
+    "4 bits, groups of 32": {"group": 32, "symmetric": False},
+    "4 bits, groups of 16": {"group": 16},
+    "4 bits, odd groups": {"group": 48, "symmetric": False},
+    "4 bits by row": {"group": 0},
+    "4 bits with offsets": {"symmetric": False},
+    "table": {"table": True, "group": 64},
+    "table, groups of 128": {"table": True},
+    "8 bits": {"bits": 8, "symmetric": False},
+    "8 bits, groups of 32": {"bits": 8, "group": 32, "symmetric": False},
+    "8 bits by row": {"bits": 8, "group": 0},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products(device: torch.device, is_gpu: bool, kind: str) -> None:
+    """Rows and columns that fill no tile."""
+    n, k = (1035, 4128) if is_gpu else (75, 416)
+    weight = make(device, n, k, **KINDS[kind])
+    op, packed = linear(), pack_low_bit(weight)
+    for rows in (1, 2, 5, 16, 17, 40, 64, 65, 130, 300) if is_gpu else (1, 5, 70):
+        x, bias = torch.randn(rows, k, device=device).half(), torch.randn(n, device=device).half()
+        expected = exact(x, weight)
+        for with_bias in (None, bias) if rows != 1 or is_gpu else (bias,):
+            out = op(x, packed, with_bias, torch.float16)
+            close(out, expected if with_bias is None else expected + bias.double())
+    assert op(x[:0], packed, None, torch.float16).shape == (0, n)
+
+
+@pytest.mark.parametrize("kind", ["4 bits, odd groups", "8 bits", "table"])
+def test_packing_loses_nothing(device: torch.device, kind: str) -> None:
+    weight = make(device, 3 * 13, 200, **KINDS[kind])
+    packed = pack_low_bit(weight, 3)
+    assert isinstance(packed, TritonLowBit) and packed.shape == weight.shape
+    back = unpack_low_bit(packed)
+    assert torch.equal(back.codes, weight.codes)
+    assert torch.equal(low_bit.dequantize(back), low_bit.dequantize(weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_types(device: torch.device, is_gpu: bool, dtype: torch.dtype) -> None:
+    """Scales of bfloat16 or float32, and a model in float32."""
+    weight = make(device, 64, 256)
+    weight.scale = weight.scale.to(dtype)
+    x = torch.randn(70, 256, device=device)
+    bound = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]
+    for rows in (1, 3, 70):
+        # The interpreter multiplies no bfloat16.
+        given = x[:rows].to(torch.float16 if dtype is torch.bfloat16 and not is_gpu else dtype)
+        close(linear()(given, pack_low_bit(weight), None, given.dtype), exact(given, weight), bound)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("rows", [1, 4, 70])
+def test_an_order_of_columns(device: torch.device, rows: int, symmetric: bool) -> None:
+    """Some inputs have no column, as where another rank has it, and some two."""
+    weight = make(device, 40, 256, symmetric=symmetric)
+    weight = replace(weight, order=torch.randint(0, 300, (256,), device=device, dtype=torch.int32), in_features=300)
+    x = torch.randn(rows, 300, device=device).half()
+    close(linear()(x, pack_low_bit(weight), None, torch.float16), exact(x, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 64])
+@pytest.mark.parametrize("tiling", [Tiling(64, 1, 2), Tiling(64, 3, 3), Tiling(32, 8, 2), Tiling(128, 2, 2, 8)])
+def test_tilings(device: torch.device, is_gpu: bool, rows: int, tiling: Tiling) -> None:
+    n, k = (1024, 4096) if is_gpu else (130, 384)
+    op, weight = SmallGemmLowBit(2), make(device, n, k, symmetric=False)
+    x = torch.randn(rows, k, device=device).half()
+    expected = exact(x, weight)
+    before = None
+    for _ in range(2):  # the counters of the first time are clean, and parts are added up in the same order
+        out = torch.full((rows, n), 7.0, device=device).half()
+        op(x, pack_low_bit(weight), out, tiling=tiling)
+        close(out, expected)
+        assert before is None or torch.equal(out, before)
+        before = out
+
+
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits with offsets", "4 bits, groups of 32", "table", "8 bits by row"])
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_one_row(device: torch.device, is_gpu: bool, kind: str, gate: str | None, norm: bool) -> None:
+    """What the norm, the product, the gate and the addition give one after the other."""
+    n, k = (1030, 4096) if is_gpu else (44, 272)
+    weight = make(device, n * (2 if gate else 1), k, **KINDS[kind])
+    order = torch.randperm(k, device=device).to(torch.int32)
+    x, gain = torch.randn(1, k, device=device).half(), torch.rand(k, device=device).half()
+    bias, residual = torch.randn(weight.shape[0], device=device).half(), torch.randn(1, n, device=device).half()
+    activate = {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
+    normed = reference.rms_norm(x, gain, 1e-5) if norm else x
+    assert isinstance(normed, Tensor)
+    for with_bias, add in ((True, True), (False, False)):
+        each = replace(weight, order=order) if add else weight
+        product = exact(normed, each) + (bias.double() if with_bias else 0)
+        expected = activate[gate](product.half()) if gate else product
+        out = residual.clone()
+        op = SmallGemmLowBit(2)
+        op(
+            x, pack_low_bit(each), out, bias if with_bias else None, norm=(gain, 1e-5) if norm else None, gate=gate,
+            add=add,
+        )  # fmt: skip
+        close(out, (expected + residual if add else expected).double(), 2e-3)
+
+
+@pytest.mark.parametrize(("n", "k"), [(128, 256), (130, 272), (40, 72), (36, 41)])
+@pytest.mark.parametrize("static", [False, True])
+def test_integers_times_integers(device: torch.device, n: int, k: int, static: bool) -> None:
+    weight = make(device, n, k, bits=8, group=k)
+    weight.quantizes_inputs = True
+    if static:
+        weight.input_scale = torch.tensor(0.03, device=device)
+    packed, bias = pack_low_bit(weight), torch.randn(n, device=device).half()
+    assert isinstance(packed, Int8Weight)
+    for rows in (1, 5, 64, 90):
+        x = torch.randn(rows, k, device=device).half()
+        close(linear()(x, packed, bias, torch.float16), low_bit.linear(x.float(), weight, bias, torch.float32).double())
+
+
+def test_integers_in_groups(device: torch.device) -> None:
+    """Rows are rounded, and multiplied as numbers."""
+    weight = make(device, 48, 128, bits=8, group=32)
+    weight.quantizes_inputs = True
+    for rows in (1, 70):
+        x = torch.randn(rows, 128, device=device).half()
+        expected = low_bit.linear(x.float(), weight, None, torch.float32)
+        close(linear()(x, pack_low_bit(weight), None, torch.float16), expected.double())
+
+
+@pytest.mark.parametrize(
+    ("kind", "gate", "tokens", "by_pair"),
+    [
+        ("4 bits", "silu", 1, None),
+        ("4 bits with offsets", "silu", 9, False),
+        ("4 bits, groups of 32", "gelu_tanh", 3, True),
+        ("table", "clamped_swiglu", 7, False),
+        ("table, groups of 128", "clamped_swiglu", 1, None),
+        ("8 bits by row", "gelu", 3, None),
+        ("8 bits, groups of 32", "silu", 40, None),
+    ],
+)
+def test_experts(device: torch.device, is_gpu: bool, kind: str, gate: str, tokens: int, by_pair: bool | None) -> None:
+    """With biases, an order for each expert, inputs as integers, and a matrix that is plain."""
+    count, top_k, hidden, width = (8, 2, 2880, 1440) if is_gpu else (5, 2, 144, 36)
+    op = TritonExperts((9, 0))
+    gate_up, down = (make(device, count * n, k, **KINDS[kind]) for n, k in ((2 * width, hidden), (hidden, width)))
+    x = torch.randn(tokens, hidden, device=device).half()
+    ids = torch.rand(tokens, count, device=device).argsort(1)[:, :top_k].to(torch.int32)
+    weights = torch.rand(tokens, top_k, device=device)
+    biases = (torch.randn(count, 2 * width, device=device).half(), torch.randn(count, hidden, device=device).half())
+
+    def check(one: LowBitWeight, two: LowBitWeight | Tensor, scale_inputs: bool = False) -> None:
+        packed = two if isinstance(two, Tensor) else pack_low_bit(two, count)
+        given = (ids, weights)
+        found = op(x, *given, pack_low_bit(one, count), packed, gate, biases, scale_inputs, by_pair=by_pair)
+        wide = two.float() if isinstance(two, Tensor) else two
+        expected = reference_experts.experts(
+            x.float(), *given, one, wide, gate, (biases[0].float(), biases[1].float()), scale_inputs
+        )
+        close(found, expected.double(), 3e-3)
+
+    check(gate_up, down)
+    if gate == "silu":
+        orders = torch.stack([torch.randperm(hidden, device=device) for _ in range(count)]).to(torch.int32)
+        check(replace(gate_up, order=orders), down, scale_inputs=True)
+        check(gate_up, low_bit.widen(down))
+    if kind.startswith("8 bits"):
+        check(replace(gate_up, quantizes_inputs=True), replace(down, quantizes_inputs=True))
