@@ -1,9 +1,20 @@
-"""After an assert on the GPU every later call in the process fails: no other test may run in it."""
+"""What tests of a device share: the native CPU kernels in each form that this machine can run; and after an assert on the
+GPU, when every later call in the process fails, no other test may run in it."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
+
+from text_generation_inference.kernels.cpu import build
+from text_generation_inference.kernels.cpu.ops import NativeOps, load_ops
+
+MARCHES = ["native", "x86-64-v3"]  # the second is the AVX2 path, which every machine that runs the first can run
+if "avx512_vnni" in build.cpu_flags().split():
+    MARCHES.append("x86-64-v4")  # AVX-512 without VNNI and AMX
+if "amx_bf16" in build.cpu_flags().split():
+    MARCHES.append("icelake-server")  # with VNNI, without AMX
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,3 +32,35 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
         if "PYTEST_XDIST_WORKER" in os.environ:
             os._exit(3)  # xdist reports this test and starts another worker for the rest
         pytest.exit(f"the GPU cannot be used any more after {nodeid}: {error}", returncode=3)
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="session", params=MARCHES)
+def ops(request: pytest.FixtureRequest, cache_dir: Path) -> NativeOps:
+    loaded = load_ops(cache_dir, threads=2, march=request.param)
+    if isinstance(loaded, str):
+        pytest.skip(loaded)
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def tiled(cache_dir: Path) -> NativeOps:
+    """With AMX: the machine's, or what its instructions mean in plain C."""
+    flags = build.cpu_flags().split()
+    if "amx_bf16" in flags:
+        loaded = load_ops(cache_dir, threads=2)
+    elif "avx512bw" in flags:
+        compiler = cache_dir / "cc"
+        compiler.write_text(f'#!/bin/sh\nexec cc -include {Path(__file__).with_name("amx_emulation.h")} "$@" -O1\n')
+        compiler.chmod(0o700)
+        loaded = load_ops(cache_dir / "tiled", threads=2, compilers=[str(compiler)], march="x86-64-v4")
+    else:
+        pytest.skip("needs AVX-512")
+    if isinstance(loaded, str):
+        pytest.skip(loaded)
+    assert loaded.uses_amx
+    return loaded

@@ -15,55 +15,19 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from gguf_blocks import random_blocks
-from text_generation_inference.kernels import experts, latent, reference
+from text_generation_inference.kernels import experts, latent, low_bit, reference
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.cpu import build
 from text_generation_inference.kernels.cpu.experts import NativeExperts, PackedExperts
 from text_generation_inference.kernels.cpu.fused_decode import MakeNativeFusedDecode
 from text_generation_inference.kernels.cpu.latent import NativeLatentAttention
+from text_generation_inference.kernels.cpu.low_bit import NativeLowBit
 from text_generation_inference.kernels.cpu.ops import NativeOps, Packed, greedy, load_ops
 from text_generation_inference.kernels.fused_decode import FusedExperts, FusedLayer
 from text_generation_inference.kernels.matrices import BlockPieces
 from text_generation_inference.kernels.routing import SoftmaxRouting
 
 QUANTS = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k", "q6_k"]
-MARCHES = ["native", "x86-64-v3"]  # the second is the AVX2 path, which every machine that runs the first can run
-if "avx512_vnni" in build.cpu_flags().split():
-    MARCHES.append("x86-64-v4")  # AVX-512 without VNNI and AMX
-if "amx_bf16" in build.cpu_flags().split():
-    MARCHES.append("icelake-server")  # with VNNI, without AMX
-
-
-@pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(scope="session", params=MARCHES)
-def ops(request: pytest.FixtureRequest, cache_dir: Path) -> NativeOps:
-    loaded = load_ops(cache_dir, threads=2, march=request.param)
-    if isinstance(loaded, str):
-        pytest.skip(loaded)
-    return loaded
-
-
-@pytest.fixture(scope="session")
-def tiled(cache_dir: Path) -> NativeOps:
-    """With AMX: the machine's, or what its instructions mean in plain C."""
-    flags = build.cpu_flags().split()
-    if "amx_bf16" in flags:
-        loaded = load_ops(cache_dir, threads=2)
-    elif "avx512bw" in flags:
-        compiler = cache_dir / "cc"
-        compiler.write_text(f'#!/bin/sh\nexec cc -include {Path(__file__).with_name("amx_emulation.h")} "$@" -O1\n')
-        compiler.chmod(0o700)
-        loaded = load_ops(cache_dir / "tiled", threads=2, compilers=[str(compiler)], march="x86-64-v4")
-    else:
-        pytest.skip("needs AVX-512")
-    if isinstance(loaded, str):
-        pytest.skip(loaded)
-    assert loaded.uses_amx
-    return loaded
 
 
 def make_blocks(kind: str, out: int, width: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -555,10 +519,10 @@ def reference_layers(
     return x
 
 
-@pytest.mark.parametrize("kind", ["plain", "full", "experts"])
+@pytest.mark.parametrize("kind", ["plain", "full", "experts", "few bits", "experts in few bits"])
 @pytest.mark.parametrize("name", BATCHES)
 def test_stack(ops: NativeOps, name: str, kind: str) -> None:
-    full, count = kind == "full", 5 if kind == "experts" else 1
+    full, count = kind == "full", 5 if "experts" in kind else 1
     hidden, heads, kv_heads, head_dim, width = 96, 6, 2, 64, 112
     batch = make_batch(*BATCHES[name], 16)
     qkv = (heads + 2 * kv_heads) * head_dim
@@ -575,17 +539,28 @@ def test_stack(ops: NativeOps, name: str, kind: str) -> None:
         if count > 1:
             rule = SoftmaxRouting(2, p_norm=None if number == 1 else 1.0, factor=1.5)
             extra = {"experts": FusedExperts(torch.randn(count, hidden) / 4, None, None, rule, "silu")}
-        return FusedLayer(
+        layer = FusedLayer(
             torch.rand(hidden), torch.randn(qkv, hidden) / 10, torch.randn(hidden, heads * head_dim) / 20, torch.rand(hidden),
             torch.randn(count * 2 * width, hidden) / 10, torch.randn(count * hidden, width) / 10,
             *make_cache(batch, 16, kv_heads, head_dim), **extra,
         )  # fmt: skip
+        if "few bits" not in kind:
+            return layer
+        coded = {"qkv": (4, 32, True), "o": (8, 128, True), "gate_up": (4, 96, False), "down": (4, 128, False)}
+        few = {part: low_bit.quantize(getattr(layer, part), *form) for part, form in coded.items()}
+        few["down"].order = torch.randperm(width).int()
+        return replace(layer, **few)
 
     def pack(layer: FusedLayer) -> FusedLayer:
-        stacked = [] if count == 1 else ["gate_up", "down"]
-        found = {part: NativeExperts(ops).pack_experts(getattr(layer, part), count) for part in stacked}
-        others = [part for part in ("qkv", "o", "gate_up", "down") if part not in stacked]
-        found |= {part: ops.pack_linear(getattr(layer, part)) for part in others}
+        matrices = {part: getattr(layer, part) for part in ("qkv", "o", "gate_up", "down")}
+        experts_of = {part: count if part in ("gate_up", "down") else 1 for part in matrices}
+        if "few bits" in kind:
+            found = {part: NativeLowBit(ops).pack_low_bit(each, experts_of[part]) for part, each in matrices.items()}
+        else:
+            found = {
+                part: ops.pack_linear(each) if experts_of[part] == 1 else NativeExperts(ops).pack_experts(each, count)
+                for part, each in matrices.items()
+            }
         if layer.experts is not None:
             found["experts"] = replace(layer.experts, router=ops.pack_linear(layer.experts.router))
         return replace(layer, k_cache=layer.k_cache.clone(), v_cache=layer.v_cache.clone(), **found)

@@ -18,6 +18,7 @@ from text_generation_inference.kernels.cpu import slots
 from text_generation_inference.kernels.cpu.experts import NativeExperts
 from text_generation_inference.kernels.cpu.fused_decode import MakeNativeFusedDecode
 from text_generation_inference.kernels.cpu.latent import NativeLatentAttention
+from text_generation_inference.kernels.cpu.low_bit import NativeLowBit
 from text_generation_inference.kernels.cpu.ops import BLOCKS, load_ops
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.types import Limits
@@ -89,6 +90,7 @@ def _load_ops(cache_dir: Path) -> Ops:
         pack_blocks=native.pack_blocks,
         block_kinds=frozenset(BLOCKS),
         pack_experts=experts.pack_experts,
+        pack_low_bit=NativeLowBit(native).pack_low_bit,
         experts=experts.experts,
         linear=native.linear,
         logits=native.logits,

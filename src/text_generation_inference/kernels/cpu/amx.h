@@ -65,12 +65,13 @@ static void amx_pack(const float *x, long ldx, long rows, long k, char *out) {
 }
 
 // The values of the integers 32 t to 32 t + 31 as bfloat16.
-INLINE vi amx_table(const int kind, int t) {
+INLINE vi amx_table(const int kind, const char *panel, int t) {
   static const float first[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   vi halves16[2];
   UNROLL for (int h = 0; h < 2; h++) {
     const int start = (32 * t + 16 * h) % (16 << high_bits(kind));
     vf values = v_add(v_load(first), v_set((float)(start - center(kind))));
+    if (is_table(kind)) values = v_load(((const low_prefix *)panel)->values);
     if (kind == IQ4_NL) values = v_nibble_in_table(_mm512_cvtps_epi32(v_load(first)), 0);
     halves16[h] = _mm512_srli_epi32(_mm512_castps_si512(values), 16);
   }
@@ -82,21 +83,21 @@ INLINE void amx_expand(const int kind, const char *panel, long g, char *out) {
   const char *group = group_at(kind, panel, g), *high = group + scales_bytes(kind), *values = high + high_bytes(kind);
   if (has_header(kind)) fetch_scales(kind, panel, g);
   UNROLL for (int i = 0; i < group_bytes(kind); i += 64) __builtin_prefetch(group + AHEAD + i, 0, 3);
-  if (kind == Q8_0) {
-    for (int pair = 0; pair < GROUP / 2; pair++, values += 2 * PANEL)
-      UNROLL for (int v = 0; v < 3; v++) {
-        vi even = _mm512_castps_si512(v_int8_to_float((const int8_t *)values + v * VL));
-        vi odd = _mm512_castps_si512(v_int8_to_float((const int8_t *)values + PANEL + v * VL));
-        even = _mm512_srli_epi32(even, 16);
-        vi both = _mm512_mask_blend_epi16(0xaaaaaaaa, even, odd);
-        _mm512_store_si512(out + v * AMX_TILE + pair * 64, both);
+  if (is_bytes(kind)) {
+    // Of eight inputs the pairs 0 and 2 are in the first word, bytes 0 and 2, and bytes 1 and 3; 1 and 3 are in the second.
+    for (int w = 0; w < 8; w++, values += PANEL * 4)
+      UNROLL for (int v = 0; v < 3; v++) UNROLL for (int i = 0; i < 2; i++) {
+        const vi words = vi_load(values + v * VL * 4);
+        const vi even = _mm512_srli_epi32(_mm512_castps_si512(v_byte(words, i)), 16);
+        const vi odd = _mm512_castps_si512(v_byte(words, i + 2));
+        _mm512_store_si512(out + v * AMX_TILE + (w / 2 * 4 + i * 2 + w % 2) * 64, _mm512_mask_blend_epi16(0xaaaaaaaa, even, odd));
       }
     return;
   }
   // Entry i of the tables is the value of the integer i as bfloat16, again and again where integers have fewer bits than
   // a lookup reads, so that the bits above do not matter.
   vi tables[2];
-  UNROLL for (int t = 0; t < 2; t++) tables[t] = amx_table(kind, t);
+  UNROLL for (int t = 0; t < 2; t++) tables[t] = amx_table(kind, panel, t);
   const int bits = high_bits(kind);
   UNROLL for (int w = 0; w < 4; w++, values += PANEL * 4) UNROLL for (int v = 0; v < 3; v++) {
     const vi words = vi_load(values + v * VL * 4), wide = load_high(kind, high, w, v);
@@ -141,8 +142,7 @@ INLINE void amx_offset(const int kind, const char *panel, long g0, const float *
     UNROLL for (int r = 0; r < AMX_ROWS; r++) total[r] = v_load(sums[v][r]);
     for (long g = 0; g < groups; g++) {
       vf d, m;
-      load_scales(kind, panel, g0 + g, 0, v, &d, &m);
-      m = v_fma(d, v_set((float)center(kind)), m);
+      load_centered(kind, panel, g0 + g, 0, v, &d, &m);
       UNROLL for (int r = 0; r < AMX_ROWS; r++) total[r] = v_fma(m, v_set(group_sums[g * AMX_ROWS + r]), total[r]);
     }
     UNROLL for (int r = 0; r < AMX_ROWS; r++) v_store(sums[v][r], total[r]);

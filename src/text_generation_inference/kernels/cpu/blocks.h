@@ -1,15 +1,25 @@
-// Packing: rows of float32, or of blocks as GGML stores them, into panels.
+// Packing: rows of float32, of blocks as GGML stores them, or of codes with scales beside them, into panels.
 #ifndef TGI_BLOCKS_H
 #define TGI_BLOCKS_H
 
 #include "panels.h"
 
+// What belongs to codes: a value is scale * (code - center) + offset, or scale * table[code] + offset.
+typedef struct {
+  const float *scale, *offset;  // [outputs][groups]; the second may be null
+  const float *table;           // [16], or null
+  const uint8_t *integers;      // [16]: the table's plus TABLE_CENTER
+  int64_t columns;              // that have codes
+  int64_t group_size, groups;   // columns of a scale; scales of a row
+} low_scales;
+
 typedef struct {
   tasks panels;
   const packed_weight *weight;
   char *data;
-  const char *source;  // rows of float32, or of blocks
+  const char *source;  // rows of float32, of blocks or of codes
   long stride;         // bytes from row to row
+  const low_scales *low;
 } pack_call;
 
 static const long block_bytes[] = {[Q4_0] = 18, [Q4_1] = 20, [Q8_0] = 34,   [Q5_0] = 22, [Q5_1] = 24,
@@ -64,8 +74,11 @@ static void pack_scales(int kind, const uint8_t *block, char *panel, long g, int
 
 static void pack_integers(int kind, const uint8_t *integers, char *values, long lane) {
   const int bits = high_bits(kind);
-  if (kind == Q8_0) {
-    for (long i = 0; i < GROUP; i++) values[i * PANEL + lane] = (char)integers[i];
+  if (is_bytes(kind)) {
+    for (int i = 0; i < GROUP; i++) {
+      const int n = nibble_of(i % 8);
+      values[((i / 8 * 2 + n % 2) * PANEL + lane) * 4 + n / 2] = (char)integers[i];
+    }
     return;
   }
   uint32_t *high = (uint32_t *)values + lane, *words = (uint32_t *)(values + high_bytes(kind)) + lane;
@@ -79,16 +92,52 @@ static void pack_integers(int kind, const uint8_t *integers, char *values, long 
   }
 }
 
+// One output of codes.
+static void pack_codes(const pack_call *call, const uint8_t *codes, long row, char *panel, long lane) {
+  const packed_weight *weight = call->weight;
+  const low_scales *low = call->low;
+  const int kind = (int)weight->kind, none = is_table(kind) ? 0 : 8;
+  for (long g = 0; g < weight->columns / GROUP; g++) {
+    uint8_t integers[GROUP];
+    for (int i = 0; i < GROUP; i++) {
+      const long column = g * GROUP + i;
+      if (is_bytes(kind))
+        integers[i] = column < low->columns ? codes[column] ^ 128 : 0;
+      else
+        integers[i] = column < low->columns ? (codes[column / 2] >> (column % 2 * 4)) & 15 : (uint8_t)none;
+    }
+    pack_integers(kind, integers, (char *)group_at(kind, panel, g), lane);
+    if (g & ((1L << weight->shift) - 1)) continue;
+    float *header = (float *)header_at(kind, panel, g) + lane;
+    for (int half = 0; half < halves(kind); half++) {
+      const long column = g * GROUP + half * GROUP / halves(kind);
+      const long at = row * low->groups + (column < low->columns ? column : low->columns - 1) / low->group_size;
+      header[half * PANEL] = low->scale[at];
+      if (has_minimum(kind)) header[PANEL] = low->offset[at];
+    }
+  }
+}
+
 static void pack_panel(const pack_call *call, long p) {
   const packed_weight *weight = call->weight;
   const int kind = (int)weight->kind, per_block = has_header(kind) ? SUPER : 1;
-  const long k = weight->in_features, bytes = panel_bytes(kind, k);
+  const long k = weight->columns, bytes = panel_bytes(weight);
   char *panel = call->data + p * bytes;
   memset(panel, 0, (size_t)bytes);
+  if (is_low(kind)) {
+    low_prefix *prefix = (low_prefix *)panel;
+    prefix->shift = (int32_t)weight->shift;
+    if (is_table(kind)) memcpy(prefix->values, call->low->table, sizeof prefix->values);
+    if (is_table(kind)) memcpy(prefix->integers, call->low->integers, sizeof prefix->integers);
+  }
   for (long lane = 0; lane < PANEL && p * PANEL + lane < weight->out_features; lane++) {
     const char *row = call->source + (p * PANEL + lane) * call->stride;
     if (kind == FLOAT32) {
       for (long i = 0; i < k; i++) ((float *)panel)[i * PANEL + lane] = ((const float *)row)[i];
+      continue;
+    }
+    if (is_low(kind)) {
+      pack_codes(call, (const uint8_t *)row, p * PANEL + lane, panel, lane);
       continue;
     }
     for (long g = 0; g < k / GROUP; g++) {
@@ -106,12 +155,11 @@ static void pack_body(void *context) {
   for (long p; (p = claim(&call->panels)) < panel_count(call->weight->out_features);) pack_panel(call, p);
 }
 
-long tgi_packed_bytes(int kind, long out_features, long in_features) {
-  return panel_count(out_features) * panel_bytes(kind, in_features);
-}
+long tgi_packed_bytes(const packed_weight *weight) { return panel_count(weight->out_features) * panel_bytes(weight); }
 
-void tgi_pack(const packed_weight *weight, const void *source, long stride, int threads) {
-  pack_call call = {.weight = weight, .data = (char *)weight->data, .source = source, .stride = stride};
+// `low` is null but for codes.
+void tgi_pack(const packed_weight *weight, const void *source, long stride, const low_scales *low, int threads) {
+  pack_call call = {.weight = weight, .data = (char *)weight->data, .source = source, .stride = stride, .low = low};
   run_team(pack_body, &call, panel_count(weight->out_features), threads);
 }
 

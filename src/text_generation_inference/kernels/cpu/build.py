@@ -25,6 +25,7 @@ SOURCE_NAMES = (
     "blocks.h",
     "experts.h",
     "fixed.h",
+    "int8.h",
     "latent.h",
     "linear.h",
     "panels.h",

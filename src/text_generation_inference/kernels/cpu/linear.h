@@ -1,6 +1,7 @@
 // Linear layers over packed weights.
 //
-// With VNNI quantised weights are multiplied as the integers they are, whatever the number of rows. Else, few rows: each
+// With VNNI quantised weights are multiplied as the integers they are, whatever the number of rows (and by integers, with any
+// instructions, where inputs are rounded to integers too). Else, few rows: each
 // panel goes from memory to registers once. More rows: a part of a panel is made float32 in the first-level cache and tiles
 // of rows pass over it, or, before all else, AMX takes whole groups. Within each of these an output is one chain of
 // operations in the order of the inputs, so its value does not depend on the other rows or on the number of threads.
@@ -10,6 +11,7 @@
 #include "amx.h"
 #include "blocks.h"
 #include "fixed.h"
+#include "int8.h"
 
 enum { DEPTH = 192 };       // inputs whose weights stay in the first-level cache while rows pass over them
 enum { CHUNK_ROWS = 256, CHUNK_BYTES = 1 << 20 };  // rows one task carries through a panel, and what they may occupy
@@ -30,6 +32,7 @@ INLINE void direct(const int kind, const int rows, const float *a, const char *p
     }
     return;
   }
+  const v_table table = load_table(kind, panel);
   for (long g = 0; g < k / GROUP; g++) {
     const char *high = group_at(kind, panel, g) + scales_bytes(kind), *values = high + high_bytes(kind);
     fetch_scales(kind, panel, g);
@@ -39,23 +42,15 @@ INLINE void direct(const int kind, const int rows, const float *a, const char *p
       UNROLL for (int v = 0; v < 3; v++) load_scales(kind, panel, g, half, v, &d[v], &m[v]);
       const int parts = GROUP / 8 / halves(kind);
       NO_UNROLL for (int part = half * parts; part < (half + 1) * parts; part++, a += 8 * rows) {
-        fetch(values + AHEAD);
-        if (kind == Q8_0) {
-          fetch(values + AHEAD + PANEL * 4);
-          UNROLL for (int i = 0; i < 8; i++, values += PANEL) UNROLL for (int v = 0; v < 3; v++) {
-            vf w = v_mul(v_int8_to_float((const int8_t *)values + v * VL), d[v]);
-            UNROLL for (int r = 0; r < rows; r++) sums[r][v] = v_fma(w, v_set(a[i * rows + r]), sums[r][v]);
-          }
-        } else {
-          vi words[3], wide[3];
-          UNROLL for (int v = 0; v < 3; v++) words[v] = vi_load(values + v * VL * 4);
-          UNROLL for (int v = 0; v < 3; v++) wide[v] = load_high(kind, high, part, v);
-          values += PANEL * 4;
-          UNROLL for (int i = 0; i < 8; i++) UNROLL for (int v = 0; v < 3; v++) {
-            vf q = v_integer(kind, words[v], wide[v], i);
-            vf w = center(kind) ? v_fma(q, d[v], m[v]) : v_mul(q, d[v]);
-            UNROLL for (int r = 0; r < rows; r++) sums[r][v] = v_fma(w, v_set(a[i * rows + r]), sums[r][v]);
-          }
+        vi words[3][2], wide[3];
+        UNROLL for (int w = 0; w < word_count(kind); w++) fetch(values + AHEAD + w * PANEL * 4);
+        UNROLL for (int v = 0; v < 3; v++) load_words(kind, values, v, words[v]);
+        UNROLL for (int v = 0; v < 3; v++) wide[v] = load_high(kind, high, part, v);
+        values += PANEL * 4 * word_count(kind);
+        UNROLL for (int i = 0; i < 8; i++) UNROLL for (int v = 0; v < 3; v++) {
+          vf q = v_integer(kind, words[v], wide[v], table, i);
+          vf w = is_moved(kind) ? v_fma(q, d[v], m[v]) : v_mul(q, d[v]);
+          UNROLL for (int r = 0; r < rows; r++) sums[r][v] = v_fma(w, v_set(a[i * rows + r]), sums[r][v]);
         }
       }
     }
@@ -66,14 +61,17 @@ INLINE void direct(const int kind, const int rows, const float *a, const char *p
 // The same for quantised weights where making each one float32 would take longer than using it: integers times
 // activations are summed within a group, and scale and offset applied to that. A nibble is not shifted down: `a` holds its
 // activation times 16^-n instead (see pack_grouped), followed by the activations' group sums.
-INLINE int stays_in_place(int kind) { return kind == Q4_0 || kind == Q4_1 || kind == Q4_K; }
+INLINE int stays_in_place(int kind) {
+  return kind == Q4_0 || kind == Q4_1 || kind == Q4_K || kind == LOW4 || kind == LOW4_OFFSET;
+}
 
 INLINE void direct_grouped(const int kind, const int rows, const float *a, const char *panel, long k, vf sums[][3]) {
   const int width = rows <= 2 ? 3 : 1;  // vectors of a panel worked on at a time: what registers can hold
   const int split = rows == 2 ? 1 : 2;  // a row may alternate between two sums, where one would wait for itself
   const int parts = GROUP / 8 / halves(kind);
-  const int centered = halves(kind) > 1;  // integers are, because sums of activations are those of whole groups
+  const int centered = kind == Q6_K;  // integers are, because sums of activations are those of whole groups
   const float *group_sums = a + k * rows;
+  const v_table table = load_table(kind, panel);
   UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < 3; v++) sums[r][v] = v_set(0.0f);
   for (long g = 0; g < k / GROUP; g++, group_sums += rows, a += GROUP * rows) {
     const char *group = group_at(kind, panel, g), *high = group + scales_bytes(kind);
@@ -85,24 +83,20 @@ INLINE void direct_grouped(const int kind, const int rows, const float *a, const
       const char *values = high + high_bytes(kind) + half * parts * PANEL * 4;
       const float *x = a + half * parts * 8 * rows;
       NO_UNROLL for (int part = half * parts; part < (half + 1) * parts; part++, x += 8 * rows) {
-        vi words[3], wide[3];
-        if (kind != Q8_0) {
-          UNROLL for (int v = 0; v < width; v++) words[v] = vi_load(values + (v0 + v) * VL * 4);
-          UNROLL for (int v = 0; v < width; v++) wide[v] = load_high(kind, high, part, v0 + v);
-          values += PANEL * 4;
-        }
+        vi words[3][2], wide[3];
+        UNROLL for (int v = 0; v < width; v++) load_words(kind, values, v0 + v, words[v]);
+        UNROLL for (int v = 0; v < width; v++) wide[v] = load_high(kind, high, part, v0 + v);
+        values += PANEL * 4 * word_count(kind);
         UNROLL for (int i = 0; i < 8; i++) {
           UNROLL for (int v = 0; v < width; v++) {
-            vf q = kind == Q8_0           ? v_int8_to_float((const int8_t *)values + (v0 + v) * VL)
-                   : stays_in_place(kind) ? v_nibble_in_place(words[v], nibble_of(i))
-                                          : v_integer(kind, words[v], wide[v], i);
+            vf q = stays_in_place(kind) ? v_nibble_in_place(words[v][0], nibble_of(i))
+                                        : v_integer(kind, words[v], wide[v], table, i);
             if (centered) q = v_sub(q, v_set((float)center(kind)));
             UNROLL for (int r = 0; r < rows; r++) {
               const int chain = split == 2 ? 2 * r + (i & 1) : r;
               dots[chain][v] = v_fma(q, v_set(x[i * rows + r]), dots[chain][v]);
             }
           }
-          if (kind == Q8_0) values += PANEL;
         }
       }
       UNROLL for (int v = 0; v < width; v++) {
@@ -111,7 +105,7 @@ INLINE void direct_grouped(const int kind, const int rows, const float *a, const
         UNROLL for (int r = 0; r < rows; r++) {
           vf dot = split == 2 ? v_add(dots[2 * r][v], dots[2 * r + 1][v]) : dots[r][v];
           sums[r][v0 + v] = v_fma(d, dot, sums[r][v0 + v]);
-          if (center(kind) && !centered) sums[r][v0 + v] = v_fma(m, v_set(group_sums[r]), sums[r][v0 + v]);
+          if (is_moved(kind) && !centered) sums[r][v0 + v] = v_fma(m, v_set(group_sums[r]), sums[r][v0 + v]);
         }
       }
     }
@@ -135,6 +129,7 @@ static void pack_grouped(int kind, const float *x, long ldx, long rows, long k, 
 
 // Groups `g` to `end` of a quantised panel as float [32 * groups][PANEL].
 INLINE void expand(const int kind, const char *panel, long g, long end, float *out) {
+  const v_table table = load_table(kind, panel);
   for (; g < end; g++) {
     const char *high = group_at(kind, panel, g) + scales_bytes(kind), *values = high + high_bytes(kind);
     UNROLL for (int half = 0; half < halves(kind); half++) {
@@ -142,18 +137,13 @@ INLINE void expand(const int kind, const char *panel, long g, long end, float *o
       UNROLL for (int v = 0; v < 3; v++) load_scales(kind, panel, g, half, v, &d[v], &m[v]);
       const int parts = GROUP / 8 / halves(kind);
       NO_UNROLL for (int part = half * parts; part < (half + 1) * parts; part++) {
-        if (kind == Q8_0) {
-          UNROLL for (int i = 0; i < 8; i++, values += PANEL, out += PANEL) UNROLL for (int v = 0; v < 3; v++)
-              v_store(out + v * VL, v_mul(v_int8_to_float((const int8_t *)values + v * VL), d[v]));
-        } else {
-          vi words[3], wide[3];
-          UNROLL for (int v = 0; v < 3; v++) words[v] = vi_load(values + v * VL * 4);
-          UNROLL for (int v = 0; v < 3; v++) wide[v] = load_high(kind, high, part, v);
-          values += PANEL * 4;
-          UNROLL for (int i = 0; i < 8; i++, out += PANEL) UNROLL for (int v = 0; v < 3; v++) {
-            vf q = v_integer(kind, words[v], wide[v], i);
-            v_store(out + v * VL, center(kind) ? v_fma(q, d[v], m[v]) : v_mul(q, d[v]));
-          }
+        vi words[3][2], wide[3];
+        UNROLL for (int v = 0; v < 3; v++) load_words(kind, values, v, words[v]);
+        UNROLL for (int v = 0; v < 3; v++) wide[v] = load_high(kind, high, part, v);
+        values += PANEL * 4 * word_count(kind);
+        UNROLL for (int i = 0; i < 8; i++, out += PANEL) UNROLL for (int v = 0; v < 3; v++) {
+          vf q = v_integer(kind, words[v], wide[v], table, i);
+          v_store(out + v * VL, is_moved(kind) ? v_fma(q, d[v], m[v]) : v_mul(q, d[v]));
         }
       }
     }
@@ -164,7 +154,7 @@ static void expand_groups(int kind, const char *panel, long g, long end, float *
   switch (kind) {
 #define EXPAND(KIND) \
   case KIND: \
-    expand(KIND, panel, g, end, out); \
+    if (!fixed_allowed(KIND)) expand(KIND, panel, g, end, out); \
     break;
     EACH_QUANTISED(EXPAND)
 #undef EXPAND
@@ -222,7 +212,7 @@ typedef struct {
   tasks packing, products;
   const float *x, *bias;
   float *out, *packed_x;
-  int amx, fixed;
+  int amx, fixed, int8;
   const packed_weight *weight;
   long rows, ldx, ldo;
   long tiles, tiles_per_chunk, chunks;
@@ -230,9 +220,9 @@ typedef struct {
   long work; // tasks
 } linear_call;
 
-// Rows are dealt evenly to tiles: the first `rows % tiles` of them hold one more. In fixed point only the last is short.
+// Rows are dealt evenly to tiles: the first `rows % tiles` of them hold one more. In integers only the last is short.
 INLINE long tile_start(const linear_call *call, long t) {
-  if (call->fixed) return t < call->tiles ? t * FIXED_ROWS : call->rows;
+  if (call->int8 || call->fixed) return t < call->tiles ? t * (call->int8 ? INT8_ROWS : FIXED_ROWS) : call->rows;
   long base = call->rows / call->tiles, extra = call->rows % call->tiles;
   return t * base + (t < extra ? t : extra);
 }
@@ -263,7 +253,7 @@ static void pack_tile(const float *x, long ldx, long rows, long k, float *out) {
 #endif
 #define DIRECT_ROW(KIND, R) \
   case KIND * 8 + R: \
-    DIRECT_QUANTISED(KIND, R, a, panel, k, sums); \
+    if (!fixed_allowed(KIND)) DIRECT_QUANTISED(KIND, R, a, panel, k, sums); \
     break;
 #define DIRECT(KIND) DIRECT_ROW(KIND, 1) DIRECT_ROW(KIND, 2) DIRECT_ROW(KIND, 3) DIRECT_ROW(KIND, 4)
 static void direct_product(int kind, long rows, const float *a, const char *panel, long k, float *c, long ldc, const float *bias) {
@@ -287,9 +277,9 @@ static void product_task(const linear_call *call, long chunk, long p) {
   static __thread float edge[CHUNK_ROWS * PANEL] __attribute__((aligned(64)));
   const packed_weight *weight = call->weight;
   const int kind = (int)weight->kind;
-  const long k = weight->in_features, n = weight->out_features;
+  const long k = weight->columns, n = weight->out_features;
   const long columns = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
-  const char *panel = (const char *)weight->data + p * panel_bytes(kind, k);
+  const char *panel = (const char *)weight->data + p * panel_bytes(weight);
   const long first = chunk * call->tiles_per_chunk;
   const long last = first + call->tiles_per_chunk < call->tiles ? first + call->tiles_per_chunk : call->tiles;
   const long row0 = tile_start(call, first), row1 = tile_start(call, last);
@@ -302,9 +292,13 @@ static void product_task(const linear_call *call, long chunk, long p) {
     ldc = PANEL;
     if (bias) bias = memcpy(padded_bias, bias, (size_t)columns * 4);
   }
-  if (call->fixed) {
+  if (call->int8 || call->fixed) {
+    const int32_t *x = (const int32_t *)call->packed_x;
     memset(edge, 0, (size_t)((row1 - row0) * PANEL) * 4);
-    fixed_product(kind, panel, k, (const int32_t *)call->packed_x + row0 * fixed_row_words(k), row1 - row0, edge);
+    if (call->int8)
+      int8_product(kind, panel, k, x + row0 * int8_row_words(k), row1 - row0, edge);
+    else
+      fixed_product(kind, panel, k, x + row0 * fixed_row_words(k), row1 - row0, edge);
     for (long r = 0; bias && r < row1 - row0; r++)
       for (int v = 0; v < 3; v++) v_store(edge + r * PANEL + v * VL, v_add(v_load(edge + r * PANEL + v * VL), v_load(bias + v * VL)));
     for (long r = row0; r < row1; r++)
@@ -349,27 +343,36 @@ static void product_task(const linear_call *call, long chunk, long p) {
 
 static void linear_body(void *context) {
   linear_call *call = context;
-  const long k = call->weight->in_features;
+  const packed_weight *weight = call->weight;
+  const long k = weight->columns;
   if (call->packed_x != call->x) {
     for (long t; (t = claim(&call->packing)) < call->tiles;) {
       const long row = tile_start(call, t), rows = tile_start(call, t + 1) - row;
       const float *x = call->x + row * call->ldx;
-      if (call->fixed)
-        fixed_pack((int)call->weight->kind, x, call->ldx, rows, k, (int32_t *)call->packed_x + row * fixed_row_words(k));
+      long ldx = call->ldx;
+      float scales[AMX_ROWS];
+      if (is_arranged(weight)) {
+        x = arrange_rows(weight, x, ldx, rows, scales);
+        ldx = k;
+      }
+      if (call->int8)
+        int8_pack(x, scales, rows, k, (int32_t *)call->packed_x + row * int8_row_words(k));
+      else if (call->fixed)
+        fixed_pack((int)weight->kind, weight->shift, x, ldx, rows, k, (int32_t *)call->packed_x + row * fixed_row_words(k));
       else if (call->amx)
-        amx_pack(x, call->ldx, rows, k, (char *)call->packed_x + amx_packed_bytes(t, k));
+        amx_pack(x, ldx, rows, k, (char *)call->packed_x + amx_packed_bytes(t, k));
 #if VL == 8
-      else if (call->weight->kind != FLOAT32 && call->rows <= DIRECT_ROWS)
-        pack_grouped((int)call->weight->kind, x, call->ldx, rows, k, call->packed_x);
+      else if (weight->kind != FLOAT32 && call->rows <= DIRECT_ROWS)
+        pack_grouped((int)weight->kind, x, ldx, rows, k, call->packed_x);
 #endif
       else
-        pack_tile(x, call->ldx, rows, k, call->packed_x + row * k);
+        pack_tile(x, ldx, rows, k, call->packed_x + row * k);
       finish(&call->packing);
     }
     wait_for(&call->packing, call->tiles);
   }
-  if (call->amx) amx_configure((int)call->weight->kind, (call->rows + call->tiles - 1) / call->tiles);
-  const long panels = panel_count(call->weight->out_features), runs = (panels + call->run - 1) / call->run;
+  if (call->amx) amx_configure((int)weight->kind, (call->rows + call->tiles - 1) / call->tiles);
+  const long panels = panel_count(weight->out_features), runs = (panels + call->run - 1) / call->run;
   for (long t; (t = claim(&call->products)) < call->chunks * runs;) {
     const long first = t % runs * call->run, last = first + call->run < panels ? first + call->run : panels;
     for (long p = first; p < last; p++) product_task(call, t / runs, p);
@@ -381,11 +384,12 @@ static void linear_body(void *context) {
 // to; 0: it is set.
 static long prepare_linear(linear_call *call, const float *x, long rows, long ldx, const packed_weight *weight, const float *bias,
                            float *out, long ldo, int threads) {
-  const long k = weight->in_features;
+  const long k = weight->columns;
   *call = (linear_call){.x = x, .bias = bias, .out = out, .weight = weight, .rows = rows, .ldx = ldx, .ldo = ldo};
-  call->amx = weight->kind != FLOAT32 && rows > DIRECT_ROWS && amx_allowed();
-  call->fixed = !call->amx && fixed_allowed((int)weight->kind);
-  const long tile_rows = call->amx ? AMX_ROWS : call->fixed ? FIXED_ROWS : MAX_ROWS;
+  call->int8 = int8_allowed(weight);
+  call->amx = !call->int8 && weight->kind != FLOAT32 && weight->kind != FLOAT4 && rows > DIRECT_ROWS && amx_allowed();
+  call->fixed = !call->int8 && !call->amx && fixed_allowed((int)weight->kind);
+  const long tile_rows = call->int8 ? INT8_ROWS : call->amx ? AMX_ROWS : call->fixed ? FIXED_ROWS : MAX_ROWS;
   call->tiles = (rows + tile_rows - 1) / tile_rows;
   long chunk_rows = CHUNK_BYTES / (k * (call->amx ? 6 : 4)) / AMX_ROWS * AMX_ROWS;
   chunk_rows = chunk_rows < 64 ? 64 : chunk_rows > CHUNK_ROWS ? CHUNK_ROWS : chunk_rows;
@@ -396,10 +400,11 @@ static long prepare_linear(linear_call *call, const float *x, long rows, long ld
   if (call->run < 1) call->run = 1;
   if (call->run > MAX_RUN) call->run = MAX_RUN;
   call->work = call->chunks * ((panels + call->run - 1) / call->run);
-  if (rows == 1 && !call->fixed && (weight->kind == FLOAT32 || VL == 16)) {
+  if (rows == 1 && !call->int8 && !call->fixed && !is_arranged(weight) && (weight->kind == FLOAT32 || VL == 16)) {
     call->packed_x = (float *)x;  // nothing to rearrange
     return 0;
   }
+  if (call->int8) return align64(rows * int8_row_words(k) * 4);
   if (call->fixed) return align64(rows * fixed_row_words(k) * 4);
   return call->amx ? amx_packed_bytes(call->tiles, k) : align64(rows * (k + k / GROUP) * 4);
 }

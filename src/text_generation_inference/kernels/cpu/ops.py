@@ -8,6 +8,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_float, c_int, c_long, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
@@ -21,10 +22,9 @@ from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.matrices import PackedWeight, Product, Rows, Weight
 
-KINDS = {
-    kind: number
-    for number, kind in enumerate(("float32", "q4_0", "q4_1", "q8_0", "q5_0", "q5_1", "iq4_nl", "q4_k", "q5_k", "q6_k"))
-}
+_GGUF_KINDS = ("q4_0", "q4_1", "q8_0", "q5_0", "q5_1", "iq4_nl", "q4_k", "q5_k", "q6_k")
+_LOW_KINDS = ("low4", "low4_offset", "low8", "low8_offset", "table4", "table4_halves", "float4")
+KINDS = {kind: number for number, kind in enumerate(("float32", *_GGUF_KINDS, *_LOW_KINDS))}
 BLOCKS = {  # weights and bytes of a block
     "q4_0": (32, 18),
     "q4_1": (32, 20),
@@ -50,8 +50,8 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "tgi_vector_bits": (c_int, ""),
     "tgi_uses_amx": (c_int, ""),
     "tgi_advise_large_pages": (None, "pl"),
-    "tgi_packed_bytes": (c_long, "ill"),
-    "tgi_pack": (None, "ppli"),
+    "tgi_packed_bytes": (c_long, "p"),
+    "tgi_pack": (None, "pplpi"),
     "tgi_linear": (None, "pllpppli"),
     "tgi_embedding": (c_int, "plppi"),
     "tgi_rms_norm": (None, "plplpfllppi"),
@@ -76,28 +76,57 @@ class _WeightStruct(ctypes.Structure):
         ("kind", ctypes.c_int64),
         ("out_features", ctypes.c_int64),
         ("in_features", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("shift", ctypes.c_int64),
         ("data", c_void_p),
         ("next", c_void_p),
+        ("order", c_void_p),
+        ("rounds_inputs", ctypes.c_int64),
+        ("input_scale", c_float),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """How the columns of a matrix of codes are laid out, and what its rows of inputs go through before the product."""
+
+    count: int  # whole groups of 32
+    shift: int  # 2^shift groups share their scales
+    order: Tensor | None = None  # [count] int32: the input of each, -1: none
+    rounds_inputs: bool = False
+    input_scale: float = 0.0  # of rounded inputs; 0: found from each row
 
 
 class Packed(PackedWeight):
     """A weight `[out, in]` in the panels the kernels read. `kind` is a key of KINDS; outputs of another kind follow."""
 
-    __slots__ = ("_struct", "address", "data", "in_features", "kind", "next", "out_features", "shape")
+    __slots__ = ("_columns", "_struct", "address", "data", "in_features", "kind", "next", "out_features", "shape")
 
     def __init__(
-        self, kind: str, out_features: int, in_features: int, data: Tensor, following: "Packed | None" = None
+        self,
+        kind: str,
+        out_features: int,
+        in_features: int,
+        library: ctypes.CDLL,
+        following: "Packed | None" = None,
+        columns: Columns | None = None,
     ) -> None:
         self.kind = kind
+        self._columns = columns or Columns(in_features, 0)  # keeps the order
         self.next = following
         self.out_features = out_features + (0 if following is None else following.out_features)
         self.in_features = in_features
         self.shape = torch.Size((self.out_features, in_features))
-        self.data = data  # uint8; opaque
-        address = None if following is None else following.address
-        self._struct = _WeightStruct(KINDS[kind], out_features, in_features, data.data_ptr(), address)
-        self.address = ctypes.addressof(self._struct)
+        struct = self._struct = _WeightStruct(KINDS[kind], out_features, in_features)
+        struct.columns, struct.shift = self._columns.count, self._columns.shift
+        struct.next = None if following is None else following.address
+        struct.order = None if self._columns.order is None else self._columns.order.data_ptr()
+        struct.rounds_inputs, struct.input_scale = self._columns.rounds_inputs, self._columns.input_scale
+        self.address = ctypes.addressof(struct)
+        size = library.tgi_packed_bytes(self.address)
+        self.data = torch.empty(size, dtype=_uint8)  # opaque; torch aligns to 64 bytes
+        struct.data = self.data.data_ptr()
+        library.tgi_advise_large_pages(struct.data, size)
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +165,7 @@ class NativeOps:
         weight = weight.detach()
         if weight.stride(1) != 1:
             weight = weight.contiguous()
-        return self._pack("float32", weight, weight.shape[1])
+        return self.pack_rows("float32", weight, weight.shape[1])
 
     def pack_blocks(self, pieces: Sequence[tuple[str, Tensor]], in_features: int) -> Packed:
         """Pack pieces, one after the other: the kind of their GGML blocks, uint8 `[rows, bytes_per_row]`."""
@@ -149,17 +178,22 @@ class NativeOps:
                 raise ValueError(
                     f"{tuple(blocks.shape)} {blocks.dtype} are not {kind} blocks of {in_features} weights a row"
                 )
-            packed = self._pack(kind, blocks if blocks.stride(1) == 1 else blocks.contiguous(), in_features, packed)
+            packed = self.pack_rows(kind, blocks if blocks.stride(1) == 1 else blocks.contiguous(), in_features, packed)
         assert packed is not None
         return packed
 
-    def _pack(self, kind: str, rows: Tensor, in_features: int, following: Packed | None = None) -> Packed:
-        size = self.library.tgi_packed_bytes(KINDS[kind], rows.shape[0], in_features)
-        # torch aligns to 64 bytes.
-        data = torch.empty(size, dtype=_uint8)
-        self.library.tgi_advise_large_pages(data.data_ptr(), size)
-        packed = Packed(kind, rows.shape[0], in_features, data, following)
-        self.library.tgi_pack(packed.address, rows.data_ptr(), rows.stride(0) * rows.element_size(), self._threads())
+    def pack_rows(
+        self,
+        kind: str,
+        rows: Tensor,
+        in_features: int,
+        following: Packed | None = None,
+        columns: Columns | None = None,
+    ) -> Packed:
+        """Rows of float32 or of blocks, uint8 `[rows, bytes_per_row]`."""
+        packed = Packed(kind, rows.shape[0], in_features, self.library, following, columns)
+        stride = rows.stride(0) * rows.element_size()
+        self.library.tgi_pack(packed.address, rows.data_ptr(), stride, None, self._threads())
         return packed
 
     def unpack(self, weight: Packed) -> Tensor:

@@ -54,6 +54,11 @@ INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
 INLINE void vi_store(void *p, vi x) { _mm512_storeu_si512(p, x); }
 INLINE vi vi_set(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+INLINE vf vi_to_float(vi a) { return _mm512_cvtepi32_ps(a); }
+// Bytes 0 and 2, or 1 and 3, of every lane as integers of 16 bits, and the sum of the products of such pairs.
+INLINE vi vi_even_bytes(vi a) { return _mm512_srai_epi16(_mm512_slli_epi16(a, 8), 8); }
+INLINE vi vi_odd_bytes(vi a) { return _mm512_srai_epi16(a, 8); }
+INLINE vi vi_multiply_pairs(vi a, vi b) { return _mm512_madd_epi16(a, b); }
 INLINE vi vi_shift_right(vi a, int n) { return _mm512_srl_epi32(a, _mm_cvtsi32_si128(n)); }
 INLINE vm v_gt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 INLINE vm v_lt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
@@ -77,6 +82,18 @@ INLINE vf v_nibble(vi words, int i) {
 INLINE vf v_nibble_in_table(vi words, int i) {
   const vf table = _mm512_setr_ps(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113);
   return _mm512_permutexvar_ps(i ? _mm512_srli_epi32(words, 4 * i) : words, table);
+}
+
+// The same, as what a table of 16 has in its place.
+typedef vf v_table;
+INLINE v_table v_load_table(const float *p) { return v_load(p); }
+INLINE vf v_nibble_in(vi words, int i, v_table table) {
+  return _mm512_permutexvar_ps(i ? _mm512_srli_epi32(words, 4 * i) : words, table);
+}
+
+// Byte i (a constant) of every 32-bit lane, which has a sign.
+INLINE vf v_byte(vi words, int i) {
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(i < 3 ? _mm512_slli_epi32(words, 24 - 8 * i) : words, 24));
 }
 
 // The same with 1 or 2 (`bits`) higher bits, which lie at `place` of `high`.
@@ -141,6 +158,10 @@ INLINE vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p)
 INLINE void vi_store(void *p, vi x) { _mm256_storeu_si256((__m256i *)p, x); }
 INLINE vi vi_set(int32_t x) { return _mm256_set1_epi32(x); }
 INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+INLINE vf vi_to_float(vi a) { return _mm256_cvtepi32_ps(a); }
+INLINE vi vi_even_bytes(vi a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
+INLINE vi vi_odd_bytes(vi a) { return _mm256_srai_epi16(a, 8); }
+INLINE vi vi_multiply_pairs(vi a, vi b) { return _mm256_madd_epi16(a, b); }
 INLINE vi vi_shift_right(vi a, int n) { return _mm256_srl_epi32(a, _mm_cvtsi32_si128(n)); }
 INLINE vm v_gt(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
 INLINE vm v_lt(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
@@ -182,6 +203,22 @@ INLINE vf v_nibble_in_table(vi words, int i) {
   const vi index = _mm256_and_si256(i == 7 ? _mm256_srli_epi32(words, 4) : i == 6 ? words : _mm256_slli_epi32(words, 24 - 4 * i),
                                     _mm256_set1_epi32(15 << 24));
   return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_shuffle_epi8(table, index), 24));
+}
+
+// A nibble as what a table of 16 has in its place.
+typedef struct {
+  vf low, high;
+} v_table;
+INLINE v_table v_load_table(const float *p) { return (v_table){v_load(p), v_load(p + VL)}; }
+INLINE vf v_nibble_in(vi words, int i, v_table table) {
+  const vi index = i ? _mm256_srli_epi32(words, 4 * i) : words;  // three bits of it are looked at, and then the fourth
+  return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, index), _mm256_permutevar8x32_ps(table.high, index),
+                          _mm256_castsi256_ps(_mm256_slli_epi32(words, 28 - 4 * i)));
+}
+
+// Byte i (a constant) of every 32-bit lane, which has a sign.
+INLINE vf v_byte(vi words, int i) {
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(i < 3 ? _mm256_slli_epi32(words, 24 - 8 * i) : words, 24));
 }
 
 // A nibble with 1 or 2 (`bits`) higher bits, which lie at `place` of `high`.
