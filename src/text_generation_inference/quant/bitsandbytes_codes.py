@@ -13,7 +13,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels.low_bit import LowBitWeight, pack_codes
 from text_generation_inference.quant.flat_groups import MIN_GROUP, group_of
-from text_generation_inference.quant.low_bit import LowBitOnLoading, LowBitScheme
+from text_generation_inference.quant.low_bit import LowBitOnLoading, LowBitScheme, quantize_rows
 
 _NF4 = (
     -1.0,
@@ -39,7 +39,7 @@ BLOCK = 64  # values that have a scale in common
 SCALES_TOGETHER = 256  # scales that have a scale in common
 INT8_MAX = 127
 _SMALLEST = 1e-38
-_VALUES_AT_A_TIME = 1 << 24
+_VALUES_AT_A_TIME = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class BlockScheme(LowBitScheme):
         rows, columns = weight.shape
         table = torch.tensor(self.table, device=weight.device)
         flat = weight.reshape(-1)
-        pieces = [_quantize_blocks(piece, table) for piece in flat.split(_VALUES_AT_A_TIME)]
+        pieces = [_quantize_blocks(piece, self.table) for piece in flat.split(_VALUES_AT_A_TIME)]
         codes = torch.cat([piece[0] for piece in pieces]).view(rows, columns // 2)
         scale = round_scales(torch.cat([piece[1] for piece in pieces]))
         group = group_of(columns, BLOCK)
@@ -65,14 +65,16 @@ class BlockScheme(LowBitScheme):
         return LowBitWeight(codes, scale, None, 4, group, columns, weight.dtype, table)
 
 
-def _quantize_blocks(flat: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_blocks(flat: Tensor, table: tuple[float, ...]) -> tuple[Tensor, Tensor]:
     """-> codes, two in a byte, and the scale of each block."""
     blocks = F.pad(flat.float(), (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     scale = blocks.abs().amax(1)
-    values, places = table.sort(stable=True)
-    bounds = (values[1:] + values[:-1]) / 2
-    scaled = (blocks * (1 / scale.clamp(min=_SMALLEST))[:, None]).clamp(-1, 1).view(-1)[: flat.numel()]
-    codes = places.to(torch.uint8)[torch.bucketize(scaled, bounds, out_int32=True)]
+    scaled = (blocks * (1 / scale.clamp(min=_SMALLEST))[:, None]).clamp_(-1, 1).view(-1)[: flat.numel()]
+    values, places = torch.tensor(table).sort(stable=True)
+    codes = torch.zeros(scaled.shape, dtype=torch.uint8, device=flat.device)
+    for bound in ((values[1:] + values[:-1]) / 2).tolist():  # on a CPU quicker than a search in so few
+        codes += scaled > bound
+    codes = places.to(flat.device, torch.uint8).index_select(0, codes.int())
     return pack_codes(codes[None], 4)[0], scale
 
 
@@ -107,11 +109,13 @@ class Int8Scheme(LowBitScheme):
     scale_dtype: torch.dtype = torch.float32
 
     def quantize(self, weight: Tensor) -> LowBitWeight:
-        half = weight.to(torch.float16)
-        largest = half.abs().amax(1, keepdim=True).float()
-        codes = (half.float() * (INT8_MAX / largest.clamp(min=_SMALLEST))).round() + (INT8_MAX + 1)
-        scale = largest / INT8_MAX
-        return LowBitWeight(codes.to(torch.uint8), scale, None, 8, weight.shape[1], weight.shape[1], weight.dtype)
+        def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+            half = rows.to(torch.float16)
+            largest = half.abs().amax(1, keepdim=True).float()
+            codes = (half.float() * (INT8_MAX / largest.clamp(min=_SMALLEST))).round() + (INT8_MAX + 1)
+            return codes.to(torch.uint8), largest / INT8_MAX
+
+        return quantize_rows(weight, quantize)
 
 
 ON_LOADING = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels.low_bit import LowBitWeight
-from text_generation_inference.quant.low_bit import LowBitOnLoading, LowBitScheme
+from text_generation_inference.quant.low_bit import LowBitOnLoading, LowBitScheme, quantize_rows
 
 _LARGEST = 128
 _SMALLEST_HALF = 2.0**-14  # above it float16 has all its bits
@@ -24,11 +24,15 @@ class EetqScheme(LowBitScheme):
 
     def quantize(self, weight: Tensor) -> LowBitWeight:
         """Codes come from the exact scale, values from the one in float16, which EETQ keeps."""
-        wide = weight.float()
-        exact = wide.abs().amax(1, keepdim=True) / _LARGEST
-        codes = _round_half_away(wide / exact.clamp(min=_SMALLEST)).clamp(-_LARGEST, _LARGEST - 1) + _LARGEST
-        scale = torch.where(exact < _SMALLEST_HALF, exact, exact.half().float())  # else rows of small values vanish
-        return LowBitWeight(codes.to(torch.uint8), scale, None, 8, weight.shape[1], weight.shape[1], weight.dtype)
+
+        def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+            wide = rows.float()
+            exact = wide.abs().amax(1, keepdim=True) / _LARGEST
+            codes = _round_half_away(wide / exact.clamp(min=_SMALLEST)).clamp(-_LARGEST, _LARGEST - 1) + _LARGEST
+            # below that rows of small values would vanish
+            return codes.to(torch.uint8), torch.where(exact < _SMALLEST_HALF, exact, exact.half().float())
+
+        return quantize_rows(weight, quantize)
 
 
 def _round_half_away(x: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ _NUMBERS = {"axis", "channel_wise", "compute_dtype", "encoded_state_dict", "grou
     *("unpack_view_dtype", "view_as_float"),
 }
 _VIEWS = (Fraction(1), Fraction(1, 2), Fraction(1, 4), Fraction(2))  # of bytes as floats, of words as halves
+_CHECKED = ("axis", "group_size", "shape", "quant_scale", "quant_zero")
 _LARGEST_NUMBER = 64
 
 
@@ -118,6 +119,8 @@ class HqqCodes(StoredLowBit):
 
     def list_reads(self, parts: Parts, checkpoint: Checkpoint) -> Iterator[Wanted]:
         for name, part in parts:
+            numbers = (_beside(name, each) for each in ("packing", *_CHECKED))
+            yield from (Wanted(number, on_host=True) for number in numbers if number in checkpoint)
             yield Wanted(_beside(name, "W_q"))
             yield from (Wanted(beside, on_host=True) for beside in self.declare(replace(part, name=name)))
 
@@ -165,14 +168,8 @@ class HqqCodes(StoredLowBit):
         said = bytes(text.tolist()).decode(errors="replace")
         if _PACKINGS.get(said) != self.fold:
             raise _wrong(packing, checkpoint, f"says {said!r}, which does not fit the shape of W_q")
-        expected = {
-            "axis": [0 if self.by_column else 1],
-            "group_size": [self.size],
-            "shape": list(KeptSlice.of(part).shape),
-            "quant_scale": [0],
-            "quant_zero": [0],
-        }
-        for each, value in expected.items():
+        expected = ([0 if self.by_column else 1], [self.size], list(KeptSlice.of(part).shape), [0], [0])
+        for each, value in zip(_CHECKED, expected, strict=True):
             number = _beside(name, each)
             if number not in checkpoint:
                 continue

@@ -6,7 +6,7 @@ config.json says. All that follows (joining parts, packing, multiplying, widenin
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,8 @@ from text_generation_inference.weights.declare import (
     read_plain,
     stack,
 )
+
+_ROWS_AT_A_TIME = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,17 @@ class LowBitScheme:
     def bytes(self, rows: int, columns: int) -> int:
         each = self.scale_dtype.itemsize + (0 if self.is_symmetric else torch.float32.itemsize)
         return rows * (columns * self.bits // 8 + self.groups(columns) * each)
+
+
+def quantize_rows(weight: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> LowBitWeight:
+    """8 bits with a scale per row: some rows at a time, so that few of them are ever wide."""
+    rows, columns = weight.shape
+    codes = torch.empty((rows, columns), dtype=torch.uint8, device=weight.device)
+    scale = torch.empty((rows, 1), dtype=torch.float32, device=weight.device)
+    for first in range(0, rows, _ROWS_AT_A_TIME):
+        some = slice(first, first + _ROWS_AT_A_TIME)
+        codes[some], scale[some] = quantize(weight[some])
+    return LowBitWeight(codes, scale, None, 8, columns, columns, weight.dtype)
 
 
 class LowBit(Method):
