@@ -219,9 +219,7 @@ def test_why_not(tiny: Path, tmp_path: Path, changes: dict[str, Any], problem: s
 @pytest.mark.parametrize(
     ("config", "beside", "name"),
     [
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "awq, 4 bits"),
         ({"quantization_config": {"quant_method": "exl2", "bits": 4.65}}, {}, "exl2"),
-        ({}, {"quant_config.json": {"w_bit": 4, "version": "GEMM"}}, "awq, 4 bits"),
     ],
 )
 def test_quantised_checkpoints_that_are_not_read(
@@ -368,7 +366,9 @@ def test_sharded_weights(tiny: Path, tmp_path: Path) -> None:
     ("config", "beside", "name"),
     [
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {}, "gptq, 4 bits"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "awq, 4 bits"),
         ({}, {"quantize_config.json": {"bits": 8, "group_size": 128}}, "gptq, 8 bits"),
+        ({}, {"quant_config.json": {"w_bit": 4, "version": "GEMM"}}, "awq, 4 bits"),
     ],
 )
 def test_quantised_checkpoints_that_are_read(tiny: Path, tmp_path: Path, config: dict, beside: dict, name: str) -> None:

@@ -101,6 +101,27 @@ def awq_tensors(made: Codes) -> Tensors:
     return {"qweight": pack(made.codes), "qzeros": pack(made.zeros), "scales": made.scales}
 
 
+def marlin_tensors(made: Codes) -> Tensors:
+    """As one kernel reads them: a thread of 32 finds its part of each of four squares of 16 x 16 in one word."""
+    count, outputs = made.codes.shape
+    words = torch.zeros(count // 16, outputs // 64, 32, 4, dtype=torch.int64)
+    tiles = made.codes.view(count // 16, 16, outputs // 64, 64)
+    for thread in range(32):
+        for square in range(4):
+            for nibble in range(8):
+                half, rest = divmod((0, 2, 4, 6, 1, 3, 5, 7)[nibble], 4)
+                row = 2 * (thread % 4) + rest % 2 + 8 * (rest // 2)
+                column = 16 * square + 8 * half + thread // 4
+                words[:, :, thread, square] |= tiles[:, row, :, column] << 4 * nibble
+    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    if len(made.scales) > 1:  # by group: of 64 outputs every eighth, eight times
+        scales = made.scales.unflatten(1, (-1, 8, 8)).transpose(2, 3).flatten(1)
+    else:
+        places = [2 * run + each for run in range(4) for each in (0, 1, 8, 9, 16, 17, 24, 25)]
+        scales = made.scales.unflatten(1, (-1, 32))[..., places].flatten(1)
+    return {"B": words.view(count // 16, -1), "s": scales.contiguous()}
+
+
 @dataclass
 class Written:
     folder: Path
@@ -113,7 +134,7 @@ class Written:
 
 
 def is_matrix(name: str) -> bool:
-    return name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")) and "embed" not in name
+    return name.endswith(("_proj.weight", ".c_fc.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
 
 
 def write(
@@ -122,6 +143,7 @@ def write(
     config: dict | None,  # what config.json says
     quantize: Callable[[str, Tensor], tuple[Codes, Tensors] | None],  # None: stays as it is
     extra: Tensors | None = None,
+    divisors: Tensors | None = None,  # of the inputs of matrices
 ) -> Written:
     written = Written(folder / "stored", folder / "plain")
     fields = json.loads((source / "config.json").read_text())
@@ -135,7 +157,7 @@ def write(
             continue
         base = name.removesuffix("weight")
         written.made[base.removesuffix(".")] = found[0]
-        plain[name] = found[0].values
+        plain[name] = found[0].values / (divisors or {}).get(name, 1)
         tensors |= {base + each: tensor for each, tensor in found[1].items()}
     for where, content, more in (
         (written.folder, tensors | (extra or {}), {} if config is None else {"quantization_config": config}),

@@ -1,13 +1,31 @@
-"""Checkpoints in GPTQ: every matrix equals what its file stands for, on every rank; greedy tokens equal `transformers`."""
+"""Checkpoints in GPTQ, AWQ and Marlin: every matrix equals what its file stands for, on every rank; greedy tokens equal `transformers`."""
 
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start
-from gptq_writing import Codes, Tensors, Written, check_same, encode, gptq_tensors, write
+from gptq_writing import (
+    Codes,
+    Tensors,
+    Written,
+    awq_tensors,
+    check_same,
+    encode,
+    gptq_tensors,
+    load_matrices,
+    marlin_tensors,
+    write,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from text_generation_inference.errors import ModelFormatError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,8 +119,179 @@ def test_random_weights(tiny_llama: Tiny, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain/config.json").write_text(json.dumps(config))
     prompt = random_prompts(320, [20])[0]
-    for folder, settings in ((tmp_path, {}), (tmp_path / "plain", {"quantize": "gptq", "dtype": None})):
-        engine = start(folder, load_format="dummy", **settings)
+    for folder, more in ((tmp_path, {}), (tmp_path / "plain", {"quantize": "gptq", "dtype": None})):
+        engine = start(folder, load_format="dummy", **more)
         assert any("matrices in few bits" in note for note in engine.notes)
         assert len(run(engine, [make_request(0, prompt, 4)])[0].token_ids) == 4
         engine.close()
+
+
+# -- AWQ and Marlin ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """Matrices whose outputs on two ranks are not all whole tiles of 64."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return make_tiny("Llama", sizes, tmp_path_factory.mktemp("wide"))
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"group_size": -1}, {"bits": 8, "group_size": 16}, {"zero_point": False}])
+def test_awq(tiny_llama: Tiny, tmp_path: Path, changes: dict) -> None:
+    fields = {**AWQ, **changes}
+
+    def quantize(name: str, weight: Tensor) -> tuple[Codes, Tensors] | None:
+        if name.startswith("lm_head") or "layers.1.mlp" in name:  # which is not said anywhere
+            return None
+        made = encode(weight, fields["bits"], fields["group_size"], symmetric=not fields["zero_point"])
+        tensors = awq_tensors(made)
+        return made, tensors if fields["zero_point"] else {k: v for k, v in tensors.items() if k != "qzeros"}
+
+    written = write(tiny_llama.folder, tmp_path, fields, quantize)
+    held = check_same(written)
+    assert len(held) == 3 * (3 * 4 - 2) and {weight.offset is None for weight in held} == {not fields["zero_point"]}
+    if not changes:  # as TGI's flag, and where config.json says nothing
+        (written.folder / "config.json").write_text((written.plain / "config.json").read_text())
+        assert len(check_same(written, (2,), quantize="gptq")) == len(check_same(written, (2,), quantize="awq")) == 20
+
+
+def test_activations_that_are_divided(tmp_path: Path) -> None:
+    """A family whose activation is no product has its smoothing beside it."""
+    tiny = make_tiny("Starcoder2", {"num_hidden_layers": 2}, tmp_path / "tiny")
+
+    def quantize(name: str, weight: Tensor) -> tuple[Codes, Tensors] | None:
+        made = encode(weight, 4, 32, symmetric=False)
+        return None if name.startswith("lm_head") else (made, awq_tensors(made))
+
+    width = tiny.model.config.intermediate_size
+    extra = {f"model.layers.{layer}.mlp.act.scales": torch.rand(width).half() + 0.5 for layer in range(2)}
+    divisors = {name.replace("act.scales", "c_proj.weight"): value.float() for name, value in extra.items()}
+    written = write(tiny.folder, tmp_path, AWQ, quantize, extra, divisors)
+    assert len(check_same(written)) == 3 * 2 * 3
+
+
+@pytest.mark.parametrize("size", [-1, 64])
+def test_marlin(wide: Tiny, tmp_path: Path, size: int) -> None:
+    def quantize(name: str, weight: Tensor) -> tuple[Codes, Tensors] | None:
+        if name.startswith("lm_head"):
+            return None
+        made = encode(weight, 4, size)
+        return made, marlin_tensors(made)
+
+    config = {**GPTQ, "group_size": size, "checkpoint_format": "marlin"}
+    written = write(wide.folder, tmp_path, config, quantize)
+    assert len(check_same(written)) == 3 * 4
+    (written.folder / "config.json").write_text((written.plain / "config.json").read_text())
+    assert len(check_same(written, (1,), quantize="marlin")) == 4
+
+
+# -- what else a file may have -----------------------------------------------------------------------------------------
+
+
+def test_one_matrix_unlike_the_others(tiny_llama: Tiny, tmp_path: Path) -> None:
+    """Bits by rule, a head, biases of zeros, an index of zeros; values and keys that cannot be joined are widened."""
+    rules = {"+:.*down_proj": {"bits": 8, "group_size": 16}, "+:.*v_proj": {"bits": 8}, "-:.*o_proj": {}}
+    config = {**GPTQ, "dynamic": rules, "lm_head": True}
+
+    def quantize(name: str, weight: Tensor) -> tuple[Codes, Tensors] | None:
+        if "o_proj" in name:
+            return None
+        bits, size = 8 if "down_proj" in name or "v_proj" in name else 4, 16 if "down_proj" in name else 32
+        made = encode(weight, bits, size)
+        tensors = gptq_tensors(made)
+        tensors["g_idx"] = torch.zeros_like(tensors["g_idx"])
+        return made, {**tensors, **({} if name == "lm_head.weight" else {"bias": torch.zeros(len(weight))})}
+
+    held = check_same(write(tiny_llama.folder, tmp_path, config, quantize))
+    assert sorted(weight.bits for weight in held) == [4] * 9 + [8] * 9  # gate_up and down of 3 layers on 3 ranks
+
+
+def test_orders_that_differ(tiny_llama: Tiny, tmp_path: Path) -> None:
+    """Queries and keys whose inputs are sorted in different ways cannot be one matrix in few bits."""
+
+    def quantize(name: str, weight: Tensor) -> tuple[Codes, Tensors] | None:
+        if name == "lm_head.weight":
+            return None
+        made = encode(weight, 4, 32, groups=torch.randperm(weight.shape[1]) // 32)
+        return made, gptq_tensors(made)
+
+    written = write(tiny_llama.folder, tmp_path, {**GPTQ, "desc_act": True}, quantize)
+    assert len(check_same(written, (1,))) == 3 * 2
+    engine = start(written.folder)
+    assert run(engine, [make_request(0, [5, 9, 77], 4)])[0].token_ids == reference(written.model, [5, 9, 77], 4)[0]
+    engine.close()
+
+
+def test_files_of_tgi(tiny_llama: Tiny, tmp_path: Path) -> None:
+    """Nothing in config.json, or something else: tensors tell."""
+
+    def quantize(name: str, weight: Tensor) -> tuple[Codes, Tensors] | None:
+        if name == "lm_head.weight":
+            return None
+        made = encode(weight, 8, 16, symmetric=False)
+        return made, gptq_tensors(made)
+
+    extra = {"gptq_bits": torch.tensor([8]), "gptq_groupsize": torch.tensor([16]), "gptq_sym": torch.tensor([0])}
+    for number, config in enumerate((None, GPTQ)):
+        written = write(tiny_llama.folder, tmp_path / str(number), config, quantize, extra)
+        assert len(check_same(written, quantize="gptq")) == 3 * 3 * 4
+
+
+def test_biases_of_the_file(tiny_llama: Tiny, tmp_path: Path) -> None:
+    """One that is not zero, in a model without biases, changes answers: it is not passed over."""
+
+    def quantize(name: str, weight: Tensor) -> tuple[Codes, Tensors] | None:
+        made = encode(weight)
+        return made, {**gptq_tensors(made), "bias": torch.full((len(weight),), 0.5 if "layers.2.mlp.up" in name else 0)}
+
+    written = write(tiny_llama.folder, tmp_path, {**GPTQ, "lm_head": True}, quantize)
+    with pytest.raises(ModelFormatError, match=r"model.layers.2.mlp.up_proj.bias .* is a bias that this architecture"):
+        load_matrices(written.folder)
+
+
+DAMAGE = ("missing", "type", "shape", "index", "scale", "name")
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_damaged_files_are_named(damaged: tuple[Written, Tensors], data: st.DataObject) -> None:
+    written, tensors = damaged
+    damage = data.draw(st.sampled_from(DAMAGE))
+    kinds = {"index": ".g_idx", "scale": ".scales"}
+    names = sorted(name for name in tensors if name.endswith(kinds.get(damage, (".qweight", ".qzeros", ".scales"))))
+    name = data.draw(st.sampled_from(names))
+    value, changed = tensors[name], dict(tensors)
+    match damage:
+        case "missing":
+            del changed[name]
+        case "name":
+            changed[name + "x"] = changed.pop(name)
+        case "type":
+            kind = data.draw(st.sampled_from((torch.int64, torch.float64, torch.uint8, torch.int16)))
+            changed[name] = value.to(kind)
+        case "shape":
+            shape = list(value.shape)
+            place = data.draw(st.integers(0, 1))
+            shape[place] += data.draw(st.sampled_from((-1, 1, shape[place])))
+            changed[name] = torch.zeros(shape, dtype=value.dtype)
+        case "index":
+            value = value.clone()
+            value[data.draw(st.integers(0, len(value) - 1))] = data.draw(st.sampled_from((-1, len(value), 2**30)))
+            changed[name] = value
+        case _:
+            value = value.clone()
+            value[0, data.draw(st.integers(0, value.shape[1] - 1))] = data.draw(st.sampled_from((math.inf, math.nan)))
+            changed[name] = value
+    save_file(changed, written.folder / "model.safetensors")
+    with pytest.raises(ModelFormatError, match=re.escape(name)):
+        load_matrices(written.folder, *data.draw(st.sampled_from(((0, 1), (1, 2)) if damage != "scale" else ((0, 1),))))
+
+
+@pytest.fixture(scope="module")
+def damaged(wide: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Written, Tensors]:
+    folder = tmp_path_factory.mktemp("damaged")
+    written = write_gptq(wide.folder, folder, {"desc_act": True, "sym": False})
+    return written, load_file(written.folder / "model.safetensors")

@@ -148,7 +148,7 @@ def compressed(weights: dict = FLOAT8, inputs: dict | None = TOKEN, **more: obje
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"quant_method": "awq"}, "`quant_method` 'awq' is not supported. Matrices in FP8 (e4m3) are: `fp8`"),
+        ({"quant_method": "vptq"}, "`quant_method` 'vptq' is not supported."),
         ({"bits": 4}, "`quant_method` '' is not supported"),
         ("fp8", "`quantization_config` must be an object"),
         ({"quant_method": 8}, "`quant_method` must be text"),
@@ -189,16 +189,6 @@ def test_the_setting() -> None:
     for other, text in ((None, "is for checkpoints that say so"), (plain, "is not for this checkpoint")):
         with pytest.raises(StartError, match=text):
             choose_quantization("compressed-tensors", other)
-
-
-@pytest.mark.parametrize("method", ["awq", "marlin"])
-def test_methods_that_only_checkpoints_have(method: str) -> None:
-    ServerConfig(quantize=method).check()
-    with pytest.raises(StartError, match=f"`quantize` {method} is for checkpoints that say so"):
-        choose_quantization(method, None)
-    stored = detect({"quantization_config": compressed()}, "config.json")
-    with pytest.raises(StartError, match=f"`quantize` {method} is not for this checkpoint, which is stored in compr"):
-        choose_quantization(method, stored)
 
 
 def test_exl2_is_refused() -> None:

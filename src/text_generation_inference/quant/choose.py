@@ -11,6 +11,7 @@ from typing import Any
 from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.files import read_json_object
 from text_generation_inference.quant import (
+    awq,
     bitsandbytes,
     bitsandbytes_codes,
     compressed_tensors,
@@ -19,6 +20,7 @@ from text_generation_inference.quant import (
     gguf,
     gptq,
     hqq,
+    marlin,
     modelopt,
     mxfp4,
     torchao,
@@ -42,6 +44,8 @@ METHODS = {
     "bitsandbytes": bitsandbytes.detect,
     "hqq": hqq.detect,
     "torchao": torchao.detect,
+    "awq": awq.detect,
+    "marlin": marlin.detect,
 }
 # What the setting `quantize` puts plain matrices into as they are loaded.
 ON_LOADING: dict[str, Quantization] = {
@@ -52,12 +56,14 @@ ON_LOADING: dict[str, Quantization] = {
 # What it means for a checkpoint whose config.json says nothing, and for random weights.
 _UNTOLD: dict[str, Quantization] = {
     "gptq": gptq.UNTOLD,
+    "awq": awq.UNTOLD,
+    "marlin": marlin.UNTOLD,
 }
 # Tensors that hold a matrix which a plain checkpoint has as `weight`.
-_HOLDERS = (".qweight", ".W_q", "._weight_qdata")
+_HOLDERS = (".qweight", ".B", ".W_q", "._weight_qdata")
 # Which `quant_method` of a checkpoint the setting `quantize` stands for, where it stands for more than its own name.
 _MEANS = {
-    "gptq": ("gptq", "awq"),  # TGI converted the one into the other
+    "gptq": ("gptq", "awq", "marlin"),  # TGI converted them into each other
     "bitsandbytes-nf4": ("bitsandbytes",),
     "bitsandbytes-fp4": ("bitsandbytes",),
 }
@@ -142,7 +148,10 @@ def quantization_beside(config: Mapping[str, Any], folder: Path) -> dict[str, An
             found = read_json_object(folder / name)
         except (OSError, ModelFormatError):
             continue
-        return {"quantization_config": {"quant_method": method, **found}}
+        if "zero_point" in found:  # AWQ's word, whatever the file is called
+            method = "awq"
+        method = found.get("quant_method") or method
+        return {"quantization_config": {**found, "quant_method": method}}
     return {}
 
 

@@ -14,29 +14,28 @@ from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.kernels.low_bit import LowBitWeight
+from text_generation_inference.quant import awq, marlin
 from text_generation_inference.quant.config_fields import Fields
 from text_generation_inference.quant.groups import (
     InputGroups,
     KeptSlice,
+    beside,
+    guess_group_size,
     held_bits,
     hold,
     read_index,
     read_scale,
     read_typed,
 )
+from text_generation_inference.quant.integer_fields import WAY_OUT, read_bits, read_group_size, read_names
 from text_generation_inference.quant.low_bit import LowBitScheme, StoredLowBit, choose_stored
 from text_generation_inference.quant.method import Matrix, Method
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 from text_generation_inference.weights.declare import Beside, Part, Parts
 
-WAY_OUT = (
-    "Use another version of the model: GPTQ (2, 3, 4 or 8 bits, `checkpoint_format` gptq, gptq_v2 or marlin), AWQ"
-    " (gemm), a GGUF file, or the unquantised model, with `quantize` bitsandbytes-nf4 or fp8 if it should be small."
-)
 _BITS = (2, 3, 4, 8)
 _WORD = 32
-_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # that a group may have, where only a number of groups is known
 _OF_TGI = "gptq_bits"  # a tensor of files that TGI's `quantize` wrote
 
 
@@ -71,7 +70,7 @@ class Gptq(StoredLowBit):
 
     def holder(self, part: Part) -> tuple[str, tuple[int, ...]]:
         rows, columns = KeptSlice.of(part).shape
-        return _beside(part.name, "qweight"), (self.stored.words(columns), rows)
+        return beside(part.name, "qweight"), (self.stored.words(columns), rows)
 
     def declare(self, part: Part) -> dict[str, Beside]:
         stored, (rows, columns) = self.stored, KeptSlice.of(part).shape
@@ -83,12 +82,12 @@ class Gptq(StoredLowBit):
         }
         if stored.leaves_bias:
             found["bias"] = Beside(((rows,),), needed=False)
-        return {_beside(part.name, name): beside for name, beside in found.items()}
+        return {beside(part.name, name): each for name, each in found.items()}
 
     def list_reads(self, parts: Parts, checkpoint: Checkpoint) -> Iterator[Wanted]:
         for name, part in parts:
             if self._has_index(name, checkpoint):
-                yield Wanted(_beside(name, "g_idx"), on_host=True)
+                yield Wanted(beside(name, "g_idx"), on_host=True)
             yield from self._wanted(name, KeptSlice.of(part), needs_all=self.stored.has_index).values()
 
     def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
@@ -101,8 +100,8 @@ class Gptq(StoredLowBit):
         zero = None
         if "qzeros" in wanted:
             zero = self._zeros(read_typed(wanted["qzeros"], checkpoint, torch.int32).to(device), cut)
-        if stored.leaves_bias and _beside(name, "bias") in checkpoint:
-            _check_bias(_beside(name, "bias"), checkpoint)
+        if stored.leaves_bias and beside(name, "bias") in checkpoint:
+            _check_bias(beside(name, "bias"), checkpoint)
         size, first = stored.group_size or cut.shape[1], 0
         if index is not None:
             index = index[slice(*cut.columns)]
@@ -116,11 +115,11 @@ class Gptq(StoredLowBit):
         size = stored.group_size or cut.shape[1]
         by_group = replace(cut, columns=(0, cut.shape[1])) if needs_all else cut
         found = {
-            "qweight": cut.wanted(_beside(name, "qweight"), (1, 1, 1), (0, codes, words)),
-            "scales": by_group.wanted(_beside(name, "scales"), (1, 1, 1), (0, size, 1)),
+            "qweight": cut.wanted(beside(name, "qweight"), (1, 1, 1), (0, codes, words)),
+            "scales": by_group.wanted(beside(name, "scales"), (1, 1, 1), (0, size, 1)),
         }
         if not stored.is_symmetric:
-            found["qzeros"] = by_group.wanted(_beside(name, "qzeros"), (1, codes, words), (0, size, 1))
+            found["qzeros"] = by_group.wanted(beside(name, "qzeros"), (1, codes, words), (0, size, 1))
         return found
 
     def _codes(self, words: Tensor, cut: KeptSlice) -> Tensor:
@@ -144,14 +143,14 @@ class Gptq(StoredLowBit):
 
     def _has_index(self, name: str, checkpoint: Checkpoint) -> bool:
         has_groups = self.stored.group_size is not None
-        return has_groups and _beside(name, "g_idx") in checkpoint
+        return has_groups and beside(name, "g_idx") in checkpoint
 
     def _read_index(self, name: str, cut: KeptSlice, checkpoint: Checkpoint) -> Tensor | None:
         """The group of each input of the whole matrix; None: they come one after the other."""
         if not self._has_index(name, checkpoint):
             return None
         size = self.stored.group_size or cut.shape[1]
-        index = read_index(_beside(name, "g_idx"), self.stored.groups(cut.shape[1]), checkpoint)
+        index = read_index(beside(name, "g_idx"), self.stored.groups(cut.shape[1]), checkpoint)
         if not bool(index.any()) or bool((index == torch.arange(cut.shape[1]) // size).all()):
             return None  # nothing but zeros was never written
         return index
@@ -174,10 +173,6 @@ def _check_bias(name: str, checkpoint: Checkpoint) -> None:
             f"tensor {name} in {checkpoint.folder} is a bias that this architecture does not have. Is `architectures`"
             " in config.json right?"
         )
-
-
-def _beside(name: str, tensor: str) -> str:
-    return f"{name.removesuffix('weight')}{tensor}"
 
 
 # -- which matrices ----------------------------------------------------------------------------------------------------
@@ -203,7 +198,9 @@ class GptqQuantization(Quantization):
         how = "" if self.is_guessed else f": {self.stored.bits} bits, {size}, {kind}"
         return f"matrices in few bits, as the checkpoint has them ({self.method}{how})"
 
-    def named_as_in(self, stored: Mapping[str, tuple[int, ...]]) -> "GptqQuantization":
+    def named_as_in(self, stored: Mapping[str, tuple[int, ...]]) -> Quantization:
+        if self.is_guessed and _is_awq(stored):
+            return awq.UNTOLD.named_as_in(stored)
         if not any(name.endswith(".qweight") for name in stored):
             if self.is_guessed:
                 raise StartError(
@@ -227,10 +224,10 @@ class GptqQuantization(Quantization):
         """How a part is stored; None: plainly."""
         if self.shapes is None:
             is_plain = not matrix.may_round and not (self.has_head and name.endswith("lm_head"))
-            return None if is_plain or self._is_plain(name) else self._rule(name)
-        if f"{name}.qweight" not in self.shapes:
+            return None if is_plain or self._is_plain(name) else self.rule(name)
+        if not any(f"{name}.{each}" in self.shapes for each in ("qweight", "scales")):
             return None
-        stored = self._rule(name) or self.stored
+        stored = self.rule(name) or self.stored
         return _guess(stored, name, part, self.shapes) if self.is_guessed else stored
 
     def _is_plain(self, name: str) -> bool:
@@ -238,7 +235,7 @@ class GptqQuantization(Quantization):
             return True
         return bool(self.only) and not any(each in name for each in self.only)
 
-    def _rule(self, name: str) -> Stored | None:
+    def rule(self, name: str) -> Stored | None:
         """What the first rule that names it says; None: it is plain."""
         for pattern, is_plain, changes in self.rules:
             if re.match(pattern, name):
@@ -246,19 +243,23 @@ class GptqQuantization(Quantization):
         return self.stored
 
 
+def _is_awq(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether codes are packed along the outputs, not along the inputs."""
+    name = next((name.removesuffix("qweight") for name in shapes if name.endswith(".qweight")), "")
+    words, scales = shapes.get(f"{name}qweight"), shapes.get(f"{name}scales")
+    return words is not None and scales is not None and len(words) == len(scales) == 2 and words[1] < scales[1]
+
+
 def _guess(stored: Stored, name: str, part: Part, shapes: Mapping[str, tuple[int, ...]]) -> Stored:
     """Bits and groups from shapes; zero points are read, whatever they are."""
-    columns, words = KeptSlice.of(part).shape[1], shapes[f"{name}.qweight"][0]
-    groups = (shapes.get(f"{name}.scales") or (1,))[0]
+    columns, words = KeptSlice.of(part).shape[1], (shapes.get(f"{name}.qweight") or (0,))[0]
     bits = next((each for each in _BITS if -(-columns * each // _WORD) == words), None)
-    sizes = (columns // groups, *_SIZES) if groups > 0 and columns % groups == 0 else _SIZES
-    size = next((each for each in sizes if each > 0 and -(-columns // each) == groups), None)
-    if bits is None or size is None:
+    if bits is None:
         raise ModelFormatError(
-            f"tensor {name}.qweight has {words} rows and {name}.scales {groups}, which are no groups of codes of 2, 3,"
-            f" 4 or 8 bits for {columns} inputs"
+            f"tensor {name}.qweight has {words} rows, which are no codes of 2, 3, 4 or 8 bits for {columns} inputs"
         )
-    return replace(stored, bits=bits, group_size=None if groups == 1 else size, is_symmetric=False, has_index=False)
+    size = guess_group_size(name, columns, shapes)
+    return replace(stored, bits=bits, group_size=size, is_symmetric=False, has_index=False)
 
 
 # -- what config.json says ---------------------------------------------------------------------------------------------
@@ -268,6 +269,8 @@ def detect(config: Mapping[str, Any], source: str) -> Quantization:
     """`config` is the section of config.json."""
     fields = Fields(config, f"{source}: `quantization_config`", WAY_OUT)
     form = fields.text("checkpoint_format", "") or fields.text("format", "") or "gptq"
+    if form == "marlin" or fields.truth("is_marlin_format", False):
+        return marlin.detect(config, source)
     if form not in ("gptq", "gptq_v2"):
         raise fields.refuse(
             "checkpoint_format" if fields.get("checkpoint_format") else "format", "gptq, gptq_v2, marlin"
@@ -284,24 +287,10 @@ def detect(config: Mapping[str, Any], source: str) -> Quantization:
     return GptqQuantization(
         stored,
         rules=_read_rules(fields),
-        only=_read_names(fields, "modules_in_block_to_quantize"),
-        plain=_read_names(fields, "modules_to_not_convert"),
+        only=read_names(fields, "modules_in_block_to_quantize"),
+        plain=read_names(fields, "modules_to_not_convert"),
         has_head=fields.truth("lm_head", False),
     )
-
-
-def read_bits(fields: Fields, name: str, *allowed: int) -> int:
-    bits = fields.integer(name, 4)
-    if bits not in allowed:
-        raise fields.refuse(name, " or ".join(map(str, allowed)))
-    return bits
-
-
-def read_group_size(fields: Fields, name: str) -> int | None:
-    size = fields.integer(name, -1)
-    if size != -1 and size < 1:
-        raise fields.refuse(name, "-1 or a number above 0")
-    return None if size == -1 else size
 
 
 def _read_rules(fields: Fields) -> tuple[tuple[str, bool, Mapping[str, Any]], ...]:
@@ -330,16 +319,6 @@ def _read_rules(fields: Fields) -> tuple[tuple[str, bool, Mapping[str, Any]], ..
             changes["has_index"] = rule.truth("desc_act", False)
         found.append((pattern, False, changes))
     return tuple(found)
-
-
-def _read_names(fields: Fields, name: str) -> tuple[str, ...]:
-    """A list of names, or a list of such lists."""
-    value = fields.get(name) or []
-    nested = value if isinstance(value, list) else [value]
-    flat = [item for each in nested for item in (each if isinstance(each, list) else [each])]
-    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in flat):
-        raise ModelFormatError(f"{fields.place}: `{name}` must be a list of names, it is {value!r}")
-    return tuple(flat)
 
 
 UNTOLD = GptqQuantization(origin="`quantize` gptq", is_guessed=True)  # and random weights have 4 bits in groups of 128

@@ -5,6 +5,7 @@ once, here, so that no kernel meets an index. A rank that keeps some inputs of s
 each is filled up with columns that are exactly 0.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
@@ -20,6 +21,7 @@ from text_generation_inference.weights.declare import Part
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 INDICES = (torch.int32, torch.int64)
 _STEP = 16  # columns of the smallest group that kernels take
+_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # that a group may have, where only a number of groups is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,26 @@ def _sort_columns(groups: InputGroups, columns: tuple[int, int]) -> _Sorted:
     return _Sorted(_STEP, found.repeat_interleave(filled // _STEP), take, place >= counts)
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# -- tensors of a checkpoint -------------------------------------------------------------------------------------------
+
+
+def beside(name: str, tensor: str) -> str:
+    """The name of a tensor of a matrix, from that of its weight."""
+    return f"{name.removesuffix('weight')}{tensor}"
+
+
+def guess_group_size(
+    name: str, columns: int, shapes: Mapping[str, tuple[int, ...]], scales: str = "scales"
+) -> int | None:
+    """From the shape of the scales of a matrix with so many inputs; None: all inputs are one group."""
+    shape = shapes.get(f"{name}.{scales}") or (0,)
+    if shape[0] == 1:
+        return None
+    sizes = (columns // shape[0], *_SIZES) if shape[0] and columns % shape[0] == 0 else _SIZES
+    size = next((each for each in sizes if each and -(-columns // each) == shape[0]), None)
+    if size is None:
+        raise ModelFormatError(f"tensor {name}.{scales} has {shape[0]} rows, which are no groups of {columns} inputs")
+    return size
 
 
 def read_typed(wanted: Wanted, checkpoint: Checkpoint, *allowed: torch.dtype) -> Tensor:

@@ -1,0 +1,35 @@
+"""What config.json says of matrices in integers, in the words that GPTQ, AWQ and Marlin share."""
+
+from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.quant.config_fields import Fields
+
+WAY_OUT = (
+    "Use another version of the model: GPTQ (2, 3, 4 or 8 bits, `checkpoint_format` gptq, gptq_v2 or marlin), AWQ"
+    " (gemm), a GGUF file, or the unquantised model, with `quantize` bitsandbytes-nf4 or fp8 if it should be small."
+)
+
+
+def read_bits(fields: Fields, name: str, *allowed: int) -> int:
+    bits = fields.integer(name, 4)
+    if bits not in allowed:
+        raise fields.refuse(name, " or ".join(map(str, allowed)))
+    return bits
+
+
+def read_group_size(fields: Fields, name: str) -> int | None:
+    """None: all inputs."""
+    size = fields.integer(name, -1)
+    if size != -1 and size < 1:
+        raise fields.refuse(name, "-1 or a number above 0")
+    return None if size == -1 else size
+
+
+def read_names(fields: Fields, name: str) -> tuple[str, ...]:
+    """Parts of names: a list, or a list of such lists."""
+    value = fields.get(name)
+    value = [] if value is None else value
+    nested = value if isinstance(value, list) else [None]
+    flat = [item for each in nested for item in (each if isinstance(each, list) else [each])]
+    if not all(isinstance(item, str) and item for item in flat):
+        raise ModelFormatError(f"{fields.place}: `{name}` must be a list of names, it is {value!r}")
+    return tuple(flat)
