@@ -15,6 +15,7 @@ from ranks import PROMPT, logits_of_threads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from text_generation_inference.layers.experts import Experts
 from text_generation_inference.models import baichuan, deepseek_v2
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
@@ -191,6 +192,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], 
         dict,
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("tensor", ["weight", "weight_packed", "qweight"])
+def test_experts_of_a_quantised_checkpoint_are_found(tensor: str) -> None:
+    """In place of a weight there is something else."""
+    architecture = "Llama4ForCausalLM"
+    model = cast(CausalLM, build(Config({**tiny_config(architecture), "architectures": [architecture]}, "")))
+    layer = next(layer for layer in model.model.layers if isinstance(layer.mlp, Experts))
+    model.adapt(["model.embed_tokens.weight", f"model.{layer.name}.feed_forward.experts.0.gate_proj.{tensor}"])
+    assert cast(Experts, layer.mlp).gate_up.parts[0].name == "experts.0.gate_proj.weight"
 
 
 @pytest.mark.parametrize("name", CASES)
