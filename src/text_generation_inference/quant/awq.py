@@ -171,12 +171,18 @@ class AwqQuantization(Quantization):
     def choose(self, matrix: Matrix, names: Sequence[str]) -> Method | None:
         found = [self._find(matrix, part, name) for part, name in zip(matrix.parts, names, strict=True)]
         methods = [None if each is None else Awq(each) for each in found]
-        (part, first, name), shapes = (matrix.parts[0], methods[0], names[0]), self.shapes or {}
-        for divisor in _DIVISORS if len(methods) == 1 and first is not None else ():
-            # A matrix before the activation has as many outputs as there are divisors.
-            if shapes.get(f"{name.rpartition('.')[0]}.{divisor}") == (KeptSlice.of(part).shape[1],):
-                return DividedAwq(first, divisor)
+        divisor = self._find_divisor(matrix, names)
+        if divisor is not None and methods[0] is not None:
+            return DividedAwq(methods[0], divisor)
         return choose_stored(matrix, methods)
+
+    def _find_divisor(self, matrix: Matrix, names: Sequence[str]) -> str | None:
+        """Beside a matrix with as many inputs: one before the activation has as many outputs instead."""
+        if len(matrix.parts) > 1:
+            return None
+        place, shapes = names[0].rpartition(".")[0], self.shapes or {}
+        inputs = KeptSlice.of(matrix.parts[0]).shape[1]
+        return next((each for each in _DIVISORS if shapes.get(f"{place}.{each}") == (inputs,)), None)
 
     def _find(self, matrix: Matrix, part: Part, name: str) -> StoredAwq | None:
         """How a part is stored; None: plainly."""

@@ -1,5 +1,7 @@
 """What config.json says of matrices in integers, in the words that GPTQ, AWQ and Marlin share."""
 
+from typing import Any
+
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.quant.config_fields import Fields
 
@@ -28,8 +30,8 @@ def read_names(fields: Fields, name: str) -> tuple[str, ...]:
     """Parts of names: a list, or a list of such lists."""
     value = fields.get(name)
     value = [] if value is None else value
-    nested = value if isinstance(value, list) else [None]
-    flat = [item for each in nested for item in (each if isinstance(each, list) else [each])]
+    nested: list[Any] = value if isinstance(value, list) else [None]
+    flat: list[Any] = [item for each in nested for item in (each if isinstance(each, list) else [each])]
     if not all(isinstance(item, str) and item for item in flat):
         raise ModelFormatError(f"{fields.place}: `{name}` must be a list of names, it is {value!r}")
     return tuple(flat)
