@@ -164,6 +164,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], 
         {"architectures": ["BaiChuanForCausalLM"], "max_position_embeddings": "gone", "model_max_length": 512},
         pack,
     ),
+    "mixtral-each": ("MixtralForCausalLM", {}, {}, renamed(("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj"))),
     "llama4-each": ("Llama4ForConditionalGeneration", {}, {}, expert_by_expert),
     "internlm2": ("LlamaForCausalLM", {}, {"architectures": ["InternLM2ForCausalLM"], "bias": False}, internlm2),
     "phimoe": (

@@ -34,7 +34,7 @@ def build(config: Config, context: Context) -> Model:
         routing=SoftmaxRouting(top_k, p_norm=1),
         activation=read_activation(config, default="silu"),
         names=NAMES,
-        other_names=(replace(FUSED_EXPERTS, feed_forward="mlp"),),
+        other_names=(replace(FUSED_EXPERTS, feed_forward="mlp"), ExpertNames()),  # the last: of quantised versions
     )
     spec = with_experts(read_llama_like(config, windows=windows, theta=1e6), experts)
     return CausalLM(replace(spec, names=TensorNames(feed_forward="block_sparse_moe")), context)

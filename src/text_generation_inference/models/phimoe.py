@@ -11,6 +11,7 @@ from text_generation_inference.models.mixtral import TINY as MIXTRAL_TINY
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.spec import (
     FUSED_EXPERTS,
+    ExpertNames,
     ExpertsSpec,
     TensorNames,
     check_experts,
@@ -46,7 +47,7 @@ def build(config: Config, context: Context) -> Model:
         routing=SparseMixerRouting(config.number("router_jitter_noise", 0.01)),
         activation=read_activation(config, default="silu"),
         names=NAMES,
-        other_names=(replace(FUSED_EXPERTS, feed_forward="mlp", router="router"),),
+        other_names=(replace(FUSED_EXPERTS, feed_forward="mlp", router="router"), ExpertNames()),
     )
     bias = config.flag("attention_bias", False)
     spec = read_llama_like(_with_scale(config), qkv_bias=bias, out_bias=bias, windows=windows, theta=1e6)
