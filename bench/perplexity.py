@@ -103,6 +103,8 @@ GPTQ: dict[str, dict[str, Any]] = {
     "GPTQ int4 g128, largest weight": {"clip": False},
     "GPTQ int4 g128 act-order": {"act_order": True},
     "GPTQ int4 g128 zero points": {"symmetric": False},
+    "GPTQ int4 g64": {"group_size": 64},
+    "GPTQ int4 g64 act-order": {"group_size": 64, "act_order": True},
     "GPTQ int4 g32": {"group_size": 32},
     "GPTQ int3 g128": {"bits": 3},
     "GPTQ int3 g128 act-order": {"bits": 3, "act_order": True},

@@ -318,6 +318,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""  # of the model's files, which the front end reads the tokenizer from
     sha: str | None = None  # commit on the hub, or digest of the file
     notes: list[str] = []  # how it came up and why its limits are what they are
+    quantization: str | None = None  # method and bits; None: matrices are plain
+    weight_bytes: int = 0  # on the device
 
 
 class BucketStats(msgspec.Struct, frozen=True, array_like=True):

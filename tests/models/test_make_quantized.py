@@ -161,6 +161,8 @@ def test_served_as_the_values_it_stands_for(family: str, tmp_path: Path) -> None
     engine = start(tmp_path / "made", max_total_tokens=64)
     found = run(engine, [make_request(number, prompt, 12) for number, prompt in enumerate(prompts)])
     engine.close()
+    assert engine.facts.quantization == "gptq, 4 bits"
+    assert 0 < engine.facts.weight_bytes < sum(path.stat().st_size for path in tiny.folder.glob("*.safetensors")) / 2
     assert [each.token_ids for each in found] == [reference(oracle, prompt, 12)[0] for prompt in prompts]
 
 

@@ -108,7 +108,9 @@ _LIMITS = (
 )
 EXCEPTIONS = {
     "GenerateParameters: more ['cache_salt', 'top_n_sigma']": "ours: keeps tenants apart in the prefix cache; a filter",
-    "Info: more ['model_device_type', 'server_version']": "TGI 2's field, only where a device is emulated; our version",
+    "Info: more ['model_device_type', 'quantization', 'server_version', 'weight_bytes']": (
+        "TGI 2's field, only where a device is emulated; our version; of a quantised model, method and bits, and bytes"
+    ),
     f"Info required: ['max_best_of', {_LIMITS}, 'model_id', 'router', 'validation_workers', 'version'] -> "
     f"['max_best_of', {_LIMITS}, 'model_id', 'router', 'server_version', 'validation_workers', 'version']": "our version",
     "post /generate_stream 422 text/event-stream: ErrorResponse -> None": IN_STREAM,

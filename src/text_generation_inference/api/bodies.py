@@ -224,6 +224,8 @@ class Info(msgspec.Struct):
     sha: str | None
     docker_label: str | None
     server_version: str  # ours
+    quantization: str | UnsetType = UNSET  # of a quantised model: method and bits
+    weight_bytes: int | UnsetType = UNSET  # that its weights take on the device
     model_device_type: str | UnsetType = UNSET  # only where a device is played by another, which clients should know
 
 

@@ -47,6 +47,8 @@ async def info(call: Call) -> None:
                 sha=None,
                 docker_label=None,
                 server_version=__version__,
+                quantization=facts.quantization or UNSET,
+                weight_bytes=facts.weight_bytes if facts.quantization else UNSET,
                 model_device_type=facts.device if "emulated" in facts.device else UNSET,
             )
         )

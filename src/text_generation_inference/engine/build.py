@@ -99,6 +99,8 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         folder=str(source.path),
         sha=source.sha,
         notes=notes,
+        quantization=facts.quantization,
+        weight_bytes=facts.weight_bytes,
     )
     scheduler = Scheduler(policy, pool, prompts_fit=plan.prompts_fit, queue_threshold_ms=config.queue_threshold_ms)
     loop = EngineLoop(scheduler, rank, config.overlap, rank.forget)

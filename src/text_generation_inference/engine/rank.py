@@ -31,7 +31,13 @@ from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.registry import build
 from text_generation_inference.parallel import SINGLE, Parallel
-from text_generation_inference.quant.choose import assign_methods, choose_quantization, is_quantized, plain_names
+from text_generation_inference.quant.choose import (
+    assign_methods,
+    choose_quantization,
+    is_quantized,
+    name_quantization,
+    plain_names,
+)
 from text_generation_inference.quant.inc.measure import Recorder
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.runner import kv_cache
@@ -41,7 +47,7 @@ from text_generation_inference.runner.warm import StepBytes, largest_step_fits, 
 from text_generation_inference.text.grammar import GrammarCompiler
 from text_generation_inference.types import BucketStats, Limits, StepPlan, StepResult
 from text_generation_inference.weights.checkpoint import Checkpoint
-from text_generation_inference.weights.load import load_checkpoint, load_dummy
+from text_generation_inference.weights.load import load_checkpoint, load_dummy, weight_bytes
 from text_generation_inference.weights.progress import Progress, silent
 from text_generation_inference.weights.scratch import Scratch
 from text_generation_inference.weights.source import ModelFolder
@@ -59,6 +65,8 @@ class RankFacts(msgspec.Struct, frozen=True):
     quantized: bool  # its matrices
     is_capturable: bool
     notes: list[str]  # for the log
+    quantization: str | None = None  # method and bits, for people
+    weight_bytes: int = 0  # on this rank
 
 
 class RankMemory(msgspec.Struct, frozen=True):
@@ -127,6 +135,8 @@ class Rank:
             quantized=is_quantized(model),
             is_capturable=model.is_capturable,
             notes=[*model.notes, device.ops.description, *precision, *self._calibrated.describe(quantization, model)],
+            quantization=name_quantization(model_config.fields, config.quantize),
+            weight_bytes=weight_bytes(model, dtype),
         )
 
     def measure(self) -> RankMemory:

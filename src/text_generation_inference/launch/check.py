@@ -235,7 +235,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     architectures = facts.config.get("architectures")
     report.architecture = str(architectures[0])[:80] if isinstance(architectures, list) and architectures else None
     report.is_supported = report.architecture in ARCHITECTURES
-    report.quantization = name_quantization(facts.config)
+    report.quantization = name_quantization(facts.config, config.quantize)
     model_config = Config(facts.config, facts.source)
     stored = read_quantization(model_config)
     trusts_code = config.trust_remote_code

@@ -53,6 +53,7 @@ ON_LOADING: dict[str, Quantization] = {
     "eetq": eetq.ON_LOADING,
     **bitsandbytes_codes.ON_LOADING,
 }
+_BITS_ON_LOADING = {"fp8": 8, "eetq": 8, "bitsandbytes": 8, "bitsandbytes-nf4": 4, "bitsandbytes-fp4": 4}
 # What it means for a checkpoint whose config.json says nothing, and for random weights.
 _UNTOLD: dict[str, Quantization] = {
     "gptq": gptq.UNTOLD,
@@ -155,14 +156,28 @@ def quantization_beside(config: Mapping[str, Any], folder: Path) -> dict[str, An
     return {}
 
 
-def name_quantization(config: Mapping[str, Any]) -> str | None:
-    """The method by its name, with the number of bits where it says so; None: matrices are stored plainly."""
+def name_quantization(config: Mapping[str, Any], asked: str | None = None) -> str | None:
+    """The method by its name, with the number of bits where it says so; None: matrices are plain.
+
+    `asked` is the setting `quantize`, which may put plain ones into few bits on loading.
+    """
     found = config.get("quantization_config") or config.get("compression_config")
     if not found:
-        return None
+        return f"{asked}, {_BITS_ON_LOADING[asked]} bits, on loading" if asked in _BITS_ON_LOADING else asked
     fields: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
     bits = next((fields[name] for name in ("bits", "w_bit", "wfp8") if name in fields), None)
     for name, width in (("load_in_4bit", 4), ("load_in_8bit", 8)):
         bits = width if fields.get(name) is True else bits
     method = str(fields.get("quant_method") or "a method without a name")
-    return f"{method}, {bits} bits" if isinstance(bits, int) else method
+    widths = {bits} if isinstance(bits, int) else _list_widths(fields.get("config_groups"))
+    return f"{method}, {' and '.join(map(str, sorted(widths)))} bits" if widths else method
+
+
+def _list_widths(groups: object) -> set[int]:
+    """Bits of the weights of all groups of a compressed-tensors config."""
+    found: set[int] = set()
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        width = weights.get("num_bits") if isinstance(weights, Mapping) else None
+        found |= {width} if isinstance(width, int) else set()
+    return found
