@@ -192,21 +192,25 @@ def test_marlin(wide: Tiny, tmp_path: Path, size: int) -> None:
 
 
 def test_one_matrix_unlike_the_others(tiny_llama: Tiny, tmp_path: Path) -> None:
-    """Bits by rule, a head, biases of zeros, an index of zeros; values and keys that cannot be joined are widened."""
-    rules = {"+:.*down_proj": {"bits": 8, "group_size": 16}, "+:.*v_proj": {"bits": 8}, "-:.*o_proj": {}}
+    """Bits by rule, a head, biases of zeros, an index of zeros; queries, keys and values in the bits that hold all."""
+    rules = {
+        "+:.*down_proj": {"bits": 8, "group_size": 16},
+        "+:.*v_proj": {"bits": 8, "group_size": 16},
+        "-:.*o_proj": {},
+    }
     config = {**GPTQ, "dynamic": rules, "lm_head": True}
 
     def quantize(name: str, weight: Tensor) -> tuple[Codes, Tensors] | None:
         if "o_proj" in name:
             return None
-        bits, size = 8 if "down_proj" in name or "v_proj" in name else 4, 16 if "down_proj" in name else 32
+        bits, size = (8, 16) if "down_proj" in name or "v_proj" in name else (4, 32)
         made = encode(weight, bits, size)
         tensors = gptq_tensors(made)
         tensors["g_idx"] = torch.zeros_like(tensors["g_idx"])
         return made, {**tensors, **({} if name == "lm_head.weight" else {"bias": torch.zeros(len(weight))})}
 
     held = check_same(write(tiny_llama.folder, tmp_path, config, quantize))
-    assert sorted(weight.bits for weight in held) == [4] * 9 + [8] * 9  # gate_up and down of 3 layers on 3 ranks
+    assert sorted(weight.bits for weight in held) == [4] * 9 + [8] * 18  # gate_up; qkv and down of 3 layers on 3 ranks
 
 
 def test_orders_that_differ(tiny_llama: Tiny, tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.quant.choose import assign_methods
 from text_generation_inference.quant.fp8 import ON_LOADING, Fp8Scheme
 from text_generation_inference.quant.fp8_formats import StoredQuantization
+from text_generation_inference.quant.gptq import GptqQuantization, Stored
 from text_generation_inference.quant.method import Matrix
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
@@ -286,6 +288,8 @@ class Layer(Module):
         for name, value in (("joined", self.joined.weight), ("columns", self.columns.weight)):
             if isinstance(value, Fp8Weight):
                 found |= {f"{name}.{field}": getattr(value, field) for field in ("data", "scale", "input_scale")}
+            elif isinstance(value, LowBitWeight):
+                found |= {f"{name}.{field}": getattr(value, field) for field in ("codes", "scale", "offset", "order")}
             else:
                 found[name] = value
         return {name: value for name, value in found.items() if value is not None}
@@ -297,10 +301,11 @@ class Stack(Module):
 
 
 STORED = StoredQuantization("compressed-tensors", ((("re:.*",), Fp8Scheme(input_scale_name="input_scale")),))
+LISTED = GptqQuantization(Stored(bits=4, group_size=16, is_symmetric=False, has_index=True))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-@pytest.mark.parametrize("quantization", [None, ON_LOADING, STORED])
+@pytest.mark.parametrize("quantization", [None, ON_LOADING, STORED, LISTED])
 @pytest.mark.parametrize("ahead_bytes", [0, 5000, 1 << 20])
 def test_a_model_is_the_same_with_and_without(
     tmp_path: Path, quantization: Quantization | None, ahead_bytes: int, device: torch.device
@@ -314,6 +319,12 @@ def test_a_model_is_the_same_with_and_without(
                 stored[beside + "weight_scale"] = torch.rand(weight.shape[0], 1) + 0.1
                 stored[beside + "input_scale"] = torch.rand(1) + 0.1
                 stored[name] = weight.to(torch.float8_e4m3fn)
+            elif quantization is LISTED and weight.ndim == 2:
+                beside, (rows, columns) = name.removesuffix("weight"), weight.shape
+                stored[beside + "qweight"] = torch.randint(-(2**31), 2**31, (columns // 8, rows)).int()
+                stored[beside + "qzeros"] = torch.randint(-(2**31), 2**31, (columns // 16, rows // 8)).int()
+                stored[beside + "scales"] = torch.rand(columns // 16, rows).half()
+                stored[beside + "g_idx"] = (torch.arange(columns).flip(0) // 16).int()
             else:
                 stored[name] = weight.bfloat16()
         stored |= {number.names[0]: torch.rand(()) + 0.1 for number in module.declare_numbers()}
@@ -322,7 +333,8 @@ def test_a_model_is_the_same_with_and_without(
     def load(upload: Upload | None) -> list[dict[str, Tensor]]:
         model, checkpoint = Stack(), Checkpoint.open(tmp_path)
         checkpoint.upload = upload
-        assign_methods(model, quantization)
+        shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+        assign_methods(model, quantization and quantization.named_as_in(shapes))
         load_checkpoint(model, checkpoint, torch.bfloat16, device)
         return [layer.values() for layer in model.layers]
 
@@ -331,6 +343,7 @@ def test_a_model_is_the_same_with_and_without(
         assert upload.waiting_bytes == 0  # nothing was read for nobody
     mapped = load(None)
     assert ["joined.input_scale" in layer for layer in moved] == [quantization is STORED] * 6
+    assert ["columns.order" in layer for layer in moved] == [quantization is LISTED] * 6
     for one, other in zip(moved, mapped, strict=True):
         assert one.keys() == other.keys()
         for name in one:

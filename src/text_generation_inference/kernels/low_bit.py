@@ -201,6 +201,13 @@ def regroup(weight: LowBitWeight, group_size: int) -> LowBitWeight:
     return replace(weight, scale=repeat(weight.scale), offset=offset, group_size=group_size)
 
 
+def to_8_bits(weight: LowBitWeight) -> LowBitWeight:
+    """The same values in codes of 8 bits, of a matrix without a table."""
+    assert weight.table is None
+    codes = unpack_codes(weight.codes, weight.bits) + (128 - weight.center)
+    return replace(weight, codes=codes, bits=8)
+
+
 def can_join(weights: Sequence[LowBitWeight], num_experts: int = 1) -> bool:
     """Whether they can be one matrix, one below the other: of as many bits, with one table and order of columns.
 

@@ -79,7 +79,7 @@ class Awq(StoredLowBit):
     def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
         stored, kept = self.stored, KeptSlice.of(part)
         wanted = self._wanted(name, kept)
-        codes = self._unpack(read_typed(wanted["qweight"], checkpoint, torch.int32).to(device), kept)
+        codes = self._codes(read_typed(wanted["qweight"], checkpoint, torch.int32).to(device), kept)
         scale = read_scale(wanted["scales"], checkpoint, device).t()
         zero = None
         if stored.has_zeros:
@@ -97,6 +97,18 @@ class Awq(StoredLowBit):
         if self.stored.has_zeros:
             found["qzeros"] = kept.wanted(beside(name, "qzeros"), packed, (0, size, 1))
         return found
+
+    def _codes(self, words: Tensor, kept: KeptSlice) -> Tensor:
+        """As `hold` takes them: of 4 bits two inputs in a byte, without ever having one in a byte of its own."""
+        if self.stored.bits != 4 or len(words) % 2:
+            return self._unpack(words, kept)
+        even, odd = words[0::2], words[1::2]
+        pairs = words.new_empty((words.shape[1], len(_PLACES[4]), len(even)), dtype=torch.uint8)
+        for place, of_word in enumerate(_PLACES[4]):
+            shift = 4 * of_word
+            pairs[:, place] = (even >> shift & 15 | (odd >> shift & 15) << 4).to(torch.uint8).t()
+        skip = kept.rows[0] % len(_PLACES[4])
+        return pairs.flatten(0, 1)[skip : skip + kept.rows[1] - kept.rows[0]]
 
     def _unpack(self, words: Tensor, kept: KeptSlice) -> Tensor:
         """int32 `[inputs or groups, words along the outputs]` -> uint8 `[rows, inputs or groups]`."""

@@ -26,6 +26,7 @@ from text_generation_inference.quant import (
     torchao,
 )
 from text_generation_inference.quant.cache_scales import CacheScales
+from text_generation_inference.quant.config_fields import Fields
 from text_generation_inference.quant.fp8 import ON_LOADING as FP8_ON_LOADING
 from text_generation_inference.quant.low_bit import as_held
 from text_generation_inference.quant.method import PLAIN, Matrix
@@ -75,8 +76,15 @@ def detect(config: Mapping[str, Any], source: str) -> Quantization | None:
     found = config.get("quantization_config") or config.get("compression_config")
     if not found:
         return None
-    method = str(found.get("quant_method")) if isinstance(found, Mapping) else ""
-    return METHODS.get(method, fp8_formats.detect)(found, source)  # which says why it reads no others
+    fields = Fields(found, f"{source}: `quantization_config`")
+    method = fields.text("quant_method", "")
+    if method not in METHODS:
+        raise ModelFormatError(
+            f"{fields.place}: `quant_method` {method!r} is not supported. Read are {', '.join(METHODS)} and GGUF files:"
+            " use such a version of the model, or the unquantised one with `quantize` fp8 or bitsandbytes-nf4 if it"
+            " should be small."
+        )
+    return METHODS[method](found, source)
 
 
 def choose_quantization(asked: str | None, stored: Quantization | None) -> Quantization | None:

@@ -91,49 +91,49 @@ class Gptq(StoredLowBit):
             yield from self._wanted(name, KeptSlice.of(part), needs_all=self.stored.has_index).values()
 
     def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
-        stored, cut = self.stored, KeptSlice.of(part)
-        index = self._read_index(name, cut, checkpoint)
-        wanted = self._wanted(name, cut, needs_all=index is not None)
+        stored, kept = self.stored, KeptSlice.of(part)
+        index = self._read_index(name, kept, checkpoint)
+        wanted = self._wanted(name, kept, needs_all=index is not None)
         words = read_typed(wanted["qweight"], checkpoint, torch.int32).to(device)
-        codes = self._codes(words, cut)
+        codes = self._codes(words, kept)
         scale = read_scale(wanted["scales"], checkpoint, device).t()
         zero = None
         if "qzeros" in wanted:
-            zero = self._zeros(read_typed(wanted["qzeros"], checkpoint, torch.int32).to(device), cut)
+            zero = self._zeros(read_typed(wanted["qzeros"], checkpoint, torch.int32).to(device), kept)
         if stored.leaves_bias and beside(name, "bias") in checkpoint:
             _check_bias(beside(name, "bias"), checkpoint)
-        size, first = stored.group_size or cut.shape[1], 0
+        size, first = stored.group_size or kept.shape[1], 0
         if index is not None:
-            index = index[slice(*cut.columns)]
-        elif cut.is_by_column:
-            first = cut.columns[0] // size * size
-        return hold(codes, stored.bits, InputGroups(scale, zero, size, first, index), cut.columns, part)
+            index = index[slice(*kept.columns)]
+        elif kept.is_by_column:
+            first = kept.columns[0] // size * size
+        return hold(codes, stored.bits, InputGroups(scale, zero, size, first, index), kept.columns, part)
 
-    def _wanted(self, name: str, cut: KeptSlice, needs_all: bool) -> dict[str, Wanted]:
+    def _wanted(self, name: str, kept: KeptSlice, needs_all: bool) -> dict[str, Wanted]:
         """What is read of each tensor. Inputs that are listed may be in any group: `needs_all`."""
         stored, (codes, words) = self.stored, self.stored.run
-        size = stored.group_size or cut.shape[1]
-        by_group = replace(cut, columns=(0, cut.shape[1])) if needs_all else cut
+        size = stored.group_size or kept.shape[1]
+        by_group = replace(kept, columns=(0, kept.shape[1])) if needs_all else kept
         found = {
-            "qweight": cut.wanted(beside(name, "qweight"), (1, 1, 1), (0, codes, words)),
+            "qweight": kept.wanted(beside(name, "qweight"), (1, 1, 1), (0, codes, words)),
             "scales": by_group.wanted(beside(name, "scales"), (1, 1, 1), (0, size, 1)),
         }
         if not stored.is_symmetric:
             found["qzeros"] = by_group.wanted(beside(name, "qzeros"), (1, codes, words), (0, size, 1))
         return found
 
-    def _codes(self, words: Tensor, cut: KeptSlice) -> Tensor:
+    def _codes(self, words: Tensor, kept: KeptSlice) -> Tensor:
         """int32 `[words along the inputs, rows]` -> as `hold` takes them."""
-        bits, (first, last) = self.stored.bits, cut.columns
+        bits, (first, last) = self.stored.bits, kept.columns
         skip, count = first % self.stored.run[0], last - first
         data = words.t().contiguous().view(torch.uint8)
         if bits == 8 or (bits == 4 and count % 2 == 0 and skip % 2 == 0):
             return data[:, skip * bits // 8 : (skip + count) * bits // 8]
         return unpack(data, bits)[:, skip : skip + count]
 
-    def _zeros(self, words: Tensor, cut: KeptSlice) -> Tensor:
+    def _zeros(self, words: Tensor, kept: KeptSlice) -> Tensor:
         """int32 `[groups, words along the outputs]` -> uint8 `[rows, groups]`."""
-        stored, (first, last) = self.stored, cut.rows
+        stored, (first, last) = self.stored, kept.rows
         skip, count = first % stored.run[0], last - first
         if stored.bits != 3 and stored.zero_less:  # as it was taken off, borrowing from the code before
             ones = sum(1 << shift for shift in range(0, _WORD, stored.bits))
@@ -145,13 +145,13 @@ class Gptq(StoredLowBit):
         has_groups = self.stored.group_size is not None
         return has_groups and beside(name, "g_idx") in checkpoint
 
-    def _read_index(self, name: str, cut: KeptSlice, checkpoint: Checkpoint) -> Tensor | None:
+    def _read_index(self, name: str, kept: KeptSlice, checkpoint: Checkpoint) -> Tensor | None:
         """The group of each input of the whole matrix; None: they come one after the other."""
         if not self._has_index(name, checkpoint):
             return None
-        size = self.stored.group_size or cut.shape[1]
-        index = read_index(beside(name, "g_idx"), self.stored.groups(cut.shape[1]), checkpoint)
-        if not bool(index.any()) or bool((index == torch.arange(cut.shape[1]) // size).all()):
+        size = self.stored.group_size or kept.shape[1]
+        index = read_index(beside(name, "g_idx"), self.stored.groups(kept.shape[1]), checkpoint)
+        if not bool(index.any()) or bool((index == torch.arange(kept.shape[1]) // size).all()):
             return None  # nothing but zeros was never written
         return index
 

@@ -94,7 +94,7 @@ def hold(codes: Tensor, bits: int, groups: InputGroups, columns: tuple[int, int]
     chosen = sorted_by.groups.to(device)
     if sorted_by.take is not None:
         codes = low_bit.unpack_codes(codes, 4) if is_packed else codes
-        codes, is_packed = codes[:, sorted_by.take.to(device)], False
+        codes, is_packed = codes.gather(1, sorted_by.take.to(device).expand(len(codes), -1)), False
         if sorted_by.is_filling is not None:
             zeros = center if zero is None else zero[:, chosen.repeat_interleave(sorted_by.size)]
             codes = torch.where(sorted_by.is_filling.to(device), zeros, codes).to(torch.uint8)

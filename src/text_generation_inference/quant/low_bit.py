@@ -188,6 +188,36 @@ class WidenedLowBit(Method):
         return stack(parts, widen, dtype, device)
 
 
+class MixedLowBit(StoredLowBit):
+    """Parts that are stored in different bits or groups, held in those that hold all of them."""
+
+    def __init__(self, stored: Mapping[str, StoredLowBit]) -> None:
+        schemes = [each.scheme for each in stored.values()]
+        sizes = [scheme.group_size for scheme in schemes if scheme.group_size is not None]
+        super().__init__(
+            LowBitScheme(
+                bits=max(scheme.bits for scheme in schemes),
+                group_size=math.gcd(*sizes) if sizes else None,
+                is_symmetric=all(scheme.is_symmetric for scheme in schemes),
+            )
+        )
+        self._stored = dict(stored)  # by the part's name
+
+    def holder(self, part: Part) -> tuple[str, tuple[int, ...]]:
+        return self._stored[part.name].holder(part)
+
+    def declare(self, part: Part) -> dict[str, Beside]:
+        return self._stored[part.name].declare(part)
+
+    def list_reads(self, parts: Parts, checkpoint: Checkpoint) -> Iterator[Wanted]:
+        for name, part in parts:
+            yield from self._stored[part.name].list_reads([(name, part)], checkpoint)
+
+    def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
+        weight = self._stored[part.name].read_part(name, part, checkpoint, device)
+        return weight if weight.bits == self.scheme.bits else low_bit.to_8_bits(weight)
+
+
 def as_held(method: Method, matrix: Matrix) -> Method:
     """The same, or what it becomes where the op that multiplies the matrix takes no few bits."""
     if not isinstance(method, LowBit) or ("experts" if matrix.is_stacked else "linear") in matrix.ops.low_bit_ops:
@@ -200,9 +230,13 @@ def choose_stored(matrix: Matrix, stored: Sequence[StoredLowBit | None]) -> Meth
     by_name = {part.name: each for part, each in zip(matrix.parts, stored, strict=True) if each is not None}
     if not by_name:
         return None
-    first = stored[0]
-    if matrix.may_round and first is not None and first.has_groups and all(each == first for each in stored):
-        first = copy(first)
-        first.num_experts = matrix.num_experts
-        return first
-    return WidenedLowBit(by_name)
+    if not matrix.may_round or not all(each is not None and each.has_groups for each in stored):
+        return WidenedLowBit(by_name)
+    first = next(iter(by_name.values()))
+    if any(each != first for each in stored):
+        if any(each.scheme.table or each.scheme.quantizes_inputs for each in by_name.values()):
+            return WidenedLowBit(by_name)
+        first = MixedLowBit(by_name)
+    first = copy(first)
+    first.num_experts = matrix.num_experts
+    return first
