@@ -113,16 +113,21 @@ def test_groups_that_were_never_listed(tmp_path: Path) -> None:
     assert {name: digest(found[name][1]) for name in expected} == expected
 
 
-def test_a_head_in_few_bits_is_widened(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("lm_head", "Linear"), ("model.embed_tokens", "Embedding")])
+def test_a_vocabulary_in_few_bits_is_widened(name: str, kind: str, tmp_path: Path) -> None:
     codes = torch.randint(0, 16, (320, 64), generator=torch.Generator().manual_seed(0))
     scale = torch.rand(320, 2, generator=torch.Generator().manual_seed(1)).bfloat16() / 10
     words = (codes.unflatten(1, (8, 8)) << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
-    head = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([320, 64])}
-    untied = {"tie_word_embeddings": False}
-    folder = write("w4a16", tmp_path / "packed", {f"lm_head.{name}": each for name, each in head.items()}, untied)
-    plain = (codes - 8) * scale.float().repeat_interleave(32, 1)
-    expected = write("w4a16", tmp_path / "plain", {"lm_head.weight": plain}, untied)
-    torch.testing.assert_close(logits_of_threads(folder, 2), logits_of_threads(expected, 1), atol=1e-4, rtol=1e-4)
+    packed = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([320, 64])}
+    quantization = json.loads(json.dumps(FORMS["w4a16"]["quantization_config"]))
+    quantization["config_groups"]["group_0"]["targets"] = ["Linear", kind]
+    config = {"tie_word_embeddings": False, "quantization_config": quantization}
+    plain: dict[str, Tensor | None] = {"lm_head.weight": tensors_of("w4a16")["model.embed_tokens.weight"].flip(0)}
+    plain[f"{name}.weight"] = (codes - 8) * scale.float().repeat_interleave(32, 1)
+    expected = logits_of_threads(write("w4a16", tmp_path / "plain", plain, config), 1)
+    change = {**plain, f"{name}.weight": None, **{f"{name}.{each}": tensor for each, tensor in packed.items()}}
+    found = logits_of_threads(write("w4a16", tmp_path / "packed", change, config), 2)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_scales_of_a_cache(tmp_path: Path) -> None:
@@ -194,7 +199,7 @@ def int32(*shape: int) -> Tensor:
         ("nvfp4", "weight_packed", torch.zeros(64, 96, dtype=torch.uint8), "config.json makes it [64, 48]"),
         ("mxfp4", "weight_scale", torch.full((64, 3), 255, dtype=torch.uint8), "holds a scale that is not finite"),
     ],
-    ids=str,
+    ids=lambda value: f"{str(value.dtype)[6:]} {tuple(value.shape)}" if isinstance(value, Tensor) else str(value),
 )
 def test_wrong_tensors_are_named(form: str, name: str, value: Tensor | None, text: str, tmp_path: Path) -> None:
     folder = write(form, tmp_path, {f"{DOWN}.{name}": value})

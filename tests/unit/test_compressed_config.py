@@ -96,6 +96,11 @@ def test_schemes_that_have_a_name(name: str, expected: object) -> None:
     assert scheme({"quant_method": "compressed-tensors", "config_groups": {name: ["Linear"]}}) == expected
 
 
+def test_members_that_say_nothing() -> None:
+    nothing = {"transform_config": {"config_groups": {}}, "sparsity_config": {}, "moe_sparsity_config": None}
+    assert read(compressed(INT4, **nothing)) == read(compressed(INT4))
+
+
 def test_what_is_done_otherwise_is_said() -> None:
     assert read(compressed(INT4, ROWS)).description == (
         "matrices in integers of 4 bits, as the checkpoint has them (compressed-tensors); inputs stay in the type of the"

@@ -166,7 +166,7 @@ def detect(config: Mapping[str, Any], source: str) -> CompressedTensors:
     if fields.get("sparsity_config") and fields.below("sparsity_config").text("format", "dense") != "dense":
         raise fields.below("sparsity_config").refuse("format", "dense")
     for name in ("transform_config", "moe_sparsity_config"):
-        if fields.get(name):
+        if fields.get(name) and any(fields.below(name).value.values()):  # one without members is none
             raise fields.refuse(name, "none")
     if fields.text("quantization_status", "compressed") not in ("compressed", "frozen"):
         raise fields.refuse("quantization_status", "compressed")
