@@ -29,7 +29,7 @@ from text_generation_inference.kernels.triton.compile_workers import Workers
 from text_generation_inference.kernels.triton.experts import TritonExperts
 from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit
 from text_generation_inference.kernels.triton.low_bit_linear import LowBitLinear, pack_low_bit, widen
-from text_generation_inference.kernels.triton.small_gemm_low_bit import MAX_ROWS, SmallGemmLowBit, Tiling
+from text_generation_inference.kernels.triton.small_gemm_low_bit import SmallGemmLowBit, Tiling
 
 SHAPES = [(8192, 8192), (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)]
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
@@ -106,7 +106,7 @@ def measure(options: argparse.Namespace) -> None:
             library = graph_us(lambda: [F.linear(x, weight) for weight in plain]) / len(plain)
             out = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
             few, wide = float("nan"), float("nan")
-            if rows <= MAX_ROWS:
+            if rows <= op.few.max_rows:
                 few = graph_us(lambda: [op.few(x, weight, out) for weight in packed]) / len(packed)
             if rows >= 32:
                 wide = graph_us(lambda: [F.linear(x, widen(weight, x.dtype)) for weight in packed]) / len(packed)
@@ -127,7 +127,10 @@ def chain(options: argparse.Namespace) -> None:
         for _ in range(layers)
     ]
     floor = sum(floor_us(weight) for layer in stored for weight in layer)
-    op, linear = SmallGemmLowBit(PROCESSORS, CAPABILITY >= (9, 0)), LowBitLinear(PROCESSORS, CAPABILITY)
+    op, linear = (
+        SmallGemmLowBit(PROCESSORS, CAPABILITY >= (9, 0), CAPABILITY == (9, 0)),
+        LowBitLinear(PROCESSORS, CAPABILITY),
+    )
     gain = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
 
     def one() -> None:
@@ -159,29 +162,34 @@ def chain(options: argparse.Namespace) -> None:
 
 
 def tune(options: argparse.Namespace) -> None:
-    op = SmallGemmLowBit(PROCESSORS, CAPABILITY >= (9, 0))
-    candidates = [
-        Tiling(bn, splits, stages, warps)
-        for (bn, warps), splits, stages in itertools.product(
-            ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)), (1, 2, 4, 8), (3, 4, 6)
-        )
-    ]
+    op = SmallGemmLowBit(PROCESSORS, CAPABILITY >= (9, 0), CAPABILITY == (9, 0))
+    few = (((32, 4), (64, 4), (128, 4), (128, 8)), (1, 2, 4, 8), (3, 4, 6))
+    many = (((64, 4), (128, 8)), (1, 2, 4), (2, 3, 4))
 
-    def fit(n: int, tilings: list[Tiling]) -> list[Tiling]:
-        return [each for each in tilings if 96 <= -(-n // each.bn) * each.splits <= 16 * PROCESSORS]
+    def fit(rows: int, n: int) -> list[Tiling]:
+        """Matrix right for up to 64 rows, and left on the GPUs that have a use for it for more than 16."""
+        bm = max(16, 1 << (rows - 1).bit_length())
+        found = []
+        if rows <= 64:
+            found = [Tiling(bm, bn, splits, stages, w) for (bn, w), splits, stages in itertools.product(*few)]
+        if rows > 16 and CAPABILITY == (9, 0):
+            for (bn, warps), splits, stages in itertools.product(*many):
+                found += [Tiling(min(m, bm), bn, splits, stages, warps, True) for m in {min(64, bm), min(128, bm)}]
+        programs = [-(-n // each.bn) * each.splits * -(-rows // each.bm) for each in found]
+        return [each for each, count in zip(found, programs, strict=True) if 96 <= count <= 16 * PROCESSORS]
 
     for n, k in options.shapes:
         _, packed = make_many(n, k, options)
         for gate in (None, "silu") if n > 16384 else (None,):
             outputs = n // 2 if gate else n
             for rows in options.rows:
-                if rows > MAX_ROWS or (gate and rows > 1):
+                if rows > op.max_rows or (gate and rows > 1):
                     continue
                 x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
                 out = torch.empty(rows, outputs, device="cuda", dtype=torch.bfloat16)
                 norm = (torch.ones_like(x[0]), 1e-5) if rows == 1 and k == 4096 and n > 4096 else None
                 found: list[tuple[float, Tiling]] = []
-                tilings = fit(outputs, candidates)
+                tilings = fit(rows, outputs)
                 with compile_only(16, Workers(), load=False):
                     for tiling in tilings:
                         op(x, packed[0], out, norm=norm, gate=gate, tiling=tiling)
@@ -194,7 +202,8 @@ def tune(options: argparse.Namespace) -> None:
                 found.sort(key=lambda each: each[0])
                 chosen = graph_us(lambda: [op(x, w, out, norm=norm, gate=gate) for w in packed]) / len(packed)
                 best = "; ".join(
-                    f"{us:.1f} ({each.bn}, {each.splits}, {each.stages}, {each.warps})" for us, each in found[:4]
+                    f"{us:.1f} ({each.bm}, {each.bn}, {each.splits}, {each.stages}, {each.warps}{', swap' * each.swap})"
+                    for us, each in found[:4]
                 )
                 what = f"{n} {k} rows {rows}{' gate' if gate else ''}{' norm' if norm else ''}"
                 print(f"{what}: chosen {chosen:.1f}, floor {floor_us(packed[0]):.1f}; {best}", flush=True)
@@ -231,7 +240,7 @@ def main() -> None:
     for part in (chain, tune, experts):
         parser.add_argument(f"--{part.__name__}", dest="part", action="store_const", const=part, default=measure)
     options = parser.parse_args()
-    usual = {measure: ROWS, chain: (1, 16, 64, 256), tune: (1, 16, 64), experts: ()}[options.part]
+    usual = {measure: ROWS, chain: (1, 16, 64, 256), tune: (1, 16, 64, 256), experts: ()}[options.part]
     options.rows = [int(rows) for rows in options.rows.split(",")] if options.rows else usual
     options.shapes = [tuple(int(size) for size in shape.split("x")) for shape in options.shapes.split(",")]
     torch.manual_seed(0)

@@ -28,6 +28,9 @@ NF4 = (
 )  # fmt: skip
 
 
+SWAPPED, SWAPPED_WIDE = Tiling(64, 64, 2, 2, 4, swap=True), Tiling(32, 128, 1, 2, 8, swap=True)
+
+
 @pytest.fixture(scope="module")
 def device(device_name: str) -> torch.device:
     return torch.device(device_name)
@@ -133,7 +136,9 @@ def test_an_order_of_columns(device: torch.device, rows: int, symmetric: bool) -
 
 
 @pytest.mark.parametrize("rows", [1, 16, 33, 64])
-@pytest.mark.parametrize("tiling", [Tiling(64, 1, 2), Tiling(64, 3, 3), Tiling(32, 8, 2), Tiling(128, 2, 2, 8)])
+@pytest.mark.parametrize(
+    "tiling", [Tiling(64, 64, 1, 2), Tiling(16, 64, 3, 3), Tiling(32, 32, 8, 2), SWAPPED, SWAPPED_WIDE]
+)
 def test_tilings(device: torch.device, is_gpu: bool, rows: int, tiling: Tiling) -> None:
     n, k = (1024, 4096) if is_gpu else (130, 384)
     op, weight = SmallGemmLowBit(2), make(device, n, k, symmetric=False)

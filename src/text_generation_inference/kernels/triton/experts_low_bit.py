@@ -78,7 +78,7 @@ def grouped_low_bit(
                 rows = tl.load(x_at + (first + k)[None, :], mask=inside[None, :], other=0.0)
         acc = add_tile(
             acc, rows, codes, scales, offsets, scale, offset, table, first, n_read, ALL, K, GS, BK, BN, BITS, TABLE,
-            OFFSET, SPREAD, ASM,
+            OFFSET, SPREAD, False, ASM,
         )  # fmt: skip
         group = (first + BK) // GS
         scales = group_values(scale, group, n_read, LAST, ALL, not SPREAD)
@@ -87,7 +87,7 @@ def grouped_low_bit(
             codes = tl.load(up_at + block_k * 128)
             up_acc = add_tile(
                 up_acc, rows, codes, up_scales, up_offsets, scale + N, offset + N, table, first, n_read, ALL, K, GS, BK,
-                BN, BITS, TABLE, OFFSET, SPREAD, ASM,
+                BN, BITS, TABLE, OFFSET, SPREAD, False, ASM,
             )  # fmt: skip
             up_scales = group_values(scale + N, group, n_read, LAST, ALL, not SPREAD)
             up_offsets = group_values(offset + N, group, n_read, LAST, ALL, OFFSET and not SPREAD)

@@ -21,7 +21,7 @@ from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit,
 from text_generation_inference.kernels.triton.quantize import warps_for
 from text_generation_inference.kernels.triton.small_gemm import MAX_ROWS as MAX_INT8_ROWS
 from text_generation_inference.kernels.triton.small_gemm import SmallGemm
-from text_generation_inference.kernels.triton.small_gemm_low_bit import MAX_ROWS, SmallGemmLowBit, spread
+from text_generation_inference.kernels.triton.small_gemm_low_bit import SmallGemmLowBit, spread
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class LowBitLinear:
     """The op for one device."""
 
     def __init__(self, num_processors: int, capability: tuple[int, int]) -> None:
-        self.few = SmallGemmLowBit(num_processors, roomy=capability >= (9, 0))
+        self.few = SmallGemmLowBit(num_processors, roomy=capability >= (9, 0), hopper=capability == (9, 0))
         self._few_int8 = SmallGemm(num_processors)
         self._has_tensor_cores = capability >= (8, 0) or capability == (0, 0)  # that our products are compiled for
 
@@ -155,7 +155,7 @@ class LowBitLinear:
         return out.to(target)
 
     def _is_few(self, x: Tensor) -> bool:
-        return x.shape[0] <= MAX_ROWS and x.dtype is not torch.float32 and self._has_tensor_cores
+        return x.shape[0] <= self.few.max_rows and x.dtype is not torch.float32 and self._has_tensor_cores
 
     def _by_integers(self, x: Tensor, weight: Int8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         rows = quantize_rows(x, weight.input_scale)

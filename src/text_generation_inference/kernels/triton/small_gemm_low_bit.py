@@ -1,13 +1,13 @@
 # pyright: basic, reportMissingImports=false
 # ruff: noqa: ANN201
-"""Matrix products in few bits of at most 64 rows, where reading the weight is what takes the time.
+"""Matrix products in few bits of few rows, where reading the weight is what takes the time.
 
 Codes become numbers in registers, where tensor cores take them from; scales are applied to the sum of a group. Where
 there are fewer tiles than processors have room for, several programs share one along the inner dimension, and the last
 of them to finish adds the parts up in order. Of a single row norm, gate, bias and addition are done here, too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from text_generation_inference.kernels.triton.gemv import GATES, gated, normalis
 from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit, rows_at, unpack
 
-MAX_ROWS = 64
+MAX_ROWS, MAX_ROWS_ON_HOPPER = 64, 320  # beyond, the library is faster with the matrix widened
 
 
 @triton.jit
@@ -35,14 +35,28 @@ def spread(groups, first, n, N: tl.constexpr, K: tl.constexpr, GS: tl.constexpr,
 
 
 @triton.jit
+def turned(tile, BK: tl.constexpr, BN: tl.constexpr):
+    """`[BK, BN]` -> `[BN, BK]`, whose rows are those that `turned_rows` says: each thread keeps what it has."""
+    return tl.reshape(tl.permute(tl.reshape(tile, (BK, 2, BN // 16, 8)), (2, 1, 3, 0)), (BN, BK))
+
+
+@triton.jit
+def turned_rows(BN: tl.constexpr):
+    """Which row of the left operand each row of a tile of words becomes: 16 successive ones are those of a warp."""
+    row = tl.arange(0, BN)
+    return row % 8 + row // (BN // 2) * 8 + row // 8 % (BN // 16) * 16
+
+
+@triton.jit
 def add_tile(
     acc, rows, words, scale, offset, at_scale, at_offset, table, first, n,
     N: tl.constexpr, K: tl.constexpr, GS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr,
-    TABLE: tl.constexpr, OFFSET: tl.constexpr, SPREAD: tl.constexpr, ASM: tl.constexpr,
+    TABLE: tl.constexpr, OFFSET: tl.constexpr, SPREAD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """acc `[BM, BN]` and rows `[BM, BK]` times the columns from `first` on, of which `words` are the codes.
 
     `scale` and `offset` are those of the columns' group; SPREAD: there are several, and they are read at `at_scale`.
+    SWAP: the matrix is the left operand, acc is `[BN, BM]`, and `words` are those of `turned_rows`.
     """
     kind = rows.dtype
     precision: tl.constexpr = "ieee" if rows.dtype == tl.float32 else "tf32"
@@ -50,7 +64,13 @@ def add_tile(
         tile = unpack(words, table, BN, BITS, TABLE, tl.float32, ASM) * spread(at_scale, first, n, N, K, GS, BK, BN)
         if OFFSET:
             tile -= spread(at_offset, first, n, N, K, GS, BK, BN)
-        return tl.dot(rows, tile.to(kind), acc, input_precision=precision)
+        if SWAP:
+            return tl.dot(turned(tile.to(kind), BK, BN), tl.trans(rows), acc, input_precision=precision)
+        else:
+            return tl.dot(rows, tile.to(kind), acc, input_precision=precision)
+    elif SWAP:
+        tile = turned(unpack(words, table, BN, BITS, TABLE, kind, ASM), BK, BN)
+        return acc + tl.dot(tile, tl.trans(rows), input_precision=precision) * scale[:, None]
     else:
         tile = unpack(words, table, BN, BITS, TABLE, kind, ASM)
         acc += tl.dot(rows, tile, input_precision=precision) * scale[None, :]
@@ -69,17 +89,44 @@ def group_values(at, group, n, last: tl.constexpr, N: tl.constexpr, NEEDED: tl.c
         return tl.zeros_like(n).to(tl.float32)
 
 
+@triton.jit
+def _fetch_ahead(words, row, block, BLOCKS: tl.constexpr, BN: tl.constexpr, COUNT: tl.constexpr):
+    """Have the first tiles of a program in the cache of the chip when it may start to compute."""
+    line = tl.arange(0, COUNT * 4)  # of 128 bytes; a tile has four
+    tile = row // 8 + tl.arange(0, BN // 8)
+    at = words + (tile[:, None].to(tl.int64) * BLOCKS + block) * 128 + line[None, :] * 32
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _part_of_row(
+    x, order, norm_weight, factor, first, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, ORDER: tl.constexpr
+):  # fmt: skip
+    """Columns from `first` on of a single row."""
+    columns = first + tl.arange(0, BK)
+    inside = columns < K
+    if ORDER:
+        columns = tl.load(order + columns, mask=inside, other=0)
+    values = tl.load(x + columns, mask=inside, other=0.0)
+    if NORM:
+        values = normalised(values.to(tl.float32), norm_weight + columns, factor, inside, x.dtype.element_ty)
+    return values.to(x.dtype.element_ty)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _small_gemm_kernel(
     x, words, scale, offset, table, order, norm_weight, bias, out, partial, counters, eps, x_row, out_row, rows,
     N: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, GS: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, NORM: tl.constexpr,
-    GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr,
-    ORDER: tl.constexpr, SPREAD: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    BN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, IN_PAIRS: tl.constexpr,
+    NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr,
+    ORDER: tl.constexpr, SPREAD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs of all rows, over one of SPLITS parts of K. GATE: the matrix holds N gates, then N values.
+    """BN outputs of BM rows, over one of SPLITS parts of K. GATE: the matrix holds N gates, then N values.
 
-    ONE: there is one row; then NORM and ORDER are possible. SPREAD: groups end within tiles of columns.
+    ONE: there is one row; then NORM and ORDER are possible, and without them IN_PAIRS: it is read as pairs of numbers.
+    SPREAD: numbers are scaled before they are multiplied. SWAP: the matrix is the left operand.
     """
     BK: tl.constexpr = 512 // BITS
     BLOCKS: tl.constexpr = (K + BK - 1) // BK
@@ -88,64 +135,82 @@ def _small_gemm_kernel(
     WHOLE: tl.constexpr = K % BK == 0
     tile, split = tl.program_id(0), tl.program_id(1)
     n = tile * BN + tl.arange(0, BN)
-    m = tl.arange(0, BM)
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
     k = tl.arange(0, BK)
     PART: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     start = split * PART
     end = tl.minimum(start + PART, BLOCKS)
     # Past the end the last row is read again: what comes of it is not stored.
     n_read = tl.minimum(n, N - 1)
-    at = rows_at(words, n_read, BLOCKS)
-    up_at = rows_at(words, n_read + N, BLOCKS)
+    if SWAP:
+        n_words = tl.minimum(tile * BN + turned_rows(BN), N - 1)
+    else:
+        n_words = n_read
+    at = rows_at(words, n_words, BLOCKS)
+    up_at = rows_at(words, n_words + N, BLOCKS)
     scales = group_values(scale, start * BK // GS, n_read, LAST, ALL, not SPREAD)
     offsets = group_values(offset, start * BK // GS, n_read, LAST, ALL, OFFSET and not SPREAD)
     up_scales = group_values(scale + N, start * BK // GS, n_read, LAST, ALL, GATE and not SPREAD)
     up_offsets = group_values(offset + N, start * BK // GS, n_read, LAST, ALL, GATE and OFFSET and not SPREAD)
+    if DEPENDENT and ASM:
+        AHEAD: tl.constexpr = 4 if PART >= 4 else 1
+        if tile * BN + BN <= N:
+            block = tl.minimum(start, BLOCKS - AHEAD)
+            _fetch_ahead(words, tile * BN, block, BLOCKS, BN, AHEAD)
+            if GATE:
+                _fetch_ahead(words, tile * BN + N, block, BLOCKS, BN, AHEAD)
     wait_for_kernel_before(DEPENDENT)
+    factor = 0.0
     if NORM:
         whole = tl.arange(0, K_PAD)
         row = tl.load(x + whole, mask=whole < K, other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(row * row, 0) / K + eps)
     x_at = x + tl.minimum(m, rows - 1)[:, None] * x_row + k[None, :]
-    acc = tl.zeros((BM, BN), tl.float32)
-    up_acc = tl.zeros((BM, BN), tl.float32)
+    SHAPE_0: tl.constexpr = BN if SWAP else BM
+    SHAPE_1: tl.constexpr = BM if SWAP else BN
+    acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
+    up_acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
+    # Pairs are read as far ahead of the loop as codes are, single numbers one tile ahead.
+    if ONE and not IN_PAIRS:
+        values = _part_of_row(x, order, norm_weight, factor, start * BK, K, BK, NORM, ORDER)
     for block in tl.range(start, end, num_stages=STAGES):
         first = block * BK
-        inside = first + k < K
         codes = tl.load(at + block * 128, eviction_policy="evict_first")
-        if ONE:
-            if ORDER:
-                columns = tl.load(order + first + k, mask=inside, other=0)
-            else:
-                columns = first + k
-            if WHOLE:
-                values = tl.load(x + columns)
-            else:
-                values = tl.load(x + columns, mask=inside, other=0.0)
-            if NORM:
-                values = normalised(values.to(tl.float32), norm_weight + columns, factor, inside, x.dtype.element_ty)
-            given = tl.broadcast_to(values.to(x.dtype.element_ty)[None, :], (BM, BK))
+        if IN_PAIRS:
+            pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + first // 2 + tl.arange(0, BK // 2))
+            low = pairs.to(tl.int16).to(x.dtype.element_ty, bitcast=True)
+            high = (pairs >> 16).to(tl.int16).to(x.dtype.element_ty, bitcast=True)
+            given = tl.broadcast_to(tl.reshape(tl.join(low, high), (BK,))[None, :], (BM, BK))
+        elif ONE:
+            given = tl.broadcast_to(values[None, :], (BM, BK))
+        elif WHOLE:
+            given = tl.load(x_at + first)
         else:
-            if WHOLE:
-                given = tl.load(x_at + first)
-            else:
-                given = tl.load(x_at + first, mask=inside[None, :], other=0.0)
+            given = tl.load(x_at + first, mask=(first + k < K)[None, :], other=0.0)
         acc = add_tile(
-            acc, given, codes, scales, offsets, scale, offset, table, first, n_read, ALL, K, GS, BK, BN, BITS, TABLE,
-            OFFSET, SPREAD, ASM,
+            acc, given, codes, scales, offsets, scale, offset, table, first, n_words, ALL, K, GS, BK, BN, BITS, TABLE,
+            OFFSET, SPREAD, SWAP, ASM,
         )  # fmt: skip
         # Those of the next tile come while this one is multiplied.
+        if ONE and not IN_PAIRS:
+            values = _part_of_row(x, order, norm_weight, factor, first + BK, K, BK, NORM, ORDER)
         group = (first + BK) // GS
         scales = group_values(scale, group, n_read, LAST, ALL, not SPREAD)
         offsets = group_values(offset, group, n_read, LAST, ALL, OFFSET and not SPREAD)
         if GATE:
             codes = tl.load(up_at + block * 128, eviction_policy="evict_first")
             up_acc = add_tile(
-                up_acc, given, codes, up_scales, up_offsets, scale + N, offset + N, table, first, n_read, ALL, K, GS,
-                BK, BN, BITS, TABLE, OFFSET, SPREAD, ASM,
+                up_acc, given, codes, up_scales, up_offsets, scale + N, offset + N, table, first, n_words, ALL, K, GS,
+                BK, BN, BITS, TABLE, OFFSET, SPREAD, SWAP, ASM,
             )  # fmt: skip
             up_scales = group_values(scale + N, group, n_read, LAST, ALL, not SPREAD)
             up_offsets = group_values(offset + N, group, n_read, LAST, ALL, OFFSET and not SPREAD)
+    if SWAP:
+        acc = tl.trans(acc)
+        if GATE:
+            up_acc = tl.trans(up_acc)
+        else:
+            up_acc = acc
     if SPLITS > 1:
         here = m[:, None] < rows
         part_at = m[:, None] * (tl.num_programs(0) * BN) + n[None, :]
@@ -156,7 +221,8 @@ def _small_gemm_kernel(
         if GATE:
             tl.store(mine + size + part_at, up_acc, mask=here)
         tl.debug_barrier()
-        done = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+        counter = counters + tl.program_id(2) * tl.num_programs(0) + tile
+        done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if done == SPLITS - 1:
             tl.debug_barrier()
             acc = tl.zeros((BM, BN), tl.float32)
@@ -166,7 +232,7 @@ def _small_gemm_kernel(
                 acc += tl.load(there, mask=here, other=0.0, cache_modifier=".cg")
                 if GATE:
                     up_acc += tl.load(there + size, mask=here, other=0.0, cache_modifier=".cg")
-            tl.store(counters + tile, 0)
+            tl.store(counter, 0)
             _finish(acc, up_acc, bias, out, out_row, rows, n, m, N, GATE, ADD, BIAS)
     else:
         _finish(acc, up_acc, bias, out, out_row, rows, n, m, N, GATE, ADD, BIAS)
@@ -194,27 +260,42 @@ def _finish(
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
+    bm: int  # rows of a program
     bn: int  # outputs of a program
     splits: int
     stages: int
     warps: int = 4
+    swap: bool = False  # the matrix is the left operand; then there are 16 outputs for each warp
 
 
-def choose_tiling(rows: int, n: int, blocks: int, gate: bool, num_processors: int, roomy: bool = True) -> Tiling:
-    """For `n` outputs of rows of so many tiles. Measured on an H200, see `bench/cuda_low_bit.py`."""
-    tiles = triton.cdiv(n, 64)
-    each = 4 if rows <= 16 and roomy else 2
+def choose_tiling(
+    rows: int, n: int, blocks: int, gate: bool, num_processors: int, roomy: bool = True, hopper: bool = False
+) -> Tiling:
+    """For `n` outputs of rows of so many tiles. Measured on an H200, see `bench/cuda_low_bit.py`.
+
+    `hopper`: tensor cores take left operands of 64 rows from registers, right ones from shared memory.
+    """
+    if rows > 32 and hopper:
+        bm = 64 if rows <= 64 else 128
+        tiling = Tiling(bm, 64, 1, 3, 4, True) if bm == 64 else Tiling(bm, 128, 1, 3, 8, True)
+        each = 2 if bm == 64 else 1
+    else:
+        stages = (3 if gate or rows > 32 else 4) if roomy else 2
+        tiling = Tiling(min(64, max(16, triton.next_power_of_2(rows))), 64, 1, stages)
+        each = 4 if rows <= 16 and roomy else 2
+    tiles = triton.cdiv(n, tiling.bn) * triton.cdiv(rows, tiling.bm)
     splits = 1
     while tiles * splits * 2 <= each * num_processors and blocks >= 8 * splits:
         splits *= 2
-    return Tiling(64, splits, (3 if gate or rows > 32 else 4) if roomy else 2)
+    return replace(tiling, splits=splits)
 
 
 class SmallGemmLowBit:
     """The op, with the buffers where parts meet. `roomy`: a processor has more shared memory than 100 KB."""
 
-    def __init__(self, num_processors: int, roomy: bool = True) -> None:
-        self._num_processors, self._roomy = num_processors, roomy
+    def __init__(self, num_processors: int, roomy: bool = True, hopper: bool = False) -> None:
+        self._num_processors, self._roomy, self._hopper = num_processors, roomy, hopper
+        self.max_rows = MAX_ROWS_ON_HOPPER if hopper else MAX_ROWS
         self._partial: Tensor | None = None
         self._counters: Tensor | None = None
         self._outgrown: list[Tensor] = []  # captured steps still use them
@@ -235,24 +316,29 @@ class SmallGemmLowBit:
         assert one or norm is None
         if weight.order is not None and not one:
             x = x.index_select(1, weight.order)
-        bm = max(16, triton.next_power_of_2(rows))
         blocks = triton.cdiv(weight.columns, weight.block)
-        tiling = tiling or choose_tiling(rows, n, blocks, gate is not None, self._num_processors, self._roomy)
+        tiling = tiling or choose_tiling(
+            rows, n, blocks, gate is not None, self._num_processors, self._roomy, self._hopper
+        )
+        assert not tiling.swap or tiling.bn == 16 * tiling.warps
         splits = triton.cdiv(blocks, triton.cdiv(blocks, tiling.splits))  # none without a tile
-        tiles = triton.cdiv(n, tiling.bn)
+        tiles, row_tiles = triton.cdiv(n, tiling.bn), triton.cdiv(rows, tiling.bm)
         room = tiles * tiling.bn * rows * splits * (2 if gate else 1)
-        partial, counters = self._take(out.device, room if splits > 1 else 1, tiles)
+        partial, counters = self._take(out.device, room if splits > 1 else 1, tiles * row_tiles)
+        in_pairs = one and norm is None and weight.order is None
+        in_pairs = in_pairs and weight.columns % weight.block == 0 and x.data_ptr() % 4 == 0
         dependent = dependent_launch(rows)
-        _small_gemm_kernel[(tiles, splits)](
+        _small_gemm_kernel[(tiles, splits, row_tiles)](
             x, weight.words, weight.scale, weight.scale if weight.offset is None else weight.offset,
             weight.scale if weight.table is None else weight.table,
             weight.words if weight.order is None else weight.order, norm[0] if norm else x,
             x if bias is None else bias, out, partial, counters, norm[1] if norm else 0.0,
             x.stride(0), out.stride(0), rows, N=n, K=weight.columns, K_PAD=triton.next_power_of_2(weight.columns),
-            GS=weight.group_size, BITS=weight.bits, BM=bm, BN=tiling.bn, SPLITS=splits, STAGES=tiling.stages, ONE=one,
-            NORM=norm is not None, GATE=GATES.index(gate), ADD=add, BIAS=bias is not None,
+            GS=weight.group_size, BITS=weight.bits, BM=tiling.bm, BN=tiling.bn, SPLITS=splits, STAGES=tiling.stages,
+            ONE=one, IN_PAIRS=in_pairs, NORM=norm is not None, GATE=GATES.index(gate), ADD=add, BIAS=bias is not None,
             TABLE=weight.table is not None, OFFSET=weight.offset is not None, ORDER=one and weight.order is not None,
-            SPREAD=weight.spreads, ASM=x.is_cuda, DEPENDENT=dependent, num_warps=tiling.warps, launch_pdl=dependent,
+            SPREAD=weight.spreads or (tiling.swap and weight.offset is not None), SWAP=tiling.swap, ASM=x.is_cuda,
+            DEPENDENT=dependent, num_warps=tiling.warps, launch_pdl=dependent,
         )  # fmt: skip
 
     def _take(self, device: torch.device, num_partial: int, num_tiles: int) -> tuple[Tensor, Tensor]:
