@@ -120,8 +120,8 @@ def _small_gemm_kernel(
     x, words, scale, offset, table, order, norm_weight, bias, out, partial, counters, eps, x_row, out_row, rows,
     N: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, GS: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, IN_PAIRS: tl.constexpr,
-    NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr,
-    ORDER: tl.constexpr, SPREAD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr,
+    OFFSET: tl.constexpr, ORDER: tl.constexpr, SPREAD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BN outputs of BM rows, over one of SPLITS parts of K. GATE: the matrix holds N gates, then N values.
 
