@@ -282,6 +282,16 @@ def test_parts_with_tables_of_their_own_are_widened(tmp_path: Path) -> None:
     assert changed == f"{K}.weight"
 
 
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_half_way_goes_to_the_lower_value(kind: str) -> None:
+    quantization = ON_LOADING[f"bitsandbytes-{kind}"]
+    assert isinstance(quantization, LowBitOnLoading)
+    values = torch.tensor(TABLES[kind]).sort().values
+    block = torch.cat([values, (values[1:] + values[:-1]) / 2]).repeat(3)[:64][None]
+    found = low_bit.dequantize(quantization.scheme.quantize(block))
+    assert torch.equal(found, torch.cat([values, values[:-1]]).repeat(3)[:64][None])
+
+
 def test_scales_of_scales_stay_near() -> None:
     scale = torch.rand(700) + 0.5
     assert (round_scales(scale) - scale).abs().max() < 0.01
