@@ -22,6 +22,7 @@ from gptq_writing import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import PROMPT, logits_of_threads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -111,6 +112,9 @@ def test_tokens(tiny_llama: Tiny, mixtral: Tiny, tmp_path: Path, family: str) ->
     model = written.model
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.token_ids == reference(model, prompt, 12)[0]
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of_threads(written.folder, 2), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_random_weights(tiny_llama: Tiny, tmp_path: Path) -> None:

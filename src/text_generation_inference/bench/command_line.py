@@ -22,7 +22,7 @@ ENGINE_FLAGS = {
     "--load-format": ("FORMAT", f"{' or '.join(CHOICES['load_format'])}: random weights from config.json alone"),
     "--device": ("NAME", SETTINGS["device"].help),
     "--dtype": ("TYPE", "of the weights: " + ", ".join(CHOICES["dtype"])),
-    "--quantize": ("METHOD", "such as fp8"),
+    "--quantize": ("METHOD", "such as fp8; with random weights gptq is 4 bits in groups of 128"),
     "--kv-cache-dtype": ("TYPE", "of the KV cache: " + ", ".join(CHOICES["kv_cache_dtype"])),
     "--max-batch-prefill-tokens": ("N", "prompt tokens computed in a step"),
     "--max-batch-total-tokens": ("N", "tokens in the KV cache"),
