@@ -15,6 +15,7 @@ from ranks import logits_of_threads
 from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.ops import Ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,6 +98,22 @@ def test_each_part_may_have_an_order_of_its_own(form: str, tmp_path: Path) -> No
     layer = model.model.layers[0]
     assert isinstance(layer.attention.qkv.weight, Tensor) and not isinstance(layer.mlp.down.weight, Tensor)
     assert isinstance(layer.mlp.gate_up.weight, Tensor) == (form == "w4a16-actorder")
+    whole = logits_of_threads(folder, 1, ops=Ops())
+    torch.testing.assert_close(logits_of_threads(folder, 2, ops=Ops()), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_parts_in_different_bits_are_held_in_the_most(tmp_path: Path) -> None:
+    """Queries in 8 bits by row, keys and values in 4 by group."""
+    values, plain = "model.layers.0.self_attn.v_proj", tensors_of("w4a16")
+    config = json.loads(json.dumps(FORMS["mixed"]["quantization_config"]))
+    del config["config_groups"]["group_2"]
+    change: dict[str, Tensor | None] = {name: each for name, each in plain.items() if name.startswith(values)}
+    folder = write("mixed", tmp_path, {f"{values}.weight": None, **change}, {"quantization_config": config})
+    model = load(folder, torch.bfloat16)
+    weight = model.model.layers[0].attention.qkv.weight
+    assert isinstance(weight, LowBitWeight) and weight.bits == 8 and weight.group_size == 32
+    expected = {**FORMS["mixed"]["matrices"], values: FORMS["w4a16"]["matrices"][values]}
+    assert {name: digest(matrices(model)[name][1]) for name in expected} == expected
     whole = logits_of_threads(folder, 1, ops=Ops())
     torch.testing.assert_close(logits_of_threads(folder, 2, ops=Ops()), whole, atol=1e-4, rtol=1e-4)
 

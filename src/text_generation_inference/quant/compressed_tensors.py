@@ -292,7 +292,7 @@ def _read_inputs(inputs: Fields) -> str | None:
         raise inputs.refuse("strategy", "tensor")
     if kind != "int" or bits != 8 or strategy not in ("tensor", "token"):
         return None
-    # A zero point is for inputs of one sign; a scale of each row is as precise without it.
+    # Products of integers know no zero points: with a scale of each row none is needed.
     return "static" if is_static and is_symmetric else "dynamic"
 
 
