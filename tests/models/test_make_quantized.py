@@ -2,19 +2,23 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start
 from safetensors.torch import load_file, save_file
+from tokenizers.models import WordLevel
 
 from text_generation_inference.devices.cpu import CpuDevice
 from text_generation_inference.errors import StartError
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.launch.quantize_command import CALIBRATION
 from text_generation_inference.launch.server_command import main
 from text_generation_inference.make_quantized.make import Made, Maker, Source
 from text_generation_inference.make_quantized.output import Output
@@ -253,6 +257,52 @@ def test_a_later_matrix_gets_what_those_before_it_make(tiny_llama: Tiny, tmp_pat
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_words(tiny_llama: Tiny, tmp_path: Path) -> Path:
+    """A model with a tokenizer that knows numbers."""
+    folder = tmp_path / "with-words"
+    shutil.copytree(tiny_llama.folder, folder)
+    words = tokenizers.Tokenizer(WordLevel({str(number): number for number in range(320)}, unk_token="0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_command(
+    with_words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(str(number * 7 % 320) for number in range(110)))
+    arguments = ["quantize", str(with_words), str(tmp_path / "out"), "--calibration", str(text), "--groupsize", "32"]
+    arguments += ["--sequence-length", "30", "--num-samples", "3", "--act-order", "--device", "cpu"]
+    write = Output.write_layer
+
+    def interrupt(output: Output, number: int, *layer: Any) -> None:
+        if number == 1:
+            raise KeyboardInterrupt
+        write(output, number, *layer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Output, "write_layer", interrupt)
+        assert main(arguments) == 130
+    error = capsys.readouterr().err
+    assert "90 tokens of" in error and "in 3 windows" in error and "layer 1 of 3: most is lost in" in error
+    assert error.endswith("interrupted\n") and "Traceback" not in error
+    assert main([*arguments, "--json-output"]) == 0
+    found = capsys.readouterr()
+    lines = [json.loads(line)["message"] for line in found.err.splitlines()]
+    assert lines[1] == "layer 1 of 3: was finished"
+    assert re.fullmatch(r"21 matrices are quantised; \d+ MB of weights are in .*/out\n", found.out)
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (with_words / "tokenizer.json").read_bytes()
+    assert json.loads((tmp_path / "out/quantize_config.json").read_text())["desc_act"] is True
+    assert main(arguments) == 1
+    assert "holds a model already" in capsys.readouterr().err
+
+
+def test_the_text_that_comes_along() -> None:
+    assert len(CALIBRATION.read_text(encoding="utf-8").split()) > 30_000
 
 
 def test_refused(tiny_llama: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
