@@ -418,7 +418,8 @@ CASES = [
     low_bit(low_bit_tiling(1, 4096, 32, False, 132), one=True, IN_PAIRS=True, NORM=False, GATE=0),
     low_bit(low_bit_tiling(32, 4096, 64, False, 132), BITS=8, GS=4096, OFFSET=True),
     low_bit(low_bit_tiling(64, 4096, 32, False, 132, hopper=True), GS=32, SPREAD=True, TABLE=True),
-    low_bit(low_bit_tiling(256, 4096, 32, False, 132, hopper=True), roomy=True),
+    low_bit(low_bit_tiling(128, 4096, 32, False, 132, hopper=True), roomy=True),
+    low_bit(low_bit_tiling(256, 28672, 32, False, 132, hopper=True), roomy=True, SPREAD=True),
     experts_low_bit(16),
     (
         "low_bit_linear", "_widen_kernel", {**LOW_BIT, "out": BF16},

@@ -18,7 +18,7 @@ from text_generation_inference.kernels.triton.gemv import GATES, gated, normalis
 from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit, rows_at, unpack
 
-MAX_ROWS, MAX_ROWS_ON_HOPPER = 64, 320  # beyond, the library is faster with the matrix widened
+MAX_ROWS, MAX_ROWS_ON_HOPPER = 64, 512  # beyond, the library is faster with the matrix widened
 
 
 @triton.jit
@@ -61,7 +61,12 @@ def add_tile(
     kind = rows.dtype
     precision: tl.constexpr = "ieee" if rows.dtype == tl.float32 else "tf32"
     if SPREAD:
-        tile = unpack(words, table, BN, BITS, TABLE, tl.float32, ASM) * spread(at_scale, first, n, N, K, GS, BK, BN)
+        # Codes less their center are exact in any type, numbers of a table are not.
+        if TABLE:
+            tile = unpack(words, table, BN, BITS, TABLE, tl.float32, ASM)
+        else:
+            tile = unpack(words, table, BN, BITS, TABLE, kind, ASM).to(tl.float32)
+        tile *= spread(at_scale, first, n, N, K, GS, BK, BN)
         if OFFSET:
             tile -= spread(at_offset, first, n, N, K, GS, BK, BN)
         if SWAP:
@@ -70,10 +75,10 @@ def add_tile(
             return tl.dot(rows, tile.to(kind), acc, input_precision=precision)
     elif SWAP:
         tile = turned(unpack(words, table, BN, BITS, TABLE, kind, ASM), BK, BN)
-        return acc + tl.dot(tile, tl.trans(rows), input_precision=precision) * scale[:, None]
+        return acc + tl.dot(tile, tl.trans(rows), input_precision=precision) * scale.to(tl.float32)[:, None]
     else:
         tile = unpack(words, table, BN, BITS, TABLE, kind, ASM)
-        acc += tl.dot(rows, tile, input_precision=precision) * scale[None, :]
+        acc += tl.dot(rows, tile, input_precision=precision) * scale.to(tl.float32)[None, :]
         if OFFSET:
             total = tl.dot(rows, tl.full((BK, 16), 1.0, kind), input_precision=precision)
             acc -= tl.max(total, 1)[:, None] * offset[None, :]
@@ -82,11 +87,11 @@ def add_tile(
 
 @triton.jit
 def group_values(at, group, n, last: tl.constexpr, N: tl.constexpr, NEEDED: tl.constexpr):
-    """Scales or offsets of one group, `[BN]`."""
+    """Scales or offsets of one group, `[BN]`, as they are: whoever makes numbers of them waits for them."""
     if NEEDED:
-        return tl.load(at + tl.minimum(group, last) * N + n).to(tl.float32)
+        return tl.load(at + tl.minimum(group, last) * N + n)
     else:
-        return tl.zeros_like(n).to(tl.float32)
+        return tl.zeros_like(n)
 
 
 @triton.jit
@@ -97,6 +102,21 @@ def _fetch_ahead(words, row, block, BLOCKS: tl.constexpr, BN: tl.constexpr, COUN
     at = words + (tile[:, None].to(tl.int64) * BLOCKS + block) * 128 + line[None, :] * 32
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fetch_groups(
+    at, group, n, last: tl.constexpr, N: tl.constexpr, ALL: tl.constexpr, BN: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """Have scales (or offsets) of so many groups in the cache of the chip: each is read once, and waited for."""
+    LINE: tl.constexpr = 1024 // at.dtype.element_ty.primitive_bitwidth  # values in 128 bytes
+    LINES: tl.constexpr = (BN + LINE - 1) // LINE
+    groups = tl.minimum(group + tl.arange(0, COUNT), last)
+    places = n + tl.arange(0, LINES) * LINE
+    pointers = at + groups[:, None] * ALL + tl.minimum(places, N - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -121,7 +141,8 @@ def _small_gemm_kernel(
     N: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, GS: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, IN_PAIRS: tl.constexpr,
     NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr,
-    OFFSET: tl.constexpr, ORDER: tl.constexpr, SPREAD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    OFFSET: tl.constexpr, ORDER: tl.constexpr, SPREAD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BN outputs of BM rows, over one of SPLITS parts of K. GATE: the matrix holds N gates, then N values.
 
@@ -152,6 +173,15 @@ def _small_gemm_kernel(
     offsets = group_values(offset, start * BK // GS, n_read, LAST, ALL, OFFSET and not SPREAD)
     up_scales = group_values(scale + N, start * BK // GS, n_read, LAST, ALL, GATE and not SPREAD)
     up_offsets = group_values(offset + N, start * BK // GS, n_read, LAST, ALL, GATE and OFFSET and not SPREAD)
+    if ASM:
+        COUNT: tl.constexpr = triton.next_power_of_2((PART * BK + GS - 1) // GS + 1)
+        fetch_groups(scale, start * BK // GS, tile * BN, LAST, N, ALL, BN, COUNT)
+        if OFFSET:
+            fetch_groups(offset, start * BK // GS, tile * BN, LAST, N, ALL, BN, COUNT)
+        if GATE:
+            fetch_groups(scale + N, start * BK // GS, tile * BN, LAST, N, ALL, BN, COUNT)
+            if OFFSET:
+                fetch_groups(offset + N, start * BK // GS, tile * BN, LAST, N, ALL, BN, COUNT)
     if DEPENDENT and ASM:
         AHEAD: tl.constexpr = 4 if PART >= 4 else 1
         if tile * BN + BN <= N:
@@ -275,12 +305,16 @@ def choose_tiling(
 
     `hopper`: tensor cores take left operands of 64 rows from registers, right ones from shared memory.
     """
-    if rows > 32 and hopper:
-        bm = 64 if rows <= 64 else 128
-        tiling = Tiling(bm, 64, 1, 3, 4, True) if bm == 64 else Tiling(bm, 128, 1, 3, 8, True)
-        each = 2 if bm == 64 else 1
+    each = 1
+    if rows > 128 and hopper:
+        wide = triton.cdiv(n, 128) >= num_processors * 3 // 4
+        tiling = Tiling(256, 128, 1, 3, 8, True) if wide else Tiling(256, 64, 1, 3, 4, True)
+    elif rows > 64 and hopper:
+        tiling = Tiling(128, 128, 1, 3, 8, True)
+    elif rows > 32 and hopper:
+        tiling, each = Tiling(64, 64, 1, 4, 4, True), 2
     else:
-        stages = (3 if gate or rows > 32 else 4) if roomy else 2
+        stages = (6 if rows <= 16 else 4) if roomy else 3
         tiling = Tiling(min(64, max(16, triton.next_power_of_2(rows))), 64, 1, stages)
         each = 4 if rows <= 16 and roomy else 2
     tiles = triton.cdiv(n, tiling.bn) * triton.cdiv(rows, tiling.bm)
@@ -327,6 +361,8 @@ class SmallGemmLowBit:
         partial, counters = self._take(out.device, room if splits > 1 else 1, tiles * row_tiles)
         in_pairs = one and norm is None and weight.order is None
         in_pairs = in_pairs and weight.columns % weight.block == 0 and x.data_ptr() % 4 == 0
+        # There are no registers for the sums of a group beside those of all; nor sums of rows on the right.
+        scales_first = tiling.swap and (weight.offset is not None or tiling.bm > 128)
         dependent = dependent_launch(rows)
         _small_gemm_kernel[(tiles, splits, row_tiles)](
             x, weight.words, weight.scale, weight.scale if weight.offset is None else weight.offset,
@@ -337,7 +373,7 @@ class SmallGemmLowBit:
             GS=weight.group_size, BITS=weight.bits, BM=tiling.bm, BN=tiling.bn, SPLITS=splits, STAGES=tiling.stages,
             ONE=one, IN_PAIRS=in_pairs, NORM=norm is not None, GATE=GATES.index(gate), ADD=add, BIAS=bias is not None,
             TABLE=weight.table is not None, OFFSET=weight.offset is not None, ORDER=one and weight.order is not None,
-            SPREAD=weight.spreads or (tiling.swap and weight.offset is not None), SWAP=tiling.swap, ASM=x.is_cuda,
+            SPREAD=weight.spreads or scales_first, SWAP=tiling.swap, ASM=x.is_cuda,
             DEPENDENT=dependent, num_warps=tiling.warps, launch_pdl=dependent,
         )  # fmt: skip
 
