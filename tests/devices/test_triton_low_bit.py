@@ -242,3 +242,17 @@ def test_experts(device: torch.device, is_gpu: bool, kind: str, gate: str, token
         check(gate_up, low_bit.widen(down))
     if kind.startswith("8 bits"):
         check(replace(gate_up, quantizes_inputs=True), replace(down, quantizes_inputs=True))
+
+
+@pytest.mark.parametrize("rows", [3, 64, 65])
+def test_values_beside_codes(device: torch.device, rows: int) -> None:
+    weight = make(device, 48, 128)
+    weight.order = torch.randperm(128, device=device, dtype=torch.int32)
+    x = torch.randn(rows, 128, device=device).half()
+    plain = linear()(x, pack_low_bit(weight))
+    packed = pack_low_bit(replace(weight, keeps_wide=True))
+    assert isinstance(packed, TritonLowBit) and packed.wide is not None
+    close(linear()(x, packed), exact(x, weight))
+    assert rows > 64 or torch.equal(linear()(x, packed), plain)
+    packed.wide = packed.wide + 1  # what many rows are multiplied with
+    assert torch.equal(linear()(x, packed), plain) == (rows <= 64)

@@ -7,6 +7,10 @@ from hypothesis import strategies as st
 
 from text_generation_inference.kernels import low_bit
 from text_generation_inference.kernels.low_bit import LowBitWeight
+from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.layers.linear import Linear
+from text_generation_inference.quant.low_bit import LowBit, LowBitScheme, keep_wide_copies, wide_copy_bytes
+from text_generation_inference.weights.declare import Module, Part
 
 NF4_LIKE = torch.linspace(-1, 1, 16)
 
@@ -73,3 +77,18 @@ def test_a_product_with_integers_is_exact() -> None:
     integers = rows.long() @ (weight.codes.long() - 128).T
     expected = integers * scale[:, None] * weight.scale[:, 0]
     torch.testing.assert_close(low_bit.linear(x, weight, None, torch.float32), expected.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("room", "useful", "kept"), [(2048, True, 2048), (2047, True, 0), (2048, False, 0)])
+def test_values_are_held_beside_codes_where_there_is_room(room: int, useful: bool, kept: int) -> None:
+    class Two(Module):
+        def __init__(self) -> None:
+            ops = Ops(low_bit_keeps_wide=useful)
+            self.one, self.other = (Linear(ops, [Part(f"{n}.weight", (16, 32))]) for n in range(2))
+
+    model = Two()
+    model.one.method, model.other.method = LowBit(LowBitScheme()), LowBit(LowBitScheme())
+    codes = model.one.method.bytes((16, 32), torch.bfloat16)
+    keep_wide_copies(model, torch.bfloat16, room)
+    assert wide_copy_bytes(model, torch.bfloat16) == kept
+    assert model.one.method.bytes((16, 32), torch.bfloat16) == codes + kept // 2

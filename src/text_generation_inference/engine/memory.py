@@ -8,9 +8,12 @@ from text_generation_inference.errors import ResourceError, StartError
 from text_generation_inference.models.model import Model
 from text_generation_inference.quant.choose import assign_methods, is_quantized
 from text_generation_inference.quant.fp8 import ON_LOADING
+from text_generation_inference.quant.low_bit import keep_wide_copies
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.units import gigabytes
 from text_generation_inference.weights.load import weight_bytes
+
+_SHARE_OF_COPIES = 8  # one in so many bytes of free memory
 
 
 def check_precision(config: ServerConfig, quantization: Quantization | None, device: Device) -> None:
@@ -25,6 +28,12 @@ def check_precision(config: ServerConfig, quantization: Quantization | None, dev
             f"{what} needs {device.fp8_needs}, not {device.description}. Use the model in"
             " float16 or bfloat16 without FP8 settings."
         )
+
+
+def hold_wide_copies(model: Model, dtype: torch.dtype, device: Device) -> None:
+    """Hold the values of matrices in few bits beside their codes, where that costs little of the memory."""
+    if device.limits.measures_steps:
+        keep_wide_copies(model, dtype, device.free_bytes() // _SHARE_OF_COPIES)
 
 
 def check_weights_fit(config: ServerConfig, model: Model, dtype: torch.dtype, device: Device) -> None:

@@ -24,7 +24,7 @@ from text_generation_inference.config import (
 from text_generation_inference.devices.device import Device, choose_device
 from text_generation_inference.devices.lack_of_memory import is_out_of_memory
 from text_generation_inference.engine.calibrate import Calibrated, choose_cache, make_recorder
-from text_generation_inference.engine.memory import check_precision, check_weights_fit
+from text_generation_inference.engine.memory import check_precision, check_weights_fit, hold_wide_copies
 from text_generation_inference.errors import EngineError, ResourceError, StartError
 from text_generation_inference.layers.cache import bytes_per_token, common_window
 from text_generation_inference.models.config import Config
@@ -39,6 +39,7 @@ from text_generation_inference.quant.choose import (
     plain_names,
 )
 from text_generation_inference.quant.inc.measure import Recorder
+from text_generation_inference.quant.low_bit import wide_copy_bytes
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.runner import kv_cache
 from text_generation_inference.runner.runner import Runner
@@ -46,6 +47,7 @@ from text_generation_inference.runner.shapes import ShapePlan, guess_limits, lim
 from text_generation_inference.runner.warm import StepBytes, largest_step_fits, measure_steps, warm_up
 from text_generation_inference.text.grammar import GrammarCompiler
 from text_generation_inference.types import BucketStats, Limits, StepPlan, StepResult
+from text_generation_inference.units import gigabytes
 from text_generation_inference.weights.checkpoint import Checkpoint
 from text_generation_inference.weights.load import load_checkpoint, load_dummy, weight_bytes
 from text_generation_inference.weights.progress import Progress, silent
@@ -121,7 +123,7 @@ class Rank:
         cache_setting = choose_cache(config, quantization, model)
         self._model = model
         self._caches = model.caches(kv_cache.choose_dtype(cache_setting, dtype))
-        precision = _describe_precision(quantization, cache_setting)
+        precision = _describe_precision(quantization, cache_setting, wide_copy_bytes(model, dtype))
         return RankFacts(
             device=device.name,
             limits=device.limits,
@@ -269,9 +271,11 @@ def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _describe_precision(quantization: Quantization | None, cache_setting: str | None) -> list[str]:
-    """What is computed or kept in FP8."""
+def _describe_precision(quantization: Quantization | None, cache_setting: str | None, wide_bytes: int) -> list[str]:
+    """What is computed or kept otherwise than in the model's type."""
     notes = [quantization.description] if quantization is not None and quantization.description else []
+    if wide_bytes:
+        notes.append(f"their values beside them, for many rows ({gigabytes(wide_bytes)})")
     if cache_setting is not None:
         notes.append(f"KV cache in {cache_setting}")
     return notes
@@ -291,6 +295,7 @@ def load_model(
     model = build(model_config, context)
     if config.load_format == "dummy":
         assign_methods(model, quantization)
+        hold_wide_copies(model, dtype, device)
         check_weights_fit(config, model, dtype, device)
         with device.loading() as pool:
             load_dummy(model, dtype, device.torch_device, config.seed, Scratch(pool))
@@ -301,6 +306,7 @@ def load_model(
         quantization = quantization.named_as_in({name: checkpoint.shape(name) for name in checkpoint.names()})
     computed = device.ops.block_kinds if dtype is torch.float32 else ()  # products of blocks are in float32
     assign_methods(model, quantization, checkpoint.block_types, computed)
+    hold_wide_copies(model, dtype, device)
     check_weights_fit(config, model, dtype, device)
     ignored = (*model.ignored, *(quantization.may_leave if quantization is not None else ()))
     copies_by_itself = device.limits.runs_ahead and device.torch_device.type != "cpu"

@@ -34,6 +34,7 @@ class LowBitWeight:
     order: Tensor | None = None  # [columns], or [experts, columns], int32: the input of each column; None: as they come
     quantizes_inputs: bool = False  # rows are multiplied as integers of 8 bits (of a matrix of 8, with a scale per row)
     input_scale: Tensor | None = None  # [] float32 of those, the same for all inputs; None: found from each row
+    keeps_wide: bool = False  # there is room for its values, too, where products of many rows are faster with them
 
     @property
     def shape(self) -> torch.Size:

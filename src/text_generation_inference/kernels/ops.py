@@ -275,6 +275,7 @@ class Ops:
     pack_fp8: PackFp8Op = fp8.pack_fp8
     pack_low_bit: PackLowBitOp = low_bit.pack_low_bit
     # Ops that take matrices in few bits; for others they are widened when they are read.
+    low_bit_keeps_wide: bool = False  # `linear` is faster for many rows if it has the values of few bits, too
     low_bit_ops: frozenset[str] = frozenset(("linear", "experts"))
     pack_blocks: PackBlocksOp = _no_blocks
     block_kinds: frozenset[str] = frozenset()  # quantised blocks that `pack_blocks` takes

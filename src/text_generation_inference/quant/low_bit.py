@@ -23,6 +23,7 @@ from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 from text_generation_inference.weights.declare import (
     PLAIN_TENSORS,
     Beside,
+    Module,
     Part,
     Parts,
     Read,
@@ -80,6 +81,7 @@ class LowBit(Method):
     """A plain matrix, put into codes when it has been read."""
 
     num_experts = 1  # of the matrix
+    keeps_wide = False  # its values are held beside the codes: see `keep_wide_copies`
 
     def __init__(self, scheme: LowBitScheme) -> None:
         self.scheme = scheme
@@ -111,11 +113,14 @@ class LowBit(Method):
         return made
 
     def bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        return self.scheme.bytes(shape[0], math.prod(shape[1:]))
+        copy_bytes = math.prod(shape) * dtype.itemsize if self.keeps_wide else 0
+        return self.scheme.bytes(shape[0], math.prod(shape[1:])) + copy_bytes
 
     def finish(self, matrix: Matrix) -> None:
         weight = matrix.weight
         assert isinstance(weight, LowBitWeight | Tensor)
+        if isinstance(weight, LowBitWeight):
+            weight.keeps_wide = self.keeps_wide
         matrix.weight = matrix.pack(weight)
 
     def apply(self, matrix: Matrix, x: Rows) -> Tensor:
@@ -216,6 +221,30 @@ class MixedLowBit(StoredLowBit):
     def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
         weight = self._stored[part.name].read_part(name, part, checkpoint, device)
         return weight if weight.bits == self.scheme.bits else low_bit.to_8_bits(weight)
+
+
+def keep_wide_copies(model: Module, dtype: torch.dtype, room: int) -> None:
+    """Have the values of all matrices in few bits held beside their codes, if ops have a use for them and they take no
+    more than `room`."""
+    held = [
+        (matrix, matrix.method)
+        for _, matrix in model.walk()
+        if isinstance(matrix, Matrix)
+        and isinstance(matrix.method, LowBit)
+        and matrix.ops.low_bit_keeps_wide
+        and not matrix.is_stacked
+        and not matrix.method.scheme.quantizes_inputs
+    ]
+    if sum(math.prod(matrix.shape) for matrix, _ in held) * dtype.itemsize <= room:
+        for _, method in held:
+            method.keeps_wide = True
+
+
+def wide_copy_bytes(model: Module, dtype: torch.dtype) -> int:
+    """What such copies take."""
+    matrices = (module for _, module in model.walk() if isinstance(module, Matrix))
+    kept = (each for each in matrices if isinstance(each.method, LowBit) and each.method.keeps_wide)
+    return sum(math.prod(each.shape) for each in kept) * dtype.itemsize
 
 
 def as_held(method: Method, matrix: Matrix) -> Method:

@@ -110,6 +110,7 @@ class TritonLowBit(PackedWeight):
     order: Tensor | None  # [columns], or [experts, columns], int32
     quantizes_inputs: bool
     input_scale: Tensor | None
+    wide: Tensor | None = None  # [out, in]: its values, for many rows
 
     @property
     def num_experts(self) -> int:

@@ -2,7 +2,8 @@
 """The op `linear` of matrices in few bits: up to some rows our own products, beyond the library's.
 
 For the library the matrix is widened once for all rows, which takes as long as reading it some times; with many rows
-that is little beside the product. Matrices that multiply rows as integers have a form of their own, `Int8Weight`.
+that is little beside the product. Where there is room for them, its values are held beside the codes instead. Matrices
+that multiply rows as integers have a form of their own, `Int8Weight`.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from text_generation_inference.kernels import low_bit
 from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.matrices import PackedWeight
 from text_generation_inference.kernels.triton import low_bit_codes
@@ -22,6 +24,8 @@ from text_generation_inference.kernels.triton.quantize import warps_for
 from text_generation_inference.kernels.triton.small_gemm import MAX_ROWS as MAX_INT8_ROWS
 from text_generation_inference.kernels.triton.small_gemm import SmallGemm
 from text_generation_inference.kernels.triton.small_gemm_low_bit import SmallGemmLowBit, spread
+
+_FEWER_THAN_WIDE = 64  # so many rows are multiplied with codes as fast as with the values, where those are there
 
 
 @dataclass(slots=True)
@@ -43,7 +47,10 @@ def pack_low_bit(weight: LowBitWeight, num_experts: int = 1) -> TritonLowBit | I
     if weight.quantizes_inputs and weight.bits == 8 and by_row and num_experts == 1:
         data = (weight.codes ^ 128).view(torch.int8)
         return Int8Weight(data, weight.scale.reshape(-1).float(), weight.input_scale)
-    return low_bit_codes.pack_low_bit(weight, num_experts)
+    packed = low_bit_codes.pack_low_bit(weight, num_experts)
+    if weight.keeps_wide:
+        packed.wide = low_bit.widen(weight)
+    return packed
 
 
 @triton.jit
@@ -145,6 +152,8 @@ class LowBitLinear:
         if weight.quantizes_inputs:
             rows = quantize_rows(x, weight.input_scale)
             x = (rows.data.float() * rows.scale[:, None]).to(x.dtype)
+        if weight.wide is not None and x.shape[0] > _FEWER_THAN_WIDE and x.dtype is weight.wide.dtype:
+            return F.linear(x, weight.wide, None if bias is None else bias.to(x.dtype)).to(target)
         if self._is_few(x):
             out = torch.empty((x.shape[0], weight.shape[0]), dtype=target, device=x.device)
             self.few(x, weight, out, bias)

@@ -42,6 +42,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
     return Ops(
         description,
         pack_low_bit=pack_low_bit,
+        low_bit_keeps_wide=True,
         linear=linear,
         linear_unscaled=linear.linear_unscaled,
         logits=logits,
