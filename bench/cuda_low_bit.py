@@ -1,7 +1,7 @@
 # ruff: noqa: B023
 """Products of matrices in few bits on a GPU: checked against the definition, then measured beside the library's bf16.
 
-    python bench/cuda_low_bit.py [--bits 4] [--group 128] [--asymmetric] [--table] [--rows 1,16,...]
+    python bench/cuda_low_bit.py [--bits 4] [--group 128] [--asymmetric] [--table] [--wide-scales] [--rows 1,16]
     python bench/cuda_low_bit.py --chain      all products of the layers of an 8B model for one row, and for more
     python bench/cuda_low_bit.py --tune       tiles, splits and stages of few rows; best last
     python bench/cuda_low_bit.py --experts    mixtures of experts, one token to many
@@ -68,7 +68,7 @@ def make(n: int, k: int, options: argparse.Namespace) -> LowBitWeight:
     bits, group = options.bits, options.group or k
     codes = torch.randint(0, 256, (n, k * bits // 8), dtype=torch.uint8, device="cuda")
     shape = (n, -(-k // group))
-    scale = (torch.rand(shape, device="cuda") * 1e-3 + 1e-3).to(torch.float16)
+    scale = (torch.rand(shape, device="cuda") * 1e-3 + 1e-3).to(torch.float32 if options.wide_scales else torch.float16)
     offset = scale.float() * torch.randint(-7, 8, shape, device="cuda") if options.asymmetric else None
     table = torch.tensor(NF4, device="cuda") if options.table else None
     return LowBitWeight(codes, scale, offset, bits, group, k, torch.bfloat16, table)
@@ -235,6 +235,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=128, help="0: all columns of a row")
     parser.add_argument("--asymmetric", action="store_true")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--wide-scales", action="store_true", help="in float32, which take no instruction to unpack")
     parser.add_argument("--rows", default="")
     parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
     for part in (chain, tune, experts):
