@@ -313,10 +313,11 @@ def choose_tiling(
         tiling = Tiling(128, 128, 1, 3, 8, True)
     elif rows > 32 and hopper:
         tiling, each = Tiling(64, 64, 1, 4, 4, True), 2
+    elif rows <= 32:
+        stages = 4 if roomy else 3
+        tiling, each = Tiling(max(8, triton.next_power_of_2(rows)), 32, 1, stages, 2, True), 6 if roomy else 4
     else:
-        stages = (6 if rows <= 16 else 4) if roomy else 3
-        tiling = Tiling(min(64, max(16, triton.next_power_of_2(rows))), 64, 1, stages)
-        each = 4 if rows <= 16 and roomy else 2
+        tiling, each = Tiling(64, 64, 1, 4 if roomy else 3), 2
     tiles = triton.cdiv(n, tiling.bn) * triton.cdiv(rows, tiling.bm)
     splits = 1
     while tiles * splits * 2 <= each * num_processors and blocks >= 8 * splits:
