@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import low_bit_writing
 import pytest
 import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, run, start
@@ -25,9 +26,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import ResourceError, StartError
-from text_generation_inference.kernels import block_lists, fp8, reference
+from text_generation_inference.kernels import block_lists, fp8, low_bit, reference
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts, put_together, take_apart
+from text_generation_inference.quant import choose
 from text_generation_inference.runner.warm.warm_up import WarmUp
 
 SIZE = 128  # tokens of a block
@@ -255,6 +257,49 @@ def test_fp8_cache(hpu, fp8_ops):
     close(q, expected_q)
     found = hpu.ops.attention(q, k, v, *there, batch, 0.25, kv_scales=scales)
     close(found, block_lists.decode_attention(expected_q, *there, made.batch, 0.25, kv_scales=scales), 1e-4)
+
+
+# -- few bits --------------------------------------------------------------------------------------------------------
+
+
+def test_products_of_4_bits(hpu):
+    """Held in 4 bits and multiplied by the card's op; what that does not take is widened."""
+    from text_generation_inference.kernels.hpu.uint4 import Uint4Weight
+
+    plain, x, bias = torch.randn(48, 64), torch.randn(5, 64), torch.randn(48)
+    symmetric, whole = low_bit.quantize(plain, 4, 32), low_bit.quantize(plain, 4, 16, is_symmetric=False)
+    ordered = replace(whole, order=torch.randperm(64).to(torch.int32))
+    halves = replace(whole, offset=None if whole.offset is None else whole.offset + 0.5)
+    held = [symmetric, whole, ordered]
+    widened = [halves, low_bit.quantize(plain, 8, 64), low_bit.quantize(plain[:13], 4, 32)]
+    for weight in (*held, *widened):
+        there = replace(
+            weight,
+            **{
+                name: None if (tensor := getattr(weight, name)) is None else tensor.to(hpu.torch_device)
+                for name in ("codes", "scale", "offset", "order")
+            },
+        )
+        packed = hpu.ops.pack_low_bit(there)
+        assert isinstance(packed, Uint4Weight) == any(weight is each for each in held)
+        added = bias[: weight.shape[0]]
+        found = hpu.ops.linear(x.to(hpu.torch_device), packed, added.to(hpu.torch_device))
+        close(found, reference.linear(x, weight, added), 1e-4)
+
+
+def test_a_model_of_4_bits(hpu, start_hpu, tmp_path, monkeypatch):
+    monkeypatch.setitem(choose.METHODS, low_bit_writing.METHOD, low_bit_writing.detect)
+    folder = low_bit_writing.write_low_bit(make_tiny("Mixtral", {}, tmp_path / "tiny"), "order", tmp_path).folder
+    few, small = requests()[:3], {"max_batch_size": 2, "max_total_tokens": 32, "max_batch_total_tokens": 512}
+    engine = start(folder, device="cpu", **small)
+    expected = [output.token_ids for output in run(engine, few)]
+    engine.close()
+    engine = start_hpu(folder, **small)
+    assert [output.token_ids for output in run(engine, few)] == expected
+    layer = engine.rank.runner.model.model.layers[0]
+    assert type(layer.attention.qkv.weight).__name__ == "Uint4Weight"
+    assert isinstance(layer.mlp.down.weight, Tensor)  # of experts, which its op takes plain
+    assert any("widened" in note for note in engine.notes)
 
 
 # -- experts ---------------------------------------------------------------------------------------------------------

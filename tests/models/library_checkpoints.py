@@ -15,7 +15,7 @@ from torch import Tensor
 from text_generation_inference.kernels.low_bit import LowBitWeight, dequantize
 from text_generation_inference.models.model import Context
 from text_generation_inference.models.registry import build, read_config, read_quantization
-from text_generation_inference.quant.choose import assign_methods, choose_quantization, plain_names
+from text_generation_inference.quant.choose import assign_methods, choose_quantization
 from text_generation_inference.quant.method import Matrix
 from text_generation_inference.weights.checkpoint import Checkpoint
 
@@ -63,7 +63,7 @@ def read_matrices(folder: Path, quantize: str | None = None) -> tuple[dict[str, 
     """Every matrix of a folder in float32 by the name of its tensor, and which of them are held in few bits."""
     config, checkpoint = read_config(folder), Checkpoint.open(folder)
     model = build(config, Context())
-    model.adapt(plain_names(checkpoint.names()), checkpoint.are_equal)
+    model.adapt(checkpoint.names(), checkpoint.are_equal)
     quantization = choose_quantization(quantize, read_quantization(config))
     assert quantization is not None
     assign_methods(model, quantization.named_as_in({name: checkpoint.shape(name) for name in checkpoint.names()}))

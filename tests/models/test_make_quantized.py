@@ -26,7 +26,7 @@ from text_generation_inference.make_quantized.passes import make_batch
 from text_generation_inference.make_quantized.settings import MakingSettings
 from text_generation_inference.models.model import Context
 from text_generation_inference.models.registry import ARCHITECTURES, build, read_config, read_quantization
-from text_generation_inference.quant.choose import assign_methods, plain_names
+from text_generation_inference.quant.choose import assign_methods
 from text_generation_inference.runner import kv_cache
 from text_generation_inference.weights.checkpoint import Checkpoint
 from text_generation_inference.weights.load import load_checkpoint
@@ -85,7 +85,7 @@ def compute(folder: Path) -> torch.Tensor:
     """Logits of a window, by a model that is loaded as the server does."""
     checkpoint, config = Checkpoint.open(folder), read_config(folder)
     model = build(config, Context(Ops()))
-    model.adapt(plain_names(checkpoint.names()), checkpoint.are_equal)
+    model.adapt(checkpoint.names(), checkpoint.are_equal)
     quantization = read_quantization(config)
     if quantization is not None:
         quantization = quantization.named_as_in({name: checkpoint.shape(name) for name in checkpoint.names()})

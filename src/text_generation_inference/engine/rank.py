@@ -34,9 +34,9 @@ from text_generation_inference.parallel import SINGLE, Parallel
 from text_generation_inference.quant.choose import (
     assign_methods,
     choose_quantization,
+    describe_widened,
     is_quantized,
     name_quantization,
-    plain_names,
 )
 from text_generation_inference.quant.inc.measure import Recorder
 from text_generation_inference.quant.low_bit import wide_copy_bytes
@@ -123,7 +123,10 @@ class Rank:
         cache_setting = choose_cache(config, quantization, model)
         self._model = model
         self._caches = model.caches(kv_cache.choose_dtype(cache_setting, dtype))
-        precision = _describe_precision(quantization, cache_setting, wide_copy_bytes(model, dtype))
+        precision = [
+            *_describe_precision(quantization, cache_setting, wide_copy_bytes(model, dtype)),
+            *describe_widened(model, dtype),
+        ]
         return RankFacts(
             device=device.name,
             limits=device.limits,
@@ -301,7 +304,7 @@ def load_model(
             load_dummy(model, dtype, device.torch_device, config.seed, Scratch(pool))
         return model
     checkpoint = Checkpoint.open(source.weights_path)
-    model.adapt(plain_names(checkpoint.names()), checkpoint.are_equal)
+    model.adapt(checkpoint.names(), checkpoint.are_equal)
     if quantization is not None:
         quantization = quantization.named_as_in({name: checkpoint.shape(name) for name in checkpoint.names()})
     computed = device.ops.block_kinds if dtype is torch.float32 else ()  # products of blocks are in float32

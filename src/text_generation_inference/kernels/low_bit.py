@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Of matrices, for ops that do not take all of them. Offsets are scales times whole numbers in all but one kind.
+KINDS = ("4 bits", "8 bits", "4 bits with offsets", "table")
 INT8_MAX = 127
 _SMALLEST_SCALE = 1e-12  # of a row of zeros
 _ROWS_AT_A_TIME = 1024

@@ -277,6 +277,7 @@ class Ops:
     # Ops that take matrices in few bits; for others they are widened when they are read.
     low_bit_keeps_wide: bool = False  # `linear` is faster for many rows if it has the values of few bits, too
     low_bit_ops: frozenset[str] = frozenset(("linear", "experts"))
+    low_bit_kinds: frozenset[str] = frozenset(low_bit.KINDS)  # and which of them
     pack_blocks: PackBlocksOp = _no_blocks
     block_kinds: frozenset[str] = frozenset()  # quantised blocks that `pack_blocks` takes
     linear: LinearOp = reference.linear

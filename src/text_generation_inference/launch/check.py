@@ -225,8 +225,8 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     from text_generation_inference.quant.choose import (
         assign_methods,
         choose_quantization,
+        describe_widened,
         name_quantization,
-        plain_names,
     )
     from text_generation_inference.runner import kv_cache
     from text_generation_inference.weights.load import check_tensors, count_parameters, weight_bytes
@@ -272,9 +272,10 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         computed = BLOCKS if report.dtype == "float32" else ()
     assign_methods(model, quantization, facts.blocks, computed)
     report.weight_bytes = weight_bytes(model, dtype)
+    report.notes = [*report.notes, *describe_widened(model, dtype)]
     if config.load_format != "dummy":
         shapes, may_leave = facts.read_shapes(), ()
-        model.adapt(plain_names(shapes))
+        model.adapt(list(shapes))
         if quantization is not None:
             may_leave = quantization.may_leave
             assign_methods(model, quantization.named_as_in(shapes))

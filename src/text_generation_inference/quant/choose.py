@@ -4,9 +4,11 @@ A checkpoint says in config.json how it is stored (`detect`), a setting may ask 
 `assign_methods` hands the methods out before anything is loaded.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.files import read_json_object
@@ -28,9 +30,10 @@ from text_generation_inference.quant import (
 from text_generation_inference.quant.cache_scales import CacheScales
 from text_generation_inference.quant.config_fields import Fields
 from text_generation_inference.quant.fp8 import ON_LOADING as FP8_ON_LOADING
-from text_generation_inference.quant.low_bit import as_held
+from text_generation_inference.quant.low_bit import WidenedLowBit, as_held
 from text_generation_inference.quant.method import PLAIN, Matrix
 from text_generation_inference.quant.quantization import Quantization
+from text_generation_inference.units import gigabytes
 from text_generation_inference.weights.declare import Module
 from text_generation_inference.weights.model_files import QUANTIZATION_BESIDE
 
@@ -61,8 +64,6 @@ _UNTOLD: dict[str, Quantization] = {
     "awq": awq.UNTOLD,
     "marlin": marlin.UNTOLD,
 }
-# Tensors that hold a matrix which a plain checkpoint has as `weight`.
-_HOLDERS = (".qweight", ".B", ".W_q", "._weight_qdata")
 # Which `quant_method` of a checkpoint the setting `quantize` stands for, where it stands for more than its own name.
 _MEANS = {
     "gptq": ("gptq", "awq", "marlin"),  # TGI converted them into each other
@@ -107,13 +108,6 @@ def choose_quantization(asked: str | None, stored: Quantization | None) -> Quant
     )
 
 
-def plain_names(names: Iterable[str]) -> list[str]:
-    """Names of tensors, and those that a plain checkpoint would have in place of those that hold matrices."""
-    found = list(names)
-    more = (name.removesuffix(each) + ".weight" for name in found for each in _HOLDERS if name.endswith(each))
-    return [*found, *more]
-
-
 def assign_methods(
     model: Module,
     quantization: Quantization | None,
@@ -140,6 +134,17 @@ def assign_methods(
 def is_quantized(model: Module) -> bool:
     """Whether any matrix is stored otherwise than plainly."""
     return any(isinstance(module, Matrix) and module.method is not PLAIN for _, module in model.walk())
+
+
+def describe_widened(model: Module, dtype: torch.dtype) -> list[str]:
+    """What a user should know of matrices that take more memory here than in their file."""
+    matrices = [module for _, module in model.walk() if isinstance(module, Matrix) and module.may_round]
+    widened = [matrix for matrix in matrices if isinstance(matrix.method, WidenedLowBit)]
+    if not widened:
+        return []
+    num_bytes = sum(matrix.method.bytes(matrix.shape, dtype) for matrix in widened)
+    name = str(dtype).removeprefix("torch.")
+    return [f"{len(widened)} matrices in few bits are widened to {name} when they are read: {gigabytes(num_bytes)}"]
 
 
 # -- what config.json says, for people -------------------------------------------------------------------------------

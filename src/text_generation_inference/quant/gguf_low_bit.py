@@ -158,16 +158,16 @@ def _q6_k(blocks: Tensor) -> _Parts:
 
 FORMS = {
     "q4_0": BlockForm(LowBitScheme(4, 32), _q4_0),
-    "q4_1": BlockForm(LowBitScheme(4, 32, False), _q4_1, is_shifted=True),
+    "q4_1": BlockForm(LowBitScheme(4, 32, False, has_whole_zeros=False), _q4_1, is_shifted=True),
     "q5_0": BlockForm(LowBitScheme(8, 32), _q5_0),
     "q5_1": BlockForm(LowBitScheme(8, 32, False), _q5_1),
     "q8_0": BlockForm(LowBitScheme(8, 32), _q8_0),
     "iq4_nl": BlockForm(LowBitScheme(4, 32, table=_IQ4), _iq4_nl),
     "iq4_xs": BlockForm(LowBitScheme(4, 32, table=_IQ4, scale_dtype=_WIDE), _iq4_xs),
     "mxfp4": BlockForm(MXFP4, _mxfp4),
-    "q2_k": BlockForm(LowBitScheme(4, 16, False, scale_dtype=_WIDE), _q2_k),
+    "q2_k": BlockForm(LowBitScheme(4, 16, False, scale_dtype=_WIDE, has_whole_zeros=False), _q2_k),
     "q3_k": BlockForm(LowBitScheme(4, 16, scale_dtype=_WIDE), _q3_k),
-    "q4_k": BlockForm(LowBitScheme(4, 32, False, scale_dtype=_WIDE), _q4_k, is_shifted=True),
+    "q4_k": BlockForm(LowBitScheme(4, 32, False, scale_dtype=_WIDE, has_whole_zeros=False), _q4_k, is_shifted=True),
     "q5_k": BlockForm(LowBitScheme(8, 32, False, scale_dtype=_WIDE), _q5_k),
     "q6_k": BlockForm(LowBitScheme(8, 16, scale_dtype=_WIDE), _q6_k),
 }
@@ -186,4 +186,5 @@ def common_scheme(kinds: set[str]) -> LowBitScheme:
         all(scheme.is_symmetric for scheme in schemes),
         first.table if is_alike else None,
         scale_dtype=first.scale_dtype if len({scheme.scale_dtype for scheme in schemes}) == 1 else _WIDE,
+        has_whole_zeros=all(scheme.has_whole_zeros for scheme in schemes),
     )

@@ -89,14 +89,15 @@ def detect(config: Mapping[str, Any], source: str) -> Hqq:
     bits, size = (settings.get(name) if isinstance(settings, Mapping) else None for name in ("nbits", "group_size"))
     held = 8 if isinstance(bits, int) and bits > 4 else 4
     group_size = size if isinstance(size, int) and size > 0 else 64
-    return Hqq(LowBitScheme(held, group_size, is_symmetric=False), fields.patterns("skip_modules") or ("lm_head",))
+    scheme = LowBitScheme(held, group_size, is_symmetric=False, has_whole_zeros=False)
+    return Hqq(scheme, fields.patterns("skip_modules") or ("lm_head",))
 
 
 class HqqCodes(StoredLowBit):
     """Codes `[groups, values]`, or the other way round, folded: the first of them in the uppermost bits, and so on."""
 
     def __init__(self, fold: int, view: Fraction, size: int, by_column: bool, fits: bool) -> None:
-        super().__init__(LowBitScheme(8 if fold == 1 else 4, size, is_symmetric=False))
+        super().__init__(LowBitScheme(8 if fold == 1 else 4, size, is_symmetric=False, has_whole_zeros=False))
         self.fold = fold  # codes in a byte, or in a word of 32 bits
         self.view = view  # how many values of the type it is stored in a byte or word is
         self.size = size  # values of a group

@@ -45,6 +45,14 @@ class LowBitScheme:
     table: tuple[float, ...] | None = None
     quantizes_inputs: bool = False
     scale_dtype: torch.dtype = torch.float16
+    has_whole_zeros: bool = True  # an offset is a scale times a whole number
+
+    @property
+    def kind(self) -> str:
+        """A word of `kernels.low_bit.KINDS`."""
+        if self.table is not None:
+            return "table"
+        return "4 bits with offsets" if self.bits == 4 and not self.has_whole_zeros else f"{self.bits} bits"
 
     def accepts(self, columns: int) -> bool:
         """Whether matrices with so many columns can be put into such codes."""
@@ -249,7 +257,10 @@ def wide_copy_bytes(model: Module, dtype: torch.dtype) -> int:
 
 def as_held(method: Method, matrix: Matrix) -> Method:
     """The same, or what it becomes where the op that multiplies the matrix takes no few bits."""
-    if not isinstance(method, LowBit) or ("experts" if matrix.is_stacked else "linear") in matrix.ops.low_bit_ops:
+    if not isinstance(method, LowBit):
+        return method
+    ops = matrix.ops
+    if ("experts" if matrix.is_stacked else "linear") in ops.low_bit_ops and method.scheme.kind in ops.low_bit_kinds:
         return method
     return WidenedLowBit({part.name: method for part in matrix.parts})
 

@@ -190,7 +190,7 @@ class AoHalves(StoredLowBit):
     """Signed codes of 4 bits `[out, in / 2]`, the lower half first; scales and what is added then `[groups, out]`."""
 
     def __init__(self, group_size: int) -> None:
-        super().__init__(LowBitScheme(4, group_size, is_symmetric=False))
+        super().__init__(LowBitScheme(4, group_size, is_symmetric=False, has_whole_zeros=False))
         self.group_size = group_size
 
     def holder(self, part: Part) -> tuple[str, tuple[int, ...]]:

@@ -14,6 +14,7 @@ from text_generation_inference.kernels.hpu.attention import HpuAttention
 from text_generation_inference.kernels.hpu.bridge import Bridge
 from text_generation_inference.kernels.hpu.experts import experts
 from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
+from text_generation_inference.kernels.hpu.uint4 import KINDS, Uint4Ops, has_uint4
 from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.kernels.ops import Ops
 
@@ -63,14 +64,17 @@ def load_ops(
 ) -> Ops:
     """`flash`: prompts through the fused attention op, which may `recompute`."""
     fp8 = Fp8Ops(bridge)
+    uint4 = Uint4Ops(fp8.linear)
     norms = _Norms(bridge, fp8)
     attention = HpuAttention(bridge, fp8, flash, recompute, wide_softmax)
     return Ops(
         description,
         greedy=HpuGreedy(bridge).greedy,
         pack_fp8=fp8.pack_fp8,
-        low_bit_ops=frozenset(),
-        linear=fp8.linear,
+        pack_low_bit=uint4.pack_low_bit,
+        low_bit_ops=frozenset(("linear",)) if has_uint4() else frozenset(),
+        low_bit_kinds=KINDS,
+        linear=uint4.linear,
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
         silu_mul=norms.silu_mul,

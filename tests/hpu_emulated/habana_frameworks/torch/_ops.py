@@ -81,6 +81,26 @@ def fp8_gemm_v2_scalar(A, trans_A, B, trans_B, D, out_dtype, A_scale_inv, B_scal
     return fp8_gemm_v2(A, trans_A, B, trans_B, D, out_dtype, *scales, bias)
 
 
+# -- 4 bits -------------------------------------------------------------------------------------------------
+
+
+def _unpack(words: Tensor) -> Tensor:
+    return (words[..., None] >> 4 * torch.arange(8, device=words.device) & 15).flatten(-2)
+
+
+@_op("convert_from_uint4(Tensor input, Tensor scale, Tensor zero_point, ScalarType out_dtype) -> Tensor")
+def convert_from_uint4(input, scale, zero_point, out_dtype):
+    """input int32 `[in, out / 8]`, scale `[groups, out]`, zero_point int32 `[groups, out / 8]` -> `[in, out]`."""
+    if input.dtype is not torch.int32 or zero_point.dtype is not torch.int32 or scale.dtype is not out_dtype:
+        raise RuntimeError(f"convert_from_uint4 of {input.dtype} with scales of {scale.dtype}")
+    codes, zeros = _unpack(input), _unpack(zero_point)
+    times, rest = divmod(codes.shape[0], scale.shape[0])
+    if rest or zeros.shape != scale.shape or codes.shape[1] != scale.shape[1]:
+        raise RuntimeError("convert_from_uint4: groups are not whole")
+    spread = [each.repeat_interleave(times, 0) for each in (zeros, scale)]
+    return (codes - spread[0]).to(out_dtype) * spread[1]
+
+
 # -- norms and rotation --------------------------------------------------------------------------------------------
 
 
