@@ -355,6 +355,8 @@ class SmallGemmLowBit:
         tiling = tiling or choose_tiling(
             rows, n, blocks, gate is not None, self._num_processors, self._roomy, self._hopper
         )
+        if weight.table is not None:  # what is looked up there takes room, too
+            tiling = replace(tiling, stages=min(3, tiling.stages))
         assert not tiling.swap or tiling.bn == 16 * tiling.warps
         splits = triton.cdiv(blocks, triton.cdiv(blocks, tiling.splits))  # none without a tile
         tiles, row_tiles = triton.cdiv(n, tiling.bn), triton.cdiv(rows, tiling.bm)
@@ -365,6 +367,8 @@ class SmallGemmLowBit:
         # There are no registers for the sums of a group beside those of all; nor sums of rows on the right.
         scales_first = tiling.swap and (weight.offset is not None or tiling.bm > 128)
         dependent = dependent_launch(rows)
+        # Four programs on a processor, which `choose_tiling` counts with.
+        limit = {"maxnreg": 128} if x.is_cuda and one and tiling.warps == 4 and weight.table is None else {}
         _small_gemm_kernel[(tiles, splits, row_tiles)](
             x, weight.words, weight.scale, weight.scale if weight.offset is None else weight.offset,
             weight.scale if weight.table is None else weight.table,
@@ -375,7 +379,7 @@ class SmallGemmLowBit:
             ONE=one, IN_PAIRS=in_pairs, NORM=norm is not None, GATE=GATES.index(gate), ADD=add, BIAS=bias is not None,
             TABLE=weight.table is not None, OFFSET=weight.offset is not None, ORDER=one and weight.order is not None,
             SPREAD=weight.spreads or scales_first, SWAP=tiling.swap, ASM=x.is_cuda,
-            DEPENDENT=dependent, num_warps=tiling.warps, launch_pdl=dependent,
+            DEPENDENT=dependent, num_warps=tiling.warps, launch_pdl=dependent, **limit,
         )  # fmt: skip
 
     def _take(self, device: torch.device, num_partial: int, num_tiles: int) -> tuple[Tensor, Tensor]:
