@@ -136,6 +136,24 @@ def test_linear_takes_strided_rows_and_other_forms(ops: NativeOps) -> None:
         ops.linear(wide, packed)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "out", "width"), [(1, 50, 96), (3, 100, 192), (4, 47, 224), (9, 96, 576), (40, 49, 416)]
+)
+def test_values_that_16_bits_hold_are_kept_in_them(
+    ops: NativeOps, dtype: torch.dtype, rows: int, out: int, width: int
+) -> None:
+    x, weight, bias = torch.randn(rows, width), (torch.randn(out, width) / 20).to(dtype).float(), torch.randn(out)
+    packed, wide = ops.pack_linear(weight), ops.pack_linear(torch.cat([weight, torch.full((1, width), 0.1)]))
+    assert isinstance(packed, Packed)
+    assert isinstance(wide, Packed)
+    assert (packed.kind, wide.kind) == (str(dtype).removeprefix("torch."), "float32")
+    assert torch.equal(ops.unpack(packed), weight)
+    found = ops.linear(x, packed, bias)
+    close(found, reference.linear(x, weight, bias))
+    assert torch.equal(found, ops.linear(x, wide, torch.cat([bias, bias[:1]]))[:, :-1])
+
+
 @pytest.mark.parametrize("kind", ["float32", *QUANTS])
 def test_a_row_does_not_depend_on_the_others(ops: NativeOps, kind: str) -> None:
     width = fit_width(kind, 1600)

@@ -136,6 +136,16 @@ static void pack_panel(const pack_call *call, long p) {
       for (long i = 0; i < k; i++) ((float *)panel)[i * PANEL + lane] = ((const float *)row)[i];
       continue;
     }
+    if (is_plain(kind)) {
+      uint16_t *bits = (uint16_t *)panel + lane;
+      for (long i = 0; i < k; i++) {
+        const float value = ((const float *)row)[i];
+        uint32_t wide;
+        memcpy(&wide, &value, 4);
+        bits[i * PANEL] = kind == BFLOAT16 ? (uint16_t)(wide >> 16) : (uint16_t)_cvtss_sh(value, 0);
+      }
+      continue;
+    }
     if (is_low(kind)) {
       pack_codes(call, (const uint8_t *)row, p * PANEL + lane, panel, lane);
       continue;
@@ -153,6 +163,19 @@ static void pack_panel(const pack_call *call, long p) {
 static void pack_body(void *context) {
   pack_call *call = context;
   for (long p; (p = claim(&call->panels)) < panel_count(call->weight->out_features);) pack_panel(call, p);
+}
+
+// The plain kind that holds all values of x [rows][columns] in the fewest bits.
+int tgi_plain_kind(const float *x, long rows, long columns, long ldx) {
+  int bfloat = columns % GROUP == 0, half = bfloat;
+  for (long r = 0; r < rows && (bfloat || half); r++, x += ldx)
+    for (long i = 0; i < columns; i++) {
+      uint32_t wide;
+      memcpy(&wide, x + i, 4);
+      bfloat &= (wide & 0xffff) == 0;
+      half &= half_to_float((uint16_t)_cvtss_sh(x[i], 0)) == x[i];
+    }
+  return bfloat ? BFLOAT16 : half ? FLOAT16 : FLOAT32;
 }
 
 long tgi_packed_bytes(const packed_weight *weight) { return panel_count(weight->out_features) * panel_bytes(weight); }

@@ -19,7 +19,7 @@ enum { FIXED_ROWS = 4 };  // rows of a tile, whose sums stay in registers
 enum { FIXED_SCALE = 2064000 };  // of the largest activation: 31 * 2^16 + 127 * 2^8 + 127, and some room for rounding
 enum { FIXED_SPAN = 4 };         // groups of a span, or fewer
 
-INLINE int fixed_allowed(int kind) { return kind != FLOAT32 && kind != FLOAT4; }
+INLINE int fixed_allowed(int kind) { return !is_plain(kind) && kind != FLOAT4; }
 
 // Integers reach 128: the sums of the lowest digit, and those of the others, are integers of their own. Values are here plus
 // 128, which is their center.
@@ -231,31 +231,35 @@ INLINE void fixed_tile(const int kind, const int rows, long groups, vi w[][8], c
   }
 }
 
-INLINE void fixed_expand_group(const int kind, const char *panel, long g, int v, vi table, vi *w) {
-  const char *high = group_at(kind, panel, g) + scales_bytes(kind);
-  UNROLL for (int part = 0; part < 4; part++) fixed_expand(kind, high, high + high_bytes(kind), part, v, table, w + 2 * part);
+// Vector `v` of a group. What lies `ahead` bytes further is asked for.
+INLINE void fixed_expand_group(const int kind, const char *panel, long g, int v, vi table, long ahead, vi *w) {
+  const char *high = group_at(kind, panel, g) + scales_bytes(kind), *values = high + high_bytes(kind);
+  UNROLL for (int part = 0; part < 4; part++) fixed_expand(kind, high, values, part, v, table, w + 2 * part);
+  if (ahead)
+    UNROLL for (int word = 0; word < 4 * word_count(kind); word++)
+      __builtin_prefetch(values + ahead + (word * PANEL + v * VL) * 4, 0, 3);
 }
 
-// Add packed rows times one panel to sums [rows][PANEL].
-INLINE void fixed_panel(const int kind, const char *panel, long k, const int32_t *x, long rows, float *sums) {
-  const long next = fixed_row_words(k), groups = k / GROUP, span = is_single(kind) ? 1 : fixed_span(kind, low_shift(panel));
+// Four rows or more, added to sums [rows][PANEL].
+INLINE void fixed_many(const int kind, long span, const char *panel, long k, const int32_t *x, long rows, float *sums) {
+  const long next = fixed_row_words(k), groups = k / GROUP;
   const vi table = fixed_table(kind, panel);
-  if (rows < FIXED_ROWS) {
-    if (rows >= 2) fixed_few(kind, 2, span, panel, k, x, sums);
-    if (rows != 2) fixed_few(kind, 1, span, panel, k, x + (rows - 1) * next, sums + (rows - 1) * PANEL);
-    return;
-  }
   for (long g = 0; g < groups; g += span) {
     const long count = is_single(kind) ? 1 : groups - g < span ? groups - g : span;
-    NO_UNROLL for (long i = 0; i < count; i++) fixed_fetch(kind, panel, g + i);
+    // The same place of the next span, or of the fourth group from here: each vector asks for its own, so that not too much is
+    // asked for at once.
+    const int spread = is_bytes(kind) || !is_single(kind);
+    const long ahead = !spread ? 0 : is_single(kind) ? 4 * group_bytes(kind) : span * group_bytes(kind) + header_bytes(kind);
+    if (!spread) fixed_fetch(kind, panel, g);
+    if (spread && is_single(kind)) fetch(group_at(kind, panel, g) + ahead);
     NO_UNROLL for (int v = 0; v < 3; v++) {
       vf d[2], m;
       vi w[FIXED_SPAN][8];
       UNROLL for (int half = 0; half < halves(kind); half++) load_centered(kind, panel, g, half, v, &d[half], &m);
       if (is_single(kind))
-        fixed_expand_group(kind, panel, g, v, table, w[0]);
+        fixed_expand_group(kind, panel, g, v, table, ahead, w[0]);
       else
-        NO_UNROLL for (long i = 0; i < count; i++) fixed_expand_group(kind, panel, g + i, v, table, w[i]);
+        NO_UNROLL for (long i = 0; i < count; i++) fixed_expand_group(kind, panel, g + i, v, table, ahead, w[i]);
       long row = 0;
       const int32_t *at = x + g * FIXED_ROWS * FIXED_WORDS;
       NO_UNROLL for (; row + FIXED_ROWS <= rows; row += FIXED_ROWS, at += FIXED_ROWS * next)
@@ -266,14 +270,35 @@ INLINE void fixed_panel(const int kind, const char *panel, long k, const int32_t
   }
 }
 
+// Functions of their own: in one, all kinds would share its registers.
+#define FIXED_FUNCTIONS(KIND) \
+  static APART void fixed_one_##KIND(long span, const char *panel, long k, const int32_t *x, float *sums) { \
+    if (fixed_allowed(KIND)) fixed_few(KIND, 1, is_single(KIND) ? 1 : span, panel, k, x, sums); \
+  } \
+  static APART void fixed_two_##KIND(long span, const char *panel, long k, const int32_t *x, float *sums) { \
+    if (fixed_allowed(KIND)) fixed_few(KIND, 2, is_single(KIND) ? 1 : span, panel, k, x, sums); \
+  } \
+  static APART void fixed_many_##KIND(long span, const char *panel, long k, const int32_t *x, long rows, float *sums) { \
+    if (fixed_allowed(KIND)) fixed_many(KIND, is_single(KIND) ? 1 : span, panel, k, x, rows, sums); \
+  }
+EACH_QUANTISED(FIXED_FUNCTIONS)
+#undef FIXED_FUNCTIONS
+
+// Add packed rows times one panel to sums [rows][PANEL].
 static void fixed_product(int kind, const char *panel, long k, const int32_t *x, long rows, float *sums) {
+  const long last = rows - 1, span = is_low(kind) ? fixed_span(kind, low_shift(panel)) : 1;
   switch (kind) {
-#define FIXED_PANEL(KIND) \
+#define FIXED_PRODUCT(KIND) \
   case KIND: \
-    if (fixed_allowed(KIND)) fixed_panel(KIND, panel, k, x, rows, sums); \
+    if (rows >= FIXED_ROWS) { \
+      fixed_many_##KIND(span, panel, k, x, rows, sums); \
+    } else { \
+      if (rows >= 2) fixed_two_##KIND(span, panel, k, x, sums); \
+      if (rows != 2) fixed_one_##KIND(span, panel, k, x + last * fixed_row_words(k), sums + last * PANEL); \
+    } \
     break;
-    EACH_QUANTISED(FIXED_PANEL)
-#undef FIXED_PANEL
+    EACH_QUANTISED(FIXED_PRODUCT)
+#undef FIXED_PRODUCT
   }
 }
 

@@ -21,12 +21,12 @@ enum { DIRECT_ROWS = 4 };   // up to here quantised weights go from memory to re
 // Rows of `a` [in][rows] times one panel, weights going straight to registers.
 INLINE void direct(const int kind, const int rows, const float *a, const char *panel, long k, vf sums[][3]) {
   UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < 3; v++) sums[r][v] = v_set(0.0f);
-  if (kind == FLOAT32) {
-    const float *b = (const float *)panel;
-    for (long i = 0; i < k; i++, a += rows, b += PANEL) {
-      fetch((const char *)b + AHEAD);
+  if (is_plain(kind)) {
+    const long bytes = group_bytes(kind) / GROUP;
+    for (long i = 0; i < k; i++, a += rows) {
+      UNROLL for (int line = 0; line < bytes; line += 64) __builtin_prefetch(panel + i * bytes + AHEAD + line, 0, 3);
       UNROLL for (int v = 0; v < 3; v++) {
-        vf w = v_load(b + v * VL);
+        vf w = load_plain(kind, panel, i, v);
         UNROLL for (int r = 0; r < rows; r++) sums[r][v] = v_fma(w, v_set(a[r]), sums[r][v]);
       }
     }
@@ -150,8 +150,18 @@ INLINE void expand(const int kind, const char *panel, long g, long end, float *o
   }
 }
 
+INLINE void expand_plain(const int kind, const char *panel, long i, long end, float *out) {
+  for (; i < end; i++, out += PANEL) UNROLL for (int v = 0; v < 3; v++) v_store(out + v * VL, load_plain(kind, panel, i, v));
+}
+
 static void expand_groups(int kind, const char *panel, long g, long end, float *out) {
   switch (kind) {
+    case BFLOAT16:
+      expand_plain(BFLOAT16, panel, g * GROUP, end * GROUP, out);
+      break;
+    case FLOAT16:
+      expand_plain(FLOAT16, panel, g * GROUP, end * GROUP, out);
+      break;
 #define EXPAND(KIND) \
   case KIND: \
     if (!fixed_allowed(KIND)) expand(KIND, panel, g, end, out); \
@@ -262,6 +272,13 @@ static void direct_product(int kind, long rows, const float *a, const char *pane
     case FLOAT32 * 8 + 1:
       direct(FLOAT32, 1, a, panel, k, sums);
       break;
+#define DIRECT_PLAIN(KIND, R) \
+  case KIND * 8 + R: \
+    direct(KIND, R, a, panel, k, sums); \
+    break;
+    DIRECT_PLAIN(BFLOAT16, 1) DIRECT_PLAIN(BFLOAT16, 2) DIRECT_PLAIN(BFLOAT16, 3) DIRECT_PLAIN(BFLOAT16, 4)
+    DIRECT_PLAIN(FLOAT16, 1) DIRECT_PLAIN(FLOAT16, 2) DIRECT_PLAIN(FLOAT16, 3) DIRECT_PLAIN(FLOAT16, 4)
+#undef DIRECT_PLAIN
     EACH_QUANTISED(DIRECT)
   }
   for (long r = 0; r < rows; r++)
@@ -362,7 +379,7 @@ static void linear_body(void *context) {
       else if (call->amx)
         amx_pack(x, ldx, rows, k, (char *)call->packed_x + amx_packed_bytes(t, k));
 #if VL == 8
-      else if (weight->kind != FLOAT32 && call->rows <= DIRECT_ROWS)
+      else if (!is_plain((int)weight->kind) && call->rows <= DIRECT_ROWS)
         pack_grouped((int)weight->kind, x, ldx, rows, k, call->packed_x);
 #endif
       else
@@ -387,7 +404,7 @@ static long prepare_linear(linear_call *call, const float *x, long rows, long ld
   const long k = weight->columns;
   *call = (linear_call){.x = x, .bias = bias, .out = out, .weight = weight, .rows = rows, .ldx = ldx, .ldo = ldo};
   call->int8 = int8_allowed(weight);
-  call->amx = !call->int8 && weight->kind != FLOAT32 && weight->kind != FLOAT4 && rows > DIRECT_ROWS && amx_allowed();
+  call->amx = !call->int8 && !is_plain((int)weight->kind) && weight->kind != FLOAT4 && rows > DIRECT_ROWS && amx_allowed();
   call->fixed = !call->int8 && !call->amx && fixed_allowed((int)weight->kind);
   const long tile_rows = call->int8 ? INT8_ROWS : call->amx ? AMX_ROWS : call->fixed ? FIXED_ROWS : MAX_ROWS;
   call->tiles = (rows + tile_rows - 1) / tile_rows;
@@ -400,7 +417,7 @@ static long prepare_linear(linear_call *call, const float *x, long rows, long ld
   if (call->run < 1) call->run = 1;
   if (call->run > MAX_RUN) call->run = MAX_RUN;
   call->work = call->chunks * ((panels + call->run - 1) / call->run);
-  if (rows == 1 && !call->int8 && !call->fixed && !is_arranged(weight) && (weight->kind == FLOAT32 || VL == 16)) {
+  if (rows == 1 && !call->int8 && !call->fixed && !is_arranged(weight) && (is_plain((int)weight->kind) || VL == 16)) {
     call->packed_x = (float *)x;  // nothing to rearrange
     return 0;
   }

@@ -22,9 +22,10 @@ from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.matrices import PackedWeight, Product, Rows, Weight
 
+_PLAIN_KINDS = ("float32", "bfloat16", "float16")
 _GGUF_KINDS = ("q4_0", "q4_1", "q8_0", "q5_0", "q5_1", "iq4_nl", "q4_k", "q5_k", "q6_k")
 _LOW_KINDS = ("low4", "low4_offset", "low8", "low8_offset", "table4", "table4_halves", "float4")
-KINDS = {kind: number for number, kind in enumerate(("float32", *_GGUF_KINDS, *_LOW_KINDS))}
+KINDS = {kind: number for number, kind in enumerate((*_PLAIN_KINDS, *_GGUF_KINDS, *_LOW_KINDS))}
 BLOCKS = {  # weights and bytes of a block
     "q4_0": (32, 18),
     "q4_1": (32, 20),
@@ -50,6 +51,7 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "tgi_vector_bits": (c_int, ""),
     "tgi_uses_amx": (c_int, ""),
     "tgi_advise_large_pages": (None, "pl"),
+    "tgi_plain_kind": (c_int, "plll"),
     "tgi_packed_bytes": (c_long, "p"),
     "tgi_pack": (None, "pplpi"),
     "tgi_linear": (None, "pllpppli"),
@@ -159,13 +161,17 @@ class NativeOps:
         return self._threads()
 
     def pack_linear(self, weight: Tensor) -> Packed | Tensor:
-        """Bring a weight `[out, in]` into panels; a weight that is not float32 stays as it is."""
+        """Bring a weight `[out, in]` into panels; a weight that is not float32 stays as it is.
+
+        One whose values 16 bits hold exactly, as those of most files, is kept in these.
+        """
         if weight.dtype is not _float32 or weight.dim() != 2 or weight.device.type != "cpu":
             return weight
         weight = weight.detach()
         if weight.stride(1) != 1:
             weight = weight.contiguous()
-        return self.pack_rows("float32", weight, weight.shape[1])
+        kind: int = self.library.tgi_plain_kind(weight.data_ptr(), *weight.shape, weight.stride(0))
+        return self.pack_rows(_PLAIN_KINDS[kind], weight, weight.shape[1])
 
     def pack_blocks(self, pieces: Sequence[tuple[str, Tensor]], in_features: int) -> Packed:
         """Pack pieces, one after the other: the kind of their GGML blocks, uint8 `[rows, bytes_per_row]`."""

@@ -1,8 +1,8 @@
 // The packed form of a weight, and how its values are read.
 //
 // A packed weight is a run of panels of PANEL outputs each (the last one padded with zeros), read from first byte to
-// last. FLOAT32 panels are float [in][PANEL]. Quantised ones are a run of groups of 32 inputs, each
-//   half d [PANEL]                     Q8_0; padded to 64 bytes: Q4_0, Q5_0, IQ4_NL; with half m [PANEL]: Q4_1, Q5_1
+// last. Plain ones are [in][PANEL] of float, or of 16 bits where those hold all values exactly. Quantised ones are a run of groups of 32 inputs, each
+//   half d [PANEL]                     padded to 64 bytes: Q4_0, Q5_0, Q8_0, IQ4_NL; with half m [PANEL]: Q4_1, Q5_1
 //   words [high bits of a value][PANEL]  Q5_0, Q5_1, Q5_K: 1, Q6_K: 2; the others have none
 //   words [4][PANEL], or [8][PANEL] of 8 bits
 // Nibble i of word w is input 8 w + 2 i, and 8 w + 2 (i - 4) + 1 from i = 4: even inputs in the lower half of a word, odd
@@ -18,7 +18,8 @@
 #include "team.h"
 
 enum {
-  FLOAT32, Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, IQ4_NL, Q4_K, Q5_K, Q6_K,
+  FLOAT32, BFLOAT16, FLOAT16,
+  Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, IQ4_NL, Q4_K, Q5_K, Q6_K,
   LOW4, LOW4_OFFSET,      // d (q - 8), and + m
   LOW8, LOW8_OFFSET,      // d (q - 128), and + m
   TABLE4, TABLE4_HALVES,  // d table[q], of integers from -32 to 31; the second with a scale for 16 inputs
@@ -50,6 +51,7 @@ typedef struct {
 } low_prefix;
 enum { TABLE_CENTER = 32 };
 
+INLINE int is_plain(int kind) { return kind <= FLOAT16; }
 INLINE int is_low(int kind) { return kind >= LOW4; }
 INLINE int is_bytes(int kind) { return kind == Q8_0 || kind == LOW8 || kind == LOW8_OFFSET; }
 INLINE int is_table(int kind) { return kind == TABLE4 || kind == TABLE4_HALVES || kind == FLOAT4; }
@@ -65,10 +67,11 @@ INLINE int center(int kind) {  // of the stored integers; bytes have a sign
 
 INLINE long align64(long bytes) { return (bytes + 63) / 64 * 64; }
 INLINE long scales_bytes(int kind) {
-  return has_header(kind) ? 0 : has_minimum(kind) ? PANEL * 4 : kind == Q8_0 ? PANEL * 2 : align64(PANEL * 2);
+  return has_header(kind) ? 0 : has_minimum(kind) ? PANEL * 4 : align64(PANEL * 2);
 }
 INLINE long high_bytes(int kind) { return high_bits(kind) * PANEL * 4; }
 INLINE long group_bytes(int kind) {
+  if (is_plain(kind)) return GROUP * PANEL * (kind == FLOAT32 ? 4 : 2);
   return scales_bytes(kind) + high_bytes(kind) + (is_bytes(kind) ? PANEL * GROUP : PANEL * GROUP / 2);
 }
 INLINE long header_bytes(int kind) {
@@ -79,7 +82,7 @@ INLINE long super_bytes(int kind) { return header_bytes(kind) + SUPER * group_by
 INLINE long panel_bytes(const packed_weight *weight) {
   const int kind = (int)weight->kind;
   const long k = weight->columns, groups = k / GROUP;
-  if (kind == FLOAT32) return k * PANEL * 4;
+  if (is_plain(kind)) return k * PANEL * (kind == FLOAT32 ? 4 : 2);
   if (is_low(kind))
     return (long)sizeof(low_prefix) + groups * group_bytes(kind) + (((groups - 1) >> weight->shift) + 1) * header_bytes(kind);
   return has_header(kind) ? groups / SUPER * super_bytes(kind) : groups * group_bytes(kind);
@@ -144,6 +147,13 @@ INLINE void load_centered(int kind, const char *panel, long g, int half, int v, 
 
 INLINE int is_moved(int kind) { return center(kind) || has_minimum(kind); }  // `load_scales` gives an m that is not zero
 
+// Vector `v` of input `i` of a plain panel.
+INLINE vf load_plain(int kind, const char *panel, long i, int v) {
+  if (kind == FLOAT32) return v_load((const float *)panel + i * PANEL + v * VL);
+  const uint16_t *at = (const uint16_t *)panel + i * PANEL + v * VL;
+  return kind == BFLOAT16 ? v_bfloat_to_float(at) : v_half_to_float(at);
+}
+
 // The nibble of a word that holds input `i` of its eight: even inputs in the low half, odd ones in the high half.
 INLINE int nibble_of(int i) { return (i & 1) * 4 + i / 2; }
 
@@ -192,6 +202,12 @@ INLINE void fetch_scales(int kind, const char *panel, long g) {
 
 static const int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
+static float bfloat_to_float(uint16_t bits) {
+  const uint32_t wide = (uint32_t)bits << 16;
+  float value;
+  memcpy(&value, &wide, 4);
+  return value;
+}
 static float half_to_float(uint16_t half) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half))); }
 
 static int integer_at(int kind, const char *values, long lane, int i) {
@@ -211,6 +227,11 @@ static void unpack_columns(const packed_weight *weight, long row, float *out) {
   const char *panel = (const char *)weight->data + row / PANEL * panel_bytes(weight);
   if (kind == FLOAT32) {
     for (long i = 0; i < k; i++) out[i] = ((const float *)panel)[i * PANEL + lane];
+    return;
+  }
+  if (is_plain(kind)) {
+    const uint16_t *bits = (const uint16_t *)panel + lane;
+    for (long i = 0; i < k; i++) out[i] = kind == BFLOAT16 ? bfloat_to_float(bits[i * PANEL]) : half_to_float(bits[i * PANEL]);
     return;
   }
   for (long g = 0; g < k / GROUP; g++, out += GROUP) {

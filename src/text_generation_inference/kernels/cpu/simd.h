@@ -10,6 +10,7 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define APART __attribute__((noinline))
 
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
@@ -44,6 +45,9 @@ INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 INLINE vf v_abs(vf a) { return _mm512_abs_ps(a); }
 INLINE vf v_round(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE vf v_half_to_float(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE vf v_bfloat_to_float(const uint16_t *p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
 INLINE vf v_int8_to_float(const int8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
@@ -148,6 +152,9 @@ INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
 INLINE vf v_abs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 INLINE vf v_round(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE vf v_half_to_float(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vf v_bfloat_to_float(const uint16_t *p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
 INLINE vf v_int8_to_float(const int8_t *p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
