@@ -1,5 +1,7 @@
 """Matrices in few bits: what a code stands for, and that cutting and joining change no value."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from text_generation_inference.kernels import low_bit
 from text_generation_inference.kernels.low_bit import LowBitWeight
+from text_generation_inference.kernels.matrices import PackedWeight
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.quant.low_bit import LowBit, LowBitScheme, keep_wide_copies, wide_copy_bytes
@@ -92,3 +95,33 @@ def test_values_are_held_beside_codes_where_there_is_room(room: int, useful: boo
     keep_wide_copies(model, torch.bfloat16, room)
     assert wide_copy_bytes(model, torch.bfloat16) == kept
     assert model.one.method.bytes((16, 32), torch.bfloat16) == codes + kept // 2
+
+
+def test_matrices_are_of_one_kind_only_if_kernels_are_compiled_alike() -> None:
+    """Steps are captured after one layer of each kind has run: kernels of another are not there yet."""
+
+    class Packed(PackedWeight):
+        shape = torch.Size((16, 64))
+
+    def kind_of(bits: int = 4, size: int = 32, has_zeros: bool = False, **fields: object) -> object:
+        matrix = Linear(Ops(pack_low_bit=lambda weight, num_experts=1: Packed()), [Part("weight", (16, 64))])
+        matrix.weight = replace(low_bit.quantize(torch.randn(16, 64), bits, size, not has_zeros), **fields)  # pyright: ignore
+        matrix.method = LowBit(LowBitScheme())
+        matrix.finish()
+        return matrix.kind
+
+    order = torch.arange(64, dtype=torch.int32)
+    kinds = [
+        kind_of(),
+        kind_of(bits=8),
+        kind_of(size=64),
+        kind_of(has_zeros=True),
+        kind_of(table=NF4_LIKE),
+        kind_of(order=order),
+        kind_of(order=order.expand(2, -1)),
+        kind_of(scale=torch.ones(16, 2).half()),
+        kind_of(quantizes_inputs=True),
+        kind_of(quantizes_inputs=True, input_scale=torch.tensor(1.0)),
+    ]
+    assert len(set(kinds)) == len(kinds)
+    assert kind_of() == kinds[0]

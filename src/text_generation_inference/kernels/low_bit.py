@@ -50,6 +50,13 @@ class LowBitWeight:
     def center(self) -> int:
         return 0 if self.table is not None else 1 << (self.bits - 1)
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What kernels are compiled for: those of matrices of one shape and form are the same."""
+        has = tuple(each is not None for each in (self.offset, self.table, self.input_scale))
+        orders = 0 if self.order is None else self.order.dim()
+        return (self.bits, self.group_size, self.columns, self.scale.dtype, self.quantizes_inputs, orders, *has)
+
 
 def pack_low_bit(weight: LowBitWeight, num_experts: int = 1) -> LowBitWeight:
     """Bring a weight into the form `linear` (or, of several experts, `experts`) wants. Called once after loading."""

@@ -179,7 +179,8 @@ class Experts(FeedForward):
 
     @property
     def kind(self) -> object:
-        return (self.router.routing, self.gate_up.kind, self.down.kind, self.down.shape)
+        shared = None if self.shared is None else (self.shared.dense.kind, self.shared.gate is None)
+        return (self.router.routing, self.gate_up.kind, self.down.kind, self.down.shape, shared)
 
     def as_fused(self) -> FusedExperts | None:
         """For a pass that fuses all layers, without the shared ones; None: it cannot be computed so."""

@@ -90,6 +90,7 @@ class LowBit(Method):
 
     num_experts = 1  # of the matrix
     keeps_wide = False  # its values are held beside the codes: see `keep_wide_copies`
+    form: tuple[object, ...] = ()  # of the weight, before it is packed
 
     def __init__(self, scheme: LowBitScheme) -> None:
         self.scheme = scheme
@@ -129,6 +130,7 @@ class LowBit(Method):
         assert isinstance(weight, LowBitWeight | Tensor)
         if isinstance(weight, LowBitWeight):
             weight.keeps_wide = self.keeps_wide
+            self.form = weight.form
         matrix.weight = matrix.pack(weight)
 
     def apply(self, matrix: Matrix, x: Rows) -> Tensor:
@@ -136,10 +138,7 @@ class LowBit(Method):
         return matrix.ops.linear(x, matrix.weight, matrix.bias, x.dtype)
 
     def kind(self, matrix: Matrix) -> object:
-        weight = matrix.weight
-        if not isinstance(weight, LowBitWeight):
-            return (type(self), type(weight))
-        return (type(self), self.scheme, weight.group_size, weight.columns, weight.order is None)
+        return (type(matrix.weight), self.form)
 
 
 @dataclass(frozen=True, slots=True)
