@@ -243,7 +243,8 @@ def low_bit(
         "_small_gemm_kernel",
         types,
         values,
-        {"num_warps": tiling.warps, "fast": True, "roomy": roomy},
+        # Where sums take all registers, two numbers wait in memory until the loop over columns is done.
+        {"num_warps": tiling.warps, "fast": tiling.bm < 256, "roomy": roomy},
     )
 
 
