@@ -211,6 +211,7 @@ def int32(*shape: int) -> Tensor:
         ("w4a8", "weight", torch.full((64, 96), 8, dtype=torch.int8), "holds values that 4 bits do not hold"),
         ("nvfp4", "weight_global_scale", None, f"lacks the tensor {DOWN}.weight_global_scale"),
         ("nvfp4", "weight_global_scale", torch.zeros(1), "must be one number above 0"),
+        ("nvfp4", "weight_scale", torch.full((64, 6), torch.nan).to(torch.float8_e4m3fn), "a scale that is not finite"),
         ("nvfp4", "weight_scale", torch.ones(64, 6), "has type float32, config.json makes it float8_e4m3fn"),
         ("nvfp4", "weight_packed", int32(64, 48), "has type int32, config.json makes it uint8"),
         ("nvfp4", "weight_packed", torch.zeros(64, 96, dtype=torch.uint8), "config.json makes it [64, 48]"),
@@ -223,6 +224,11 @@ def test_wrong_tensors_are_named(form: str, name: str, value: Tensor | None, tex
     with pytest.raises(ModelFormatError) as caught:
         load(folder, torch.float32)
     assert text in str(caught.value) and f"{DOWN}.{name}" in str(caught.value)
+
+
+def test_scales_that_are_too_large_together_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=f"{DOWN}.weight_scale in .* not finite"):
+        load(write("nvfp4", tmp_path, {f"{DOWN}.weight_global_scale": torch.tensor([1e-44])}), torch.float32)
 
 
 def test_a_plain_file_with_such_a_config(tmp_path: Path) -> None:

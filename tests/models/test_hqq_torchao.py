@@ -21,7 +21,14 @@ from ranks import PROMPT, logits_of_threads
 from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError, StartError
+from text_generation_inference.kernels import low_bit
+from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.layers.linear import Linear
 from text_generation_inference.quant.choose import detect
+from text_generation_inference.quant.hqq import Hqq
+from text_generation_inference.quant.low_bit import LowBit, LowBitScheme
+from text_generation_inference.weights.checkpoint import Checkpoint
+from text_generation_inference.weights.declare import Part
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,6 +55,32 @@ def as_text(text: str) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
+@pytest.mark.parametrize(("columns", "is_held"), [(66, True), (99, False)])
+def test_rows_that_bytes_do_not_end_with_are_widened(tmp_path: Path, columns: int, is_held: bool) -> None:
+    """One group for each row, whatever its length."""
+    codes = torch.randint(0, 16, (4, columns), dtype=torch.uint8)
+    numbers = {"axis": 1, "group_size": columns, "quant_scale": 0, "quant_zero": 0}
+    tensors = {
+        "m.W_q": codes[:2] << 4 | codes[2:],
+        "m.scale": torch.rand(4, 1),
+        "m.zero": torch.rand(4, 1),
+        "m.packing": as_text("4bit_u8"),
+        "m.shape": torch.tensor([4, columns]),
+        **{f"m.{name}": torch.tensor(value) for name, value in numbers.items()},
+    }
+    write_folder(tmp_path, {}, tensors)
+    checkpoint = Checkpoint.open(tmp_path)
+    stored = Hqq(LowBitScheme()).named_as_in({name: tuple(value.shape) for name, value in tensors.items()})
+    for first, last in ((0, columns), (0, columns // 2), (columns // 2, columns)):
+        matrix = Linear(Ops(), [Part("m.weight", (4, columns), 1, first, last)])
+        method = stored.choose(matrix, ["m"])
+        assert isinstance(method, LowBit) == is_held
+        found = method.read([("m.weight", matrix.parts[0])], checkpoint, torch.float32, torch.device("cpu"))
+        found = low_bit.dequantize(found) if is_held else found
+        expected = ((codes - tensors["m.zero"]) * tensors["m.scale"])[:, first:last]
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -59,6 +92,8 @@ def as_text(text: str) -> Tensor:
         ({f"{K}.shape": torch.tensor([64, 32])}, rf"tensor {K}.shape in .* says \[64, 32\]"),
         ({f"{K}.quant_zero": torch.tensor(1)}, rf"tensor {K}.quant_zero in .* says \[1\]"),
         ({f"{K}.scale": None}, f"{K}.scale: scales that are missing"),
+        ({f"{K}.scale": torch.zeros(4096, 1)}, f"{K}.scale has 4096 scales, which 2048 values cannot share"),
+        ({f"{K}.W_q": torch.tensor(0, dtype=torch.uint8)}, rf"tensor {K}.W_q in .* has shape \[\]"),
         ({f"{K}.zero": None}, f"lacks the tensor {K}.zero"),
         ({f"{K}.zero": torch.zeros(5, 1)}, rf"tensor {K}.zero in .* has shape \[5, 1\]"),
         ({f"{K}.zero": torch.full((32, 1), torch.inf)}, f"tensor {K}.zero in .* not finite"),

@@ -78,6 +78,7 @@ def test_damaged_files_are_named(tiny: Tiny, tmp_path: Path) -> None:
     cases = {
         f"lacks the tensor {scales}": {name: tensor for name, tensor in tensors.items() if name != scales},
         f"{scales} .* has shape": {**tensors, scales: tensors[scales][:, :3].contiguous()},
+        f"{scales} .* not finite": {**tensors, scales: torch.full_like(tensors[scales], 255)},
         f"{blocks} .* has type int8": {**tensors, blocks: tensors[blocks].view(torch.int8)},
     }
     for message, changed in cases.items():

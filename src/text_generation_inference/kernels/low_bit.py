@@ -180,8 +180,11 @@ def take_rows(weight: LowBitWeight, start: int, end: int) -> LowBitWeight:
 
 
 def take_columns(weight: LowBitWeight, start: int, end: int) -> LowBitWeight:
-    """Columns from `start` to `end` (even ones, of 4 bits) of a matrix without an order, perhaps in smaller groups."""
+    """Columns from `start` to `end` of a matrix without an order, perhaps in smaller groups or, if half bytes would
+    have to be cut, in 8 bits."""
     assert weight.order is None
+    if weight.bits == 4 and (start | end) % 2:
+        weight = to_8_bits(weight)
     size = gcd(weight.group_size, start) if start else weight.group_size
     if end != weight.in_features:
         size = gcd(size, end)

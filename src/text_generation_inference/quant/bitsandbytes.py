@@ -36,6 +36,7 @@ from text_generation_inference.weights.load import read_scales
 
 _BLOCKS = tuple(32 << power for power in range(8))  # values that have a scale in common: 32 to 4096
 _STATE = "quant_state.bitsandbytes__"
+_LARGEST_STATE = 1 << 16  # bytes; it has some hundred
 _STORAGE_BYTES = (1, 2, 4, 8)  # of the type that codes are stored in
 
 
@@ -248,6 +249,8 @@ class _QuantState:
 
     @classmethod
     def read(cls, name: str, quant_type: str, is_nested: bool, checkpoint: Checkpoint) -> "_QuantState":
+        if math.prod(checkpoint.shape(name)) > _LARGEST_STATE:
+            raise _wrong(name, checkpoint, f"has more than {_LARGEST_STATE} bytes")
         text = read_typed(Wanted(name, on_host=True), checkpoint, torch.uint8)
         try:
             found = json.loads(bytes(text.flatten().tolist()))
@@ -264,7 +267,8 @@ class _QuantState:
         offset = found.get("nested_offset", 0)
         if is_nested and found.get("nested_blocksize") != SCALES_TOGETHER:
             raise _wrong(name, checkpoint, f"says `nested_blocksize` {str(found.get('nested_blocksize'))[:40]!r}")
-        if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
+        is_number = isinstance(offset, int | float) and not isinstance(offset, bool)
+        if not is_number or not abs(offset) <= torch.finfo(torch.float32).max:
             raise _wrong(name, checkpoint, f"says `nested_offset` {str(offset)[:40]!r}")
         return cls(name, found["blocksize"], found["shape"], float(offset))
 

@@ -24,7 +24,6 @@ from text_generation_inference.weights.load import read_number
 
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 _BIAS = 127  # of the exponent that a scale of MXFP4 is
-_NOT_A_NUMBER = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +101,11 @@ class StoredFp4(StoredLowBit):
     def _read_scale(self, name: str, wanted: Wanted, checkpoint: Checkpoint) -> Tensor:
         if self.stored.global_scale is None:
             exponents = read_typed(wanted, checkpoint, torch.uint8, torch.float8_e8m0fnu).view(torch.uint8)
-            is_finite = not bool((exponents == _NOT_A_NUMBER).any())
-            scale = torch.exp2(exponents.float() - _BIAS).bfloat16()
+            scale = torch.exp2(exponents.float() - _BIAS).bfloat16()  # 255, which is none, is beyond all numbers
         else:
             scale = read_typed(wanted, checkpoint, torch.float8_e4m3fn).float()
-            is_finite = bool(torch.isfinite(scale).all())
             whole = read_number(beside(name, self.stored.global_scale), checkpoint)
             scale = scale * whole if self.stored.multiplies else scale / whole
-        if not is_finite:
+        if not bool(torch.isfinite(scale).all()):
             raise ModelFormatError(f"tensor {wanted.name} in {checkpoint.folder} holds a scale that is not finite")
         return scale

@@ -75,10 +75,13 @@ class Hqq(Quantization):
         rows, columns = KeptSlice.of(part).shape
         count, by_column = max(scale), scale[0] == 1 and scale[1] > 1
         size = rows * columns // count
+        if size * count != rows * columns:
+            raise ModelFormatError(f"{name}.scale has {count} scales, which {rows * columns} values cannot share")
         height, width = (size, count) if by_column else (count, size)
         view = next((view for view in _VIEWS if len(codes) == 2 and width * view == codes[1]), Fraction(1))
-        folds = [fold for fold in _PACKINGS.values() if codes[0] == -(-height // fold)]
-        return HqqCodes(folds[0] if folds else 1, view, size, by_column, group_of(columns, size) >= MIN_GROUP)
+        fold = next((fold for fold in _PACKINGS.values() if codes[:1] == (-(-height // fold),)), 1)
+        fits = group_of(columns, size) >= MIN_GROUP and (fold == 1 or columns % 2 == 0)
+        return HqqCodes(fold, view, size, by_column, fits)
 
 
 def detect(config: Mapping[str, Any], source: str) -> Hqq:

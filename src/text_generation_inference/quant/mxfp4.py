@@ -22,6 +22,7 @@ from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 from text_generation_inference.weights.declare import Beside, Part, Parts
 
 GROUP = 32  # values that share a scale
+_NOT_A_NUMBER = 255  # among the exponents of scales
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
 SCHEME = LowBitScheme(4, GROUP, table=VALUES, scale_dtype=torch.bfloat16)
@@ -47,6 +48,8 @@ class Mxfp4(StoredLowBit):
 
     def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
         blocks, exponents = (part.arrange_rows(_read(wanted, checkpoint, device)) for wanted in _wanted(name, part))
+        if bool((exponents == _NOT_A_NUMBER).any()):
+            raise ModelFormatError(f"tensor {name}_scales in {checkpoint.folder} holds a scale that is not finite")
         codes = blocks.flatten(1)
         table = torch.tensor(VALUES, device=device)
         columns = 2 * codes.shape[1]
