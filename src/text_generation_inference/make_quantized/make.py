@@ -25,7 +25,7 @@ from text_generation_inference.make_quantized.packing import SUFFIXES, pack, unp
 from text_generation_inference.make_quantized.passes import Layers, open_model
 from text_generation_inference.make_quantized.settings import MakingSettings
 from text_generation_inference.make_quantized.solver import Inputs, Solved, round_to_nearest, solve
-from text_generation_inference.make_quantized.targets import Kept, Piece, Target, find_targets
+from text_generation_inference.make_quantized.targets import Kept, RoundedMatrix, StoredRows, find_targets
 from text_generation_inference.models.layer import DecoderLayer
 from text_generation_inference.models.registry import read_config, read_quantization
 from text_generation_inference.version import __version__
@@ -54,6 +54,16 @@ class Made:
     notes: list[str] = field(default_factory=list)
 
 
+def check_plain(folder: Path) -> None:
+    """Raise `StartError` for a model that is quantised already."""
+    stored = read_quantization(read_config(folder))
+    if stored is not None:
+        raise StartError(
+            f"{folder} is quantised already ({stored.method}): quantising starts from a model in bfloat16, float16 or"
+            " float32"
+        )
+
+
 class Maker:
     """`rows`: windows that are computed together. `dtype`: of what is not in codes; None: as it was."""
 
@@ -73,13 +83,8 @@ class Maker:
         self._source, self._output, self._settings, self._device = source, output, settings, device
         self._rows, self._dtype, self._max_shard_bytes = rows, dtype, max_shard_bytes
         self._progress, self._tell = progress, tell
+        check_plain(source.folder)
         config = read_config(source.folder)
-        stored = read_quantization(config)
-        if stored is not None:
-            raise StartError(
-                f"{source.folder} is quantised already ({stored.method}): quantising starts from a model in bfloat16,"
-                " float16 or float32"
-            )
         self._checkpoint = Checkpoint.open(source.weights)
         self._model = open_model(config, self._checkpoint, device.torch_device, source.trusts_code)
         self._made = Made()
@@ -125,7 +130,7 @@ class Maker:
 
     # -- a layer ---------------------------------------------------------------------------------------------------
 
-    def _find(self, layers: Layers, number: int) -> list[Target]:
+    def _find(self, layers: Layers, number: int) -> list[RoundedMatrix]:
         targets, kept = find_targets(layers.get(number), layers.prefix(number), self._settings)
         for target in targets:
             target.matrix.method = layers.observer
@@ -152,7 +157,7 @@ class Maker:
         return f"most is lost in {worst[0]} ({100 * worst[1]:.2f}% of its products)" if targets else "nothing to do"
 
     def _put_into_codes(
-        self, target: Target, inputs: list[Inputs], tensors: dict[str, Tensor], notes: list[str]
+        self, target: RoundedMatrix, inputs: list[Inputs], tensors: dict[str, Tensor], notes: list[str]
     ) -> float:
         """Returns the share of products that is lost."""
         weight = plain(target.matrix.weight)
@@ -234,7 +239,7 @@ def describe(settings: MakingSettings, kept: Sequence[Kept]) -> dict[str, Any]:
     }
 
 
-def _in_order(layers: Layers, layer: DecoderLayer, targets: Sequence[Target]) -> list[Target]:
+def _in_order(layers: Layers, layer: DecoderLayer, targets: Sequence[RoundedMatrix]) -> list[RoundedMatrix]:
     """Targets as a pass comes to them; those that it does not come to are last."""
     seen = layers.observer.note_order()
     layers.look(layer, only_first=True)
@@ -243,7 +248,7 @@ def _in_order(layers: Layers, layer: DecoderLayer, targets: Sequence[Target]) ->
     return sorted(targets, key=lambda target: places.get(id(target.matrix), len(seen)))
 
 
-def _take_rows(solved: Solved, piece: Piece, first: int) -> Solved:
+def _take_rows(solved: Solved, piece: StoredRows, first: int) -> Solved:
     """Those of one tensor, in its order; the rows of `solved` begin with the row `first` of the matrix."""
     rows = slice(piece.start - first, piece.end - first)
     codes, scale, zero = (piece.to_stored(each[rows]) for each in (solved.codes, solved.scale, solved.zero))

@@ -12,7 +12,7 @@ from torch import Tensor
 from text_generation_inference.kernels.experts import GATES
 from text_generation_inference.kernels.matrices import Rows, Weight, plain
 from text_generation_inference.make_quantized.solver import Inputs
-from text_generation_inference.make_quantized.targets import Target
+from text_generation_inference.make_quantized.targets import RoundedMatrix
 from text_generation_inference.quant.method import Matrix, Method
 
 
@@ -25,11 +25,11 @@ class Observer(Method):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._target: Target | None = None
+        self._target: RoundedMatrix | None = None
         self._seen: list[Matrix] | None = None
         self.inputs: list[Inputs] = []  # one for each expert, or one
 
-    def look_at(self, target: Target) -> None:
+    def look_at(self, target: RoundedMatrix) -> None:
         """From now on passes end there, and what comes in is added up."""
         self._target = target
         columns = target.matrix.shape[1]

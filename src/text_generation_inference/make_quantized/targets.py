@@ -20,7 +20,7 @@ _WEIGHT = ".weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredRows:
     """A tensor of the checkpoint, as rows of a matrix."""
 
     name: str  # without `.weight`
@@ -38,14 +38,14 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RoundedMatrix:
     """A matrix that is put into codes; or, of several experts, all of theirs."""
 
     matrix: Matrix
     num_experts: int | None  # None: it is a single matrix
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredRows, ...]
 
-    def of_expert(self, number: int) -> list[Piece]:
+    def of_expert(self, number: int) -> list[StoredRows]:
         rows = self.matrix.shape[0] // (self.num_experts or 1)
         return [piece for piece in self.pieces if number * rows <= piece.start < (number + 1) * rows]
 
@@ -58,9 +58,9 @@ class Kept:
     reason: str  # "" for those that no method rounds
 
 
-def find_targets(layer: Module, prefix: str, settings: MakingSettings) -> tuple[list[Target], list[Kept]]:
+def find_targets(layer: Module, prefix: str, settings: MakingSettings) -> tuple[list[RoundedMatrix], list[Kept]]:
     """Of a layer, whose tensors are below `prefix`."""
-    targets: list[Target] = []
+    targets: list[RoundedMatrix] = []
     kept: list[Kept] = []
     for below, module in layer.walk(prefix):
         if not isinstance(module, Matrix):
@@ -70,7 +70,7 @@ def find_targets(layer: Module, prefix: str, settings: MakingSettings) -> tuple[
             kept.append(Kept(tuple(dict.fromkeys(module.names(below))), reason))
             continue
         count = module.num_experts if isinstance(module, StackedMatrix) else None
-        targets.append(Target(module, count, tuple(_list_pieces(module.parts, below))))
+        targets.append(RoundedMatrix(module, count, tuple(_list_pieces(module.parts, below))))
     return targets, kept
 
 
@@ -91,12 +91,12 @@ def _why_kept(matrix: Matrix, settings: MakingSettings) -> str | None:
     return None
 
 
-def _list_pieces(parts: Sequence[Part], prefix: str) -> list[Piece]:
-    pieces: list[Piece] = []
+def _list_pieces(parts: Sequence[Part], prefix: str) -> list[StoredRows]:
+    pieces: list[StoredRows] = []
     start = 0
     for part in parts:
         rows = part.local_shape[0]
         order = part.arrange_rows(torch.arange(rows)[:, None])[:, 0] if part.arrangement is not None else None
-        pieces.append(Piece(prefix + part.name.removesuffix(_WEIGHT), start, start + rows, order))
+        pieces.append(StoredRows(prefix + part.name.removesuffix(_WEIGHT), start, start + rows, order))
         start += rows
     return pieces
