@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers.models import WordLevel
 
 from text_generation_inference.devices.cpu import CpuDevice
-from text_generation_inference.errors import StartError
+from text_generation_inference.errors import ResourceError, StartError
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.launch.quantize_command import CALIBRATION
 from text_generation_inference.launch.server_command import main
@@ -208,8 +208,9 @@ def test_a_killed_run_goes_on(tiny_llama: Tiny, tmp_path: Path) -> None:
     assert not (tmp_path / "killed/config.json").exists()
     making = tmp_path / "killed/.making"
     assert {path.name for path in making.iterdir()} == {"lock", "about.json", "layer-00000.safetensors"}
-    (making / "layer-00001.tmp").write_bytes(b"half of it")
-    (tmp_path / "killed/model.safetensors.tmp").write_bytes(b"half of it")
+    (making / "layer-00001.safetensors.tmp").write_bytes(b"half of it")
+    for name in ("model.safetensors.tmp", "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        (tmp_path / "killed" / name).write_bytes(b"of files of another size")
     finished = (making / "layer-00000.safetensors").stat().st_mtime_ns
     with pytest.raises(Killed):
         make(tiny_llama.folder, tmp_path / "killed", chosen, tell=kill_after(2))
@@ -227,8 +228,23 @@ def test_a_killed_run_goes_on(tiny_llama: Tiny, tmp_path: Path) -> None:
 def test_what_was_begun_otherwise_is_refused(tiny_llama: Tiny, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         make(tiny_llama.folder, tmp_path / "made", tell=kill_after(1))
-    with pytest.raises(StartError, match="made with another settings"):
+    with pytest.raises(StartError, match=r"made otherwise: bits 8, now 4\. Give the same"):
         make(tiny_llama.folder, tmp_path / "made", MakingSettings(bits=4, group_size=16))
+
+
+def test_no_space(tiny_llama: Tiny, tmp_path: Path) -> None:
+    making = tmp_path / "made/.making"
+    making.mkdir(parents=True)
+    full = making / "layer-00001.safetensors.tmp"
+    full.symlink_to("/dev/full")
+    with pytest.raises(
+        ResourceError, match="Not enough disk space in .*made. Free some and run the same command again"
+    ):
+        make(tiny_llama.folder, tmp_path / "made")
+    full.unlink()
+    told: list[str] = []
+    make(tiny_llama.folder, tmp_path / "made", tell=told.append)
+    assert told[0] == "layer 1 of 3: was finished"
 
 
 def test_an_expert_that_no_token_reaches(tmp_path: Path) -> None:
@@ -314,6 +330,7 @@ def test_refused(tiny_llama: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture
         return capsys.readouterr().err
 
     assert "--groupsize must be one of" in refused(source, out, "--groupsize", "100")
+    assert main(["quantize", source, out, "--bits", "5"]) == 2  # as all of a command line
     assert "cannot be read: No such file" in refused(source, out, "--calibration", str(tmp_path / "none.txt"))
     (tmp_path / "empty.txt").write_text(" \n")
     assert "is empty" in refused(source, out, "--calibration", str(tmp_path / "empty.txt"))
@@ -324,9 +341,12 @@ def test_refused(tiny_llama: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture
     config = json.loads((tiny_llama.folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     (stored / "config.json").write_text(json.dumps(config))
+    assert "is quantised already (fp8)" in refused(str(stored), out)  # without weights: they are not looked for
     with pytest.raises(StartError, match=r"is quantised already \(fp8\)"):
         make(stored, tmp_path / "out")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/config.json").write_text("{}")
-    with pytest.raises(StartError, match="holds a model already"):
-        make(tiny_llama.folder, tmp_path / "out")
+    for name in ("model-00001-of-00002.safetensors", "config.json"):
+        (tmp_path / "out" / name).write_text("{}")
+        with pytest.raises(StartError, match="holds a model already"):
+            make(tiny_llama.folder, tmp_path / "out")
+        (tmp_path / "out" / name).unlink()

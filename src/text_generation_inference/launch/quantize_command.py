@@ -22,6 +22,7 @@ from text_generation_inference.config import (
 )
 from text_generation_inference.errors import StartError
 from text_generation_inference.launch.command import EXIT_USAGE, run_guarded
+from text_generation_inference.make_quantized.settings import MakingSettings
 from text_generation_inference.progress import StageBars
 
 if TYPE_CHECKING:
@@ -94,7 +95,21 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _read_settings(options: argparse.Namespace) -> MakingSettings:
+    return MakingSettings(
+        bits=options.bits,
+        group_size=options.groupsize,
+        act_order=options.act_order,
+        symmetric=options.sym,
+        percdamp=options.percdamp,
+        clip=options.mse,
+        num_samples=options.num_samples,
+        sequence_length=options.sequence_length,
+    )
+
+
 def _check(options: argparse.Namespace) -> None:
+    _read_settings(options).check()
     if options.upload_to_model_id is not None:
         raise StartError(
             "--upload-to-model-id is not supported: this command sends nothing anywhere. Leave it out, and upload"
@@ -131,35 +146,31 @@ def _run(config: ServerConfig, options: argparse.Namespace) -> int:
     import torch
 
     from text_generation_inference.devices.device import check_present, choose_device
-    from text_generation_inference.make_quantized.make import Maker, Source
+    from text_generation_inference.make_quantized.make import Maker, Source, check_plain
     from text_generation_inference.make_quantized.output import Output
-    from text_generation_inference.make_quantized.settings import MakingSettings
     from text_generation_inference.models.registry import judge
     from text_generation_inference.text.tokenizer import Tokenizer
     from text_generation_inference.text.windows import cut, read_text
     from text_generation_inference.weights.source import find_model
 
-    settings = MakingSettings(
-        bits=options.bits,
-        group_size=options.groupsize,
-        act_order=options.act_order,
-        symmetric=options.sym,
-        percdamp=options.percdamp,
-        clip=options.mse,
-        num_samples=options.num_samples,
-        sequence_length=options.sequence_length,
-    )
-    settings.check()
+    settings = _read_settings(options)
     given = CALIBRATION if options.calibration is None else expand_home(options.calibration, "calibration")
     text = read_text(given, "--calibration")
+    output = Output(expand_home(options.output_dir, "output_dir"))
+    output.check_free()  # before anything is fetched
     check_present(config)
     with StageBars() as bars:
         lines = _Lines(options, bars)
-        source = find_model(config, lines.progress, judge=lambda folder: judge(folder, config.trust_remote_code))
+
+        def refuse(folder: Path) -> None:
+            judge(folder, config.trust_remote_code)
+            check_plain(folder)
+
+        source = find_model(config, lines.progress, judge=refuse)
         device = choose_device(config.device, cache_folder(config), False, config.num_threads, 1.0, config)
         maker = Maker(
             Source(source.path, source.weights_path, config.trust_remote_code),
-            Output(expand_home(options.output_dir, "output_dir")),
+            output,
             settings,
             device,
             options.batch_size,

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from filelock import FileLock, Timeout
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from text_generation_inference.errors import ResourceError, StartError
@@ -43,14 +43,19 @@ class Output:
         self.folder = folder
         self._making = folder / _MAKING
 
+    def check_free(self) -> None:
+        """Raise `StartError` where a model is already, or weights that were not made here."""
+        is_begun = (self._making / _ABOUT).exists()
+        if (self.folder / CONFIG).exists() or (not is_begun and any(self.folder.glob("*.safetensors"))):
+            raise StartError(f"{self.folder} holds a model already: name another folder, or remove it")
+
     @contextmanager
     def opened(self, about: Fingerprint) -> Generator[None]:
         """For one process at a time. `about`: all that finished layers depend on.
 
         Raises `StartError` where there is something else already, `ResourceError` where nothing can be written.
         """
-        if (self.folder / CONFIG).exists():
-            raise StartError(f"{self.folder} holds a model already: name another folder, or remove it")
+        self.check_free()
         try:
             self._making.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self._making / "lock")
@@ -82,10 +87,10 @@ class Output:
             return
         before = read_json_object(path)
         now = msgspec.json.decode(msgspec.json.encode(about))
-        changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+        changed = [_name_change(key, before.get(key), value) for key, value in now.items() if before.get(key) != value]
         if changed:
             raise StartError(
-                f"{self.folder} holds layers that were made with another {', '.join(changed)}. Give the same as then to"
+                f"{self.folder} holds layers that were made otherwise: {', '.join(changed)}. Give the same as then to"
                 f" go on with them, or remove {self._making}."
             )
 
@@ -98,10 +103,8 @@ class Output:
         return self._layer(number).exists()
 
     def write_layer(self, number: int, tensors: Mapping[str, Tensor], notes: list[str]) -> None:
-        path = self._layer(number)
-        temporary = path.with_suffix(".tmp")
-        save_file(dict(tensors), temporary, {"format": "pt", _NOTES: json.dumps(notes)})
-        _publish(temporary, path)
+        data = save(dict(tensors), {"format": "pt", _NOTES: json.dumps(notes)})
+        _write_whole(self._layer(number), lambda file: file.write(data))
 
     def read_layer(self, number: int) -> tuple[dict[str, Tensor], list[str]]:
         with safe_open(self._layer(number), framework="pt") as file:
@@ -157,6 +160,9 @@ class Output:
         progress: Progress,
     ) -> None:
         names = [WEIGHTS] if len(shards) == 1 else [_shard_name(number, len(shards)) for number in range(len(shards))]
+        for path in self.folder.glob("model*.safetensors*"):  # of an interrupted run with files of another size
+            if path.name not in names:
+                path.unlink()
         done = 0
         for name, shard in zip(names, shards, strict=True):
             layout = SafetensorsLayout(shard, {"format": "pt"})
@@ -186,6 +192,14 @@ class Output:
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
         _write_whole(self.folder / name, lambda file: file.write(text.encode()))
+
+
+def _name_change(key: str, before: object, now: object) -> str:
+    """What differs from the run that was interrupted, in a few words."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return f"from another {key}"
+    others = ((name, before.get(name), value) for name, value in now.items() if before.get(name) != value)
+    return ", ".join(f"{name} {old}, now {new}" for name, old, new in others)
 
 
 def _shard_name(number: int, count: int) -> str:
