@@ -229,12 +229,12 @@ def low_bit(
     tiling: LowBitTiling, one: bool = False, dependent: bool = False, roomy: bool = False, **changes: int
 ) -> tuple:
     types = {
-        **dict.fromkeys(("x", "norm_weight", "bias", "out"), BF16), **LOW_BIT, "order": "*i32", "partial": FP32,
-        "counters": "*i32", "eps": "fp32",
+        **dict.fromkeys(("x", "bias", "out"), BF16), **LOW_BIT, "order": "*i32", "partial": FP32, "counters": "*i32",
     }  # fmt: skip
     values = {
-        "N": 4096, "K": 4096, "K_PAD": 4096, "GS": 128, "BITS": 4, "BM": tiling.bm, "BN": tiling.bn,
-        "SPLITS": tiling.splits,        "STAGES": tiling.stages, "ONE": one, "IN_PAIRS": False, "NORM": one, "GATE": int(one), "ADD": False, "BIAS": False, "TABLE": False,
+        "N": 4096, "K": 4096, "GS": 128, "BITS": 4, "BM": tiling.bm, "BN": tiling.bn, "SPLITS": tiling.splits,
+        "STAGES": tiling.stages, "ONE": one, "IN_PAIRS": False, "GATE": int(one), "ADD": False, "BIAS": False,
+        "TABLE": False,
         "OFFSET": False, "ORDER": False, "SPREAD": False, "SWAP": tiling.swap, "ASM": True,
         "DEPENDENT": dependent, **changes,
     }  # fmt: skip
@@ -416,7 +416,8 @@ CASES = [
     gemv_fp8(27648, gemv_fp8_shape(27648, roomy=False)),
     low_bit(low_bit_tiling(16, 4096, 32, False, 132)),
     low_bit(low_bit_tiling(1, 4096, 32, True, 132), one=True, dependent=True),
-    low_bit(low_bit_tiling(1, 4096, 32, False, 132), one=True, IN_PAIRS=True, NORM=False, GATE=0),
+    low_bit(low_bit_tiling(1, 4096, 32, False, 132), one=True, IN_PAIRS=True, GATE=0),
+    low_bit(low_bit_tiling(8, 4096, 32, False, 132), OFFSET=True),
     low_bit(low_bit_tiling(32, 4096, 64, False, 132), BITS=8, GS=4096, OFFSET=True),
     low_bit(low_bit_tiling(64, 4096, 32, False, 132, hopper=True), GS=32, SPREAD=True, TABLE=True),
     low_bit(low_bit_tiling(128, 4096, 32, False, 132, hopper=True), roomy=True),

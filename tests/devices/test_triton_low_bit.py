@@ -225,7 +225,7 @@ def test_experts(device: torch.device, is_gpu: bool, kind: str, gate: str, token
     weights = torch.rand(tokens, top_k, device=device)
     biases = (torch.randn(count, 2 * width, device=device).half(), torch.randn(count, hidden, device=device).half())
 
-    def check(one: LowBitWeight, two: LowBitWeight | Tensor, scale_inputs: bool = False) -> None:
+    def check(one: LowBitWeight, two: LowBitWeight | Tensor, scale_inputs: bool = False, bound: float = 3e-3) -> None:
         packed = two if isinstance(two, Tensor) else pack_low_bit(two, count)
         given = (ids, weights)
         found = op(x, *given, pack_low_bit(one, count), packed, gate, biases, scale_inputs, by_pair=by_pair)
@@ -233,7 +233,7 @@ def test_experts(device: torch.device, is_gpu: bool, kind: str, gate: str, token
         expected = reference_experts.experts(
             x.float(), *given, one, wide, gate, (biases[0].float(), biases[1].float()), scale_inputs
         )
-        close(found, expected.double(), 3e-3)
+        close(found, expected.double(), bound)
 
     check(gate_up, down)
     if gate == "silu":
@@ -241,7 +241,8 @@ def test_experts(device: torch.device, is_gpu: bool, kind: str, gate: str, token
         check(replace(gate_up, order=orders), down, scale_inputs=True)
         check(gate_up, low_bit.widen(down))
     if kind.startswith("8 bits"):
-        check(replace(gate_up, quantizes_inputs=True), replace(down, quantizes_inputs=True))
+        # What lies between both products is in 16 bits, and may be rounded to another integer than it is in float32.
+        check(replace(gate_up, quantizes_inputs=True), replace(down, quantizes_inputs=True), bound=1e-2)
 
 
 @pytest.mark.parametrize("rows", [3, 64, 65])

@@ -107,9 +107,7 @@ class SingleRowDecode:
         if isinstance(weight, Fp8Weight):
             self.gemv_fp8(x, weight, out, bias, **more)
         elif isinstance(weight, TritonLowBit):
-            norm = more.pop("norm", None)  # its own kernel: then rows are read straight into registers
-            row = x if norm is None else cast(Tensor, norms_rotary.rms_norm(x, *norm))
-            self.low_bit(row, weight, out, bias, **more)
+            self.low_bit(x, weight, out, bias, **more)
         else:
             vector_product(x, plain(weight), out, bias, **more)
 

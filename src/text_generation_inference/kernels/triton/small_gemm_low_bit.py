@@ -4,19 +4,21 @@
 
 Codes become numbers in registers, where tensor cores take them from; scales are applied to the sum of a group. Where
 there are fewer tiles than processors have room for, several programs share one along the inner dimension, and the last
-of them to finish adds the parts up in order. Of a single row norm, gate, bias and addition are done here, too.
+of them to finish adds the parts up in order. Of a single row gate, bias and addition are done here, too.
 """
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_inference.kernels.triton.gemv import GATES, gated, normalised
+from text_generation_inference.kernels.triton.gemv import GATES, gated
 from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit, rows_at, unpack
+from text_generation_inference.kernels.triton.norms_rotary import rms_norm
 
 MAX_ROWS, MAX_ROWS_ON_HOPPER = 64, 512  # beyond, the library is faster with the matrix widened
 
@@ -121,32 +123,27 @@ def fetch_groups(
 
 
 @triton.jit
-def _part_of_row(
-    x, order, norm_weight, factor, first, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, ORDER: tl.constexpr
-):  # fmt: skip
+def _part_of_row(x, order, first, K: tl.constexpr, BK: tl.constexpr, ORDER: tl.constexpr):
     """Columns from `first` on of a single row."""
     columns = first + tl.arange(0, BK)
     inside = columns < K
     if ORDER:
         columns = tl.load(order + columns, mask=inside, other=0)
-    values = tl.load(x + columns, mask=inside, other=0.0)
-    if NORM:
-        values = normalised(values.to(tl.float32), norm_weight + columns, factor, inside, x.dtype.element_ty)
-    return values.to(x.dtype.element_ty)
+    return tl.load(x + columns, mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _small_gemm_kernel(
-    x, words, scale, offset, table, order, norm_weight, bias, out, partial, counters, eps, x_row, out_row, rows,
-    N: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, GS: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
+    x, words, scale, offset, table, order, bias, out, partial, counters, x_row, out_row, rows,
+    N: tl.constexpr, K: tl.constexpr, GS: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, IN_PAIRS: tl.constexpr,
-    NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr,
+    GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr,
     OFFSET: tl.constexpr, ORDER: tl.constexpr, SPREAD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BN outputs of BM rows, over one of SPLITS parts of K. GATE: the matrix holds N gates, then N values.
 
-    ONE: there is one row; then NORM and ORDER are possible, and without them IN_PAIRS: it is read as pairs of numbers.
+    ONE: there is one row; then ORDER is possible, and without it IN_PAIRS: it is read as pairs of numbers.
     SPREAD: numbers are scaled before they are multiplied. SWAP: the matrix is the left operand.
     """
     BK: tl.constexpr = 512 // BITS
@@ -190,11 +187,6 @@ def _small_gemm_kernel(
             if GATE:
                 _fetch_ahead(words, tile * BN + N, block, BLOCKS, BN, AHEAD)
     wait_for_kernel_before(DEPENDENT)
-    factor = 0.0
-    if NORM:
-        whole = tl.arange(0, K_PAD)
-        row = tl.load(x + whole, mask=whole < K, other=0.0).to(tl.float32)
-        factor = tl.rsqrt(tl.sum(row * row, 0) / K + eps)
     x_at = x + tl.minimum(m, rows - 1)[:, None] * x_row + k[None, :]
     SHAPE_0: tl.constexpr = BN if SWAP else BM
     SHAPE_1: tl.constexpr = BM if SWAP else BN
@@ -202,7 +194,7 @@ def _small_gemm_kernel(
     up_acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
     # Pairs are read as far ahead of the loop as codes are, single numbers one tile ahead.
     if ONE and not IN_PAIRS:
-        values = _part_of_row(x, order, norm_weight, factor, start * BK, K, BK, NORM, ORDER)
+        values = _part_of_row(x, order, start * BK, K, BK, ORDER)
     for block in tl.range(start, end, num_stages=STAGES):
         first = block * BK
         codes = tl.load(at + block * 128, eviction_policy="evict_first")
@@ -223,7 +215,7 @@ def _small_gemm_kernel(
         )  # fmt: skip
         # Those of the next tile come while this one is multiplied.
         if ONE and not IN_PAIRS:
-            values = _part_of_row(x, order, norm_weight, factor, first + BK, K, BK, NORM, ORDER)
+            values = _part_of_row(x, order, first + BK, K, BK, ORDER)
         group = (first + BK) // GS
         scales = group_values(scale, group, n_read, LAST, ALL, not SPREAD)
         offsets = group_values(offset, group, n_read, LAST, ALL, OFFSET and not SPREAD)
@@ -305,22 +297,20 @@ def choose_tiling(
 
     `hopper`: tensor cores take left operands of 64 rows from registers, right ones from shared memory.
     """
-    each = 1
-    if rows > 128 and hopper:
-        wide = triton.cdiv(n, 128) >= num_processors * 3 // 4
-        tiling = Tiling(256, 128, 1, 3, 8, True) if wide else Tiling(256, 64, 1, 3, 4, True)
-    elif rows > 64 and hopper:
-        tiling = Tiling(128, 128, 1, 3, 8, True)
+    few, each = 14 if roomy else 4, 2
+    if rows > 64 and hopper:
+        tiling = Tiling(128, 64, 1, 3, 4, True)
     elif rows > 32 and hopper:
-        tiling, each = Tiling(64, 64, 1, 4, 4, True), 2
-    elif rows <= 32:
-        stages = 4 if roomy else 3
-        tiling, each = Tiling(max(8, triton.next_power_of_2(rows)), 32, 1, stages, 2, True), 6 if roomy else 4
+        tiling = Tiling(64, 64, 1, 3, 4, True)
+    elif rows > 16 and hopper:
+        tiling, each = Tiling(32, 64, 1, 3, 4, True), 7
+    elif rows <= 32:  # without what only later tensor cores do
+        tiling, each = Tiling(max(8, triton.next_power_of_2(rows)), 32, 1, 3, 2, True), few
     else:
-        tiling, each = Tiling(64, 64, 1, 4 if roomy else 3), 2
+        tiling = Tiling(64, 64, 1, 4 if roomy else 3)
     tiles = triton.cdiv(n, tiling.bn) * triton.cdiv(rows, tiling.bm)
     splits = 1
-    while tiles * splits * 2 <= each * num_processors and blocks >= 8 * splits:
+    while tiles * splits * 2 <= each * num_processors and blocks >= 16 * splits:
         splits *= 2
     return replace(tiling, splits=splits)
 
@@ -341,14 +331,15 @@ class SmallGemmLowBit:
         weight: TritonLowBit,  # [out, in], or [2 * out, in] with a gate
         out: Tensor,  # [rows, out]
         bias: Tensor | None = None,
-        norm: tuple[Tensor, float] | None = None,  # of one row: weight and epsilon
+        norm: tuple[Tensor, float] | None = None,  # of x, before it is multiplied: weight and epsilon
         gate: str | None = None,  # "silu" or "gelu_tanh"
         add: bool = False,  # to what is in out
         tiling: Tiling | None = None,
     ) -> None:
         rows, n = out.shape
         one = rows == 1
-        assert one or norm is None
+        if norm is not None:  # a kernel of its own: then a row is read straight into registers
+            x = cast(Tensor, rms_norm(x, *norm))  # not quantised
         if weight.order is not None and not one:
             x = x.index_select(1, weight.order)
         blocks = triton.cdiv(weight.columns, weight.block)
@@ -362,24 +353,23 @@ class SmallGemmLowBit:
         tiles, row_tiles = triton.cdiv(n, tiling.bn), triton.cdiv(rows, tiling.bm)
         room = tiles * tiling.bn * rows * splits * (2 if gate else 1)
         partial, counters = self._take(out.device, room if splits > 1 else 1, tiles * row_tiles)
-        in_pairs = one and norm is None and weight.order is None
+        in_pairs = one and weight.order is None
         in_pairs = in_pairs and weight.columns % weight.block == 0 and x.data_ptr() % 4 == 0
-        # There are no registers for the sums of a group beside those of all; nor sums of rows on the right.
-        scales_first = tiling.swap and (weight.offset is not None or tiling.bm > 128)
+        # There are no registers for the sums of a group beside those of all.
+        scales_first = tiling.swap and tiling.bm > (64 if weight.offset is not None else 128)
+        if weight.spreads or scales_first:  # scales are read ahead as codes are, and take more room than those
+            tiling = replace(tiling, stages=min(2, tiling.stages))
         dependent = dependent_launch(rows)
-        # Four programs on a processor, which `choose_tiling` counts with.
-        limit = {"maxnreg": 128} if x.is_cuda and one and tiling.warps == 4 and weight.table is None else {}
         _small_gemm_kernel[(tiles, splits, row_tiles)](
             x, weight.words, weight.scale, weight.scale if weight.offset is None else weight.offset,
             weight.scale if weight.table is None else weight.table,
-            weight.words if weight.order is None else weight.order, norm[0] if norm else x,
-            x if bias is None else bias, out, partial, counters, norm[1] if norm else 0.0,
-            x.stride(0), out.stride(0), rows, N=n, K=weight.columns, K_PAD=triton.next_power_of_2(weight.columns),
-            GS=weight.group_size, BITS=weight.bits, BM=tiling.bm, BN=tiling.bn, SPLITS=splits, STAGES=tiling.stages,
-            ONE=one, IN_PAIRS=in_pairs, NORM=norm is not None, GATE=GATES.index(gate), ADD=add, BIAS=bias is not None,
+            weight.words if weight.order is None else weight.order, x if bias is None else bias, out, partial,
+            counters, x.stride(0), out.stride(0), rows, N=n, K=weight.columns, GS=weight.group_size, BITS=weight.bits,
+            BM=tiling.bm, BN=tiling.bn, SPLITS=splits, STAGES=tiling.stages, ONE=one, IN_PAIRS=in_pairs,
+            GATE=GATES.index(gate), ADD=add, BIAS=bias is not None,
             TABLE=weight.table is not None, OFFSET=weight.offset is not None, ORDER=one and weight.order is not None,
             SPREAD=weight.spreads or scales_first, SWAP=tiling.swap, ASM=x.is_cuda,
-            DEPENDENT=dependent, num_warps=tiling.warps, launch_pdl=dependent, **limit,
+            DEPENDENT=dependent, num_warps=tiling.warps, launch_pdl=dependent,
         )  # fmt: skip
 
     def _take(self, device: torch.device, num_partial: int, num_tiles: int) -> tuple[Tensor, Tensor]:
