@@ -244,7 +244,7 @@ def low_bit(
         types,
         values,
         # Where sums take all registers, two numbers wait in memory until the loop over columns is done.
-        {"num_warps": tiling.warps, "fast": tiling.bm < 256, "roomy": roomy},
+        {"num_warps": tiling.warps, "fast": True, "roomy": roomy},
     )
 
 

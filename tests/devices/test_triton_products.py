@@ -76,6 +76,22 @@ def test_one_row_in_fp8(device: torch.device, n: int, k: int, gate: str | None, 
         close(out, expected + residual if add else expected)
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_one_long_row_in_fp8(device: torch.device, static: bool) -> None:
+    n, k = 13, 17408
+    x = torch.randn(1, k, device=device).half()
+    weight = fp8.quantize_weight(torch.randn(n, k, device=device) * 0.05)
+    if static:
+        weight.input_scale = torch.tensor(0.01, device=device)
+    bias, residual = torch.randn(n, device=device).half(), torch.randn(1, n, device=device).half()
+    op = GemvFp8(2)
+    expected = fp8.linear(quantize_rows(x, weight), weight, bias, torch.float16)
+    for add in (False, True):
+        out = residual.clone()
+        op(x, weight, out, bias, add=add)
+        close(out, expected + residual if add else expected)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 16, 33, 64])
 @pytest.mark.parametrize(("n", "k"), [(130, 256), (64, 208), (48, 1040)])
 @pytest.mark.parametrize("splits", [1, 2, 4])
