@@ -56,7 +56,8 @@ class Stored:
         return (_WORD, 3) if self.bits == 3 else (_WORD // self.bits, 1)
 
     def words(self, codes: int) -> int:
-        return -(-codes * self.bits // _WORD)
+        per_run, words = self.run
+        return -(-codes // per_run) * words
 
     def groups(self, columns: int) -> int:
         return 1 if self.group_size is None else -(-columns // self.group_size)
@@ -126,7 +127,7 @@ class Gptq(StoredLowBit):
         """int32 `[words along the inputs, rows]` -> as `hold` takes them."""
         bits, (first, last) = self.stored.bits, kept.columns
         skip, count = first % self.stored.run[0], last - first
-        data = words.t().contiguous().view(torch.uint8)
+        data = words.t().clone(memory_format=torch.contiguous_format).view(torch.uint8)  # also of a single word
         if bits == 8 or (bits == 4 and count % 2 == 0 and skip % 2 == 0):
             return data[:, skip * bits // 8 : (skip + count) * bits // 8]
         return unpack(data, bits)[:, skip : skip + count]
@@ -253,7 +254,7 @@ def _is_awq(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 def _guess(stored: Stored, name: str, part: Part, shapes: Mapping[str, tuple[int, ...]]) -> Stored:
     """Bits and groups from shapes; zero points are read, whatever they are."""
     columns, words = KeptSlice.of(part).shape[1], (shapes.get(f"{name}.qweight") or (0,))[0]
-    bits = next((each for each in _BITS if -(-columns * each // _WORD) == words), None)
+    bits = next((each for each in _BITS if Stored(each).words(columns) == words), None)
     if bits is None:
         raise ModelFormatError(
             f"tensor {name}.qweight has {words} rows, which are no codes of 2, 3, 4 or 8 bits for {columns} inputs"
