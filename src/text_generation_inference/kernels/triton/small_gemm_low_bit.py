@@ -77,7 +77,11 @@ def add_tile(
             return tl.dot(rows, tile.to(kind), acc, input_precision=precision)
     elif SWAP:
         tile = turned(unpack(words, table, BN, BITS, TABLE, kind, ASM), BK, BN)
-        return acc + tl.dot(tile, tl.trans(rows), input_precision=precision) * scale.to(tl.float32)[:, None]
+        given = tl.trans(rows)
+        acc += tl.dot(tile, given, input_precision=precision) * scale.to(tl.float32)[:, None]
+        if OFFSET:  # the sum of the columns is a product, too: nothing goes from thread to thread
+            acc -= tl.dot(tl.full((BN, BK), 1.0, kind), given, input_precision=precision) * offset[:, None]
+        return acc
     else:
         tile = unpack(words, table, BN, BITS, TABLE, kind, ASM)
         acc += tl.dot(rows, tile, input_precision=precision) * scale.to(tl.float32)[None, :]
