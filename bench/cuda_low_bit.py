@@ -29,7 +29,7 @@ from text_generation_inference.kernels.triton.compile_workers import Workers
 from text_generation_inference.kernels.triton.experts import TritonExperts
 from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit
 from text_generation_inference.kernels.triton.low_bit_linear import LowBitLinear, pack_low_bit, widen
-from text_generation_inference.kernels.triton.small_gemm_low_bit import SmallGemmLowBit, Tiling
+from text_generation_inference.kernels.triton.small_gemm_low_bit import LowBitGemmTiling, SmallGemmLowBit
 
 SHAPES = [(8192, 8192), (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)]
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
@@ -166,15 +166,17 @@ def tune(options: argparse.Namespace) -> None:
     few = (((32, 4), (64, 4), (128, 4), (128, 8)), (1, 2, 4, 8), (3, 4, 6))
     many = (((64, 4), (128, 8)), (1, 2, 4), (2, 3, 4))
 
-    def fit(rows: int, n: int) -> list[Tiling]:
+    def fit(rows: int, n: int) -> list[LowBitGemmTiling]:
         """Matrix right for up to 64 rows, and left on the GPUs that have a use for it for more than 16."""
         bm = max(16, 1 << (rows - 1).bit_length())
         found = []
         if rows <= 64:
-            found = [Tiling(bm, bn, splits, stages, w) for (bn, w), splits, stages in itertools.product(*few)]
+            found = [LowBitGemmTiling(bm, bn, splits, stages, w) for (bn, w), splits, stages in itertools.product(*few)]
         if rows > 16 and CAPABILITY == (9, 0):
             for (bn, warps), splits, stages in itertools.product(*many):
-                found += [Tiling(min(m, bm), bn, splits, stages, warps, True) for m in {min(64, bm), min(128, bm)}]
+                found += [
+                    LowBitGemmTiling(min(m, bm), bn, splits, stages, warps, True) for m in {min(64, bm), min(128, bm)}
+                ]
         programs = [-(-n // each.bn) * each.splits * -(-rows // each.bm) for each in found]
         return [each for each, count in zip(found, programs, strict=True) if 96 <= count <= 16 * PROCESSORS]
 
@@ -188,7 +190,7 @@ def tune(options: argparse.Namespace) -> None:
                 x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
                 out = torch.empty(rows, outputs, device="cuda", dtype=torch.bfloat16)
                 norm = (torch.ones_like(x[0]), 1e-5) if rows == 1 and k == 4096 and n > 4096 else None
-                found: list[tuple[float, Tiling]] = []
+                found: list[tuple[float, LowBitGemmTiling]] = []
                 tilings = fit(rows, outputs)
                 with compile_only(16, Workers(), load=False):
                     for tiling in tilings:

@@ -21,7 +21,7 @@ from text_generation_inference.kernels.triton.expert_tiles import Tiling, choose
 from text_generation_inference.kernels.triton.gemv import choose_shape as gemv_shape
 from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as gemv_fp8_shape
 from text_generation_inference.kernels.triton.latent import choose_tiles
-from text_generation_inference.kernels.triton.small_gemm_low_bit import Tiling as LowBitTiling
+from text_generation_inference.kernels.triton.small_gemm_low_bit import LowBitGemmTiling
 from text_generation_inference.kernels.triton.small_gemm_low_bit import choose_tiling as low_bit_tiling
 
 BF16, FP32, FP8 = "*bf16", "*fp32", "*fp8e4nv"
@@ -226,7 +226,7 @@ LOW_BIT = {
 
 
 def low_bit(
-    tiling: LowBitTiling, one: bool = False, dependent: bool = False, roomy: bool = False, **changes: int
+    tiling: LowBitGemmTiling, one: bool = False, dependent: bool = False, roomy: bool = False, **changes: int
 ) -> tuple:
     types = {
         **dict.fromkeys(("x", "bias", "out"), BF16), **LOW_BIT, "order": "*i32", "partial": FP32, "counters": "*i32",

@@ -20,7 +20,7 @@ from text_generation_inference.kernels.triton.experts import TritonExperts
 from text_generation_inference.kernels.triton.linear import TritonLinear
 from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit, unpack_low_bit
 from text_generation_inference.kernels.triton.low_bit_linear import Int8Weight, pack_low_bit
-from text_generation_inference.kernels.triton.small_gemm_low_bit import SmallGemmLowBit, Tiling
+from text_generation_inference.kernels.triton.small_gemm_low_bit import LowBitGemmTiling, SmallGemmLowBit
 
 NF4 = (
     -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0, 0.0795803, 0.1609302,
@@ -28,7 +28,7 @@ NF4 = (
 )  # fmt: skip
 
 
-SWAPPED, SWAPPED_WIDE = Tiling(64, 64, 2, 2, 4, swap=True), Tiling(32, 128, 1, 2, 8, swap=True)
+SWAPPED, SWAPPED_WIDE = LowBitGemmTiling(64, 64, 2, 2, 4, swap=True), LowBitGemmTiling(32, 128, 1, 2, 8, swap=True)
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +137,16 @@ def test_an_order_of_columns(device: torch.device, rows: int, symmetric: bool) -
 
 @pytest.mark.parametrize("rows", [1, 16, 33, 64])
 @pytest.mark.parametrize(
-    "tiling", [Tiling(64, 64, 1, 2), Tiling(16, 64, 3, 3), Tiling(32, 32, 8, 2), SWAPPED, SWAPPED_WIDE]
+    "tiling",
+    [
+        LowBitGemmTiling(64, 64, 1, 2),
+        LowBitGemmTiling(16, 64, 3, 3),
+        LowBitGemmTiling(32, 32, 8, 2),
+        SWAPPED,
+        SWAPPED_WIDE,
+    ],
 )
-def test_tilings(device: torch.device, is_gpu: bool, rows: int, tiling: Tiling) -> None:
+def test_tilings(device: torch.device, is_gpu: bool, rows: int, tiling: LowBitGemmTiling) -> None:
     n, k = (1024, 4096) if is_gpu else (130, 384)
     op, weight = SmallGemmLowBit(2), make(device, n, k, symmetric=False)
     x = torch.randn(rows, k, device=device).half()

@@ -285,7 +285,7 @@ def _finish(
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class LowBitGemmTiling:
     bm: int  # rows of a program
     bn: int  # outputs of a program
     splits: int
@@ -296,22 +296,22 @@ class Tiling:
 
 def choose_tiling(
     rows: int, n: int, blocks: int, gate: bool, num_processors: int, roomy: bool = True, hopper: bool = False
-) -> Tiling:
+) -> LowBitGemmTiling:
     """For `n` outputs of rows of so many tiles. Measured on an H200, see `bench/cuda_low_bit.py`.
 
     `hopper`: tensor cores take left operands of 64 rows from registers, right ones from shared memory.
     """
     few, each = 14 if roomy else 4, 2
     if rows > 64 and hopper:
-        tiling = Tiling(128, 64, 1, 3, 4, True)
+        tiling = LowBitGemmTiling(128, 64, 1, 3, 4, True)
     elif rows > 32 and hopper:
-        tiling = Tiling(64, 64, 1, 3, 4, True)
+        tiling = LowBitGemmTiling(64, 64, 1, 3, 4, True)
     elif rows > 16 and hopper:
-        tiling, each = Tiling(32, 64, 1, 3, 4, True), 7
+        tiling, each = LowBitGemmTiling(32, 64, 1, 3, 4, True), 7
     elif rows <= 32:  # without what only later tensor cores do
-        tiling, each = Tiling(max(8, triton.next_power_of_2(rows)), 32, 1, 3, 2, True), few
+        tiling, each = LowBitGemmTiling(max(8, triton.next_power_of_2(rows)), 32, 1, 3, 2, True), few
     else:
-        tiling = Tiling(64, 64, 1, 4 if roomy else 3)
+        tiling = LowBitGemmTiling(64, 64, 1, 4 if roomy else 3)
     tiles = triton.cdiv(n, tiling.bn) * triton.cdiv(rows, tiling.bm)
     splits = 1
     while tiles * splits * 2 <= each * num_processors and blocks >= 16 * splits:
@@ -338,7 +338,7 @@ class SmallGemmLowBit:
         norm: tuple[Tensor, float] | None = None,  # of x, before it is multiplied: weight and epsilon
         gate: str | None = None,  # "silu" or "gelu_tanh"
         add: bool = False,  # to what is in out
-        tiling: Tiling | None = None,
+        tiling: LowBitGemmTiling | None = None,
     ) -> None:
         rows, n = out.shape
         one = rows == 1
