@@ -378,3 +378,9 @@ def test_quantised_checkpoints_that_are_read(tiny: Path, tmp_path: Path, config:
     found = report(str(folder), "--load-format", "dummy")
     assert (found["quantization"], found["quantization_is_supported"], found["problems"]) == (name, True, [])
     assert found["weight_bytes"] < 0.5 * found["weight_bytes_by_dtype"]["float32"]
+
+
+def test_a_setting_that_the_checkpoint_is_not(tiny: Path) -> None:
+    found = report(str(tiny), "--quantize", "gptq")
+    assert (found["quantization"], found["quantization_is_supported"], found["fits"]) == (None, False, False)
+    assert "`quantize` gptq is for checkpoints in GPTQ or AWQ, which this one is not" in found["problems"][0]

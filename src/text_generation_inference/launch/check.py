@@ -235,7 +235,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     architectures = facts.config.get("architectures")
     report.architecture = str(architectures[0])[:80] if isinstance(architectures, list) and architectures else None
     report.is_supported = report.architecture in ARCHITECTURES
-    report.quantization = name_quantization(facts.config, config.quantize)
+    report.quantization = name_quantization(facts.config)
     model_config = Config(facts.config, facts.source)
     stored = read_quantization(model_config)
     trusts_code = config.trust_remote_code
@@ -280,6 +280,8 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
             may_leave = quantization.may_leave
             assign_methods(model, quantization.named_as_in(shapes))
         check_tensors(model, shapes, (*model.ignored, *may_leave), report.model)
+    report.quantization = name_quantization(facts.config, config.quantize)  # the setting alone may be wrong about it
+    report.quantization_is_supported = report.quantization is not None
     cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, dtype)
     caches = model.caches(cache_dtype)
     report.kv_bytes_per_token = bytes_per_token(caches)
