@@ -167,6 +167,7 @@ def test_classes() -> None:
         (compressed({**FLOAT8, "strategy": "group"}), "`strategy` 'group' is not supported"),
         (compressed({**INT8, "strategy": "block"}), "`strategy` 'block' is not supported, tensor or channel or group"),
         (compressed({**INT4, "group_size": 0}), "`group_size` 0 is not supported"),
+        (compressed({**INT4, "group_size": 1 << 31}), "`group_size` 2147483648 is not supported"),
         (compressed({**INT4, "actorder": "odd"}), "`actorder` 'odd' is not supported"),
         (compressed({**INT4, "dynamic": True}), "`dynamic` True is not supported"),
         (compressed({**FLOAT8, "symmetric": False}), "`symmetric` False is not supported"),

@@ -58,6 +58,12 @@ def test_quantising_rounds_to_the_nearest(bits: int, bound: float) -> None:
         assert steps.max() <= bound + 1e-4
 
 
+def test_groups_take_no_more_than_a_row() -> None:
+    plain = torch.randn(3, 48)
+    made, whole = low_bit.quantize(plain, 4, 1 << 40), low_bit.quantize(plain, 4, 48)
+    assert made.group_size == 48 and torch.equal(low_bit.dequantize(made), low_bit.dequantize(whole))
+
+
 @given(weights(), st.data())
 def test_cutting_and_joining_change_nothing(weight: LowBitWeight, data: st.DataObject) -> None:
     plain = low_bit.dequantize(weight)

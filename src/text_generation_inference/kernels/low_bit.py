@@ -150,6 +150,7 @@ def quantize(
 ) -> LowBitWeight:
     """weight `[out, in]` to the nearest codes, with the scales that its groups give."""
     rows, columns = weight.shape
+    group_size = min(group_size, columns)
     count = -(-columns // group_size)
     wide = F.pad(weight.float(), (0, count * group_size - columns)).view(rows, count, group_size)
     offset = None

@@ -18,6 +18,7 @@ from text_generation_inference.quant import fp8, low_bit
 from text_generation_inference.quant.config_fields import Fields
 from text_generation_inference.quant.fp4 import MXFP4, MXFP4_GROUP, NVFP4, NVFP4_GROUP, StoredFp4
 from text_generation_inference.quant.fp8 import Fp8Scheme, WidenedFp8
+from text_generation_inference.quant.integer_fields import MAX_GROUP_SIZE
 from text_generation_inference.quant.integers import Integers, StoredIntegers
 from text_generation_inference.quant.low_bit import StoredLowBit, WidenedLowBit
 from text_generation_inference.quant.method import PLAIN, Matrix, Method
@@ -240,7 +241,7 @@ def _read_strategy(args: Fields, allowed: tuple[str, ...]) -> tuple[str, int | N
         raise args.refuse("strategy", " or ".join(allowed))
     if strategy not in ("group", "tensor_group"):
         return strategy, None
-    if size <= 0:
+    if not 1 <= size <= MAX_GROUP_SIZE:
         raise args.refuse("group_size", "with groups, their size")
     return strategy, size
 

@@ -9,6 +9,7 @@ WAY_OUT = (
     "Use another version of the model: GPTQ (2, 3, 4 or 8 bits, `checkpoint_format` gptq, gptq_v2 or marlin), AWQ"
     " (gemm), a GGUF file, or the unquantised model, with `quantize` bitsandbytes-nf4 or fp8 if it should be small."
 )
+MAX_GROUP_SIZE = 1 << 30  # more inputs than any matrix has
 
 
 def read_bits(fields: Fields, name: str, *allowed: int) -> int:
@@ -21,8 +22,8 @@ def read_bits(fields: Fields, name: str, *allowed: int) -> int:
 def read_group_size(fields: Fields, name: str) -> int | None:
     """None: all inputs."""
     size = fields.integer(name, -1)
-    if size != -1 and size < 1:
-        raise fields.refuse(name, "-1 or a number above 0")
+    if size != -1 and not 1 <= size <= MAX_GROUP_SIZE:
+        raise fields.refuse(name, f"-1 or a number from 1 to {MAX_GROUP_SIZE}")
     return None if size == -1 else size
 
 
