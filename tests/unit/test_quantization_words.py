@@ -21,7 +21,11 @@ from text_generation_inference.types import ModelFacts
         ({"quant_method": "gptq", "bits": 3}, None, "gptq, 3 bits"),
         ({"quant_method": "gptq", "bits": 4}, "gptq", "gptq, 4 bits"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, None, "bitsandbytes, 8 bits"),
-        ({"quant_method": "mxfp4"}, None, "mxfp4"),
+        ({"quant_method": "mxfp4"}, None, "mxfp4, 4 bits"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, None, "fp8, 8 bits"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None, "modelopt, 4 bits"),
+        ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 3}}}, None, "hqq, 3 bits"),
+        ({"quant_method": "torchao", "quant_type": {}}, None, "torchao"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}}},
             None,

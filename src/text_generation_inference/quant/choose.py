@@ -58,6 +58,8 @@ ON_LOADING: dict[str, Quantization] = {
     **bitsandbytes_codes.ON_LOADING,
 }
 _BITS_ON_LOADING = {"fp8": 8, "eetq": 8, "bitsandbytes": 8, "bitsandbytes-nf4": 4, "bitsandbytes-fp4": 4}
+# Of checkpoints whose method, or algorithm, has no other number of bits.
+_BITS_BY_NAME = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4, "marlin": 4, "FP8": 8, "NVFP4": 4}
 # What it means for a checkpoint whose config.json says nothing, and for random weights.
 _UNTOLD: dict[str, Quantization] = {
     "gptq": gptq.UNTOLD,
@@ -179,18 +181,20 @@ def name_quantization(config: Mapping[str, Any], asked: str | None = None) -> st
         return f"{asked}, {_BITS_ON_LOADING[asked]} bits, on loading" if asked in _BITS_ON_LOADING else asked
     fields: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
     bits = next((fields[name] for name in ("bits", "w_bit", "wfp8") if name in fields), None)
+    if bits is None:
+        bits = _BITS_BY_NAME.get(str(fields.get("quant_algo") or fields.get("quant_method")))
     for name, width in (("load_in_4bit", 4), ("load_in_8bit", 8)):
         bits = width if fields.get(name) is True else bits
     method = str(fields.get("quant_method") or "a method without a name")
-    widths = {bits} if isinstance(bits, int) else _list_widths(fields.get("config_groups"))
+    widths = {bits} if isinstance(bits, int) else _list_widths(fields)
     return f"{method}, {' and '.join(map(str, sorted(widths)))} bits" if widths else method
 
 
-def _list_widths(groups: object) -> set[int]:
-    """Bits of the weights of all groups of a compressed-tensors config."""
-    found: set[int] = set()
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        width = weights.get("num_bits") if isinstance(weights, Mapping) else None
-        found |= {width} if isinstance(width, int) else set()
-    return found
+def _list_widths(fields: Mapping[str, Any]) -> set[int]:
+    """Bits of the weights of all groups of compressed-tensors, or of HQQ."""
+    groups, common = fields.get("config_groups"), fields.get("quant_config")
+    listed = groups.values() if isinstance(groups, Mapping) else ()
+    settings = [each.get("weights") for each in listed if isinstance(each, Mapping)]
+    settings.append(common.get("weight_quant_params") if isinstance(common, Mapping) else None)
+    found = (each.get(name) for each in settings if isinstance(each, Mapping) for name in ("num_bits", "nbits"))
+    return {width for width in found if isinstance(width, int)}
