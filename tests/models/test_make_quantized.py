@@ -336,6 +336,8 @@ def test_refused(tiny_llama: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "is empty" in refused(source, out, "--calibration", str(tmp_path / "empty.txt"))
     assert "--dtype must be" in refused(source, out, "--dtype", "int8")
     assert "--batch-size must be >= 1" in refused(source, out, "--batch-size", "0")
+    for size in ("0", "inf", "nan"):
+        assert "--max-shard-gb must be a number above 0" in refused(source, out, "--max-shard-gb", size)
     stored = tmp_path / "stored"
     stored.mkdir()
     config = json.loads((tiny_llama.folder / "config.json").read_text())

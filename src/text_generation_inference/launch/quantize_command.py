@@ -5,6 +5,7 @@ torch only when there is work.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,8 +120,8 @@ def _check(options: argparse.Namespace) -> None:
         raise StartError(f"--dtype must be float32, float16 or bfloat16. Given: {options.dtype}")
     if options.batch_size < 1:
         raise StartError(f"--batch-size must be >= 1. Given: {options.batch_size}")
-    if not options.max_shard_gb > 0:
-        raise StartError(f"--max-shard-gb must be above 0. Given: {options.max_shard_gb}")
+    if not 0 < options.max_shard_gb < math.inf:
+        raise StartError(f"--max-shard-gb must be a number above 0. Given: {options.max_shard_gb}")
 
 
 class _Lines:
