@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from packed_words import pack_words
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -12,18 +13,6 @@ from text_generation_inference.kernels import low_bit
 from text_generation_inference.quant.integers import Integers, StoredIntegers
 from text_generation_inference.weights.checkpoint import Checkpoint
 from text_generation_inference.weights.declare import Part
-
-
-def pack(codes: Tensor, bits: int, is_dense: bool) -> Tensor:
-    """`[rows, codes]` -> int32 `[rows, words]`, through numbers of any size."""
-    packed = []
-    for row in codes.tolist():
-        count = 32 // bits
-        runs = [row] if is_dense else [row[first : first + count] for first in range(0, len(row), count)]
-        numbers = [sum(code << bits * place for place, code in enumerate(run)) for run in runs]
-        words = -(-len(row) * bits // 32) if is_dense else 1
-        packed.append([number >> 32 * n & 0xFFFFFFFF for number in numbers for n in range(words)])
-    return torch.tensor(packed, dtype=torch.int64).to(torch.int32)
 
 
 @st.composite
@@ -58,7 +47,7 @@ def matrices(draw: st.DrawFn) -> tuple[Integers, dict[str, Tensor], Tensor]:
     is_dense = draw(st.booleans()) if differ else True
     tensors = {"m.weight_scale": scale[0] if strategy == "tensor" else scale}
     if stored.is_packed:
-        tensors["m.weight_packed"] = pack(codes, stored.bits, is_dense)
+        tensors["m.weight_packed"] = pack_words(codes, stored.bits, is_dense)
         tensors["m.weight_shape"] = torch.tensor([rows, columns])
     else:
         tensors["m.weight"] = (codes - half).to(torch.int8)
@@ -66,7 +55,7 @@ def matrices(draw: st.DrawFn) -> tuple[Integers, dict[str, Tensor], Tensor]:
         is_word = stored.is_packed and strategy != "tensor"
         plain = (zero[0] if strategy == "tensor" else zero) - half
         tensors["m.weight_zero_point"] = (
-            pack(zero.t(), stored.bits, is_dense).t().contiguous() if is_word else plain.to(torch.int8)
+            pack_words(zero.t(), stored.bits, is_dense).t().contiguous() if is_word else plain.to(torch.int8)
         )
     if stored.has_group_index:
         tensors["m.weight_g_idx"] = index.int()

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_words import pack_words
 from safetensors.torch import save_file
-from test_compressed_slices import pack as pack_words
 from torch import Tensor
 
 from text_generation_inference.kernels import low_bit

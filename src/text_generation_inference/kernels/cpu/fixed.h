@@ -1,8 +1,8 @@
 // Quantised weights times activations in fixed point, on VNNI: four products of bytes in a lane at once.
 //
-// The activations of a span, one group or a few with the same scales, are made integers of 22 bits, as fine as a 2,000,000th
-// of the largest of them, which is less than what float32 sums of this length round away. An integer is three bytes, a value
-// between -32 and 31 and two digits between -128 and 127, and each byte is multiplied with the stored integers of the
+// The activations of a span, one group or a few with the same scales, are made integers of 22 to 24 bits, as fine as a
+// 2,000,000th of the largest of them or finer, which is less than what float32 sums of this length round away. An integer is
+// three bytes, digits between -128 and 127, of which each is multiplied with the stored integers of the
 // weights exactly. So is the sum of a span; scale and offset are applied to that in float32:
 //   sum of (d q + m) x  =  d * sum((q - c) x) + (m + c d) * sum(x)
 // with the center c of the stored integers, which keeps sums of a span below 2^31. Every row is computed alike, however many
@@ -16,14 +16,18 @@ enum { FIXED_ROWS = 4 };  // rows of a tile, whose sums stay in registers
 
 #if defined(__AVX512VNNI__) && VL == 16
 
-enum { FIXED_SCALE = 2064000 };  // of the largest activation: 31 * 2^16 + 127 * 2^8 + 127, and some room for rounding
-enum { FIXED_SPAN = 4 };         // groups of a span, or fewer
+enum { FIXED_SPAN = 4 };  // groups of a span, or fewer
 
 INLINE int fixed_allowed(int kind) { return !is_plain(kind) && kind != FLOAT4; }
 
 // Integers reach 128: the sums of the lowest digit, and those of the others, are integers of their own. Values are here plus
 // 128, which is their center.
 INLINE int fixed_apart(int kind) { return kind == IQ4_NL || is_bytes(kind); }
+// What the largest activation becomes: three digits of 127 with some room for rounding, or as much as keeps the sum of a span
+// below 2^31: 32 products with integers of up to 8, or (5 bits; half as many of 6) of up to 16; of few bits 128 of up to 8.
+INLINE int fixed_scale(int kind) {
+  return fixed_apart(kind) ? 8355000 : is_low(kind) ? 2064000 : high_bits(kind) ? 8355000 / 2 : 8355000;
+}
 INLINE int fixed_center(int kind) { return fixed_apart(kind) ? 128 : is_table(kind) ? TABLE_CENTER : center(kind); }
 
 // How many groups are summed as integers, of most kinds one: 128 inputs times 8, or 64 times 16, times the largest activation are below 2^31.
@@ -52,7 +56,7 @@ INLINE void fixed_pack_span(int kind, const float *x, long groups, const long ro
   const float largest = v_max_of(most);
   bad |= !(largest <= FLT_MAX);
   const int empty = !(largest > 1e-32f);
-  const vf scale = v_set(bad || empty ? 0.0f : (float)FIXED_SCALE / largest);
+  const vf scale = v_set(bad || empty ? 0.0f : (float)fixed_scale(kind) / largest);
   const vi order8 = vi_set(0x8080);
   // Of eight inputs 0 4 1 5 lie in the even nibbles of a word, 2 6 3 7 in the odd ones.
   const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
@@ -77,7 +81,7 @@ INLINE void fixed_pack_span(int kind, const float *x, long groups, const long ro
         at[3 * rows] = _mm_extract_epi32(found, 3);
       }
     }
-  const float factor = bad ? NAN : empty ? 0.0f : largest / (float)FIXED_SCALE;
+  const float factor = bad ? NAN : empty ? 0.0f : largest / (float)fixed_scale(kind);
   int32_t sums[2] = {_mm512_reduce_add_epi32(totals[0]), _mm512_reduce_add_epi32(totals[1])};
   const float sum = (float)(sums[0] + sums[1]) * factor;
   if (halves(kind) == 1) sums[0] += sums[1];
