@@ -12,7 +12,6 @@ is the time in which codes and scales could be read at 4.2 TB/s.
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from text_generation_inference.bench.floor import graph_ms
 from text_generation_inference.kernels import low_bit
 from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.triton import launch
@@ -44,23 +44,7 @@ NF4 = (
 
 
 def graph_us(work: Callable[[], Any], repeats: int = 12) -> float:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 1e3 * statistics.median(times)
+    return 1e3 * graph_ms(work, repeats)
 
 
 def make(n: int, k: int, options: argparse.Namespace) -> LowBitWeight:

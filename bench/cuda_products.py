@@ -9,13 +9,13 @@ still in the cache of the chip. Ours are compared with their definition first.
 
 import argparse
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from text_generation_inference.bench.floor import graph_ms
 from text_generation_inference.kernels import fp8, reference
 from text_generation_inference.kernels.triton import launch, norms_rotary
 from text_generation_inference.kernels.triton.gemv import vector_product
@@ -29,26 +29,6 @@ PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
 VECTOR_SHAPES = [(1, 4096, 4), (2, 4096, 4), (4, 4096, 4), (4, 4096, 8), (4, 2048, 4), (8, 2048, 4), (8, 1024, 4)]
 VECTOR8_SHAPES = [None, (4, 3, 4, 2), (4, 3, 4, 3), (2, 4, 4, 4), (4, 2, 4, 4), (1, 3, 8, 2), (2, 3, 8, 2)]
 SKINNY_TILINGS = [(64, 128, 4), (64, 256, 3), (64, 256, 4), (128, 128, 4)]  # outputs, columns, stages
-
-
-def graph_ms(work: Any, repeats: int = 10) -> float:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
 
 
 def error(got: torch.Tensor, wanted: torch.Tensor) -> float:

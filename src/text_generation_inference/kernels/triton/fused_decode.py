@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false
-"""All layers of a decoder for a single row: six kernels per layer, one more with experts, one more with latents, two
-more with shared experts. Most only read weights.
+"""All layers of a decoder for a single row: six kernels per layer, three more with experts, one more with latents, two
+more with shared experts, two more (the norms) in few bits. Most only read weights.
 
 Used where one request decodes alone; with more rows, layers run one by one with the libraries' products.
 """
