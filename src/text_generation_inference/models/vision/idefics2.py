@@ -1,0 +1,164 @@
+"""Idefics2: squares of any proportions, each of which a few latents read: as many features whatever its size.
+
+pixels: `[squares, height, width, 3]`, as large as the largest. grid: (height, width) of each square, one after another.
+A patch that is not wholly in its square is left out.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.layers.norm import NormSpec
+from text_generation_inference.models.config import Config
+from text_generation_inference.models.model import Context, Model
+from text_generation_inference.models.vision.blocks import (
+    Parameter,
+    Segments,
+    TowerFeedForward,
+    TowerNorm,
+    linear,
+    read_activation,
+)
+from text_generation_inference.models.vision.idefics3 import DECODERS as DECODERS
+from text_generation_inference.models.vision.idefics3 import HEADS as HEADS
+from text_generation_inference.models.vision.idefics_vision import IdeficsVision
+from text_generation_inference.models.vision.see import see
+from text_generation_inference.models.vision.text import read_text
+from text_generation_inference.models.vision.tower import Tower
+from text_generation_inference.weights.declare import Module
+
+_VISION = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+    "patch_size": 32,
+}
+_PERCEIVER = {
+    "resampler_n_latents": 64,
+    "resampler_depth": 3,
+    "resampler_n_heads": 16,
+    "resampler_head_dim": 96,
+    "num_key_value_heads": 4,
+}
+
+
+def text_config(config: Config) -> dict[str, Any]:
+    missing = {"max_position_embeddings": 4096 * 8, "rms_norm_eps": 1e-5}
+    return read_text(config, "mistral", **(missing if config.get("text_config") is None else {}))
+
+
+def build(config: Config, context: Context) -> Model:
+    return see(config, context, text_config(config), tower(config, context), DECODERS, HEADS)
+
+
+def tower(config: Config, context: Context) -> Tower:
+    return Idefics2Tower(config, context)
+
+
+class _Attention(Module):
+    """Latents read the rows of their square, and themselves."""
+
+    name = "self_attn"
+
+    def __init__(self, ops: Ops, size: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        self.head_dim = head_dim
+        self.q = linear(ops, ["q_proj"], [heads * head_dim], size, bias=False)
+        self.kv = linear(ops, ["k_proj", "v_proj"], [kv_heads * head_dim] * 2, size, bias=False)
+        self.out = linear(ops, ["o_proj"], [size], heads * head_dim, bias=False)
+
+    def forward(self, latents: Tensor, rows: Tensor, segments: Segments) -> Tensor:
+        q = self.q.forward(latents).unflatten(1, (-1, self.head_dim))
+        k, v = self.kv.forward(rows).unflatten(1, (2, -1, self.head_dim)).unbind(1)
+        return self.out.forward(segments.attend(q, k, v))
+
+
+class _Layer(Module):
+    def __init__(self, ops: Ops, number: int, size: int, config: Config, norm: NormSpec) -> None:
+        self.name = f"layers.{number}"
+        heads, kv_heads = config.integer("resampler_n_heads"), config.integer("num_key_value_heads")
+        if heads % kv_heads:
+            raise config.wrong("num_key_value_heads", f"is {kv_heads}, which {heads} heads cannot share evenly")
+        self.latents_norm = TowerNorm(ops, norm, "input_latents_norm", size)
+        self.context_norm = TowerNorm(ops, norm, "input_context_norm", size)
+        self.attention = _Attention(ops, size, heads, kv_heads, config.integer("resampler_head_dim"))
+        self.norm = TowerNorm(ops, norm, "post_attention_layernorm", size)
+        activation = read_activation(config, "hidden_act", "silu")
+        up, sizes = ("gate_proj", "up_proj"), (size, 4 * size, size)
+        self.mlp = TowerFeedForward(ops, "mlp", up, "down_proj", sizes, activation, bias=False)
+
+    def forward(self, latents: Tensor, context: Tensor, order: Tensor, segments: Segments) -> Tensor:
+        """order: the rows of all squares and then all latents, as each square's own follow each other."""
+        normed = self.latents_norm.forward(latents)
+        rows = torch.cat((self.context_norm.forward(context), normed))[order]
+        latents = latents + self.attention.forward(normed, rows, segments)
+        return latents + self.mlp.forward(self.norm.forward(latents))
+
+
+class _Resampler(Module):
+    name = "perceiver_resampler"
+
+    def __init__(self, ops: Ops, size: int, config: Config, norm: NormSpec) -> None:
+        self.latents = Parameter("latents", (config.integer("resampler_n_latents"), size))
+        depth = range(config.integer("resampler_depth"))
+        self.layers = [_Layer(ops, number, size, config, norm) for number in depth]
+        self.norm = TowerNorm(ops, norm, "norm", size)
+
+    def forward(self, context: Tensor, lengths: Sequence[int]) -> Tensor:
+        """context `[rows of all squares, size]` -> `[latents of all, size]`."""
+        num = self.latents.value.shape[0]
+        latents = self.latents.value.repeat(len(lengths), 1)
+        of_rows = torch.arange(sum(lengths)).split(list(lengths))
+        of_latents = torch.arange(sum(lengths), sum(lengths) + num * len(lengths)).split(num)
+        order = torch.cat([each for pair in zip(of_rows, of_latents, strict=True) for each in pair]).to(context.device)
+        segments = Segments([num] * len(lengths), context.device, [length + num for length in lengths])
+        for layer in self.layers:
+            latents = layer.forward(latents, context, order, segments)
+        return self.norm.forward(latents)
+
+
+class _Idefics2Connector(Module):
+    name = "model.connector"
+
+    def __init__(self, ops: Ops, vision_size: int, text: Config, perceiver: Config) -> None:
+        size = text.integer("hidden_size")
+        eps = text.positive("rms_norm_eps", 1e-6)
+        if perceiver.integer("hidden_size", 4096) == size:  # else it is taken from the text model
+            eps = perceiver.positive("rms_norm_eps", 1e-6)
+        self.projection = TowerFeedForward(
+            ops,
+            "modality_projection",
+            ("gate_proj", "up_proj"),
+            "down_proj",
+            (vision_size, text.integer("intermediate_size"), size),
+            read_activation(text, "hidden_act", "silu"),
+            bias=False,
+        )
+        self.resampler = _Resampler(ops, size, perceiver, NormSpec(eps=eps))
+
+
+class Idefics2Tower(Tower):
+    def __init__(self, config: Config, context: Context) -> None:
+        text = Config(text_config(config), config.source)
+        self.width = text.integer("hidden_size")
+        self.encoder = IdeficsVision(context.ops, config.inner("vision_config").with_defaults(**_VISION))
+        perceiver = config.inner("perceiver_config").with_defaults(**_PERCEIVER)
+        self.connector = _Idefics2Connector(context.ops, self.encoder.hidden_size, text, perceiver)
+
+    def adapt(self, names: Collection[str]) -> None:
+        """There is one spelling."""
+
+    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        squares = [
+            square[None, :height, :width]
+            for picture, grid in zip(pixels, grids, strict=True)
+            for square, height, width in zip(picture, grid[::2], grid[1::2], strict=True)
+        ]
+        x, lengths = self.encoder.forward(squares, self.normalisation)
+        features = self.connector.resampler.forward(self.connector.projection.forward(x), lengths)
+        each = features.shape[0] // len(squares)
+        return list(features.split([len(picture) * each for picture in pixels]))

@@ -1,0 +1,60 @@
+"""The picture encoder of Idefics2, Idefics3 and SmolVLM: SigLIP's for pictures of any proportions.
+
+A patch takes the learned position that is as far down and to the right in the table as the patch is in its picture.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.models.config import Config
+from text_generation_inference.models.vision.blocks import Block, Segments, TowerNorm
+from text_generation_inference.models.vision.siglip import SiglipEmbeddings, read_block
+from text_generation_inference.pictures.rule import Normalisation
+from text_generation_inference.weights.declare import Module
+
+SPELLING = "model.vision_model"
+
+
+class IdeficsVision(Module):
+    name = SPELLING
+
+    def __init__(self, ops: Ops, config: Config) -> None:
+        config.refuse("num_channels", 3)
+        spec = read_block(config)
+        self.hidden_size = spec.hidden_size
+        self.side = config.integer("image_size") // config.integer("patch_size")
+        self.embeddings = SiglipEmbeddings(ops, self.hidden_size, config.integer("patch_size"), self.side**2)
+        layers = range(config.integer("num_hidden_layers"))
+        self.blocks = [Block(ops, f"encoder.layers.{number}", spec) for number in layers]
+        self.norm = TowerNorm(ops, spec.norm, "post_layernorm", self.hidden_size)
+
+    def forward(self, pixels: Sequence[Tensor], normalisation: Normalisation) -> tuple[Tensor, list[int]]:
+        """uint8, each `[pictures, height, width, 3]` -> `[patches of all, hidden]`, and how many patches each has."""
+        embeddings, positions = self.embeddings, self.embeddings.positions.value
+        embedded: list[Tensor] = []
+        lengths: list[int] = []
+        for alike in pixels:
+            patches = embeddings.patches.cut(alike, normalisation)
+            count, rows, columns, _ = patches.shape
+            places = self._place(rows, columns).to(positions.device)
+            x = embeddings.patches.forward(patches.flatten(0, 2)).view(count, rows * columns, -1)
+            embedded.append((x + positions[places]).flatten(0, 1))
+            lengths += [rows * columns] * count
+        x = torch.cat(embedded)
+        segments = Segments(lengths, x.device)
+        for block in self.blocks:
+            x = block.forward(x, segments)
+        return self.norm.forward(x), lengths
+
+    def _place(self, rows: int, columns: int) -> Tensor:
+        """Row of the table of each patch. In float32, and by search: the rounding is what a model was trained with."""
+        ends = torch.arange(1 / self.side, 1.0, 1 / self.side)
+
+        def along(count: int) -> Tensor:
+            share = torch.arange(count, dtype=torch.float32) * (1.0 / torch.tensor(count))
+            return torch.bucketize(share.clamp(max=1.0 - 1e-6), ends, right=True)
+
+        return (along(rows)[:, None] * self.side + along(columns)).flatten()

@@ -1,0 +1,78 @@
+"""Pixtral's picture encoder: patches of any grid, a norm before the blocks, rotation by row and column."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.layers.norm import NormSpec
+from text_generation_inference.models.config import Config
+from text_generation_inference.models.vision.blocks import (
+    Block,
+    BlockSpec,
+    PatchEmbedding,
+    Segments,
+    TowerNorm,
+    check_heads,
+    read_activation,
+)
+from text_generation_inference.models.vision.grid import frequencies_of, places_of, read_theta, rotation_of
+from text_generation_inference.pictures.rule import Normalisation
+from text_generation_inference.weights.declare import Module
+
+DEFAULTS = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "patch_size": 16,
+}
+
+
+class PixtralVision(Module):
+    def __init__(self, ops: Ops, config: Config, wanted: Sequence[int]) -> None:
+        """wanted: the states to give, by number: those behind so many blocks. What is behind the last is not read."""
+        config = config.with_defaults(**DEFAULTS)
+        config.refuse("num_channels", 3)
+        self.hidden_size, num_heads = check_heads(config, "hidden_size", "num_attention_heads")
+        self.head_dim = self.hidden_size // num_heads
+        config.refuse("head_dim", self.head_dim)
+        spec = BlockSpec(
+            hidden_size=self.hidden_size,
+            num_heads=num_heads,
+            width=config.integer("intermediate_size"),
+            activation=read_activation(config, "hidden_act", "gelu"),
+            norm=NormSpec(eps=1e-5),
+            norms=("attention_norm", "ffn_norm"),
+            attention="attention",
+            out="o_proj",
+            attention_bias=False,
+            feed_forward="feed_forward",
+            up=("gate_proj", "up_proj"),
+            down="down_proj",
+            feed_forward_bias=False,
+        )
+        self.theta = read_theta(config)
+        self.wanted = wanted
+        self.patches = PatchEmbedding(ops, "patch_conv", config.integer("patch_size"), self.hidden_size, bias=False)
+        self.norm = TowerNorm(ops, spec.norm, "ln_pre", self.hidden_size)
+        self.blocks = [Block(ops, f"transformer.layers.{number}", spec) for number in range(max(wanted))]
+        unused = range(max(wanted), config.integer("num_hidden_layers"))
+        self.ignored = tuple(f"transformer.layers.{number}.*" for number in unused)
+
+    def forward(
+        self, pixels: Sequence[Tensor], normalisation: Normalisation
+    ) -> tuple[list[Tensor], list[tuple[int, int]]]:
+        """uint8, each `[height, width, 3]` -> states `[patches of all, hidden]`, and rows and columns of each."""
+        cut = [self.patches.cut(picture[None], normalisation)[0] for picture in pixels]
+        sides = [(patches.shape[0], patches.shape[1]) for patches in cut]
+        device = pixels[0].device
+        frequencies = frequencies_of(self.theta, self.head_dim, device)
+        rotation = rotation_of(places_of(sides, 1).to(device), frequencies[0::2], frequencies[1::2])
+        segments = Segments([rows * columns for rows, columns in sides], device)
+        x = self.patches.forward(torch.cat([patches.flatten(0, 1) for patches in cut]))
+        states = [self.norm.forward(x)]
+        for block in self.blocks:
+            states.append(block.forward(states[-1], segments, rotation))
+        return [states[number] for number in self.wanted], sides

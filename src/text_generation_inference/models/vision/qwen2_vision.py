@@ -1,0 +1,116 @@
+"""The towers of Qwen2-VL and Qwen2.5-VL: patches of any grid, rotated by row and column, merged by neighbours.
+
+Patches lie block by block: those that are merged into one feature follow each other. In Qwen2.5 most blocks attend
+within windows of a picture, for which the units of one window are brought together, until the features are made.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.models.vision.blocks import (
+    Block,
+    BlockSpec,
+    PatchEmbedding,
+    Segments,
+    TowerFeedForward,
+    TowerNorm,
+)
+from text_generation_inference.models.vision.grid import Sides, by_block, frequencies_of, places_of, rotation_of
+from text_generation_inference.models.vision.tower import Tower, settle
+from text_generation_inference.weights.declare import Module
+
+SPELLINGS = ("visual", "model.visual")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QwenVisionSpec:
+    block: BlockSpec
+    depth: int
+    patch_size: int
+    num_frames: int  # that a patch spans; those of a still picture are alike
+    merge_size: int  # neighbours in each direction that become one feature
+    width: int  # of features
+    theta: float  # of the rotation
+    window: int | None = None  # of merged units in each direction; None: all blocks see all of a picture
+    full_blocks: frozenset[int] = frozenset()  # those that do so even if there is a window
+
+
+class _Qwen2Merger(Module):
+    name = "merger"
+
+    def __init__(self, ops: Ops, spec: QwenVisionSpec) -> None:
+        self.norm = TowerNorm(ops, spec.block.norm, "ln_q", spec.block.hidden_size)
+        self.size = spec.block.hidden_size * spec.merge_size**2
+        self.mlp = TowerFeedForward(ops, "mlp", ("0",), "2", (self.size, self.size, spec.width), "gelu", bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp.forward(self.norm.forward(x).view(-1, self.size))
+
+
+class _Qwen2Visual(Module):
+    name = SPELLINGS[0]
+
+    def __init__(self, ops: Ops, spec: QwenVisionSpec) -> None:
+        self.patches = PatchEmbedding(
+            ops, "patch_embed.proj", spec.patch_size, spec.block.hidden_size, False, spec.num_frames
+        )
+        self.blocks = [Block(ops, f"blocks.{number}", spec.block) for number in range(spec.depth)]
+        self.merger = _Qwen2Merger(ops, spec)
+
+
+class QwenTower(Tower):
+    def __init__(self, ops: Ops, spec: QwenVisionSpec) -> None:
+        self.spec = spec
+        self.width = spec.width
+        self.visual = _Qwen2Visual(ops, spec)
+
+    def adapt(self, names: Collection[str]) -> None:
+        settle(self.visual, SPELLINGS, names)
+
+    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        spec, visual, device = self.spec, self.visual, pixels[0].device
+        merge = spec.merge_size
+        cut = [visual.patches.cut(picture[None], self.normalisation)[0] for picture in pixels]
+        sides = [(patches.shape[0], patches.shape[1]) for patches in cut]
+        patches = torch.cat([by_block(each, merge) for each in cut])
+        frequencies = frequencies_of(spec.theta, spec.block.hidden_size // spec.block.num_heads // 2, device)
+        rotation = rotation_of(places_of(sides, merge).to(device), frequencies, frequencies)
+        lengths = [rows * columns for rows, columns in sides]
+        full = windowed = Segments(lengths, device)
+        order = None
+        if spec.window is not None:
+            units, windows = _by_window(sides, merge, spec.window)
+            order = units.to(device)
+            windowed = Segments([count * merge**2 for count in windows], device)
+            patches = _reorder(patches, order, merge**2)
+            rotation = _reorder(rotation[0], order, merge**2), _reorder(rotation[1], order, merge**2)
+        x = visual.patches.forward(patches)
+        for number, block in enumerate(visual.blocks):
+            x = block.forward(x, full if number in spec.full_blocks else windowed, rotation)
+        features = visual.merger.forward(x)
+        if order is not None:
+            features = torch.empty_like(features).index_copy_(0, order, features)
+        return list(features.split([length // merge**2 for length in lengths]))
+
+
+def _by_window(sides: Sides, merge: int, window: int) -> tuple[Tensor, list[int]]:
+    """Which unit is at which place when those of a window are together, and how many units each window has."""
+    units: list[Tensor] = []
+    counts: list[int] = []
+    first = 0
+    for rows, columns in ((rows // merge, columns // merge) for rows, columns in sides):
+        numbers = torch.arange(first, first + rows * columns).view(rows, columns)
+        for band in numbers.split(window):
+            for one in band.split(window, dim=1):
+                units.append(one.flatten())
+                counts.append(one.numel())
+        first += rows * columns
+    return torch.cat(units), counts
+
+
+def _reorder(x: Tensor, order: Tensor, unit: int) -> Tensor:
+    return x.unflatten(0, (-1, unit))[order].flatten(0, 1)

@@ -1,0 +1,118 @@
+"""The tower of Qwen3-VL: learned positions resampled to each grid beside the rotation, and features of several levels.
+
+DeepStack: states of some blocks are merged too, to be added to what the first layers of the decoder make of a picture.
+A feature is the merged state of the last block, then those of the levels: `width` is `1 + levels` times the decoder's.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.layers.norm import NormSpec
+from text_generation_inference.models.vision.blocks import (
+    Block,
+    BlockSpec,
+    Parameter,
+    PatchEmbedding,
+    Segments,
+    TowerFeedForward,
+    TowerNorm,
+)
+from text_generation_inference.models.vision.grid import by_block, frequencies_of, places_of, rotation_of
+from text_generation_inference.models.vision.tower import Tower, settle
+from text_generation_inference.weights.declare import Module
+
+_SPELLINGS = ("model.visual", "visual")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3VisionSpec:
+    block: BlockSpec
+    depth: int
+    patch_size: int
+    num_frames: int  # that a patch spans; those of a still picture are alike
+    merge_size: int  # neighbours in each direction that become one feature
+    width: int  # of a level of features
+    theta: float  # of the rotation
+    side: int  # of the square table of positions
+    levels: tuple[int, ...]  # numbers of the blocks whose states are merged too
+
+
+class _Qwen3Merger(Module):
+    def __init__(self, ops: Ops, name: str, spec: Qwen3VisionSpec, norms_joined: bool) -> None:
+        """norms_joined: neighbours are normed together, rather than each by itself."""
+        self.name = name
+        self.size = spec.block.hidden_size * spec.merge_size**2
+        self.normed = self.size if norms_joined else spec.block.hidden_size
+        self.norm = TowerNorm(ops, NormSpec(eps=1e-6, is_centred=True, bias=True), "norm", self.normed)
+        sizes = (self.size, self.size, spec.width)
+        self.mlp = TowerFeedForward(ops, "", ("linear_fc1",), "linear_fc2", sizes, "gelu", bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp.forward(self.norm.forward(x.view(-1, self.normed)).view(-1, self.size))
+
+
+class _Qwen3Visual(Module):
+    name = _SPELLINGS[0]
+
+    def __init__(self, ops: Ops, spec: Qwen3VisionSpec) -> None:
+        size = spec.block.hidden_size
+        self.patches = PatchEmbedding(ops, "patch_embed.proj", spec.patch_size, size, True, spec.num_frames)
+        self.positions = Parameter("pos_embed.weight", (spec.side**2, size))
+        self.blocks = [Block(ops, f"blocks.{number}", spec.block) for number in range(spec.depth)]
+        self.merger = _Qwen3Merger(ops, "merger", spec, norms_joined=False)
+        levels = range(len(spec.levels))
+        self.deep = [_Qwen3Merger(ops, f"deepstack_merger_list.{number}", spec, norms_joined=True) for number in levels]
+
+
+class Qwen3Tower(Tower):
+    def __init__(self, ops: Ops, spec: Qwen3VisionSpec) -> None:
+        self.spec = spec
+        self.num_levels = len(spec.levels)
+        self.width = spec.width * (1 + self.num_levels)
+        self.visual = _Qwen3Visual(ops, spec)
+
+    def adapt(self, names: Collection[str]) -> None:
+        settle(self.visual, _SPELLINGS, names)
+
+    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        spec, visual, device = self.spec, self.visual, pixels[0].device
+        merge = spec.merge_size
+        cut = [visual.patches.cut(picture[None], self.normalisation)[0] for picture in pixels]
+        sides = [(patches.shape[0], patches.shape[1]) for patches in cut]
+        lengths = [rows * columns for rows, columns in sides]
+        places = places_of(sides, merge).to(device)
+        counts = torch.repeat_interleave(torch.tensor(sides), torch.tensor(lengths), dim=0).to(device)
+        frequencies = frequencies_of(spec.theta, spec.block.hidden_size // spec.block.num_heads // 2, device)
+        rotation = rotation_of(places, frequencies, frequencies)
+        segments = Segments(lengths, device)
+        x = visual.patches.forward(torch.cat([by_block(each, merge) for each in cut]))
+        x = x + self._positions(places, counts).to(x.dtype)
+        deep: list[Tensor] = []
+        for number, block in enumerate(visual.blocks):
+            x = block.forward(x, segments, rotation)
+            if number in spec.levels:
+                deep.append(visual.deep[spec.levels.index(number)].forward(x))
+        features = torch.cat((visual.merger.forward(x), *deep), dim=1)
+        return list(features.split([length // merge**2 for length in lengths]))
+
+    def _positions(self, places: Tensor, counts: Tensor) -> Tensor:
+        """Where a patch is between the four rows of the table around it; corners are corners.
+
+        places and counts: `[patches, 2]`, row and column of how many.
+        """
+        side = self.spec.side
+        exact = places.float() * (side - 1) / (counts - 1).clamp(min=1)
+        low = exact.floor()
+        share = exact - low
+        low = low.long()
+        high = (low + 1).clamp(max=side - 1)
+        table = self.visual.positions.value
+        found = torch.zeros((), device=table.device)
+        for row, row_weight in ((low[:, 0], 1 - share[:, 0]), (high[:, 0], share[:, 0])):
+            for column, weight in ((low[:, 1], 1 - share[:, 1]), (high[:, 1], share[:, 1])):
+                found = found + table[row * side + column] * (row_weight * weight)[:, None]
+        return found

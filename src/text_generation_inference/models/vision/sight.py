@@ -1,0 +1,41 @@
+"""`Sight`: what a model that sees asks of the engine beside its tower; and where pictures stand among positions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from text_generation_inference.types import PictureSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    width: int  # of features: that of hidden states, or several of them, which later layers add one each of
+    whole_runs: bool = False  # tokens of a run see each other both ways
+    whole_prompts: bool = False  # tokens of a prompt do
+    # Where pictures have rows and columns of positions: for each frequency of a head, whether it turns by time, row or
+    # column (0, 1, 2), and how many patches of a picture become one feature in each direction.
+    rope_axes: tuple[int, ...] = ()
+    merge: int = 1
+
+
+def place_pictures(num_tokens: int, spans: Sequence[PictureSpan], merge: int) -> tuple[np.ndarray, int]:
+    """Positions `[3, num_tokens]` in time, row and column of a prompt's tokens, and what positions after it are more
+    than places.
+
+    Text counts on by one in all three; a picture of r rows and c columns of features counts on by the larger of both.
+    """
+    positions = np.empty((3, num_tokens), dtype=np.int64)
+    token = at = 0
+    for span in spans:
+        times, rows, columns = span.grid[0], span.grid[1] // merge, span.grid[2] // merge
+        start, count = span.start, times * rows * columns
+        assert span.runs == [(start, count)], "a picture's features stand together"
+        positions[:, token:start] = np.arange(at, at + start - token)
+        at += start - token
+        inside = np.indices((times, rows, columns)).reshape(3, -1)
+        positions[:, start : start + count] = at + inside
+        at += max(times, rows, columns)
+        token = start + count
+    positions[:, token:] = np.arange(at, at + num_tokens - token)
+    return positions, at - token

@@ -1,0 +1,42 @@
+"""`Tower`: pixels to features that stand in the place of token embeddings."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from text_generation_inference.pictures.rule import Normalisation
+from text_generation_inference.weights.declare import Module
+
+
+class Tower(Module, ABC):
+    """Declared by checkpoint names as all modules are, whole on every rank, never quantised by the decoder's method."""
+
+    width: int  # of features: that of the decoder's stream, `1 + num_levels` times
+    num_levels: int = 0  # parts of a feature that are added behind the decoder's first layers, one behind each
+    normalisation: Normalisation = Normalisation()  # the family's `PictureRule` has the one of the model's files
+    ignored: tuple[str, ...] = ()  # patterns of checkpoint tensors that it does not need
+
+    @abstractmethod
+    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Features `[num_features, width]` of each picture, in the decoder's type.
+
+        pixels: uint8 on the device, of the shape that the family's `PictureRule` gives them; the tower normalises.
+        Several pictures are computed together where their shapes allow it, with the values they would have alone.
+        """
+
+    @abstractmethod
+    def adapt(self, names: Collection[str]) -> None:
+        """A checkpoint has tensors of these names: settle which of the names that a family has had are meant."""
+
+
+def settle(module: Module, spellings: Sequence[str], names: Collection[str]) -> None:
+    """Name a module as a checkpoint with these tensors does: the spelling under which most of what it declares is."""
+    present = set(names)
+
+    def count(spelling: str) -> int:
+        module.name = spelling
+        declared = ((prefix, each) for prefix, below in module.walk() for each in below.declare())
+        return sum(prefix + part.name in present for prefix, each in declared for part in each.parts)
+
+    module.name = max(spellings, key=count)

@@ -1,0 +1,193 @@
+"""Pictures from the web: who may be asked (`address`), where each hop leads, how long and how much in all.
+
+A name is resolved once and the address that was checked is dialled; the name stays for Host and for TLS. Redirects are
+followed by hand, each through the whole policy. Nothing is taken from the environment: no proxies, no credentials.
+"""
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from ipaddress import ip_address
+
+from text_generation_inference.errors import OverloadedError, ValidationError
+from text_generation_inference.files import shorten
+from text_generation_inference.pictures.address import (
+    AddressError,
+    AddressPolicy,
+    IpAddress,
+    MediaAddress,
+    join_address,
+    parse_address,
+)
+from text_generation_inference.pictures.http_get import AnswerHead, AnswerReading, BadAnswerError, write_request
+
+log = logging.getLogger("text_generation_inference.pictures")
+
+MAX_REDIRECTS = 5
+MAX_AT_ONCE = 32  # fetches, in all
+MAX_BYTES_AT_ONCE = 1 << 30  # of bodies, in all: those that arrive, and those that are not decoded yet
+_MAX_DIALLED = 4  # addresses of one name
+_REDIRECTS = (301, 302, 303, 307, 308)
+
+Resolve = Callable[[str, int], Awaitable[list[IpAddress]]]
+Turn = Callable[[], AbstractAsyncContextManager[None]]  # wait for one, and have it for as long as the context lasts
+
+
+class Fetcher:
+    def __init__(
+        self,
+        policy: AddressPolicy,
+        max_bytes: int,
+        timeout_s: float,
+        resolve: Resolve | None = None,
+        tls: ssl.SSLContext | None = None,
+        turn: Turn | None = None,
+    ) -> None:
+        """`max_bytes`: of one picture; `timeout_s`: for one, from its name to its last byte; `turn`: who is next."""
+        self._policy = policy
+        self._max_bytes, self._timeout_s = max_bytes, timeout_s
+        self._resolve = resolve or self._ask_system
+        self._tls = tls
+        self._slots = asyncio.Semaphore(MAX_AT_ONCE)
+        self._turn = turn or self._slot
+        self.num_bytes = 0  # of bodies that somebody has
+        # Threads of our own: names that nobody answers for hold up nobody else's work.
+        self._threads = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="resolve")
+
+    @asynccontextmanager
+    async def fetch(self, url: str) -> AsyncGenerator[bytearray]:
+        """The bytes at a URL, for as long as the context lasts. Raises `ValidationError` with TGI's texts."""
+        body = bytearray()
+        try:
+            async with self._turn():
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._follow(url, body)
+                except TimeoutError:
+                    raise ValidationError(
+                        f"Could not fetch image: it took longer than {self._timeout_s:g} seconds"
+                    ) from None
+            yield body
+        finally:
+            self.num_bytes -= len(body)
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncGenerator[None]:
+        """First come, first served."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise OverloadedError("too many pictures are being fetched") from None
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _follow(self, url: str, body: bytearray) -> None:
+        try:
+            address = parse_address(url)
+            for _ in range(MAX_REDIRECTS + 1):
+                location = await self._get(address, body)
+                if location is None:
+                    return
+                address = join_address(address, location)
+        except (AddressError, BadAnswerError) as error:
+            raise ValidationError(f"Could not fetch image: {error}") from None
+        except UnicodeError:
+            raise ValidationError("Could not fetch image: its server redirects to what is no URL") from None
+        except OSError as error:  # TLS errors are among them
+            log.info("A picture could not be fetched: %s", error)
+            what = "its server has no valid certificate" if _is_about_certificates(error) else "the connection failed"
+            raise ValidationError(f"Could not fetch image: {what}") from None
+        raise ValidationError(f"Could not fetch image: there are more than {MAX_REDIRECTS} redirects")
+
+    async def _get(self, address: MediaAddress, body: bytearray) -> str | None:
+        """Ask one server. Where it redirects to, or None: the body is there."""
+        self._policy.check_host(address)
+        answers = [address.ip] if address.ip is not None else await self._resolve(address.host, address.port)
+        try:
+            self._policy.check_answers(answers)
+        except AddressError:
+            log.info("%s is not asked for a picture: it is at %s", shorten(address.host), answers or "no address")
+            raise
+        reader, writer = await self._dial(address, answers)
+        try:
+            write_request(writer, address)
+            reading = AnswerReading(reader)
+            answer = await reading.read_head()
+            if answer.status in _REDIRECTS and answer.location is not None:
+                return answer.location.decode()
+            self._check(answer)
+            try:
+                await reading.read_body(lambda part: self._take(body, part))
+            except (BadAnswerError, OSError) as error:
+                why = error if isinstance(error, BadAnswerError) else "the connection failed"
+                raise ValidationError(f"Failed to read image data: {why}") from None
+            return None
+        finally:
+            writer.transport.abort()  # nothing is owed to the server, and it cannot hold us up
+
+    def _check(self, answer: AnswerHead) -> None:
+        if answer.status != 200:
+            raise BadAnswerError(f"its server answers with status {answer.status}")
+        if any(coding != b"identity" for coding in answer.codings):
+            raise BadAnswerError("its server sends the body in a form that was not asked for")
+        if answer.length is not None and answer.length > self._max_bytes:
+            raise too_large(answer.length, self._max_bytes)
+
+    def _take(self, body: bytearray, part: bytes) -> None:
+        if len(body) + len(part) > self._max_bytes:
+            raise too_large(len(body) + len(part), self._max_bytes)
+        if self.num_bytes + len(part) > MAX_BYTES_AT_ONCE:
+            raise OverloadedError("too many bytes of pictures are being fetched")
+        body += part
+        self.num_bytes += len(part)
+
+    async def _dial(
+        self, address: MediaAddress, answers: list[IpAddress]
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to the first that takes us. Each has its share of the time that is left."""
+        tls = await self._context() if address.scheme == "https" else None
+        end = asyncio.get_running_loop().time() + self._timeout_s
+        tried = answers[:_MAX_DIALLED]
+        for left, ip in zip(range(len(tried), 0, -1), tried, strict=True):
+            try:
+                async with asyncio.timeout((end - asyncio.get_running_loop().time()) / left):
+                    return await asyncio.open_connection(
+                        str(ip), address.port, ssl=tls, server_hostname=address.host if tls else None
+                    )
+            except (OSError, TimeoutError):
+                if left == 1:
+                    raise
+        raise AddressError("the host has no public address")
+
+    async def _context(self) -> ssl.SSLContext:
+        if self._tls is None:  # the system's certificates: many files
+            self._tls = await asyncio.get_running_loop().run_in_executor(self._threads, ssl.create_default_context)
+        return self._tls
+
+    async def _ask_system(self, host: str, port: int) -> list[IpAddress]:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.run_in_executor(
+                self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            )
+        except (OSError, UnicodeError):
+            return []
+        return [ip_address(entry[4][0]) for entry in found]
+
+
+def too_large(num_bytes: int, max_bytes: int) -> ValidationError:
+    return ValidationError(f"Image size {num_bytes} bytes exceeds maximum allowed size of {max_bytes} bytes")
+
+
+def _is_about_certificates(error: OSError) -> bool:
+    return isinstance(error, ssl.SSLCertVerificationError)

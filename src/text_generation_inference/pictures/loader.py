@@ -1,0 +1,289 @@
+"""The way of a picture from a request to the engine: fetched, decoded and prepared in a worker, kept as a file.
+
+The face of `pictures` for the api process (`load`, on its event loop) and for `LLM` (`load_sync`). Whoever loads
+pictures holds references to their files until it calls `release`. It knows nothing of prompts and tokens.
+"""
+
+import asyncio
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from PIL import Image
+
+from text_generation_inference.config import ServerConfig
+from text_generation_inference.errors import ModelFormatError, OverloadedError, ValidationError
+from text_generation_inference.files import check_plain_file
+from text_generation_inference.pictures.address import AddressPolicy
+from text_generation_inference.pictures.data_uri import invalid_content, parse_data_uri
+from text_generation_inference.pictures.decode import check_size, to_rgb
+from text_generation_inference.pictures.fetch import Fetcher, Turn, too_large
+from text_generation_inference.pictures.folder import bytes_to_keep
+from text_generation_inference.pictures.frames import PictureJob, PreparedPicture, WorkerSettings
+from text_generation_inference.pictures.pool import WorkerPool
+from text_generation_inference.pictures.rule import PictureLayout
+from text_generation_inference.pictures.store import PictureStore
+
+MAX_UNDER_WAY = 1024  # pictures that are fetched, wait or are decoded, in all
+MAX_CPU_SECONDS = 15.0  # of a worker, for one picture; 64 million pixels take about 5
+MAX_SECONDS = 30.0  # on a clock, on a machine that is busy with other things
+_LEAST_WORKERS, _MOST_WORKERS = 2, 4  # one that hangs does not hold up all others
+_BYTES_PER_PIXEL = 24  # of a worker's memory: a picture, its parts and what becomes of it
+_OTHER_BYTES = 512 << 20
+_DONE_AT_ONCE = 1 << 16  # bytes that take no time worth a thread
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPicture:
+    digest: str  # the name of its file in the picture folder
+    layout: PictureLayout
+    width: int  # upright, before the family's resizing
+    height: int
+
+
+@dataclass(slots=True)
+class PictureCounts:
+    """Since the start. `api/metrics` shows them as `tgi_picture_*`."""
+
+    loaded: int = 0  # pictures of requests
+    pixels: int = 0  # of these, as they came
+    hits: int = 0  # whose bytes were known: nothing was decoded
+    refused: int = 0
+    fetched: int = 0
+    fetched_bytes: int = 0
+    fetch_seconds: float = 0.0
+    prepare_seconds: float = 0.0  # in workers, waiting for one included
+    workers_lost: int = 0
+    kept: int = 0  # files at present
+    kept_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pixels:
+    """A picture that is decoded already."""
+
+    size: tuple[int, int]
+    data: bytes  # RGB
+
+
+class PictureLoader:
+    def __init__(
+        self,
+        config: ServerConfig,
+        model_folder: Path,
+        picture_folder: Path,
+        fetch_turn: Turn | None = None,
+        decode_turn: Turn | None = None,
+    ) -> None:
+        """Turns: how those who wait to fetch, or for a worker, are put in order; by default as they come."""
+        self._max_pictures, self._max_pixels = config.max_images_per_request, config.max_image_pixels
+        self._fetches = config.media_urls
+        # No picture within the limit of pixels needs more bytes than its pixels have.
+        self._max_bytes = min(config.max_image_fetch_size, 4 * self._max_pixels + (1 << 20))
+        policy = AddressPolicy(config.allowed_media_domains, config.allow_private_media)
+        self._fetcher = Fetcher(policy, self._max_bytes, config.image_fetch_timeout, turn=fetch_turn)
+        self._decode_turn = decode_turn or nullcontext
+        max_memory = _OTHER_BYTES + _BYTES_PER_PIXEL * self._max_pixels
+        settings = WorkerSettings(str(model_folder), self._max_pixels, max_memory, MAX_CPU_SECONDS)
+        num_workers = num_decoders(config)
+        self.pool = WorkerPool(settings, num_workers, MAX_SECONDS)
+        self.store = PictureStore(picture_folder, bytes_to_keep(picture_folder))
+        self._waiting = ThreadPoolExecutor(num_workers, thread_name_prefix="picture")  # one for each worker
+        self._aside_thread = ThreadPoolExecutor(1, thread_name_prefix="picture-bytes")
+        self._under_way: dict[bytes, asyncio.Task[None]] = {}  # by source
+        self._num_loading = 0
+        self._counts = PictureCounts()
+        self._loop: _LoopThread | None = None
+
+    @property
+    def counts(self) -> PictureCounts:
+        self._counts.workers_lost = self.pool.num_lost
+        self._counts.kept, self._counts.kept_bytes = len(self.store), self.store.num_bytes
+        return self._counts
+
+    @property
+    def num_under_way(self) -> int:
+        """Pictures that are fetched, wait or are decoded."""
+        return self._num_loading + len(self._under_way)
+
+    async def load(self, sources: Sequence[str]) -> list[LoadedPicture]:
+        """Pictures by URL or data URI, in order. All or none: raises `ValidationError` or `OverloadedError`."""
+        return await self._load(sources)
+
+    def load_sync(self, sources: Sequence[str | bytes | Path | Image.Image]) -> list[LoadedPicture]:
+        """The same for a program without an event loop, which may also name files and have pictures of its own."""
+        if self._loop is None:
+            self._loop = _LoopThread()
+        self._check_number(len(sources))
+        return self._loop.run(self._load([self._open_local(source) for source in sources]))
+
+    def release(self, digests: Iterable[str]) -> None:
+        """Of pictures that were loaded, each as often as it was: the request that needed them has ended."""
+        self.store.release(digests)
+
+    def close(self) -> None:
+        """Ends the workers and removes the files."""
+        self.pool.close()
+        self._fetcher.close()
+        for threads in (self._waiting, self._aside_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
+        if self._loop is not None:
+            self._loop.close()
+        self.store.close()
+
+    async def _load(self, sources: Sequence[str | bytes | _Pixels]) -> list[LoadedPicture]:
+        self._check_number(len(sources))
+        if self.num_under_way + len(sources) > MAX_UNDER_WAY:
+            raise OverloadedError("too many pictures are being loaded")
+        tasks = [asyncio.create_task(self._load_one(source)) for source in sources]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException as error:
+            if isinstance(error, ValidationError):
+                self._counts.refused += 1
+            for task in tasks:
+                task.cancel()
+                task.add_done_callback(self._give_back)
+            raise
+
+    def _give_back(self, task: "asyncio.Task[LoadedPicture]") -> None:
+        if not task.cancelled() and task.exception() is None:
+            self.release([task.result().digest])
+
+    def _check_number(self, num_pictures: int) -> None:
+        if num_pictures > self._max_pictures:
+            raise ValidationError(f"At most {self._max_pictures} image(s) may be provided in one prompt.")
+
+    async def _load_one(self, source: str | bytes | _Pixels) -> LoadedPicture:
+        self._num_loading += 1
+        try:
+            prepared = await self._find(source)
+        finally:
+            self._num_loading -= 1
+        self._counts.loaded += 1
+        self._counts.pixels += prepared.width * prepared.height
+        return LoadedPicture(prepared.digest, prepared.layout, prepared.width, prepared.height)
+
+    async def _find(self, source: str | bytes | _Pixels) -> PreparedPicture:
+        if isinstance(source, _Pixels):
+            return await self._prepare(PictureJob("", size=source.size), source.data)
+        if isinstance(source, bytes):
+            return await self._prepare(PictureJob(""), source)
+        if source.startswith("data:"):
+            uri = await self._aside(len(source), lambda: parse_data_uri(source))
+            return await self._prepare(PictureJob("", uri.format, is_base64=True), uri.data)
+        if not source.lower().startswith(("http://", "https://")):
+            raise invalid_content(source)
+        if not self._fetches:
+            raise ValidationError("Could not fetch image: this server fetches none. Send it as a data URI")
+        started = time.perf_counter()
+        async with self._fetcher.fetch(source) as data:
+            self._counts.fetched += 1
+            self._counts.fetched_bytes += len(data)
+            self._counts.fetch_seconds += time.perf_counter() - started
+            return await self._prepare(PictureJob(""), data)
+
+    async def _prepare(self, job: PictureJob, data: bytes | bytearray) -> PreparedPicture:
+        """From the books, or by a worker. Requests that come with the same bytes at once wait for one."""
+        source = await self._digest(job, data)
+        is_known = True
+        while (prepared := self.store.acquire(source)) is None:
+            is_known = False
+            task = self._under_way.get(source)
+            if task is None:
+                task = asyncio.create_task(self._work(source, job, data))
+                self._under_way[source] = task
+                task.add_done_callback(lambda task: self._forget(source, task))
+            await asyncio.shield(task)  # whoever goes away takes nothing from the others
+        self._counts.hits += is_known
+        return prepared
+
+    def _forget(self, source: bytes, task: "asyncio.Task[None]") -> None:
+        del self._under_way[source]
+        if not task.cancelled():
+            task.exception()  # seen, also if all who wanted to know have gone away
+
+    async def _work(self, source: bytes, job: PictureJob, data: bytes | bytearray) -> None:
+        path = self.store.name_new()
+        job = msgspec.structs.replace(job, output=str(path))
+        started = time.perf_counter()
+        try:
+            async with self._decode_turn():
+                prepared = await _run(self._waiting, lambda: self.pool.prepare(job, data))
+            self.store.add(source, prepared, path)
+        finally:
+            self.store.discard(path)
+            self._counts.prepare_seconds += time.perf_counter() - started
+
+    async def _digest(self, job: PictureJob, data: bytes | bytearray) -> bytes:
+        """Of bytes and of what they are said to be."""
+
+        def compute() -> bytes:
+            digest = hashlib.sha256(repr((job.format, job.is_base64, job.size)).encode() + b"\0")
+            digest.update(data)
+            return digest.digest()
+
+        return await self._aside(len(data), compute)
+
+    async def _aside(self, num_bytes: int, work: Callable[[], Result]) -> Result:
+        """What goes over all bytes of a picture: megabytes of them would hold everybody else up."""
+        return work() if num_bytes <= _DONE_AT_ONCE else await _run(self._aside_thread, work)
+
+    def _open_local(self, source: str | bytes | Path | Image.Image) -> str | bytes | _Pixels:
+        """What only the program that runs here may hand over."""
+        if isinstance(source, Image.Image):
+            check_size(*source.size, self._max_pixels)
+            image = to_rgb(source.copy())
+            return _Pixels(image.size, image.tobytes())
+        if isinstance(source, str) and not source.lower().startswith(("http://", "https://", "data:")):
+            source = Path(source)
+        if isinstance(source, Path):
+            try:
+                check_plain_file(source)
+                with source.open("rb") as file:
+                    source = file.read(self._max_bytes + 1)
+            except (OSError, ValueError, ModelFormatError) as error:
+                raise ValidationError(f"Failed to read image data: {error}") from None
+        if isinstance(source, bytes) and len(source) > self._max_bytes:
+            raise too_large(len(source), self._max_bytes)
+        return source
+
+
+class _LoopThread:
+    """An event loop for callers that have none, or are busy inside their own, as notebooks are."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="pictures", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # of the work, or an interrupt of who waits for it
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+
+def num_decoders(config: ServerConfig) -> int:
+    """Pictures that are decoded at a time."""
+    return config.image_workers or max(_LEAST_WORKERS, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 2))
+
+
+async def _run(threads: ThreadPoolExecutor, function: Callable[[], Result]) -> Result:
+    return await asyncio.get_running_loop().run_in_executor(threads, function)

@@ -1,0 +1,157 @@
+"""Pictures of the requests in the slots: their features, computed when the plan says so, and what a pass reads of them.
+
+Pixels are files of one folder, named by digest, which whoever sends a request keeps for as long as it is under way. A
+file that is not there fails the requests that need it and nobody else: ranks compute on, with zeros.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_inference.devices.device import Device
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.models.model import Model
+from text_generation_inference.models.vision.sight import Sight, place_pictures
+from text_generation_inference.types import Admission, GenerationRequest, PictureSpan, StepPlan
+
+LOST = "an image of the request is not there any more"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Tokens of a slot in a pass."""
+
+    slot: int
+    start: int
+    end: int
+    token: int  # of the pass, where they begin
+
+
+@dataclass(slots=True)
+class _Seeing:
+    spans: list[PictureSpan]
+    positions: np.ndarray | None  # [3, prompt] where pictures have rows and columns of them
+    num_prompt: int
+
+
+class SlotPictures:
+    def __init__(self, device: Device, model: Model, sight: Sight, folder: Path | None) -> None:
+        self._device, self._model, self._sight, self._folder = device, model, sight, folder
+        self._requests: dict[int, _Seeing] = {}  # by slot, of those with pictures, or all with `whole_prompts`
+        self._features: dict[str, Tensor] = {}
+        self._lost: set[str] = set()  # digests whose features are zeros
+
+    def shift_of(self, request: GenerationRequest) -> int:
+        """What positions after the prompt are more than places."""
+        if not request.pictures or not self._sight.rope_axes:
+            return 0
+        return place_pictures(len(request.token_ids), request.pictures, self._sight.merge)[1]
+
+    def admit(self, admission: Admission) -> None:
+        request, sight = admission.request, self._sight
+        if request.pictures or sight.whole_prompts:
+            count, positions = len(request.token_ids), None
+            if sight.rope_axes and request.pictures:
+                positions, _ = place_pictures(count, request.pictures, sight.merge)
+            self._requests[admission.slot] = _Seeing(request.pictures, positions, count)
+
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._requests.pop(slot, None)
+
+    def forget(self) -> None:
+        self._requests.clear()
+        self._features.clear()
+        self._lost.clear()
+
+    def error_of(self, slot: int) -> str | None:
+        """Why what was computed for a slot means nothing."""
+        if not self._lost or slot not in self._requests:
+            return None
+        return LOST if any(span.digest in self._lost for span in self._requests[slot].spans) else None
+
+    def encode(self, plan: StepPlan) -> None:
+        """Drop and compute features as the plan says."""
+        for digest in plan.drop_features:
+            del self._features[digest]
+            self._lost.discard(digest)
+        if not plan.encode:
+            return
+        spans = [self._requests[slot].spans[number] for slot, number in plan.encode]
+        pixels = [self._read(span).to(self._device.torch_device) for span in spans]
+        made = self._model.encode(pixels, [tuple(span.grid) for span in spans])
+        for span, features in zip(spans, made, strict=True):
+            assert features.shape == (span.num_features, self._sight.width), (features.shape, span)
+            self._features[span.digest] = features
+
+    def _read(self, span: PictureSpan) -> Tensor:
+        size = math.prod(span.shape)
+        path = self._folder / span.digest if self._folder is not None else None
+        if path is None or not path.is_file() or path.stat().st_size != size:
+            self._lost.add(span.digest)
+            return torch.zeros(span.shape, dtype=torch.uint8)
+        return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(span.shape)
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def concerns(self, slot: int, start: int, end: int) -> bool:
+        """Whether a pass over these tokens of a slot reads more than ids and places."""
+        request = self._requests.get(slot)
+        if request is None:
+            return False
+        if self._sight.whole_prompts:
+            return start < request.num_prompt
+        if request.positions is not None and start < request.spans[-1].end:
+            return True
+        return any(span.start < end and span.end > start for span in request.spans)
+
+    def put_into(self, batch: Batch, chunks: Sequence[Seen], num_features: int | None = None) -> None:
+        """What a pass over these chunks, at least one of which is concerned, reads of pictures.
+
+        `num_features`: that there are to be, for passes that are padded.
+        """
+        num_tokens = batch.input_ids.shape[0]
+        index = np.full(num_tokens, -1, dtype=np.int64)
+        ends = np.full(num_tokens, -1, dtype=np.int64)
+        places = np.full((3, num_tokens), -1, dtype=np.int64)
+        parts: list[Tensor] = []
+        count = 0
+        for chunk in chunks:
+            request = self._requests.get(chunk.slot)
+            ends[chunk.token : chunk.token + chunk.end - chunk.start] = np.arange(chunk.start + 1, chunk.end + 1)
+            if request is None:
+                continue
+            shift = chunk.token - chunk.start
+            if request.positions is not None:
+                end = min(chunk.end, request.num_prompt)
+                places[:, chunk.start + shift : max(chunk.start, end) + shift] = request.positions[:, chunk.start : end]
+            if self._sight.whole_prompts and chunk.start < request.num_prompt:
+                ends[shift + chunk.start : shift + request.num_prompt] = request.num_prompt
+            for span in request.spans:
+                at = 0
+                for start, length in span.runs:
+                    first, after = max(start, chunk.start), min(start + length, chunk.end)
+                    if first < after:
+                        wanted = slice(at + first - start, at + after - start)
+                        parts.append(self._features[span.digest][wanted])
+                        index[first + shift : after + shift] = np.arange(count, count + after - first)
+                        count += after - first
+                        if self._sight.whole_runs:
+                            ends[first + shift : after + shift] = start + length
+                    at += length
+        device = self._device.torch_device
+        if parts:
+            if num_features is not None:
+                parts.append(parts[0].new_zeros((num_features - count, self._sight.width)))
+            batch.features = torch.cat(parts) if len(parts) > 1 else parts[0]
+            batch.feature_index = torch.from_numpy(index).to(device)  # pyright: ignore[reportUnknownMemberType]
+        if self._sight.whole_runs or self._sight.whole_prompts:
+            batch.visible_ends = torch.from_numpy(ends).to(device)  # pyright: ignore[reportUnknownMemberType]
+        if self._sight.rope_axes:
+            given = torch.from_numpy(places).to(device)  # pyright: ignore[reportUnknownMemberType]
+            batch.grid_positions = torch.where(given >= 0, given, batch.positions)

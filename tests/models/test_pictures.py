@@ -1,0 +1,206 @@
+"""Models that see, whole: tokens and log-probabilities are those of `transformers`, whatever the engine does with steps."""
+
+import hashlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from driving import Output, run, start
+from PIL import Image
+from queue_on_cpu import QueueOnCpu
+from thread_runners import start_threads
+from vision_oracle import FAMILIES, Oracle, Prompt, draw, make_oracle, pictures_of
+
+from text_generation_inference.engine.build import Engine
+from text_generation_inference.errors import StartError
+from text_generation_inference.models.registry import SEEING
+from text_generation_inference.types import GenerationRequest, PictureSpan, SamplingParams
+
+SERVED = [name for name, family in FAMILIES.items() if family.architecture in SEEING]
+NUM_NEW = 18
+PICTURES = [draw(*size, seed=seed) for seed, size in enumerate([(30, 40), (90, 31), (33, 97), (56, 56), (29, 29)])]
+PROMPTS: list[Prompt] = [
+    ["nothing to see here"],
+    ["what is ", PICTURES[0], " in it?"],
+    [PICTURES[1], "and", PICTURES[2], "differ by"],
+    ["five: ", *PICTURES, " are many pictures, and a text that is somewhat longer than the others"],
+    ["what is ", PICTURES[3], " in it?"],  # the text of another
+]
+
+
+@dataclass
+class Served:
+    oracle: Oracle
+    folder: Path  # of pixels
+    expected: list[Output]
+
+    def start(self, **settings: object) -> Engine:
+        return start(self.oracle.folder, picture_folder=str(self.folder), **settings)
+
+    def request(self, number: int, prompt: Prompt, **params: object) -> GenerationRequest:
+        return GenerationRequest(
+            id=number,
+            token_ids=self.oracle.ids(prompt),
+            sampling=SamplingParams(**params),
+            max_new_tokens=NUM_NEW,
+            stop_token_ids=[],
+            seed=0,
+            pictures=self.spans(prompt),
+        )
+
+    def spans(self, prompt: Prompt) -> list[PictureSpan]:
+        """As the front end makes them: runs of the token that stands for features, in order."""
+        rule, ids = self.oracle.rule, self.oracle.ids(prompt)
+        image_id = self.oracle.tokenizer.token_to_id(rule.image_token)
+        places = [place for place, token in enumerate(ids) if token == image_id]
+        return [self._span(picture, places) for picture in pictures_of(prompt)]
+
+    def _span(self, picture: Image.Image, places: list[int]) -> PictureSpan:
+        """Takes the first of `places`, which belong to it."""
+        layout = self.oracle.rule.layout(*picture.size)
+        pixels = self.oracle.rule.pixels(picture, layout)
+        digest = hashlib.sha256(repr((layout, self.oracle.rule.identity)).encode() + pixels.tobytes()).hexdigest()
+        (self.folder / digest).write_bytes(pixels.tobytes())
+        runs: list[tuple[int, int]] = []
+        for place in places[: layout.num_features]:
+            if runs and sum(runs[-1]) == place:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((place, 1))
+        del places[: layout.num_features]
+        return PictureSpan(digest, runs, list(layout.grid), list(layout.shape))
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    folder = tmp_path_factory.mktemp(request.param)
+    oracle = make_oracle(request.param, folder)
+    pixels = folder / "pixels"
+    pixels.mkdir()
+    return Served(oracle, pixels, [oracle.generate(prompt, NUM_NEW) for prompt in PROMPTS])
+
+
+def check(served: Served, outputs: Sequence[Output], numbers: Sequence[int] = range(len(PROMPTS))) -> None:
+    for number, output in zip(numbers, outputs, strict=True):
+        expected = served.expected[number]
+        assert output.error is None
+        count = len(expected.token_ids)  # fewer where the library's model has said its last
+        assert output.token_ids[:count] == expected.token_ids, f"prompt {number}"
+        assert output.logprobs[:count] == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+def test_pictures_change_the_answer(served: Served) -> None:
+    one, other = (served.expected[number].logprobs for number in (1, 4))
+    assert max(abs(a - b) for a, b in zip(one, other, strict=False)) > 0.05
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_batches_of_texts_and_pictures(served: Served, prefix_caching: bool) -> None:
+    engine = served.start(prefix_caching=prefix_caching)
+    requests = [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]
+    check(served, run(engine, requests))
+    again = [served.request(10 + number, prompt) for number, prompt in enumerate(PROMPTS)]
+    check(served, run(engine, again, arrivals=[0, 1, 1, 3, 4]))
+    engine.close()
+
+
+def test_chunks(served: Served) -> None:
+    """Of a few tokens, or of as many as must be computed at once."""
+    longest = max(len(served.oracle.ids(prompt)) for prompt in PROMPTS)
+    whole = served.oracle.name in ("gemma3", "paligemma")
+    engine = served.start(max_batch_prefill_tokens=longest if whole else 7, max_total_tokens=longest + NUM_NEW)
+    requests = [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]
+    check(served, run(engine, requests))
+    engine.close()
+
+
+def test_preemption(served: Served) -> None:
+    """Pictures are computed again, without being sent again."""
+    numbers = [1, 4, 1, 4]
+    blocks = [-(-(len(served.oracle.ids(PROMPTS[number])) + NUM_NEW - 1) // 16) for number in numbers]
+    sizes = {"max_batch_total_tokens": 16 * (sum(blocks) - 1), "max_total_tokens": 16 * max(blocks) + 1}
+    engine = served.start(prefix_caching=False, **sizes)
+    requests = [served.request(place, PROMPTS[number]) for place, number in enumerate(numbers)]
+    check(served, run(engine, requests), numbers)
+    assert engine.loop.scheduler.stats.num_preemptions > 0
+    engine.close()
+
+
+def test_captured_steps(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = QueueOnCpu(tmp_path)
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
+    engine = served.start(max_batch_size=4)
+    requests = [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]
+    check(served, run(engine, requests, arrivals=[0, 0, 2, 3, 5]))
+    assert device.num_replays > 0
+    engine.close()
+
+
+def test_buckets(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = QueueOnCpu(tmp_path)
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
+    longest = max(len(served.oracle.ids(prompt)) for prompt in PROMPTS)
+    shapes = {"bucketing": True, "custom_kernels": False, "max_batch_size": 4, "max_total_tokens": longest + NUM_NEW}
+    engine = served.start(**shapes, max_batch_prefill_tokens=2 * longest, max_input_tokens=longest)
+    requests = [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]
+    check(served, run(engine, requests, arrivals=[0, 0, 2, 3, 5]))
+    assert engine.rank.bucket_stats is not None
+    engine.close()
+
+
+def test_a_picture_is_computed_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = served.start()
+    model, computed = engine.rank.runner.model, []
+    encode = model.encode
+    monkeypatch.setattr(model, "encode", lambda pixels, grids: computed.extend(pixels) or encode(pixels, grids))
+    together = [served.request(number, PROMPTS[1]) for number in range(3)]
+    check(served, run(engine, together), [1, 1, 1])
+    assert len(computed) == 1
+    work = engine.loop.scheduler.picture_work
+    assert (
+        work is not None and work.num_encoded == 1 and work.num_found in (0, 2)
+    )  # in the prefix of one before, or not
+    computed.clear()
+    check(served, run(engine, [served.request(5, PROMPTS[1])]), [1])  # what is in a cached prefix is not even read
+    assert not computed
+    engine.close()
+
+
+def test_pixels_that_are_gone_fail_their_request_alone(served: Served) -> None:
+    engine = served.start()
+    lost, kept = served.request(0, PROMPTS[1]), served.request(1, PROMPTS[4])
+    (served.folder / lost.pictures[0].digest).unlink()
+    outputs = run(engine, [lost, kept])
+    assert outputs[0].error is not None and "not there any more" in outputs[0].error and not outputs[0].token_ids
+    check(served, outputs[1:], [4])
+    alone = served.request(3, PROMPTS[1])  # then no step of another tells the device to forget it
+    (served.folder / alone.pictures[0].digest).unlink()
+    assert run(engine, [alone])[0].error is not None
+    served.spans(PROMPTS[1])  # there again
+    check(served, run(engine, [served.request(2, PROMPTS[1])]), [1])
+    engine.close()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_two_ranks(served: Served) -> None:
+    """Towers are whole on each, the decoder is split."""
+    longest = max(len(served.oracle.ids(prompt)) for prompt in PROMPTS)
+    sizes = {"max_total_tokens": longest + NUM_NEW, "max_batch_prefill_tokens": longest}
+    with start_threads(served.oracle.folder, 2, picture_folder=str(served.folder), **sizes) as engine:
+        check(served, run(engine, [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]))
+
+
+def test_a_folder_that_does_not_say_how_pictures_are_prepared(served: Served, tmp_path: Path) -> None:
+    """Texts are answered as ever, by a model for which that is the same."""
+    folder = shutil.copytree(served.oracle.folder, tmp_path / "copy")
+    (folder / "preprocessor_config.json").unlink()
+    if served.oracle.name == "paligemma":
+        with pytest.raises(StartError, match="cannot be served without pictures, and its folder does not say"):
+            start(folder)
+        return
+    engine = start(folder)
+    assert engine.facts.pictures is None and any("it sees no pictures" in note for note in engine.facts.notes)
+    check(served, run(engine, [served.request(0, PROMPTS[0])]), [0])
+    engine.close()

@@ -1,0 +1,316 @@
+"""From a source to a file of pixels, with real workers; the books of those files."""
+
+import asyncio
+import hashlib
+import http.server
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pictures_here import SIDE, as_uri, encoded, noise, write_model
+
+from text_generation_inference.config import ServerConfig, decoder_environment
+from text_generation_inference.errors import OverloadedError, ValidationError
+from text_generation_inference.files import read_json_object
+from text_generation_inference.pictures import loader as loader_module
+from text_generation_inference.pictures.decode import decode
+from text_generation_inference.pictures.folder import bytes_to_keep, make_picture_folder
+from text_generation_inference.pictures.frames import PreparedPicture
+from text_generation_inference.pictures.loader import PictureLoader
+from text_generation_inference.pictures.rules import find_rule
+from text_generation_inference.pictures.store import PictureStore
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PictureLoader]:
+    """One for all tests that leave it as it was."""
+    config = ServerConfig(allow_private_media=True, max_images_per_request=4, max_image_pixels=100_000)
+    found = PictureLoader(config, model, tmp_path_factory.mktemp("pixels"))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def pictures(shared: PictureLoader) -> Iterator[PictureLoader]:
+    yield shared
+    assert shared.store.num_references == 0
+    shared.store.check()
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[str]:
+    """Serves a picture at any path, of the seed that the path is."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = encoded(noise(int(self.path[1:])))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Content-Type", "text/html")  # which nobody looks at
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_pixels_are_the_rules(pictures: PictureLoader, model: Path) -> None:
+    rule = find_rule(model, read_json_object(model / "config.json"))
+    assert rule is not None
+    data = encoded(noise(1, 90, 50), "JPEG")
+    (found,) = asyncio.run(pictures.load([as_uri(data, "image/jpeg")]))
+    assert (found.width, found.height) == (90, 50)
+    assert found.layout == rule.layout(90, 50)
+    assert found.layout.shape == (1, SIDE, SIDE, 3)
+    assert found.layout.num_features == 4
+    path = pictures.store.folder / found.digest
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    pixels = np.fromfile(path, np.uint8).reshape(found.layout.shape)
+    assert np.array_equal(pixels, rule.pixels(decode(data, None, 10**6), found.layout))
+    parts = [b"1", rule.identity.encode(), repr(found.layout.shape).encode(), b"()"]
+    expected = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts) + pixels.tobytes())
+    assert found.digest == expected.hexdigest()
+    pictures.release([found.digest])
+
+
+def test_known_bytes_are_not_decoded_again(pictures: PictureLoader, site: str) -> None:
+    """The same bytes, in whichever form, have one file; other bytes with the same pixels too."""
+
+    async def run() -> list[str]:
+        image = noise(2)
+        before = pictures.counts
+        hits, loaded, fetched = before.hits, before.loaded, before.fetched
+        sources = [as_uri(encoded(image)), f"{site}/2", as_uri(encoded(image, "BMP"), "image/bmp")]
+        first = await pictures.load(sources)
+        again = await pictures.load(sources)
+        counts = pictures.counts
+        assert counts.hits == hits + 3
+        assert counts.loaded == loaded + 6
+        assert counts.fetched == fetched + 2  # what is there may have changed
+        assert counts.fetch_seconds > 0 and counts.prepare_seconds > 0
+        return [picture.digest for picture in (*first, *again)]
+
+    digests = asyncio.run(run())
+    assert len(set(digests)) == 1
+    pictures.release(digests)
+
+
+def test_who_comes_at_once_with_the_same_picture_waits_for_one(pictures: PictureLoader) -> None:
+    async def run() -> None:
+        hits, seconds = pictures.counts.hits, pictures.counts.prepare_seconds
+        uri = as_uri(encoded(noise(3)))
+        found = await asyncio.gather(*(pictures.load([uri, uri]) for _ in range(10)))
+        digests = [picture.digest for pair in found for picture in pair]
+        assert len(set(digests)) == 1
+        assert pictures.store.num_references == 20
+        assert pictures.counts.hits == hits  # they waited for it
+        assert pictures.counts.prepare_seconds > seconds
+        pictures.release(digests)
+
+    asyncio.run(run())
+
+
+def test_order_is_kept(pictures: PictureLoader, site: str) -> None:
+    sources = [f"{site}/11", as_uri(encoded(noise(12))), as_uri(encoded(noise(13, 7, 300))), f"{site}/12"]
+    found = asyncio.run(pictures.load(sources))
+    assert [(picture.width, picture.height) for picture in found] == [(40, 30), (40, 30), (7, 300), (40, 30)]
+    assert found[1].digest == found[3].digest
+    assert len({picture.digest for picture in found}) == 3
+    pictures.release(picture.digest for picture in found)
+    assert asyncio.run(pictures.load([])) == []
+
+
+GOOD = as_uri(encoded(noise(4)))
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("file:///etc/passwd", "invalid image content: file:///etc/passwd"),
+        ("/etc/passwd", "invalid image content: /etc/passwd"),
+        ("x" * 100, f"invalid image content: {'x' * 60}..."),
+        ("data:image/png;base64,QUJ-", "base64 encoding is invalid: Invalid symbol 45, offset 3."),
+        ("data:image/png;base64,", "invalid image: it is not the PNG that it is said to be"),
+        (as_uri(b"text", "image/bmp"), "invalid image: it is not PNG, JPEG, GIF, WebP, TIFF or BMP"),
+        (as_uri(encoded(noise(1)), "image/jpeg"), "invalid image: it is not the JPEG that it is said to be"),
+        (as_uri(encoded(noise(1))[:700]), "invalid image: it is damaged or incomplete"),
+        (as_uri(encoded(noise(1, 400, 251))), "invalid image: it has more than the 100000 pixels that are allowed"),
+        ("http://127.0.0.1:1/x", "Could not fetch image: the connection failed"),
+        ("http://a\\@b/", "Could not fetch image: the URL holds white space, a backslash or control characters"),
+    ],
+)
+def test_one_bad_picture_fails_all_of_its_request(pictures: PictureLoader, source: str, text: str) -> None:
+    refused = pictures.counts.refused
+    with pytest.raises(ValidationError) as refusal:
+        asyncio.run(pictures.load([GOOD, source, GOOD]))
+    assert str(refusal.value) == text
+    assert pictures.counts.refused == refused + 1
+
+
+def test_numbers_are_limited(pictures: PictureLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValidationError, match=r"^At most 4 image\(s\) may be provided in one prompt\.$"):
+        asyncio.run(pictures.load([GOOD] * 5))
+    monkeypatch.setattr(loader_module, "MAX_UNDER_WAY", 3)
+    with pytest.raises(OverloadedError, match="too many pictures"):
+        asyncio.run(pictures.load([GOOD] * 4))
+    found = asyncio.run(pictures.load([GOOD] * 3))
+    pictures.release(picture.digest for picture in found)
+
+
+def test_who_goes_away_leaves_nothing(pictures: PictureLoader) -> None:
+    async def run() -> None:
+        for pause in (0, 0.001, 0.01):
+            task = asyncio.create_task(pictures.load([as_uri(encoded(noise(1000 + int(pause * 1000)))), GOOD]))
+            await asyncio.sleep(pause)
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                pictures.release(picture.digest for picture in task.result())
+        while pictures.num_under_way:  # what was begun ends
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+def test_urls_may_be_forbidden(model: Path, tmp_path: Path) -> None:
+    loader = PictureLoader(ServerConfig(media_urls=False), model, tmp_path)
+    with pytest.raises(ValidationError, match="^Could not fetch image: this server fetches none"):
+        asyncio.run(loader.load(["https://example.com/x.png"]))
+    loader.close()
+
+
+def test_private_addresses_are_refused_by_default(model: Path, tmp_path: Path, site: str) -> None:
+    loader = PictureLoader(ServerConfig(), model, tmp_path)
+    with pytest.raises(ValidationError, match="^Could not fetch image: the host has no public address$"):
+        asyncio.run(loader.load([f"{site}/1"]))
+    assert loader.pool.pids == []  # nothing was started for it
+    loader.close()
+
+
+def test_without_an_event_loop(model: Path, tmp_path: Path, site: str) -> None:
+    """For `LLM`: pictures, files, bytes, URLs, also from inside somebody's loop."""
+    (tmp_path / "pixels").mkdir()
+    loader = PictureLoader(ServerConfig(allow_private_media=True), model, tmp_path / "pixels")
+    image = noise(5)
+    path = tmp_path / "a picture.png"
+    path.write_bytes(encoded(image))
+    sources = [image, path, str(path), path.read_bytes(), as_uri(path.read_bytes()), f"{site}/5"]
+    found = loader.load_sync(sources)
+    assert len({picture.digest for picture in found}) == 1
+
+    async def inside() -> str:
+        return loader.load_sync([image])[0].digest
+
+    assert asyncio.run(inside()) == found[0].digest
+    assert image.mode == "RGB" and image.size == (40, 30)
+    for bad, text in [
+        (tmp_path / "none.png", "Failed to read image data: "),
+        (str(tmp_path), "Failed to read image data: .* is a folder"),
+        (b"", "invalid image: it is not PNG"),
+        ("\0", "Failed to read image data: "),
+    ]:
+        with pytest.raises(ValidationError, match=text):
+            loader.load_sync([bad])
+    loader.release([picture.digest for picture in found] + [found[0].digest])
+    assert loader.store.num_references == 0
+    loader.close()
+    assert list((tmp_path / "pixels").iterdir()) == []
+    loader.release([found[0].digest])  # a request that ends later
+    with pytest.raises(OverloadedError, match="shutting down"):
+        loader.pool.prepare(loader_module.PictureJob("x"), b"")
+
+
+def test_settings_of_the_family_are_part_of_a_digest(model: Path, tmp_path: Path) -> None:
+    """A picture that is what another setting makes of it too: pixels are equal, digests are not."""
+    white = noise(0).point(lambda _: 255)
+    digests = []
+    for name, side in (("a", 28), ("b", 28), ("c", 56)):
+        folder = write_model(tmp_path / name, side)
+        if name == "b":
+            (folder / "preprocessor_config.json").write_text(
+                (folder / "preprocessor_config.json").read_text().replace('"size"', '"resample": 3, "size"')
+            )
+        (tmp_path / f"{name}-pixels").mkdir()
+        loader = PictureLoader(ServerConfig(image_workers=1), folder, tmp_path / f"{name}-pixels")
+        digests += [picture.digest for picture in loader.load_sync([white])]
+        loader.close()
+    assert len(set(digests)) == 3
+
+
+# -- the store ------------------------------------------------------------------------------------------------------
+
+
+def prepared(number: int, num_bytes: int = 10) -> PreparedPicture:
+    return PreparedPicture(hashlib.sha256(bytes([number])).hexdigest(), 1, 1, (num_bytes,), (), (1,), num_bytes)
+
+
+def put(store: PictureStore, number: int, source: bytes | None = None, num_bytes: int = 10) -> str:
+    path = store.name_new()
+    path.write_bytes(bytes(num_bytes))
+    store.add(source or bytes([number]), prepared(number, num_bytes), path)
+    store.check()
+    assert not path.exists()
+    return prepared(number).digest
+
+
+def test_least_recently_used_files_go_first(tmp_path: Path) -> None:
+    store = PictureStore(tmp_path, 30)
+    digests = [put(store, number) for number in range(3)]
+    assert store.acquire(b"\0") is not None  # used, and in use
+    put(store, 3)
+    assert store.acquire(b"\1") is None
+    assert {path.name for path in tmp_path.iterdir()} == {digests[0], digests[2], prepared(3).digest}
+    put(store, 4, num_bytes=20)  # two others go, the one in use stays
+    assert len(store) == 2
+    with pytest.raises(OverloadedError, match="no room"):
+        put(store, 5, num_bytes=21)
+    store.check()
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("new-")] == []
+    store.release([digests[0]])
+    put(store, 5, num_bytes=21)
+    assert len(store) == 1
+
+
+def test_several_sources_of_one_file(tmp_path: Path) -> None:
+    store = PictureStore(tmp_path, 30)
+    for number in range(200):  # one pixel more or less at the edge of a file, again and again
+        put(store, 1, source=b"source %d" % number)
+    assert len(store) == 1
+    assert [store.acquire(b"source %d" % number) is not None for number in range(200)] == [False] * 136 + [True] * 64
+
+
+def test_what_an_earlier_process_left_is_removed(tmp_path: Path) -> None:
+    for name in ("a" * 64, "new-7", "launcher.lock"):
+        (tmp_path / name).write_bytes(b"x")
+    PictureStore(tmp_path, 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["launcher.lock"]
+
+
+def test_the_folder_is_private_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_picture_folder()
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert bytes_to_keep(folder.path) > 0
+    folder.remove()
+    assert not folder.path.exists()
+    monkeypatch.setattr("text_generation_inference.pictures.folder._MEMORY", tmp_path / "none")
+    on_disk = make_picture_folder()
+    assert on_disk.path.parent != tmp_path / "none"
+    on_disk.remove()
+
+
+def test_decoders_get_no_secrets() -> None:
+    given = {"PATH": "/bin", "PYTHONPATH": "src", "HF_TOKEN": "x", "AWS_SECRET_ACCESS_KEY": "x", "API_KEY": "x"}
+    assert set(decoder_environment(given)) == {"PATH", "PYTHONPATH", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"}
