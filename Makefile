@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PORT ?= 8080
 ARGS ?=
 
-.PHONY: serve try check coverage test test-cuda test-hpu lint format bench image clean help
+.PHONY: serve try check coverage test test-ranks test-cuda test-hpu lint format bench image clean help
 
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -35,13 +35,18 @@ coverage: $(READY)  ## which lines tests reach (needs pytest-cov; TESTS="tests/u
 AGAIN := --last-failed --last-failed-no-failures none
 ANSWERS := $(wildcard $(patsubst %,tests/api/test_%.py,llm native documentation clients check_command settings \
 	token_ids_as_text openai_* openapi_fuzz validation recorded_http bench_offline bench_report))
-ALONE := $(filter-out $(ANSWERS),$(wildcard tests/api/test_*.py)) tests/faults tests/clients
+ALONE := $(filter-out $(ANSWERS),$(wildcard tests/api/test_*.py)) tests/faults tests/clients tests/ray_serve
 TOGETHER := $(ANSWERS) tests/models tests/devices $(FAST_TESTS)
 
 test: $(READY)  ## run all tests
 	-@$(BIN)/python tests/clients/install.py
+	-@$(BIN)/python tests/ray_serve/ray_environment.py
 	$(BIN)/python -m pytest $(ALONE) || $(BIN)/python -m pytest $(AGAIN) $(ALONE)
 	$(BIN)/python -m pytest $(SHARED) $(TOGETHER) || $(BIN)/python -m pytest $(AGAIN) $(TOGETHER)
+
+test-ranks: $(READY)  ## run the tests of the server with every model split over ranks (NUM_SHARD=2)
+	NUM_SHARD=$(or $(NUM_SHARD),2) $(BIN)/python -m pytest tests/api || \
+		NUM_SHARD=$(or $(NUM_SHARD),2) $(BIN)/python -m pytest $(AGAIN) tests/api
 
 test-cuda:  ## run the device suite on a GPU (PYTHON: one with torch for CUDA, Triton and the test packages)
 	PYTHONPATH=src $(PYTHON) -m pytest tests/devices --device cuda
@@ -89,4 +94,4 @@ $(READY): $(LOCKS) pyproject.toml
 	@touch $(READY)
 
 clean:  ## remove the environments
-	rm -rf $(VENV) .venv-clients tests/clients/node/node_modules
+	rm -rf $(VENV) .venv-clients .venv-ray tests/clients/node/node_modules

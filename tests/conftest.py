@@ -33,6 +33,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test-ranks` gives every server several ranks."""
+    if os.environ.get("NUM_SHARD", "1") == "1":
+        return
+    for item in items:
+        if item.get_closest_marker("one_rank"):
+            item.add_marker(pytest.mark.skip(reason="is about one rank"))
+
+
 @pytest.fixture(scope="session")
 def device_name(request: pytest.FixtureRequest) -> str:
     return request.config.getoption("--device")

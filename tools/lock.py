@@ -6,6 +6,7 @@
     requirements-cpu.lock    torch without CUDA, where there is one
     requirements-cuda.lock   what torch for CUDA needs beside it
     tests/clients/python/    NAME.lock, from NAME.in
+    tests/ray_serve/         ray.lock, from ray.in: what Ray needs beyond requirements.lock
 
 Versions stay: to change one, change its line and run this; for clients, run it with --upgrade.
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CLIENTS = ROOT / "tests" / "clients" / "python"
+RAY = ROOT / "tests" / "ray_serve" / "ray.in"
 OLDEST = "3.11"
 # torch without CUDA is a build of its own (2.13.0+cpu), which the public index has not: the files whose hash is known.
 WITHOUT_CUDA = {
@@ -118,14 +120,22 @@ def main_locks() -> None:
 
 def client_locks(upgrade: bool) -> None:
     for source in sorted(CLIENTS.glob("*.in")):
-        lock = source.with_suffix(".lock")
-        before = [] if upgrade or not lock.exists() else pins(lock)
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-            constraints.write("\n".join(f"{pin} ; {marker}" if marker else pin for pin, marker in before))
-            constraints.flush()
-            packages = resolve(source.read_text(), "--universal", "-c", constraints.name)
-        blocks = [block(package, package.get("marker", "")) for package in packages if usable(package)]
-        lock.write_text(HEADER + COMPLETE + "\n".join(blocks) + "\n")
+        write_lock(source, upgrade, [])
+    write_lock(RAY, upgrade, pins(ROOT / "requirements.lock"))
+
+
+def write_lock(source: Path, upgrade: bool, there: list[tuple[str, str]]) -> None:
+    """`there`: what is installed already where this is used, and is not listed again."""
+    lock = source.with_suffix(".lock")
+    before = [*there, *([] if upgrade or not lock.exists() else pins(lock))]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write("\n".join(f"{pin} ; {marker}" if marker else pin for pin, marker in before))
+        constraints.flush()
+        packages = resolve(source.read_text(), "--universal", "-c", constraints.name)
+    known = {plain(pin.partition("==")[0]) for pin, _ in there}
+    wanted = [package for package in packages if usable(package) and plain(package["name"]) not in known]
+    blocks = [block(package, package.get("marker", "")) for package in wanted]
+    lock.write_text(HEADER + COMPLETE + "\n".join(blocks) + "\n")
 
 
 def usable(package: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import transformers
 
 from text_generation_inference.models.refused import REFUSED, Unserved
-from text_generation_inference.models.registry import ARCHITECTURES
+from text_generation_inference.models.registry import ARCHITECTURES, SEEING
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 START, END = "<!-- architectures: tools/models_table.py -->\n", "<!-- end of architectures -->\n"
@@ -18,7 +18,15 @@ def table() -> str:
     """Every architecture with the file that builds it, what that is, and how it is proven."""
     lines = ["| Architecture | File | What it is | Variants tested | Proven against |", "|---|---|---|---|---|"]
     lines += [row(architecture) for architecture in sorted(ARCHITECTURES, key=str.lower)]
+    lines += [seeing_row(architecture) for architecture in sorted(SEEING, key=str.lower)]
     return "\n".join(lines) + "\n"
+
+
+def seeing_row(architecture: str) -> str:
+    name = f"vision.{SEEING[architecture]}"
+    family = import_module(f"text_generation_inference.models.{name}")
+    about = (family.__doc__ or "").strip().partition("\n")[0]
+    return f"| `{architecture}` | `{name}` | {about} | with pictures | `transformers`, all paths |"
 
 
 def row(architecture: str) -> str:

@@ -1,7 +1,7 @@
 """The `tgi` command.
 
 `tgi generate` answers prompts without a server; `serve`, `check` and `download` are the commands of `launch`,
-`bench` is that of `bench`.
+`bench` is that of `bench`, `ray` that of `ray_serve`.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from text_generation_inference.bench import command as bench_command
 from text_generation_inference.config import SETTINGS, ServerConfig, read_environment
 from text_generation_inference.errors import TgiError
 from text_generation_inference.launch import check, command, server_command
+from text_generation_inference.ray_serve import command as ray_command
 from text_generation_inference.types import SamplingParams
 from text_generation_inference.version import __version__
 
@@ -27,6 +28,7 @@ EXIT_ERROR, EXIT_INTERRUPTED = 1, 130
 AddArgument = Callable[..., argparse.Action]  # of a parser or a group
 _OTHER_COMMANDS = {
     "serve": "serve a model over HTTP (the same as text-generation-launcher)",
+    "ray": "serve a model by replicas on a Ray cluster",
     "check": "say whether a model runs here, and with which limits",
     "download": "fetch a model from the hub",
     "bench": "measure how fast a model runs here or a server answers, and show reports",
@@ -38,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     match arguments:
         case ["serve", *rest]:
             return command.main(rest, prog="tgi serve")
+        case ["ray", *rest]:
+            return ray_command.main(rest)
         case ["check", *rest]:
             return check.main(rest)
         case ["download", *rest]:

@@ -8,6 +8,7 @@ Without `configure`, which the processes call with TGI_FAILPOINTS, `failpoint` d
     api.write=delay:0.5         each time, after half a second
     engine.plan=hang            never comes back
     engine.send=kill            the process ends as by SIGKILL
+    1:engine.compute=raise      on rank 1 of a model that is split over ranks; without a number, on rank 0
 """
 
 import os
@@ -28,10 +29,12 @@ PLACES = (
     "engine.encode",
     "engine.send",
     "engine.compile",
+    "rank.load",
     "api.validate",
     "api.submit",
     "api.deliver",
     "api.write",
+    "picture.decode",
 )
 _ACTIONS = ("raise", "memory", "delay", "hang", "kill")
 
@@ -50,7 +53,8 @@ class _Fault:
 class _Faults:
     """What is asked for, and how often each place was met since then."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, rank: int) -> None:
+        self._rank = rank
         self._path = Path(text[1:]) if text.startswith("@") else None
         self._text = ""
         self._by_place: dict[str, _Fault] = {}
@@ -71,17 +75,17 @@ class _Faults:
     def _set(self, text: str) -> None:
         if text != self._text:
             self._text = text
-            self._by_place = _parse(text)
+            self._by_place = _parse(text, self._rank)
             self._met.clear()
 
 
 _faults: _Faults | None = None
 
 
-def configure(text: str | None) -> None:
+def configure(text: str | None, rank: int = 0) -> None:
     """Raises `StartError` for what is no failpoint."""
     global _faults
-    _faults = _Faults(text) if text else None
+    _faults = _Faults(text, rank) if text else None
 
 
 def failpoint(place: str) -> None:
@@ -90,14 +94,17 @@ def failpoint(place: str) -> None:
         _faults.meet(place)
 
 
-def _parse(text: str) -> dict[str, _Fault]:
+def _parse(text: str, rank: int) -> dict[str, _Fault]:
     found: dict[str, _Fault] = {}
     for item in filter(None, (part.strip() for part in text.split(";"))):
-        place, _, what = item.partition("=")
+        where, _, what = item.partition("=")
+        on, _, place = where.rpartition(":")
         what, _, time_met = what.partition("@")
         action, _, seconds = what.partition(":")
-        if place not in PLACES or action not in _ACTIONS:
+        if place not in PLACES or action not in _ACTIONS or not (on or "0").isdigit():
             raise StartError(f"TGI_FAILPOINTS: {item!r} is no failpoint. Places: {', '.join(PLACES)}")
+        if int(on or 0) != rank:
+            continue
         found[place] = _Fault(action, float(seconds or 0), int(time_met) if time_met else None)
     return found
 

@@ -6,27 +6,32 @@ may be interleaved (a stream that is read while another call generates): tokens 
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
+from text_generation_inference.api.pictures import Pictures
 from text_generation_inference.config import ENGINE_SETTINGS, ServerConfig, read_environment
 from text_generation_inference.drive import run_step
 from text_generation_inference.engine.build import Engine, start_engine
 from text_generation_inference.errors import EngineError, RequestError, ValidationError
+from text_generation_inference.pictures.folder import make_picture_folder
 from text_generation_inference.progress import CountBar, StageBars
 from text_generation_inference.text.chat_template import ChatTemplate
+from text_generation_inference.text.offline_pictures import place_pictures, render_pictures
 from text_generation_inference.text.output import RequestText, pick_best
+from text_generation_inference.text.picture_prompt import PicturePrompt, SeenPrompt
 from text_generation_inference.text.prepare import prepare_request
 from text_generation_inference.text.stopping import StopStrings
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.types import Finish, GenerationRequest, Grammar, SamplingParams, TokenOut
 
 Prompt = str | Sequence[int]
+_Options = tuple[bool, str, Grammar | None]  # special tokens are added, salt of the prefix cache
 
 
 class Alternative(msgspec.Struct, frozen=True):
@@ -139,13 +144,20 @@ class LLM(AbstractContextManager["LLM"]):
             "model_id": model,
         }
         self.config = ServerConfig(**given)
+        self._picture_folder = make_picture_folder()
+        self.config = msgspec.structs.replace(self.config, picture_folder=str(self._picture_folder.path))
         self._show_progress = progress
-        with StageBars(enabled=progress) as bars:
-            self.engine: Engine = start_engine(self.config, bars.update)
+        try:
+            with StageBars(enabled=progress) as bars:
+                self.engine: Engine = start_engine(self.config, bars.update)
+        except BaseException:
+            self._picture_folder.remove()
+            raise
         self.facts = self.engine.facts
         self.tokenizer = Tokenizer.load(self.engine.folder)
         self.notes = self.engine.notes
         self._template: ChatTemplate | None = None
+        self._pictures = Pictures.find(self.config, self.facts, self.tokenizer)
         self._ids = count(1)
         self._jobs: dict[int, _Job] = {}
         self._failure: EngineError | None = None
@@ -159,19 +171,32 @@ class LLM(AbstractContextManager["LLM"]):
         add_special_tokens: bool = True,
         cache_salt: str = "",
         grammar: Grammar | None = None,
+        images: Any = None,
     ) -> list[Completion]:
-        """Complete every prompt, in order. A prompt that fails has `finish_reason` "error"; bad input raises."""
+        """Complete every prompt, in order. A prompt that fails has `finish_reason` "error"; bad input raises.
+
+        `images`, for models that see: the pictures of a prompt, or a list with those of each of several: PIL pictures,
+        paths, URLs or bytes. They stand where the prompt has the model's marker for a picture, or before a text
+        without one.
+        """
         batch = _as_batch(prompts)
         all_params = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
         if len(all_params) != len(batch):
             raise ValidationError(f"{len(batch)} prompts but {len(all_params)} sampling parameters")
-        groups = [
-            [self._make_job(prompt, p, add_special_tokens, cache_salt, grammar) for _ in range(p.best_of)]
-            for prompt, p in zip(batch, all_params, strict=True)
-        ]
-        jobs = [job for group in groups for job in group]
-        with CountBar("prompts", len(jobs), enabled=self._show_progress and len(jobs) > 1) as bar:
-            self._run(jobs, bar.update)
+        placed = [self._place(prompt, one) for prompt, one in zip(batch, _as_groups(images, len(batch)), strict=True)]
+        return self._generate(placed, all_params, (add_special_tokens, cache_salt, grammar))
+
+    def _generate(
+        self, batch: Sequence[Prompt | PicturePrompt], all_params: Sequence[SamplingParams], options: _Options
+    ) -> list[Completion]:
+        with self._see(batch) as seen:
+            groups = [
+                [self._make_job(prompt, p, *options) for _ in range(p.best_of)]
+                for prompt, p in zip(seen, all_params, strict=True)
+            ]
+            jobs = [job for group in groups for job in group]
+            with CountBar("prompts", len(jobs), enabled=self._show_progress and len(jobs) > 1) as bar:
+                self._run(jobs, bar.update)
         return [_best(group) for group in groups]
 
     def stream(
@@ -182,13 +207,20 @@ class LLM(AbstractContextManager["LLM"]):
         add_special_tokens: bool = True,
         cache_salt: str = "",
         grammar: Grammar | None = None,
+        images: Any = None,
     ) -> Iterator[StreamedToken]:
-        """Yield tokens as they come. Leaving the loop early ends the request."""
+        """Yield tokens as they come. Leaving the loop early ends the request.
+
+        `images`: as for `generate`; they are loaded when the first token is asked for.
+        """
         params = params or SamplingParams()
         if params.best_of != 1:
             raise ValidationError("`best_of` != 1 is not supported when streaming tokens")
-        job = self._make_job(prompt, params, add_special_tokens, cache_salt, grammar)
-        return self._stream(job)
+        placed = self._place(prompt, _as_groups(images, 1)[0])
+        options = (add_special_tokens, cache_salt, grammar)
+        if isinstance(placed, PicturePrompt) and placed.sources:
+            return self._stream_seen(placed, params, options)
+        return self._stream(self._make_job(prompt, params, *options))
 
     def chat(
         self,
@@ -198,21 +230,35 @@ class LLM(AbstractContextManager["LLM"]):
         grammar: Grammar | None = None,
         **template: Any,
     ) -> Completion:
-        """Answer a conversation: `[{"role": "user", "content": "..."}]`."""
-        prompt = self.render_chat(messages, **template)
-        return self.generate(prompt, params, add_special_tokens=False, grammar=grammar)[0]
+        """Answer a conversation: `[{"role": "user", "content": "..."}]`.
+
+        A content may be parts: `{"type": "text", "text": "..."}`, and for models that see
+        `{"type": "image", "image": x}` with a PIL picture, a path, a URL or bytes, or OpenAI's
+        `{"type": "image_url", "image_url": {"url": "..."}}`.
+        """
+        if self._pictures is None:
+            prompt: Prompt | PicturePrompt = self.render_chat(messages, **template)
+        else:
+            prompt = render_pictures(self._load_template(), messages, self._pictures.words, **template)
+        return self._generate([prompt], [params or SamplingParams()], (False, "", grammar))[0]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
         """The conversation as the text the model was trained on."""
+        return self._load_template().render(messages, **template)
+
+    def _load_template(self) -> ChatTemplate:
         if self._template is None:
             self._template = ChatTemplate.load(self.engine.folder)
-        return self._template.render(messages, **template)
+        return self._template
 
     def close(self) -> None:
         """Free the model. The object cannot be used afterwards."""
         with self._lock:
             self._failure = self._failure or EngineError("this LLM is closed")
             self.engine.close()
+            if self._pictures is not None:
+                self._pictures.loader.close()
+            self._picture_folder.remove()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -224,11 +270,43 @@ class LLM(AbstractContextManager["LLM"]):
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
+    def _place(self, prompt: Prompt, images: Sequence[Any]) -> Prompt | PicturePrompt:
+        """A prompt with its pictures in their places, if the model sees."""
+        if self._pictures is not None and isinstance(prompt, str):
+            return place_pictures(prompt, images, self._pictures.words)
+        if images:
+            why = "the prompt is token ids" if self._pictures is not None else f"{self.facts.model_id} sees no pictures"
+            raise ValidationError(f"`images` cannot be given: {why}")
+        return prompt
+
+    @contextmanager
+    def _see(self, batch: Sequence[Prompt | PicturePrompt]) -> Generator[list[Prompt | SeenPrompt]]:
+        """Prompts with their pictures loaded, for as long as the context lasts."""
+        held: list[str] = []
+        seen: list[Prompt | SeenPrompt] = []
+        try:
+            for prompt in batch:
+                if isinstance(prompt, PicturePrompt):
+                    assert self._pictures is not None
+                    found = self._pictures.loader.load_sync(prompt.sources) if prompt.sources else []
+                    held += [picture.digest for picture in found]
+                    prompt = SeenPrompt(prompt.texts, found)
+                seen.append(prompt)
+            yield seen
+        finally:
+            if self._pictures is not None:
+                self._pictures.loader.release(held)
+
     def _make_job(
-        self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool, cache_salt: str, grammar: Grammar | None
+        self,
+        prompt: Prompt | SeenPrompt,
+        params: SamplingParams,
+        add_special_tokens: bool,
+        cache_salt: str,
+        grammar: Grammar | None,
     ) -> _Job:
         if grammar is not None:
-            self.engine.grammars.compile(grammar)
+            self.engine.compile_grammar(grammar)
         request = prepare_request(
             next(self._ids),
             prompt,
@@ -238,6 +316,7 @@ class LLM(AbstractContextManager["LLM"]):
             add_special_tokens=add_special_tokens,
             cache_salt=cache_salt,
             grammar=grammar,
+            words=None if self._pictures is None else self._pictures.words,
         )
         if params.best_of > 1:
             request = msgspec.structs.replace(request, seed=secrets.randbits(64))
@@ -257,6 +336,10 @@ class LLM(AbstractContextManager["LLM"]):
         finally:
             for job in jobs:
                 self._drop(job)
+
+    def _stream_seen(self, prompt: PicturePrompt, params: SamplingParams, options: _Options) -> Iterator[StreamedToken]:
+        with self._see([prompt]) as (seen,):
+            yield from self._stream(self._make_job(seen, params, *options))
 
     def _stream(self, job: _Job) -> Iterator[StreamedToken]:
         self._start(job)
@@ -336,6 +419,18 @@ def _as_batch(prompts: Any) -> list[Any]:
 
 def _as_list(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value if isinstance(value, int) else list(value)
+
+
+def _as_groups(images: Any, num_prompts: int) -> list[list[Any]]:
+    """The pictures of each prompt: a list, a single one, or nothing. One prompt needs no list around its own."""
+    if images is None:
+        return [[] for _ in range(num_prompts)]
+    given: list[Any] = list(images) if isinstance(images, list | tuple) else [images]
+    if num_prompts == 1 and not (len(given) == 1 and isinstance(given[0], list | tuple)):
+        given = [given]
+    if len(given) != num_prompts:
+        raise ValidationError(f"{num_prompts} prompts but `images` for {len(given)}")
+    return [list(one) if isinstance(one, list | tuple) else [] if one is None else [one] for one in given]
 
 
 def _best(group: list[_Job]) -> Completion:

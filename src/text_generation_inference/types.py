@@ -6,7 +6,6 @@ checks of a struct's own values.
 """
 
 import math
-from typing import Any
 
 import msgspec
 
@@ -170,6 +169,36 @@ class Grammar(msgspec.Struct, frozen=True):
     value: str
 
 
+class PictureSpan(msgspec.Struct, frozen=True, array_like=True):
+    """A picture in a prompt. Its pixels are a file of the engine's picture folder, named by the digest."""
+
+    digest: str  # hexadecimal, of the pixels and of all that decides features: size, grid, settings
+    runs: list[tuple[int, int]]  # (first token, number) in whose places its features stand, in order
+    grid: list[int]  # what the tower must know beside the pixels
+    shape: list[int]  # of the pixels, uint8
+
+    @property
+    def num_features(self) -> int:
+        return sum(count for _, count in self.runs)
+
+    @property
+    def start(self) -> int:
+        return self.runs[0][0]
+
+    @property
+    def end(self) -> int:
+        first, count = self.runs[-1]
+        return first + count
+
+
+class PicturePolicy(msgspec.Struct, frozen=True, array_like=True):
+    """How a model's pictures are computed."""
+
+    max_features: int = 0  # that the device keeps, and that a step computes; 0: the model sees no pictures
+    whole_runs: bool = False  # tokens of a run see each other both ways
+    whole_prompts: bool = False  # tokens of a prompt do
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation, validated: everything the engine needs and nothing it has to check again."""
 
@@ -183,7 +212,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     caller: str = ""  # callers take turns
     adapter: str | None = None
     grammar: Grammar | None = None
-    images: dict[str, Any] = {}  # pixel tensors by content hash
+    pictures: list[PictureSpan] = []  # in the order of the prompt
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
@@ -221,6 +250,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     grow: list[tuple[int, int, list[int]]]  # (slot, place in its block table, block ids)
     decode: bool
     chunks: list[Chunk]
+    drop_features: list[str] = []  # of pictures with these digests, before anything is computed
+    encode: list[tuple[int, int]] = []  # (slot, number among its request's pictures): features are computed first
 
 
 class TopTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -320,6 +351,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []  # how it came up and why its limits are what they are
     quantization: str | None = None  # method and bits; None: matrices are plain
     weight_bytes: int = 0  # on the device
+    pictures: PicturePolicy | None = None  # None: the model sees none
 
 
 class BucketStats(msgspec.Struct, frozen=True, array_like=True):
@@ -336,6 +368,14 @@ class BucketStats(msgspec.Struct, frozen=True, array_like=True):
     decode_needed: int
 
 
+class PictureWork(msgspec.Struct, frozen=True, array_like=True):
+    """Of an engine whose model sees, since the start."""
+
+    num_encoded: int  # pictures whose features were computed
+    num_features: int  # of these
+    num_found: int  # pictures whose features were there, of another request
+
+
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """How busy the engine is."""
 
@@ -347,6 +387,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     num_cached_prompt_tokens: int  # since the start
     buckets: BucketStats | None = None
     num_malformed: int = 0  # messages dropped, since the start
+    pictures: PictureWork | None = None
 
 
 # -- messages between an api process and the engine process --------------------------------------------------------
@@ -396,6 +437,18 @@ class Profiled(msgspec.Struct, frozen=True, array_like=True, tag="profiled"):
 
 ToEngine = Hello | Submit | Abort | Profile
 FromEngine = Ready | TokenOut | EngineLoad | EngineFailed | Profiled
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Which rank a process is, of how many that share one model."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0  # among those of this machine
+    local_world: int = 1
+
+
+ALONE = Place()
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ import httpx2 as httpx
 READY = re.compile(r"Serving .* on http://")
 # A client without one reads all certificates of the machine, which takes 25 ms; nothing here is encrypted.
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+NUM_RANKS = int(os.environ.get("NUM_SHARD", "1"))  # of every server here that is not told otherwise: `make test-ranks`
 _BOUND = re.compile(r'tgi_api_loop_lag_seconds_bucket\{le="([0-9.e-]+)"\}')
 
 
@@ -30,7 +31,14 @@ def free_port() -> int:
 class Server:
     """`text-generation-launcher` in a process of its own."""
 
-    def __init__(self, *arguments: str, wait: bool = True, cache: Path | None = None, **environment: str) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        wait: bool = True,
+        cache: Path | None = None,
+        program: tuple[str, ...] = ("-m", "text_generation_inference.launch.command"),
+        **environment: str,
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.lines: list[str] = []
@@ -39,8 +47,7 @@ class Server:
         self._folder = tempfile.TemporaryDirectory()
         command = [
             sys.executable,
-            "-m",
-            "text_generation_inference.launch.command",
+            *program,
             "--port",
             str(self.port),
             *arguments,

@@ -22,6 +22,7 @@ from text_generation_inference.errors import StartError
 from text_generation_inference.launch.arguments import build_parser, read_arguments
 from text_generation_inference.launch.check import check_model, main
 from text_generation_inference.launch.check_report import KvLayers, render
+from text_generation_inference.layers.cache import TOKEN_ID_BYTES
 from text_generation_inference.models import deepseek_v2, gemma2, mixtral
 from text_generation_inference.models.registry import judge
 from text_generation_inference.weights.hub_access import HubAccess
@@ -86,6 +87,7 @@ def copy(folder: Path, to: Path, **config: Any) -> Path:
     return to
 
 
+@pytest.mark.one_rank  # figures of the whole model
 def test_embedded(tmp_path: Path) -> None:
     done = check("embedded", "--json", "--max-batch-total-tokens", "4096", TGI_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -384,3 +386,30 @@ def test_a_setting_that_the_checkpoint_is_not(tiny: Path) -> None:
     found = report(str(tiny), "--quantize", "gptq")
     assert (found["quantization"], found["quantization_is_supported"], found["fits"]) == (None, False, False)
     assert "`quantize` gptq is for checkpoints in GPTQ or AWQ, which this one is not" in found["problems"][0]
+
+
+def test_what_ranks_hold(tiny: Path) -> None:
+    whole = check_model(ServerConfig(model_id=str(tiny), device="cpu", custom_kernels=False))
+    report = check_model(ServerConfig(model_id=str(tiny), device="cpu", custom_kernels=False, num_shard=4))
+    assert report.fits, report.problems
+    assert (report.num_shard, report.parameters) == (4, whole.parameters)
+    assert whole.kv_bytes_per_token is not None and whole.weight_bytes is not None
+    # Two key/value heads for four ranks: each has one of them, and so half of the cache, not a quarter.
+    [kv_bytes] = {part.kv_bytes_per_token for part in report.ranks}
+    assert kv_bytes == report.kv_bytes_per_token == (whole.kv_bytes_per_token - TOKEN_ID_BYTES) // 2 + TOKEN_ID_BYTES
+    assert report.weight_bytes == max(part.weight_bytes for part in report.ranks)
+    assert whole.weight_bytes < sum(part.weight_bytes for part in report.ranks) < 2 * whole.weight_bytes
+    assert whole.free_bytes is not None and report.free_bytes is not None
+    assert report.free_bytes < 0.3 * whole.free_bytes  # of this machine, which they share
+    text = render(report)
+    assert f"ranks 0, 1, 2, 3: weights 0.00 GB, KV cache {kv_bytes:,} bytes per token" in text, text
+
+
+def test_too_many_ranks_are_refused_before_anything_is_fetched(tiny: Path) -> None:
+    report = check_model(ServerConfig(model_id=str(tiny), device="cpu", custom_kernels=False, num_shard=5))
+    words = "the model cannot be split over 5 ranks: it has 4 attention heads"
+    assert not report.fits and words in report.problems[-1] and "up to 4" in report.problems[-1]
+    with pytest.raises(StartError, match=words):  # whoever fetches a model asks this once the description is there
+        judge(tiny, num_ranks=5)
+    with pytest.raises(StartError, match=words):
+        start_engine(ServerConfig(model_id=str(tiny), device="cpu", num_shard=5))

@@ -18,12 +18,15 @@ from typing import NamedTuple
 import pytest
 
 from text_generation_inference import cli
+from text_generation_inference.api import replica_metrics
 from text_generation_inference.bench import offline_command
 from text_generation_inference.bench.page import command as report_command
 from text_generation_inference.bench.serve import command as serve_command
 from text_generation_inference.bench.static import task as static_task
 from text_generation_inference.launch import measure_command, quantize_command
 from text_generation_inference.launch.arguments import build_parser, read_arguments
+from text_generation_inference.ray_serve.command import build_ray_parser
+from text_generation_inference.ray_serve.command import read_options as read_ray_options
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -140,6 +143,7 @@ READ: dict[str, Callable[[Command], object]] = {
     "text-generation-server": check_server,
     "text-generation-benchmark": lambda command: static_task.read_task(without_output(command.words[1:]), {}, "x"),
     "tgi check": check_check,
+    "tgi ray": lambda command: read_ray_options(build_ray_parser().parse_args(command.words[2:])),
     "tgi bench offline": lambda command: offline_command.read_task(command.words[3:]),
     "tgi bench serve": lambda command: serve_command.read_task(command.words[3:]),
     "tgi bench report": lambda command: report_command.read_task(command.words[3:]),
@@ -212,9 +216,10 @@ def test_files_that_the_docs_name_exist():
 
 
 def test_metrics_of_the_docs_are_those_of_the_server():
-    source = (ROOT / "src" / "text_generation_inference" / "api" / "metrics.py").read_text()
+    api = ROOT / "src" / "text_generation_inference" / "api"
+    source = "".join((api / name).read_text() for name in ("metrics.py", "picture_metrics.py"))
     pages = "".join((ROOT / "docs" / name).read_text() for name in ("observability.md", "buckets.md"))
-    made = set(re.findall(r'"(tgi_[a-z_]+)"', source))
+    made = {*re.findall(r'"(tgi_[a-z_]+)"', source), *(f"tgi_replica_{name}" for name in replica_metrics.FAMILIES)}
     assert len(made) > 30 and made == {
         re.sub(r"_(bucket|sum)$", "", name) for name in re.findall(r"\b(tgi_[a-z_]+)", pages)
     }

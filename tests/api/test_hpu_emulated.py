@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import httpx2 as httpx
-from serving import Server
+from serving import NUM_RANKS, Server
 
 STAND_IN = Path(__file__).parents[1] / "hpu_emulated"
 LIMITS = {"MAX_INPUT_TOKENS": "64", "MAX_TOTAL_TOKENS": "128", "MAX_BATCH_SIZE": "2", "MAX_BATCH_PREFILL_TOKENS": "64"}
@@ -38,7 +38,7 @@ def test_the_product_on_an_emulated_card(http: httpx.Client, model_cache: Path) 
             assert answers(client) == answers(http), "the tokens of the CPU"
             assert client.get("/info").json()["model_device_type"] == "hpu (emulated)"
             streamed = client.post("/generate", json={"inputs": PROMPTS[0], "parameters": {"max_new_tokens": 1}})
-            assert streamed.headers["x-compute-type"] == "1-hpu (emulated)"
+            assert streamed.headers["x-compute-type"] == f"{NUM_RANKS}-hpu (emulated)"
         metrics = running.metrics()
         assert metrics["tgi_bucket_unplanned"] == 0
         assert metrics['tgi_bucket_shapes{state="captured"}'] > 0

@@ -467,3 +467,20 @@ def test_interrupting_ends_cleanly(llm: LLM, model_cache: Path) -> None:
     assert b"interrupted" in errors
     assert b"Traceback" not in errors
     assert time.monotonic() - start < 10
+
+
+def test_ranks_answer_as_one(llm: LLM, model_cache: Path) -> None:
+    """From a thread that ends before they do, too: they belong to the `LLM`."""
+    limits = {"max_batch_total_tokens": 4096, "max_total_tokens": 1024, "progress": False}
+    with ThreadPoolExecutor(1) as pool:
+        several = pool.submit(lambda: LLM(cache_dir=str(model_cache), num_shard=2, **limits)).result()
+    grammar = Grammar("regex", "[a-z]{3,9}(, [a-z]{3,9}){2}")
+    with several:
+        for prompt, params, shape in (
+            ("The capital of France is", SamplingParams(max_new_tokens=8), None),
+            ("Once upon", SamplingParams(max_new_tokens=8, temperature=0.9, top_p=0.9, seed=7), None),
+            ("Colours:", SamplingParams(max_new_tokens=12), grammar),
+        ):
+            expected, found = (each.generate(prompt, params, grammar=shape)[0] for each in (llm, several))
+            assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+        assert idle(several)

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 from events import encode_like_serde, read_events
-from serving import Server
+from serving import NUM_RANKS, Server
 
 from text_generation_inference import LLM, SamplingParams
 from text_generation_inference.text.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ def test_headers_of_whole_answers(http: httpx.Client) -> None:
         parts = [int(headers[f"x-{name}-time"]) for name in ("validation", "queue", "inference")]
         assert whole - 3 <= sum(parts) <= whole
         assert int(headers["x-time-per-token"]) in (parts[2] // 3, parts[2] // 3 + 1)
-        assert headers["x-compute-type"] == "1-cpu"
+        assert headers["x-compute-type"] == f"{NUM_RANKS}-cpu"
 
 
 def test_do_sample_depends_on_whether_parameters_are_there(http: httpx.Client) -> None:
@@ -497,12 +497,14 @@ def test_info(http: httpx.Client) -> None:
         "sha": None,
         "docker_label": None,
         "server_version": version("text-generation-inference"),
+        **({"num_shard": NUM_RANKS} if NUM_RANKS > 1 else {}),
     }
     keys = "model_id model_sha model_pipeline_tag max_concurrent_requests max_best_of max_stop_sequences"
     keys += (
         " max_input_tokens max_total_tokens validation_workers max_client_batch_size router version sha"
         " docker_label server_version"
     )
+    keys += " num_shard" if NUM_RANKS > 1 else ""
     assert " ".join(found) == keys
 
 

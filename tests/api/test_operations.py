@@ -200,6 +200,7 @@ def sockets_of(pid: int) -> set[str]:
     return {os.readlink(link) for link in links if os.path.islink(link)}
 
 
+@pytest.mark.one_rank  # sums connect over the loopback interface: test_ranks_http.py
 def test_only_the_http_port_listens(logged: Server) -> None:
     listening: set[int] = set()
     for pid in (logged.process.pid, *logged.children().values()):

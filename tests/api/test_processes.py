@@ -34,7 +34,7 @@ from traffic import (
 
 from text_generation_inference.api.control import EngineLost, EngineReady, Start
 from text_generation_inference.config import ServerConfig
-from text_generation_inference.launch.private_folder import PrivateFolder, remove_abandoned
+from text_generation_inference.private_folder import PrivateFolder, remove_abandoned
 
 PROMPT = "The capital of France is"
 

@@ -9,6 +9,7 @@ import httpx2 as httpx
 import pytest
 from serving import Server
 
+pytestmark = pytest.mark.one_rank  # that is where values are measured; profiles of ranks: test_rank_processes.py
 KEY, ADMIN = "everyone", "only-me-42"
 TRACES = "rank0_*.pt.trace.json"
 

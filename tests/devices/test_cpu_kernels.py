@@ -571,12 +571,14 @@ def test_stack(ops: NativeOps, name: str, kind: str) -> None:
 
     def pack(layer: FusedLayer) -> FusedLayer:
         matrices = {part: getattr(layer, part) for part in ("qkv", "o", "gate_up", "down")}
-        experts_of = {part: count if part in ("gate_up", "down") else 1 for part in matrices}
+        experts_of = {part: count if count > 1 and part in ("gate_up", "down") else None for part in matrices}
         if "few bits" in kind:
             found = {part: NativeLowBit(ops).pack_low_bit(each, experts_of[part]) for part, each in matrices.items()}
         else:
             found = {
-                part: ops.pack_linear(each) if experts_of[part] == 1 else NativeExperts(ops).pack_experts(each, count)
+                part: ops.pack_linear(each)
+                if experts_of[part] is None
+                else NativeExperts(ops).pack_experts(each, count)
                 for part, each in matrices.items()
             }
         if layer.experts is not None:

@@ -558,6 +558,22 @@ def test_how_it_names_itself(hpu, start_hpu, tiny):
     assert hpu.fp8_max == {1: 0.0, 2: 240.0, 3: 448.0}[hpu.bridge.generation]
 
 
+def test_ranks_launch_what_was_gathered_before_they_sum(hpu, monkeypatch):
+    """HCCL is told first who this is; then `mark_step` goes before each sum, where ops are gathered at all."""
+    from habana_frameworks.torch.distributed import hccl
+
+    from text_generation_inference.devices.hpu import HpuDevice
+    from text_generation_inference.parallel.collectives import Meeting
+
+    asked = []
+    monkeypatch.setattr(hccl, "initialize_distributed_hpu", lambda *about: asked.append(about))
+    monkeypatch.setattr(Meeting, "exchange", lambda meeting, what, said: ["elsewhere", said, said])
+    monkeypatch.setattr(Meeting, "connect", lambda meeting, *about: asked.append(about))
+    device = HpuDevice()
+    device.join_ranks(Meeting(2, 3, None))
+    assert asked == [(3, 2, 1), (device.comm_backend, device.bridge.mark_step if device.bridge.lazy else None)]
+
+
 def test_fp8_need_gaudi_2(hpu):
     from text_generation_inference.devices.hpu import HpuDevice
     from text_generation_inference.engine.memory import check_precision

@@ -6,8 +6,10 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -17,11 +19,12 @@ from queue_on_cpu import QueueOnCpu
 from torch import Tensor
 
 from text_generation_inference.kernels import choice, slot_state
-from text_generation_inference.kernels.choice import Adjustments, SamplingNeeds, Tops
+from text_generation_inference.kernels.choice import Adjustments, GatheredRows, SamplingNeeds, Tops
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.slot_state import FILTERS, SlotState
 from text_generation_inference.sampling import filters as filter_table
 from text_generation_inference.sampling import penalties
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -31,6 +34,7 @@ from text_generation_inference.kernels.triton import filters
 from text_generation_inference.kernels.triton.adjust import Adjust
 from text_generation_inference.kernels.triton.choice import Choice, greedy_into
 
+Found = TypeVar("Found")
 NEUTRAL = [1.0, 0.0, 1.0, 1.0, 0.0, slot_state.ADJUSTED]
 
 
@@ -488,16 +492,98 @@ def test_a_batch_without_filters_needs_two_kernels(device: torch.device) -> None
     check_choice(small_choice(64), logits, state, words([2, 0, 1], device), SamplingNeeds(filters=True, typical=True))
 
 
+# Ranks ------------------------------------------------------------------------------------------------------------
+
+
+class _Waits(Exception):
+    """A rank has said what it has."""
+
+    def __init__(self, said: Tensor) -> None:
+        self.said = said
+
+
+def in_turns(world: int, size: int, compute: Callable[[VocabularyPart], Found]) -> list[Found]:
+    """What each rank computes. They come one after the other, and start again with what all have said so far."""
+    answers: list[Tensor] = []
+    while True:
+        said: list[Tensor] = []
+        found: list[Found] = []
+        for rank in range(world):
+            left = iter(answers)
+
+            def exchange(x: Tensor, left: Iterator[Tensor] = left) -> Tensor:
+                answer = next(left, None)
+                if answer is None:
+                    raise _Waits(x)
+                return answer
+
+            try:
+                found.append(compute(VocabularyPart.of_rank(size, rank, world, exchange)))
+            except _Waits as waits:
+                said.append(waits.said)
+        if found:
+            assert not said
+            return found
+        answers.append(torch.cat(said, dim=-1))
+
+
+def of_part(wanted: Adjustments, part: VocabularyPart) -> Adjustments:
+    """What a rank is told."""
+    masks = [wanted.green, wanted.allowed]
+    green, allowed = (None if m is None else torch.from_numpy(part.cut(m.cpu().numpy())).to(m.device) for m in masks)
+    biases = wanted.biases
+    if biases is not None:
+        biases = biases[:, (biases[1] >= part.start) & (biases[1] < part.end)].clone()
+        biases[1] -= part.start
+    return replace(wanted, green=green, allowed=allowed, biases=biases)
+
+
+def test_ranks_choose_as_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of unequal size, ties between ranks, what is not finite on one rank, everything that adjusts, and a row that
+    is gathered."""
+    monkeypatch.setattr("text_generation_inference.kernels.triton.choice._PART", 64)
+    vocab = 301
+    start = make_state(device, 8, 60, vocab)
+    plain, draws = {"sampling_mode": slot_state.PLAIN}, {"temperature": 0.7}
+    set_filters(start, [plain, plain, plain, draws, draws, {"sampling_mode": slot_state.ADJUSTED}, {"min_p": 0.05}, {}])
+    rows = words([7, 3, -1, 0, 1, 6, 2, 4, 5], device)
+    logits = torch.randn(len(rows), vocab, device=device) * 3
+    logits[3, [100, 101, 150, 300]] = 40.0
+    logits[4, 299] = math.nan
+    logits[6] = -math.inf
+    logits[7, 3] = math.nan
+    wanted = make_adjustments(start, words([7, 3, -1, -1, -1, 6, -1, -1, 5], device), vocab, every=True)
+    gathered = GatheredRows(torch.tensor([5], device=device), SamplingNeeds(filters=True))
+
+    def compute(part: VocabularyPart) -> tuple[Tensor, Tensor]:
+        state, out = twin(start, device), out_for(len(rows), device)
+        mine = logits[:, part.start : part.end].contiguous()
+        asked = SamplingNeeds(adjustments=of_part(wanted, part), gathered=gathered)
+        greedy_into(mine, rows, state, out, part)
+        small_choice(part=64)(mine, rows, state, out, asked, part)
+        return state.words, out
+
+    two, expected = twin(start, device), out_for(len(rows), device)
+    choice.greedy_into(logits, rows, two, expected)
+    choice.choose_into(logits, rows, two, expected, SamplingNeeds(filters=True, adjustments=wanted))
+    assert expected[0, 3] == 100 and expected[1].view(torch.float32).isnan().nonzero()[:, 0].tolist() == [4, 6, 7]
+    for state, out in in_turns(3, vocab, compute):
+        assert torch.equal(state, two.words)
+        assert torch.equal(out[0], expected[0])
+        values, theirs = out[1].view(torch.float32), expected[1].view(torch.float32)
+        torch.testing.assert_close(values, theirs, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
 # For real GPUs ----------------------------------------------------------------------------------------------------
 
 POINTERS = {
     "*bf16": "logits",
     "*fp32": "scores filters parts facts listed penalties",
     "*i64": "lengths seeds prompts",
-    "*i32": "slots places tops top_out out last_tokens pages block_tables plan bins ids rows green allowed penalised tables biases",
+    "*i32": "slots places tops top_out out last_tokens pages page_tables plan bins ids rows green allowed penalised tables biases",
 }
 NUMBERS = (
-    "logits_row filters_row out_row last_row blocks_row top_row penalties_row record vocab num_parts room top_room count adjusted "
+    "logits_row filters_row out_row last_row tables_row top_row penalties_row record vocab start num_parts room top_room count adjusted "
     "wants_tops green_words allowed_words"
 )
 KERNELS = [
@@ -508,11 +594,20 @@ KERNELS = [
     *(("filters", "bound", 4, f"PAD KIND{kind}") for kind in (0, 1)),
     *(("thresholds", "thresholds", 8, f"BLOCK PAD KIND{kind}") for kind in (0, 1)),
     ("adjust", "copy", 8, "PART"),
-    ("adjust", "tally", 4, "HISTORY BLOCK_SIZE"),
-    ("adjust", "penalise", 4, "HISTORY BLOCK_SIZE"),
+    *(("adjust", name, 4, f"HISTORY BLOCK_SIZE SHARED{shared}") for name in ("tally", "penalise") for shared in (0, 1)),
     ("adjust", "bias", 4, "BLOCK"),
 ]
-VALUES = {"PART": 4096, "PAD": 32, "BLOCK": 512, "HISTORY": 1024, "BLOCK_SIZE": 16, "KIND0": 0, "KIND1": 1}
+VALUES = {
+    "PART": 4096,
+    "PAD": 32,
+    "BLOCK": 512,
+    "HISTORY": 1024,
+    "BLOCK_SIZE": 16,
+    "KIND0": 0,
+    "KIND1": 1,
+    "SHARED0": False,
+    "SHARED1": True,
+}
 
 
 def test_kernels_compile(tmp_path: Path, device_name: str) -> None:

@@ -129,6 +129,22 @@ def norm(form: int, dependent: bool = False, centred: bool = False) -> tuple:
     return "norms_rotary", "_norm_kernel", types, values, {"num_warps": 8, "fast": True}
 
 
+def sums(way: int, world: int, width: int = 8192, norm: bool = True, form: int = 0, dtype: str = BF16) -> tuple:
+    """Over ranks: 1 one shot, 2 two shots, 3 gathers."""
+    types = {
+        **dict.fromkeys(("x", "out", "residual", "weight"), dtype), "normed": FP8 if form else dtype, "eps": "fp32",
+        **dict.fromkeys(("scales", "input_scale"), FP32 if form else dtype), "table": "*i64", "counts": "*i32",
+        **words("rank numel per_program residual_row scales_row"),
+    }  # fmt: skip
+    lanes = 1 << (world - 1).bit_length()
+    values = {
+        "WIDTH": width, "PAD": width, "WORLD": world, "LANES": lanes, "WAY": way, "NORM": norm, "FORM": form,
+        "PROGRAMS": 64, "PLACE": 65536, "SHARE": max(128, width // lanes), "DEPENDENT": False, "TRIGGER": True,
+        "MAX_POLLS": 1 << 27,
+    }  # fmt: skip
+    return "all_reduce", "_sum_kernel", types, values, {"num_warps": min(16, max(4, width // 512)), "fast": True}
+
+
 def gate(form: int, width: int = 14336, activation: int = 1, gated: bool = True) -> tuple:
     types = {
         "x": BF16, "out": FP8 if form else BF16, **words("x_row scales_row"),
@@ -231,11 +247,13 @@ def low_bit(
     types = {
         **dict.fromkeys(("x", "bias", "out"), BF16), **LOW_BIT, "order": "*i32", "partial": FP32, "counters": "*i32",
     }  # fmt: skip
+    if changes.get("OFFSET") == 2:
+        types["offset"] = "*u8"
     values = {
         "N": 4096, "K": 4096, "GS": 128, "BITS": 4, "BM": tiling.bm, "BN": tiling.bn, "SPLITS": tiling.splits,
-        "STAGES": tiling.stages, "ONE": one, "IN_PAIRS": False, "GATE": int(one), "ADD": False, "BIAS": False,
+        "STAGES": tiling.stages, "UNROLL": tiling.unroll, "ONE": one, "IN_PAIRS": False, "GATE": int(one), "ADD": False, "BIAS": False,
         "TABLE": False,
-        "OFFSET": False, "ORDER": False, "SPREAD": False, "SWAP": tiling.swap, "ASM": True,
+        "OFFSET": 0, "ORDER": False, "SPREAD": False, "SWAP": tiling.swap, "ASM": 0,
         "DEPENDENT": dependent, **changes,
     }  # fmt: skip
     return (
@@ -255,7 +273,7 @@ def experts_low_bit(bm: int) -> tuple:
     }  # fmt: skip
     values = {
         "N": 2880, "K": 2880, "GS": 32, "BITS": 4, "TOP_K": 4, "BM": bm, "BN": 64, "STAGES": 3, "GATE": 3, "TABLE": True,
-        "OFFSET": False, "ORDER": False, "SPREAD": True, "BIAS": True, "BY_PAIR": bm == 16, "ASM": True,
+        "OFFSET": 0, "ORDER": False, "SPREAD": True, "BIAS": True, "BY_PAIR": bm == 16, "ASM": 0,
         "DEPENDENT": False,
     }  # fmt: skip
     return "experts_low_bit", "grouped_low_bit", types, values, {"num_warps": 4, "fast": True}
@@ -364,6 +382,9 @@ CASES = [
     norm(3),
     norm(0, centred=True),
     norm(1, centred=True),
+    sums(1, 8),
+    sums(2, 3, form=3),
+    sums(3, 2, 4096, norm=False, dtype="*i32"),
     gate(0),
     gate(0, 96, activation=2),
     gate(0, activation=3, gated=False),
@@ -415,10 +436,13 @@ CASES = [
     gemv_fp8(28672, gemv_fp8_shape(28672)),
     gemv_fp8(27648, gemv_fp8_shape(27648, roomy=False)),
     low_bit(low_bit_tiling(16, 4096, 32, False, 132)),
-    low_bit(low_bit_tiling(1, 4096, 32, True, 132), one=True, dependent=True),
+    low_bit(low_bit_tiling(1, 4096, 32, False, 132), one=True, dependent=True),
     low_bit(low_bit_tiling(1, 4096, 32, False, 132), one=True, IN_PAIRS=True, GATE=0),
-    low_bit(low_bit_tiling(8, 4096, 32, False, 132), OFFSET=True),
-    low_bit(low_bit_tiling(32, 4096, 64, False, 132), BITS=8, GS=4096, OFFSET=True),
+    low_bit(low_bit_tiling(8, 4096, 32, True, 132), OFFSET=1),
+    low_bit(low_bit_tiling(16, 4096, 32, True, 132), OFFSET=1),
+    low_bit(low_bit_tiling(1, 4096, 32, False, 132), one=True, IN_PAIRS=True, OFFSET=2),
+    low_bit(low_bit_tiling(64, 4096, 32, False, 132, hopper=True), OFFSET=2, roomy=True),
+    low_bit(low_bit_tiling(32, 4096, 64, True, 132), BITS=8, GS=4096, OFFSET=1),
     low_bit(low_bit_tiling(64, 4096, 32, False, 132, hopper=True), GS=32, SPREAD=True, TABLE=True),
     low_bit(low_bit_tiling(128, 4096, 32, False, 132, hopper=True), roomy=True),
     low_bit(low_bit_tiling(256, 28672, 32, False, 132, hopper=True), roomy=True, SPREAD=True),
@@ -454,7 +478,7 @@ CASES = [
         "choice", "_best_of_part_kernel",
         {
             "logits": BF16, "parts": "*fp32", "slots": "*i32", "filters": "*fp32",
-            **words("logits_row filters_row vocab num_parts"),
+            **words("logits_row filters_row vocab start num_parts"),
         },
         {"PART": 4096}, {},
     ),
@@ -463,12 +487,25 @@ CASES = [
         {"parts": "*fp32", "filters": "*fp32", **SLOTS, **words("out_row last_row filters_row record num_parts")},
         {"PAD": 32}, {"num_warps": 1},
     ),
+    *(
+        (
+            "adjust", f"{name}_kernel",
+            {
+                **dict.fromkeys(["rows", "penalised", "slots", "pages", "page_tables", "tables"], "*i32"), "lengths": "*i64",
+                "prompts": "*i64", "penalties": FP32, "scores": FP32, **words("tables_row record penalties_row vocab start"),
+            },
+            {"HISTORY": 1024, "BLOCK_SIZE": 16, "SHARED": True}, {},
+        )
+        for name in ("tally", "penalise")
+    ),
     ("state", "_write_kernel", {"words": "*i32", "staged": "*i32"}, {"BLOCK": 512}, {}),
     *(
         (
             "state", "_inputs_kernel",
             {
-                **dict.fromkeys(("slots", "at", "last_tokens", "tables", "page_tables", "pages", "seq_lens"), "*i32"),
+                **dict.fromkeys(
+                    ("slots", "at", "last_tokens", "shifts", "tables", "page_tables", "pages", "seq_lens"), "*i32"
+                ),
                 **dict.fromkeys(("lengths", "input_ids", "positions", "kv_index"), "*i64"),
                 **words("count last_row tables_row record"),
             },
@@ -505,6 +542,8 @@ def chosen_for(capability: int, every: bool) -> list[tuple]:
         if (capability < 90 and later) or (not every and (slow or (capability < 90 and kind in seen))):
             continue
         seen.add(kind)
+        if "ASM" in values:
+            case = (*case[:3], values | {"ASM": capability // 10}, options)
         chosen.append(case)
     return chosen
 

@@ -47,14 +47,16 @@ def _seed() -> None:
 
 
 def make(
-    device: torch.device, n: int, k: int, bits: int = 4, group: int = 128, symmetric: bool = True, table: bool = False
-) -> LowBitWeight:
-    """`group` 0: all columns of a row."""
+    device: torch.device, n: int, k: int, bits: int = 4, group: int = 128, symmetric: bool = True, table: bool = False,
+    between: bool = False,
+) -> LowBitWeight:  # fmt: skip
+    """`group` 0: all columns of a row. `between`: offsets are no whole number of codes."""
     values = torch.tensor(NF4, device=device) if table else None
     made = low_bit.quantize(torch.randn(n, k, device=device) * 0.05, bits, group or k, symmetric, values)
     made.scale, made.dtype = made.scale.half(), torch.float16
     if not symmetric:
         made.offset = made.scale.float() * torch.randint(-7, 8, made.scale.shape, device=device)
+        made.offset += 0.3 * made.scale.float() if between else 0
     return made
 
 
@@ -79,12 +81,14 @@ KINDS = {
     "4 bits, odd groups": {"group": 48, "symmetric": False},
     "4 bits by row": {"group": 0},
     "4 bits with offsets": {"symmetric": False},
+    "4 bits with offsets between codes": {"symmetric": False, "between": True},
     "table": {"table": True, "group": 64},
     "table, groups of 128": {"table": True},
     "8 bits": {"bits": 8, "symmetric": False},
     "8 bits, groups of 32": {"bits": 8, "group": 32, "symmetric": False},
     "8 bits by row": {"bits": 8, "group": 0},
 }
+WITH_OFFSETS = ["4 bits with offsets", "4 bits with offsets between codes"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,7 +164,7 @@ def test_tilings(device: torch.device, is_gpu: bool, rows: int, tiling: LowBitGe
         before = out
 
 
-@pytest.mark.parametrize("kind", ["4 bits", "4 bits with offsets", "4 bits, groups of 32", "table", "8 bits by row"])
+@pytest.mark.parametrize("kind", ["4 bits", *WITH_OFFSETS, "4 bits, groups of 32", "table", "8 bits by row"])
 @pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
 @pytest.mark.parametrize("norm", [False, True])
 def test_one_row(device: torch.device, is_gpu: bool, kind: str, gate: str | None, norm: bool) -> None:
@@ -215,6 +219,7 @@ def test_integers_in_groups(device: torch.device) -> None:
     [
         ("4 bits", "silu", 1, None),
         ("4 bits with offsets", "silu", 9, False),
+        ("4 bits with offsets between codes", "silu", 1, None),
         ("4 bits, groups of 32", "gelu_tanh", 3, True),
         ("table", "clamped_swiglu", 7, False),
         ("table, groups of 128", "clamped_swiglu", 1, None),
@@ -263,7 +268,9 @@ def test_experts(
             gate,
             lambda one, two: function(one.half().float(), two.half().float()).half().float(),
         )
-        check(replace(gate_up, quantizes_inputs=True), replace(down, quantizes_inputs=True))
+        # One at a time: what the first product's inputs are rounded by would make other integers of the second's.
+        check(replace(gate_up, quantizes_inputs=True), down)
+        check(gate_up, replace(down, quantizes_inputs=True))
 
 
 @pytest.mark.parametrize("rows", [3, 64, 65])

@@ -181,7 +181,9 @@ def load_matrices(folder: Path, rank: int = 0, world: int = 1, quantize: str | N
     return {f"{prefix}{module.parts[0].name}": module for prefix, module in model.walk() if isinstance(module, Matrix)}
 
 
-def check_same(written: Written, worlds: tuple[int, ...] = (1, 2), quantize: str | None = None) -> list[LowBitWeight]:
+def check_same(
+    written: Written, worlds: tuple[int, ...] = (1, 2, 4), quantize: str | None = None
+) -> list[LowBitWeight]:
     """Bit for bit on every rank; what is held in few bits."""
     held: list[LowBitWeight] = []
     for rank, world in [(rank, count) for count in worlds for rank in range(count)]:

@@ -3,10 +3,12 @@
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,15 +17,18 @@ from torch import Tensor
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.cpu import CpuDevice
+from text_generation_inference.engine.calibrate import read_quant_config
 from text_generation_inference.engine.rank import load_model
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.models.registry import read_config, read_quantization
 from text_generation_inference.parallel import Parallel
+from text_generation_inference.parallel.collectives import Unfused
 from text_generation_inference.quant.choose import choose_quantization
 from text_generation_inference.runner import kv_cache
 from text_generation_inference.weights.source import ModelFolder
 
+T = TypeVar("T")
 PROMPT = [5, 9, 200, 31, 77, 8, 15, 300, 2]
 
 
@@ -38,25 +43,59 @@ def logits_of_ranks(folder: Path, world: int) -> Tensor:
     return _agreed(results)
 
 
-def logits_of_threads(folder: Path, world: int, quantize: str | None = None, ops: Ops | None = None) -> Tensor:
+def check_ranks(folder: Path, expected: Tensor, ops: Ops | None = None, quantize: str | None = None) -> None:
+    """2 and 4 threads as ranks compute these logits of PROMPT, or of as much of it as there is."""
+    for world in (2, 4):
+        found = logits_of_threads(folder, world, quantize, ops)[: len(expected)]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+def check_near_ranks(folder: Path, plain: Tensor, **how: Any) -> None:
+    """The same of what rounds inputs, now and then the other way: the difference is small beside that to `plain`."""
+    one = logits_of_threads(folder, 1, **how)
+    noise = (one - plain).abs().mean()
+    for world in (2, 4):
+        assert (logits_of_threads(folder, world, **how) - one).abs().mean() < 0.1 * noise
+
+
+def logits_of_threads(
+    folder: Path,
+    world: int,
+    quantize: str | None = None,
+    ops: Ops | None = None,
+    by_expert: bool = False,
+    quant_config: str | None = None,
+) -> Tensor:
     """The same by threads, whose sums are real and whose start costs nothing. `ops`: instead of the CPU's."""
+
+    def compute(parallel: Parallel) -> Tensor:
+        with tempfile.TemporaryDirectory() as cache_dir:
+            return _compute(
+                replace(parallel, by_expert=by_expert), folder, Path(cache_dir), quantize, ops, quant_config
+            )
+
+    return _agreed(as_ranks(world, compute))
+
+
+def as_ranks(world: int, compute: Callable[[Parallel], T]) -> list[T]:
+    """What threads in the role of ranks compute together, each with its own `Parallel`."""
     meeting = Meeting(world)
 
-    def compute(rank: int) -> Tensor:
+    def as_rank(rank: int) -> T:
         try:
-            with tempfile.TemporaryDirectory() as cache_dir:
-                return _compute(Together(rank, world, meeting), folder, Path(cache_dir), quantize, ops)
+            return compute(Parallel(rank, world, ThreadCollectives(rank, meeting)))
         except BaseException:
             meeting.barrier.abort()
             raise
 
     with ThreadPoolExecutor(world) as pool:
-        results = [pool.submit(compute, rank) for rank in range(world)]
+        results = [pool.submit(as_rank, rank) for rank in range(world)]
         errors = [error for result in results if (error := result.exception()) is not None]
         for error in errors:
             if not isinstance(error, threading.BrokenBarrierError):
                 raise error
-        return _agreed([result.result() for result in results])
+        return [result.result() for result in results]
 
 
 @dataclass
@@ -77,17 +116,18 @@ class Meeting:
         return found
 
 
-@dataclass(frozen=True)
-class Together(Parallel):
-    """A rank among threads."""
+@dataclass
+class ThreadCollectives(Unfused):
+    """Of one rank among threads."""
 
-    meeting: Meeting = field(default_factory=lambda: Meeting(1))
+    rank: int
+    meeting: Meeting
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return x.copy_(torch.stack(self.meeting.exchange(self.rank, x)).sum(0))
+        return x.copy_(torch.stack(self.all_gather(x)).sum(0))
 
-    def all_gather_last(self, x: Tensor) -> Tensor:
-        return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        return self.meeting.exchange(self.rank, x)
 
 
 def _agreed(results: list[Tensor]) -> Tensor:
@@ -107,13 +147,19 @@ def _run(rank: int, world: int, folder: Path, meeting: Path) -> None:
 
 
 def _compute(
-    parallel: Parallel, folder: Path, cache_dir: Path, quantize: str | None = None, ops: Ops | None = None
+    parallel: Parallel,
+    folder: Path,
+    cache_dir: Path,
+    quantize: str | None = None,
+    ops: Ops | None = None,
+    quant_config: str | None = None,
 ) -> Tensor:
     device = CpuDevice(cache_dir, custom_kernels=False)
     device.ops = ops or device.ops
     config = read_config(folder)
     source = ModelFolder(model_id="tiny", path=folder, note="")
-    quantization = choose_quantization(quantize, read_quantization(config))
+    calibrated = read_quant_config(ServerConfig(quant_config=quant_config))
+    quantization = choose_quantization(quantize, calibrated.quantize(read_quantization(config), device))
     model = load_model(ServerConfig(), source, config, quantization, device, torch.float32, parallel, lambda *_: None)
     cache = kv_cache.allocate(device, model.caches(torch.float32), num_blocks=4)
     model.bind(cache, 64)
@@ -126,4 +172,4 @@ def _compute(
         meta=PagedMeta(torch.tensor([[1]], dtype=torch.int32), 0, [0], [count], count),
     )
     with torch.inference_mode():
-        return model.logits(model.forward(batch, cache)).clone()
+        return model.vocabulary.gather(model.logits(model.forward(batch, cache))).clone()

@@ -18,7 +18,7 @@ from library_checkpoints import (
     whole_checkpoint,
     write_folder,
 )
-from ranks import PROMPT, logits_of_threads
+from ranks import PROMPT, check_ranks, logits_of_threads
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -55,7 +55,7 @@ def test_checkpoints_of_the_library(name: str, tmp_path: Path) -> None:
     check_tokens(folder, model, custom_kernels=name != "fp4")
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT])).logits[0]
-    torch.testing.assert_close(logits_of_threads(folder, 2), logits, atol=1e-4, rtol=1e-4)
+    check_ranks(folder, logits)
 
 
 @pytest.mark.parametrize("name", ON_LOADING_HERE)
@@ -68,25 +68,9 @@ def test_on_loading(name: str, plain: dict[str, Tensor]) -> None:
     check_tokens(DATA / "plain", oracle(DATA / "plain", matrices), quantize=name, dtype=None)
 
 
-@pytest.mark.parametrize("name", ["bitsandbytes-nf4", "eetq"])
-def test_ranks_quantise_what_they_keep(name: str, plain: dict[str, Tensor]) -> None:
-    quantization = ON_LOADING[name]
-    assert isinstance(quantization, LowBitOnLoading)
-
-    def rounded(value: Tensor) -> Tensor:
-        return low_bit.dequantize(quantization.scheme.quantize(value))
-
-    matrices = {}
-    for key, value in plain.items():
-        if key.endswith("_proj.weight"):
-            dim = 1 if key.endswith(("o_proj.weight", "down_proj.weight")) else 0
-            halves = value.chunk(2, dim)
-            # 80 columns are no whole groups of 32: they stay as they are
-            is_kept = name != "eetq" and halves[0].shape[1] % 32
-            matrices[key] = torch.cat([half.float() if is_kept else rounded(half) for half in halves], dim)
-    with torch.no_grad():
-        logits = oracle(DATA / "plain", matrices)(torch.tensor([PROMPT])).logits[0]
-    torch.testing.assert_close(logits_of_threads(DATA / "plain", 2, name), logits, atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("name", ON_LOADING_HERE)
+def test_ranks_have_the_codes_of_one(name: str) -> None:
+    check_ranks(DATA / "plain", logits_of_threads(DATA / "plain", 1, name), quantize=name)
 
 
 def test_eetq() -> None:
@@ -184,7 +168,7 @@ def test_blocks_that_rows_do_not_hold(tmp_path: Path, how: dict, held: set[str])
         assert torch.equal(matrices[name], value), name
     with torch.no_grad():
         logits = oracle(folder, matrices)(torch.tensor([PROMPT])).logits[0]
-    torch.testing.assert_close(logits_of_threads(folder, 2), logits, atol=1e-4, rtol=1e-4)
+    check_ranks(folder, logits)
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "GPT2LMHeadModel"])
@@ -206,7 +190,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     check_tokens(folder, model)
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT])).logits[0]
-    torch.testing.assert_close(logits_of_threads(folder, 2), logits, atol=1e-4, rtol=1e-4)
+    check_ranks(folder, logits)
 
 
 def state(**fields: object) -> Tensor:

@@ -71,7 +71,7 @@ def static(name: str) -> Rounding:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """All matrices are whole squares of 128, on two ranks too."""
+    """All matrices are whole squares of 128, on four ranks too."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_hidden_layers": 2}
     return make_tiny("Llama", sizes, tmp_path_factory.mktemp("wide"))
 
@@ -163,6 +163,8 @@ def test_squares_of_latents(tmp_path: Path) -> None:
         expected = oracle(torch.tensor([PROMPT])).logits[0]
         noise = (tiny.model(torch.tensor([PROMPT])).logits[0] - expected).abs().mean()
     assert (logits_of_threads(folder, 2) - expected).abs().mean() < 0.1 * noise
+    # The values of a head are half a square: every second of 4 ranks widens what it has of them.
+    assert (logits_of_threads(folder, 4) - expected).abs().mean() < noise
 
 
 def test_squares_that_do_not_line_up_are_widened(tmp_path: Path) -> None:
@@ -228,27 +230,33 @@ def test_biases(tmp_path: Path) -> None:
 # -- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def rank_rounding(name: str) -> Rounding:
-    """Each rank quantises its own half of what o and down read."""
-    return lambda x: round_rows(x, 2 if name.endswith(("o_proj", "down_proj")) else 1)
+def rank_rounding(name: str, world: int) -> Rounding:
+    """Each rank quantises its own part of what o and down read."""
+    return lambda x: round_rows(x, world if name.endswith(("o_proj", "down_proj")) else 1)
 
 
 @pytest.mark.parametrize(
     ("config", "quantize", "rounding", "writing"),
     [
-        (SQUARES, by_square, lambda name: round_groups, {"scale_name": "weight_scale_inv"}),
+        (SQUARES, by_square, lambda name, _: round_groups, {"scale_name": "weight_scale_inv"}),
         (compressed("channel", TOKEN), by_row, rank_rounding, {}),
-        (compressed("tensor", STATIC), by_tensor, static, {"input_scale": scale_of, "shape": (1,)}),
+        (
+            compressed("tensor", STATIC),
+            by_tensor,
+            lambda name, _: static(name),
+            {"input_scale": scale_of, "shape": (1,)},
+        ),
     ],
     ids=["squares", "rows", "tensor"],
 )
 def test_ranks(wide: Tiny, tmp_path: Path, config: dict, quantize: Callable, rounding: Callable, writing: dict) -> None:
     folder = write_fp8(wide, tmp_path, config, quantize, **writing)
-    with torch.no_grad():
-        expected = make_oracle(wide, quantize, rounding)(torch.tensor([PROMPT])).logits[0]
-        noise = (wide.model(torch.tensor([PROMPT])).logits[0] - expected).abs().mean()
-    difference = (logits_of_threads(folder, 2) - expected).abs().mean()
-    assert difference < 0.1 * noise
+    for world in (2, 4):
+        with torch.no_grad():
+            oracle = make_oracle(wide, quantize, lambda name, world=world: rounding(name, world))
+            expected = oracle(torch.tensor([PROMPT])).logits[0]
+            noise = (wide.model(torch.tensor([PROMPT])).logits[0] - expected).abs().mean()
+        assert (logits_of_threads(folder, world) - expected).abs().mean() < 0.1 * noise
 
 
 # -- quantising on loading ------------------------------------------------------------------------------------------

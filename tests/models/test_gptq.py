@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from gptq_writing import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import PROMPT, logits_of_threads
+from ranks import PROMPT, check_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,7 +36,9 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return make_tiny("Mixtral", {"num_hidden_layers": 2, "num_local_experts": 3}, tmp_path_factory.mktemp("mixtral"))
+    """Of two ranks one has 24 of the width, and the other begins half way in a group of 16."""
+    sizes = {"num_hidden_layers": 2, "num_local_experts": 3, "intermediate_size": 40}
+    return make_tiny("Mixtral", sizes, tmp_path_factory.mktemp("mixtral"))
 
 
 def write_gptq(source: Path, folder: Path, config: dict | None = None, **changes: object) -> Written:
@@ -80,7 +83,7 @@ CASES: dict[str, dict] = {
 @pytest.mark.parametrize("name", CASES)
 def test_matrices(tiny_llama: Tiny, tmp_path: Path, name: str) -> None:
     held = check_same(write_gptq(tiny_llama.folder, tmp_path, CASES[name]))
-    assert len(held) == 3 * 3 * 4  # ranks, layers, matrices of a layer
+    assert len(held) == 7 * 3 * 4  # ranks, layers, matrices of a layer
     case = {**GPTQ, **CASES[name]}
     assert {weight.bits for weight in held} == {8 if case["bits"] == 8 else 4}
     assert {weight.offset is None for weight in held} == {case["sym"]}
@@ -91,7 +94,7 @@ def test_matrices(tiny_llama: Tiny, tmp_path: Path, name: str) -> None:
 def test_experts(mixtral: Tiny, tmp_path: Path, changes: dict) -> None:
     """Each expert has an order of its own; on two ranks their groups of `w2` are uneven, each in another way."""
     held = check_same(write_gptq(mixtral.folder, tmp_path, changes))
-    assert len(held) == 3 * 2 * 4
+    assert len(held) == 7 * 2 * 4
     orders = [weight.order for weight in held]
     if changes.get("desc_act"):
         assert {None if order is None else order.dim() for order in orders} == {1, 2}
@@ -114,7 +117,19 @@ def test_tokens(tiny_llama: Tiny, mixtral: Tiny, tmp_path: Path, family: str) ->
         assert output.token_ids == reference(model, prompt, 12)[0]
     with torch.no_grad():
         expected = model(torch.tensor([PROMPT])).logits[0]
-    torch.testing.assert_close(logits_of_threads(written.folder, 2), expected, atol=1e-4, rtol=1e-4)
+    check_ranks(written.folder, expected)
+
+
+def test_ranks_in_processes(mixtral: Tiny, tmp_path: Path) -> None:
+    """An order for each expert, whole experts on each rank, shapes of buckets: as one rank without any of it."""
+    written = write_gptq(mixtral.folder, tmp_path, {"group_size": 16, "desc_act": True, "sym": False})
+    requests = [make_request(number, prompt, 12) for number, prompt in enumerate(random_prompts(320, [7, 23]))]
+    shapes: dict[str, Any] = {"bucketing": True, "max_total_tokens": 64, "max_batch_size": 2, "device": "cpu"}
+    engine = start(written.folder, num_shard=2, expert_parallel=True, **shapes)
+    outputs = run(engine, requests)
+    engine.close()
+    for request, output in zip(requests, outputs, strict=True):
+        assert output.token_ids == reference(written.model, request.token_ids, 12)[0]
 
 
 def test_random_weights(tiny_llama: Tiny, tmp_path: Path) -> None:
@@ -156,7 +171,7 @@ def test_awq(tiny_llama: Tiny, tmp_path: Path, changes: dict) -> None:
 
     written = write(tiny_llama.folder, tmp_path, fields, quantize)
     held = check_same(written)
-    assert len(held) == 3 * (3 * 4 - 2) and {weight.offset is None for weight in held} == {not fields["zero_point"]}
+    assert len(held) == 7 * (3 * 4 - 2) and {weight.offset is None for weight in held} == {not fields["zero_point"]}
     if not changes:  # as TGI's flag, and where config.json says nothing
         (written.folder / "config.json").write_text((written.plain / "config.json").read_text())
         assert len(check_same(written, (2,), quantize="gptq")) == len(check_same(written, (2,), quantize="awq")) == 20
@@ -174,7 +189,7 @@ def test_activations_that_are_divided(tmp_path: Path) -> None:
     extra = {f"model.layers.{layer}.mlp.act.scales": torch.rand(width).half() + 0.5 for layer in range(2)}
     divisors = {name.replace("act.scales", "c_proj.weight"): value.float() for name, value in extra.items()}
     written = write(tiny.folder, tmp_path, AWQ, quantize, extra, divisors)
-    assert len(check_same(written)) == 3 * 2 * 3
+    assert len(check_same(written)) == 7 * 2 * 3
 
 
 @pytest.mark.parametrize("size", [-1, 64])
@@ -187,7 +202,7 @@ def test_marlin(wide: Tiny, tmp_path: Path, size: int) -> None:
 
     config = {**GPTQ, "group_size": size, "checkpoint_format": "marlin"}
     written = write(wide.folder, tmp_path, config, quantize)
-    assert len(check_same(written)) == 3 * 4
+    assert len(check_same(written)) == 7 * 4
     (written.folder / "config.json").write_text((written.plain / "config.json").read_text())
     assert len(check_same(written, (1,), quantize="marlin")) == 4
 
@@ -214,7 +229,7 @@ def test_one_matrix_unlike_the_others(tiny_llama: Tiny, tmp_path: Path) -> None:
         return made, {**tensors, **({} if name == "lm_head.weight" else {"bias": torch.zeros(len(weight))})}
 
     held = check_same(write(tiny_llama.folder, tmp_path, config, quantize))
-    assert sorted(weight.bits for weight in held) == [4] * 9 + [8] * 18  # gate_up; qkv and down of 3 layers on 3 ranks
+    assert sorted(weight.bits for weight in held) == [4] * 21 + [8] * 42  # gate_up; qkv and down of 3 layers on 7 ranks
 
 
 def test_orders_that_differ(tiny_llama: Tiny, tmp_path: Path) -> None:
@@ -245,7 +260,7 @@ def test_files_of_tgi(tiny_llama: Tiny, tmp_path: Path) -> None:
     extra = {"gptq_bits": torch.tensor([8]), "gptq_groupsize": torch.tensor([16]), "gptq_sym": torch.tensor([0])}
     for number, config in enumerate((None, GPTQ)):
         written = write(tiny_llama.folder, tmp_path / str(number), config, quantize, extra)
-        assert len(check_same(written, quantize="gptq")) == 3 * 3 * 4
+        assert len(check_same(written, quantize="gptq")) == 7 * 3 * 4
 
 
 def test_biases_of_the_file(tiny_llama: Tiny, tmp_path: Path) -> None:

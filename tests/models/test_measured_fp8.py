@@ -14,6 +14,7 @@ import pytest
 import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start
 from fp8_writing import by_row, is_matrix, make_oracle, prompt_scores, round_fp8, write_fp8
+from ranks import check_near_ranks, logits_of_threads
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -254,6 +255,9 @@ def test_static_scales_compute_what_an_oracle_computes(
         torch.testing.assert_close(weight.scale[:rows], scale.expand(rows, 1)[:, 0])
         assert torch.equal(weight.data[:rows].view(torch.uint8), data.view(torch.uint8))
     assert (scores(engine) - expected).abs().mean() < 0.1 * noise
+    if not cache:
+        plain = logits_of_threads(tiny_llama.folder, 1)
+        check_near_ranks(tiny_llama.folder, plain, quant_config=config)
 
 
 def test_a_file_in_the_layout_of_the_toolkit(tiny_llama: Tiny, tmp_path: Path) -> None:

@@ -129,7 +129,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], 
     "gpt2": ("GPT2LMHeadModel", {}, {}, without_prefix_with_masks),
     "bloom": ("BloomForCausalLM", {}, {"n_embed": 96, "hidden_size": "gone"}, renamed(("transformer.", ""))),
     "opt": ("OPTForCausalLM", {}, {}, renamed(("model.decoder.", "decoder."))),
-    "gemma3": ("Gemma3ForConditionalGeneration", {}, {}, renamed(("model.language_model.", "language_model.model."))),
     "mpt": ("MptForCausalLM", {}, {"architectures": ["MPTForCausalLM"]}, dict),
     "falcon-rw": (
         "FalconForCausalLM",

@@ -11,7 +11,8 @@ from ranks import PROMPT, logits_of_threads
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.launch.check import check_model
-from text_generation_inference.models.registry import ARCHITECTURES
+from text_generation_inference.layers.experts import Experts
+from text_generation_inference.models.registry import ARCHITECTURES, build, read_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,10 +53,18 @@ def test_bucketed(tiny: Tiny, expected: Expected, tmp_path: Path, monkeypatch: p
     check_bucketed(tiny.folder, expected, tmp_path, monkeypatch)
 
 
-def test_two_ranks(tiny: Tiny) -> None:
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ranks(tiny: Tiny, world: int) -> None:
+    """3 divides few of their numbers of heads and widths; 4 are more than there are keys and values. Experts are split
+    by width, and each with one rank."""
     with torch.no_grad():
         expected = tiny.model(torch.tensor([PROMPT])).logits[0]
-    torch.testing.assert_close(logits_of_threads(tiny.folder, 2), expected, atol=1e-4, rtol=1e-4)
+    model = build(read_config(tiny.folder))
+    has_experts = any(isinstance(module, Experts) for _, module in model.walk())
+    for by_expert in (False, True)[: 1 + has_experts]:
+        found = logits_of_threads(tiny.folder, world, by_expert=by_expert)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
 def test_check(tiny: Tiny) -> None:

@@ -112,6 +112,11 @@ def test_dummy_weights(olmo: Tiny, tmp_path: Path) -> None:
     engine.close()
 
 
+def test_ranks_are_refused(olmo: Tiny) -> None:
+    with pytest.raises(StartError, match="served through transformers is not split over ranks: use one"):
+        start(olmo.folder, num_shard=2)
+
+
 def test_check_says_so(olmo: Tiny) -> None:
     report = check_model(ServerConfig(model_id=str(olmo.folder)))
     assert report.is_supported and transformers_fallback.NOTE in report.notes

@@ -181,13 +181,16 @@ class Harness:
                 num_decode = len(self.scheduler._in_flight[-1].decode_rows) * self.scheduler.policy.tokens_per_row
                 assert num_prefill + num_decode <= self.scheduler.policy.max_batch_prefill_tokens
             self.count_admissions(plan)
-            self.runner.spoil_blocks(self.pool._empty)
+            self.spoil()
             self.pending.append(self.runner.execute(plan))
             self.compare_books()
         while self.pending and (len(self.pending) > self.overlap or plan is None):
             result = self.pending.popleft()
             step_s = hash((result.step, 5)) % 30 / 1000  # any at all: how long steps take never changes a token
             self.take(result, step_s)
+
+    def spoil(self) -> None:
+        self.runner.spoil_blocks(self.pool._empty)
 
     def take(self, result: StepResult, step_s: float = 0.0) -> None:
         out = self.scheduler.apply(result, step_s)

@@ -28,6 +28,7 @@ from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.runner.runner import Runner
 from text_generation_inference.runner.shapes.buckets import Axis, BucketPlan, BucketSettings, PlanLimits, plan_buckets
 from text_generation_inference.runner.warm.warm_up import WarmUp
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.scheduler import Scheduler
@@ -55,8 +56,11 @@ def expected_output(request: GenerationRequest) -> list[int]:
 class OracleModel:
     """Hidden states are sums of entries; logits prefer that sum modulo the vocabulary."""
 
+    sight = None
+
     def __init__(self) -> None:
         self.vocab_size = VOCAB
+        self.vocabulary = VocabularyPart.whole(VOCAB)
         self.keys: set[object] = set()
 
     def bind(self, kv_cache: list[tuple[Tensor, Tensor]], num_positions: int) -> None:

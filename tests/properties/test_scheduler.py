@@ -17,10 +17,11 @@ from hypothesis import given
 
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.scheduler.blocks import BlockPool
-from text_generation_inference.scheduler.prefix import PrefixIndex, root_of
+from text_generation_inference.scheduler.prefix import PrefixIndex
 from text_generation_inference.scheduler.request import Request
 from text_generation_inference.scheduler.scheduler import Scheduler
 from text_generation_inference.types import (
+    PictureSpan,
     StepPlan,
     StepResult,
     TopTokens,
@@ -150,16 +151,16 @@ def test_whatever_else_decides_the_cache_separates_prefixes() -> None:
         make(0, [1], 1),
         make(1, [1], 1, cache_salt="a"),
         make(2, [1], 1, adapter="a"),
-        make(3, [1], 1, images={"a": None}),
-        make(4, [1], 1, images={"a": None, "b": None}),
+        make(3, [1], 1, pictures=[PictureSpan("a0", [(0, 1)], [], [])]),
+        make(4, [1], 1, pictures=[PictureSpan("b0", [(0, 1)], [], [])]),
     ]
     pool = BlockPool(100, 1)
     for number, source in enumerate(sources):
-        assert pool.match([1], root_of(source)) == []
         request = Request(source, number, 0)
+        assert pool.match(request.tokens, request.root) == []
         request.blocks = pool.try_take(1) or []
         pool.publish(request, 1)
-        assert pool.match([1], root_of(source)) == request.blocks
+        assert pool.match(request.tokens, request.root) == request.blocks
 
 
 def test_least_recently_used_prefix_is_evicted_first() -> None:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from decimal import ROUND_CEILING, Decimal, localcontext
 from itertools import pairwise
 from pathlib import Path
@@ -487,6 +489,38 @@ def test_a_graph_for_which_the_device_lacks_memory_is_left_out(plan: ShapePlan) 
     assert runner.without == set(large) and runner.graphs == set(plan.shapes) - set(large)
     assert runner.order == [bucket for bucket in plan.shapes for _ in range(1 + (bucket.cost >= 200))]
     assert [shape.captured for shape in work.shapes] == [bucket.cost < 200 for bucket in plan.shapes]
+
+
+@pytest.mark.parametrize("rooms", [(9 * 10**9, 20 * 10**9), (10**12, 9 * 10**9)])
+def test_ranks_go_without_the_same_graphs(rooms: tuple[int, int]) -> None:
+    """The one that has least decides, whichever it is; a second one lacks what nobody predicted."""
+
+    class LacksOne(FakeRunner):
+        def warm(self, bucket: Bucket, scored: bool = False) -> None:
+            if bucket == PLAN.decode[1] and self.captures(bucket):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().warm(bucket, scored)
+
+    runners = [FakeRunner(PLAN, rooms[0]), LacksOne(PLAN, rooms[1])]
+    barrier, said = threading.Barrier(2, timeout=20), [0, 0]
+
+    def warm(rank: int) -> WarmUp:
+        def minimum(number: int) -> int:
+            said[rank] = number
+            barrier.wait()
+            least = min(said)
+            barrier.wait()
+            return least
+
+        work = WarmUp(runners[rank], runners[rank], reserve=2049 * 10**6, minimum=minimum)
+        work.run()
+        return work
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(warm, range(2))
+    assert runners[0].without == runners[1].without and PLAN.decode[1] in runners[0].without
+    assert len(runners[0].without) > 1 and runners[0].graphs >= runners[1].graphs
+    assert first.num_lacking == second.num_lacking == 1
 
 
 def test_predictions_are_in_proportion() -> None:

@@ -9,8 +9,9 @@ import pytest
 from text_generation_inference.api.chat_prompt import chat_job
 from text_generation_inference.api.errors import openai_error
 from text_generation_inference.api.openai_bodies import ChatRequest
-from text_generation_inference.errors import TemplateError
+from text_generation_inference.errors import TemplateError, ValidationError
 from text_generation_inference.text.chat_template import ChatTemplate, read_prompt
+from text_generation_inference.text.picture_prompt import PicturePrompt, PictureWords
 
 FILES = Path(__file__).parent / "templates"
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -117,3 +118,52 @@ def test_documents_have_a_template_of_their_own() -> None:
     assert render_by(sources, HI) == "plain"
     assert render_by(sources, HI, documents=[{"text": "a"}]) == "1 documents"
     assert render_by({"default": "plain {{ documents | length }}"}, HI, documents=[{"text": "a"}]) == "plain 1"
+
+
+# -- models that see -------------------------------------------------------------------------------------------------
+
+DATA = "data:image/png;base64," + "A" * 1_000_000
+PICTURE = {"type": "image_url", "image_url": {"url": DATA}}
+LOOK = {"role": "user", "content": [{"type": "text", "text": "Look:"}, PICTURE, {"type": "text", "text": "well?"}]}
+
+
+def words(marker: str) -> PictureWords:
+    reserved = (marker, "<soft>")
+    return PictureWords("<soft>", 7, marker, reserved, frozenset({7}), False, lambda text, bos: text)
+
+
+def see(name: str, as_parts: bool, *messages: dict[str, Any]) -> PicturePrompt | None:
+    template = ChatTemplate((FILES / f"{name}.jinja").read_text(), "<s>", "</s>")
+    body = msgspec.convert({"messages": list(messages)}, ChatRequest)
+    job = chat_job(body, template, [], words("<start_of_image>"), as_parts)
+    assert len(job.frame) < 100_000  # data never goes through a template
+    assert job.shown is not None
+    return job.shown.split(read_prompt(template.process.exchange(job.frame)))
+
+
+@pytest.mark.parametrize(("name", "as_parts"), [("gemma3", True), ("gemma3", False), ("yi", False), ("vicuna", False)])
+def test_pictures_keep_their_place_in_every_template(name: str, as_parts: bool) -> None:
+    found = see(name, as_parts, LOOK, {"role": "assistant", "content": "One."}, LOOK)
+    assert found is not None and found.sources == [DATA, DATA]
+    first, between, last = found.texts
+    assert first.endswith("Look:") and between.startswith("well?") and between.endswith("Look:")
+    assert last.startswith("well?") and "One." in between
+
+
+def test_a_template_that_loses_a_picture_is_given_texts_instead() -> None:
+    """One that shows the parts of tools as they are has no marker for them."""
+    source = "{% for m in messages %}{{ m.content if m.role == 'tool' else m.content[0].type }}{% endfor %}"
+    template = ChatTemplate(source)
+    body = msgspec.convert({"messages": [{"role": "tool", "content": [PICTURE]}]}, ChatRequest)
+    job = chat_job(body, template, [], words("<start_of_image>"), True)
+    assert job.shown is not None and job.shown.split(read_prompt(template.process.exchange(job.frame))) is None
+    job = chat_job(body, template, [], words("<start_of_image>"), False)
+    assert job.shown is not None
+    assert job.shown.split(read_prompt(template.process.exchange(job.frame))) == PicturePrompt(["", ""], [DATA])
+
+
+def test_markers_typed_by_users_are_refused_by_field() -> None:
+    with pytest.raises(ValidationError, match=r"`messages\[1\].content` holds '<soft>'"):
+        see("yi", False, HI, {"role": "user", "content": "a <soft> b"})
+    with pytest.raises(ValidationError, match=r"`messages\[0\].content` holds '<start_of_image>'"):
+        see("gemma3", True, {"role": "user", "content": [PICTURE, {"type": "text", "text": "<start_of_image>"}]})

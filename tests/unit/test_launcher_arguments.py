@@ -13,7 +13,6 @@ import pytest
 from text_generation_inference.config import SETTINGS, ServerConfig, flag_of, variable_of
 from text_generation_inference.config.effects import explain
 from text_generation_inference.config.variables import setting_names
-from text_generation_inference.devices.visible import count_devices
 from text_generation_inference.errors import StartError
 from text_generation_inference.launch.arguments import Launch, build_parser, read_arguments, sections
 from text_generation_inference.runner.shapes import BucketPlan, CapturedShapes, describe_plan
@@ -25,6 +24,7 @@ TABLE: list[tuple[str, str, str, str, Any]] = [
     ("--validation-workers", "VALIDATION_WORKERS", "3", "validation_workers", 3),
     ("--sharded", "SHARDED", "false", "sharded", False),
     ("--num-shard", "NUM_SHARD", "1", "num_shard", 1),
+    ("--num-replicas", "NUM_REPLICAS", "3", "num_replicas", 3),
     ("--dtype", "DTYPE", "bfloat16", "dtype", "bfloat16"),
     ("--trust-remote-code", "TRUST_REMOTE_CODE", "", "trust_remote_code", True),
     ("--max-concurrent-requests", "MAX_CONCURRENT_REQUESTS", "9", "max_concurrent_requests", 9),
@@ -89,6 +89,22 @@ TABLE: list[tuple[str, str, str, str, Any]] = [
     ("--bucket-strategy", "VLLM_BUCKETING_STRATEGY", "linear", "bucket_strategy", "linear"),
     ("--quant-config", "QUANT_CONFIG", "q.json", "quant_config", "q.json"),
     ("--admin-api-key", "ADMIN_API_KEY", "secret", "admin_api_key", "secret"),
+    ("--expert-parallel", "EXPERT_PARALLEL", "", "expert_parallel", True),
+    ("--rank-token", "RANK_TOKEN", "secret", "rank_token", "secret"),
+    (
+        "--allowed-media-domains",
+        "ALLOWED_MEDIA_DOMAINS",
+        "a.example,b.example",
+        "allowed_media_domains",
+        ["a.example", "b.example"],
+    ),
+    ("--allow-private-media", "ALLOW_PRIVATE_MEDIA", "", "allow_private_media", True),
+    ("--no-media-urls", "", "", "media_urls", False),
+    ("--max-image-fetch-size", "MAX_IMAGE_FETCH_SIZE", "100", "max_image_fetch_size", 100),
+    ("--image-fetch-timeout", "IMAGE_FETCH_TIMEOUT", "2.5", "image_fetch_timeout", 2.5),
+    ("--max-image-pixels", "MAX_IMAGE_PIXELS", "1000", "max_image_pixels", 1000),
+    ("--max-images-per-request", "MAX_IMAGES_PER_REQUEST", "0", "max_images_per_request", 0),
+    ("--image-workers", "IMAGE_WORKERS", "3", "image_workers", 3),
 ]
 # Flags that are understood and refused: flag, environment variable, text, start of the error.
 REFUSED = [
@@ -99,6 +115,8 @@ REFUSED = [
     ("--rope-factor", "ROPE_FACTOR", "2.0", "`rope_factor` is set to 2.0, which is not supported"),
     ("--lora-adapters", "LORA_ADAPTERS", "org/a", "`lora_adapters` is set to 'org/a', which is not supported"),
     ("--ngrok", "NGROK", "", "`ngrok-authtoken` must be set when using ngrok tunneling"),
+    ("--nnodes", "NNODES", "2", "`master_addr` must be the address of machine 0"),
+    ("--node-rank", "NODE_RANK", "1", "`node_rank` must be < `nnodes`. Given: 1 and 1"),
 ]
 VARIABLES_ONLY = [
     ("HF_HUB_OFFLINE", "1", "offline", True),
@@ -108,7 +126,7 @@ VARIABLES_ONLY = [
     ("ATTENTION", "paged", "attention", "paged"),
     ("LOG_LEVEL", "debug", "log_level", "debug"),
     ("COMPUTE_TYPE", "4-a10g", "compute_type", "4-a10g"),
-    ("MAX_IMAGE_FETCH_SIZE", "100", "max_image_fetch_size", 100),
+    ("MEDIA_URLS", "0", "media_urls", False),
     ("AIP_HTTP_PORT", "8081", "aip_http_port", 8081),
     ("AIP_PREDICT_ROUTE", "/p", "aip_predict_route", "/p"),
     ("AIP_HEALTH_ROUTE", "/h", "aip_health_route", "/h"),
@@ -160,7 +178,7 @@ def test_tables_hold_every_flag() -> None:
     # Every setting can be set from outside, but for those that only tests and `LLM` need.
     fields = {*with_flag, *(row[2] for row in VARIABLES_ONLY)}
     fields |= {name.lower() for name in setting_names()}
-    assert set(ServerConfig.__struct_fields__) - fields == {"seed", "overlap", *OTHERS}
+    assert set(ServerConfig.__struct_fields__) - fields == {"seed", "overlap", "picture_folder", *OTHERS}
 
 
 def test_defaults_of_the_reference() -> None:
@@ -184,12 +202,12 @@ def test_defaults_of_the_reference() -> None:
         "otlp_service_name": "text-generation-inference.router",
         "max_client_batch_size": 4,
         "usage_stats": "on",
-        "payload_limit": 2000000,
         "graceful_termination_timeout": 90,
         "max_image_fetch_size": 1073741824,
         "watermark_gamma": 0.5,
         "watermark_delta": 2.0,
         "num_shard": 1,
+        "nnodes": 1,
         "hpu_memory_fraction": 0.8,
         "tgi_graph_reserved_mem": 0.1,
         "prof_path": "/tmp/hpu_profile",
@@ -198,8 +216,18 @@ def test_defaults_of_the_reference() -> None:
     assert {name: getattr(config, name) for name in expected} == expected
     others = {"cors_allow_origin": [], "log_level": "info", "load_format": "safetensors", "device": "auto"}
     others["max_step_ms"] = 250
+    others["num_replicas"] = 1
     others["reasoning_format"] = "auto"
-    switches = ("prefix_caching", "prefill_chunking", "custom_kernels", "overlap", "warmup_enabled")
+    others |= {"image_fetch_timeout": 20.0, "max_image_pixels": 1 << 26, "max_images_per_request": 32}
+    switches = (
+        "prefix_caching",
+        "prefill_chunking",
+        "custom_kernels",
+        "overlap",
+        "picture_folder",
+        "warmup_enabled",
+        "media_urls",
+    )
     gaudi = ("enable_hpu_graph", "use_flash_attention", "flash_attention_recompute")
     others |= dict.fromkeys((*switches, *gaudi), True)
     for name in set(ServerConfig.__struct_fields__) - expected.keys():
@@ -281,8 +309,8 @@ def test_errors_in_the_words_of_the_reference(arguments: str, error: str) -> Non
         ("--frob", "unrecognized arguments: --frob (see launcher --help)"),
         ("--max-batch", "unrecognized arguments: --max-batch"),  # no abbreviations
         ("org/model", "unrecognized arguments: org/model"),
-        ("--num-shard 2", "`num_shard` is 2, but one process serves the whole model"),
         ("--sharded true", "not enough cuda devices: `sharded` is true but only found 0 CUDA devices"),
+        ("--sharded true --device cpu", "; on a CPU say with `num_shard` how many ranks there are"),
         ("--max-concurrent-requests 0", "`max_concurrent_requests` must be > 0"),
         ("--max-queued-tokens 0", "`max_queued_tokens` must be > 0"),
         ("--max-connections 0", "`max_connections` must be > 0"),
@@ -302,28 +330,6 @@ def test_bad_variables_are_named() -> None:
 
 def test_text_that_is_no_text() -> None:
     assert error_of("--revision", "\udcff").endswith("is not valid: it must be UTF-8 text")
-
-
-def test_shards_follow_devices() -> None:
-    assert error_of("--sharded", "true", CUDA_VISIBLE_DEVICES="0").endswith("only found 1 CUDA devices")
-    assert "`num_shard` is 3" in error_of("--sharded", "true", CUDA_VISIBLE_DEVICES="0,1,2")
-    # Devices that nobody asked to use do not matter to a device that is not one of them.
-    assert read(CUDA_VISIBLE_DEVICES="0,1").config.num_shard == 1
-    assert read("--sharded", "false").config.num_shard == 1
-
-
-@pytest.mark.parametrize(
-    ("environment", "count"),
-    [
-        ({}, 0),
-        ({"CUDA_VISIBLE_DEVICES": "0,1", "NVIDIA_VISIBLE_DEVICES": "0"}, 2),
-        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
-        ({"NVIDIA_VISIBLE_DEVICES": "0,1,2"}, 3),
-        ({"ZE_AFFINITY_MASK": "0,1"}, 2),
-    ],
-)
-def test_count_devices(environment: dict[str, str], count: int) -> None:
-    assert count_devices(environment) == count
 
 
 def test_what_has_no_effect_says_so() -> None:
@@ -415,7 +421,7 @@ def test_help_lists_every_flag_default_and_variable(command: list[str]) -> None:
     for flag, variable, *_ in [*TABLE, *REFUSED]:
         assert re.search(rf"(?<!\S){re.escape(flag)}[ ,]", text), flag
         assert not variable or f"env: {variable}]" in text, variable
-    for name in ("max_best_of", "payload_limit", "port", "otlp_service_name"):
+    for name in ("max_best_of", "port", "otlp_service_name"):
         default = str(getattr(ServerConfig(), name))
         assert f"[default: {default}; env: {variable_of(name)}]" in text.replace("text- ", "text-")
     for group in (*sections(with_flags=True), *sections(with_flags=False)):

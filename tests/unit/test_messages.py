@@ -89,6 +89,47 @@ def test_no_part_is_lost_where_the_template_reads_parts(reader: ChatTemplate) ->
     assert normalise_messages([{"role": "user", "content": []}], reader) == [{"role": "user", "content": ""}]
 
 
+def test_pictures_are_shown_as_the_caller_says() -> None:
+    """A text in their place, or parts that a template reads; in order, through all messages."""
+    again = {"type": "image_url", "image_url": "data:image/png;base64,AA=="}  # a bare text, as some clients send it
+    messages = [
+        {"role": "user", "content": [*PARTS, again]},
+        {"role": "assistant", "content": "One."},
+        {"role": "tool", "content": [again, {"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]
+    before = copy.deepcopy(messages)
+    shown: list[str] = []
+
+    def stand_in(url: str) -> str:
+        shown.append(url)
+        return f"<{len(shown)}>"
+
+    for reader in (None, template("yi")):
+        shown.clear()
+        assert [message["content"] for message in normalise_messages(messages, reader, stand_in)] == [
+            "Look: <1>\nwell?<2>",
+            "One.",
+            "<3>ab",
+        ]
+        assert shown == ["http://x/y.png", "data:image/png;base64,AA==", "data:image/png;base64,AA=="]
+    parts = [message["content"] for message in normalise_messages(messages, template("gemma3"), lambda _: None)]
+    image = {"type": "image"}
+    assert parts == [
+        [{"type": "text", "text": "Look: "}, image, {"type": "text", "text": "\nwell?"}, image],
+        "One.",
+        [image, {"type": "text", "text": "ab"}],
+    ]
+    assert messages == before
+
+
+def test_templates_that_write_pictures() -> None:
+    gemma, marker = template("gemma3"), "<start_of_image>"
+    assert gemma.writes_pictures(marker) and not gemma.writes_pictures("<image>")
+    assert not template("yi").writes_pictures(marker) and not ChatTemplate(FIRST_PART).writes_pictures(marker)
+    (normal,) = normalise_messages([{"role": "user", "content": PARTS}], gemma, lambda _: None)
+    assert "Look:<start_of_image>well?" in gemma.render([normal])
+
+
 def test_parts_with_calls_become_text() -> None:
     messages = [{"role": "assistant", "content": PARTS, "tool_calls": [call({})]}]
     (normal,) = normalise_messages(messages, template("gemma3"))

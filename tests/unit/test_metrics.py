@@ -117,6 +117,7 @@ OURS = {
     "tgi_queue_tokens": "gauge",
     "tgi_kv_blocks_used": "gauge",
     "tgi_kv_blocks_total": "gauge",
+    "tgi_kv_block_tokens": "gauge",
     "tgi_kv_usage_ratio": "gauge",
     "tgi_preemptions": "counter",
     "tgi_prompt_tokens": "counter",
@@ -312,6 +313,58 @@ def test_counters_go_on_when_the_engine_starts_again(metrics):
     assert value(metrics, "tgi_prompt_tokens") == 350
     assert value(metrics, "tgi_cached_prompt_tokens") == 60
     assert value(metrics, "tgi_engine_restarts") == 1
+
+
+def test_several_engines_are_summed_and_told_apart():
+    metrics = Metrics(1000, 2000, num_replicas=2)
+    for replica in (0, 1):
+        metrics.engine_ready(FACTS, replica)
+        metrics.step(STEP, replica)
+        metrics.load(EngineLoad(2, 3, 75 - 25 * replica, 1, 100, 10 + replica), replica)
+    metrics.route(1, "prefix")
+    metrics.restarts(Restarts(engine=3, by_replica=[1, 2]))
+    metrics.heartbeat_age(0.1, 0)
+    metrics.heartbeat_age(0.3, 1)
+    sums = {
+        "tgi_queue_size": 4,
+        "tgi_queue_tokens": 80,
+        "tgi_batch_current_size": 6,
+        "tgi_batch_current_max_tokens": 600,
+    }
+    sums |= {
+        "tgi_kv_blocks_total": 200,
+        "tgi_kv_blocks_used": 75,
+        "tgi_kv_usage_ratio": 0.375,
+        "tgi_prompt_tokens": 200,
+    }
+    sums |= {"tgi_cached_prompt_tokens": 21, "tgi_engine_heartbeat_age_seconds": 0.3, "tgi_engine_restarts": 3}
+    assert {name: value(metrics, name) for name in sums} == sums
+    found = samples(metrics)
+    for name, expected in {
+        "kv_usage_ratio": 0.5,
+        "cached_prompt_tokens": 11,
+        "queue_tokens": 40,
+        "restarts": 2,
+        "up": 1,
+    }.items():
+        assert found[f"tgi_replica_{name}", (("replica", "1"),)] == expected, name
+    assert found["tgi_replica_requests", (("reason", "prefix"), ("replica", "1"))] == 1
+
+    metrics.engine_lost(1)  # what it had is nowhere any more; what it counted stays
+    assert (value(metrics, "tgi_queue_size"), value(metrics, "tgi_kv_blocks_total")) == (2, 100)
+    assert samples(metrics)["tgi_replica_up", (("replica", "1"),)] == 0
+    metrics.engine_ready(FACTS, 1)
+    metrics.load(EngineLoad(0, 0, 100, 0, 5, 0), 1)
+    assert value(metrics, "tgi_prompt_tokens") == 205
+    assert value(metrics, "tgi_cached_prompt_tokens") == 21
+
+
+def test_one_engine_has_no_replicas(metrics):
+    metrics.engine_ready(FACTS)
+    metrics.step(STEP)
+    metrics.engine_lost(0)
+    assert "replica" not in metrics.render().decode()
+    assert value(metrics, "tgi_queue_size") == 2
 
 
 def test_label_values_are_escaped(metrics):

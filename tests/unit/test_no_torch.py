@@ -21,6 +21,8 @@ MODULES = [
     "text_generation_inference.scheduler.blocks",
     "text_generation_inference.scheduler.scheduler",
     "text_generation_inference.engine.client",
+    "text_generation_inference.pictures.loader",
+    "text_generation_inference.pictures.worker",
     "text_generation_inference.api.process",
     "text_generation_inference.launch.supervisor",
     "text_generation_inference.launch.command",

@@ -108,8 +108,10 @@ _LIMITS = (
 )
 EXCEPTIONS = {
     "GenerateParameters: more ['cache_salt', 'top_n_sigma']": "ours: keeps tenants apart in the prefix cache; a filter",
-    "Info: more ['model_device_type', 'quantization', 'server_version', 'weight_bytes']": (
-        "TGI 2's field, only where a device is emulated; our version; of a quantised model, method and bits, and bytes"
+    "Info: more ['model_device_type', 'num_shard', 'pictures', 'quantization', 'replicas', 'server_version', "
+    "'weight_bytes']": (
+        "TGI 2's field, only where a device is emulated; our version; of a quantised model, method and bits, and bytes; of"
+        " one that is split, ranks; of one that sees, what pictures cost; of several engines, how each is"
     ),
     f"Info required: ['max_best_of', {_LIMITS}, 'model_id', 'router', 'validation_workers', 'version'] -> "
     f"['max_best_of', {_LIMITS}, 'model_id', 'router', 'server_version', 'validation_workers', 'version']": "our version",
@@ -164,7 +166,10 @@ EXCEPTIONS = {
     "ToolCallMessage: missing": ONE_MESSAGE,
     "ToolCallDelta: missing": ONE_MESSAGE,
     "MessageChunk: ({image_url: Url, type: string of ['image_url']} | {text: string, type: string of ['text']}) -> "
-    "(ImagePart | RefusalPart | TextPart)": "the same, with names, and OpenAI's refusals",
+    "(ImagePart | PlainImagePart | RefusalPart | TextPart)": (
+        "the same, with names, OpenAI's refusals, and pictures in the words of transformers"
+    ),
+    "Url: more ['detail']": "OpenAI's, accepted without effect",
     "ChatCompletionLogprob required: ['logprob', 'token', 'top_logprobs'] -> "
     "['bytes', 'logprob', 'token', 'top_logprobs']": BYTES,
     "ChatCompletionLogprob.logprob: number -> number or null": BYTES,

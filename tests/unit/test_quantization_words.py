@@ -61,7 +61,9 @@ def test_info(quantization: str | None) -> None:
     async def respond(answer: Any) -> None:
         sent.append(answer)
 
-    service = SimpleNamespace(config=ServerConfig(), facts=facts, model_name="m")
+    engines = SimpleNamespace(are_several=False)
+    about = {"config": ServerConfig(), "facts": facts, "engines": engines, "pictures": None}
+    service = SimpleNamespace(model_name="m", **about)
     asyncio.run(info(SimpleNamespace(service=service, connection=SimpleNamespace(respond=respond))))  # type: ignore
     found = json.loads(sent[0].body)
     told = {name: found[name] for name in ("quantization", "weight_bytes") if name in found}

@@ -68,13 +68,16 @@ class FaceOnly:
     def close(self) -> None:
         pass
 
+    def abandon(self) -> None:
+        pass
+
 
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "find_model", lambda *_, **__: ModelFolder(model_id="m", path=Path("/m"), note=""))
     monkeypatch.setattr(build, "read_config", lambda _: None)
     monkeypatch.setattr(build, "read_quantization", lambda _: None)
-    monkeypatch.setattr(build, "Rank", FaceOnly)
+    monkeypatch.setattr(build, "open_rank", FaceOnly)
 
 
 def test_an_engine_asks_its_rank_for_nothing_else() -> None:

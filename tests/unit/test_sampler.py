@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_cases import MAX_TOKENS, MIXED, NUM_SLOTS, VOCAB, admission, bf16_logits, make_known, make_sampler
 
 from text_generation_inference.kernels.choice import choose_into
 from text_generation_inference.kernels.ops import Ops
@@ -15,11 +16,9 @@ from text_generation_inference.kernels.slot_state import DRAWS, NUMBER_FIELDS, P
 from text_generation_inference.sampling.bits import spread
 from text_generation_inference.sampling.draw import exponential_noise, noise_keys
 from text_generation_inference.sampling.mask import RowMasks
-from text_generation_inference.sampling.parts import KnownTokens
 from text_generation_inference.sampling.sampler import Sampler
-from text_generation_inference.types import Admission, GenerationRequest, SamplingParams
-
-VOCAB, NUM_SLOTS, MAX_TOKENS, BLOCK_SIZE = 400, 6, 64, 4
+from text_generation_inference.sampling.vocabulary import VocabularyPart
+from text_generation_inference.types import Admission, SamplingParams
 
 PARAMS = st.fixed_dictionaries(
     {
@@ -31,12 +30,6 @@ PARAMS = st.fixed_dictionaries(
         "min_p": st.sampled_from([0.0, 0.0, 0.07]),
     }
 )
-
-
-def bf16_logits(rows: int, seed: int) -> torch.Tensor:
-    """Steps of 1/16 around 10: the best ids of a model in bfloat16 tie all the time."""
-    made = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5 + 10
-    return made.bfloat16().float()
 
 
 def expected_token(logits: np.ndarray, params: SamplingParams, seed: int, position: int) -> tuple[int, bool]:
@@ -78,34 +71,6 @@ def expected_token(logits: np.ndarray, params: SamplingParams, seed: int, positi
     return int(values.argmax()), near or best - second < 1e-5
 
 
-def admission(slot: int, params: SamplingParams, length: int) -> Admission:
-    request = GenerationRequest(
-        id=slot, token_ids=[7] * length, sampling=params, max_new_tokens=9, stop_token_ids=[], seed=slot * 77 + 5
-    )
-    return Admission(slot, request, [], [])
-
-
-def make_known(max_tokens: int) -> KnownTokens:
-    """Each slot has blocks of its own, in an order of their own."""
-    max_blocks = -(-max_tokens // BLOCK_SIZE)
-    tables = np.random.default_rng(1).permutation(NUM_SLOTS * max_blocks).reshape(NUM_SLOTS, max_blocks)
-    pages = np.zeros((tables.size, BLOCK_SIZE), dtype=np.int32)
-    last, lengths = np.zeros(NUM_SLOTS, dtype=np.int32), np.zeros(NUM_SLOTS, dtype=np.int64)
-    return KnownTokens(pages, tables.astype(np.int32), last, lengths, max_tokens)
-
-
-def make_sampler(admissions: list[Admission], pads: bool, ops: Ops | None = None) -> Sampler:
-    known = make_known(MAX_TOKENS)
-    sampler = Sampler(ops or Ops(), torch.device("cpu"), known, VOCAB, (0.5, 2.0), pads)
-    for admitted in admissions:
-        slot, tokens = admitted.slot, admitted.request.token_ids
-        for place, token in enumerate(tokens):
-            known.pages[known.tables[slot, place // BLOCK_SIZE], place % BLOCK_SIZE] = token
-        known.last[slot], known.lengths[slot] = tokens[-1], len(tokens)
-        sampler.admit(admitted)
-    return sampler
-
-
 def by_slots(logits: torch.Tensor, admissions: list[Admission], rows: list[int]) -> list[int]:
     state = SlotState(NUM_SLOTS, MAX_TOKENS, 1, 16, torch.device("cpu"))
     for admitted in admissions:
@@ -139,16 +104,6 @@ def test_one_meaning_on_every_path(wanted: list[dict], seed: int, rows: list[int
         request = admissions[slot].request
         token, near = expected_token(logits[row].numpy(), request.sampling, request.seed, len(request.token_ids))
         assert near or tokens[row] == token, (request.sampling, row)
-
-
-MIXED = [
-    {"watermark": True},
-    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "temperature": 0.8},
-    {"logit_bias": {3: 5.0, 399: -100.0}, "top_p": 0.8},
-    {},
-    {"top_n_tokens": 3, "top_k": 4},
-    {"frequency_penalty": 1.0, "frequency_by_length": False, "top_n_tokens": 1, "top_n_sigma": 1.0},
-]
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5], [5, 3, 1], [3], [2, 2 + 1, 0, 4]])
@@ -193,7 +148,9 @@ class Shapes:
 def test_every_shape_is_met_in_warming_up() -> None:
     shapes = Shapes()
     known = make_known(300)
-    sampler = Sampler(Ops(by_shape=shapes.by_shape), torch.device("cpu"), known, VOCAB, (0.5, 2.0), pads=True)
+    sampler = Sampler(
+        Ops(by_shape=shapes.by_shape), torch.device("cpu"), known, VocabularyPart.whole(VOCAB), (0.5, 2.0), pads=True
+    )
     for size in (1, 2, 8):
         sampler.warm(torch.zeros(size, VOCAB))
     warm = set(shapes.met)

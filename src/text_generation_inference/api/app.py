@@ -52,7 +52,7 @@ class App:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self._bodies = BodyBudget(service.config.payload_limit, service.metrics)
+        self._bodies = BodyBudget(service.payload_limit, service.metrics)
         config = service.config
         routes = [*ROUTES, *ADMIN_ROUTES, *cloud_routes(config)]
         self._exact = {(route.method, route.path): route for route in routes if "{" not in route.path}
@@ -64,7 +64,7 @@ class App:
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        request = HttpRequest(scope, receive, self.service.config.payload_limit, self._bodies)
+        request = HttpRequest(scope, receive, self.service.payload_limit, self._bodies)
         given_id = request.headers.get("x-request-id", "")
         request.id = given_id if _REQUEST_ID.fullmatch(given_id) else secrets.token_hex(16)
         current_key.set(key_of(request.headers))
@@ -177,6 +177,7 @@ class App:
             await self._answer(connection, openai_error(error, request.path) if openai else native_error(error))
         finally:
             request.stop_watching()
+            request.free_body()
 
     async def _answer(self, connection: Connection, response: Response) -> None:
         if not connection.started:
@@ -185,10 +186,13 @@ class App:
             await connection.end_events()
 
     def keep_alive(self, now: float, silence_s: float) -> None:
-        """Wake the streams that have sent nothing for that long; they send a comment."""
+        """Wake the streams that have sent nothing for that long; they send a comment. Silence tells clients the truth
+        about an engine that does not respond."""
         for call in self._calls:
             if not call.connection.complete and now - call.connection.last_write >= silence_s:
-                unfinished = [generation for generation in call.streams if not generation.finished]
+                unfinished = [
+                    generation for generation in call.streams if not generation.finished and generation.engine_responds
+                ]
                 if unfinished:  # one is enough: they share the connection
                     unfinished[0].wake()
 

@@ -208,6 +208,25 @@ class StreamResponse(msgspec.Struct):
     details: StreamDetails | None = None
 
 
+class ReplicaInfo(msgspec.Struct):
+    """One of several engines."""
+
+    state: str  # starting, up, not responding or down
+    requests: int  # under way there
+    queued_tokens: int  # prompt tokens that wait there
+
+
+class PictureInfo(msgspec.Struct):
+    """Of a model that sees pictures."""
+
+    tokens: dict[str, int]  # of a prompt, for pictures of some sizes ("width x height")
+    max_images_per_request: int
+    max_image_pixels: int
+    max_image_fetch_size: int  # bytes
+    urls: bool  # are fetched; else pictures come as data alone
+    payload_limit: int  # bytes of a request
+
+
 class Info(msgspec.Struct):
     model_id: str
     model_sha: str | None
@@ -225,8 +244,11 @@ class Info(msgspec.Struct):
     docker_label: str | None
     server_version: str  # ours
     quantization: str | UnsetType = UNSET  # of a quantised model: method and bits
-    weight_bytes: int | UnsetType = UNSET  # that its weights take on the device
+    weight_bytes: int | UnsetType = UNSET  # that its weights take on a device: the one that has most of them
+    num_shard: int | UnsetType = UNSET  # of a model that is split: ranks
     model_device_type: str | UnsetType = UNSET  # only where a device is played by another, which clients should know
+    pictures: PictureInfo | UnsetType = UNSET  # where the model sees
+    replicas: list[ReplicaInfo] | UnsetType = UNSET  # where there are several
 
 
 class SimpleToken(msgspec.Struct):

@@ -60,13 +60,18 @@ async def _start(call: Call, body: ChatRequest, count: int, permit: Permit) -> C
     service = call.service
     plan = await plan_chat(service, body, call.request.is_long)
     request = await service.prepare(
-        plan.prompt,
+        plan.given,
         plan.params,
         add_special_tokens=bool(body.add_special_tokens),  # templates have those that are needed
         truncate=prompt_limit(body, service.facts.max_input_tokens),
         grammar=plan.grammar,
         cache_salt=body.cache_salt,
+        permit=permit,
+        field="messages",
     )
+    if plan.pictures is not None and plan.pictures.sources:
+        plan.pictures = None  # what they came from may have megabytes
+        call.request.free_body()
     generations: list[Generation] = []
     start_choices(call, request, permit, count, generations, plan.open_text)
     model = body_model(service, body.model)

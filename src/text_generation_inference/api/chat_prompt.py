@@ -4,20 +4,21 @@ Everything but the rendering is plain work without waiting, done in a worker thr
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from msgspec import UNSET
 
 from text_generation_inference.api.errors import ToolError
 from text_generation_inference.api.generation import OutputText, openai_text
-from text_generation_inference.api.openai_bodies import ChatRequest, Message, NamedToolChoice, Tool
+from text_generation_inference.api.openai_bodies import ChatRequest, ImagePart, Message, NamedToolChoice, Tool
 from text_generation_inference.api.openai_sampling import check_served, output_grammar, sampling_params, top_logprobs
 from text_generation_inference.api.service import Service
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.text.chat_template import ChatTemplate
 from text_generation_inference.text.messages import append_tool_prompt, normalise_messages
+from text_generation_inference.text.picture_prompt import PicturePrompt, PictureWords, ShownPictures
 from text_generation_inference.text.reasoning import ReasoningFormat
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.text.tools import Shape, ToolFormat, forced_grammar
@@ -36,6 +37,12 @@ class ChatPlan:
     shape: Shape  # what the text may be when it may hold calls
     reasoning: ReasoningFormat | None = None  # set when thoughts are told from the answer
     thinks_first: bool = False  # the prompt ends where thoughts begin
+    pictures: PicturePrompt | None = None  # the prompt with its pictures, of a model that sees
+
+    @property
+    def given(self) -> str | PicturePrompt:
+        """What is tokenised."""
+        return self.prompt if self.pictures is None else self.pictures
 
     def open_text(self, tokenizer: Tokenizer, request: GenerationRequest) -> OutputText:
         """From tokens to text, for one answer."""
@@ -53,20 +60,29 @@ class ChatJob:
     frame: bytes  # `ChatTemplate.job`
     trims_end: bool
     continued: str = ""  # the words of the assistant that the prompt ends with
+    shown: ShownPictures | None = None  # set where the model sees
 
     async def render(self, service: Service, long: bool) -> str:
         prompt = await service.chat_renderer.render(self.frame, long)
         return prompt.rstrip() if self.trims_end else prompt
 
 
+@dataclass(slots=True)
+class ChatPrompt:
+    text: str
+    continued: str
+    pictures: PicturePrompt | None  # of a model that sees
+
+
 async def plan_chat(service: Service, body: ChatRequest, long: bool) -> ChatPlan:
     """Raises what is wrong with the request. `long`: work on it may take so long that others would notice."""
-    config, template, tool_format = service.config, service.template, service.tool_format
-    plan, job = await service.run_beside(lambda: _plan(body, config, template, tool_format), long)
-    plan.prompt = await job.render(service, long)
+    config, tool_format = service.config, service.tool_format
+    plan, tools = await service.run_beside(lambda: _plan(body, config, tool_format), long)
+    prompt = await render_chat(service, body, long, tools)
+    plan.prompt, plan.pictures = prompt.text, prompt.pictures
     plan.reasoning = choose_reasoning(body, config, service.reasoning_format, plan.grammar is not None)
     if plan.reasoning is not None:
-        plan.thinks_first = plan.reasoning.is_opened_by(plan.prompt, job.continued)
+        plan.thinks_first = plan.reasoning.is_opened_by(plan.prompt, prompt.continued)
     return plan
 
 
@@ -88,15 +104,36 @@ def choose_reasoning(
     return None if has_grammar or not tells else known
 
 
-async def render_chat(service: Service, body: ChatRequest, long: bool) -> str:
-    """The prompt alone."""
-    job = await service.run_beside(lambda: chat_job(body, service.template, choose_tools(body)), long)
-    return await job.render(service, long)
+async def render_chat(service: Service, body: ChatRequest, long: bool, tools: list[Tool] | None = None) -> ChatPrompt:
+    """The prompt alone. Afterwards the body has no pictures any more.
+
+    A template that writes a marker for each picture of a user's may not for others': then all are texts in their place.
+    """
+    tools, words, template = choose_tools(body) if tools is None else tools, service.words, service.template
+    as_parts = words is not None and template.writes_pictures(words.marker)
+    job = await service.run_beside(lambda: chat_job(body, template, tools, words, as_parts), long)
+    text = await job.render(service, long)
+    if words is None or job.shown is None:
+        return ChatPrompt(text, job.continued, None)
+    found = job.shown.split(text)
+    if found is None:
+        job = await service.run_beside(lambda: chat_job(body, template, tools, words), long)
+        assert job.shown is not None
+        found = job.shown.split(await job.render(service, long))
+        assert found is not None
+    found.check(words, "messages")
+    _drop_pictures(body)
+    return ChatPrompt(words.marker.join(found.texts), job.continued, found)
 
 
-def _plan(
-    body: ChatRequest, config: ServerConfig, template: ChatTemplate, tool_format: ToolFormat
-) -> tuple[ChatPlan, ChatJob]:
+def _drop_pictures(body: ChatRequest) -> None:
+    for message in body.messages:
+        for part in message.content if isinstance(message.content, list) else ():
+            if isinstance(part, ImagePart):
+                part.image_url = ""
+
+
+def _plan(body: ChatRequest, config: ServerConfig, tool_format: ToolFormat) -> tuple[ChatPlan, list[Tool]]:
     """A plan whose prompt is yet to be rendered."""
     check_served(body)
     params = sampling_params(body, config, top_logprobs(body))
@@ -113,8 +150,7 @@ def _plan(
         shape, instead = ("calls", None) if forced else ("either", grammar)
         grammar = forced_grammar(tool_format, [tool_as_json(tool) for tool in tools], named, parallel, instead)
     schemas = {tool.function.name: tool_as_json(tool)["function"]["parameters"] for tool in tools}
-    plan = ChatPlan("", params, grammar, tool_format if tools else None, schemas, shape)
-    return plan, chat_job(body, template, tools)
+    return ChatPlan("", params, grammar, tool_format if tools else None, schemas, shape), tools
 
 
 def choose_tools(body: ChatRequest) -> list[Tool]:
@@ -145,11 +181,26 @@ def tool_as_json(tool: Tool) -> dict[str, Any]:
     return {"type": tool.type, "function": described}
 
 
-def chat_job(body: ChatRequest, template: ChatTemplate, tools: list[Tool]) -> ChatJob:
-    """A conversation that ends with the assistant's words is continued, unless that is turned off."""
+def chat_job(
+    body: ChatRequest,
+    template: ChatTemplate,
+    tools: list[Tool],
+    words: PictureWords | None = None,
+    as_parts: bool = False,
+) -> ChatJob:
+    """A conversation that ends with the assistant's words is continued, unless that is turned off.
+
+    `words`: those of a model that sees, whose pictures the template gets as parts, or as texts in their place.
+    """
     _check_messages(body.messages)
     described = [tool_as_json(tool) for tool in tools]
-    messages = normalise_messages([_as_plain(message) for message in body.messages], template)
+    plain = [_as_plain(message) for message in body.messages]
+    shown = None if words is None else ShownPictures(words, as_parts)
+    if words is None or shown is None:
+        messages = normalise_messages(plain, template)
+    else:
+        messages = normalise_messages(plain, template, shown.show)
+        _check_texts(messages, words)
     if described:
         messages = append_tool_prompt(messages, described, body.tool_prompt, template.uses_tools)
     continues = body.continue_final_message
@@ -168,7 +219,15 @@ def chat_job(body: ChatRequest, template: ChatTemplate, tools: list[Tool]) -> Ch
     )
     # As TGI, spaces at the end are not continued, where the caller does not ask in transformers' way.
     continued = str(messages[-1].get("content")) if continues else ""
-    return ChatJob(frame, continues and body.continue_final_message is None, continued)
+    return ChatJob(frame, continues and body.continue_final_message is None, continued, shown)
+
+
+def _check_texts(messages: list[dict[str, Any]], words: PictureWords) -> None:
+    for index, message in enumerate(messages):
+        content: object = message["content"]
+        parts = cast(list[dict[str, str]], content) if isinstance(content, list) else [{"text": str(content or "")}]
+        for part in parts:
+            words.check_text(part.get("text", ""), f"messages[{index}].content")
 
 
 def _check_messages(messages: list[Message]) -> None:

@@ -30,7 +30,7 @@ from text_generation_inference.api.generation import NativeText, OutputText
 from text_generation_inference.api.http import HttpError, Response, json_response
 from text_generation_inference.api.native import answer_compat
 from text_generation_inference.api.openai_bodies import ChatRequest, CompletionRequest
-from text_generation_inference.api.service import Permit
+from text_generation_inference.api.service import Permit, Prompt
 from text_generation_inference.api.unknown_fields import unknown_names
 from text_generation_inference.api.validate import check_parameters
 from text_generation_inference.errors import TgiError
@@ -116,7 +116,9 @@ async def _predict(call: Call, instance: VertexInstance | ChatRequest, permit: P
         return await _generate(call, instance.inputs, params, permit, cache_salt=salt)
     plan = await plan_chat(service, instance, call.request.is_long)
     make_text = NativeText if plan.reasoning is None else plan.open_text  # a prediction has no place for thoughts
-    return await _generate(call, plan.prompt, plan.params, permit, False, plan.grammar, instance.cache_salt, make_text)
+    return await _generate(
+        call, plan.given, plan.params, permit, False, plan.grammar, instance.cache_salt, make_text, "messages"
+    )
 
 
 def _plain_params(call: Call, prompt: str, given: VertexParameters | None) -> SamplingParams:
@@ -127,18 +129,25 @@ def _plain_params(call: Call, prompt: str, given: VertexParameters | None) -> Sa
 
 async def _generate(
     call: Call,
-    prompt: str,
+    prompt: Prompt,
     params: SamplingParams,
     permit: Permit,
     add_special_tokens: bool = True,
     grammar: Grammar | None = None,
     cache_salt: str | None = None,
     make_text: Callable[[Tokenizer, GenerationRequest], OutputText] = NativeText,
+    field: str = "inputs",
 ) -> str:
     service = call.service
     service.metrics.count_request()
     request = await service.prepare(
-        prompt, params, add_special_tokens=add_special_tokens, grammar=grammar, cache_salt=cache_salt
+        prompt,
+        params,
+        add_special_tokens=add_special_tokens,
+        grammar=grammar,
+        cache_salt=cache_salt,
+        permit=permit,
+        field=field,
     )
     generation = service.start(request, make_text, call.request.arrived, permit)
     pieces = await generation.take_all()

@@ -144,6 +144,8 @@ async def _start(call: Call, completion: _Completion, prompts: list[Prompt], can
             truncate=truncate,
             grammar=grammar,
             cache_salt=body.cache_salt,
+            permit=permit,
+            field="prompt",
         )
         for prompt in prompts
     ]

@@ -130,6 +130,7 @@ class Generation:
         self.prompt_top_tokens: dict[int, list[tuple[int, float]]] = {}  # likewise, best first
         self.timings: Timings | None = None
         self.on_first_token: Callable[[Generation], None] | None = None
+        self.output_ids: list[int] | None = None  # kept for those who set it to a list
         self._queue_s = 0.0
         self._stream = stream
         self._special_ids = tokenizer.special_ids
@@ -149,6 +150,10 @@ class Generation:
     @property
     def finished(self) -> bool:
         return bool(self.finish_reason)
+
+    @property
+    def engine_responds(self) -> bool:
+        return self._stream.engine_responds
 
     async def take(self) -> list[Piece]:
         """The pieces since the last call; at least one, unless `wake` was called."""
@@ -202,6 +207,8 @@ class Generation:
     def _push(self, event: TokenEvent, token_id: int) -> Piece:
         text, stopped = self.text.push(token_id)
         self.num_tokens += 1
+        if self.output_ids is not None:
+            self.output_ids.append(token_id)
         self.sum_logprobs += event.logprob
         # TGI looks at the length first; where the stop string is cut, it is what ended the text.
         if stopped and (event.finish is None or not isinstance(self.text, NativeText)):

@@ -21,6 +21,7 @@ BODY_TIMEOUT_S, BODY_TOTAL_TIMEOUT_S = 30.0, 120.0  # between two pieces of a bo
 CLOSE = {"connection": "close"}
 _RETRY = {"retry-after": "1", **CLOSE}
 _LONG_BODY = 4_000  # bytes
+_USUAL_BODY = 2_000_000  # bytes; what is larger holds more than text
 _MAX_DISCARDED = 64_000_000  # bytes beyond the limit that are read before the connection is closed
 KEEP_ALIVE_S = 15.0  # a stream that has been silent this long gets a comment
 
@@ -56,6 +57,7 @@ class HttpRequest:
         self._limit = payload_limit
         self._budget = budget
         self._complete = False
+        self._num_held = 0  # bytes of the body that count until it is freed
         self.num_body_bytes = 0
         self.gone = False  # the client left before it had its answer
         self._watched: tuple[asyncio.Task[None], Callable[[], bool]] | None = None
@@ -109,11 +111,17 @@ class HttpRequest:
                 else:
                     raise HttpError(503, "Failed to buffer the request body: the server is overloaded", _RETRY)
                 self._complete = not message.get("more_body", False)
+            self._num_held = max(0, num_kept - _USUAL_BODY)
         finally:
-            self._budget.give_back(num_kept)
+            self._budget.give_back(num_kept - self._num_held)
         if too_large:
             raise _too_large()
         return b"".join(pieces)
+
+    def free_body(self) -> None:
+        """What was in the body is no longer kept. Large ones, which hold pictures, count until then."""
+        self._budget.give_back(self._num_held)
+        self._num_held = 0
 
     async def _next_message(self, timeout_s: float) -> Message:
         try:

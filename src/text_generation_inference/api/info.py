@@ -3,16 +3,18 @@
 from importlib.resources import files
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from text_generation_inference.api.bodies import ErrorResponse, GenerateRequest, Info
+from text_generation_inference.api.bodies import ErrorResponse, GenerateRequest, Info, PictureInfo, ReplicaInfo
 from text_generation_inference.api.call import Call
 from text_generation_inference.api.chat_prompt import render_chat
+from text_generation_inference.api.engines import Engines
 from text_generation_inference.api.errors import openai_plain
 from text_generation_inference.api.http import Response, json_response
 from text_generation_inference.api.metrics import CONTENT_TYPE
 from text_generation_inference.api.openai_bodies import ChatRequest, ModelInfo, ModelsInfo
-from text_generation_inference.api.tokens import answer_tokens
+from text_generation_inference.api.service import Service
+from text_generation_inference.api.tokens import answer_tokens, write_prompt
 from text_generation_inference.api.unknown_fields import BodyForm
 from text_generation_inference.version import TGI_VERSION, __version__
 
@@ -29,6 +31,7 @@ def unhealthy() -> Response:
 
 async def info(call: Call) -> None:
     config, facts = call.service.config, call.service.facts
+    num_shard = config.num_shard or 1
     await call.connection.respond(
         json_response(
             Info(
@@ -49,10 +52,31 @@ async def info(call: Call) -> None:
                 server_version=__version__,
                 quantization=facts.quantization or UNSET,
                 weight_bytes=facts.weight_bytes if facts.quantization else UNSET,
+                num_shard=num_shard if num_shard > 1 else UNSET,
                 model_device_type=facts.device if "emulated" in facts.device else UNSET,
+                pictures=_describe_pictures(call.service),
+                replicas=_describe_replicas(call.service.engines) if call.service.engines.are_several else UNSET,
             )
         )
     )
+
+
+def _describe_pictures(service: Service) -> PictureInfo | UnsetType:
+    config = service.config
+    if service.pictures is None:
+        return UNSET
+    return PictureInfo(
+        tokens=service.pictures.costs,
+        max_images_per_request=config.max_images_per_request,
+        max_image_pixels=config.max_image_pixels,
+        max_image_fetch_size=config.max_image_fetch_size,
+        urls=config.media_urls,
+        payload_limit=service.payload_limit,
+    )
+
+
+def _describe_replicas(engines: Engines) -> list[ReplicaInfo]:
+    return [ReplicaInfo(link.state, *engines.work_of(link)) for link in engines.links]
 
 
 async def models(call: Call) -> None:
@@ -71,22 +95,24 @@ async def model(call: Call) -> None:
 
 
 async def metrics(call: Call) -> None:
-    await call.connection.respond(Response(200, call.service.metrics.render(), CONTENT_TYPE))
+    await call.connection.respond(Response(200, call.service.render_metrics(), CONTENT_TYPE))
 
 
 async def tokenize(call: Call) -> None:
     body = await call.read_body(_GENERATE)
-    with call.service.admit():
-        await answer_tokens(call, body.inputs, "inputs", True)
+    with call.service.admit() as permit:
+        text, special = await write_prompt(call.service, body.inputs, "inputs", True, permit)
+        await answer_tokens(call, text, "inputs", special)
 
 
 async def chat_tokenize(call: Call) -> None:
     call.service.metrics.count_request()
     body = await call.read_body(_CHAT)
-    with call.service.admit():
+    with call.service.admit() as permit:
         prompt = await render_chat(call.service, body, call.request.is_long)
-        after = b',"templated_text":' + msgspec.json.encode(prompt) + b"}"
-        await answer_tokens(call, prompt, "messages", False, b'{"tokenize_response":', after)
+        text, special = await write_prompt(call.service, prompt.pictures or prompt.text, "messages", False, permit)
+        after = b',"templated_text":' + msgspec.json.encode(prompt.text) + b"}"
+        await answer_tokens(call, text, "messages", special, b'{"tokenize_response":', after)
 
 
 async def docs(call: Call) -> None:

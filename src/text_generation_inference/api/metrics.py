@@ -1,24 +1,24 @@
 """What the server counts, and its Prometheus text.
 
 Names, labels, buckets and HELP texts of TGI's metrics are a contract with dashboards; docs/observability.md
-lists them all. A metric appears once something was recorded. The text is written here because prometheus_client
-would append `_total` to every counter. It knows nothing of HTTP: `/metrics` sends what `render` returns.
+lists them all. A metric appears once something was recorded. It knows nothing of HTTP: `/metrics` sends what `render`
+returns.
 """
 
 import time
-from bisect import bisect_left
-from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
 from text_generation_inference.api.control import Restarts
+from text_generation_inference.api.encoded_series import ENCODED, EncodedSeries
+from text_generation_inference.api.metric_series import Family, Histogram, Scalar, Summary, label
+from text_generation_inference.api.replica_metrics import FAMILIES, EngineGauges, ReplicaSeries
 from text_generation_inference.types import BucketStats, EngineLoad, ModelFacts, StepStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
 # 0.0001 * 1.5^k by repeated multiplication: the same rounding, and so the same `le` values, as TGI's.
 DURATION_BOUNDS = list(accumulate([1.5] * 35, float.__mul__, initial=0.0001))[1:]
 BATCH_SIZE_BOUNDS = [float(size) for size in range(1, 1025)]
@@ -43,139 +43,11 @@ def hundredths(maximum: int) -> list[float]:
     return [maximum / 100.0 * i for i in range(1, 101)]
 
 
-# -- one series each -----------------------------------------------------------------------------------------------
-
-
-class Scalar:
-    """The value of a counter or a gauge."""
-
-    __slots__ = ("_last_total", "_recorded", "value")
-
-    def __init__(self) -> None:
-        self.value: float = 0
-        self._recorded = False
-        self._last_total = 0
-
-    def add(self, amount: float = 1) -> None:
-        self.value += amount
-        self._recorded = True
-
-    def set(self, value: float) -> None:
-        self.value = value
-        self._recorded = True
-
-    def follow(self, total: int) -> None:
-        """Grow with a total that the engine counts."""
-        self.add(total - self._last_total)
-        self._last_total = total
-
-    def follow_from_zero(self) -> None:
-        """That total starts again; this value does not."""
-        self._last_total = 0
-
-    def lines(self, name: str, labels: str) -> Iterator[str]:
-        if self._recorded:
-            yield f"{name}{_braces(labels)} {_text(self.value)}"
-
-
-class Histogram:
-    """How often values fell below each bound."""
-
-    __slots__ = ("_bounds", "_counts", "_sum")
-
-    def __init__(self, bounds: list[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def lines(self, name: str, labels: str) -> Iterator[str]:
-        total = sum(self._counts)
-        if total == 0:
-            return
-        prefix = f"{name}_bucket{{{labels},le=" if labels else f"{name}_bucket{{le="
-        for bound, count in zip(self._bounds, accumulate(self._counts), strict=False):
-            yield f'{prefix}"{_text(bound)}"}} {count}'
-        yield f'{prefix}"+Inf"}} {total}'
-        yield f"{name}_sum{_braces(labels)} {_text(self._sum)}"
-        yield f"{name}_count{_braces(labels)} {total}"
-
-
-class Summary:
-    """Quantiles of small whole numbers since the start, exact."""
-
-    __slots__ = ("_counts",)
-
-    def __init__(self) -> None:
-        self._counts = [0]  # how often 0, 1, 2 ... were observed
-
-    def observe(self, value: int, times: int = 1) -> None:
-        while value >= len(self._counts):
-            self._counts.append(0)
-        self._counts[value] += times
-
-    def lines(self, name: str, labels: str) -> Iterator[str]:
-        ranks = list(accumulate(self._counts))
-        total = ranks[-1]
-        if total == 0:
-            return
-        comma = "," if labels else ""
-        for quantile in QUANTILES:
-            value = bisect_left(ranks, max(quantile * total, 1))
-            yield f'{name}{{{labels}{comma}quantile="{_text(quantile)}"}} {value}'
-        yield f"{name}_sum{_braces(labels)} {sum(value * count for value, count in enumerate(self._counts))}"
-        yield f"{name}_count{_braces(labels)} {total}"
-
-
-def _text(value: float) -> str:
-    return str(int(value)) if value == int(value) else repr(value)
-
-
-def _braces(labels: str) -> str:
-    return f"{{{labels}}}" if labels else ""
-
-
-def _label(name: str, value: str) -> str:
-    value = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'{name}="{value}"'
-
-
-# -- all series of a name ------------------------------------------------------------------------------------------
-
-Series = TypeVar("Series", Scalar, Histogram, Summary)
-
-
-class Family(Generic[Series]):
-    """A metric's name, type, HELP text and series by label value."""
-
-    def __init__(self, name: str, kind: str, help_text: str) -> None:
-        self._name = name
-        self._head = [f"# HELP {name} {help_text}"] if help_text else []
-        self._head.append(f"# TYPE {name} {kind}")
-        self._series: dict[str, Series] = {}
-
-    def keep(self, series: Series, labels: str = "") -> Series:
-        self._series[labels] = series
-        return series
-
-    def one(self: "Family[Scalar]", label: str, value: str) -> Scalar:
-        """The number with this value of a label, which is there from its first use."""
-        labels = _label(label, value)
-        return self._series.get(labels) or self.keep(Scalar(), labels)
-
-    def lines(self) -> list[str]:
-        body = [line for labels, series in self._series.items() for line in series.lines(self._name, labels)]
-        return [*self._head, *body, ""] if body else []
-
-
 class StepSeries:
     """The series of `tgi_batch_*` with one value of the label `method`."""
 
     def __init__(self, metrics: "Metrics", method: str) -> None:
-        labels = _label("method", method)
+        labels = label("method", method)
         self.count = metrics.batch_inference_count.keep(Scalar(), labels)
         self.success = metrics.batch_inference_success.keep(Scalar(), labels)
         self.failure = metrics.batch_inference_failure.keep(Scalar(), labels)
@@ -193,7 +65,7 @@ class BucketSeries:
             "tgi_bucket_shapes", "gauge", "Shapes planned, graph keys warmed up, graphs captured"
         )
         self._shapes = {
-            state: shapes.keep(Scalar(), _label("state", state)) for state in ("planned", "warmed", "captured")
+            state: shapes.keep(Scalar(), label("state", state)) for state in ("planned", "warmed", "captured")
         }
         self._bypassed = metrics.counter("tgi_bucket_bypassed", "Padded passes that ran without a graph")
         self._unplanned = metrics.counter(
@@ -206,28 +78,31 @@ class BucketSeries:
             "tgi_bucket_tokens_needed", "counter", "Tokens computed in padded passes, without the padding"
         )
         self._tokens = {
-            f"{method}_{name}": family.keep(Scalar(), _label("method", method))
+            f"{method}_{name}": family.keep(Scalar(), label("method", method))
             for name, family in (("computed", computed), ("needed", needed))
             for method in ("prefill", "decode")
         }
+        self._last: dict[int, BucketStats] = {}  # by engine
 
     @property
     def counters(self) -> list[Scalar]:
         return [self._bypassed, self._unplanned, *self._tokens.values()]
 
-    def set(self, stats: BucketStats) -> None:
+    def set(self, stats: BucketStats, replica: int) -> None:
+        self._last[replica] = stats
         for state, number in self._shapes.items():
-            number.set(getattr(stats, f"num_{state}"))
-        self._bypassed.follow(stats.num_bypassed)
-        self._unplanned.follow(stats.num_unplanned)
+            number.set(sum(getattr(last, f"num_{state}") for last in self._last.values()))
+        self._bypassed.follow(stats.num_bypassed, replica)
+        self._unplanned.follow(stats.num_unplanned, replica)
         for name, number in self._tokens.items():
-            number.follow(getattr(stats, name))
+            number.follow(getattr(stats, name), replica)
 
 
 class Metrics:
     """Every metric of one api process. Not for use by several threads."""
 
-    def __init__(self, max_input_tokens: int, max_total_tokens: int) -> None:
+    def __init__(self, max_input_tokens: int, max_total_tokens: int, num_replicas: int = 1) -> None:
+        self._gauges = [EngineGauges() for _ in range(num_replicas)]
         self._families: list[Family[Any]] = []
         total_bounds = hundredths(max_total_tokens)
 
@@ -286,9 +161,9 @@ class Metrics:
         self._prefill = StepSeries(self, "prefill")
         self._decode = StepSeries(self, "decode")
         concat: Family[Scalar] = self.family("tgi_batch_concat", "counter")
-        self._concat = concat.keep(Scalar(), _label("reason", "chunking"))
+        self._concat = concat.keep(Scalar(), label("reason", "chunking"))
         concat_duration: Family[Histogram] = self.family("tgi_batch_concat_duration", "histogram")
-        self._concat_duration = concat_duration.keep(Histogram(DURATION_BOUNDS), _label("method", "decode"))
+        self._concat_duration = concat_duration.keep(Histogram(DURATION_BOUNDS), label("method", "decode"))
 
         self._waiting: Family[Scalar] = self.family(
             "tgi_worker_queue_size", "gauge", "Requests that wait for a worker thread of the api process"
@@ -305,19 +180,22 @@ class Metrics:
         self._queue_tokens = self._gauge("tgi_queue_tokens", "Prompt tokens of the queued requests")
         self._kv_used = self._gauge("tgi_kv_blocks_used", "Blocks of the KV cache that running requests hold")
         self._kv_total = self._gauge("tgi_kv_blocks_total", "Blocks of the KV cache")
+        self._kv_block_tokens = self._gauge("tgi_kv_block_tokens", "Tokens in a block of the KV cache")
         self._kv_ratio = self._gauge("tgi_kv_usage_ratio", "Share of the KV cache that running requests hold")
         self._preemptions = self.counter("tgi_preemptions", "Requests that gave up their blocks to be computed again")
         self._prompt_tokens = self.counter("tgi_prompt_tokens", "Prompt tokens of admitted requests")
+        self._encoded: EncodedSeries | None = None  # where the model sees
         self._cached_tokens = self.counter("tgi_cached_prompt_tokens", "Prompt tokens found in the prefix cache")
         self._unknown_fields = self.counter("tgi_unknown_fields", "Fields of request bodies that were ignored")
+        self._ranks = self._gauge("tgi_ranks", "Ranks that the model is split over")
         self._engine_restarts = self.counter("tgi_engine_restarts", "Times the engine was started again")
         malformed: Family[Scalar] = self.family(
             "tgi_malformed_messages",
             "counter",
             "Messages that were dropped, by the process that could not read them",
         )
-        self._dropped_by_api = malformed.keep(Scalar(), _label("by", "api"))
-        self._dropped_by_engine = malformed.keep(Scalar(), _label("by", "engine"))
+        self._dropped_by_api = malformed.keep(Scalar(), label("by", "api"))
+        self._dropped_by_engine = malformed.keep(Scalar(), label("by", "engine"))
         self._loop_lag = self._duration("tgi_api_loop_lag_seconds", "How late the event loop of the api process runs")
         self._connections = self._gauge("tgi_http_connections", "Open connections")
         self._evicted = self.counter("tgi_http_evicted", "Idle connections closed to make room for new ones")
@@ -334,8 +212,17 @@ class Metrics:
         self._dropped_lines.set(0)
         self._heartbeat_age = self._gauge("tgi_engine_heartbeat_age_seconds", "Since the engine's last sign of life")
         self._bucket_shapes = BucketSeries(self)
+        self._replicas: list[ReplicaSeries] = []
+        if num_replicas > 1:
+            families: dict[str, Family[Scalar]] = {
+                name: self.family(f"tgi_replica_{name}", *about) for name, about in FAMILIES.items()
+            }
+            self._replicas = [ReplicaSeries(families, number) for number in range(num_replicas)]
         start = self._gauge("process_start_time_seconds", "Start of the process, in seconds since 1970")
         start.set(round(time.time(), 3))
+
+    def ranks(self, count: int) -> None:
+        self._ranks.set(count)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -345,7 +232,7 @@ class Metrics:
     def fail_request(self, err: str) -> None:
         """`err`: validation, overloaded, template, generation, incomplete, dropped or slow_client."""
         if err not in self._failures:
-            self._failures[err] = self._request_failure.keep(Scalar(), _label("err", err))
+            self._failures[err] = self._request_failure.keep(Scalar(), label("err", err))
         self._failures[err].add()
 
     def count_unknown_fields(self, count: int) -> None:
@@ -379,7 +266,7 @@ class Metrics:
         self._in_flight.set(num_requests)
 
     def waiting(self, pool: str, count: int) -> None:
-        """So many wait for a pool: validate, grammar, hard_grammar, template or long_template."""
+        """So many wait for a pool: validate, grammar, hard_grammar, template, long_template, fetch or picture."""
         self._waiting.one("pool", pool).set(count)
 
     def refuse_waiting(self, pool: str) -> None:
@@ -409,13 +296,37 @@ class Metrics:
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
-    def engine_ready(self, facts: ModelFacts) -> None:
-        """The engine is up, for the first time or again."""
-        self._kv_total.set(facts.num_blocks - 1)  # one is for padding and belongs to nobody
-        self._set_kv_used(0)
-        followed = (self._preemptions, self._prompt_tokens, self._cached_tokens, self._dropped_by_engine)
+    def engine_ready(self, facts: ModelFacts, replica: int = 0) -> None:
+        """An engine is up, for the first time or again."""
+        gauges = self._gauges[replica]
+        gauges.kv_total = facts.num_blocks - 1  # one is for padding and belongs to nobody
+        gauges.kv_used = 0
+        self._kv_block_tokens.set(facts.block_size)
+        self._show_kv()
+        followed = [self._preemptions, self._prompt_tokens, self._cached_tokens, self._dropped_by_engine]
+        if self._replicas:
+            series = self._replicas[replica]
+            series.up.set(1)
+            followed += [series.prompt_tokens, series.cached_tokens]
+        followed += self._encoded.counters if self._encoded is not None else []
         for counter in (*followed, *self._bucket_shapes.counters):
-            counter.follow_from_zero()
+            counter.follow_from_zero(replica)
+
+    def engine_lost(self, replica: int) -> None:
+        """One of several: the sums are over the others until it is back."""
+        if self._replicas:
+            self._gauges[replica] = EngineGauges()
+            self._show_batch(replica)
+            self._show_kv()
+            self._replicas[replica].up.set(0)
+
+    def engine_responds(self, responds: bool, replica: int) -> None:
+        if self._replicas:
+            self._replicas[replica].up.set(responds)
+
+    def route(self, replica: int, reason: str) -> None:
+        """A request goes to one of several engines; `reason`: prefix, load or busy."""
+        self._replicas[replica].route(reason)
 
     def drop_message(self) -> None:
         """The engine sent what cannot be read."""
@@ -427,14 +338,20 @@ class Metrics:
         self._engine_hangs.set(restarts.engine_hangs)
         self._api_restarts.set(restarts.api)
         self._api_hangs.set(restarts.api_hangs)
+        for series, count in zip(self._replicas, restarts.by_replica, strict=False):
+            series.restarts.set(count)
 
     def dropped_lines(self, count: int) -> None:
         self._dropped_lines.set(count)
 
-    def heartbeat_age(self, seconds: float) -> None:
-        self._heartbeat_age.set(round(seconds, 3))
+    def heartbeat_age(self, seconds: float, replica: int = 0) -> None:
+        """Of several engines the oldest is told."""
+        self._gauges[replica].heartbeat_age = round(seconds, 3)
+        self._heartbeat_age.set(max(gauges.heartbeat_age for gauges in self._gauges))
+        if self._replicas:
+            self._replicas[replica].heartbeat_age.set(round(seconds, 3))
 
-    def step(self, stats: StepStats) -> None:
+    def step(self, stats: StepStats, replica: int = 0) -> None:
         """A step ended."""
         if stats.failed:
             self.fail_step(stats.prefill)
@@ -451,10 +368,10 @@ class Metrics:
         if stats.joined:
             self._concat.add()
             self._concat_duration.observe(0.0)  # newcomers take a slot: there is no separate pass to time
-        self._batch_size.set(stats.num_running)
-        self._batch_max_tokens.set(stats.max_tokens)
-        self._queue_size.set(stats.num_waiting)
-        self._queue_tokens.set(stats.num_waiting_tokens)
+        gauges = self._gauges[replica]
+        gauges.running, gauges.max_tokens = stats.num_running, stats.max_tokens
+        gauges.waiting, gauges.waiting_tokens = stats.num_waiting, stats.num_waiting_tokens
+        self._show_batch(replica)
 
     def fail_step(self, prefill: bool) -> None:
         """A step ended with an error."""
@@ -462,25 +379,55 @@ class Metrics:
         series.count.add()
         series.failure.add()
 
-    def load(self, load: EngineLoad) -> None:
-        self._batch_size.set(load.num_running)
-        self._queue_size.set(load.num_waiting)
+    def load(self, load: EngineLoad, replica: int = 0) -> None:
+        gauges = self._gauges[replica]
+        gauges.running, gauges.waiting = load.num_running, load.num_waiting
+        self._show(self._batch_size, "running")
+        self._show(self._queue_size, "waiting")
         if load.num_running == 0:  # no further step will say so
-            self._batch_max_tokens.set(0)
+            gauges.max_tokens = 0
+            self._show(self._batch_max_tokens, "max_tokens")
         if load.num_waiting == 0:
-            self._queue_tokens.set(0)
-        self._set_kv_used(self._kv_total.value - load.num_free_blocks)
-        self._preemptions.follow(load.num_preemptions)
-        self._prompt_tokens.follow(load.num_prompt_tokens)
-        self._cached_tokens.follow(load.num_cached_prompt_tokens)
-        self._dropped_by_engine.follow(load.num_malformed)
+            gauges.waiting_tokens = 0
+            self._show(self._queue_tokens, "waiting_tokens")
+        gauges.kv_used = gauges.kv_total - load.num_free_blocks
+        self._show_kv()
+        self._preemptions.follow(load.num_preemptions, replica)
+        self._prompt_tokens.follow(load.num_prompt_tokens, replica)
+        self._cached_tokens.follow(load.num_cached_prompt_tokens, replica)
+        self._dropped_by_engine.follow(load.num_malformed, replica)
+        if self._replicas:
+            self._replicas[replica].show(gauges)
+            self._replicas[replica].prompt_tokens.follow(load.num_prompt_tokens, replica)
+            self._replicas[replica].cached_tokens.follow(load.num_cached_prompt_tokens, replica)
         if load.buckets is not None:
-            self._bucket_shapes.set(load.buckets)
+            self._bucket_shapes.set(load.buckets, replica)
+        if load.pictures is not None and self._encoded is not None:
+            self._encoded.follow(load.pictures, replica)
 
-    def _set_kv_used(self, num_blocks: float) -> None:
-        if self._kv_total.value:
-            self._kv_used.set(num_blocks)
-            self._kv_ratio.set(num_blocks / self._kv_total.value)
+    def count_encoded(self) -> None:
+        """The model sees."""
+        self._encoded = EncodedSeries({field: self.counter(*about) for field, about in ENCODED.items()})
+
+    def _show_batch(self, replica: int) -> None:
+        """What is in the engines, all together; `replica` has changed."""
+        self._show(self._batch_size, "running")
+        self._show(self._batch_max_tokens, "max_tokens")
+        self._show(self._queue_size, "waiting")
+        self._show(self._queue_tokens, "waiting_tokens")
+        if self._replicas:
+            self._replicas[replica].show(self._gauges[replica])
+
+    def _show(self, gauge: Scalar, name: str) -> None:
+        gauge.set(sum(getattr(gauges, name) for gauges in self._gauges))
+
+    def _show_kv(self) -> None:
+        total = sum(gauges.kv_total for gauges in self._gauges)
+        self._kv_total.set(total)
+        if total:
+            used = sum(gauges.kv_used for gauges in self._gauges)
+            self._kv_used.set(used)
+            self._kv_ratio.set(used / total)
 
     # -- the text --------------------------------------------------------------------------------------------------
 

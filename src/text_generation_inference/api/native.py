@@ -4,6 +4,7 @@ Errors before a stream begins are part of the stream, with status 200, as TGI's 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from msgspec import UNSET
@@ -26,6 +27,7 @@ from text_generation_inference.api.choices import num_items, take_all
 from text_generation_inference.api.errors import describe
 from text_generation_inference.api.generation import Generation, NativeText, Piece
 from text_generation_inference.api.http import KEEP_ALIVE, frame, json_response
+from text_generation_inference.api.service import Permit
 from text_generation_inference.api.unknown_fields import BodyForm
 from text_generation_inference.api.validate import check_best_of, check_parameters, check_streamable, native_grammar
 from text_generation_inference.errors import TgiError, ValidationError
@@ -33,18 +35,19 @@ from text_generation_inference.text.output import pick_best
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.types import GenerationRequest
 
+Body = GenerateRequest | CompatGenerateRequest
 _GENERATE, _COMPAT = BodyForm(GenerateRequest), BodyForm(CompatGenerateRequest)
 
 
 async def generate(call: Call) -> None:
     body = await call.read_body(_GENERATE)
-    response, headers = await _run(call, body.inputs, body.parameters)
+    response, headers = await _run(call, body)
     await call.connection.respond(json_response(response, headers=headers))
 
 
 async def generate_stream(call: Call) -> None:
     body = await call.read_body(_GENERATE)
-    await _stream(call, body.inputs, body.parameters)
+    await _stream(call, body)
 
 
 async def compat_generate(call: Call) -> None:
@@ -56,13 +59,31 @@ async def answer_compat(call: Call, body: CompatGenerateRequest) -> None:
     if body.parameters.return_full_text is None:
         body.parameters.return_full_text = True  # the model's task on the hub is not known, or text generation
     if body.stream:
-        await _stream(call, body.inputs, body.parameters)
+        await _stream(call, body)
         return
-    response, headers = await _run(call, body.inputs, body.parameters)
+    response, headers = await _run(call, body)
     await call.connection.respond(json_response([response], headers=headers))
 
 
-async def _prepare(call: Call, inputs: str, parameters: GenerateParameters) -> GenerationRequest:
+@dataclass(slots=True)
+class _Prepared:
+    request: GenerationRequest
+    prefix: str  # of the answer
+    num_characters: int  # of the prompt
+
+
+async def _prepare(call: Call, body: Body, permit: Permit) -> _Prepared:
+    """From here on `inputs` is kept only if it is given back: pictures in it may have megabytes."""
+    inputs, body.inputs = body.inputs, ""
+    prefix = call.service.tokenizer.before_output(inputs) if body.parameters.return_full_text else ""
+    prepared = _Prepared(await _tokenize(call, inputs, body.parameters, permit), prefix, len(inputs))
+    if not prefix:
+        del inputs
+        call.request.free_body()
+    return prepared
+
+
+async def _tokenize(call: Call, inputs: str, parameters: GenerateParameters, permit: Permit) -> GenerationRequest:
     service = call.service
     params = check_parameters(parameters, inputs, service.config, service.facts)
     try:
@@ -70,29 +91,33 @@ async def _prepare(call: Call, inputs: str, parameters: GenerateParameters) -> G
             lambda: native_grammar(parameters.grammar, service.config), call.request.is_long
         )
     except ValidationError:  # lengths come first in TGI's order
-        await service.prepare(inputs, params, truncate=parameters.truncate)
+        await service.prepare(inputs, params, truncate=parameters.truncate, permit=permit)
         raise
     return await service.prepare(
-        inputs, params, truncate=parameters.truncate, grammar=grammar, cache_salt=parameters.cache_salt
+        inputs,
+        params,
+        truncate=parameters.truncate,
+        grammar=grammar,
+        cache_salt=parameters.cache_salt,
+        permit=permit,
     )
 
 
 # -- whole answers -------------------------------------------------------------------------------------------------
 
 
-async def _run(call: Call, inputs: str, parameters: GenerateParameters) -> tuple[GenerateResponse, dict[str, str]]:
-    service = call.service
+async def _run(call: Call, body: Body) -> tuple[GenerateResponse, dict[str, str]]:
+    service, parameters = call.service, body.parameters
     service.metrics.count_request()
     best_of = check_best_of(parameters, service.config)
     with service.admit(best_of) as permit:
-        request = await _prepare(call, inputs, parameters)
-        arrived = call.request.arrived
+        prepared = await _prepare(call, body, permit)
+        prefix, request, arrived = prepared.prefix, prepared.request, call.request.arrived
         generations = [service.start(request, NativeText, arrived, permit, best_of > 1) for _ in range(best_of)]
         outcomes = await take_all(generations)
         best = pick_best([generation.sum_logprobs / generation.num_tokens for generation in generations])
         call.succeed(generations[best])
     chosen = generations[best]
-    prefix = service.tokenizer.before_output(inputs) if parameters.return_full_text else ""
     response = GenerateResponse(prefix + _text(chosen))
 
     def tell() -> Details:
@@ -109,7 +134,7 @@ async def _run(call: Call, inputs: str, parameters: GenerateParameters) -> tuple
         size = num_items(generations) + chosen.input_length * parameters.decoder_input_details
         response.details = await service.build(tell, size)
     assert chosen.timings is not None
-    return response, call.timing_headers(len(inputs), chosen.input_length, chosen.timings)
+    return response, call.timing_headers(prepared.num_characters, chosen.input_length, chosen.timings)
 
 
 def _text(generation: Generation) -> str:
@@ -177,18 +202,17 @@ def _finite(value: float) -> float | None:
 # -- streams -------------------------------------------------------------------------------------------------------
 
 
-async def _stream(call: Call, inputs: str, parameters: GenerateParameters) -> None:
-    service, connection = call.service, call.connection
-    await connection.start_events(call.stream_headers(len(inputs)))
+async def _stream(call: Call, body: Body) -> None:
+    service, connection, parameters = call.service, call.connection, body.parameters
+    await connection.start_events(call.stream_headers(len(body.inputs)))
     service.metrics.count_request()
     try:
         with service.admit() as permit:
             check_streamable(parameters)
-            request = await _prepare(call, inputs, parameters)
-            generation = service.start(request, NativeText, call.request.arrived, permit)
+            prepared = await _prepare(call, body, permit)
+            generation = service.start(prepared.request, NativeText, call.request.arrived, permit)
             call.streams.append(generation)
-            prefix = service.tokenizer.before_output(inputs) if parameters.return_full_text else ""
-            await _write_pieces(call, generation, prefix, parameters.details)
+            await _write_pieces(call, generation, prepared.prefix, parameters.details)
             call.succeed(generation)
     except TgiError as error:
         call.fail(error)

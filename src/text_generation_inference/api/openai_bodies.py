@@ -18,7 +18,8 @@ from text_generation_inference.api.field_docs import ABOVE_0, REPETITION, WITHIN
 
 
 class Url(msgspec.Struct):
-    url: str
+    url: Annotated[str, doc("`http://`, `https://`, or `data:image/png;base64,...`.")]
+    detail: Annotated[Any, doc("No effect: the model's own rule decides how much of a picture it sees.")] = None
 
 
 class TextPart(msgspec.Struct, tag="text"):
@@ -26,7 +27,27 @@ class TextPart(msgspec.Struct, tag="text"):
 
 
 class ImagePart(msgspec.Struct, tag="image_url"):
-    image_url: Url
+    image_url: Annotated[Url | str, doc("Where the picture is.")]
+
+    @property
+    def url(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
+class PlainImagePart(msgspec.Struct, tag="image", kw_only=True):
+    """A picture in the words of `transformers`: where it is, or its bytes in base64."""
+
+    url: str | None = None
+    image: str | None = None
+    base64: str | None = None
+
+    def __post_init__(self) -> None:
+        if sum(given is not None for given in (self.url, self.image, self.base64)) != 1:
+            raise ValueError("an image needs one of `url`, `image` and `base64`")
+
+    def as_url(self) -> ImagePart:
+        given = self.url if self.url is not None else self.image
+        return ImagePart(given if given is not None else f"data:;base64,{self.base64}")
 
 
 class RefusalPart(msgspec.Struct, tag="refusal"):
@@ -54,7 +75,10 @@ class ToolCall(msgspec.Struct):
 
 class Message(msgspec.Struct, kw_only=True):
     role: Annotated[str, doc(example="user")]
-    content: Annotated[str | list[TextPart | ImagePart | RefusalPart] | None, doc("The text, or its parts.")] = None
+    content: Annotated[
+        str | list[TextPart | ImagePart | PlainImagePart | RefusalPart] | None,
+        doc("The text, or its parts, pictures among them where the model sees."),
+    ] = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Annotated[str | None, doc("The call that this message answers.")] = None
@@ -65,9 +89,9 @@ class Message(msgspec.Struct, kw_only=True):
     function_call: Annotated[FunctionCall | None, doc("The older form of a call.")] = None  # older than `tool_calls`
 
     def __post_init__(self) -> None:
-        """Refusals become text, functions become tools: that is what templates know."""
+        """Refusals become text, functions become tools: that is what templates know. Pictures have one form."""
         if isinstance(self.content, list):
-            self.content = [TextPart(part.refusal) if isinstance(part, RefusalPart) else part for part in self.content]
+            self.content = [_usual_part(part) for part in self.content]
         if self.content is None and self.refusal is not None:
             self.content = self.refusal
         self.refusal = None
@@ -83,6 +107,12 @@ class Message(msgspec.Struct, kw_only=True):
             self.function_call = None
         if self.role == "function":
             self.role, self.tool_call_id = "tool", self.tool_call_id or _call_id(self.name or "")
+
+
+def _usual_part(part: TextPart | ImagePart | PlainImagePart | RefusalPart) -> TextPart | ImagePart:
+    if isinstance(part, RefusalPart):
+        return TextPart(part.refusal)
+    return part.as_url() if isinstance(part, PlainImagePart) else part
 
 
 def _call_id(name: str) -> str:

@@ -36,7 +36,10 @@ def _plain(kind: Any) -> Any:
 _NAMED: dict[str, Any] = {
     "FinishReason": bodies.FinishReason,
     "TokenizeResponse": _type_of(bodies.ChatTokenizeResponse, "tokenize_response"),
-    "MessageChunk": openai_bodies.TextPart | openai_bodies.ImagePart | openai_bodies.RefusalPart,
+    "MessageChunk": openai_bodies.TextPart
+    | openai_bodies.ImagePart
+    | openai_bodies.PlainImagePart
+    | openai_bodies.RefusalPart,
     "MessageContent": _type_of(openai_bodies.Message, "content"),
     "Prompt": _type_of(openai_bodies.CompletionRequest, "prompt"),
     "ToolChoice": _type_of(openai_bodies.ChatRequest, "tool_choice"),

@@ -31,7 +31,7 @@ from text_generation_inference.api.logs import configure_logging, fields, num_dr
 from text_generation_inference.api.protocol import LimitedProtocol
 from text_generation_inference.api.service import Service
 from text_generation_inference.api.trace import Tracer
-from text_generation_inference.config import failpoints_asked
+from text_generation_inference.config import failpoints_asked, payload_limit
 from text_generation_inference.engine.client import EngineClient
 from text_generation_inference.engine.heartbeat import Heartbeat, Watch, heartbeat_path
 from text_generation_inference.engine.parent import end_with_parent
@@ -66,7 +66,8 @@ class ApiProcess:
         self._messages = messages
         self._service: Service | None = None
         self._http: _HttpServer | None = None
-        self._joining: EngineClient | None = None  # an engine that has not answered yet
+        self._joining: dict[int, EngineClient] = {}  # engines that have not answered yet
+        self._attaching: dict[int, asyncio.Task[None]] = {}
         self._failure: Exception | None = None
         self._tracer = Tracer.start(start.config.otlp_endpoint, start.config.otlp_service_name)
         self._stopping = asyncio.Event()
@@ -74,7 +75,7 @@ class ApiProcess:
         if start.heartbeat:
             limit_s = min(_BLOCKED_LIMIT_S, start.config.step_timeout_s or _BLOCKED_LIMIT_S)
             self._heartbeat = Heartbeat(Path(start.heartbeat), limit_s)
-        self._watch: Watch | None = None  # of the engine
+        self._watches: dict[int, Watch] = {}  # of engines
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -99,26 +100,27 @@ class ApiProcess:
     async def _listen_to_launcher(self) -> None:
         while line := await self._messages.readline():
             match _decode(line):
-                case EngineReady(socket=path, restarts=restarts):
-                    self._attaching = asyncio.create_task(self._attach_or_stop(Path(path), restarts))
-                case EngineLost(reason=reason, restarts=restarts):
-                    if self._joining is not None:
-                        self._joining.fail(EngineError(reason))  # it will not answer any more
-                    await self._detach(reason)
+                case EngineReady(socket=path, restarts=restarts, replica=replica):
+                    attaching = self._attach_or_stop(Path(path), restarts, replica)
+                    self._attaching[replica] = asyncio.create_task(attaching)
+                case EngineLost(reason=reason, restarts=restarts, replica=replica):
+                    if replica in self._joining:
+                        self._joining[replica].fail(EngineError(reason))  # it will not answer any more
+                    await self._detach(reason, replica)
                     if self._service is not None:
                         self._service.metrics.restarts(restarts)
                 case _:  # the start, or what cannot be read
                     pass
 
-    async def _attach_or_stop(self, path: Path, restarts: Restarts) -> None:
+    async def _attach_or_stop(self, path: Path, restarts: Restarts, replica: int) -> None:
         try:
-            await self._attach(path, restarts)
+            await self._attach(path, restarts, replica)
         except Exception as error:
             self._failure = error
             self._stopping.set()
 
-    async def _attach(self, path: Path, restarts: Restarts) -> None:
-        client = self._joining = EngineClient(path, max_to_engine(self._config.payload_limit))
+    async def _attach(self, path: Path, restarts: Restarts, replica: int) -> None:
+        client = self._joining[replica] = EngineClient(path, max_to_engine(payload_limit(self._config)))
         try:
             client.on_failure = self._on_client_failure
             facts = await client.connect(_ENGINE_ANSWERS_S)
@@ -128,47 +130,53 @@ class ApiProcess:
                 return  # it is lost; the launcher tells when there is another
             raise
         finally:
-            self._joining = None
-        if self._service is None:
-            self._service = Service(self._config, facts, self._tracer)
-            self._watch_engine(path, self._service)
-            self._service.attach(client, facts)
-            self._service.metrics.restarts(restarts)
-            await self._open(self._service)
+            if self._joining.get(replica) is client:
+                del self._joining[replica]
+        self._watch_engine(path, replica)
+        service = self._service
+        if service is None:
+            service = self._service = Service(self._config, facts, self._tracer)
+            service.attach(client, facts, replica)
+            service.metrics.restarts(restarts)
+            await self._open(service)
+            return
+        was_there = service.engines.links[replica].facts is not None
+        service.attach(client, facts, replica)
+        service.metrics.restarts(restarts)
+        if service.engines.are_several:
+            log.info("Engine %d is %s", replica, "back" if was_there else "there")
         else:
-            self._watch_engine(path, self._service)
-            self._service.attach(client, facts)
-            self._service.metrics.restarts(restarts)
             log.info("The engine is back")
 
-    def _watch_engine(self, path: Path, service: Service) -> None:
-        self._stop_watching()
+    def _watch_engine(self, path: Path, replica: int) -> None:
+        self._stop_watching(replica)
         with suppress(OSError):  # it is lost already
-            self._watch = Watch(heartbeat_path(path))
-        service.engine_responds = True
+            self._watches[replica] = Watch(heartbeat_path(path))
 
-    def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+    def _stop_watching(self, replica: int) -> None:
+        watch = self._watches.pop(replica, None)
+        if watch is not None:
+            watch.close()
 
-    def _look_at_engine(self, service: Service) -> None:
-        """Whether it gives signs of life. What becomes of one that does not is the launcher's to decide."""
-        if self._watch is None:
-            return
-        signs = self._watch.look()
-        service.metrics.heartbeat_age(signs.silent_s)
-        service.engine_responds = not signs.is_stuck and signs.silent_s <= min(_SILENCE_S, signs.limit_s)
+    def _look_at_engines(self, service: Service) -> None:
+        """Whether they give signs of life. What becomes of one that does not is the launcher's to decide."""
+        for replica, watch in self._watches.items():
+            signs = watch.look()
+            service.metrics.heartbeat_age(signs.silent_s, replica)
+            client = service.engines.links[replica].client
+            if client is not None:
+                client.responds = not signs.is_stuck and signs.silent_s <= min(_SILENCE_S, signs.limit_s)
+                service.metrics.engine_responds(client.responds, replica)
 
     def _on_client_failure(self, error: Exception) -> None:
         """The engine's messages cannot be read although it lives: only a new process helps."""
         self._failure = error
         self._stopping.set()
 
-    async def _detach(self, reason: str) -> None:
-        self._stop_watching()
+    async def _detach(self, reason: str, replica: int) -> None:
+        self._stop_watching(replica)
         if self._service is not None:
-            client = self._service.detach(reason)
+            client = self._service.detach(reason, replica)
             if client is not None:
                 await client.close()
 
@@ -214,13 +222,12 @@ class ApiProcess:
             service.metrics.loop_lag(max(0.0, now - due))
             if self._heartbeat is not None:
                 self._heartbeat.beat()
-            self._look_at_engine(service)
+            self._look_at_engines(service)
             if now >= next_wake:
                 next_wake = now + 1
                 connections.check_progress()
                 service.metrics.dropped_lines(num_dropped_lines())
-                if service.engine_responds:  # silence tells clients the truth about one that does not
-                    app.keep_alive(now, KEEP_ALIVE_S)
+                app.keep_alive(now, KEEP_ALIVE_S)
 
     async def _close(self, service: Service) -> None:
         """Drain, then end what is left with an error. Until then the port is open, and who comes is told to go away."""
@@ -236,7 +243,7 @@ class ApiProcess:
             await asyncio.sleep(_DRAIN_POLL_S)
         if service.num_running:
             log.warning("The time to drain is over", extra=fields(aborted=service.num_running))
-        client = service.detach("the server is shutting down")
+        clients = service.detach_all("the server is shutting down")
         self._http.should_exit = True
         # Answers are complete, or end with an error now; whoever reads slowly may take them.
         await asyncio.wait([self._serving], timeout=max(end - now(), _LAST_WORDS_S))
@@ -244,7 +251,7 @@ class ApiProcess:
             self._http.force_exit = True
             await asyncio.wait([self._serving], timeout=1)
         self._ticking.cancel()
-        if client is not None:
+        for client in clients:
             await client.close()
         service.close()
 

@@ -7,11 +7,12 @@ import hmac
 from typing import Annotated
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from text_generation_inference.api.call import Call
 from text_generation_inference.api.errors import UnavailableError, decode_body
 from text_generation_inference.api.http import Response, json_response
-from text_generation_inference.errors import TgiError
+from text_generation_inference.errors import TgiError, ValidationError
 from text_generation_inference.types import Profiled
 
 OFF = "profiles are off: set ADMIN_API_KEY or --admin-api-key, and send that key as a bearer token"
@@ -22,14 +23,23 @@ class StartProfile(msgspec.Struct):
 
     num_steps: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None  # it ends by itself after so many
     record_shapes: bool | None = None
+    replica: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class StopProfile(msgspec.Struct):
+    """Body of `/stop_profile`; all of it may be left out."""
+
+    replica: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class ProfileStarted(msgspec.Struct):
     folder: str  # that the trace will be in
+    replica: int | UnsetType = UNSET  # of several
 
 
 class ProfileStopped(msgspec.Struct):
     path: str  # of the trace
+    replica: int | UnsetType = UNSET
 
 
 class ProfileOffError(TgiError):
@@ -44,23 +54,26 @@ class ProfileStateError(TgiError):
     error_type = "profiler"
 
 
-_decode = msgspec.json.Decoder(StartProfile).decode
+_decode_start = msgspec.json.Decoder(StartProfile).decode
+_decode_stop = msgspec.json.Decoder(StopProfile).decode
 
 
 async def start(call: Call) -> None:
     if not await _may(call):
         return
-    body = decode_body(_decode, await call.request.read_body() or b"{}")
-    done = await _ask(call, True, body.num_steps, body.record_shapes)
-    await call.connection.respond(json_response(ProfileStarted(done.path)))
+    body = decode_body(_decode_start, await call.request.read_body() or b"{}")
+    done = await _ask(call, body.replica, True, body.num_steps, body.record_shapes)
+    await call.connection.respond(json_response(ProfileStarted(done.path, _told(call, body.replica))))
 
 
 async def stop(call: Call) -> None:
     if not await _may(call):
         return
-    await call.request.read_body()
-    done = await _ask(call, False)
-    await call.connection.respond(json_response(ProfileStopped(done.path)))
+    content = await call.request.read_body()
+    is_read = content and call.service.engines.are_several  # with one engine there is nothing to say
+    body = decode_body(_decode_stop, content if is_read else b"{}")
+    done = await _ask(call, body.replica, False)
+    await call.connection.respond(json_response(ProfileStopped(done.path, _told(call, body.replica))))
 
 
 async def _may(call: Call) -> bool:
@@ -75,11 +88,20 @@ async def _may(call: Call) -> bool:
     return False
 
 
-async def _ask(call: Call, start: bool, num_steps: int | None = None, record_shapes: bool | None = None) -> Profiled:
-    engine = call.service.engine
-    if engine is None:
-        raise UnavailableError(call.service.unavailable)
-    done = await engine.profile(start, num_steps, record_shapes)
+def _told(call: Call, replica: int) -> int | UnsetType:
+    return replica if call.service.engines.are_several else UNSET
+
+
+async def _ask(
+    call: Call, replica: int, start: bool, num_steps: int | None = None, record_shapes: bool | None = None
+) -> Profiled:
+    links = call.service.engines.links
+    if replica >= len(links):
+        raise ValidationError(f"`replica` must be less than {len(links)}. Given: {replica}")
+    link = links[replica]
+    if link.client is None:
+        raise UnavailableError(link.unavailable)
+    done = await link.client.profile(start, num_steps, record_shapes)
     if done.error is not None:
         raise ProfileStateError(done.error)
     return done

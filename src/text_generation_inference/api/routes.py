@@ -46,13 +46,18 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def document() -> dict[str, Any]:
-    """The API document."""
-    return build_document(ROUTES, __version__)
+def document(sees: bool = False) -> dict[str, Any]:
+    """The API document, with a picture in its examples if the model sees."""
+    routes = [_with_picture(route) for route in ROUTES] if sees else ROUTES
+    return build_document(routes, __version__)
+
+
+def _with_picture(route: Route) -> Route:
+    return msgspec.structs.replace(route, example=_SEEN.get(route.path, route.example))
 
 
 async def _openapi(call: Call) -> None:
-    await call.connection.respond(json_response(document()))
+    await call.connection.respond(json_response(document(call.service.pictures is not None)))
 
 
 _JSON, _TEXT, _EVENTS = "application/json", "text/plain", "text/event-stream"
@@ -128,6 +133,16 @@ _LIVE = [_ok("Requests are served", {_JSON: "object"}), Answer(503, "The engine 
 _INPUTS = "My name is Olivier and I"
 _GENERATE = {"inputs": _INPUTS, "parameters": {"max_new_tokens": 20}}
 _CHAT = {"messages": [{"role": "user", "content": "What is Deep Learning?"}], "max_tokens": 64}
+# A red square on white.
+_PICTURE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABAAQMAAACQp+OdAAAABlBMVEX////IHigrioOjAAAAHklEQVR42mNgGFyAkYHhP"
+    "wMDAyMDE0xklIHMGGwAAPa7AUAn7aGOAAAAAElFTkSuQmCC"
+)
+_SHOWN = [{"type": "image_url", "image_url": {"url": _PICTURE}}, {"type": "text", "text": "What is this?"}]
+_SEEN = {  # examples of models that see, by path
+    "/generate": {"inputs": f"![]({_PICTURE})What is this?\n\n", "parameters": {"max_new_tokens": 20, "details": True}},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": _SHOWN}], "max_tokens": 64, "stream": True},
+}
 
 _MODEL = "/v2/models/{model_name}/versions/{model_version}"
 
@@ -141,7 +156,7 @@ ROUTES = [
         name="generate",
         group=GENERATE,
         summary="Generate text",
-        description=_TIMES,
+        description=f"{_TIMES} Where the model sees, `![](URL)` in `inputs` is a picture.",
         body="GenerateRequest",
         example={"inputs": _INPUTS, "parameters": {"max_new_tokens": 20, "details": True}},
         answers=[_ok("The text", {_JSON: "GenerateResponse"}, _HEADERS), *_NATIVE],
@@ -206,7 +221,7 @@ ROUTES = [
         group=OPENAI,
         summary="Answer a conversation",
         description="OpenAI's chat route. TGI's own forms of `response_format` and tools are accepted too. "
-        "A stream ends with `data: [DONE]`.",
+        "A stream ends with `data: [DONE]`. Where the model sees, parts of the type `image_url` are pictures.",
         body="ChatRequest",
         example={**_CHAT, "stream": True},
         answers=[

@@ -1,7 +1,7 @@
 """What all routes share: the model's text side, admission, and the way into the engine.
 
 Owns the tokenizer, the chat template, the worker threads for long texts and grammars, the metrics, and the
-present connection to the engine, which the launcher may replace.
+present connections to the engines, which the launcher may replace.
 """
 
 import asyncio
@@ -11,41 +11,46 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from text_generation_inference.api.callers import current_caller
+from text_generation_inference.api.engines import Engines, Placement
 from text_generation_inference.api.errors import UnavailableError
 from text_generation_inference.api.generation import Generation, OutputText
 from text_generation_inference.api.grammars import GrammarQueue
 from text_generation_inference.api.memory import release_memory
 from text_generation_inference.api.metrics import Metrics
+from text_generation_inference.api.picture_metrics import PictureSeries
+from text_generation_inference.api.pictures import Pictures
 from text_generation_inference.api.rendering import ChatRenderer
 from text_generation_inference.api.tenants import make_salt
 from text_generation_inference.api.trace import Tracer
 from text_generation_inference.api.turns import Turns
 from text_generation_inference.api.unknown_fields import UnknownFields
 from text_generation_inference.api.validate import CHUNK_TOKENS
-from text_generation_inference.config import ServerConfig
+from text_generation_inference.config import ServerConfig, payload_limit
 from text_generation_inference.engine.client import EngineClient
-from text_generation_inference.errors import DeadlineError, EngineError, OverloadedError, ValidationError
+from text_generation_inference.errors import DeadlineError, OverloadedError, ValidationError
 from text_generation_inference.failpoints import failpoint
 from text_generation_inference.scheduler.shares import Shares
 from text_generation_inference.text.chat_template import ChatTemplate
 from text_generation_inference.text.grammar import GrammarCompiler
 from text_generation_inference.text.ids_as_text import IdsAsText
+from text_generation_inference.text.picture_prompt import PicturePrompt, PictureWords, SeenPrompt
 from text_generation_inference.text.prepare import prepare_request
 from text_generation_inference.text.reasoning import detect_reasoning_format
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.text.tools import ToolFormat, detect_tool_format
-from text_generation_inference.types import GenerationRequest, Grammar, ModelFacts, SamplingParams
+from text_generation_inference.types import EngineLoad, GenerationRequest, Grammar, ModelFacts, SamplingParams
 from text_generation_inference.version import __version__
 
 log = logging.getLogger("text_generation_inference.api")
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | PicturePrompt
 T = TypeVar("T")
 LONG_TEXT = 2_000  # characters; longer ones are worked on beside the event loop
 _MAX_WAIT_S = 30.0  # for one of the threads that work on long texts
@@ -70,18 +75,20 @@ class Service:
         if not config.disable_grammar_support:
             with suppress(ValidationError):  # a tokenizer that cannot be constrained: each request is told so
                 self.grammars.prepare()
-        self.metrics = Metrics(facts.max_input_tokens, facts.max_total_tokens)
+        self.metrics = Metrics(facts.max_input_tokens, facts.max_total_tokens, config.num_replicas)
+        self.engines = Engines(config.num_replicas, self.metrics, config.prefix_caching)
+        self.pictures = Pictures.find(config, facts, self.tokenizer, self.metrics)  # None where the model does not see
+        if self.pictures is not None:
+            self.template.writes_pictures(self.pictures.words.marker)  # found out now: it waits for a process
+            self.picture_series = PictureSeries(self.metrics)
+        self.payload_limit = payload_limit(config, self.pictures is not None)
         self.chat_renderer = ChatRenderer(self.template, _MAX_WAIT_S, self.metrics)
         self.unknown_fields = UnknownFields(self.metrics.count_unknown_fields)
         self.tracer = tracer or Tracer.start(None, "")
-        self.engine: EngineClient | None = None
-        self.unavailable = "the engine is starting"  # why, while there is no engine
-        self.engine_responds = True  # as far as its signs of life tell
         self.draining = False
         self._shares = Shares(config.max_concurrent_requests)
         self.num_queued_tokens = 0  # prompt tokens of those that have no token yet
-        pool_tokens = (facts.num_blocks - 1) * facts.block_size
-        self._max_queued_tokens = config.max_queued_tokens or _QUEUE_FACTOR * pool_tokens
+        self._max_queued_tokens = _max_queued_tokens(config, [facts])
         self._workers = ThreadPoolExecutor(config.validation_workers, thread_name_prefix="tgi-validate")
         self._turns = Turns(
             config.validation_workers, _MAX_WAIT_S, lambda count: self.metrics.waiting("validate", count)
@@ -90,7 +97,8 @@ class Service:
         self.generations: set[Generation] = set()
         self.model_name = public_name(facts.model_id)
         self.fingerprint = f"{__version__}-native"
-        self.compute_type = config.compute_type or f"1-{facts.device}"
+        self.metrics.ranks(config.num_shard or 1)
+        self.compute_type = config.compute_type or f"{config.num_shard or 1}-{facts.device}"
 
     @property
     def num_running(self) -> int:
@@ -103,35 +111,52 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        alive = self.engine is not None and self.engine.failure is None and self.engine_responds
-        return alive and not self.draining
+        return self.engines.any_usable and not self.draining
 
-    # -- the engine ------------------------------------------------------------------------------------------------
+    # -- the engines -----------------------------------------------------------------------------------------------
 
-    def attach(self, engine: EngineClient, facts: ModelFacts) -> None:
-        """Requests go to this engine from now on."""
-        self.facts = facts  # the limits of another start may be others
-        engine.on_step = self.metrics.step
-        engine.on_load = self.metrics.load
+    def attach(self, engine: EngineClient, facts: ModelFacts, replica: int = 0) -> None:
+        """Requests go to this engine from now on, or to this one of several."""
+        engine.on_step = partial(self.metrics.step, replica=replica)
+        engine.on_load = partial(self._on_load, replica)
         engine.on_malformed = self.metrics.drop_message
         engine.on_slow_client = self._on_slow_client
         engine.on_step_failure = self.metrics.fail_step
-        self.engine = engine
-        self.metrics.engine_ready(self.facts)
+        self.engines.attach(replica, engine, facts)
+        self._take_limits(facts)
+        self.metrics.engine_ready(facts, replica)
+
+    def _take_limits(self, facts: ModelFacts) -> None:
+        """The limits of another start, and of another engine, may be others: what is let in fits each of them."""
+        every = self.engines.facts
+        self.facts = msgspec.structs.replace(
+            facts,
+            max_input_tokens=min(each.max_input_tokens for each in every),
+            max_total_tokens=min(each.max_total_tokens for each in every),
+        )
+        self._max_queued_tokens = _max_queued_tokens(self.config, every)
+
+    def _on_load(self, replica: int, load: EngineLoad) -> None:
+        self.metrics.load(load, replica)
+        self.engines.report(replica, load)
 
     def _on_slow_client(self) -> None:
         self.metrics.fail_request("slow_client")
         log.warning("A request was ended: its client did not read what was generated for it")
 
-    def detach(self, reason: str) -> EngineClient | None:
-        """The engine is lost: requests in flight end with an error, new ones are refused, until the next `attach`."""
-        engine, self.engine = self.engine, None
-        self.unavailable = reason
-        if engine is not None:
-            if engine.num_in_flight and not self.draining:  # it was killed in the middle of a step
-                self.metrics.fail_step(prefill=engine.owes_first_token)
-            engine.fail(EngineError(reason))
+    def detach(self, reason: str, replica: int = 0) -> EngineClient | None:
+        """An engine is lost: its requests in flight end with an error; new ones go to others, or are refused where none
+        is left, until the next `attach`."""
+        engine = self.engines.links[replica].client
+        if engine is not None and engine.num_in_flight and not self.draining:  # it was killed in the middle of a step
+            self.metrics.fail_step(prefill=engine.owes_first_token)
+        self.engines.detach(replica, reason)
+        self.metrics.engine_lost(replica)
         return engine
+
+    def detach_all(self, reason: str) -> list[EngineClient]:
+        found = [self.detach(reason, link.number) for link in self.engines.links]
+        return [engine for engine in found if engine is not None]
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -151,7 +176,7 @@ class Service:
     def _why_unavailable(self) -> str:
         if self.draining:
             return "the server is shutting down"
-        return self.unavailable if self.engine is None or self.engine_responds else "the engine does not respond"
+        return self.engines.why_unavailable()
 
     async def prepare(
         self,
@@ -162,25 +187,32 @@ class Service:
         truncate: int | None = None,
         grammar: Grammar | None = None,
         cache_salt: str | None = None,
+        permit: "Permit",
+        field: str = "inputs",
     ) -> GenerationRequest:
-        """Tokenise, check lengths, compile the grammar. Raises `ValidationError`."""
+        """Load pictures, tokenise, check lengths, compile the grammar. Raises `ValidationError`.
+
+        The permit holds the pictures. `field` is where the prompt came from.
+        """
         if self.config.ignore_eos_token:
             params = msgspec.structs.replace(params, ignore_eos=True)
 
         salt = make_salt(cache_salt, self.config.cache_salt_by_key)
+        seen = await self.see(prompt, field, permit)
+        length = seen.num_characters if isinstance(seen, SeenPrompt) else len(seen)
 
         def work() -> GenerationRequest:
             failpoint("api.validate")
             try:
                 return tokenize()
             finally:
-                if isinstance(prompt, str):
-                    release_memory(len(prompt))
+                if isinstance(seen, str | SeenPrompt):
+                    release_memory(length)
 
         def tokenize() -> GenerationRequest:
             return prepare_request(
                 0,
-                prompt,
+                seen,
                 params,
                 self.tokenizer,
                 self.facts,
@@ -189,13 +221,28 @@ class Service:
                 cache_salt=salt,
                 chunk=CHUNK_TOKENS,
                 grammar=grammar,
+                words=self.words,
             )
 
-        request = await self.run_beside(work, len(prompt) > LONG_TEXT)
+        request = await self.run_beside(work, length > LONG_TEXT)
         if grammar is not None:  # on threads of its own: texts do not wait behind grammars
             await self._grammar_queue.check(grammar)
         self.metrics.validated(len(request.token_ids), min(request.max_new_tokens, CHUNK_TOKENS))
         return request
+
+    @property
+    def words(self) -> PictureWords | None:
+        """How prompts show pictures, if the model sees."""
+        return None if self.pictures is None else self.pictures.words
+
+    async def see(self, prompt: Prompt, field: str, permit: "Permit") -> str | Sequence[int] | SeenPrompt:
+        """A prompt with its pictures loaded, if the model sees; the permit holds them. Raises `ValidationError`."""
+        if self.pictures is None:
+            assert not isinstance(prompt, PicturePrompt)
+            return prompt
+        if isinstance(prompt, str | PicturePrompt):
+            return await self.pictures.see(prompt, field, permit)
+        return prompt
 
     async def run_beside(self, work: Callable[[], T], long: bool) -> T:
         """Run something that may take a while in a worker thread, or at once if it will not.
@@ -222,24 +269,41 @@ class Service:
         permit: "Permit",
         new_seed: bool = False,
     ) -> Generation:
-        """Hand a prepared request to the engine."""
-        engine = self.engine
-        if engine is None:
-            raise UnavailableError(self.unavailable)
+        """Hand a prepared request to an engine."""
+        placement = self.engines.place(request, permit.last_placement)
+        engine = placement.client
         changes = {"id": engine.next_id(), "caller": current_caller.get()}
         changes |= {"seed": secrets.randbits(64)} if new_seed else {}
         request = msgspec.structs.replace(request, **changes)
-        stream = engine.submit(request)
+        try:
+            stream = engine.submit(request)
+        except BaseException:
+            placement.end()
+            raise
         generation = Generation(
             request, stream, make_text(self.tokenizer, request), self.tokenizer, self.metrics, arrived
         )
-        permit.add(generation)
+        permit.add(generation, placement)
         return generation
+
+    def render_metrics(self) -> bytes:
+        if self.pictures is not None:
+            loader = self.pictures.loader
+            self.picture_series.show(loader.counts, loader.store.num_references)
+        return self.metrics.render()
 
     def close(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._grammar_queue.close()
         self.chat_renderer.close()
+        if self.pictures is not None:
+            self.pictures.loader.close()
+
+
+def _max_queued_tokens(config: ServerConfig, every: Sequence[ModelFacts]) -> int:
+    """Prompt tokens that may wait, in all engines together."""
+    pool_tokens = sum((facts.num_blocks - 1) * facts.block_size for facts in every)
+    return config.max_queued_tokens or _QUEUE_FACTOR * pool_tokens
 
 
 def public_name(model_id: str) -> str:
@@ -261,6 +325,10 @@ class Permit:
         self._count, self._caller = count, caller
         self._generations: list[Generation] = []
         self._queued: set[Generation] = set()  # those without a token yet
+        self._placements: dict[Generation, Placement] = {}  # where there are several engines
+        self.last_placement: Placement | None = None
+        self._digests: list[str] = []  # of pictures
+        self._is_over = False
         self._expired = self._cancelled = False
         self._timer: asyncio.TimerHandle | None = None
         limit_s = service.config.request_timeout_s
@@ -280,8 +348,11 @@ class Permit:
     def _deadline_error(self) -> DeadlineError:
         return DeadlineError(f"the request took longer than {self._service.config.request_timeout_s:g} s")
 
-    def add(self, generation: Generation) -> None:
+    def add(self, generation: Generation, placement: Placement) -> None:
         self._generations.append(generation)
+        if self._service.engines.are_several:
+            self._placements[generation] = self.last_placement = placement
+            generation.output_ids = []
         self._queued.add(generation)
         self._service.generations.add(generation)
         self._service.num_queued_tokens += generation.input_length
@@ -289,10 +360,24 @@ class Permit:
         if self._expired:
             generation.fail(self._deadline_error())
 
+    def hold(self, digests: Sequence[str]) -> None:
+        """Pictures that were loaded for what runs here."""
+        self._digests += digests
+        if self._is_over:
+            self._release()
+
+    def _release(self) -> None:
+        digests, self._digests = self._digests, []
+        if self._service.pictures is not None:
+            self._service.pictures.loader.release(digests)
+
     def _leave_queue(self, generation: Generation) -> None:
         if generation in self._queued:
             self._queued.discard(generation)
             self._service.num_queued_tokens -= generation.input_length
+            placement = self._placements.get(generation)
+            if placement is not None:
+                placement.first_token()
 
     def __enter__(self) -> "Permit":
         return self
@@ -306,6 +391,10 @@ class Permit:
             generation.on_first_token = None  # which is this permit's: no cycle of the two
             self._service.generations.discard(generation)
             self._leave_queue(generation)
+        for generation, placement in self._placements.items():
+            placement.end(generation)
+        self._is_over = True
+        self._release()
         if self._cancelled and self._task is not None:
             is_ours = self._task.uncancel() == 0  # else the client has left as well
             if is_ours and kind is asyncio.CancelledError:

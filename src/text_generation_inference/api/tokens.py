@@ -13,13 +13,26 @@ from text_generation_inference.api.bodies import SimpleToken
 from text_generation_inference.api.call import Call
 from text_generation_inference.api.http import Response
 from text_generation_inference.api.memory import release_memory
-from text_generation_inference.api.service import LONG_TEXT
+from text_generation_inference.api.service import LONG_TEXT, Permit, Service
 from text_generation_inference.errors import ValidationError
+from text_generation_inference.text.picture_prompt import PicturePrompt, SeenPrompt, write_seen
 from text_generation_inference.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 2**18  # the tokenizer's library takes some 500 bytes for each while it works
 _TOKENS_PER_PIECE = 1_000
 _encode = msgspec.json.Encoder().encode
+
+
+async def write_prompt(
+    service: Service, prompt: str | PicturePrompt, field: str, add_special_tokens: bool, permit: Permit
+) -> tuple[str, bool]:
+    """A prompt in full, with what stands for its pictures, and whether the tokenizer adds special tokens to it."""
+    seen = await service.see(prompt, field, permit)
+    if isinstance(seen, SeenPrompt):
+        assert service.words is not None
+        return write_seen(seen, service.words, add_special_tokens, service.tokenizer.bos_token)
+    assert isinstance(seen, str)
+    return seen, add_special_tokens
 
 
 async def answer_tokens(

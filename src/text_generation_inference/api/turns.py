@@ -7,8 +7,9 @@ is overload, never a fault of what was asked. All calls come from one event loop
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor, Future
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from text_generation_inference.api.callers import current_caller
@@ -76,6 +77,16 @@ class Turns:
                 turn.set_result(None)
         self._forget(caller)
         self._on_change(self.num_waiting)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncGenerator[None]:
+        """One for the caller of this request, for as long as the context lasts."""
+        caller = current_caller.get()
+        await self.take(caller)
+        try:
+            yield
+        finally:
+            self.give_back(caller)
 
     async def run(self, executor: Executor, work: Callable[[], T], stop: Callable[[], None] | None = None) -> T:
         """Run something in a thread. The turn lasts until the thread is done, also if nobody waits for it any more.

@@ -33,12 +33,7 @@ def check_combinations(config: "ServerConfig") -> None:
     ):
         if value is not None and batch_total is not None and value > batch_total:
             raise StartError(f"`{name}` must be <= `max_batch_total_tokens`. Given: {value} and {batch_total}")
-    if config.num_shard is not None and config.num_shard < 1:
-        raise StartError("`num_shard` cannot be < 1")
-    if config.sharded and config.num_shard is not None and config.num_shard <= 1:
-        raise StartError("`sharded` is true but `num_shard` <= 1")
-    if config.quantize == "exl2" and (config.num_shard or 1) > 1:
-        raise StartError("Sharding is currently not supported with `exl2` quantization")
+    _check_ranks(config)
     if config.dtype and config.quantize and not config.quantize.startswith("bitsandbytes"):
         raise StartError(
             "Only 1 can be set between `dtype` and `quantize`, as they both decide how goes the final model."
@@ -64,6 +59,37 @@ def check_combinations(config: "ServerConfig") -> None:
                 raise StartError(f"`ngrok-{name}` must be set when using ngrok tunneling")
     if config.lora_adapters is not None:
         parse_lora_adapters(config.lora_adapters)
+
+
+def _check_ranks(config: "ServerConfig") -> None:
+    num_shard, nnodes = config.num_shard, config.nnodes
+    if num_shard is not None and num_shard < 1:
+        raise StartError("`num_shard` cannot be < 1")
+    if config.sharded and num_shard is not None and num_shard <= 1:
+        raise StartError("`sharded` is true but `num_shard` <= 1")
+    if config.quantize == "exl2" and (num_shard or 1) > 1:
+        raise StartError("Sharding is currently not supported with `exl2` quantization")
+    if config.node_rank >= nnodes:
+        raise StartError(f"`node_rank` must be < `nnodes`. Given: {config.node_rank} and {nnodes}")
+    if nnodes == 1:
+        return
+    if config.num_replicas > 1:
+        raise StartError(
+            "`num_replicas` must be 1 where `nnodes` is above 1: replicas are on one machine. Given:"
+            f" {config.num_replicas}"
+        )
+    if num_shard is not None and num_shard % nnodes:
+        raise StartError(
+            f"`num_shard` must be a multiple of `nnodes`, for each machine has as many ranks. Given: {num_shard} and"
+            f" {nnodes}"
+        )
+    if config.master_addr == "localhost":
+        raise StartError("`master_addr` must be the address of machine 0 where `nnodes` is above 1")
+    if config.rank_token is None:
+        raise StartError(
+            "`rank_token` must be set where `nnodes` is above 1: any secret text, the same on every machine"
+            " (RANK_TOKEN=...), so that nobody else can join"
+        )
 
 
 class LoraAdapter(msgspec.Struct, frozen=True):

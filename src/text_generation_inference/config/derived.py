@@ -37,6 +37,14 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         return [(f"{name} {values[name]}" if name in values else name, why) for name, why in self.reasons.items()]
 
 
+_PAYLOAD_BYTES, _SEEING_PAYLOAD_BYTES = 2_000_000, 32_000_000  # TGI's; room for pictures of 20 MB in base64
+
+
+def payload_limit(config: ServerConfig, sees: bool = False) -> int:
+    """Bytes of a request body. Pictures go no further than the front end, so what the engine gets is never larger."""
+    return config.payload_limit or (_SEEING_PAYLOAD_BYTES if sees else _PAYLOAD_BYTES)
+
+
 LONGEST_PADDED = 4096  # tokens of a request where nobody says otherwise: each further length is a shape to warm up
 
 

@@ -30,6 +30,8 @@ _OF_WARM_UP = ("warmup_enabled", "vllm_skip_warmup")
 _OF_SCHEDULED_PROFILES = ("prof_waitstep", "prof_warmupstep", "prof_ranks")
 _OF_ALL_PROFILES = ("prof_path", "prof_record_shapes")
 
+_OF_MACHINES = ("node_rank", "master_addr", "master_port", "rank_token")
+
 _SHOWN = {"cpu": "CPU", "cuda": "GPU", "hpu": "Gaudi card"}
 
 
@@ -66,12 +68,6 @@ def explain(config: ServerConfig, given: Collection[str], find_device: FindDevic
     ]
 
 
-def serves_one_of_many(config: ServerConfig, find_device: FindDevice) -> bool:
-    """Whether one card serves what is to be split over several: the published commands for Gaudi ask for more."""
-    wants_more = config.num_shard is not None and config.num_shard > 1
-    return (wants_more or (bool(config.sharded) and config.num_shard is None)) and find_device() == "hpu"
-
-
 def _reasons_of_device(config: ServerConfig, given: Collection[str], find_device: FindDevice) -> dict[str, str]:
     """Settings that have no effect where the model runs, or beside others."""
     of_devices = [name for name, setting in SETTINGS.items() if setting.only_on]
@@ -95,7 +91,16 @@ def _reasons_of_device(config: ServerConfig, given: Collection[str], find_device
             others += LINEAR_SIZES
             others.remove("vllm_decode_block_bucket_step")  # it is read there too
         reasons |= dict.fromkeys(others, f"the strategy is {strategy}")
-    return reasons | _reasons_of_profiles(config)
+    return reasons | _reasons_of_profiles(config) | _reasons_of_ranks(config)
+
+
+def _reasons_of_ranks(config: ServerConfig) -> dict[str, str]:
+    reasons: dict[str, str] = {}
+    if config.nnodes == 1:
+        reasons |= dict.fromkeys(_OF_MACHINES, "one machine serves the model; --nnodes N joins several")
+    if (config.num_shard or 1) == 1:
+        reasons["expert_parallel"] = "one rank has all experts"
+    return reasons
 
 
 def _reason_of_attention(config: ServerConfig) -> str:
@@ -108,12 +113,13 @@ def _reason_of_attention(config: ServerConfig) -> str:
 
 
 def _reasons_of_profiles(config: ServerConfig) -> dict[str, str]:
-    if config.prof_step and 0 in config.prof_ranks:
+    num_ranks = config.num_shard or 1
+    if config.prof_step and any(rank < num_ranks for rank in config.prof_ranks):
         return {}
     why = "no profile is taken at start; PROF_STEP=N takes one"
     reasons: dict[str, str] = {}
     if config.prof_step:
-        why = "PROF_RANKS does not name 0, which is the only rank"
+        why = "PROF_RANKS names no rank that there is: 0" + (f" to {num_ranks - 1}" if num_ranks > 1 else "")
         reasons["prof_step"] = why
     reasons |= dict.fromkeys(_OF_SCHEDULED_PROFILES, why)
     if not config.admin_api_key:  # else it may ask for one at any time

@@ -22,6 +22,9 @@ _SAGEMAKER = {
     "HF_MODEL_QUANTIZE": "QUANTIZE",
     "HF_MODEL_TRUST_REMOTE_CODE": "TRUST_REMOTE_CODE",
 }
+_SHARE_A_CARD = ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE")
+_OF_ANY_PROGRAM = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "TGI_FAILPOINTS")
+_OF_PYTHON = ("PYTHON", "COVERAGE")
 _TOKENS = ("HF_API_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -76,6 +79,12 @@ def failpoints_asked(environment: Mapping[str, str] | None = None) -> str | None
     return (os.environ if environment is None else environment).get("TGI_FAILPOINTS")
 
 
+def may_share_cards(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether several ranks may compute on one card, for tests: the libraries that bring them together ask the same."""
+    asked = os.environ if environment is None else environment
+    return any(asked.get(name) == "1" for name in _SHARE_A_CARD)
+
+
 def child_environment(config: ServerConfig, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for the processes of a server: the hub's settings as its library reads them, and no API key."""
     child = dict(os.environ if environment is None else environment)
@@ -90,6 +99,13 @@ def child_environment(config: ServerConfig, environment: Mapping[str, str] | Non
     if config.huggingface_hub_cache:
         child["HF_HUB_CACHE"] = child["HUGGINGFACE_HUB_CACHE"] = config.huggingface_hub_cache
     return child
+
+
+def decoder_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """For processes that decode strangers' bytes: what Python needs to start, no token, key or name of ours."""
+    environment = os.environ if environment is None else environment
+    kept = {name: text for name, text in environment.items() if name in _OF_ANY_PROGRAM or name.startswith(_OF_PYTHON)}
+    return kept | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 def parse_value(field: str, text: str, origin: str) -> Any:

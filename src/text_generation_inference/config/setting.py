@@ -3,6 +3,7 @@
 Flag, environment variable, help, range and the reasons why something is refused or has no effect follow from it.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,13 @@ def check_key(name: str, value: str) -> None:
 def check_route(name: str, value: str) -> None:
     if not value.startswith("/"):
         raise StartError(f"`{name}` must start with '/'. Given: {value}")
+
+
+def check_hosts(name: str, value: list[str]) -> None:
+    """Names alone: what has a scheme, a port, a path or a star in it would never be met."""
+    for host in value:
+        if not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?|[0-9A-Fa-f:]+", host):
+            raise StartError(f"`{name}` must be host names such as images.example.com. Given: {host[:60]!r}")
 
 
 def check_sizes(name: str, value: list[int]) -> None:

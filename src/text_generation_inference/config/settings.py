@@ -12,13 +12,13 @@ import msgspec
 from text_generation_inference.config.combinations import check_combinations
 from text_generation_inference.config.setting import (
     Setting,
+    check_hosts,
     check_key,
     check_name,
     check_port,
     check_route,
     check_sizes,
 )
-from text_generation_inference.errors import StartError
 
 DTYPES = ("float32", "float16", "bfloat16")
 _METHODS = (
@@ -28,10 +28,12 @@ _METHODS = (
 
 _model = partial(Setting, section="model")
 _request = partial(Setting, section="limits of a request")
+_pictures = partial(Setting, section="pictures")
 _batching = partial(Setting, section="batching")
 _server = partial(Setting, section="server")
 _hub = partial(Setting, section="hub")
 _device = partial(Setting, section="device")
+_ranks = partial(Setting, section="ranks")
 _observed = partial(Setting, section="observability")
 _accepted = partial(
     Setting, section="accepted for compatibility (each is refused or has no effect, and says so at start)"
@@ -149,8 +151,42 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             no_effect="/v1/completions takes as many prompts as --max-concurrent-requests lets run",
         ),
     ] = 4
-    payload_limit: Annotated[int, _request("bytes of a request body", "N", above=0)] = 2_000_000
+    payload_limit: Annotated[
+        int | None,
+        _request("bytes of a request body", "N", default="2000000; 32000000 where the model sees pictures", above=0),
+    ] = None
     enable_prefill_logprobs: Annotated[bool, _request("allow decoder_input_details: the logprobs of a prompt")] = False
+
+    # pictures
+    allowed_media_domains: Annotated[
+        list[str] | None,
+        _pictures(
+            "the only hosts that pictures are fetched from: exact names, separated by commas",
+            "LIST",
+            default="any public host",
+            check=check_hosts,
+        ),
+    ] = None
+    allow_private_media: Annotated[
+        bool, _pictures("fetch pictures from private, link-local and loopback addresses too")
+    ] = False
+    media_urls: Annotated[
+        bool, _pictures("fetch nothing: pictures come as data alone", flag="--no-media-urls", turns_off=True)
+    ] = True
+    max_image_fetch_size: Annotated[
+        int, _pictures("bytes of a picture; never more than 4 for each pixel it may have", "N", least=0)
+    ] = 1_073_741_824
+    image_fetch_timeout: Annotated[
+        float, _pictures("seconds for fetching a picture, redirects included", "SECONDS", above=0)
+    ] = 20.0
+    max_image_pixels: Annotated[
+        int, _pictures("width times height of a picture, checked before it is decoded", "N", above=0, most=2**30)
+    ] = 67_108_864
+    max_images_per_request: Annotated[int, _pictures("pictures in a prompt", "N", least=0)] = 32
+    image_workers: Annotated[
+        int | None,
+        _pictures("processes that decode pictures", "N", default="half of the cores, 2 to 4", above=0, most=256),
+    ] = None
 
     # batching
     max_concurrent_requests: Annotated[
@@ -319,9 +355,28 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             engine=True,
         ),
     ] = True
-    sharded: Annotated[bool | None, _device("split the model over devices: one is used", "true|false")] = None
+
+    # ranks
+    sharded: Annotated[
+        bool | None, _ranks("split the model over the devices that are there", "true|false", default="by --num-shard")
+    ] = None
     num_shard: Annotated[
-        int | None, _device("number of devices to split it over: 1; on Gaudi more is accepted", "N", default="1")
+        int | None,
+        _ranks("devices to split it over, those of all machines together", "N", default="CUDA_VISIBLE_DEVICES, else 1"),
+    ] = None  # a number once a command line is read
+    expert_parallel: Annotated[
+        bool,
+        _ranks("each rank has whole experts, not a part of each", aliases=("USE_EXPERT_PARALLEL",), engine=True),
+    ] = False
+    num_replicas: Annotated[
+        int, _ranks("engines that serve the model side by side, each with devices of its own", "N", least=1, most=256)
+    ] = 1
+    nnodes: Annotated[int, _ranks("machines that serve the model together", "N", least=1)] = 1
+    node_rank: Annotated[int, _ranks("which of them this is: 0 is the one with the API", "N", least=0)] = 0
+    master_addr: Annotated[str, _ranks("address of machine 0, where the others meet it", "HOST")] = "localhost"
+    master_port: Annotated[int, _ranks("port there", "PORT", check=check_port)] = 29500
+    rank_token: Annotated[
+        str | None, _ranks("secret that machines know each other by", "TOKEN", secret=True, check=check_key)
     ] = None
 
     # observability
@@ -360,12 +415,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shard_uds_path: Annotated[
         str, _accepted("prefix of unix sockets", "PATH", no_effect="processes talk over sockets in a private folder")
     ] = "/tmp/text-generation-server"
-    master_addr: Annotated[
-        str, _accepted("address for ranks to meet at", "HOST", no_effect="one process serves the model")
-    ] = "localhost"
-    master_port: Annotated[
-        int, _accepted("port for ranks to meet at", "PORT", check=check_port, no_effect="one process serves the model")
-    ] = 29500
     prometheus_port: Annotated[
         int,
         _accepted(
@@ -511,7 +560,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     # not in the help
     seed: Annotated[int, _variable(variable=None)] = 0  # of dummy weights
-    max_image_fetch_size: Annotated[int, _variable(least=0)] = 1_073_741_824  # bytes
+    picture_folder: Annotated[str | None, _variable(variable=None)] = None  # where pixels of pictures are
     overlap: Annotated[bool, _variable(variable=None)] = True  # plan the next step while one runs
     compute_type: Annotated[str | None, _variable()] = None  # of the `x-compute-type` header; None: derived
     aip_http_port: Annotated[int | None, _variable(check=check_port)] = (
@@ -542,10 +591,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_combinations(self)
         for name, setting in SETTINGS.items():
             setting.check_served(name, getattr(self, name))
-        if self.num_shard is not None and self.num_shard > 1:
-            raise StartError(
-                f"`num_shard` is {self.num_shard}, but one process serves the whole model on this device: leave it out"
-            )
 
 
 def plain_type(kind: Any) -> Any:

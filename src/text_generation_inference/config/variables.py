@@ -45,11 +45,13 @@ PASSED_ON: dict[str, list[str]] = {
     ],
 }
 
-_ONE_CARD = "one card serves the model"
+# Set by torchrun and by launchers that speak its words; see `cluster`.
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
 _OWN_PLAN = "shapes follow the two strategies"
 _OWN_QUANTISER = "scales are measured and read by this program itself"
 _OWN_ATTENTION = "attention is chosen by USE_FLASH_ATTENTION"
-_EXPERTS_BY_WIDTH = "experts are split over ranks by their width and computed all at once"
+_ALL_EXPERTS = "the experts of a rank are computed all at once"
 _OWN_COMPILER = "what is compiled is chosen by PT_HPU_LAZY_MODE"
 
 # Variables that change nothing on any device, and why.
@@ -63,9 +65,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     "DISABLE_EXLLAMA": "no such kernels are used",
     "USE_CUTLASS_W8A8": "no such kernels are used",
     "BATCH_SIZE_EXPONENT_BASE": "use VLLM_BUCKETING_STRATEGY=exp, whose sizes grow by factors of about two",
-    "BASE_IMAGE_TOKENS": "no model with images is served",
-    "USE_EXPERT_PARALLEL": _EXPERTS_BY_WIDTH,
-    "MAX_EXPERTS_PER_SLICE": _EXPERTS_BY_WIDTH,
+    "BASE_IMAGE_TOKENS": "prompts with pictures are padded to the lengths that all prompts have",
+    "MAX_EXPERTS_PER_SLICE": _ALL_EXPERTS,
     "SDP_ON_BF16": "TGI reads it and does nothing with it",
     "DUMP_STACK": "clients are told errors in words, never a stack of calls",
     "DBG_TRACE_FILENAME": "take a trace with PROF_STEP",
@@ -94,12 +95,9 @@ WITHOUT_EFFECT: dict[str, str] = {
     "VLLM_DEFRAG_THRESHOLD": "blocks are read by their list, so they need not be moved",
     "VLLM_DEFRAG_WITH_GRAPHS": "blocks are read by their list, so they need not be moved",
     "VLLM_CONFIG_HIDDEN_LAYERS": "a step is one segment, or one graph",
-    "VLLM_MOE_CHUNK": _EXPERTS_BY_WIDTH,
-    "VLLM_MOE_TOKEN_BOUNDARY": _EXPERTS_BY_WIDTH,
+    "VLLM_MOE_CHUNK": _ALL_EXPERTS,
+    "VLLM_MOE_TOKEN_BOUNDARY": _ALL_EXPERTS,
     "VLLM_WORKER_MULTIPROC_METHOD": "processes are always started afresh",
-    "RANK": _ONE_CARD,
-    "LOCAL_RANK": _ONE_CARD,
-    "WORLD_SIZE": _ONE_CARD,
     "VLLM_{PROMPT,DECODE}_{BS,QUERY,SEQ,CTX,BLOCK}_BUCKET_{PAD_MAX,PAD_PERCENT}": _OWN_PLAN,
     "VLLM_PROMPT_{CTX,BLOCK}_BUCKET_{MIN,STEP,MAX}": "no part of a prompt comes from the cache",
     "VLLM_DECODE_{QUERY,SEQ}_BUCKET_{MIN,STEP,MAX}": "a decode step has one token of each request",
@@ -130,5 +128,5 @@ def setting_names() -> list[str]:
 
 def list_given(environment: Mapping[str, str]) -> list[str]:
     """`NAME=value` for each variable of these tables that is set, in their order. None of them is a secret."""
-    known = [*setting_names(), *(name for names in PASSED_ON.values() for name in names), *NO_EFFECT]
+    known = [*setting_names(), *OF_TORCHRUN, *(name for names in PASSED_ON.values() for name in names), *NO_EFFECT]
     return [f"{name}={environment[name]}" for name in dict.fromkeys(known) if environment.get(name)]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import Event, GraphForward
 from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.parallel.collectives import Collectives, Meeting
 
 
 class _Done:
@@ -31,7 +32,9 @@ class PlainForward:
 
 
 class AtOnce:
-    """The part of `Device` that is about the queue and captures."""
+    """The part of `Device` that is about the queue, captures and ranks."""
+
+    comm_backend: str
 
     def __init__(self, thread_name: str) -> None:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=thread_name)
@@ -67,6 +70,9 @@ class AtOnce:
 
     def compiling(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def join_ranks(self, meeting: Meeting) -> Collectives:
+        return meeting.connect(self.comm_backend)
 
     def close(self) -> None:
         self._worker.shutdown(wait=True)

@@ -37,10 +37,14 @@ class CpuDevice(AtOnce):
     fp8_needs = ""
     runtime_bytes = 0
 
-    def __init__(self, cache_dir: Path, custom_kernels: bool = True, num_threads: int | None = None) -> None:
+    def __init__(
+        self, cache_dir: Path, custom_kernels: bool = True, num_threads: int | None = None, num_sharing: int = 1
+    ) -> None:
+        """`num_sharing`: ranks of all engines that compute here, each with its share of threads and memory."""
         super().__init__("tgi-cpu")
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
+        self._num_sharing = num_sharing
+        if num_threads is not None or num_sharing > 1:
+            torch.set_num_threads(max(1, (num_threads or torch.get_num_threads()) // num_sharing))
         self.torch_device = torch.device("cpu")
         self.limits = Limits(
             block_size=16,
@@ -55,7 +59,7 @@ class CpuDevice(AtOnce):
         """Without what steps and the process that answers HTTP will take: pages of the cache are handed out when they
         are first touched, and must be there then."""
         free = available_bytes()
-        return free - min(_WORKING_BYTES, free // 4)
+        return (free - min(_WORKING_BYTES, free // 4)) // self._num_sharing
 
     def all_free_bytes(self) -> int:
         return self.free_bytes()

@@ -5,6 +5,7 @@ with an event, which a thread of its own waits for.
 """
 
 import gc
+import hashlib
 import importlib.util
 import os
 from collections.abc import Callable, Generator
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from text_generation_inference.config import may_share_cards
+from text_generation_inference.devices import cuda_ranks
 from text_generation_inference.devices.device import Event, GraphForward, failed_step
 from text_generation_inference.devices.driver import Driver, read_driver
 from text_generation_inference.devices.graphs import CapturedForward
@@ -24,9 +27,11 @@ from text_generation_inference.kernels import flashinfer_prompts
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import as_paged, is_padded
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.triton import compile_workers
 from text_generation_inference.kernels.triton.compile_workers import Workers
 from text_generation_inference.kernels.triton.ops import load_ops
-from text_generation_inference.types import Limits
+from text_generation_inference.parallel.collectives import Collectives, Meeting
+from text_generation_inference.types import ALONE, Limits, Place
 
 _MIN_CAPABILITY, _BFLOAT16, _FP8 = (7, 5), (8, 0), (8, 9)
 _MARGIN_BYTES = 1 << 30  # what captured steps take beside what torch counts, and what holes between tensors waste
@@ -38,7 +43,6 @@ _MANY_CORES = 4  # so many compile faster in processes than in threads
 
 class CudaDevice:
     name = "cuda"
-    comm_backend = "nccl"
     cache_by_head = True
     holds_fp8 = False
     fp8_max = 448.0
@@ -51,18 +55,25 @@ class CudaDevice:
         memory_fraction: float = 1.0,
         cache_dir: Path | None = None,
         attention: str | None = None,
+        place: Place = ALONE,
     ) -> None:
         explain_missing(torch.__version__, torch.version.cuda, read_driver(), custom_kernels)
         compiled = None
         if cache_dir is not None:  # before Triton is imported
-            compiled = Path(os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir / "triton")))
-        self._compilers = _start_compilers(compiled) if custom_kernels else None
+            compiled = Path(os.environ.setdefault("TRITON_CACHE_DIR", str(_folder_of_kernels(cache_dir))))
+        compiles = custom_kernels and place.local_rank == 0  # other ranks find what this one leaves on disk
+        self._compilers = _start_compilers(compiled) if compiles else None
+        self._turns: cuda_ranks.CompileTurns | None = None
         if not torch.cuda.is_available():
             raise StartError(
                 f"`device` cuda: PyTorch {torch.__version__} cannot use the GPU that the driver shows. `nvidia-smi` may"
                 " say why; `device` cpu runs without one."
             )
+        index, self._num_sharing = choose_card(place, torch.cuda.device_count(), may_share_cards())
+        if index is not None:
+            torch.cuda.set_device(index)
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.comm_backend = "gloo" if self._num_sharing > 1 else "nccl"  # NCCL wants a card for each rank
         properties = _read_properties(self.torch_device)
         self.capability = (properties.major, properties.minor)
         self.description = f"{properties.name} (capability {properties.major}.{properties.minor})"
@@ -96,7 +107,12 @@ class CudaDevice:
         self._idle_events: list[torch.cuda.Event] = []  # of steps that are done
         self._pool: Any = None  # memory that all captured steps share
         self._num_captured = 0  # into it
-        self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-cuda")
+        self._finisher = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="tgi-cuda",
+            initializer=torch.cuda.set_device,  # of each thread its own
+            initargs=(self.torch_device,),
+        )
 
     @property
     def supports_fp8(self) -> bool:
@@ -120,7 +136,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        return max(0, free - int((1 - self._memory_fraction) * total) - _MARGIN_BYTES)
+        return max(0, (free - int((1 - self._memory_fraction) * total)) // self._num_sharing - _MARGIN_BYTES)
 
     def all_free_bytes(self) -> int:
         return self.free_bytes()
@@ -135,19 +151,27 @@ class CudaDevice:
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
         return self._finisher.submit(work)
 
+    def join_ranks(self, meeting: Meeting) -> Collectives:
+        collectives, self._turns = cuda_ranks.join_ranks(meeting, self.torch_device, self._has_kernels)
+        return collectives
+
     def close(self) -> None:
         self._finisher.shutdown(wait=True)
         torch.cuda.synchronize(self.torch_device)
 
     # -- before the first request ----------------------------------------------------------------------------------
 
-    def compiling(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def compiling(self) -> Generator[None, None, None]:
         if not self._has_kernels:
-            return nullcontext()
+            yield
+            return
         from text_generation_inference.kernels.triton.compile_ahead import compile_only
 
-        workers, self._compilers = self._compilers or _start_compilers(), None
-        return compile_only(min(_COMPILE_THREADS, len(os.sched_getaffinity(0))), workers)
+        with nullcontext() if self._turns is None else self._turns.compile():
+            workers, self._compilers = self._compilers or _start_compilers(), None
+            with compile_only(min(_COMPILE_THREADS, len(os.sched_getaffinity(0))), workers):
+                yield
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         torch.cuda.synchronize(self.torch_device)
@@ -231,6 +255,18 @@ class CudaDevice:
         return CapturedForward(self, forward, first)
 
 
+def choose_card(place: Place, num_cards: int, may_share: bool) -> tuple[int | None, int]:
+    """The card of a rank, and how many ranks share it; None: the one that is chosen already. Raises `StartError`."""
+    if place.world == 1:
+        return None, 1
+    if place.local_world > num_cards and not may_share:
+        raise StartError(
+            f"`num_shard` is {place.world}, {place.local_world} of them here, but only {num_cards} GPUs can be used:"
+            " lower it, or let CUDA_VISIBLE_DEVICES name more"
+        )
+    return place.local_rank % num_cards, -(-place.local_world // num_cards)
+
+
 def _grow_segments(grow: bool) -> None:
     """Whether torch maps more memory behind what it has (where it can), or takes a piece of its own for each lack."""
     torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{grow}")  # pyright: ignore
@@ -258,13 +294,22 @@ def _no_collection() -> Generator[None, None, None]:
             gc.enable()
 
 
+def _folder_of_kernels(cache_dir: Path) -> Path:
+    """Where those of these very sources are kept: whether any is there says whether all must be compiled."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(compile_workers.__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return cache_dir / "triton" / digest.hexdigest()[:16]
+
+
 def _start_compilers(compiled: Path | None = None) -> Workers | None:
-    """Where no kernel was ever compiled, processes that will do it get ready while weights are loaded."""
+    """Processes that compile get ready while weights are loaded: several where no kernel was ever compiled, one for the
+    kernel that takes longest where another model's were."""
     cores = len(os.sched_getaffinity(0))
     if cores < _MANY_CORES:
         return None
     is_new = compiled is not None and (not compiled.is_dir() or not any(compiled.iterdir()))
-    return Workers(_READY_COMPILERS if is_new else 0)
+    return Workers(_READY_COMPILERS if is_new else 0 if compiled is None else 1)
 
 
 def _read_properties(device: torch.device) -> Any:

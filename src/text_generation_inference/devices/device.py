@@ -18,7 +18,8 @@ from text_generation_inference.devices.driver import read_driver
 from text_generation_inference.errors import StartError
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.ops import Ops
-from text_generation_inference.types import Limits
+from text_generation_inference.parallel.collectives import Collectives, Meeting
+from text_generation_inference.types import ALONE, Limits, Place
 
 
 def failed_step(error: Exception) -> "Future[Any]":
@@ -145,6 +146,12 @@ class Device(Protocol):
         """Inside, steps only compile their kernels and compute nothing; afterwards all those are ready."""
         ...
 
+    # -- ranks -----------------------------------------------------------------------------------------------------
+
+    def join_ranks(self, meeting: Meeting) -> Collectives:
+        """Sums and gathers with the devices of other ranks. Once, before anything is loaded."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -163,8 +170,9 @@ def choose_device(
     num_threads: int | None,
     memory_fraction: float = 1.0,
     config: ServerConfig | None = None,  # for a device with settings of its own
+    place: Place = ALONE,
 ) -> Device:
-    """The device asked for; "auto" takes the fastest one present."""
+    """The device asked for; "auto" takes the fastest one present. A rank gets the one of its number."""
     from text_generation_inference.devices import hpu
     from text_generation_inference.devices.cpu import CpuDevice  # a device's libraries load only when it is chosen
 
@@ -174,11 +182,12 @@ def choose_device(
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
         from text_generation_inference.devices.cuda import CudaDevice
 
-        return CudaDevice(custom_kernels, memory_fraction, cache_dir, config.attention if config else None)
+        return CudaDevice(custom_kernels, memory_fraction, cache_dir, config.attention if config else None, place)
     settings = hpu.HpuSettings.of(config or ServerConfig())
     if name == "hpu" or (name == "auto" and hpu.is_present(settings.lazy)):
-        return hpu.HpuDevice(settings, custom_kernels)
-    device = CpuDevice(cache_dir, custom_kernels, num_threads)
+        return hpu.HpuDevice(settings, custom_kernels, place)
+    num_sharing = place.local_world * (config.num_replicas if config else 1)
+    device = CpuDevice(cache_dir, custom_kernels, num_threads, num_sharing)
     if name == "auto" and (gpus := read_driver().gpus):
         device.ops.description += f". {gpus[0].name} is not used: `device` cuda says why"
     return device

@@ -7,6 +7,7 @@ it `torch.compile` does the same. Steps run on one worker thread, so that planni
 """
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,8 @@ from text_generation_inference.kernels.block_lists import key_of, put_together, 
 from text_generation_inference.kernels.hpu.bridge import Bridge, is_present, load_bridge, memory_errors
 from text_generation_inference.kernels.hpu.ops import HpuGreedy, load_ops
 from text_generation_inference.kernels.ops import Ops
-from text_generation_inference.types import Limits
+from text_generation_inference.parallel.collectives import Collectives, Meeting
+from text_generation_inference.types import ALONE, Limits, Place
 
 BLOCK_SIZE = 128
 _torch: Any = torch  # for what torch leaves without types
@@ -48,6 +50,7 @@ class HpuSettings:
     memory_fraction: float = 0.8  # of what is free after loading; the rest is left to the run time
     graph_share: float = 0.1  # of that, for graphs
     fp8: bool = False  # matrices in FP8 are asked for
+    has_ranks: bool = False  # sums over ranks are part of graphs
 
     @classmethod
     def of(cls, config: ServerConfig) -> "HpuSettings":
@@ -60,19 +63,30 @@ class HpuSettings:
             memory_fraction=config.hpu_memory_fraction,
             graph_share=config.tgi_graph_reserved_mem,
             fp8=config.quantize is not None or config.quant_config is not None,
+            has_ranks=(config.num_shard or 1) > 1,
         )
+
+
+def rank_environment(place: Place) -> dict[str, str]:
+    """By which the software finds the card of a rank: the one of its number among those that may be seen."""
+    return {"RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank), "WORLD_SIZE": str(place.world)}
 
 
 class HpuDevice(AtOnce):
     cache_by_head = False
     fp8_needs = "Gaudi 2 or later"
 
-    def __init__(self, settings: HpuSettings | None = None, custom_kernels: bool = True) -> None:
+    def __init__(self, settings: HpuSettings | None = None, custom_kernels: bool = True, place: Place = ALONE) -> None:
         super().__init__("tgi-hpu")
         self.settings = settings or HpuSettings()
+        if place.world > 1:
+            os.environ.update(rank_environment(place))
+            os.environ.setdefault("PT_HPU_ENABLE_LAZY_COLLECTIVES", "1")  # graphs with sums in them need it
         if self.settings.fp8:
             for name, value in _FP8_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
+        if self.settings.has_ranks:
+            os.environ.setdefault("PT_HPU_ENABLE_LAZY_COLLECTIVES", "1")
         self.bridge = bridge = load_bridge(self.settings.lazy)
         self.name = "hpu (emulated)" if bridge.emulated else "hpu"
         self.comm_backend = "gloo" if bridge.emulated else "hccl"
@@ -158,6 +172,11 @@ class HpuDevice(AtOnce):
 
     def prepare(self, batch: Batch) -> Batch:
         return batch
+
+    def join_ranks(self, meeting: Meeting) -> Collectives:
+        """Lazily gathered ops are launched before each: a sum takes what was computed, not what is still to be."""
+        self.bridge.load_ranks(meeting.world, meeting.rank, meeting.local_rank(socket.gethostname()))
+        return meeting.connect(self.comm_backend, self.bridge.mark_step if self.bridge.lazy else None)
 
     def close(self) -> None:
         super().close()

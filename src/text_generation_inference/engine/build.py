@@ -1,26 +1,31 @@
 """Brings an engine up from a configuration: resolve, load, allocate, ready."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from text_generation_inference.config import Resolved, ServerConfig, resolve
 from text_generation_inference.devices.device import check_present
 from text_generation_inference.engine.calibrate import read_quant_config
 from text_generation_inference.engine.loop import EngineLoop
-from text_generation_inference.engine.rank import Rank
+from text_generation_inference.engine.rank import Rank, RankFacts
+from text_generation_inference.engine.ranks import Ranks, open_rank
+from text_generation_inference.errors import TgiError
 from text_generation_inference.models.registry import judge, read_config, read_quantization
 from text_generation_inference.quant.inc.measure import Recorder
 from text_generation_inference.runner.shapes import describe_plan, limits_from, plan_shapes
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.scheduler import Scheduler
-from text_generation_inference.text.grammar import GrammarCompiler
+from text_generation_inference.text.grammar import CompiledGrammar, GrammarCompiler
 from text_generation_inference.text.tokenizer import Tokenizer
-from text_generation_inference.types import ModelFacts
+from text_generation_inference.types import Grammar, ModelFacts, PicturePolicy
 from text_generation_inference.units import gigabytes
 from text_generation_inference.weights.progress import Progress, silent
-from text_generation_inference.weights.source import find_model
+from text_generation_inference.weights.source import ModelFolder, find_model
 
 SPARE_BYTES = 1 << 30
 MOST_SPARE_BYTES = 4 * SPARE_BYTES
@@ -33,12 +38,18 @@ class Engine:
     loop: EngineLoop
     facts: ModelFacts
     folder: Path
-    rank: Rank
+    rank: Rank | Ranks
     resolved: Resolved
     grammars: GrammarCompiler  # shared with the runner: what is compiled here need not be there
     seconds: dict[str, float] = field(default_factory=dict)  # start-up stages
     notes: list[str] = field(default_factory=list)
     recorder: Recorder | None = None  # measures every pass
+
+    def compile_grammar(self, grammar: Grammar, tried: bool = False) -> CompiledGrammar:
+        """On all ranks. See `GrammarCompiler.compile`; from any thread."""
+        if self.grammars.find(grammar) is None:
+            self.rank.compile(grammar)
+        return self.grammars.compile(grammar, tried=tried)
 
     def close(self) -> None:
         self.rank.close()
@@ -46,20 +57,39 @@ class Engine:
             self.recorder.save()
 
 
-def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
+def start_engine(
+    config: ServerConfig,
+    progress: Progress = silent,
+    folder: Path | None = None,
+    last_resort: Callable[[TgiError], None] | None = None,
+) -> Engine:
+    """`folder` and `last_resort` are for ranks in processes of their own: see `open_rank`."""
     config.check()
     calibrated = read_quant_config(config)
     config = calibrated.config
     seconds: dict[str, float] = {}
     check_present(config)
     with _timed(seconds, "resolve"):
-        source = find_model(config, progress, judge=lambda folder: judge(folder, config.trust_remote_code))
+        asked = (config.trust_remote_code, config.num_shard or 1, config.expert_parallel)
+        source = find_model(config, progress, judge=lambda folder: judge(folder, *asked))
+        if (config.num_shard or 1) > 1:  # before there are processes: nobody has asked that of local models
+            judge(source.path, *asked)
         model_config = read_config(source.path)
         stored = read_quantization(model_config)
     with _timed(seconds, "device"):
-        rank = Rank(calibrated, source, progress=progress)
-    with _timed(seconds, "load"):
-        facts = rank.load(model_config, stored)
+        rank = open_rank(calibrated, source, progress, folder, last_resort)
+    try:
+        with _timed(seconds, "load"):
+            facts = rank.load(model_config, stored)
+        return _bring_up(config, source, rank, facts, seconds)
+    except BaseException:
+        rank.abandon()
+        raise
+
+
+def _bring_up(
+    config: ServerConfig, source: ModelFolder, rank: Rank | Ranks, facts: RankFacts, seconds: dict[str, float]
+) -> Engine:
     grammars = GrammarCompiler(lambda: Tokenizer.load(source.path), facts.vocab_size)
     with _timed(seconds, "measure"):
         memory = rank.measure()
@@ -67,6 +97,11 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
     while True:
         with _timed(seconds, "cache"):
             resolved = resolve(config, facts.size, facts.limits, max(0, memory.cache_bytes - spare_bytes))
+            pictures = _decide_pictures(facts, resolved)
+            if pictures is not None:
+                feature_bytes = pictures.max_features * facts.feature_bytes
+                free_bytes = max(0, memory.cache_bytes - spare_bytes - feature_bytes)
+                resolved = resolve(config, facts.size, facts.limits, free_bytes)
             plan = plan_shapes(config, facts.limits, limits_from(resolved), facts.quantized, facts.is_capturable)
             rank.allocate(resolved, plan, grammars)
         with _timed(seconds, "prepare"):
@@ -101,10 +136,25 @@ def start_engine(config: ServerConfig, progress: Progress = silent) -> Engine:
         notes=notes,
         quantization=facts.quantization,
         weight_bytes=facts.weight_bytes,
+        pictures=pictures,
     )
-    scheduler = Scheduler(policy, pool, prompts_fit=plan.prompts_fit, queue_threshold_ms=config.queue_threshold_ms)
+    scheduler = Scheduler(
+        policy,
+        pool,
+        prompts_fit=plan.prompts_fit,
+        queue_threshold_ms=config.queue_threshold_ms,
+        pictures=pictures,
+    )
     loop = EngineLoop(scheduler, rank, config.overlap, rank.forget)
     return Engine(loop, model_facts, source.path, rank, resolved, grammars, seconds, notes, rank.record())
+
+
+def _decide_pictures(facts: RankFacts, resolved: Resolved) -> PicturePolicy | None:
+    """Features of the longest prompt have room, and of the largest step."""
+    if facts.pictures is None:
+        return None
+    most = max(resolved.max_input_tokens, resolved.max_batch_prefill_tokens)
+    return msgspec.structs.replace(facts.pictures, max_features=most)
 
 
 class _timed:

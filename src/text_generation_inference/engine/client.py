@@ -123,6 +123,10 @@ class TokenStream:
         self.num_bytes -= num_bytes
         self._client.num_held_bytes -= num_bytes
 
+    @property
+    def engine_responds(self) -> bool:
+        return self._client.responds
+
     def drop_events(self) -> None:
         self._events = []
         self._give_back(self.num_bytes)
@@ -168,6 +172,7 @@ class EngineClient:
         self._reading_on = False  # a further turn of reading is due
         self.num_held_bytes = 0  # of events that nobody has taken
         self.num_malformed = 0
+        self.responds = True  # as far as its signs of life tell those who look at them
         self.failure: EngineError | None = None  # set once the engine is lost; a new client is needed then
         self.load: EngineLoad | None = None
         self.on_load: Callable[[EngineLoad], None] | None = None

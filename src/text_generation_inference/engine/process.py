@@ -23,13 +23,13 @@ import zmq
 
 from text_generation_inference import failpoints
 from text_generation_inference.collection import resume_collection
-from text_generation_inference.config import ServerConfig, failpoints_asked
+from text_generation_inference.config import ServerConfig, failpoints_asked, payload_limit
 from text_generation_inference.engine import wire
 from text_generation_inference.engine.build import Engine, start_engine
 from text_generation_inference.engine.heartbeat import Heartbeat, heartbeat_path
 from text_generation_inference.engine.outbox import ClientLink
-from text_generation_inference.engine.parent import end_with_parent
 from text_generation_inference.engine.profile import Profiling
+from text_generation_inference.engine.ranks import NAMING_S
 from text_generation_inference.engine.status import (
     EXIT_ENGINE_FAILED,
     EXIT_START_FAILED,
@@ -106,9 +106,10 @@ class EngineServer:
             self._check_clients()
             if self._compiling:
                 self._add_compiled()
-            if not self._loop.has_work:
-                continue
             try:
+                if not self._loop.has_work:
+                    self._engine.rank.check()
+                    continue
                 out = self._loop.step()
             except EngineError as error:
                 last = self._loop.last
@@ -226,7 +227,7 @@ class EngineServer:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         """Clients have compiled it themselves, and so found it harmless, before they sent it."""
         failpoint("engine.compile")
-        return self._engine.grammars.compile(grammar, tried=True)
+        return self._engine.compile_grammar(grammar, tried=True)
 
     def _add_compiled(self) -> None:
         for engine_id, (client, request, compiled) in list(self._compiling.items()):
@@ -334,6 +335,7 @@ class EngineServer:
             stats.num_cached_prompt_tokens,
             self._engine.rank.bucket_stats,
             self._num_malformed,
+            scheduler.picture_work,
         )
 
     def _send(self, client: ClientLink, message: FromEngine) -> None:
@@ -374,7 +376,6 @@ def _tokens_of(out: TokenOut, number: int, stats: StepStats) -> TokenOut:
 
 def main() -> int:
     """A program: the SOCKET as its argument, the `ServerConfig` as JSON on standard input."""
-    end_with_parent()
     # Who stops a whole group or service signals this process too; the parent ends it, once requests are drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -388,36 +389,48 @@ def main() -> int:
     socket.setsockopt(zmq.LINGER, 1000)
     configure_socket(socket, config)
     try:
-        engine = start_engine(config, lambda stage, done, total: _tell(Stage(stage, done, total)))
+        engine = start_engine(
+            config,
+            lambda stage, done, total: _tell(Stage(stage, done, total)),
+            socket_path.parent,
+            lambda error: os._exit(_tell_failure(error)),
+        )
         engine.seconds["warm-up"] = warm_up(engine, not config.disable_grammar_support)
         if engine.recorder is not None:
             engine.recorder.reset()  # prompts of our own do not count
         resume_collection()
-        profiling = Profiling(config)  # nor do their steps
+        profiling = Profiling(config, engine.rank.profile)  # nor do their steps
         grows = config.step_timeout_s is None
-        limit_s = engine.rank.device.limits.step_timeout_s if config.step_timeout_s is None else config.step_timeout_s
+        limit_s = engine.rank.step_timeout_s if config.step_timeout_s is None else config.step_timeout_s
+        if limit_s and (config.num_shard or 1) > 1:
+            limit_s += NAMING_S
         heartbeat = Heartbeat(heartbeat_path(socket_path), limit_s, grows)
         heartbeat.beat_in_thread()
         socket.bind(f"ipc://{socket_path}")
         _tell(EngineStarted(engine.seconds, engine.facts.notes))
         EngineServer(engine, socket, profiling, heartbeat).run()
-    except EngineError as error:
-        print(f"engine failed: {error}", file=sys.stderr, flush=True)
-        return EXIT_ENGINE_FAILED
     except TgiError as error:
-        print(f"engine cannot start: {error}", file=sys.stderr, flush=True)
-        return EXIT_START_FAILED
+        return _tell_failure(error)
     finally:
         socket.close()
         context.term()
     return 0
 
 
+def _tell_failure(error: TgiError) -> int:
+    """In one line; the exit status."""
+    if isinstance(error, EngineError):
+        print(f"engine failed: {error}", file=sys.stderr, flush=True)
+        return EXIT_ENGINE_FAILED
+    print(f"engine cannot start: {error}", file=sys.stderr, flush=True)
+    return EXIT_START_FAILED
+
+
 def configure_socket(socket: "zmq.Socket[bytes]", config: ServerConfig) -> None:
     """Limits in both directions. What a full client does not take is told, instead of being thrown away."""
     socket.setsockopt(zmq.SNDHWM, wire.HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, wire.HIGH_WATER_MARK)
-    socket.setsockopt(zmq.MAXMSGSIZE, wire.max_to_engine(config.payload_limit))
+    socket.setsockopt(zmq.MAXMSGSIZE, wire.max_to_engine(payload_limit(config)))
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
 
 

@@ -5,9 +5,11 @@ comes out as numbers (`RankFacts`, `RankMemory`): the engine knows neither the m
 """
 
 import gc
-from collections.abc import Generator
+import os
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import msgspec
 import torch
@@ -24,13 +26,20 @@ from text_generation_inference.config import (
 from text_generation_inference.devices.device import Device, choose_device
 from text_generation_inference.devices.lack_of_memory import is_out_of_memory
 from text_generation_inference.engine.calibrate import Calibrated, choose_cache, make_recorder
+from text_generation_inference.engine.machines import find_interface
 from text_generation_inference.engine.memory import check_precision, check_weights_fit, hold_wide_copies
+from text_generation_inference.engine.rank_channel import ProfileAnswer, ProfileAsked
 from text_generation_inference.errors import EngineError, ResourceError, StartError
 from text_generation_inference.layers.cache import bytes_per_token, common_window
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.registry import build
+from text_generation_inference.models.vision.sight import Sight
 from text_generation_inference.parallel import SINGLE, Parallel
+from text_generation_inference.parallel.agreement import Agreement
+from text_generation_inference.parallel.collectives import close_collectives, open_collectives
+from text_generation_inference.parallel.counted import CountedCollectives
+from text_generation_inference.pictures.rules import find_rule
 from text_generation_inference.quant.choose import (
     assign_methods,
     choose_quantization,
@@ -46,7 +55,16 @@ from text_generation_inference.runner.runner import Runner
 from text_generation_inference.runner.shapes import ShapePlan, guess_limits, limits_graphs, plan_shapes
 from text_generation_inference.runner.warm import StepBytes, largest_step_fits, measure_steps, warm_up
 from text_generation_inference.text.grammar import GrammarCompiler
-from text_generation_inference.types import BucketStats, Limits, StepPlan, StepResult
+from text_generation_inference.types import (
+    ALONE,
+    BucketStats,
+    Grammar,
+    Limits,
+    PicturePolicy,
+    Place,
+    StepPlan,
+    StepResult,
+)
 from text_generation_inference.units import gigabytes
 from text_generation_inference.weights.checkpoint import Checkpoint
 from text_generation_inference.weights.load import load_checkpoint, load_dummy, weight_bytes
@@ -54,6 +72,13 @@ from text_generation_inference.weights.progress import Progress, silent
 from text_generation_inference.weights.scratch import Scratch
 from text_generation_inference.weights.source import ModelFolder
 from text_generation_inference.weights.upload import Upload
+
+# Where collectives listen: on no other address than this machine's own, or the one that the machines meet at, unless
+# the user says so.
+_INTERFACES, _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"), "lo"
+
+
+_PICTURE_TIMEOUT_S = 600.0  # many tiles on a CPU take a minute
 
 
 class RankFacts(msgspec.Struct, frozen=True):
@@ -69,6 +94,8 @@ class RankFacts(msgspec.Struct, frozen=True):
     notes: list[str]  # for the log
     quantization: str | None = None  # method and bits, for people
     weight_bytes: int = 0  # on this rank
+    pictures: PicturePolicy | None = None  # of a model that sees; how many features are kept is decided later
+    feature_bytes: int = 0  # of one token's place
 
 
 class RankMemory(msgspec.Struct, frozen=True):
@@ -91,17 +118,53 @@ class RankGraphs(msgspec.Struct, frozen=True):
 
 
 class Rank:
-    """In this order: `load`, `measure`, `allocate`, `warm`, then steps. After `release` it is as before `allocate`."""
+    """In this order: `load`, `measure`, `allocate`, `warm`, then steps. After `release` it is as before `allocate`.
+
+    One of several `join`s the others first.
+    """
 
     runner: Runner  # from `allocate` on
 
     def __init__(
-        self, calibrated: Calibrated, source: ModelFolder, parallel: Parallel = SINGLE, progress: Progress = silent
+        self, calibrated: Calibrated, source: ModelFolder, place: Place = ALONE, progress: Progress = silent
     ) -> None:
         self._calibrated, self._config = calibrated, calibrated.config
-        self._source, self._parallel, self._progress = source, parallel, progress
-        self.device = _open_device(calibrated)
+        self._source, self._place, self._progress = source, place, progress
+        self._parallel, self._collectives = SINGLE, None
+        self._minimum: Callable[[int], int] = int  # over ranks
+        self.device = _open_device(calibrated, place)
         self._steps = StepBytes()
+        self.sees = False  # the model, once it is loaded
+
+    _collectives: CountedCollectives | None
+
+    def join(self, address: str) -> None:
+        """Meet the other ranks, who are on their way: `address` is one of `open_collectives`."""
+        own = address.startswith("file:")  # all are on this machine
+        interface = _LOOPBACK if own else find_interface(self._config.master_addr)
+        for name in _INTERFACES if interface else ():
+            os.environ.setdefault(name, interface or "")
+        device, place = self.device, self._place
+        opened = open_collectives(device, place.rank, place.world, address, device.limits.step_timeout_s)
+        self._collectives = CountedCollectives(opened)
+        self._minimum = Agreement(place.rank, place.world).minimum
+        by_expert = self._config.expert_parallel
+        self._parallel = Parallel(place.rank, place.world, self._collectives.face, by_expert)
+
+    @property
+    def sums(self) -> str:
+        """How ranks sum, for the log."""
+        return self._parallel.collectives.description
+
+    @property
+    def num_collectives(self) -> int:
+        """Begun so far."""
+        return self._collectives.num_begun if self._collectives is not None else 0
+
+    @property
+    def step_timeout_s(self) -> float:
+        """After which a step never ends, unless the user says otherwise. Computing a picture is part of one."""
+        return max(self.device.limits.step_timeout_s, _PICTURE_TIMEOUT_S if self.sees else 0.0)
 
     # -- before the first request ----------------------------------------------------------------------------------
 
@@ -121,7 +184,19 @@ class Rank:
         if not model.is_capturable and uses_buckets(config, device.limits) and device.limits.graphs:
             raise StartError(f"this model runs op by op, which {device.name} does not: {', '.join(model.notes)}")
         cache_setting = choose_cache(config, quantization, model)
-        self._model = model
+        if model.sight is not None:
+            rule = find_rule(self._source.path, model_config.fields)
+            blind = "its folder does not say how they are prepared" if rule is None else None
+            if config.nnodes > 1:  # pixels are files of the first one
+                blind = "it is split over several machines"
+            if blind is not None and model.sight.whole_prompts:  # then its texts would be answered wrongly, too
+                raise StartError(f"{model_config.source}: the model cannot be served without pictures, and {blind}")
+            if blind is not None:
+                model.sight = None
+                model.notes = (*model.notes, f"it sees no pictures: {blind}")
+            elif rule is not None:
+                model.look_through(rule.normalisation)
+        self._model, self.sees = model, model.sight is not None
         self._caches = model.caches(kv_cache.choose_dtype(cache_setting, dtype))
         precision = [
             *_describe_precision(quantization, cache_setting, wide_copy_bytes(model, dtype)),
@@ -142,6 +217,8 @@ class Rank:
             notes=[*model.notes, device.ops.description, *precision, *self._calibrated.describe(quantization, model)],
             quantization=name_quantization(model_config.fields, config.quantize),
             weight_bytes=weight_bytes(model, dtype),
+            pictures=_describe_sight(model.sight),
+            feature_bytes=model.sight.width * dtype.itemsize if model.sight is not None else 0,
         )
 
     def measure(self) -> RankMemory:
@@ -172,6 +249,7 @@ class Rank:
                 cache_folder(self._config),
                 self._progress,
                 self._steps.without_graph,
+                self._minimum,
             )
         return RankGraphs(self.runner.steps.num_captured, self._num_lacking)
 
@@ -192,6 +270,13 @@ class Rank:
     def record(self) -> Recorder | None:
         """From now on measures every pass, if that was asked for."""
         return make_recorder(self._calibrated, self._model, self._resolved.block_size)
+
+    def compile(self, grammar: Grammar) -> None:
+        """A request with this grammar will come: other ranks compile it beside their steps."""
+
+    def profile(self, asked: ProfileAsked | None) -> list[ProfileAnswer]:
+        """What other ranks say of a profile that begins, or ends now: rank 0's is taken by whoever runs the loop."""
+        return []
 
     def _measure_steps(self) -> StepBytes:
         config, device, model = self._config, self.device, self._model.shallow()
@@ -218,7 +303,8 @@ class Rank:
     ) -> Runner:
         config = self._config
         watermark = (config.watermark_gamma, config.watermark_delta)
-        about = (grammars, plan, limits_graphs(config, self.device.limits), own_pages)
+        folder = Path(config.picture_folder) if config.picture_folder is not None else None
+        about = (grammars, plan, limits_graphs(config, self.device.limits), own_pages, folder)
         return Runner(self.device, model, cache, num_slots, max_total_tokens, watermark, *about)
 
     @contextmanager
@@ -252,18 +338,32 @@ class Rank:
         """Shapes that warming up has not met, once each."""
         return self.runner.steps.take_news()
 
+    def check(self) -> None:
+        """It can fail in no other place than in its steps."""
+
+    def abandon(self) -> None:
+        """The start has failed."""
+        if self._collectives is not None:
+            close_collectives()
+
     def close(self) -> None:
         self.device.close()
+        if self._collectives is not None:
+            close_collectives()
 
 
-def _open_device(calibrated: Calibrated) -> Device:
+def _open_device(calibrated: Calibrated, place: Place) -> Device:
     config, cache_dir = calibrated.config, cache_folder(calibrated.config)
-    about = (config.num_threads, config.cuda_memory_fraction, config)
+    about = (config.num_threads, config.cuda_memory_fraction, config, place)
     device = choose_device(config.device, cache_dir, config.custom_kernels, *about)
     if calibrated.measures and device.ops.block_kinds:  # its kernels keep matrices in forms of their own
         device.close()
         return choose_device(config.device, cache_dir, False, *about)
     return device
+
+
+def _describe_sight(sight: Sight | None) -> PicturePolicy | None:
+    return None if sight is None else PicturePolicy(whole_runs=sight.whole_runs, whole_prompts=sight.whole_prompts)
 
 
 def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:
@@ -294,7 +394,8 @@ def load_model(
     parallel: Parallel,
     progress: Progress,
 ) -> Model:
-    context = Context(device.ops, parallel, device.torch_device, dtype, config.trust_remote_code)
+    step = 1 if quantization is None else quantization.width_step
+    context = Context(device.ops, parallel, device.torch_device, dtype, config.trust_remote_code, step)
     model = build(model_config, context)
     if config.load_format == "dummy":
         assign_methods(model, quantization)

@@ -16,11 +16,18 @@ PREFILL_TILE = 128  # queries of a prompt that are looked at together
 @dataclass(slots=True)
 class Batch:
     input_ids: Tensor  # [tokens] int64; padding 0
-    positions: Tensor  # [tokens] int64; padding 0
+    positions: Tensor  # [tokens] int64, for rotation and position tables alone; padding 0
     kv_index: Tensor  # [tokens] int64: block id * block size + offset, where the token's key and value go; padding 0
     seq_lens: Tensor  # [rows] int32: tokens in the cache once this pass has written its own; 0: a row of padding
     meta: Any  # what attention reads of the rows; a device's ops know which kind they are given
     logit_tokens: Tensor | None = None  # [logit rows] int64: tokens whose logits are needed; None: all, in order
+    # Of passes with pictures:
+    features: Tensor | None = None  # [any number, width]
+    feature_index: Tensor | None = None  # [tokens] int64: which of them stands in a token's place; -1: none
+    grid_positions: Tensor | None = None  # [3, tokens] int64: in time, row and column, where models tell them apart
+    visible_ends: Tensor | None = (
+        None  # [tokens] int64: position after the last token it sees, where that is not its own
+    )
 
 
 @dataclass(slots=True)

@@ -63,6 +63,10 @@ def put_together(tensors: dict[str, Tensor]) -> Batch:
         tensors["seq_lens"],
         meta,
         tensors.get("logit_tokens"),
+        tensors.get("features"),
+        tensors.get("feature_index"),
+        tensors.get("grid_positions"),
+        tensors.get("visible_ends"),
     )
 
 
@@ -116,6 +120,8 @@ def prefill_attention(
     position = torch.arange(length, device=q.device)
     distance = position[:, None] - position
     mask = distance >= 0
+    if batch.visible_ends is not None:
+        mask = (position < batch.visible_ends.view(rows, length, 1))[:, None]
     if window is not None:
         mask = mask & (distance < window)
     if attention_chunk is not None:

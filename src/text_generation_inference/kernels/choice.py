@@ -2,9 +2,13 @@
 
 For devices that run ahead of the host: what each row asks for is in its slot. Plain rows, which take their best token,
 are chosen for by `greedy_into`, all others by `choose_into`. What the parameters mean is said by `sampling`.
+
+Where ranks share a vocabulary, each has the logits of its own ids and all of them choose together: see
+`sampling.vocabulary`.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +18,9 @@ from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.slot_state import DRAWS, PLAIN, SlotState
 from text_generation_inference.sampling import filters, penalties
 from text_generation_inference.sampling.bits import spread
-from text_generation_inference.sampling.draw import draw, noise_keys
+from text_generation_inference.sampling.draw import add_noise, draw, noise_keys
 from text_generation_inference.sampling.tops import best_ids, count_kept, in_order
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 
 
 @dataclass(slots=True)
@@ -52,7 +57,10 @@ class Tops:
 
 @dataclass(slots=True)
 class SamplingNeeds:
-    """What `choose_into` must be ready for; each row's own numbers are in its slot. What no row asks costs nothing."""
+    """What `choose_into` must be ready for; each row's own numbers are in its slot. What no row asks costs nothing.
+
+    Of a shared vocabulary: filters and best ids are those of gathered rows alone.
+    """
 
     filters: bool = False  # top-k, top-p, typical-p or min-p
     counts: bool = False  # top-k, top-p or the best ids
@@ -60,25 +68,45 @@ class SamplingNeeds:
     others: Tensor | None = None  # [others] int64: rows with `OTHER_FILTERS`, for ops that do not know these
     adjustments: Adjustments | None = None
     tops: Tops | None = None
+    gathered: "GatheredRows | None" = None
+
+
+@dataclass(slots=True)
+class GatheredRows:
+    """The rows of a shared vocabulary that need all of their scores."""
+
+    rows: Tensor  # [gathered] int64
+    needs: SamplingNeeds  # of these rows, which are adjusted already
 
 
 EVERY_FILTER = SamplingNeeds(filters=True, counts=True, typical=True)
 
 
-def greedy_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) -> None:
+def greedy_into(
+    logits: Tensor, slots: Tensor, state: SlotState, out: Tensor, vocabulary: VocabularyPart | None = None
+) -> None:
     """logits `[rows, vocab]`: the best token of each plain row goes into its slot, with its log-probability into out.
 
     out `[2, >= rows]` int32: ids, then the bits of the log-probabilities; other rows are left alone. A row with a NaN,
     or whose best score is infinite, gives id 0 and NaN: its slot goes on with a token that exists until the host has
-    seen the NaN.
+    seen the NaN. `vocabulary`: which ids the logits are of; None: all.
     """
-    tokens, logprobs = reference.greedy(logits.float())
+    scores = logits.float()
+    if vocabulary is None or vocabulary.is_whole:
+        tokens, logprobs = reference.greedy(scores)
+    else:
+        tokens, logprobs = vocabulary.choose(scores, scores)
     plain = state.numbers["sampling_mode"][slots.clamp(min=0).long()] == PLAIN
     _append(slots, (slots >= 0) & plain, state, out, tokens, logprobs)
 
 
 def choose_into(
-    logits: Tensor, slots: Tensor, state: SlotState, out: Tensor, needs: SamplingNeeds = EVERY_FILTER
+    logits: Tensor,
+    slots: Tensor,
+    state: SlotState,
+    out: Tensor,
+    needs: SamplingNeeds = EVERY_FILTER,
+    vocabulary: VocabularyPart | None = None,
 ) -> None:
     """Like `greedy_into` for rows that are not plain, with all that requests may ask for. logits are left as they are.
 
@@ -91,7 +119,10 @@ def choose_into(
     scores = logits.float()
     if needs.adjustments is not None:
         adjusted = needs.adjustments.rows[:, 0].long()
-        scores = scores.index_copy(0, adjusted, adjust(logits, slots, state, needs.adjustments))
+        scores = scores.index_copy(0, adjusted, adjust(logits, slots, state, needs.adjustments, vocabulary))
+    if vocabulary is not None and not vocabulary.is_whole:
+        _choose_shared(scores, slots, state, out, needs.gathered, vocabulary)
+        return
     scores = scores / torch.where(is_real, state.numbers["temperature"][rows], 1.0)[:, None]
     totals = scores.logsumexp(dim=-1)
     if needs.tops is not None:
@@ -104,8 +135,42 @@ def choose_into(
     _append(slots, mode != PLAIN, state, out, tokens, torch.where(best.isinf(), math.nan, logprobs))
 
 
-def adjust(logits: Tensor, slots: Tensor, state: SlotState, wanted: Adjustments) -> Tensor:
-    """The adjusted scores `[adjusted, vocab]`, float32."""
+def _choose_shared(
+    scores: Tensor,
+    slots: Tensor,
+    state: SlotState,
+    out: Tensor,
+    gathered: GatheredRows | None,
+    vocabulary: VocabularyPart,
+) -> None:
+    """From the adjusted scores of this rank's ids."""
+    if gathered is not None:
+        whole = vocabulary.gather(scores[gathered.rows])
+        slots = choose_gathered(choose_into, whole, slots, state, out, gathered)
+    rows = slots.clamp(min=0).long()
+    is_real = slots >= 0
+    mode = torch.where(is_real, state.numbers["sampling_mode"][rows], PLAIN)
+    scores = scores / torch.where(is_real, state.numbers["temperature"][rows], 1.0)[:, None]
+    noisy = add_noise(scores, *noise_keys(state.seeds[rows], state.lengths[rows]), vocabulary.start)
+    tokens, logprobs = vocabulary.choose(scores, torch.where((mode == DRAWS)[:, None], noisy, scores))
+    _append(slots, mode != PLAIN, state, out, tokens, logprobs)
+
+
+def choose_gathered(
+    choose: Callable[..., None], whole: Tensor, slots: Tensor, state: SlotState, out: Tensor, gathered: GatheredRows
+) -> Tensor:
+    """For rows whose scores are all here. The slots of the others: -1 in the places of these."""
+    rows = gathered.rows
+    found = torch.zeros((2, rows.shape[0]), dtype=torch.int32, device=out.device)
+    choose(whole, slots[rows], state, found, gathered.needs)
+    out[:, rows] = found
+    return slots.index_fill(0, rows, -1)
+
+
+def adjust(
+    logits: Tensor, slots: Tensor, state: SlotState, wanted: Adjustments, vocabulary: VocabularyPart | None = None
+) -> Tensor:
+    """The adjusted scores `[adjusted, vocab]`, float32; `wanted` has bits and biases of the same ids as the logits."""
     rows, green, allowed = wanted.rows.long().unbind(1)
     scores = logits[rows].float()
     vocab_size = scores.shape[1]
@@ -117,7 +182,8 @@ def adjust(logits: Tensor, slots: Tensor, state: SlotState, wanted: Adjustments)
         index = slots[rows[places]].long()
         known = (state.history(index, wanted.longest), state.lengths[index], state.num_prompt[index])
         numbers = [state.numbers[name][index] for name in penalties.FIELDS]
-        scores[places] = penalties.penalise(scores[places], *known, numbers)
+        of = vocabulary or VocabularyPart.whole(vocab_size)
+        scores[places] = penalties.penalise_part(scores[places], *known, numbers, of)
     if wanted.biases is not None:
         places, ids, values = wanted.biases.unbind(0)
         scores.index_put_((places.long(), ids.long()), values.view(torch.float32), accumulate=True)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from text_generation_inference.kernels.partial_sum import PartialSum
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 SQUARE = 128
@@ -59,15 +61,18 @@ class ScaledRows:
         return self.data.shape
 
 
-def apply_scales(x: Tensor | ScaledRows) -> Tensor:
+def apply_scales(x: Tensor | ScaledRows | PartialSum) -> Tensor:
+    """A product with all that was left to the op that comes next."""
     if isinstance(x, Tensor):
         return x
+    if isinstance(x, PartialSum):
+        return x.total()
     return (x.data.float() * x.rows[:, None] * x.columns[None, :]).to(x.data.dtype)
 
 
-def split_scales(x: Tensor | ScaledRows) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+def split_scales(x: Tensor | ScaledRows | PartialSum) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """A product, and its scales as an argument of the op that applies them, where there are any."""
-    return (x, None) if isinstance(x, Tensor) else (x.data, (x.rows, x.columns))
+    return (x.data, (x.rows, x.columns)) if isinstance(x, ScaledRows) else (apply_scales(x), None)
 
 
 def apply_scales_to_heads(parts: Sequence[Tensor], rows: Tensor, columns: Tensor) -> None:

@@ -6,7 +6,7 @@ symmetric matrix has no offset; one with zero points has `scale * (zero - center
 of 16 bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -58,7 +58,7 @@ class LowBitWeight:
         return (self.bits, self.group_size, self.columns, self.scale.dtype, self.quantizes_inputs, orders, *has)
 
 
-def pack_low_bit(weight: LowBitWeight, num_experts: int = 1) -> LowBitWeight:
+def pack_low_bit(weight: LowBitWeight, num_experts: int | None = None) -> LowBitWeight:
     """Bring a weight into the form `linear` (or, of several experts, `experts`) wants. Called once after loading."""
     return weight
 
@@ -178,6 +178,12 @@ def take_rows(weight: LowBitWeight, start: int, end: int) -> LowBitWeight:
     """Rows from `start` to `end`, of a matrix whose rows share one order."""
     offset = None if weight.offset is None else weight.offset[start:end]
     return replace(weight, codes=weight.codes[start:end], scale=weight.scale[start:end], offset=offset)
+
+
+def change_rows(weight: LowBitWeight, change: Callable[[Tensor], Tensor]) -> LowBitWeight:
+    """With rows chosen, or in another order; `change` does so with whatever comes by row."""
+    offset = None if weight.offset is None else change(weight.offset)
+    return replace(weight, codes=change(weight.codes), scale=change(weight.scale), offset=offset)
 
 
 def take_columns(weight: LowBitWeight, start: int, end: int) -> LowBitWeight:

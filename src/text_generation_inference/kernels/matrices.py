@@ -13,6 +13,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import Fp8Rows, Fp8Weight, ScaledRows
 from text_generation_inference.kernels.low_bit import LowBitWeight
+from text_generation_inference.kernels.partial_sum import PartialSum
 
 
 class PackedWeight:
@@ -32,7 +33,8 @@ class BlockPieces(PackedWeight):
 
 Weight: TypeAlias = Tensor | Fp8Weight | LowBitWeight | PackedWeight
 Rows: TypeAlias = Tensor | Fp8Rows  # what goes into a matrix
-Product: TypeAlias = Tensor | ScaledRows  # what comes out, its scales perhaps left to the op that comes next
+# What comes out; its scales, or the sum over ranks, perhaps left to the op that comes next.
+Product: TypeAlias = Tensor | ScaledRows | PartialSum
 
 
 def plain(weight: Weight) -> Tensor:

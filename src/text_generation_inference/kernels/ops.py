@@ -23,6 +23,7 @@ from text_generation_inference.kernels.matrices import BlockPieces, Product, Row
 from text_generation_inference.kernels.routing import Routed, Routing
 from text_generation_inference.kernels.slot_state import SlotState
 from text_generation_inference.sampling.ops import ByShapeOp, GreedyOp
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 
 # -- matrices ----------------------------------------------------------------------------------------------------------
 
@@ -47,8 +48,8 @@ class PackBlocksOp(Protocol):
 
 
 class PackLowBitOp(Protocol):
-    def __call__(self, weight: LowBitWeight, num_experts: int = 1) -> Weight:
-        """Like `pack_linear`, of a weight in codes of few bits; or like `pack_experts`, of those of several experts."""
+    def __call__(self, weight: LowBitWeight, num_experts: int | None = None) -> Weight:
+        """Like `pack_linear`, of a weight in codes of few bits; or like `pack_experts`, of so many experts."""
         ...
 
 
@@ -251,14 +252,22 @@ class GatherInputsOp(Protocol):
 
 
 class GreedyIntoOp(Protocol):
-    def __call__(self, logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) -> None:
+    def __call__(
+        self, logits: Tensor, slots: Tensor, state: SlotState, out: Tensor, vocabulary: VocabularyPart | None = None
+    ) -> None:
         """logits `[rows, vocab]`, slots `[rows]` int32, out `[2, >= rows]` int32. See `choice.greedy_into`."""
         ...
 
 
 class ChooseIntoOp(Protocol):
     def __call__(
-        self, logits: Tensor, slots: Tensor, state: SlotState, out: Tensor, needs: SamplingNeeds = EVERY_FILTER
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        state: SlotState,
+        out: Tensor,
+        needs: SamplingNeeds = EVERY_FILTER,
+        vocabulary: VocabularyPart | None = None,
     ) -> None:
         """Like `greedy_into`, for rows that ask for more than their best token. See `choice.choose_into`."""
         ...

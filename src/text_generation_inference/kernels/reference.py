@@ -224,7 +224,8 @@ def attention(
         keys = _read(_gather(k_cache, table[:, behind:], end - first), kv_scales[0], q.dtype)
         values = _read(_gather(v_cache, table[:, behind:], end - first), kv_scales[1], q.dtype)
         query_positions = torch.arange(start, end, device=q.device)[None, :]
-        mask = _mask(query_positions, end, window, attention_chunk, first)
+        ends = batch.visible_ends[None, token : token + count] if batch.visible_ends is not None else None
+        mask = _mask(query_positions, end, window, attention_chunk, first, ends)
         bias = _alibi(query_positions, end, slopes, first)
         queries = q[None, token : token + count]
         out[token : token + count] = _attend(queries, keys, values, mask, scale, softcap, bias, sinks)[0]
@@ -274,11 +275,18 @@ def _reach(window: int | None, attention_chunk: int | None) -> int | None:
     return min((bound for bound in (window, attention_chunk) if bound is not None), default=None)
 
 
-def _mask(query_positions: Tensor, end: int, window: int | None, attention_chunk: int | None, first: int = 0) -> Tensor:
-    """query_positions `[rows, queries]` -> bool `[rows, 1, queries, end - first]`: may this query see this token."""
+def _mask(
+    query_positions: Tensor,  # [rows, queries]
+    end: int,
+    window: int | None,
+    attention_chunk: int | None,
+    first: int = 0,
+    visible_ends: Tensor | None = None,  # [rows, queries]
+) -> Tensor:
+    """bool `[rows, 1, queries, end - first]`: may this query see this token."""
     tokens = torch.arange(first, end, device=query_positions.device)
     distance = query_positions[:, :, None] - tokens
-    mask = distance >= 0
+    mask = distance >= 0 if visible_ends is None else tokens < visible_ends[:, :, None]
     if window is not None:
         mask &= distance < window
     if attention_chunk is not None:

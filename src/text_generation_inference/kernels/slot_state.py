@@ -35,7 +35,7 @@ def _aligned(count: int) -> int:
 class SlotState:
     """One row per slot. All tensors are views of `words`, so that one kind of write reaches everything."""
 
-    LENGTH, NUM_PROMPT, SEED, LAST, NUMBERS = 0, 2, 4, 6, 7  # places in a record, in words
+    LENGTH, NUM_PROMPT, SEED, LAST, SHIFT, NUMBERS = 0, 2, 4, 6, 7, 8  # places in a record, in words
     RECORD = _aligned(NUMBERS + len(NUMBER_FIELDS))
 
     def __init__(
@@ -66,6 +66,8 @@ class SlotState:
             self.page_tables = numbers.view(num_slots, max_blocks)
         self.own_pages = own_pages
         self.last_tokens = self.records[:, self.LAST]  # each slot's newest token
+        # What a token's position is more than its place, after pictures that take fewer positions than places.
+        self.shifts = self.records[:, self.SHIFT]
         wide, real = self.records.view(torch.int64), self.records.view(torch.float32)
         self.lengths, self.num_prompt, self.seeds = (
             wide[:, place // 2] for place in (self.LENGTH, self.NUM_PROMPT, self.SEED)
@@ -94,7 +96,7 @@ def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[T
     """slots `[tokens]` int32, at `[tokens]` int32: positions, or -1 (and everywhere if None) for the last known token.
 
     -> input_ids, positions, kv_index (int64) and seq_lens (int32, 0 for padding), each `[tokens]`. A last token goes
-    into its page.
+    into its page. Positions are shifted as those after the last picture are.
     """
     real = slots >= 0
     rows = slots.clamp(min=0).long()
@@ -109,4 +111,6 @@ def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[T
     ids = state.last_tokens[rows] if at is None else torch.where(at < 0, state.last_tokens[rows], pages[place])
     ids = torch.where(real, ids, 0)
     pages[place] = ids  # also those that came from there
-    return ids.long(), positions, kv_index, torch.where(real, positions + 1, 0).to(torch.int32)
+    seq_lens = torch.where(real, positions + 1, 0).to(torch.int32)
+    positions = torch.where(real, positions + state.shifts[rows], 0).clamp(min=0)
+    return ids.long(), positions, kv_index, seq_lens

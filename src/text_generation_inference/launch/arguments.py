@@ -25,6 +25,7 @@ from text_generation_inference.config import (
     variable_of,
     variables,
 )
+from text_generation_inference.config.cluster import read_cluster
 from text_generation_inference.devices import visible
 from text_generation_inference.errors import StartError
 from text_generation_inference.version import __version__
@@ -38,6 +39,7 @@ class Launch(msgspec.Struct, frozen=True):
     config: ServerConfig
     notes: list[str]
     variables: list[str] = []  # those of `variables` that are set, with their values
+    local_rank: int = 0  # above 0: another process of this machine serves, see `config.cluster`
 
 
 class _Parser(argparse.ArgumentParser):
@@ -106,6 +108,7 @@ def _describe_variables(formatter: argparse.HelpFormatter) -> str:
     others = "; ".join(f"{alias} is {name}" for alias, name in ALIASES.items())
     formatter.add_text(f"other names of those above: {others}".replace("%", "%%"))
     formatter.add_text(f"of the hub: {', '.join(variables.OF_THE_HUB)}")
+    formatter.add_text(f"of torchrun, for --num-shard, --nnodes, --node-rank: {', '.join(variables.OF_TORCHRUN)}")
     for reader, names in variables.PASSED_ON.items():
         formatter.add_text(f"read by {reader}: {', '.join(names)}".replace("%", "%%"))
     formatter.add_text(
@@ -132,17 +135,20 @@ def _origins(name: str) -> str:
     return f"[{'; '.join(part for part in parts if part)}]" if any(parts) else ""
 
 
-def read_arguments(options: argparse.Namespace, environment: Mapping[str, str]) -> Launch:
-    """The configuration that flags and environment ask for. Raises `StartError` in TGI's words."""
+def read_arguments(options: argparse.Namespace, environment: Mapping[str, str], needs_cards: bool = True) -> Launch:
+    """The configuration that flags and environment ask for. Raises `StartError` in TGI's words, and if ranks have no
+    cards here, unless it is only asked about them."""
     by_flag = _read_flags(options)
     overridden = {variable_of(field) for field in by_flag}
     overridden |= {alias for alias, name in ALIASES.items() if name in overridden}
     kept = {name: text for name, text in environment.items() if name not in overridden}
     by_variable = read_environment(kept)
-    config = ServerConfig(**{**by_variable, **by_flag})
+    cluster = read_cluster(kept)
+    config = ServerConfig(**{**by_variable, **cluster.settings, **by_flag})
     notes: list[str] = []
-    config = _choose_shards(config, environment, notes)
-    _check(config)
+    config = _choose_shards(config, environment)
+    if needs_cards:
+        visible.check_cards(config, environment)
     given = {*by_flag, *by_variable}
     find_device = partial(visible.find_device, config.device)
     effects.check_given(config, given, find_device)
@@ -155,7 +161,7 @@ def read_arguments(options: argparse.Namespace, environment: Mapping[str, str]) 
         notes.append("TEXT_GENERATION_SERVER_IGNORE_EOS_TOKEN has no effect: only the text true, as it is here, counts")
     known = {name for name in variables.NO_EFFECT if kept.get(name)}
     notes += effects.explain(config, given | known, find_device)
-    return Launch(config, notes, variables.list_given(environment))
+    return Launch(config, notes, variables.list_given(environment), cluster.local_rank)
 
 
 def _check(config: ServerConfig) -> None:
@@ -190,15 +196,9 @@ def _choose_hostname(hostname: str, notes: list[str]) -> str:
     return hostname
 
 
-def _choose_shards(config: ServerConfig, environment: Mapping[str, str], notes: list[str]) -> ServerConfig:
-    """One process serves the model."""
-    if effects.serves_one_of_many(config, partial(visible.find_device, config.device)):
-        asked = "--sharded true" if config.num_shard is None else f"--num-shard {config.num_shard}"
-        notes.append(f"{asked}: one card is used, because a model is not split over cards yet; it must fit into one")
-        return msgspec.structs.replace(config, sharded=None, num_shard=1)
-    if config.num_shard is not None:
-        return config
+def _choose_shards(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
+    """With as many ranks as asked for, or as there are devices."""
     _check(config)
-    if not config.sharded:
-        return msgspec.structs.replace(config, num_shard=1)
-    return msgspec.structs.replace(config, num_shard=visible.count_to_split(environment))
+    config = msgspec.structs.replace(config, num_shard=visible.count_ranks(config, environment))
+    _check(config)
+    return config

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from text_generation_inference.config import ModelSize, ServerConfig, cache_folder, expand_home, resolve
+from text_generation_inference.devices import visible
 from text_generation_inference.devices.driver import read_driver
 from text_generation_inference.errors import StartError, TgiError
 from text_generation_inference.launch.arguments import build_parser, read_arguments
-from text_generation_inference.launch.check_report import KvLayers, Report, render
+from text_generation_inference.launch.check_report import KvLayers, RankPart, Report, render
 from text_generation_inference.launch.command import EXIT_ERROR, EXIT_USAGE, run_guarded
 from text_generation_inference.units import gigabytes
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "tgi check") -> int
         parser.add_argument("model", nargs="?", metavar="MODEL", help="as --model-id")
         parser.add_argument("--json", action="store_true", default=False, help="the report as JSON")
         options = parser.parse_args(arguments)
-        launch = read_arguments(options, os.environ)
+        launch = read_arguments(options, os.environ, needs_cards=False)
         config = launch.config
         if getattr(options, "model", None) is not None:
             config = msgspec.structs.replace(config, model_id=options.model)
@@ -71,16 +72,17 @@ def _run(config: ServerConfig, notes: list[str], as_json: bool) -> int:
 
 def check_model(config: ServerConfig) -> Report:
     """Everything that can be said; a failure on the way ends the report and is its last problem."""
-    report = Report(model=config.model_id, gpu=_look_at_gpu() if config.device != "cpu" else {})
+    report = Report(model=config.model_id, gpu=_look_at_gpu(config.num_shard or 1) if config.device != "cpu" else {})
     try:
         _fill(report, config, _look_at(config))
+        visible.check_cards(config, os.environ)
     except TgiError as error:
-        report.problems = [*report.problems, str(error)]
+        report.problems = [*report.problems, str(error).removeprefix("Invalid argument: ")]
     report.fits = not report.problems
     return report
 
 
-def _look_at_gpu() -> dict[str, str]:
+def _look_at_gpu(num_ranks: int) -> dict[str, str]:
     driver = read_driver()
     if not driver.gpus:
         return {}
@@ -95,7 +97,7 @@ def _look_at_gpu() -> dict[str, str]:
         "driver": driver.runs or "unknown",
     }
     if len(driver.gpus) > 1:
-        facts["others"] = f"{len(driver.gpus) - 1}, not used"
+        facts["others"] = f"{len(driver.gpus) - 1}{', not used' if num_ranks == 1 else ''}"
     return facts
 
 
@@ -171,8 +173,11 @@ def _look_at_hub(config: ServerConfig) -> Facts:
 
 
 def _describe(folder: Path, read_shapes: Callable[[], Shapes], has_tokenizer: bool) -> Facts:
+    from text_generation_inference.api.pictures import picture_costs
     from text_generation_inference.models.registry import read_config
+    from text_generation_inference.pictures.rules import find_rule
     from text_generation_inference.text.chat_template import ChatTemplate
+    from text_generation_inference.text.picture_prompt import PictureWords
     from text_generation_inference.text.reasoning import detect_reasoning_format
     from text_generation_inference.text.tokenizer import Tokenizer
     from text_generation_inference.text.tools import detect_tool_format
@@ -188,6 +193,9 @@ def _describe(folder: Path, read_shapes: Callable[[], Shapes], has_tokenizer: bo
             report.tool_calls = detect_tool_format(template, tokenizer).family
             thinking = detect_reasoning_format(template, tokenizer)
             report.thinking = None if thinking is None else thinking.name
+        rule = find_rule(folder, config.fields)
+        if rule is not None:
+            report.picture_tokens = picture_costs(rule, PictureWords.of(rule, tokenizer), tokenizer)
 
     return Facts(
         config=config.fields,
@@ -221,7 +229,9 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     from text_generation_inference.layers.cache import bytes_per_token, common_window
     from text_generation_inference.models.config import Config
     from text_generation_inference.models.model import Context
+    from text_generation_inference.models.ranks import check_ranks
     from text_generation_inference.models.registry import ARCHITECTURES, OTHERS, build, find_module, read_quantization
+    from text_generation_inference.parallel import SINGLE, Parallel
     from text_generation_inference.quant.choose import (
         assign_methods,
         choose_quantization,
@@ -241,6 +251,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     trusts_code = config.trust_remote_code
     described = build(model_config, Context(trusts_code=trusts_code))  # raises for what cannot be served anywhere
     report.is_supported = True
+    num_ranks = report.num_shard = config.num_shard or 1
     module = find_module(model_config)
     report.path = "transformers" if module == OTHERS else f"models/{module}.py"
     report.lost = list(described.lost)
@@ -262,7 +273,11 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     report.dtype = str(dtype).removeprefix("torch.")
     quantization = choose_quantization(config.quantize, stored)
     check_precision(config, quantization, device)
-    model = build(model_config, Context(device.ops, device=device.torch_device, trusts_code=trusts_code))
+
+    def describe(parallel: Parallel) -> "Model":
+        return build(model_config, Context(device.ops, parallel, device.torch_device, trusts_code=trusts_code))
+
+    model = describe(SINGLE)
     report.parameters = count_parameters(model)
     _count_experts(report, model)
     report.weight_bytes_by_dtype = {name: weight_bytes(model, getattr(torch, name)) for name in device.limits.dtypes}
@@ -271,7 +286,15 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         device.ops.low_bit_ops = Ops().low_bit_ops
         computed = BLOCKS if report.dtype == "float32" else ()
     assign_methods(model, quantization, facts.blocks, computed)
-    report.weight_bytes = weight_bytes(model, dtype)
+    cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, dtype)
+    check_ranks(described, num_ranks, config.expert_parallel)
+    report.weight_bytes, held = weight_bytes(model, dtype), model
+    for rank in range(num_ranks if num_ranks > 1 else 0):
+        part = describe(Parallel(rank, num_ranks))
+        assign_methods(part, quantization, facts.blocks, computed)
+        report.ranks = [*report.ranks, RankPart(weight_bytes(part, dtype), bytes_per_token(part.caches(cache_dtype)))]
+        if rank == 0 or report.ranks[-1].weight_bytes > report.weight_bytes:
+            report.weight_bytes, held = report.ranks[-1].weight_bytes, part
     report.notes = [*report.notes, *describe_widened(model, dtype)]
     if config.load_format != "dummy":
         shapes, may_leave = facts.read_shapes(), ()
@@ -282,9 +305,8 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         check_tensors(model, shapes, (*model.ignored, *may_leave), report.model)
     report.quantization = name_quantization(facts.config, config.quantize)  # the setting alone may be wrong about it
     report.quantization_is_supported = report.quantization is not None
-    cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, dtype)
-    caches = model.caches(cache_dtype)
-    report.kv_bytes_per_token = bytes_per_token(caches)
+    caches = held.caches(cache_dtype)
+    report.kv_bytes_per_token = max((part.kv_bytes_per_token for part in report.ranks), default=bytes_per_token(caches))
     report.kv_layers = _group_layers(caches)
     if on_gpu:
         report.notes = [
@@ -292,8 +314,10 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
             "what the largest step takes is measured at start, and is taken off the KV cache",
         ]
     report.free_bytes = device.free_bytes()
+    if device.torch_device.type == "cpu":  # ranks of a machine share its memory
+        report.free_bytes //= num_ranks // config.nnodes
     device.close()
-    check_weights_fit(config, model, dtype, device)
+    check_weights_fit(config, held, dtype, device)
     left = report.free_bytes - report.weight_bytes
     if left <= 0:
         raise StartError(

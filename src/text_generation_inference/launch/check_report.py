@@ -18,6 +18,13 @@ class KvLayers(msgspec.Struct, frozen=True):
     window: int | None  # tokens further back are not read
 
 
+class RankPart(msgspec.Struct, frozen=True):
+    """What one rank has of a model that is split."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+
 class Report(msgspec.Struct, kw_only=True):
     """The answer. What could not be found out is None or empty."""
 
@@ -38,7 +45,9 @@ class Report(msgspec.Struct, kw_only=True):
     dtype: str | None = None
     weight_bytes: int | None = None  # on the device, as it would be loaded
     weight_bytes_by_dtype: dict[str, int] = {}
-    kv_bytes_per_token: int | None = None
+    num_shard: int = 1
+    ranks: list[RankPart] = []  # of a model that is split; weights and KV cache elsewhere are those of the largest
+    kv_bytes_per_token: int | None = None  # on one rank
     kv_layers: list[KvLayers] = []
     window: int | None = None  # tokens that a request keeps in the KV cache, if not all
     free_bytes: int | None = None  # before loading
@@ -50,6 +59,7 @@ class Report(msgspec.Struct, kw_only=True):
     stop_tokens: list[str] = []  # that end a text
     tool_calls: str | None = None  # the form in which it writes them
     thinking: str | None = None  # how it marks its thoughts
+    picture_tokens: dict[str, int] = {}  # of a model that sees: what pictures of some sizes cost
     download_bytes: int | None = None
 
 
@@ -77,9 +87,12 @@ def render(report: Report, width: int | None = None) -> str:
         rows.append(("", f"{active}, which goes to {chosen} of {total} experts"))
     if report.weight_bytes is not None:
         others = ", ".join(f"{name} {gigabytes(size)}" for name, size in report.weight_bytes_by_dtype.items())
-        rows.append(("weights", f"{gigabytes(report.weight_bytes)} as they would be loaded (all {others})"))
+        where = ", on the rank that has most" if report.ranks else ""
+        rows.append(("weights", f"{gigabytes(report.weight_bytes)} as they would be loaded{where} (all {others})"))
+    if report.ranks:
+        rows += _describe_ranks(report.ranks)
     if report.free_bytes is not None:
-        rows.append(("memory", f"{gigabytes(report.free_bytes)} free"))
+        rows.append(("memory", f"{gigabytes(report.free_bytes)} free{' for each rank' if report.ranks else ''}"))
     if report.kv_bytes_per_token is not None:
         rows.append(("KV cache", f"{report.kv_bytes_per_token:,} bytes per token"))
         rows += [("", _describe_layers(group)) for group in report.kv_layers]
@@ -99,6 +112,9 @@ def render(report: Report, width: int | None = None) -> str:
         rows.append(("tool calls", report.tool_calls))
     if report.thinking is not None:
         rows.append(("thinking", report.thinking))
+    if report.picture_tokens:
+        costs = ", ".join(f"{count} at {size}" for size, count in report.picture_tokens.items())
+        rows.append(("tokens of a picture", costs))
     if report.download_bytes:
         rows.append(("to download", gigabytes(report.download_bytes)))
     verdict = "it fits" if report.fits else f"it cannot be served: {'; '.join(report.problems)}"
@@ -108,6 +124,18 @@ def render(report: Report, width: int | None = None) -> str:
     for note in report.notes:
         lines += _wrap(f"  note: {note}", width, 8)
     return "\n".join([*lines, *_row("verdict", verdict, width)])
+
+
+def _describe_ranks(ranks: list[RankPart]) -> list[tuple[str, str]]:
+    """Ranks that have the same in one row."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    for rank, part in enumerate(ranks):
+        groups.setdefault((gigabytes(part.weight_bytes), part.kv_bytes_per_token), []).append(rank)
+    rows = [("ranks", f"{len(ranks)}")]
+    for (weights, kv_bytes), members in groups.items():
+        named = f"rank {members[0]}" if len(members) == 1 else f"ranks {', '.join(map(str, members))}"
+        rows.append(("", f"{named}: weights {weights}, KV cache {kv_bytes:,} bytes per token"))
+    return rows
 
 
 def _describe_layers(group: KvLayers) -> str:

@@ -7,6 +7,7 @@ and mistakes come at once.
 import logging
 import os
 import platform
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -22,15 +23,22 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_
 log = logging.getLogger("text_generation_inference.launch")
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "text-generation-launcher") -> int:
-    """Serve until told to stop; the exit status."""
+def main(
+    arguments: Sequence[str] | None = None,
+    prog: str = "text-generation-launcher",
+    listener: socket.socket | None = None,
+) -> int:
+    """Serve until told to stop; the exit status. `listener`: bound already, in place of host and port."""
     try:
         parser = build_parser(prog, "Serve a language model over HTTP.")
         launch = read_arguments(parser.parse_args(arguments), os.environ)
     except TgiError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    return run_guarded(lambda: _serve(launch))
+    if launch.local_rank > 0:
+        print(f"LOCAL_RANK={launch.local_rank}: this machine's ranks are started by LOCAL_RANK=0", file=sys.stderr)
+        return 0
+    return run_guarded(lambda: _serve(launch, listener))
 
 
 def run_guarded(run: Callable[[], int]) -> int:
@@ -48,12 +56,12 @@ def run_guarded(run: Callable[[], int]) -> int:
         return EXIT_INTERRUPTED
 
 
-def _serve(launch: Launch) -> int:
+def _serve(launch: Launch, listener: socket.socket | None) -> int:
     from text_generation_inference.api.logs import configure_logging
     from text_generation_inference.launch.supervisor import serve
 
     config = launch.config
-    secrets = (config.api_key, config.admin_api_key, config.ngrok_authtoken, hub_token())
+    secrets = (config.api_key, config.admin_api_key, config.ngrok_authtoken, config.rank_token, hub_token())
     configure_logging(config.log_level, config.json_output, nested=True, secrets=secrets)
     if config.env:
         log.info("Runtime environment: %s", describe_environment())
@@ -62,7 +70,11 @@ def _serve(launch: Launch) -> int:
         log.info("From the environment: %s", ", ".join(launch.variables))
     for note in launch.notes:
         log.warning("%s", note)
-    return serve(config)
+    if config.node_rank > 0:
+        from text_generation_inference.launch.follower import follow
+
+        return follow(config)
+    return serve(config, listener)
 
 
 def describe_environment() -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import split_scales
 from text_generation_inference.kernels.head_norms import HeadNorms
@@ -134,7 +135,9 @@ class Attention(SelfAttention):
         q = self.ops.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales, norms)
         if self.temperatures is not None:
             q = (q * self.temperatures[batch.positions][:, None, None]).to(q.dtype)
-        mixed = self.ops.attention(
+        # No kernel lets tokens see what comes after them.
+        attention = self.ops.attention if batch.visible_ends is None else reference.attention
+        mixed = attention(
             q, k, v, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap,
             kv_scales=kv_scales, slopes=self.slopes, sinks=self.sinks, attention_chunk=heads.attention_chunk,
         )  # fmt: skip

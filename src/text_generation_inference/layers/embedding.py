@@ -11,6 +11,7 @@ from text_generation_inference.kernels.matrices import plain
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.parallel import Parallel
 from text_generation_inference.quant.method import Matrix
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.weights.declare import Declared, Module, Part
 
 
@@ -31,16 +32,15 @@ class VocabWeight(Matrix):
         """`is_head`: it is also, or only, multiplied. `is_normed`: its rows are divided by their length."""
         self.is_normed = is_normed
         self.parallel = parallel
-        self.vocab_size = vocab_size
-        self.most = -(-vocab_size // parallel.world)  # rows of a rank; the last may have fewer
-        self.start, self.end = (min(vocab_size, rank * self.most) for rank in (parallel.rank, parallel.rank + 1))
-        if self.start == self.end:
+        self.vocabulary = VocabularyPart.of_rank(vocab_size, parallel.rank, parallel.world, parallel.all_gather_last)
+        start, end = self.vocabulary.start, self.vocabulary.end
+        if start == end:
             raise StartError(f"a vocabulary of {vocab_size} cannot be split over {parallel.world} ranks")
         part = Part(f"{name}.weight", (vocab_size, hidden_size))
         self.bias_parts = [Part(f"{name}.bias", (vocab_size,))] if bias else []
         if parallel.world > 1:
-            part = Part(f"{name}.weight", (vocab_size, hidden_size), 0, self.start, self.end)
-            self.bias_parts = [Part(f"{name}.bias", (vocab_size,), 0, self.start, self.end)] if bias else []
+            part = Part(f"{name}.weight", (vocab_size, hidden_size), 0, start, end)
+            self.bias_parts = [Part(f"{name}.bias", (vocab_size,), 0, start, end)] if bias else []
         if (
             not is_head
         ):  # random ones large enough that layers do not make all tokens alike, so that routers tell them apart
@@ -64,21 +64,15 @@ class VocabWeight(Matrix):
         """ids `[tokens]` -> `[tokens, hidden]`."""
         if self.parallel.world == 1:
             return self.ops.embedding(ids, self.weight)
-        local = ids - self.start
-        mine = (local >= 0) & (local < self.end - self.start)
+        local = ids - self.vocabulary.start
+        mine = (local >= 0) & (local < self.vocabulary.width)
         rows = self.ops.embedding(torch.where(mine, local, 0), self.weight)
         return self.parallel.all_reduce(rows * mine[:, None])
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden `[tokens, hidden]` -> `[tokens, vocab]`, into `out` if there is one (float32)."""
-        if self.parallel.world == 1:
-            result = self.method.logits(self, hidden, out)
-            return result if self.bias is None else result.add_(self.bias)
-        local = self.method.apply(self, hidden)  # with the bias
-        if self.end - self.start < self.most:
-            local = F.pad(local, (0, self.most - (self.end - self.start)))
-        result = self.parallel.all_gather_last(local)[:, : self.vocab_size]
-        return result if out is None else out.copy_(result)
+        """hidden `[tokens, hidden]` -> `[tokens, vocab]` of this rank's ids, into `out` if there is one (float32)."""
+        result = self.method.logits(self, hidden, out)
+        return result if self.bias is None else result.add_(self.bias)
 
 
 @dataclass(frozen=True, slots=True)

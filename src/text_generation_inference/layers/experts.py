@@ -1,6 +1,7 @@
 """A mixture of experts as a feed-forward: a router, the matrices of all experts, and what every token passes besides.
 
-Ranks split each expert by width, so every rank has a part of all of them and the sums over ranks come last.
+Ranks split each expert by width, so that every rank has a part of all of them, or have whole ones, some each. Either
+way the router is on all of them and the sums over ranks come last.
 """
 
 from collections.abc import Callable, Collection
@@ -14,6 +15,7 @@ from text_generation_inference.kernels.fused_decode import FusedExperts
 from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.matrices import BlockPieces, Product, Rows, Weight
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.partial_sum import PartialSum
 from text_generation_inference.kernels.routing import Routed, Routing
 from text_generation_inference.layers.feed_forward import FeedForward
 from text_generation_inference.layers.linear import Linear
@@ -32,6 +34,7 @@ class ExpertTensors:
     router: str
     gate_up: list[Part]
     down: list[Part]
+    elsewhere: Collection[str] = ()  # matrices that other ranks have
 
 
 class StackedMatrix(Matrix):
@@ -145,6 +148,7 @@ class Experts(FeedForward):
         gate: str = "silu",
         scale_inputs: bool = False,
         others: tuple[Callable[[], ExpertTensors], ...] = (),
+        first: int = 0,
     ) -> None:
         self.ops = ops
         self.parallel = parallel
@@ -156,6 +160,8 @@ class Experts(FeedForward):
         self.gate = gate
         self.scale_inputs = scale_inputs
         self._others = others  # ways in which a checkpoint may have it instead
+        self._first = first  # of this rank's experts
+        self._has_all = gate_up.num_experts == router.shape[0]
 
     def adapt(self, prefix: str, names: Collection[str]) -> None:
         """Take the tensors that a checkpoint has, which are below `prefix`."""
@@ -165,6 +171,7 @@ class Experts(FeedForward):
             other = make()
             if _is_there(f"{prefix}{other.name}.{other.gate_up[0].name}", names):
                 self.name, self.gate_up.parts, self.down.parts = other.name, other.gate_up, other.down
+                self.gate_up.elsewhere = other.elsewhere
                 self.router.rename(other.router)
                 return
 
@@ -192,12 +199,20 @@ class Experts(FeedForward):
     def forward(self, x: Rows) -> Product:
         assert isinstance(x, Tensor)
         ids, weights = self.router.forward(x)
+        if not self._has_all:
+            ids, weights = self._own(ids, weights)
         gate_up, down = self.gate_up, self.down
         biases = None if gate_up.bias is None or down.bias is None else (gate_up.bias, down.bias)
         out = self.ops.experts(x, ids, weights, gate_up.weight, down.weight, self.gate, biases, self.scale_inputs)
         if self.shared is not None:
             out = out + self.shared.forward(x)
-        return self.parallel.all_reduce(out)
+        return out if self.parallel.world == 1 else PartialSum(out, self.parallel)
+
+    def _own(self, ids: Tensor, weights: Tensor) -> Routed:
+        """By the numbers that experts have on this rank; nothing is wanted of those that others have."""
+        ids = ids - self._first
+        is_own = (ids >= 0) & (ids < self.gate_up.num_experts)
+        return torch.where(is_own, ids, 0), torch.where(is_own, weights, 0)
 
 
 def _is_there(tensor: str, names: Collection[str]) -> bool:
@@ -214,47 +229,56 @@ class Alternating(Arrangement):
         return torch.cat((x[0::2], x[1::2]))
 
 
-def expert_parts(
-    names: tuple[str, ...], num_experts: int, width: int, hidden_size: int, kept: tuple[int, int]
-) -> tuple[list[Part], list[Part]]:
-    """Of gate, up and down projections that a checkpoint has for each expert: this rank's part of the width.
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """Of all experts, and what this rank keeps of them."""
+
+    num_experts: int
+    width: int
+    hidden: int
+    numbers: range  # of the experts
+    kept: tuple[int, int]  # of the width
+
+    @property
+    def is_whole(self) -> bool:
+        return self.kept == (0, self.width)
+
+
+def expert_parts(names: tuple[str, ...], sizes: ExpertSizes) -> tuple[list[Part], list[Part]]:
+    """Of gate, up and down projections that a checkpoint has for each expert: what this rank keeps.
 
     `names` have a place for the expert's number.
     """
-    whole = kept == (0, width)
-    rows, columns = (None, 0, 0) if whole else (0, *kept), (None, 0, 0) if whole else (1, *kept)
+    numbers, width, hidden_size = sizes.numbers, sizes.width, sizes.hidden
+    rows, columns = ((None, 0, 0) if sizes.is_whole else (dim, *sizes.kept) for dim in (0, 1))
     gate, up, down = (f"{name}.weight" for name in names)
-    gate_up = [
-        Part(name.format(number), (width, hidden_size), *rows) for number in range(num_experts) for name in (gate, up)
-    ]
-    return gate_up, [Part(down.format(number), (hidden_size, width), *columns) for number in range(num_experts)]
+    gate_up = [Part(name.format(number), (width, hidden_size), *rows) for number in numbers for name in (gate, up)]
+    return gate_up, [Part(down.format(number), (hidden_size, width), *columns) for number in numbers]
 
 
-def stacked_expert_parts(
-    names: tuple[str, ...], num_experts: int, width: int, hidden_size: int, kept: tuple[int, int]
-) -> tuple[list[Part], list[Part]]:
+def stacked_expert_parts(names: tuple[str, ...], sizes: ExpertSizes) -> tuple[list[Part], list[Part]]:
     """The same where a checkpoint has one `[experts * width, hidden]` for each; down projections lie transposed."""
     gate, up, down = names
-    starts = range(0, num_experts * width, width)
+    starts = [number * sizes.width for number in sizes.numbers]
+    shape, (start, end) = (sizes.num_experts * sizes.width, sizes.hidden), sizes.kept
 
     def part(name: str, at: int, transposed: bool = False) -> Part:
-        return Part(name, (num_experts * width, hidden_size), 0, at + kept[0], at + kept[1], transposed=transposed)
+        inside = (at, at + sizes.width)
+        return Part(name, shape, 0, at + start, at + end, transposed=transposed, inside=inside)
 
     return [part(name, at) for at in starts for name in (gate, up)], [part(down, at, True) for at in starts]
 
 
 def fused_expert_parts(
     names: tuple[str, ...],
-    num_experts: int,
-    width: int,
-    hidden_size: int,
-    kept: tuple[int, int],
+    sizes: ExpertSizes,
     transposed: bool = False,  # stored `[experts, hidden, 2 * width]` and `[experts, width, hidden]`
     alternating: bool = False,  # gates and values take turns
 ) -> tuple[list[Part], list[Part]]:
     """The same where one tensor `[experts, 2 * width, hidden]` has all gates and values, one all down projections."""
     pair, down = names
-    whole, (start, end) = kept == (0, width), kept
+    num_experts, width, hidden_size = sizes.num_experts, sizes.width, sizes.hidden
+    whole, (start, end) = sizes.is_whole, sizes.kept
     if whole:
         ranges: list[tuple[int | None, int, int]] = [(None, 0, 0)]
     elif alternating:
@@ -267,22 +291,20 @@ def fused_expert_parts(
     down_range = (None, 0, 0) if whole else (1 - int(transposed), start, end)
     gate_up = [
         Part(pair, (num_experts, *shape), *each, transposed, arrangement, number=number)
-        for number in range(num_experts)
+        for number in sizes.numbers
         for each in ranges
     ]
     return gate_up, [
-        Part(down, (num_experts, *down_shape), *down_range, transposed, number=number) for number in range(num_experts)
+        Part(down, (num_experts, *down_shape), *down_range, transposed, number=number) for number in sizes.numbers
     ]
 
 
-def fused_bias_parts(
-    names: tuple[str, str], num_experts: int, width: int, hidden_size: int, kept: tuple[int, int]
-) -> tuple[list[Part], list[Part]]:
+def fused_bias_parts(names: tuple[str, str], sizes: ExpertSizes) -> tuple[list[Part], list[Part]]:
     """Biases `[experts, 2 * width]`, in which gates and values take turns, and `[experts, hidden]`."""
     pair, down = names
-    numbers, (start, end) = range(num_experts), kept
+    count, (start, end) = sizes.num_experts, sizes.kept
     gate_up = [
-        Part(pair, (num_experts, 2 * width), 0, 2 * start, 2 * end, arrangement=Alternating(), number=number)
-        for number in numbers
+        Part(pair, (count, 2 * sizes.width), 0, 2 * start, 2 * end, arrangement=Alternating(), number=number)
+        for number in sizes.numbers
     ]
-    return gate_up, [Part(down, (num_experts, hidden_size), number=number) for number in numbers]
+    return gate_up, [Part(down, (count, sizes.hidden), number=number) for number in sizes.numbers]

@@ -7,7 +7,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from text_generation_inference.errors import StartError
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.layers.qkv import HeadRanges, Interleaved
@@ -49,11 +48,10 @@ class HeadNorm(Module):
         self.count = ranges.num_kv_heads if is_key else ranges.num_heads
         self.kept = ranges.kv_heads if is_key else ranges.heads
         self.interleaved = interleaved
+        self.counted = _counted(ranges) if is_key else (0, self.kept[1] - self.kept[0])
         self.stem = spec.names[is_key]
         self.weight = ones
         self.bias: Tensor | None = None
-        if spec.over is NormOver.ALL_HEADS and spec.norm.is_centred and parallel.world > 1:
-            raise StartError("a model whose queries are centred over all heads cannot be split over ranks")
 
     def declare(self) -> list[Declared]:
         norm = self.spec.norm
@@ -98,10 +96,23 @@ class HeadNorm(Module):
 
     def _over_all(self, x: Tensor) -> Tensor:
         flat, norm = x.flatten(1), self.spec.norm
-        if norm.is_centred:
+        if norm.is_centred and self.parallel.world == 1:
             return cast(Tensor, self.ops.layer_norm(flat, self.weight, self.bias, norm.eps)).view(x.shape)
         wide = flat.float()
-        copies = self.parallel.world * (self.kept[1] - self.kept[0]) // self.count  # ranks that share a head
-        squares = self.parallel.all_reduce(wide.pow(2).sum(-1, keepdim=True)) / copies
-        wide = wide * torch.rsqrt(squares / (self.count * self.dim) + norm.eps) * self.weight.float()
-        return wide.to(x.dtype).view(x.shape)
+        if norm.is_centred:
+            wide = wide - self._mean(wide)
+        wide = wide * torch.rsqrt(self._mean(wide.pow(2)) + norm.eps) * self.weight.float()
+        return (wide if self.bias is None else wide + self.bias.float()).to(x.dtype).view(x.shape)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Of the heads of all ranks, each counted once: `[tokens, heads * head_dim]` -> `[tokens, 1]`."""
+        first, last = (head * self.dim for head in self.counted)
+        return self.parallel.all_reduce(x[:, first:last].sum(-1, keepdim=True)) / (self.count * self.dim)
+
+
+def _counted(ranges: HeadRanges) -> tuple[int, int]:
+    """Of this rank's key/value heads those that no rank before it has: of a shared one the first rank has its first
+    query."""
+    queries = ranges.num_heads // ranges.num_kv_heads
+    (first, last), start = ranges.kv_heads, ranges.heads[0]
+    return -(-start // queries) - first, last - first

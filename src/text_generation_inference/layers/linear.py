@@ -6,6 +6,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.partial_sum import PartialSum
 from text_generation_inference.parallel import Parallel
 from text_generation_inference.quant.method import Matrix
 from text_generation_inference.weights.declare import Declared, Part
@@ -37,8 +38,11 @@ class Linear(Matrix):
         return out if self.reduce is None else self.reduce.all_reduce(out)
 
     def linear_unscaled(self, x: Rows) -> Product:
-        """Like `forward`; scales may be left to the op that comes next."""
-        return self.forward(x) if self._unscaled is None else self._unscaled(x)
+        """Like `forward`; scales, and the sum over ranks, may be left to the op that comes next."""
+        if self._unscaled is not None:
+            return self._unscaled(x)
+        out = self.method.apply(self, x)
+        return out if self.reduce is None else PartialSum(out, self.reduce)
 
 
 def column_parts(

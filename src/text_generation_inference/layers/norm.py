@@ -7,6 +7,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.partial_sum import PartialSum
 from text_generation_inference.quant.method import InputForm
 from text_generation_inference.weights.declare import PLAIN_TENSORS, Declared, Float32Tensors, Module, Part
 
@@ -47,6 +48,9 @@ class RMSNorm(Norm):
         return self.ops.rms_norm(x, self.weight, self.eps, quantize_for=quantize_for)
 
     def add(self, x: Product, residual: Tensor, quantize_for: InputForm = None) -> tuple[Rows, Tensor]:
+        if isinstance(x, PartialSum):
+            about = (residual, self.weight, self.eps, quantize_for)
+            return x.ranks.all_reduce_add_rms_norm(self.ops, x.data, *about)
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps, quantize_for=quantize_for)
 
 

@@ -21,8 +21,7 @@ def build_attention(context: Context, spec: AttentionSpec, hidden_size: int, nam
     if spec.latent is not None:
         return _build_latent(context, spec, spec.latent, hidden_size, names)
     ops, parallel, dim = context.ops, context.parallel, spec.head_dim
-    heads = parallel.split(spec.num_heads, "the number of attention heads")
-    kv_heads = parallel.split_kv_heads(spec.num_kv_heads)
+    heads, kv_heads = parallel.split_heads(spec.num_heads, spec.num_kv_heads)
     ranges = HeadRanges(spec.num_heads, spec.num_kv_heads, dim, heads, kv_heads)
     interleaved = spec.rope.rotary_dim if spec.interleaved else 0
     stored = (names.qkv, spec.qkv_layout, ranges)
@@ -66,7 +65,7 @@ def _build_latent(
 ) -> LatentAttention:
     """Latents are the same on every rank. Names are those that all families have for the parts."""
     ops, parallel = context.ops, context.parallel
-    first, end = parallel.split(spec.num_heads, "the number of attention heads")
+    first, end = parallel.split(spec.num_heads)
     plain_dim, rope_dim, value_dim = latent.plain_dim, latent.rope_dim, latent.value_dim
     latent_dim, rank = latent.latent_dim, latent.query_rank
 

@@ -31,6 +31,23 @@ _MOST = {
     "qk_nope_head_dim": 2**14,
     "qk_rope_head_dim": 2**14,
     "v_head_dim": 2**14,
+    "depth": 2**12,
+    "num_global_layers": 2**12,
+    "resampler_depth": 2**12,
+    "resampler_n_latents": 2**16,
+    "resampler_n_heads": 2**14,
+    "resampler_head_dim": 2**14,
+    "attention_heads": 2**14,
+    "max_num_tiles": 2**8,
+    "num_position_embeddings": 2**24,
+    "projection_dim": 2**20,
+    "embed_dim": 2**20,
+    "num_heads": 2**14,
+    "out_hidden_size": 2**20,
+    "image_size": 2**16,
+    "patch_size": 2**12,
+    "temporal_patch_size": 2**8,
+    "spatial_merge_size": 2**8,
 }
 _MOST_OF_ANY = 2**62
 _LARGEST = 10**30

@@ -3,7 +3,7 @@
 A family describes itself with a `DecoderSpec`; what no spec can say is a module of its own file.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Self, cast
@@ -22,10 +22,13 @@ from text_generation_inference.layers.experts import Experts
 from text_generation_inference.layers.latent_attention import LatentAttention
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.layers.norm import Norm, RMSNorm, make_norm
-from text_generation_inference.layers.rotary import RopeSpec, build_table
+from text_generation_inference.layers.rotary import RopeSpec, build_table, mix_axes
 from text_generation_inference.models.layer import LAYERS, DecoderLayer, enter
 from text_generation_inference.models.model import Caches, Context, Model
-from text_generation_inference.models.spec import DecoderSpec
+from text_generation_inference.models.spec import DecoderSpec, TensorNames
+from text_generation_inference.models.vision.tower import Tower
+from text_generation_inference.pictures.rule import Normalisation
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.weights.declare import Module, Part
 
 
@@ -63,6 +66,8 @@ class Decoder(Module):
             x = self.project_in.forward(x)
         if self.factor != 1:
             x = x * self.factor
+        if batch.features is not None:
+            x = put_features(x, batch, 0)
         if self.positions is not None:
             x = x + self.positions.look_up(batch.positions)
         return x if self.embedding_norm is None else cast(Tensor, self.embedding_norm.forward(x))
@@ -96,6 +101,7 @@ class CausalLM(Model):
             self._tie()
         else:
             self._untie(spec.names.head[0])
+        self.tower: Tower | None = None  # of a model with `sight`
         self.tables: list[Tensor]  # cosines and sines of the positions that are served, by layer; set by `bind`
 
     @property
@@ -103,6 +109,9 @@ class CausalLM(Model):
         return self.computes_in
 
     def adapt(self, names: Collection[str], are_equal: Callable[[str, str], bool] | None = None) -> None:
+        if self.tower is not None:
+            self.tower.adapt(names)
+            self.ignored = (*self.ignored, *self.tower.ignored)
         decoder, embedding = self.spec.names.decoder, self.spec.names.embedding
         stored, names = names, _with_weights(names)
         stems = {each: f"{each}.{embedding}.weight".removeprefix(".") for each in decoder}
@@ -123,6 +132,16 @@ class CausalLM(Model):
             are_equal is not None and not are_equal(f"{head}.weight", stems[found])
         ):  # trained apart, whatever the config says, or quantised apart
             self._untie(head)
+
+    def rename(self, names: TensorNames) -> None:
+        """The same tensors under other names."""
+        self.spec = replace(self.spec, names=names)
+        self.model.name = names.decoder[0]
+        self.ignored = names.ignored
+        if self.head is None:
+            self._tie()
+        else:
+            self.head.rename(names.head[0])
 
     def _tie(self) -> None:
         self.head = None
@@ -213,28 +232,76 @@ class CausalLM(Model):
             activation=activation,
         )
 
+    def look_through(self, normalisation: Normalisation) -> None:
+        assert self.tower is not None
+        self.tower.normalisation = normalisation
+
+    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        assert self.tower is not None
+        return self.tower.encode(pixels, grids)
+
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
         x = self.model.embed(batch)
-        if self.fused_decode is not None:
+        tables, num_levels = self.tables, 1
+        has_pictures = batch.features is not None or batch.visible_ends is not None
+        if batch.grid_positions is not None:
+            tables, batch = self._rotate_by_grid(batch)
+            has_pictures = True
+        if batch.features is not None:
+            num_levels = batch.features.shape[1] // x.shape[1]
+        if self.fused_decode is not None and not has_pictures:
             done = self.fused_decode(x, batch)
             if done is not None:
                 return done if batch.logit_tokens is None else done[batch.logit_tokens]
         residual = None
         last = self.model.layers[-1]
+        computes_all = self._computes_all or num_levels > last.number  # features are added to all tokens
         for layer in self.model.layers:
             number = layer.number
-            wanted = batch.logit_tokens if layer is last and not self._computes_all else None
-            x, residual = layer.forward(x, residual, batch, self.tables[number], caches[number], wanted)
+            wanted = batch.logit_tokens if layer is last and not computes_all else None
+            x, residual = layer.forward(x, residual, batch, tables[number], caches[number], wanted)
+            if number + 1 < num_levels:
+                residual = add_features(residual, batch, number + 1)
         hidden = self.model.leave(x, residual)
-        return hidden[batch.logit_tokens] if self._computes_all and batch.logit_tokens is not None else hidden
+        return hidden[batch.logit_tokens] if computes_all and batch.logit_tokens is not None else hidden
+
+    def _rotate_by_grid(self, batch: Batch) -> tuple[list[Tensor], Batch]:
+        """Tables with a row for each token, in order, and the batch that reads them so."""
+        assert batch.grid_positions is not None and self.sight is not None
+        by_grid = {id(table): mix_axes(table, batch.grid_positions, self.sight.rope_axes) for table in self.tables}
+        order = torch.arange(batch.input_ids.shape[0], device=batch.input_ids.device)
+        return [by_grid[id(table)] for table in self.tables], replace(batch, positions=order)
+
+    @property
+    def vocabulary(self) -> VocabularyPart:
+        return self._multiplied.vocabulary
+
+    @property
+    def _multiplied(self) -> VocabWeight:
+        return self.head or cast(VocabWeight, self.model.embedding)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        logits, spec = (self.head or cast(VocabWeight, self.model.embedding)).logits(hidden, out), self.spec
+        logits, spec = self._multiplied.logits(hidden, out), self.spec
         if spec.logits_factor != 1:
             logits.mul_(spec.logits_factor)
         if spec.logits_softcap is not None:
             logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
         return logits
+
+
+def put_features(x: Tensor, batch: Batch, level: int) -> Tensor:
+    """x `[tokens, hidden]` with features in the place of some tokens."""
+    features, index = batch.features, batch.feature_index
+    assert features is not None and index is not None
+    width = x.shape[1]
+    placed = features[:, level * width : (level + 1) * width][index.clamp(min=0)]
+    return torch.where((index >= 0)[:, None], placed, x)
+
+
+def add_features(x: Tensor | None, batch: Batch, level: int) -> Tensor:
+    """x `[tokens, hidden]` with features of a later level added to some tokens."""
+    assert x is not None
+    return x + put_features(torch.zeros_like(x), batch, level)
 
 
 def _way(layer: DecoderLayer) -> tuple[float, str, float | None, int]:

@@ -6,6 +6,7 @@ from functools import partial
 from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.layers.experts import (
     Experts,
+    ExpertSizes,
     ExpertTensors,
     Router,
     SharedExpert,
@@ -31,7 +32,7 @@ class DenseMlp(FeedForward):
         self.name = names.feed_forward
         self.activation = spec.activation
         self.is_gated = spec.is_gated
-        kept = parallel.split(width, "the feed-forward width")
+        kept = parallel.split_width(width, context.width_step)
         parts = list(names.gate_up)
         times = 2 if spec.is_gated else 1
         sizes, ranges = [width] * times, [kept] * times
@@ -76,31 +77,40 @@ def build_feed_forward(
         dense.down.reduce = None  # what ranks have is summed once, with what the experts give
         gate = Linear(ops, [Part(f"{spec.names.shared_gate}.weight", (1, hidden_size))]) if spec.shared_gate else None
         shared = SharedExpert(dense, gate)
-    kept = parallel.split(spec.width, "the width of an expert")
-    sizes = (spec.num_experts, spec.width, hidden_size, kept)
+    first, end = parallel.split(spec.num_experts) if parallel.by_expert else (0, spec.num_experts)
+    kept = (0, spec.width) if parallel.by_expert else parallel.split_width(spec.width, context.width_step)
+    sizes = ExpertSizes(spec.num_experts, spec.width, hidden_size, range(first, end), kept)
 
     def find_tensors(stored: ExpertNames) -> ExpertTensors:
         name, layout = stored.feed_forward or names.feed_forward, stored.layout
+        elsewhere: list[str] = []
         if layout is ExpertLayout.EACH:
-            parts = expert_parts(stored.matrices, *sizes)
+            parts = expert_parts(stored.matrices, sizes)
+            others = (number for number in range(spec.num_experts) if not first <= number < end)
+            elsewhere = [matrix.format(number) for number in others for matrix in stored.matrices]
         elif layout is ExpertLayout.STACKED:
-            parts = stacked_expert_parts(stored.matrices, *sizes)
+            parts = stacked_expert_parts(stored.matrices, sizes)
         else:
             transposed = layout is ExpertLayout.FUSED_TRANSPOSED
-            parts = fused_expert_parts(stored.matrices, *sizes, transposed, stored.alternating)
-        return ExpertTensors(name, stored.router, *parts)
+            parts = fused_expert_parts(stored.matrices, sizes, transposed, stored.alternating)
+        return ExpertTensors(name, stored.router, *parts, elsewhere)
 
-    found, (count, top_k) = find_tensors(spec.names), (spec.num_experts, spec.routing.top_k)
-    biases = (None, None) if spec.names.biases is None else fused_bias_parts(spec.names.biases, *sizes)
+    found, top_k, count = find_tensors(spec.names), spec.routing.top_k, end - first
+    biases = (None, None) if spec.names.biases is None else fused_bias_parts(spec.names.biases, sizes)
+    gate_up = StackedMatrix(ops, found.gate_up, count, top_k, biases[0])
+    gate_up.elsewhere = found.elsewhere
     return Experts(
         ops,
         parallel,
         found.name,
-        Router(ops, found.router, count, hidden_size, spec.routing, spec.router_bias, spec.router_correction),
-        StackedMatrix(ops, found.gate_up, count, top_k, biases[0]),
-        StackedMatrix(ops, found.down, count, top_k, biases[1], adds_bias=parallel.rank == 0),
+        Router(
+            ops, found.router, spec.num_experts, hidden_size, spec.routing, spec.router_bias, spec.router_correction
+        ),
+        gate_up,
+        StackedMatrix(ops, found.down, count, top_k, biases[1], adds_bias=parallel.by_expert or parallel.rank == 0),
         shared,
         spec.activation,
         spec.scale_inputs,
         tuple(partial(find_tensors, other) for other in spec.other_names),
+        first,
     )

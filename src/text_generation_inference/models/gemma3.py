@@ -1,6 +1,6 @@
 """Gemma 3, text: Gemma 2 with norms on queries and keys in place of caps; windowed layers rotate otherwise.
 
-Inside the wrapper with images (`Gemma3ForConditionalGeneration`) the text model alone is served.
+`vision/gemma3` adds pictures.
 """
 
 from dataclasses import replace
@@ -39,17 +39,6 @@ TINY = {
     "attn_logit_softcapping": 5.0,  # a field without effect
     "final_logit_softcapping": None,
 }
-_VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-TINIES: dict[str, dict[str, Any]] = {
-    "Gemma3ForConditionalGeneration": {"text_config": TINY, "vision_config": _VISION, "mm_tokens_per_image": 4}
-}
 SCALED_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -59,13 +48,10 @@ _NAMES = replace(
     GEMMA2_NAMES,
     decoder=("model", "language_model.model", "model.language_model"),
     head=("lm_head", "language_model.lm_head"),
-    ignored=(*GEMMA2_NAMES.ignored, "*vision_tower.*", "*multi_modal_projector.*"),
 )
 
 
 def build(config: Config, context: Context) -> Model:
-    if config.get("text_config") is not None:
-        config = config.inner("text_config").with_defaults(tie_word_embeddings=config.flag("tie_word_embeddings", True))
     config = config.with_defaults(**DEFAULTS)
     num_layers, every = config.integer("num_hidden_layers"), config.integer("sliding_window_pattern", 6)
     has_window = [bool((layer + 1) % every) for layer in range(num_layers)]

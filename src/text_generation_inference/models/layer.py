@@ -9,6 +9,7 @@ from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.fp8 import apply_scales
 from text_generation_inference.kernels.fused_decode import FusedLayer
 from text_generation_inference.kernels.matrices import Product, Rows, Weight
+from text_generation_inference.kernels.partial_sum import PartialSum
 from text_generation_inference.layers.attention import Attention, SelfAttention
 from text_generation_inference.layers.experts import Experts, SharedExpert
 from text_generation_inference.layers.latent_attention import LatentAttention
@@ -95,10 +96,10 @@ class ParallelLayer(DecoderLayer):
         self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
     ) -> tuple[Product, Tensor | None]:
         normed, residual = enter(self.attention_norm, x, residual, None)
-        mixed = apply_scales(self.attention.forward(normed, batch, cos_sin, cache, wanted))
+        mixed = self.attention.forward(normed, batch, cos_sin, cache, wanted)
         if wanted is not None:
             normed, residual = cast(Tensor, normed)[wanted], residual[wanted]
-        return mixed + apply_scales(self.mlp.forward(normed)), residual
+        return _together(mixed, self.mlp.forward(normed)), residual
 
 
 class ParallelTwoNormLayer(DecoderLayer):
@@ -111,11 +112,11 @@ class ParallelTwoNormLayer(DecoderLayer):
         self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
     ) -> tuple[Product, Tensor | None]:
         normed, residual = enter(self.attention_norm, x, residual, self.attention.input_form)
-        mixed = apply_scales(self.attention.forward(normed, batch, cos_sin, cache, wanted))
+        mixed = self.attention.forward(normed, batch, cos_sin, cache, wanted)
         if wanted is not None:
             residual = residual[wanted]
         normed = self.mlp_norm.forward(residual, self.mlp.input_form)
-        return mixed + apply_scales(self.mlp.forward(normed)), residual
+        return _together(mixed, self.mlp.forward(normed)), residual
 
 
 class SandwichLayer(DecoderLayer):
@@ -198,6 +199,13 @@ def enter(norm: Norm, x: Product, residual: Tensor | None, form: InputForm) -> t
         stream = cast(Tensor, x)
         return norm.forward(stream, form), stream
     return norm.add(x, residual, form)
+
+
+def _together(mixed: Product, fed: Product) -> Product:
+    """What both add to the stream; ranks sum once."""
+    if isinstance(mixed, PartialSum) and isinstance(fed, PartialSum):
+        return PartialSum(mixed.data + fed.data, mixed.ranks)
+    return apply_scales(mixed) + apply_scales(fed)
 
 
 def _fuse(layer: DecoderLayer, norms: tuple[Norm, ...], cache: Cache) -> FusedLayer | None:

@@ -11,7 +11,10 @@ from torch import Tensor
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.layers.cache import AnyCacheSpec
+from text_generation_inference.models.vision.sight import Sight
 from text_generation_inference.parallel import SINGLE, Parallel
+from text_generation_inference.pictures.rule import Normalisation
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.weights.declare import Module
 
 _CPU = torch.device("cpu")
@@ -27,6 +30,7 @@ class Context:
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32  # of hidden states and logits
     trusts_code: bool = False  # modelling code that comes with a model may be run
+    width_step: int = 1  # where ranks may cut the widths of feed-forwards: blocks that stay whole
 
 
 class Model(Module, ABC):
@@ -37,7 +41,13 @@ class Model(Module, ABC):
     ignored: tuple[str, ...] = ()  # patterns of checkpoint tensors that it does not need
     is_capturable: bool = True  # a pass may be captured as a graph and replayed
     notes: tuple[str, ...] = ()  # what a user should know of how it is served
+    sight: Sight | None = None  # of a model that sees pictures
     lost: tuple[str, ...] = ()  # what other models have and this one has not, for how it is computed
+
+    @property
+    def vocabulary(self) -> VocabularyPart:
+        """The ids whose logits this rank computes."""
+        return VocabularyPart.whole(self.vocab_size)
 
     def adapt(self, names: Collection[str], are_equal: Callable[[str, str], bool] | None = None) -> None:
         """A checkpoint has tensors of these names: settle which of the names that a family has had are meant.
@@ -62,13 +72,20 @@ class Model(Module, ABC):
     def unbind(self) -> None:
         """Forget the caches: they will be allocated anew."""
 
+    def look_through(self, normalisation: Normalisation) -> None:
+        """How pixels are scaled before its tower sees them, of a model with `sight`."""
+
+    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Features of pictures, of a model with `sight`: see `Tower.encode`."""
+        raise NotImplementedError
+
     @abstractmethod
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
         """Hidden states `[logit tokens, hidden]` of the tokens whose logits are needed."""
 
     @abstractmethod
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """`[tokens, hidden]` -> `[tokens, vocab]`, into `out` if there is one."""
+        """`[tokens, hidden]` -> `[tokens, vocab]` of this rank's ids, into `out` if there is one (float32)."""
 
     @abstractmethod
     def shallow(self) -> Self:

@@ -21,8 +21,8 @@ RECURRENT = Unserved(
     "Use a model with attention of the same size.",
 )
 IMAGES = Unserved(
-    "it reads images, which are not served yet",
-    "Use a text model. Of Gemma 3 and Llama 4 the text model is served from checkpoints with images.",
+    "it reads images in a way that is not served yet",
+    "Use one of the models with images that docs/models.md lists. Of Llama 4 the text model is served.",
 )
 SANTACODER = Unserved(
     "it is computed by code of an older kind that comes with the model and attends in its own way",
@@ -50,13 +50,7 @@ REFUSED = {
     **dict.fromkeys(
         (
             "IdeficsForVisionText2Text",
-            "Idefics2ForConditionalGeneration",
-            "Idefics3ForConditionalGeneration",
-            "LlavaNextForConditionalGeneration",
-            "PaliGemmaForConditionalGeneration",
             "MllamaForConditionalGeneration",
-            "Qwen2VLForConditionalGeneration",
-            "Qwen2_5_VLForConditionalGeneration",
         ),
         IMAGES,
     ),

@@ -11,6 +11,7 @@ from text_generation_inference.errors import ModelFormatError, ModelNotFoundErro
 from text_generation_inference.files import read_json_object, shorten
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
+from text_generation_inference.models.ranks import check_ranks
 from text_generation_inference.models.refused import find_refusal
 from text_generation_inference.quant.choose import detect, quantization_beside
 from text_generation_inference.quant.quantization import Quantization
@@ -27,7 +28,6 @@ ARCHITECTURES = {
     "FalconForCausalLM": "falcon",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
-    "Gemma3ForConditionalGeneration": "gemma3",
     "GemmaForCausalLM": "gemma",
     "GPT2LMHeadModel": "gpt2",
     "GPTBigCodeForCausalLM": "gpt_bigcode",
@@ -59,9 +59,22 @@ ARCHITECTURES = {
     "StableLmForCausalLM": "stablelm",
     "Starcoder2ForCausalLM": "starcoder2",
 }
-
-
+SEEING = {  # with pictures; the files are in `vision/`
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Idefics2ForConditionalGeneration": "idefics2",
+    "Idefics3ForConditionalGeneration": "idefics3",
+    "InternVLForConditionalGeneration": "internvl",
+    "LlavaForConditionalGeneration": "llava",
+    "LlavaNextForConditionalGeneration": "llava_next",
+    "Mistral3ForConditionalGeneration": "pixtral",
+    "PaliGemmaForConditionalGeneration": "paligemma",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "SmolVLMForConditionalGeneration": "idefics3",
+}
 OTHERS = "transformers_fallback"  # what has no line
+_FILES = ARCHITECTURES | {name: f"vision.{file}" for name, file in SEEING.items()}
 
 
 def read_config(folder: Path) -> Config:
@@ -89,11 +102,11 @@ def read_quantization(config: Config) -> Quantization | None:
     return found
 
 
-def judge(folder: Path, trusts_code: bool = False) -> None:
-    """Raise `StartError` if the model of a folder cannot be served, whatever its weights are."""
+def judge(folder: Path, trusts_code: bool = False, num_ranks: int = 1, expert_parallel: bool = False) -> None:
+    """Raise `StartError` if the model of a folder cannot be served by so many ranks, whatever its weights are."""
     config = read_config(folder)
     read_quantization(config)
-    build(config, Context(trusts_code=trusts_code))
+    check_ranks(build(config, Context(trusts_code=trusts_code)), num_ranks, expert_parallel)
 
 
 def _find_family(config: Config) -> Any:
@@ -105,7 +118,7 @@ def find_module(config: Config) -> str:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ModelFormatError(f"{config.source}: `architectures` is missing, so the model cannot be recognised")
-    found = (ARCHITECTURES[name] for name in architectures if isinstance(name, str) and name in ARCHITECTURES)
+    found = (_FILES[name] for name in architectures if isinstance(name, str) and name in _FILES)
     module = next(found, OTHERS)
     if module == OTHERS and (refusal := find_refusal(config)) is not None:
         name = shorten(architectures[0])

@@ -48,6 +48,7 @@ class BlockScheme(LowBitScheme):
 
     group_size: int | None = BLOCK
     scale_dtype: torch.dtype = torch.float32
+    puts_rows_apart: bool = False
 
     def accepts(self, columns: int) -> bool:
         return group_of(columns, BLOCK) >= MIN_GROUP

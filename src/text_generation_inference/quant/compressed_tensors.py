@@ -6,6 +6,7 @@ expression that fits, then one that has the class of layer. Where a group says h
 done, they are as precise as the model, and `description` says so.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from text_generation_inference.kernels.fp8 import SQUARE
 from text_generation_inference.quant import fp8, low_bit
 from text_generation_inference.quant.config_fields import Fields
 from text_generation_inference.quant.fp4 import MXFP4, MXFP4_GROUP, NVFP4, NVFP4_GROUP, StoredFp4
@@ -55,6 +57,10 @@ class CompressedTensors(Quantization):
     method: str = "compressed-tensors"
     origin: str = "this checkpoint"
     needs_fp8: bool = False
+
+    @property
+    def width_step(self) -> int:
+        return math.lcm(*(_width_step(scheme) for _, scheme in self.targets))
 
     @property
     def description(self) -> str:
@@ -127,6 +133,12 @@ def _is_named(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), name) is not None
     return pattern == name
+
+
+def _width_step(scheme: Scheme | None) -> int:
+    if isinstance(scheme, StoredFp4):
+        return scheme.stored.group_size
+    return SQUARE if isinstance(scheme, Fp8Scheme) and scheme.by_square else 1
 
 
 def _is_class(pattern: str, kind: str) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.kernels.fp8 import SQUARE
 from text_generation_inference.quant.config_fields import Fields
 from text_generation_inference.quant.fp8 import Fp8Scheme, choose_stored
 from text_generation_inference.quant.method import Matrix, Method
@@ -32,6 +33,10 @@ class StoredQuantization(Quantization):
     may_leave: tuple[str, ...] = ()
     origin: str = "this checkpoint, whose matrices are in FP8,"
     needs_fp8: bool = True
+
+    @property
+    def width_step(self) -> int:
+        return SQUARE if any(scheme.by_square for _, scheme in self.groups) else 1
 
     @property
     def description(self) -> str:

@@ -35,12 +35,12 @@ class GgufBlocks(Method):
     def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
         pieces: list[tuple[str, list[torch.Tensor]]] = []
         for (name, part), kind in zip(parts, self.block_types, strict=True):
-            blocks = checkpoint.read(name, is_blocks=True)
+            blocks = checkpoint.read(*_wanted(name, part, kind))
             if not pieces or pieces[-1][0] != kind:
                 pieces.append((kind, []))
-            pieces[-1][1].append(part.arrange_rows(blocks if part.dim is None else blocks[part.start : part.end]))
+            pieces[-1][1].append(part.arrange_rows(blocks))
         stored = [(kind, torch.cat(blocks).contiguous()) for kind, blocks in pieces]
-        return BlockPieces(stored, torch.Size((sum(self.rows), parts[0][1].shape[1])))
+        return BlockPieces(stored, torch.Size((sum(self.rows), parts[0][1].local_shape[1])))
 
     def bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         sizes = [block_size(kind) for kind in self.block_types]
@@ -67,23 +67,29 @@ class GgufLowBit(StoredLowBit):
 
     def list_reads(self, parts: Parts, checkpoint: Checkpoint) -> Iterator[Wanted]:
         for name, part in parts:
-            yield self._wanted(name, part)
+            yield _wanted(name, part, self.kinds[part.name])
 
     def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
         kind = self.kinds[part.name]
-        blocks = part.arrange_rows(checkpoint.read(*self._wanted(name, part)).to(device))
+        blocks = part.arrange_rows(checkpoint.read(*_wanted(name, part, kind)).to(device))
         weight = FORMS[kind].read(kind, blocks, self.bits)
         if part.dim != 1:
             return weight
         first = part.start // block_size(kind)[0] * block_size(kind)[0]
         return low_bit.take_columns(weight, part.start - first, part.end - first)
 
-    def _wanted(self, name: str, part: Part) -> Wanted:
-        """Its blocks; of a slice of columns all that have some of it."""
-        if part.dim != 1:
-            return part.wanted(name)._replace(is_blocks=True)
-        weights, size = block_size(self.kinds[part.name])
-        return Wanted(name, 1, part.start // weights * size, -(-part.end // weights) * size, is_blocks=True)
+
+def _wanted(name: str, part: Part, kind: str) -> Wanted:
+    """Blocks of a part; of a slice of columns all that have some of it."""
+    if part.dim != 1:
+        return part.wanted(name)._replace(is_blocks=True)
+    weights, size = block_size(kind)
+    return Wanted(name, 1, part.start // weights * size, -(-part.end // weights) * size, is_blocks=True)
+
+
+def _is_whole(part: Part, kind: str) -> bool:
+    """Whether it is made of blocks, none of them cut."""
+    return not part.transposed and (part.dim != 1 or (part.start | part.end) % block_size(kind)[0] == 0)
 
 
 def detect(
@@ -91,8 +97,7 @@ def detect(
 ) -> Method | None:
     """By what a file has of its parts. `block_types` are by tensor name; ops take those `computed` as they are."""
     kinds = [block_types.get(name, "").lower() for name in tensors]
-    by_row = all(part.dim in (None, 0) and not part.transposed for part in matrix.parts)
-    if by_row and set(kinds) <= set(computed):
+    if set(kinds) <= set(computed) and all(map(_is_whole, matrix.parts, kinds)):
         return GgufBlocks(kinds, [part.local_shape[0] for part in matrix.parts])
     readable = {
         part.name: kind

@@ -8,7 +8,7 @@ config.json says. All that follows (joining parts, packing, multiplying, widenin
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class LowBitScheme:
     quantizes_inputs: bool = False
     scale_dtype: torch.dtype = torch.float16
     has_whole_zeros: bool = True  # an offset is a scale times a whole number
+    puts_rows_apart: bool = True  # into codes, each by itself
 
     @property
     def kind(self) -> str:
@@ -65,7 +66,9 @@ class LowBitScheme:
         """To the nearest codes."""
         table = None if self.table is None else torch.tensor(self.table, device=weight.device)
         made = low_bit.quantize(weight, self.bits, self.group_size or weight.shape[1], self.is_symmetric, table)
+        zeros = None if made.offset is None else (made.offset / made.scale).round()
         made.scale = made.scale.to(self.scale_dtype)
+        made.offset = None if zeros is None else made.scale.float() * zeros  # of the scale as it is kept
         made.quantizes_inputs = self.quantizes_inputs
         return made
 
@@ -95,9 +98,25 @@ class LowBit(Method):
     def __init__(self, scheme: LowBitScheme) -> None:
         self.scheme = scheme
 
+    def list_reads(self, parts: Parts, checkpoint: Checkpoint) -> Iterator[Wanted]:
+        for name, part in parts:
+            yield self._to_quantize(part).wanted(name)
+
     def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
         """This rank's slice of a part as `[out, in]`, its rows in the order that the model wants them in."""
-        return self.scheme.quantize(read_plain(name, part, checkpoint, device))
+        source = self._to_quantize(part)
+        weight = self.scheme.quantize(read_plain(name, source, checkpoint, device))
+        if part.dim is not None and (source.start, source.end) != (part.start, part.end):
+            take = low_bit.take_rows if part.is_by_row else low_bit.take_columns
+            weight = take(weight, part.start - source.start, part.end - source.start)
+        return low_bit.change_rows(weight, part.arrange_rows)
+
+    def _to_quantize(self, part: Part) -> Part:
+        """All of its matrix, or this rank's slice where that alone decides the scales: codes are those of one rank."""
+        size = self.scheme.group_size
+        in_groups = size is not None and part.start % size == part.end % size == 0
+        is_enough = self.scheme.puts_rows_apart and (part.is_by_row or in_groups)
+        return replace(part, arrangement=None) if is_enough else part.unsliced
 
     def widen_part(
         self, name: str, part: Part, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
@@ -153,8 +172,13 @@ class LowBitOnLoading(Quantization):
     def origin(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"`quantize` {self.method}"
 
+    @property
+    def width_step(self) -> int:
+        return self.scheme.group_size or 1
+
     def choose(self, matrix: Matrix, names: Sequence[str]) -> Method | None:
-        return LowBit(self.scheme) if matrix.may_round and self.scheme.accepts(matrix.shape[1]) else None
+        accepted = all(self.scheme.accepts(part.whole_shape[0 if part.transposed else 1]) for part in matrix.parts)
+        return LowBit(self.scheme) if matrix.may_round and accepted else None
 
 
 class StoredLowBit(LowBit):

@@ -34,6 +34,10 @@ class ModelOpt(Quantization):
     needs_fp8: bool = False
 
     @property
+    def width_step(self) -> int:
+        return NVFP4_GROUP if self.algorithm == "NVFP4" else 1
+
+    @property
     def description(self) -> str:
         inputs = "" if self.needs_fp8 else "; inputs stay in the type of the model, which is more precise than 4 bits"
         return f"matrices in {self.algorithm}, as the checkpoint has them ({self.method}){inputs}"

@@ -54,7 +54,7 @@ class Mxfp4(StoredLowBit):
         table = torch.tensor(VALUES, device=device)
         columns = 2 * codes.shape[1]
         weight = LowBitWeight(codes, powers_of_two(exponents), None, 4, GROUP, columns, table=table)
-        by_column = part.dim is not None and not _is_by_row(part)
+        by_column = part.dim is not None and not part.is_by_row
         return low_bit.take_columns(weight, part.start, part.end) if by_column else weight
 
 
@@ -88,6 +88,10 @@ class Mxfp4Experts(Quantization):
     origin: str = "this checkpoint, whose experts are in MXFP4,"
 
     @property
+    def width_step(self) -> int:
+        return GROUP
+
+    @property
     def description(self) -> str:
         return f"experts stored in MXFP4, computed in {'FP8' if self.needs_fp8 else 'the type of the model'}"
 
@@ -117,14 +121,10 @@ def _sizes(part: Part) -> tuple[int, int]:
     return rows, columns
 
 
-def _is_by_row(part: Part) -> bool:
-    return part.dim == (1 if part.transposed else 0)
-
-
 def _wanted(name: str, part: Part) -> Iterator[Wanted]:
     """What is read of values and scales: a slice of rows; of columns, which groups may reach across, all."""
     for suffix in ("blocks", "scales"):
-        if part.dim is not None and _is_by_row(part):
+        if part.is_by_row:
             yield Wanted(f"{name}_{suffix}", 0, part.start, part.end, number=part.number)
         else:
             yield Wanted(f"{name}_{suffix}", number=part.number)

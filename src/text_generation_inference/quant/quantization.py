@@ -13,6 +13,11 @@ class Quantization:
     needs_fp8: bool = False  # the device must compute in FP8
 
     @property
+    def width_step(self) -> int:
+        """Where ranks may cut a matrix without having to hold it otherwise: runs of inputs that stay together."""
+        return 1
+
+    @property
     def description(self) -> str:
         """For the log."""
         return ""

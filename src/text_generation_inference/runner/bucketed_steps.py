@@ -17,6 +17,7 @@ from text_generation_inference.runner.device_sampling import DeviceSampling
 from text_generation_inference.runner.host_sampling import HostSampling
 from text_generation_inference.runner.padded_inputs import describe_decode, describe_prefill
 from text_generation_inference.runner.padded_passes import PaddedPasses
+from text_generation_inference.runner.pictures import Seen, SlotPictures
 from text_generation_inference.runner.prompt_scores import OwedScores, PromptScores
 from text_generation_inference.runner.shapes import Bucket, BucketPlan
 from text_generation_inference.runner.slots import Slots
@@ -33,18 +34,20 @@ class BucketedSteps:
         slots: Slots,
         sampling: DeviceSampling | HostSampling,
         owed: OwedScores,
+        pictures: SlotPictures | None,
         plan: BucketPlan,
         limit_graphs: bool = False,
     ) -> None:
         self.plan = plan
         self._device, self._slots, self._sampling, self._owed = device, slots, sampling, owed
+        self._pictures = pictures
         outputs = None
         if slots.on_device:
-            num_slots, vocab_size = slots.state.rows.shape[0], model.vocab_size
+            num_slots, width = slots.state.rows.shape[0], model.vocabulary.width
             most = max((bucket.batch for bucket in plan.prefill), default=1)
             with device.stream():
-                self._decode_logits = torch.zeros((num_slots, vocab_size), device=device.torch_device)
-                self._prompt_logits = torch.zeros((most, vocab_size), device=device.torch_device)
+                self._decode_logits = torch.zeros((num_slots, width), device=device.torch_device)
+                self._prompt_logits = torch.zeros((most, width), device=device.torch_device)
             outputs = self._place_for
         self.passes = PaddedPasses(device, model, kv_cache, plan, limit_graphs, outputs)
 
@@ -175,7 +178,17 @@ class BucketedSteps:
         token_slots, at, seq_lens, last_tokens = self._slots.send()
         ids, positions, kv_index, _ = self._slots.gather(token_slots, at)
         seq_lens, last_tokens = self._slots.move((seq_lens, last_tokens.long()))
-        return Batch(ids, positions, kv_index, seq_lens, WholePrompts(), last_tokens)
+        batch = Batch(ids, positions, kv_index, seq_lens, WholePrompts(), last_tokens)
+        self._put_pictures(batch, bucket, slots)
+        return batch
+
+    def _put_pictures(self, batch: Batch, bucket: Bucket, slots: list[int]) -> None:
+        pictures, lengths = self._pictures, self._slots.host.lengths
+        if pictures is None:
+            return
+        seen = [Seen(slot, 0, int(lengths[slot]), row * bucket.length) for row, slot in enumerate(slots)]
+        if any(pictures.concerns(row.slot, row.start, row.end) for row in seen):
+            pictures.put_into(batch, seen, bucket.num_tokens)
 
     def _decode_batch(self, bucket: Bucket, slots: list[int]) -> Batch:
         arrays = describe_decode(bucket, slots, self._slots.host)

@@ -11,24 +11,27 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.devices.device import Device
-from text_generation_inference.kernels.choice import Tops
+from text_generation_inference.kernels.choice import EVERY_FILTER, SamplingNeeds, Tops
 from text_generation_inference.runner.result_words import ResultWords
 from text_generation_inference.runner.sampling_needs import SlotNeeds
 from text_generation_inference.runner.slots import Slots
 from text_generation_inference.runner.step_pass import StepPass
 from text_generation_inference.sampling.mask import RowMasks
 from text_generation_inference.sampling.sampled_tokens import SampledTokens
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.types import Admission, StepResult
 
 _FEW_ROWS = 8  # above them the two kernels of a draw without filters are queued: a graph takes the device longer
 
 
 class DeviceSampling:
-    def __init__(self, device: Device, slots: Slots, vocab_size: int, watermark: tuple[float, float]) -> None:
-        self._device, self._slots = device, slots
+    def __init__(
+        self, device: Device, slots: Slots, vocabulary: VocabularyPart, watermark: tuple[float, float]
+    ) -> None:
+        self._device, self._slots, self._vocabulary = device, slots, vocabulary
         num_slots = slots.state.rows.shape[0]
         with device.stream():  # what is filled here is read in this queue
-            self._needs = SlotNeeds(device, slots, num_slots, vocab_size, watermark)
+            self._needs = SlotNeeds(device, slots, num_slots, vocabulary, watermark)
             self._out = torch.zeros(2 * num_slots, dtype=torch.int32, device=device.torch_device)
             self._tops = torch.zeros(num_slots, dtype=torch.int32, device=device.torch_device)
         self._out_by_size: dict[int, Tensor] = {}
@@ -52,15 +55,21 @@ class DeviceSampling:
     def take_best(self, logits: Tensor, row_slots: Tensor) -> Tensor:
         """The tokens of plain rows go into the slots and to where all results of the step are."""
         size = row_slots.shape[0]
-        self._device.ops.greedy_into(logits[:size], row_slots, self._slots.state, self._out_of(size))
+        state, out = self._slots.state, self._out_of(size)
+        self._device.ops.greedy_into(logits[:size], row_slots, state, out, self._vocabulary)
         return logits
 
     def capture_draws(self, size: int, logits: Tensor) -> None:
-        """The choice behind a captured pass of a decode step, for batches that ask for nothing but draws."""
+        """The choice behind a captured pass of a decode step, for batches that ask for nothing but draws.
+
+        With filters too, unless ranks share the vocabulary: which rows must be gathered is said by the batch.
+        """
         row_slots = self._slots.state.rows[:size]
+        needs = EVERY_FILTER if self._vocabulary.is_whole else SamplingNeeds()
 
         def draw() -> Tensor:
-            self._device.ops.choose_into(logits, row_slots, self._slots.state, self._out_of(size))
+            state, out = self._slots.state, self._out_of(size)
+            self._device.ops.choose_into(logits, row_slots, state, out, needs, self._vocabulary)
             return logits
 
         with self._device.stream():  # loads kernels and makes workspaces, which a capture may not
@@ -90,9 +99,9 @@ class DeviceSampling:
             if self._tops.shape[0] < count:
                 self._tops = torch.zeros(2 * count, dtype=torch.int32, device=self._tops.device)
             tops = self._tops[:count].view(len(needs.top_rows), -1)
-            needs.sampling.tops = Tops(needs.top_table, tops)
-        state = self._slots.state
-        self._device.ops.choose_into(logits[:size], made.row_slots, state, self._out_of(size), needs.sampling)
+            needs.of_order.tops = Tops(needs.top_table, tops)
+        state, out = self._slots.state, self._out_of(size)
+        self._device.ops.choose_into(logits[:size], made.row_slots, state, out, needs.sampling, self._vocabulary)
         return self._results.fetch(self._out_of(size), len(slots), needs.top_rows, needs.top_limits, tops)
 
     def warm(self, logits: Tensor) -> None:

@@ -11,6 +11,7 @@ from text_generation_inference.runner.step_pass import StepPass
 from text_generation_inference.sampling.mask import RowMasks
 from text_generation_inference.sampling.parts import KnownTokens
 from text_generation_inference.sampling.sampler import Sampler
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.types import Admission, TopTokens
 
 
@@ -36,7 +37,7 @@ class HostSampling:
         self,
         device: Device,
         slots: Slots,
-        vocab_size: int,
+        vocabulary: VocabularyPart,
         watermark: tuple[float, float],
         pads: bool = False,  # logits have padded rows, and each number of rows is a shape
     ) -> None:
@@ -44,7 +45,7 @@ class HostSampling:
         state = slots.state
         pages, last = state.pages.numpy(), state.last_tokens.numpy()
         known = KnownTokens(pages, state.page_tables.numpy(), last, slots.lengths_cpu, state.max_tokens)
-        self._sampler = Sampler(device.ops, device.torch_device, known, vocab_size, watermark, pads)
+        self._sampler = Sampler(device.ops, device.torch_device, known, vocabulary, watermark, pads)
 
     def admit(self, admission: Admission) -> None:
         self._sampler.admit(admission)

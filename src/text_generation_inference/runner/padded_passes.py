@@ -64,8 +64,12 @@ class PaddedPasses:
         self._without.add(bucket)
 
     def logits(self, bucket: Bucket, batch: Batch, needed: int) -> Tensor:
-        """`[batch, vocab]` float32, good until the next pass of the same phase; `needed` tokens are real."""
-        bypass = not self.captures(bucket)
+        """`[batch, vocab]` float32 of this rank's ids, good until the next pass of the same phase.
+
+        `needed` tokens are real.
+        """
+        # Those with pictures read more than graphs were made for.
+        bypass = not self.captures(bucket) or batch.feature_index is not None or batch.visible_ends is not None
         self.shape_stats.on_pass(key_of(batch), bucket, needed, bypass and self._has_graphs)
         return self._graphs(batch, bypass)
 
@@ -116,7 +120,7 @@ class PaddedPasses:
         for start in range(0, length, LOGIT_ROWS):
             rows = slice(start, min(start + LOGIT_ROWS, length))
             scores = model.logits(hidden[rows]).float()
-            found.append(scores.gather(1, following[rows, None])[:, 0] - scores.logsumexp(dim=-1))
+            found.append(model.vocabulary.score(scores, following[rows]))
         last = hidden.index_select(0, (batch.seq_lens[:1] - 1).clamp(min=0).long())
         return torch.cat((*found, model.logits(last).float()[0]))
 

@@ -17,6 +17,7 @@ from text_generation_inference.models.model import Model
 from text_generation_inference.runner.device_sampling import DeviceSampling
 from text_generation_inference.runner.host_sampling import HostSampling
 from text_generation_inference.runner.mixed import MOST_CHUNKS, MixedSize, describe
+from text_generation_inference.runner.pictures import Seen, SlotPictures
 from text_generation_inference.runner.prompt_scores import OwedScores
 from text_generation_inference.runner.shapes import Bucket, ShapePlan
 from text_generation_inference.runner.slots import Slots
@@ -27,7 +28,7 @@ from text_generation_inference.types import Chunk, StepPlan
 @dataclass(slots=True)
 class _Captured:
     replay: Callable[[], None]
-    logits: Tensor  # [rows, vocab], where a replay leaves them
+    logits: Tensor  # [rows, vocab] of this rank's ids, where a replay leaves them
 
 
 class PagedSteps:
@@ -41,12 +42,14 @@ class PagedSteps:
         slots: Slots,
         sampling: DeviceSampling | HostSampling,
         owed: OwedScores,
+        pictures: SlotPictures | None,
         max_total_tokens: int,
         plan: ShapePlan,
     ) -> None:
         self.plan = plan
         self._device, self._model, self._kv_cache = device, model, kv_cache
         self._slots, self._sampling, self._owed = slots, sampling, owed
+        self._pictures = pictures
         self._max_total_tokens = max_total_tokens
         self._captured: dict[Bucket, _Captured] = {}
         self._without: set[Bucket] = set()  # shapes for which there was no room
@@ -57,7 +60,7 @@ class PagedSteps:
         self._pads_decode = plan.find("decode", 1, 0) is not None
         num_logits = num_slots if self._pads_decode else 0
         with device.stream():  # what is filled here is read in this queue
-            shape = (num_logits, model.vocab_size)
+            shape = (num_logits, model.vocabulary.width)
             self._logits = torch.zeros(shape, dtype=torch.float32, device=device.torch_device)  # of padded passes
             self._mixed_words = torch.zeros(num_words, dtype=torch.int32, device=device.torch_device)
 
@@ -136,7 +139,8 @@ class PagedSteps:
         sampling = decode + [chunk.slot for chunk in chunks if chunk.samples]
         scored = [chunk for chunk in chunks if chunk.slot in self._owed]
         bucket = None
-        if not scored and len(chunks) <= MOST_CHUNKS:
+        seen = self._see(len(decode), chunks)
+        if not scored and not seen and len(chunks) <= MOST_CHUNKS:
             bucket = self.plan.find("mixed", len(decode), sum(chunk.end - chunk.start for chunk in chunks))
         captured = self._captured.get(bucket) if bucket is not None else None
         if bucket is not None and captured is not None:
@@ -146,12 +150,24 @@ class PagedSteps:
             self._mixed_words[: words.shape[0]].copy_(words)
             captured.replay()
             return StepPass(sampling, captured.logits if sampling else None, size.split(self._mixed_words)[2])
-        hidden, row_slots = self._mixed_pass(decode, chunks, sampling, scored)
+        hidden, row_slots = self._mixed_pass(decode, chunks, sampling, scored, seen)
         prompts = self._score(scored, hidden[len(sampling) :])
         logits = None
         if sampling:
             logits = self._sampling.take_best(self._own_logits(self._model, hidden[: len(sampling)]), row_slots)
         return StepPass(sampling, logits, row_slots, prompts)
+
+    def _see(self, num_decode: int, chunks: list[Chunk]) -> list[Seen]:
+        """All chunks of a pass, if pictures concern one of them."""
+        pictures = self._pictures
+        if pictures is None or not any(pictures.concerns(chunk.slot, chunk.start, chunk.end) for chunk in chunks):
+            return []
+        found: list[Seen] = []
+        token = num_decode
+        for chunk in chunks:
+            found.append(Seen(chunk.slot, chunk.start, chunk.end, token))
+            token += chunk.end - chunk.start
+        return found
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
@@ -172,7 +188,7 @@ class PagedSteps:
         return self._sampling.take_best(self._logits_of(batch, size.logits, model), row_slots)
 
     def _mixed_pass(
-        self, decode: list[int], chunks: list[Chunk], sampling: list[int], scored: list[Chunk]
+        self, decode: list[int], chunks: list[Chunk], sampling: list[int], scored: list[Chunk], seen: list[Seen]
     ) -> tuple[Tensor, Tensor]:
         """Hidden states of the sampling rows, then of every token of `scored`; and the slots of the former."""
         inputs = describe(decode, chunks, scored)
@@ -185,6 +201,8 @@ class PagedSteps:
         batch.meta.chunk_ends_cpu = [chunk.end for chunk in chunks]
         batch.meta.prefill_tiles = prefill_tiles
         batch.meta.num_prefix_tiles = inputs.num_prefix_tiles
+        if self._pictures is not None and seen:
+            self._pictures.put_into(batch, seen)
         return self._model.forward(self._device.prepare(batch), self._kv_cache), row_slots
 
     def _batch(
@@ -213,7 +231,8 @@ class PagedSteps:
         for chunk in chunks:
             end = first + chunk.end - chunk.start
             targets = self._slots.state.history(chunk.slot, chunk.end + 1)
-            parts = self._owed.score_chunk(chunk, hidden[first:end], self._model.logits, targets)
+            model = self._model
+            parts = self._owed.score_chunk(chunk, hidden[first:end], model.logits, model.vocabulary, targets)
             if parts:
                 prompts.append(ScoredPrompt(chunk.slot, chunk.start + 1, parts))
             first = end

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.types import Admission, Chunk, PromptLogprobs
 
 LOGIT_ROWS = 128  # prompt positions whose logits are held at a time
@@ -18,12 +19,13 @@ class PromptScores(NamedTuple):
     top_logprobs: Tensor | None = None  # the same
 
 
-def score(scores: Tensor, targets: Tensor, num_top: int) -> PromptScores:
-    """scores `[tokens, vocab]` float32, targets `[tokens]`: what came in each place."""
+def score(scores: Tensor, targets: Tensor, num_top: int, vocabulary: VocabularyPart) -> PromptScores:
+    """scores `[tokens, vocab]` float32 of this rank's ids, targets `[tokens]`: what came in each place."""
+    if not num_top:
+        return PromptScores(vocabulary.score(scores, targets))
+    scores = vocabulary.gather(scores)
     totals = scores.logsumexp(dim=-1)
     logprobs = scores.gather(1, targets[:, None])[:, 0] - totals
-    if not num_top:
-        return PromptScores(logprobs)
     best = scores.topk(min(num_top, scores.shape[1]), dim=-1)
     return PromptScores(logprobs, best.indices, best.values - totals[:, None])
 
@@ -65,6 +67,7 @@ class OwedScores:
         chunk: Chunk,
         hidden: Tensor,  # [chunk tokens, hidden]
         logits: Callable[[Tensor], Tensor],
+        vocabulary: VocabularyPart,  # which ids these logits are of
         targets: Tensor,  # [>= chunk end + 1]: the slot's first tokens
     ) -> list[PromptScores]:
         """Of the prompt tokens that follow each token of the chunk."""
@@ -75,7 +78,7 @@ class OwedScores:
             end = min(start + LOGIT_ROWS, last)
             scores = logits(hidden[start - chunk.start : end - chunk.start]).float()
             following = targets[start + 1 : end + 1].to(scores.device).long()
-            parts.append(score(scores, following, num_top))
+            parts.append(score(scores, following, num_top, vocabulary))
         if chunk.samples:
             del self._owed[chunk.slot]
         return parts

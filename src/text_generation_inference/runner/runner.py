@@ -8,6 +8,7 @@ a step waits for the tokens of the one before only where a grammar or a watermar
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from text_generation_inference.runner.device_sampling import DeviceSampling
 from text_generation_inference.runner.grammar import SlotGrammars
 from text_generation_inference.runner.host_sampling import HostSampling, HostTokens
 from text_generation_inference.runner.paged_steps import PagedSteps
+from text_generation_inference.runner.pictures import SlotPictures
 from text_generation_inference.runner.prompt_scores import OwedScores, read_scores
 from text_generation_inference.runner.shapes import EXACT, BucketPlan, ShapePlan
 from text_generation_inference.runner.slots import Slots
@@ -52,18 +54,23 @@ class Runner:
         plan: ShapePlan = EXACT,
         limit_graphs: bool = False,  # where every pass is padded, prompts go without graphs
         own_pages: bool = False,  # requests give blocks back while they run: see `SlotState`
+        picture_folder: Path | None = None,  # where pixels are
     ) -> None:
         self.device, self.model, self.kv_cache = device, model, kv_cache
-        vocab_size, (num_blocks, block_size) = model.vocab_size, kv_cache[0][0].shape[:2]
+        num_blocks, block_size = kv_cache[0][0].shape[:2]
+        self.pictures = SlotPictures(device, model, model.sight, picture_folder) if model.sight is not None else None
+        shift_of = self.pictures.shift_of if self.pictures is not None else None
         with device.stream():  # what is filled here is read in this queue
             model.bind(kv_cache, max_total_tokens)
-            self.slots = Slots(device, num_slots, max_total_tokens, num_blocks, block_size, plan.pads, own_pages)
-        about = (device, self.slots, vocab_size, watermark)
+            self.slots = Slots(
+                device, num_slots, max_total_tokens, num_blocks, block_size, plan.pads, own_pages, shift_of
+            )
+        about = (device, self.slots, model.vocabulary, watermark)
         self.sampling = DeviceSampling(*about) if self.slots.on_device else HostSampling(*about, plan.pads)
-        self.grammars = SlotGrammars(grammars, num_slots, vocab_size)
+        self.grammars = SlotGrammars(grammars, num_slots, model.vocab_size)
         self._owed = OwedScores()
         self._last: Future[StepResult] | None = None
-        parts = (device, model, kv_cache, self.slots, self.sampling, self._owed)
+        parts = (device, model, kv_cache, self.slots, self.sampling, self._owed, self.pictures)
         self.steps: PagedSteps | BucketedSteps
         if isinstance(plan, BucketPlan):
             self.steps = BucketedSteps(*parts, plan, limit_graphs)
@@ -88,6 +95,8 @@ class Runner:
         self.grammars.release(everybody)
         self.sampling.release(everybody)
         self._owed.forget()
+        if self.pictures is not None:
+            self.pictures.forget()
         self.device.free_bytes()  # gives back what an allocator keeps for later
         with torch.inference_mode(), self.device.stream():
             self.slots.forget()
@@ -96,12 +105,16 @@ class Runner:
 
     @torch.inference_mode()
     def _queue(self, plan: StepPlan, previous: "Future[StepResult] | None") -> Callable[[], StepResult]:
+        if (failure := _failure_of(previous)) is not None:
+            raise failure  # nothing can follow it; other ranks may not even have begun this one
         failpoint("engine.compute")
         if plan.admit or plan.release:
             followed = self.grammars.active or self.sampling.follows_tokens
             if followed or any(a.request.sampling.watermark for a in plan.admit):
                 _wait_for(previous)  # its tokens belong to whoever had the slots until now
         self._update(plan)
+        if self.pictures is not None:
+            self.pictures.encode(plan)
         decode = self.slots.decode_slots if plan.decode else []
         rows, row_of_prompt = decode, dict[int, int]()
         if plan.chunks:
@@ -113,18 +126,25 @@ class Runner:
             prompts += made.prompts
             if made.logits is not None:
                 done.append(self._choose(made, previous))
-        return lambda: self._finish(plan, rows, done, prompts, row_of_prompt)
+        lost: dict[int, str] = {}  # by slot; slots may be others' when the step is done
+        if self.pictures is not None:
+            lost = {slot: text for slot in rows if (text := self.pictures.error_of(slot)) is not None}
+        return lambda: self._finish(plan, rows, done, prompts, row_of_prompt, lost)
 
     def _update(self, plan: StepPlan) -> None:
         if plan.release:
             self._owed.release(plan.release)
             self.grammars.release(plan.release)
             self.sampling.release(plan.release)
+            if self.pictures is not None:
+                self.pictures.release(plan.release)
         self.slots.update(plan)
         for admission in plan.admit:
             self.sampling.admit(admission)
             self.grammars.admit(admission)
             self._owed.admit(admission)
+            if self.pictures is not None:
+                self.pictures.admit(admission)
 
     def _choose(self, made: StepPass, previous: "Future[StepResult] | None") -> _SampledPass:
         if self.grammars.active or self.sampling.follows_tokens:
@@ -141,6 +161,7 @@ class Runner:
         done: list[_SampledPass],
         prompts: list[ScoredPrompt],
         row_of_prompt: dict[int, int],
+        lost: dict[int, str],
     ) -> StepResult:
         scored = [read_scores(row_of_prompt[prompt.slot], prompt.start, prompt.parts) for prompt in prompts]
         token_ids: list[int] = []
@@ -169,7 +190,13 @@ class Runner:
             token_ids, logprobs = [token_ids[n] for n in by_row], [logprobs[n] for n in by_row]
             tops = [TopTokens(places[top.row], top.token_ids, top.logprobs) for top in tops]
             errors = {places[n]: text for n, text in errors.items()}
+        errors.update({row: lost[slot] for row, slot in enumerate(rows) if slot in lost} if lost else {})
         return StepResult(plan.step, token_ids, logprobs, tops, scored, list(errors.items()))
+
+
+def _failure_of(step: "Future[StepResult] | None") -> BaseException | None:
+    """What a step has raised, as far as is known."""
+    return step.exception() if step is not None and step.done() else None
 
 
 def _wait_for(step: "Future[StepResult] | None") -> None:

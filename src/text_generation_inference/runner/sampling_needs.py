@@ -12,13 +12,15 @@ import numpy as np
 from torch import Tensor
 
 from text_generation_inference.devices.device import Device
-from text_generation_inference.kernels.choice import Adjustments, SamplingNeeds
+from text_generation_inference.kernels.choice import Adjustments, GatheredRows, SamplingNeeds
 from text_generation_inference.kernels.slot_state import OTHER_FILTERS, PLAIN
 from text_generation_inference.runner.slots import Slots, sampling_mode_of
 from text_generation_inference.runner.staging import Staging
 from text_generation_inference.sampling.filters import asked_by
 from text_generation_inference.sampling.mask import RowMasks
+from text_generation_inference.sampling.sampler import needs_all_scores
 from text_generation_inference.sampling.tops import MORE_TIES
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.sampling.watermark import green_list
 from text_generation_inference.types import Admission, SamplingParams
 
@@ -38,15 +40,22 @@ class BatchNeeds:
     @property
     def only_draws(self) -> bool:
         """Whether draws, perhaps with filters, are all that is asked for: what they need is in the slots."""
-        return self.sampling.adjustments is None and self.sampling.others is None and not self.top_rows
+        sampling = self.sampling
+        nothing_else = sampling.adjustments is None and sampling.others is None and sampling.gathered is None
+        return nothing_else and not self.top_rows
+
+    @property
+    def of_order(self) -> SamplingNeeds:
+        """Of the rows that need the order of all ids."""
+        return self.sampling if self.sampling.gathered is None else self.sampling.gathered.needs
 
 
 class SlotNeeds:
     def __init__(
-        self, device: Device, slots: Slots, num_slots: int, vocab_size: int, watermark: tuple[float, float]
+        self, device: Device, slots: Slots, num_slots: int, vocabulary: VocabularyPart, watermark: tuple[float, float]
     ) -> None:
         self._slots = slots
-        self._vocab_size = vocab_size
+        self._vocabulary = vocabulary
         self._gamma, self._delta = watermark
         self._staging = Staging(device)
         self._params = [SamplingParams()] * num_slots
@@ -98,10 +107,10 @@ class SlotNeeds:
             adjustments.longest = int(self._slots.lengths_cpu[needs.penalised].max())
         wanted: dict[str, np.ndarray] = {}
         if masks is not None and masks.rows:
-            wanted["allowed"] = masks.allowed
+            wanted["allowed"] = masks.of(self._vocabulary).allowed
         if needs.marked:
-            green = [green_list(self._last[slot], self._vocab_size, self._gamma) for slot in needs.marked]
-            wanted["green"] = np.stack(green)
+            green = [green_list(self._last[slot], self._vocabulary.size, self._gamma) for slot in needs.marked]
+            wanted["green"] = self._vocabulary.cut(np.stack(green))
         for words in wanted.values():
             self._staging.put(words.reshape(-1))
         for (name, words), sent in zip(wanted.items(), self._staging.send(self._slots.state), strict=True):
@@ -121,19 +130,31 @@ class SlotNeeds:
         places = {row: place for place, row in enumerate(adjusted)}
         green = {row: number for number, row in enumerate(marked)}
         allowed = {row: number for number, row in enumerate(masked)}
-        biases = [(places[row], *bias) for row in biased for bias in params[row].logit_bias.items()]
+        start, end = self._vocabulary.start, self._vocabulary.end
+        biases = [
+            (places[row], token_id - start, value)
+            for row in biased
+            for token_id, value in params[row].logit_bias.items()
+            if start <= token_id < end
+        ]
         of_place, of_id, of_value = zip(*biases, strict=True) if biases else ((), (), ())
-        top_table = np.zeros((size if top_rows else 0, 2), dtype=np.int32)
+        # Filters and best ids are found for all rows, or for those that are gathered.
+        gathered: list[int] = []
+        if not self._vocabulary.is_whole:
+            gathered = [row for row, p in enumerate(params) if needs_all_scores(p)]
+        among = {row: number for number, row in enumerate(gathered or range(size))}
+        top_table = np.zeros((len(among) if top_rows else 0, 2), dtype=np.int32)
         for number, row in enumerate(top_rows):
-            top_table[row] = params[row].top_n_tokens, number
-        others = [row for row, slot in enumerate(rows) if self._has_others[slot]]
-        rows_of_adjusted, place_of_row, penalised_places, bias_table, tops, other_rows = self._keep(
+            top_table[among[row]] = params[row].top_n_tokens, number
+        others = [among[row] for row, slot in enumerate(rows) if self._has_others[slot]]
+        rows_of_adjusted, place_of_row, penalised_places, bias_table, tops, other_rows, gathered_rows = self._keep(
             np.array([(row, green.get(row, -1), allowed.get(row, -1)) for row in adjusted], dtype=np.int32),
             np.array([places.get(row, -1) for row in range(size)], dtype=np.int32),
             np.array([places[row] for row in penalised], dtype=np.int32),
             np.array([of_place, of_id, np.array(of_value, dtype=np.float32).view(np.int32)], dtype=np.int32),
             top_table,
             np.array(others, dtype=np.int32),
+            np.array(gathered, dtype=np.int32),
         )
         limits = any(p.top_k > 0 or p.top_p < 1 for p in drawing)
         sampling = SamplingNeeds(
@@ -143,6 +164,9 @@ class SlotNeeds:
         )
         if others:
             sampling.others = other_rows.long()
+        if not self._vocabulary.is_whole:
+            of_gathered = GatheredRows(gathered_rows.long(), sampling) if gathered else None
+            sampling = SamplingNeeds(gathered=of_gathered)
         if adjusted:
             sampling.adjustments = Adjustments(
                 rows=rows_of_adjusted,

@@ -5,7 +5,7 @@ the host, and a pass is sent what it reads. The host always knows lengths (to si
 are in the decode set.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -42,9 +42,11 @@ class Slots:
         block_size: int,
         keeps_tables: bool = False,  # block tables are kept on the host, too
         own_pages: bool = False,  # token ids of requests stay when blocks of theirs go
+        shift_of: Callable[[GenerationRequest], int] | None = None,  # see `SlotState.shifts`; None: nobody has any
     ) -> None:
         self.on_device = device.limits.runs_ahead
         self._device = device
+        self._shift_of = shift_of
         self._keeps_tables = keeps_tables and self.on_device
         home = device.torch_device if self.on_device else torch.device("cpu")
         self.state = SlotState(num_slots, max_tokens, num_blocks, block_size, home, own_pages)
@@ -116,6 +118,8 @@ class Slots:
 
     def _fill(self, admissions: Sequence[Admission]) -> None:
         records = _make_records(admissions)
+        if self._shift_of is not None:
+            records[:, SlotState.SHIFT] = [self._shift_of(admission.request) for admission in admissions]
         slots = np.array([admission.slot for admission in admissions])
         self._staging.write_blocks(slots * SlotState.RECORD, records)
         self.host.lengths[slots] = records.view(np.int64)[:, SlotState.LENGTH // 2]

@@ -19,7 +19,7 @@ class StepPass:
     """The rows that sample come first in the logits; padding may follow."""
 
     slots: list[int]  # of the sampling rows
-    logits: Tensor | None  # None where no row samples
+    logits: Tensor | None  # of this rank's ids; None where no row samples
     row_slots: Tensor  # slots of all rows, where the slots are
     prompts: list[ScoredPrompt] = field(default_factory=list[ScoredPrompt])
     is_decode: bool = False  # of nothing but the decode set

@@ -32,6 +32,21 @@ def _kept_table(zero: float, one: float) -> Tensor:
     return _table(zero, one, torch.device("cpu"))
 
 
+def cut(words: np.ndarray, start: int, end: int) -> np.ndarray:
+    """Of sets `[..., words]` int32 the ids from start to end, as sets in which `start` is the first id.
+
+    What is past the last word is in no set; past the end there may be anything.
+    """
+    first, shift = divmod(start, 32)
+    count = -(-(end - start) // 32)
+    taken = np.zeros((*words.shape[:-1], count + 1), dtype=np.uint32)
+    found = words[..., first : first + count + 1]
+    taken[..., : found.shape[-1]] = found.view(np.uint32)
+    if shift:
+        taken[..., :-1] = (taken[..., :-1] >> shift) | (taken[..., 1:] << (32 - shift))
+    return np.ascontiguousarray(taken[..., :-1]).view(np.int32)
+
+
 def pack(is_in: np.ndarray) -> np.ndarray:
     """`[ids]` bool -> `[words]` int32."""
     bits = np.zeros(-(-len(is_in) // 32) * 32, dtype=np.uint8)

@@ -34,10 +34,15 @@ def exponential_noise(low: Tensor, high: Tensor, ids: Tensor) -> Tensor:
     return uniform.log_().neg_()
 
 
+def add_noise(scores: Tensor, low: Tensor, high: Tensor, start: int = 0) -> Tensor:
+    """scores `[rows, ids]` with the Gumbel noise of each id; `start` is the first of them."""
+    ids = torch.arange(start, start + scores.shape[1], dtype=torch.int32, device=scores.device)
+    return scores - exponential_noise(low, high, ids[None]).log_()
+
+
 def draw(scores: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """scores `[rows, vocab]` -> ids `[rows]` int64."""
-    ids = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
-    return (scores - exponential_noise(low, high, ids[None]).log_()).argmax(dim=-1)
+    return add_noise(scores, low, high).argmax(dim=-1)
 
 
 def draw_from_best(

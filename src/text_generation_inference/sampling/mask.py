@@ -1,12 +1,13 @@
 """Masks: ids that may not come next, because of a grammar or because it is too early for an end."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
 from text_generation_inference.sampling.bits import spread
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 
 
 @dataclass(slots=True)
@@ -16,6 +17,10 @@ class RowMasks:
     rows: list[int]
     allowed: np.ndarray  # [constrained, words] int32: bit i of word j is id 32 j + i
     errors: dict[int, str]  # by row
+
+    def of(self, vocabulary: VocabularyPart) -> "RowMasks":
+        """With the ids of this part alone."""
+        return self if vocabulary.is_whole else replace(self, allowed=vocabulary.cut(self.allowed))
 
     def for_all(self, num_rows: int, num_words: int) -> np.ndarray:
         """`[num_rows, num_words]`: a row without a mask may have everything."""

@@ -4,10 +4,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from text_generation_inference.sampling.parts import Arrays, KnownTokens, Room
 from text_generation_inference.sampling.slot_numbers import SlotNumbers
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.types import Admission, SamplingParams
 
 FIELDS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "frequency_by_length")
@@ -36,9 +38,24 @@ def penalise(scores: Tensor, history: Tensor, lengths: Tensor, prompts: Tensor, 
     return scores.scatter_(1, output_ids, scores.gather(1, output_ids) - amount)
 
 
+def penalise_part(
+    scores: Tensor,
+    history: Tensor,
+    lengths: Tensor,
+    prompts: Tensor,
+    numbers: Sequence[Tensor],
+    vocabulary: VocabularyPart,
+) -> Tensor:
+    """The same for this rank's ids, in place or not: what is done to the ids of others goes to a column of its own."""
+    if vocabulary.is_whole:
+        return penalise(scores, history, lengths, prompts, numbers)
+    wider = F.pad(scores, (0, 1))
+    return penalise(wider, vocabulary.own(history), lengths, prompts, numbers)[:, : vocabulary.width]
+
+
 class Penalties:
-    def __init__(self, known: KnownTokens, room: Room) -> None:
-        self._known, self._room = known, room
+    def __init__(self, known: KnownTokens, vocabulary: VocabularyPart, room: Room) -> None:
+        self._known, self._vocabulary, self._room = known, vocabulary, room
         num_slots = known.num_slots
         self._numbers = SlotNumbers(FIELDS, num_slots)
         self._num_prompt = np.ones(num_slots + 1, dtype=np.int32)
@@ -65,7 +82,6 @@ class Penalties:
             lengths = np.ones(num_rows, dtype=np.int32)
             yield [*self.keep(slots), lengths, np.zeros((num_rows, room), dtype=np.int32)]
 
-    @staticmethod
-    def apply(scores: Tensor, *arrays: Tensor) -> Tensor:
+    def apply(self, scores: Tensor, *arrays: Tensor) -> Tensor:
         *numbers, prompts, lengths, history = arrays
-        return penalise(scores, history, lengths, prompts, numbers)
+        return penalise_part(scores, history, lengths, prompts, numbers, self._vocabulary)

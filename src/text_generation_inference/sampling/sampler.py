@@ -4,10 +4,13 @@ Order: watermark, penalties, bias, mask; temperature; here log-probabilities and
 What no row asks for is not computed: a batch of plain greedy requests is one pass over the logits. Where shapes are
 exact a part touches the rows that ask for it. Where they are padded it touches all rows, with neutral numbers for
 those that do not ask: then every shape follows from the number of rows, and the device may make a graph for each.
+
+Where ranks share a vocabulary each has the scores of its own ids. Adjusting them needs no others; the choice is joined
+from parts (`vocabulary`), and rows that need all of their scores (filters, best ids) are gathered.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from text_generation_inference.sampling import filters, temperature
 from text_generation_inference.sampling.bias import Bias
-from text_generation_inference.sampling.draw import FEW, NUM_BEST, draw, draw_from_best, noise_keys
+from text_generation_inference.sampling.draw import FEW, NUM_BEST, add_noise, draw, draw_from_best, noise_keys
 from text_generation_inference.sampling.mask import RowMasks, allow_only
 from text_generation_inference.sampling.ops import Arguments, Result, SamplerOps
 from text_generation_inference.sampling.parts import Arrays, KnownTokens, Room, SamplingPart
@@ -23,6 +26,7 @@ from text_generation_inference.sampling.penalties import Penalties
 from text_generation_inference.sampling.sampled_tokens import BestIds, SampledTokens
 from text_generation_inference.sampling.slot_numbers import SlotNumbers
 from text_generation_inference.sampling.tops import MORE_TIES, best_ids, count_kept, in_order, kept_ids
+from text_generation_inference.sampling.vocabulary import VocabularyPart, join, look
 from text_generation_inference.sampling.watermark import Watermark
 from text_generation_inference.types import Admission, SamplingParams
 
@@ -61,6 +65,16 @@ class _Batch:
     top_rows: list[int]
     top_counts: list[int]  # how many each of them wants
     all_draw: bool
+    shared: "_Shared | None" = None  # where ranks share the vocabulary
+
+
+@dataclass(slots=True)
+class _Shared:
+    """How the tokens of a batch are found from parts of the vocabulary."""
+
+    drawing: _Group | None  # all rows, some of which draw; None: none does
+    gathered: list[int]  # rows that need all of their scores
+    whole: _Batch | None  # what these ask for
 
 
 class Sampler:
@@ -69,18 +83,18 @@ class Sampler:
         ops: SamplerOps,
         device: torch.device,
         known: KnownTokens,
-        vocab_size: int,
+        vocabulary: VocabularyPart,
         watermark: tuple[float, float],  # gamma, delta
         pads: bool = False,
     ) -> None:
         num_slots = known.num_slots
         self._greedy, self._device, self._known, self._pads = ops.greedy, device, known, pads
-        self._vocab_size, self._num_words = vocab_size, -(-vocab_size // 32)
+        self._vocabulary, self._num_words = vocabulary, -(-vocabulary.width // 32)
         room = Room(pads)
         self._parts: list[SamplingPart] = [
-            Watermark(known, vocab_size, *watermark),
-            Penalties(known, room),
-            Bias(vocab_size, room),
+            Watermark(known, vocabulary, *watermark),
+            Penalties(known, vocabulary, room),
+            Bias(vocabulary, room),
         ]
         self._numbers = SlotNumbers((temperature.NAME, *filters.FIELDS), num_slots)
         self._params = [_NEUTRAL] * (num_slots + 1)  # slot -1 is padding
@@ -92,6 +106,11 @@ class Sampler:
         self._draw_unfiltered, self._draw_filtered = by_shape(_draw_unfiltered), by_shape(_draw_filtered)
         self._draw_unsorted, self._draw_from_best = by_shape(_draw_unsorted), by_shape(_draw_from_best)
         self._find_tops = by_shape(_find_tops)
+        self._best_here, self._drawn_here, self._join = (
+            by_shape(self._look_best),
+            by_shape(self._look_drawn),
+            by_shape(join),
+        )
         self._warmed: set[int] = set()  # numbers of rows
         self._key: tuple[int, list[int]] | None = None
         self._batch: _Batch | None = None
@@ -108,6 +127,7 @@ class Sampler:
 
     def choose(self, logits: Tensor, rows: list[int], masks: RowMasks | None = None) -> SampledTokens:
         """logits `[rows or more, vocab]` float32, which may be overwritten; `rows` are the slots of the first ones.
+        Of a shared vocabulary: this rank's part; all ranks choose together, and find the same.
 
         Tokens and log-probabilities are those of all rows of the logits.
         """
@@ -118,11 +138,15 @@ class Sampler:
             scores = self._touch(scores, group.rows, lambda part_of, a=arrays, p=part: self._apply[id(p)](part_of, *a))
         if masks is not None and masks.rows:
             scores = self._mask(scores, masks)
+        return self._choose_whole(scores, batch) if batch.shared is None else self._choose_shared(scores, batch.shared)
+
+    def _choose_whole(self, scores: Tensor, batch: _Batch) -> SampledTokens:
+        """From the adjusted scores of all ids."""
         tops = self._report_best(scores, batch) if batch.tops is not None else None
         if self._pads and batch.draws:
             token_ids, logprobs = self._draw_padded(scores, batch.draws[0])
             return SampledTokens(token_ids, logprobs, tops)
-        if batch.all_draw and len(rows):
+        if batch.all_draw and scores.shape[0]:
             shape = (scores.shape[0],)
             token_ids = torch.empty(shape, dtype=torch.int64, device=scores.device)
             logprobs = torch.empty(shape, dtype=torch.float32, device=scores.device)
@@ -132,6 +156,41 @@ class Sampler:
             where = slice(None) if draws.group.rows is None else draws.group.rows
             token_ids[where], logprobs[where] = self._draw_exact(draws.group.take(scores), draws)
         return SampledTokens(token_ids, logprobs, tops)
+
+    def _choose_shared(self, scores: Tensor, shared: _Shared) -> SampledTokens:
+        """From the adjusted scores of this rank's ids."""
+        num_rows = scores.shape[0]
+        if shared.whole is not None and len(shared.gathered) == num_rows:
+            return self._choose_whole(self._vocabulary.gather(scores), shared.whole)
+        assert self._vocabulary.exchange is not None
+        parts = self._look(scores, shared.drawing)
+        token_ids, logprobs = self._join(self._vocabulary.exchange(parts))
+        if self._has_graphs:
+            token_ids, logprobs = _fetch((token_ids, logprobs))
+        if shared.whole is None:
+            return SampledTokens(token_ids, logprobs)
+        rows = shared.gathered
+        found = self._choose_whole(self._vocabulary.gather(scores[rows]), shared.whole)
+        token_ids[rows], logprobs[rows] = found.token_ids, found.logprobs
+        tops = found.tops
+        if tops is not None:
+            tops = replace(tops, rows=[rows[row] for row in tops.rows])
+        return SampledTokens(token_ids, logprobs, tops)
+
+    def _look(self, scores: Tensor, drawing: _Group | None) -> Tensor:
+        """What this rank says of its part of every row."""
+        if drawing is None:
+            return self._best_here(scores)
+        return self._drawn_here(scores, *drawing.kept, *self._send(self._keys(drawing.slots)))
+
+    def _look_best(self, scores: Tensor) -> Tensor:
+        return look(scores, scores, self._vocabulary.start)
+
+    def _look_drawn(self, scores: Tensor, warmth: Tensor, samples: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        """Rows of which some draw."""
+        start = self._vocabulary.start
+        scores = temperature.apply(scores, warmth)
+        return look(scores, torch.where(samples[:, None], add_noise(scores, low, high, start), scores), start)
 
     def warm(self, logits: Tensor) -> None:
         """Meet everything that may follow padded logits of this shape, whatever is asked for."""
@@ -147,6 +206,10 @@ class Sampler:
         words = np.full((num_rows, self._num_words), -1, dtype=np.int32)
         self._allow_only(scores, *self._send([words]))
         kept, keys = self._send(self._draw_numbers(slots)), self._send(self._keys(slots))
+        if self._vocabulary.exchange is not None:
+            _fetch(self._join(self._vocabulary.exchange(self._drawn_here(scores, *kept[:2], *keys))))
+            scores = self._vocabulary.gather(scores)
+            _fetch(self._greedy(scores))
         _fetch(self._draw_unfiltered(scores, *kept[:2], *keys))
         for draw_rows in (self._draw_filtered, self._draw_unsorted, self._draw_from_best):
             _fetch(draw_rows(scores, *kept, *keys))
@@ -158,6 +221,8 @@ class Sampler:
         """Kept while the rows stay the same."""
         if self._batch is None or self._key is None or self._key[0] != num_rows or self._key[1] != rows:
             self._key, self._batch = (num_rows, list(rows)), self._make_batch(rows, num_rows)
+            if not self._vocabulary.is_whole:
+                self._batch.shared = self._share([*rows, *[-1] * (num_rows - len(rows))])
         return self._batch
 
     def _make_batch(self, rows: list[int], num_rows: int) -> _Batch:
@@ -193,6 +258,18 @@ class Sampler:
             all_draw=all(p.samples for p in params),
         )
 
+    def _share(self, rows: list[int]) -> _Shared:
+        """Rows (slots) that need all of their scores, and how the others are found. Of padded rows all or none."""
+        params, slots = [self._params[slot] for slot in rows], np.array(rows, dtype=np.int64)
+        gathered = [row for row, p in enumerate(params) if needs_all_scores(p)]
+        if self._pads and gathered:
+            gathered = list(range(len(rows)))
+        drawing = None
+        if any(p.samples for p in params):
+            drawing = _Group(None, slots, self._send(self._draw_numbers(slots)[:2]))
+        whole = self._make_batch([rows[row] for row in gathered], len(gathered)) if gathered else None
+        return _Shared(drawing, gathered, whole)
+
     def _draw_numbers(self, slots: np.ndarray) -> Arrays:
         listed: list[int] = slots.tolist()
         samples = np.array([self._params[slot].samples for slot in listed])
@@ -206,7 +283,7 @@ class Sampler:
             wanted = counts
         else:
             wanted = [count for count in counts if count]
-        places = np.arange(min(room, self._vocab_size), dtype=np.int32)
+        places = np.arange(min(room, self._vocabulary.size), dtype=np.int32)
         return [self._numbers.of(slots)[0], np.array(wanted, dtype=np.int32), places]
 
     def _keys(self, slots: np.ndarray) -> Arrays:
@@ -227,6 +304,7 @@ class Sampler:
         return scores
 
     def _mask(self, scores: Tensor, masks: RowMasks) -> Tensor:
+        masks = masks.of(self._vocabulary)
         if self._pads:
             return self._allow_only(scores, *self._send([masks.for_all(scores.shape[0], self._num_words)]))
         (allowed,) = self._send([masks.allowed])
@@ -298,6 +376,11 @@ def keeps_few(params: SamplingParams) -> bool:
     """Whether filters are likely to keep at most `NUM_BEST` ids. Depends on the request alone."""
     asked = filters.asked_by(params)
     return all(name in FEW for name in asked) and (0 < params.top_k <= NUM_BEST or params.top_p < 1)
+
+
+def needs_all_scores(params: SamplingParams) -> bool:
+    """Whether something depends on the order of all ids, so that a vocabulary that ranks share is gathered."""
+    return bool(params.top_n_tokens) or (params.samples and bool(filters.asked_by(params)))
 
 
 def _as_slice(rows: list[int], num_rows: int) -> "slice | list[int] | None":

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from text_generation_inference.sampling.bits import pack, spread
 from text_generation_inference.sampling.parts import Arrays, KnownTokens
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.types import Admission, SamplingParams
 
 _GREEN_LIST_KEY = 15485863
@@ -29,8 +30,8 @@ def favour(scores: Tensor, green: Tensor, delta: float) -> Tensor:
 
 
 class Watermark:
-    def __init__(self, known: KnownTokens, vocab_size: int, gamma: float, delta: float) -> None:
-        self._known, self._vocab_size = known, vocab_size
+    def __init__(self, known: KnownTokens, vocabulary: VocabularyPart, gamma: float, delta: float) -> None:
+        self._known, self._vocabulary = known, vocabulary
         self._gamma, self._delta = gamma, delta
         self._is_marked = np.zeros(known.num_slots + 1, dtype=bool)  # by slot; the last one is padding
 
@@ -46,7 +47,8 @@ class Watermark:
     def step(self, slots: np.ndarray) -> Arrays:
         green = self._nothing(len(slots))
         for row in np.flatnonzero(self._is_marked[slots]):
-            green[row] = green_list(int(self._known.last[slots[row]]), self._vocab_size, self._gamma)
+            words = green_list(int(self._known.last[slots[row]]), self._vocabulary.size, self._gamma)
+            green[row] = self._vocabulary.cut(words)
         return [green]
 
     def shapes(self, num_rows: int) -> Iterator[Arrays]:
@@ -56,4 +58,4 @@ class Watermark:
         return favour(scores, green, self._delta)
 
     def _nothing(self, num_rows: int) -> np.ndarray:
-        return np.zeros((num_rows, -(-self._vocab_size // 32)), dtype=np.int32)
+        return np.zeros((num_rows, -(-self._vocabulary.width // 32)), dtype=np.int32)

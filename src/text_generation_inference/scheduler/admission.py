@@ -85,6 +85,7 @@ class AdmissionByTokens(_Admission):
         shared: list[int] = []
         if not request.wants_prompt_logprobs:
             shared = self._pool.match(request.tokens[: known - 1], request.root)
+            shared = shared[: _before_run(request, len(shared) * size) // size]
         num_new = -(-known // size) - len(shared)
         behind = 0
         if self._pool.window is not None:
@@ -137,3 +138,11 @@ class AdmissionByShapes(_Admission):
         self._count, self._longest = self._count + 1, max(self._longest, len(request.tokens))
         self._room.tokens = max(self._room.tokens, len(request.tokens))
         return True
+
+
+def _before_run(request: Request, num_tokens: int) -> int:
+    """As many tokens as do not end within a run that is computed at once."""
+    for start, end in request.whole_runs:
+        if start < num_tokens < end:
+            return start
+    return num_tokens

@@ -56,18 +56,25 @@ class StepRoom:
         """Whether another chunk may join the step; the first one always may."""
         return self.tokens > 0 and (self._is_first or self._affordable(0) >= _SMALLEST_CHUNK)
 
-    def take(self, start: int, known: int) -> int:
-        """Where a chunk from `start` ends, at most at `known`. Some tokens are always taken."""
+    @property
+    def is_untouched(self) -> bool:
+        return self._is_first
+
+    def reach(self, start: int, known: int) -> int:
+        """Where a chunk from `start` may end, at most at `known`. Some tokens may always be taken."""
         end = min(known, start + self.tokens)
         affordable = start + self._affordable(start)
         if affordable < end:
             if affordable - start >= _MANY_BLOCKS * self._block_size:
                 affordable -= affordable % self._block_size  # whole blocks can be found by others at once
             end = min(end, max(affordable, start + _SMALLEST_CHUNK))
+        return end
+
+    def spend(self, start: int, end: int) -> None:
+        """A chunk takes these tokens."""
         self._is_first = False
         self.tokens -= end - start
         self._seconds -= (end - start) * self._per_token + attended(start, end, self._window) * self._per_attended
-        return end
 
     def _affordable(self, start: int) -> int:
         """The most tokens n with n * per_token + attended(start, start + n) * per_attended within the time left."""

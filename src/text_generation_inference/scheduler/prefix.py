@@ -19,11 +19,24 @@ class PrefixRoot(NamedTuple):
 
     salt: str = ""
     adapter: str | None = None
-    image_digests: tuple[str, ...] = ()
+    depends_on: str = ""  # what else every token depends on
 
 
-def root_of(source: GenerationRequest) -> PrefixRoot:
-    return PrefixRoot(source.cache_salt, source.adapter, tuple(source.images))
+def root_of(source: GenerationRequest, depends_on: str = "") -> PrefixRoot:
+    return PrefixRoot(source.cache_salt, source.adapter, depends_on)
+
+
+def prefix_tokens(source: GenerationRequest) -> list[int]:
+    """The prompt's tokens as prefixes are compared by: those in whose place a picture's features stand are numbers
+    below 0, made of its whole digest and the place in it."""
+    tokens = list(source.token_ids)
+    for span in source.pictures:
+        key = int(span.digest, 16) << 32
+        place = 0
+        for start, length in span.runs:
+            tokens[start : start + length] = range(-(key + place) - 1, -(key + place + length) - 1, -1)
+            place += length
+    return tokens
 
 
 class PrefixIndex:

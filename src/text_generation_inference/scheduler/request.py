@@ -3,7 +3,9 @@
 Owned by `Scheduler`; nothing outside `scheduler/` holds one.
 """
 
-from text_generation_inference.scheduler.prefix import root_of
+from collections.abc import Sequence
+
+from text_generation_inference.scheduler.prefix import prefix_tokens, root_of
 from text_generation_inference.types import GenerationRequest
 
 
@@ -36,14 +38,23 @@ class Request:
         "stop_ids",
         "tokens",
         "total_limit",
+        "whole_runs",
     )
 
-    def __init__(self, source: GenerationRequest, order: int, arrived_ns: int) -> None:
+    def __init__(
+        self,
+        source: GenerationRequest,
+        order: int,
+        arrived_ns: int,
+        whole_runs: Sequence[tuple[int, int]] = (),
+        depends_on: str = "",
+    ) -> None:
         self.source = source
         self.order = order
         self.arrived_ns = arrived_ns
         self.admitted_ns: int | None = None
-        self.tokens: list[int] = list(source.token_ids)
+        self.tokens = prefix_tokens(source)  # a picture's as numbers that no other picture has
+        self.whole_runs = whole_runs  # (start, end) of tokens that are computed in one step
         self.num_prompt = len(source.token_ids)
         self.total_limit = self.num_prompt + source.max_new_tokens
         self.stop_ids = frozenset(source.stop_token_ids)
@@ -54,7 +65,7 @@ class Request:
         self.join_clock = -1  # decode clock at which it entered the decode set; -1 outside
         self.next_event = -1  # decode clock of its calendar entry; -1 without one
         self.busy_until = 0  # last planned step that may still return a token for it
-        self.root = root_of(source)
+        self.root = root_of(source, depends_on)
         self.chain: object = self.root  # identity of the last published block, or the root before the first
         self.num_published = 0
         self.num_cached_tokens = 0

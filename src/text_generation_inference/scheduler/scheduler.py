@@ -24,6 +24,7 @@ import msgspec
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.scheduler.admission import AdmissionByShapes, AdmissionByTokens, PromptsFit
 from text_generation_inference.scheduler.blocks import PADDING_BLOCK, BlockPool
+from text_generation_inference.scheduler.features import FeatureBook, whole_runs
 from text_generation_inference.scheduler.pace import StepPace, StepRoom, StepWork, attended
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.queue import make_queue
@@ -36,6 +37,8 @@ from text_generation_inference.types import (
     Chunk,
     Finish,
     GenerationRequest,
+    PicturePolicy,
+    PictureWork,
     StepPlan,
     StepResult,
     TokenOut,
@@ -77,8 +80,10 @@ class Scheduler:
         clock: Callable[[], int] = time.monotonic_ns,
         prompts_fit: PromptsFit | None = None,
         queue_threshold_ms: int | None = None,
+        pictures: PicturePolicy | None = None,  # None: the model sees none
     ) -> None:
         self.policy = policy
+        self._features = FeatureBook(pictures or PicturePolicy(), at_once=prompts_fit is not None)
         self.pool = pool
         self.stats = SchedulerStats()
         self._limit = StepLimit(policy)
@@ -117,9 +122,9 @@ class Scheduler:
         """Queue a request. Raises `ValidationError` if it can never run."""
         if source.id in self._requests:
             raise ValidationError(f"request id {source.id} is already in use")
-        for name in ("adapter", "images"):
-            if getattr(source, name):
-                raise ValidationError(f"{name} is not supported")
+        if source.adapter:
+            raise ValidationError("adapter is not supported")
+        self._features.check(source, self.policy.max_batch_prefill_tokens)
         total = len(source.token_ids) + source.max_new_tokens
         room = min(self.policy.max_total_tokens, self.pool.longest)
         if not source.token_ids:
@@ -131,10 +136,15 @@ class Scheduler:
             )
         self._admission.check(source)
         self._num_arrived += 1
-        request = Request(source, self._num_arrived, self._now())
+        request = self._make_request(source)
         self._requests[source.id] = request
         self._shares.see(source.caller, request.arrived_ns)
         self._waiting.append(request)
+
+    def _make_request(self, source: GenerationRequest) -> Request:
+        policy = self._features.policy
+        depends_on = str(source.id) if policy.whole_prompts else ""  # on what follows, too: nobody shares anything
+        return Request(source, self._num_arrived, self._now(), whole_runs(source, policy), depends_on)
 
     def abort(self, request_id: int) -> bool:
         """End a request without a word. False if it is not known (any more)."""
@@ -143,6 +153,10 @@ class Scheduler:
             return False
         self._end(request)
         return True
+
+    @property
+    def picture_work(self) -> PictureWork | None:
+        return self._features.work
 
     @property
     def num_waiting(self) -> int:
@@ -163,6 +177,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to compute now."""
+        self._features.open()
         grow = self._grow_decode_set()
         num_decode = len(self._decode_rows) + len(self._join)
         room = self._admission.open(num_decode, self._limit.tokens)
@@ -170,7 +185,7 @@ class Scheduler:
         admit, new_chunks, new_rows = self._admit(room)
         chunks += new_chunks
         chunk_rows += new_rows
-        if not num_decode and not chunks:
+        if not num_decode and not chunks and not admit:
             return None
         return self._commit(grow, admit, chunks, chunk_rows, num_decode > 0)
 
@@ -228,6 +243,7 @@ class Scheduler:
             self._preempt(request, forget=True)
         self._release, self._leave = [], []
         self._admission.forget()
+        self._features.forget()
         rows = flight.decode_rows + flight.chunk_rows
         finished: list[Finish] = []
         if not self._limit.shrink(*self._size(flight)):
@@ -239,6 +255,7 @@ class Scheduler:
         """Raise AssertionError unless slots and blocks balance."""
         running = [*self._decode_rows, *self._prefilling, *self._join]
         self.pool.check(request.held for request in running)
+        self._features.verify(set(running))
         slots = [request.slot for request in running if not request.finished]
         assert len(set(slots)) == len(slots), "two requests share a slot"
         assert sorted([*slots, *self._free_slots]) == list(range(self.policy.max_batch_size)), "slots do not balance"
@@ -384,8 +401,10 @@ class Scheduler:
             if room.is_open and self._is_behind(request):
                 if self._has_window and not self._move_window(request, grow):
                     continue
-                chunks.append(self._chunk(request, room))
-                rows.append(request)
+                chunk = self._chunk(request, room)
+                if chunk is not None:
+                    chunks.append(chunk)
+                    rows.append(request)
         return chunks, rows
 
     def _move_window(self, request: Request, grow: list[tuple[int, int, list[int]]]) -> bool:
@@ -410,11 +429,19 @@ class Scheduler:
     def _is_behind(self, request: Request) -> bool:
         return request.reserved < len(request.tokens)
 
-    def _chunk(self, request: Request, room: StepRoom) -> Chunk:
-        """Plan the next run of known tokens. Its blocks can be found at once: the device works in plan order."""
+    def _chunk(self, request: Request, room: StepRoom) -> Chunk | None:
+        """Plan the next run of known tokens. Its blocks can be found at once: the device works in plan order.
+
+        None: it waits for room for its pictures.
+        """
         known = len(request.tokens)
         start = request.reserved
-        end = room.take(start, min(known, len(request.blocks) * self.pool.block_size))
+        end = room.reach(start, min(known, len(request.blocks) * self.pool.block_size))
+        if request.source.pictures or request.whole_runs:
+            end = self._features.reach(request, start, end, room.is_untouched)
+            if end == start:
+                return None
+        room.spend(start, end)
         request.reserved = end
         self.pool.publish(request, end)
         return Chunk(request.slot, start, end, end == known)
@@ -433,12 +460,14 @@ class Scheduler:
                 continue
             if request.busy_until > self._applied_step:
                 break
-            if not self._admission.try_join(request, self.num_running):
+            if not self._features.may_join(request) or not self._admission.try_join(request, self.num_running):
                 break
             self._waiting.take(request)
             admit.append(self._start(request))
-            chunks.append(self._chunk(request, room))
-            rows.append(request)
+            chunk = self._chunk(request, room)
+            if chunk is not None:
+                chunks.append(chunk)
+                rows.append(request)
         return admit, chunks, rows
 
     def _start(self, request: Request) -> Admission:
@@ -477,7 +506,17 @@ class Scheduler:
             self._join.append(request)  # from the next plan on
         if decode:
             self._decode_clock += 1
-        plan = StepPlan(self._step, self._release, admit, self._leave, join, grow, decode, chunks)
+        plan = StepPlan(
+            self._step,
+            self._release,
+            admit,
+            self._leave,
+            join,
+            grow,
+            decode,
+            chunks,
+            *self._features.take(),
+        )
         self._release, self._leave = [], []
         work = StepWork(
             len(decode_rows),
@@ -507,6 +546,7 @@ class Scheduler:
 
     def _stop_running(self, request: Request, forget: bool = False) -> None:
         """Give slot and blocks back; what was computed stays findable."""
+        self._features.let_go(request)
         if request in self._prefilling:
             self._prefilling.remove(request)
         else:
@@ -538,6 +578,8 @@ class Scheduler:
     def _end(self, request: Request, reason: str = "aborted", error: str | None = None) -> Finish:
         if request.running:
             self._stop_running(request, forget=reason == "error")
+        if reason == "error":
+            self._features.distrust(request)
         request.finished = True
         del self._requests[request.id]
         if len(self._waiting) > 2 * self.num_waiting + _MOST_ENDED:  # or they would stay as long as the head waits

@@ -49,6 +49,7 @@ class ChatTemplate:
         given = {role: text for role, text in tokens.items() if text is not None}
         self._templates = msgspec.Raw(msgspec.json.encode(Templates(self._sources, given)))
         self._names: Mapping[str, list[str]] = {}
+        self._picture_markers: dict[str, bool] = {}  # what was found out
         self.process = process or shared_process()
         if self._sources:
             compiled = self.process.exchange(encode_job(self._templates, None))
@@ -130,6 +131,17 @@ class ChatTemplate:
         except TemplateError:
             return False
         return probe in shown and "'type'" not in shown and '"type"' not in shown
+
+    def writes_pictures(self, marker: str) -> bool:
+        """Whether a part `{"type": "image"}` becomes this text; else the caller has to put a text in its place."""
+        if marker not in self._picture_markers:
+            parts = [{"type": "image"}, {"type": "text", "text": "x"}, {"type": "image"}]
+            try:
+                shown = self.render([{"role": "user", "content": parts}])
+            except TemplateError:
+                shown = ""
+            self._picture_markers[marker] = shown.count(marker) == 2
+        return self._picture_markers[marker]
 
     def probe(self) -> None:
         """Find out now what is otherwise found out when it is first asked, which waits for the process."""

@@ -5,7 +5,7 @@ On the way in, before `ChatTemplate.render`. Messages are plain dicts; the calle
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from text_generation_inference.text.chat_template import ChatTemplate
@@ -16,22 +16,35 @@ TOOL_PROMPT = (
     "name and its value}.Do not use variables.\n"
 )
 
+_PICTURE_KEYS = ("image", "url", "path", "image_url")
 # As TGI, the server tells the role in every chunk of a stream; OpenAI's Python client adds all of them up and sends the
 # sum back with the message.
 _REPEATED_ASSISTANT = re.compile("(assistant)+")
 
 
+Show = Callable[[Any], str | None]
+
+
+def _as_markdown(source: Any) -> str:
+    return f"![]({source})"
+
+
 def normalise_messages(
-    messages: Sequence[Mapping[str, Any]], template: ChatTemplate | None = None
+    messages: Sequence[Mapping[str, Any]],
+    template: ChatTemplate | None = None,
+    show: Show = _as_markdown,
 ) -> list[dict[str, Any]]:
     """Contents as text and the arguments of calls as objects.
 
     With `template`, in the form it reads best: text is one part where it knows parts, calls become text where it shows
     none, a developer is the system where it knows none, and a message that only calls has the empty content the
-    template asks for. As in TGI all parts are one text, images too: a template may read the first part alone, and would
-    leave out an image or put a mark for it that stands for nothing, because no model here sees one.
+    template asks for. As in TGI all parts are one text: a template may read the first part alone.
+
+    `show` is called for each picture, in order, with where it is, and gives the text that stands for it; None leaves a
+    part `{"type": "image"}` to the template. Without it a picture is its address in Markdown, as in TGI: for a model
+    that does not see, a template's mark would stand for nothing.
     """
-    return [_normalise(message, template) for message in messages]
+    return [_normalise(message, template, show) for message in messages]
 
 
 def append_tool_prompt(
@@ -58,7 +71,7 @@ def append_tool_prompt(
     return result
 
 
-def _normalise(message: Mapping[str, Any], template: ChatTemplate | None) -> dict[str, Any]:
+def _normalise(message: Mapping[str, Any], template: ChatTemplate | None, show: Show) -> dict[str, Any]:
     result = dict(message)
     if _REPEATED_ASSISTANT.fullmatch(str(result.get("role"))):
         result["role"] = "assistant"
@@ -67,9 +80,11 @@ def _normalise(message: Mapping[str, Any], template: ChatTemplate | None) -> dic
     content: object = result.get("content")
     text = content if isinstance(content, str) else ""
     if isinstance(content, list | tuple):
-        text = "".join(_part_text(part) for part in cast(Sequence[Mapping[str, Any]], content))
+        parts = _join_parts(cast(Sequence[Mapping[str, Any]], content), show)
+        text = "".join(part["text"] for part in parts if part["type"] == "text")
         reads_parts = template is not None and template.reads_content_parts
-        result["content"] = [{"type": "text", "text": text}] if reads_parts and content else text
+        has_pictures = any(part["type"] == "image" for part in parts)
+        result["content"] = parts if (reads_parts or has_pictures) and content else text
     calls: object = result.get("tool_calls")
     if not calls:
         result.pop("tool_calls", None)
@@ -85,11 +100,27 @@ def _normalise(message: Mapping[str, Any], template: ChatTemplate | None) -> dic
     return result
 
 
-def _part_text(part: Mapping[str, Any]) -> str:
-    """As TGI: text as it is, an image as its address in Markdown."""
-    if "image_url" in part:
-        return f"![]({part['image_url']['url']})"
-    return str(part.get("text", ""))
+def _join_parts(content: Iterable[Mapping[str, Any]], show: Show) -> list[dict[str, str]]:
+    """Pictures that are left to the template, and all text between two of them as one part."""
+    parts: list[dict[str, str]] = []
+    for part in content:
+        source = picture_of(part)
+        text = str(part.get("text", "")) if source is None else show(source)
+        if text is None:
+            parts.append({"type": "image"})
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += text
+        else:
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
+def picture_of(part: Mapping[str, Any]) -> Any:
+    """Where a part's picture is, or the picture itself, if the part is one: in OpenAI's words or in transformers'."""
+    if part.get("type") == "image":
+        return next((part[name] for name in _PICTURE_KEYS if part.get(name) is not None), None)
+    image: object = part.get("image_url")
+    return cast(Mapping[str, Any], image).get("url", "") if isinstance(image, Mapping) else image
 
 
 def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from text_generation_inference.errors import ContextLengthError, ValidationError
+from text_generation_inference.text.picture_prompt import PictureWords, SeenPrompt, encode_seen
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.types import (
     MIN_TEMPERATURE,
@@ -16,13 +17,14 @@ from text_generation_inference.types import (
     GenerationRequest,
     Grammar,
     ModelFacts,
+    PictureSpan,
     SamplingParams,
 )
 
 
 def prepare_request(
     request_id: int,
-    prompt: str | Sequence[int],
+    prompt: str | Sequence[int] | SeenPrompt,
     params: SamplingParams,
     tokenizer: Tokenizer,
     facts: ModelFacts,
@@ -32,8 +34,9 @@ def prepare_request(
     cache_salt: str = "",
     chunk: int | None = None,
     grammar: Grammar | None = None,
+    words: PictureWords | None = None,
 ) -> GenerationRequest:
-    """Check and tokenise. A prompt is text or token ids.
+    """Check and tokenise. A prompt is text, token ids, or text with pictures. `words`: those of a model that sees.
 
     `chunk` is TGI's rule for servers: only the first so many of `max_new_tokens` must fit.
     """
@@ -48,11 +51,20 @@ def prepare_request(
         )
     if not isinstance(cache_salt, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValidationError("`cache_salt` must be a string")
-    if isinstance(prompt, str):
+    pictures: list[PictureSpan] = []
+    if words is not None and isinstance(prompt, str):
+        prompt = SeenPrompt([prompt], [])
+    if isinstance(prompt, SeenPrompt):
+        assert words is not None
+        token_ids, pictures = encode_seen(prompt, words, tokenizer, add_special_tokens, truncate)
+    elif isinstance(prompt, str):
         token_ids = tokenizer.encode(prompt, add_special_tokens, truncate)
     else:
         token_ids = list(prompt)[-truncate:] if truncate else list(prompt)
-    _check_ids(token_ids, facts.vocab_size)  # a tokenizer may know tokens that the model lacks
+        if words is not None and words.image_id in token_ids:
+            raise ValidationError(f"`inputs` holds token id {words.image_id}, which only a picture may bring")
+    # A tokenizer may know tokens that the model lacks; one of them may stand for pictures, and no other.
+    _check_ids(token_ids, facts.vocab_size, None if words is None else words.image_id)
     if not token_ids:  # an empty text may have a token all the same: the one that some models begin with
         raise ValidationError("`inputs` cannot be empty")
     stop_ids = set(params.stop_token_ids)
@@ -67,13 +79,14 @@ def prepare_request(
         seed=secrets.randbits(64) if params.seed is None else params.seed,
         cache_salt=cache_salt,
         grammar=grammar,
+        pictures=pictures,
     )
 
 
-def _check_ids(token_ids: list[int], vocab_size: int) -> None:
+def _check_ids(token_ids: list[int], vocab_size: int, image_id: int | None) -> None:
     for token_id in token_ids:
         is_id = isinstance(token_id, int) and 0 <= token_id < vocab_size  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not is_id:
+        if not is_id and token_id != image_id:
             raise ValidationError(
                 f"`inputs` holds token id {token_id}, which is outside the vocabulary of {vocab_size}"
             )

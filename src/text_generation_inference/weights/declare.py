@@ -6,8 +6,8 @@ rank. The loader walks modules, reads slices and sets attributes; a module never
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class Part:
     arrangement: Arrangement | None = None  # of the rows that were read
     random_std: float = 0.02  # of the numbers that take its place where there is no checkpoint
     number: int | None = None  # of several in one tensor, one after the other: `dim` is a dimension of this one
+    inside: tuple[int, int] | None = None  # of several in one tensor, one below the other: where in `dim` this one is
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -62,6 +63,28 @@ class Part:
         if self.arrangement is not None:
             sizes[0] = self.arrangement.count(sizes[0])
         return tuple(sizes)
+
+    @property
+    def unsliced(self) -> "Part":
+        """All of the matrix that it is a slice of, as it is stored."""
+        if self.inside is not None:
+            return replace(self, start=self.inside[0], end=self.inside[1], arrangement=None)
+        return replace(self, dim=None, start=0, end=0, arrangement=None)
+
+    def take_from(self, whole: Tensor) -> Tensor:
+        """Its slice of what was made of `unsliced`: of a matrix `[out, in]`, or of a number for each row of it."""
+        if self.dim is None:
+            return whole
+        before = 0 if self.inside is None else self.inside[0]
+        kept = slice(self.start - before, self.end - before)
+        if self.is_by_row:
+            return whole[kept]
+        return whole if whole.dim() == 1 else whole[:, kept]
+
+    @property
+    def is_by_row(self) -> bool:
+        """Of a matrix `[out, in]`: outputs are sliced, whichever way round it is stored."""
+        return self.dim is not None and self.dim == int(self.transposed)
 
     def arrange(self, read: Tensor) -> Tensor:
         """What was read, as the model wants it."""
@@ -206,6 +229,7 @@ class Module:
     """A node of a model. `name` prefixes the tensor names of everything below it."""
 
     name: str = ""
+    elsewhere: Collection[str] = ()  # what other ranks have beside what this one declares: tensors below these names
 
     def declare(self) -> list[Declared]:
         """The tensors this module itself holds."""

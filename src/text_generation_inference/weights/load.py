@@ -6,7 +6,7 @@ nobody declared are all errors that name the tensor. Each rank reads only its sl
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 
 import torch
@@ -97,6 +97,8 @@ def check_tensors(model: Module, stored: Mapping[str, tuple[int, ...]], ignored:
             )
     patterns = list(ignored)
     left_over = sorted(stored.keys() - needed.keys() - optional.keys())
+    elsewhere = {prefix + name for prefix, module in model.walk() for name in module.elsewhere}
+    left_over = [name for name in left_over if not _is_below(name, elsewhere)]
     left_over = [name for name in left_over if not any(fnmatch(name, pattern) for pattern in patterns)]
     if left_over:
         shown = ", ".join(left_over[:3]) + (f" and {len(left_over) - 3} more" if len(left_over) > 3 else "")
@@ -104,6 +106,12 @@ def check_tensors(model: Module, stored: Mapping[str, tuple[int, ...]], ignored:
             f"{source} holds tensors that this architecture does not use: {shown}."
             " Is `architectures` in config.json right?"
         )
+
+
+def _is_below(name: str, modules: Collection[str]) -> bool:
+    """Whether a tensor belongs to one of these."""
+    words = name.split(".") if modules else []
+    return any(".".join(words[:count]) in modules for count in range(1, len(words)))
 
 
 def _expected_tensors(model: Module) -> tuple[dict[str, Shapes], dict[str, Shapes]]:

@@ -36,10 +36,10 @@ class NativeLowBit:
     def __init__(self, ops: NativeOps) -> None:
         self._ops = ops
 
-    def pack_low_bit(self, weight: LowBitWeight, num_experts: int = 1) -> Weight:
+    def pack_low_bit(self, weight: LowBitWeight, num_experts: int | None = None) -> Weight:
         if weight.codes.device.type != "cpu":
             return weight
-        if num_experts == 1:
+        if num_experts is None:
             return self._pack(weight)
         return PackedExperts([self._pack(_expert(weight, number, num_experts)) for number in range(num_experts)])
 

@@ -29,4 +29,5 @@ def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[T
     ids = np.where(real, ids, 0)
     pages[place] = ids
     seq_lens = np.where(real, positions + 1, 0).astype(np.int32)
+    positions = np.maximum(np.where(real, positions + state.shifts.numpy()[rows], 0), 0)
     return tuple(torch.from_numpy(array) for array in (ids.astype(np.int64), positions, kv_index, seq_lens))  # pyright: ignore

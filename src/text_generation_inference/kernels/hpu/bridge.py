@@ -53,6 +53,10 @@ class Bridge:
         self.mark_step()
         self.torch_hpu.synchronize()
 
+    def load_ranks(self, world: int, rank: int, local_rank: int) -> None:
+        """Makes HCCL known to torch.distributed, and this process take the card of its number on this machine."""
+        importlib.import_module(f"{PACKAGE}.torch.distributed.hccl").initialize_distributed_hpu(world, rank, local_rank)
+
     def count_compilations(self) -> int:
         """Graphs and segments compiled in this process since its start."""
         metric = importlib.import_module(f"{PACKAGE}.torch.hpu.metrics").metric_global("graph_compilation")

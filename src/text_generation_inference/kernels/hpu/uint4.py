@@ -38,8 +38,8 @@ class Uint4Ops:
         self._linear = linear  # of all other matrices
         self._ops: Any = torch.ops.hpu
 
-    def pack_low_bit(self, weight: LowBitWeight, num_experts: int = 1) -> Weight:
-        zeros = _find_zeros(weight) if num_experts == 1 else None
+    def pack_low_bit(self, weight: LowBitWeight, num_experts: int | None = None) -> Weight:
+        zeros = _find_zeros(weight) if num_experts is None else None
         if zeros is None:
             return low_bit.widen(weight)
         device = weight.codes.device

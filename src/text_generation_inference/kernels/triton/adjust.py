@@ -15,6 +15,7 @@ from torch import Tensor
 from text_generation_inference.kernels.choice import Adjustments
 from text_generation_inference.kernels.slot_state import SlotState
 from text_generation_inference.sampling.penalties import FIELDS as PENALTIES
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 
 _PART = 4096  # ids that one program copies
 _HISTORY = 1024  # known tokens that one program takes
@@ -56,7 +57,7 @@ def copy_kernel(
 
 @triton.jit
 def _read_history(pages, page_tables, slot, tables_row, i, known, BLOCK_SIZE: tl.constexpr):
-    """The tokens at these positions."""
+    """The tokens at these positions; of other ranks' ids too."""
     page = tl.load(page_tables + slot * tables_row + i // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
     return tl.load(pages + page * BLOCK_SIZE + i % BLOCK_SIZE, mask=known, other=0)
 
@@ -64,7 +65,7 @@ def _read_history(pages, page_tables, slot, tables_row, i, known, BLOCK_SIZE: tl
 @triton.jit(do_not_specialize_on_alignment=["rows", "penalised", "slots"])
 def tally_kernel(
     rows, penalised, slots, pages, page_tables, lengths, prompts, penalties, tables, tables_row, record, penalties_row,
-    vocab, HISTORY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    vocab, start, HISTORY: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """One stretch of a history into the row's table."""
     table = tl.program_id(1)
@@ -76,6 +77,9 @@ def tally_kernel(
         in_output = i >= tl.load(prompts + slot * record)
         by_length = tl.load(penalties + slot * penalties_row + 3) > 0
         token = _read_history(pages, page_tables, slot, tables_row, i, known, BLOCK_SIZE)
+        if SHARED:
+            token -= start
+            known = known & (token >= 0) & (token < vocab)
         at = tables + table.to(tl.int64) * vocab + token
         tl.atomic_or(at, tl.where(in_output, _SEEN | _IN_OUTPUT, _SEEN), mask=known, sem="relaxed")
         counted = tl.where(by_length, 1, in_output.to(tl.int32))
@@ -85,7 +89,7 @@ def tally_kernel(
 @triton.jit(do_not_specialize_on_alignment=["rows", "penalised", "slots"])
 def penalise_kernel(
     rows, penalised, slots, pages, page_tables, lengths, penalties, tables, scores, tables_row, record, penalties_row,
-    vocab, HISTORY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    vocab, start, HISTORY: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """One stretch of a history: penalise the ids whose tally is still there, and take it out."""
     table = tl.program_id(1)
@@ -99,6 +103,9 @@ def penalise_kernel(
         repetition, frequency, presence = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
         by_length = tl.load(numbers + 3) > 0
         token = _read_history(pages, page_tables, slot, tables_row, i, known, BLOCK_SIZE)
+        if SHARED:
+            token -= start
+            known = known & (token >= 0) & (token < vocab)
         tally = tl.atomic_xchg(tables + table.to(tl.int64) * vocab + token, token * 0, mask=known, sem="relaxed")
         mine = known & (tally != 0)
         at = scores + place.to(tl.int64) * vocab + token
@@ -126,7 +133,14 @@ class Adjust:
     def __init__(self) -> None:
         self._tables: Tensor | None = None
 
-    def __call__(self, logits: Tensor, slots: Tensor, state: SlotState, wanted: Adjustments) -> Tensor:
+    def __call__(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        state: SlotState,
+        wanted: Adjustments,
+        vocabulary: VocabularyPart | None = None,
+    ) -> Tensor:
         vocab, count = logits.shape[1], wanted.rows.shape[0]
         scores = torch.empty((count, vocab), dtype=torch.float32, device=logits.device)
         nothing = wanted.rows
@@ -137,14 +151,21 @@ class Adjust:
             allowed.shape[1], PART=_PART, num_warps=8,
         )  # fmt: skip
         if wanted.penalised is not None:
-            self._penalise(scores, slots, state, wanted, wanted.penalised)
+            of = vocabulary or VocabularyPart.whole(vocab)
+            self._penalise(scores, slots, state, wanted, wanted.penalised, of)
         if wanted.biases is not None:
             count = wanted.biases.shape[1]
             bias_kernel[(triton.cdiv(count, _BIASES),)](scores, wanted.biases, count, vocab, BLOCK=_BIASES, num_warps=4)
         return scores
 
     def _penalise(
-        self, scores: Tensor, slots: Tensor, state: SlotState, wanted: Adjustments, penalised: Tensor
+        self,
+        scores: Tensor,
+        slots: Tensor,
+        state: SlotState,
+        wanted: Adjustments,
+        penalised: Tensor,
+        vocabulary: VocabularyPart,
     ) -> None:
         vocab = scores.shape[1]
         needed = min(triton.next_power_of_2(penalised.shape[0]), _TABLES)
@@ -153,15 +174,15 @@ class Adjust:
         penalties = state.numbers[PENALTIES[0]]  # the others lie behind
         stretches = triton.cdiv(wanted.longest, _HISTORY)
         known = (state.pages, state.page_tables, state.lengths)
-        strides = (state.page_tables.stride(0), state.lengths.stride(0), penalties.stride(0), vocab)
+        strides = (state.page_tables.stride(0), state.lengths.stride(0), penalties.stride(0), vocab, vocabulary.start)
+        ways = {"HISTORY": _HISTORY, "BLOCK_SIZE": state.block_size, "SHARED": not vocabulary.is_whole, "num_warps": 4}
         for first in range(0, penalised.shape[0], needed):
             some = penalised[first : first + needed]
             grid = (stretches, some.shape[0])
             tally_kernel[grid](
                 wanted.rows, some, slots, *known, state.num_prompt, penalties, self._tables, *strides,
-                HISTORY=_HISTORY, BLOCK_SIZE=state.block_size, num_warps=4,
+                **ways,
             )  # fmt: skip
             penalise_kernel[grid](
-                wanted.rows, some, slots, *known, penalties, self._tables, scores, *strides, HISTORY=_HISTORY,
-                BLOCK_SIZE=state.block_size, num_warps=4,
+                wanted.rows, some, slots, *known, penalties, self._tables, scores, *strides, **ways,
             )  # fmt: skip

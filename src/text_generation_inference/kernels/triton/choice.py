@@ -3,6 +3,9 @@
 
 Plain rows take the best token, in two small kernels over parts of the vocabulary. For the others `Choice`
 queues the kernels of `filters` that the batch needs; which rows take part in each is decided on the device.
+
+Where ranks share a vocabulary, the parts of all of them are joined: ranks exchange what they found of each part,
+in the order of ids, and every rank joins. Rows with filters, or that want their best ids, are gathered.
 """
 
 import torch
@@ -16,6 +19,7 @@ from text_generation_inference.kernels.slot_state import SlotState
 from text_generation_inference.kernels.triton import filters, thresholds
 from text_generation_inference.kernels.triton.adjust import Adjust
 from text_generation_inference.kernels.triton.filters import DRAWS, PLAIN, SAMPLING_MODE, finish_row, step_kernel
+from text_generation_inference.sampling.vocabulary import VocabularyPart
 
 _PART = 4096  # ids that one program of the plain way looks at
 
@@ -29,7 +33,7 @@ def _is_plain(slots, filters, row, filters_row):
 
 @step_kernel
 def _best_of_part_kernel(
-    logits, parts, slots, filters, logits_row, filters_row, vocab, num_parts, PART: tl.constexpr
+    logits, parts, slots, filters, logits_row, filters_row, vocab, start, num_parts, PART: tl.constexpr
 ):  # fmt: skip
     part, row = tl.program_id(0), tl.program_id(1)
     if not _is_plain(slots, filters, row, filters_row):
@@ -44,7 +48,7 @@ def _best_of_part_kernel(
     at = parts + (row * num_parts + part) * 3
     tl.store(at, best)
     tl.store(at + 1, total)
-    tl.store(at + 2, (part * PART + place).to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(at + 2, (start + part * PART + place).to(tl.int32).to(tl.float32, bitcast=True))
 
 
 @step_kernel
@@ -69,15 +73,22 @@ def _join_parts_kernel(
     finish_row(row, tl.load(slots + row), token, logprob, out, out_row, last_tokens, last_row, lengths, record)
 
 
-def greedy_into(logits: Tensor, slots: Tensor, state: SlotState, out: Tensor) -> None:
+def greedy_into(
+    logits: Tensor, slots: Tensor, state: SlotState, out: Tensor, vocabulary: VocabularyPart | None = None
+) -> None:
     """See `kernels.choice.greedy_into`."""
     rows, vocab = logits.shape
-    num_parts = triton.cdiv(vocab, _PART)
-    parts = torch.empty((rows, num_parts, 3), dtype=torch.float32, device=logits.device)
+    of = vocabulary or VocabularyPart.whole(vocab)
+    num_parts = triton.cdiv(of.most, _PART)
+    parts = torch.empty((rows, num_parts * 3), dtype=torch.float32, device=logits.device)
     filters_row = state.filters.stride(0)
     _best_of_part_kernel[(num_parts, rows)](
-        logits, parts, slots, state.filters, logits.stride(0), filters_row, vocab, num_parts, PART=_PART, num_warps=4
-    )
+        logits, parts, slots, state.filters, logits.stride(0), filters_row, vocab, of.start, num_parts, PART=_PART,
+        num_warps=4,
+    )  # fmt: skip
+    if of.exchange is not None:
+        parts = of.exchange(parts)
+        num_parts = parts.shape[1] // 3
     _join_parts_kernel[(rows,)](
         parts, slots, state.filters, out, state.last_tokens, state.lengths, out.stride(0), state.last_tokens.stride(0),
         filters_row, state.lengths.stride(0), num_parts, PAD=triton.next_power_of_2(num_parts), num_warps=1,
@@ -98,14 +109,24 @@ class Choice:
         self._adjust = Adjust()
 
     def __call__(
-        self, logits: Tensor, slots: Tensor, state: SlotState, out: Tensor, needs: SamplingNeeds = EVERY_FILTER
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        state: SlotState,
+        out: Tensor,
+        needs: SamplingNeeds = EVERY_FILTER,
+        vocabulary: VocabularyPart | None = None,
     ) -> None:
         rows, vocab = logits.shape
-        num_parts = triton.cdiv(vocab, self.part)
+        of = vocabulary or VocabularyPart.whole(vocab)
+        num_parts = triton.cdiv(of.most, self.part)
         parts, plan, facts, bins, listed, ids = self._make_room(rows, num_parts, logits.device)
         scores, places = parts, slots  # where there are none: not read
         if needs.adjustments is not None:
-            scores, places = self._adjust(logits, slots, state, needs.adjustments), needs.adjustments.places
+            scores, places = self._adjust(logits, slots, state, needs.adjustments, of), needs.adjustments.places
+        if needs.gathered is not None:
+            whole = of.gather(_adjusted(logits, scores, places, needs, needs.gathered.rows))
+            slots = choice.choose_gathered(self, whole, slots, state, out, needs.gathered)
         if needs.others is not None:
             self._choose_others(logits, scores, places, slots, state, out, needs, needs.others)
             slots = slots.index_fill(0, needs.others, -1)
@@ -125,7 +146,11 @@ class Choice:
         top = {"tops": tops, "wants_tops": int(needs.tops is not None)}
         top_write = {"top_out": top_out, "top_row": top_out.stride(0)}
         by_parts, by_rows = (num_parts, rows), (rows,)
-        filters.look_kernel[by_parts](**read, **noise, **top, **top_write, bins=bins, **many)
+        filters.look_kernel[by_parts](**read, **noise, **top, **top_write, bins=bins, start=of.start, **many)
+        if of.exchange is not None:
+            parts = of.exchange(parts)
+            num_parts = parts.shape[1] // filters.COLUMNS.value
+            pad = {"PAD": triton.next_power_of_2(num_parts)}
         if needs.filters or needs.tops is not None:
             for kind in (0, 1) if needs.typical else (0,):
                 if needs.counts or kind == 1:
@@ -161,10 +186,7 @@ class Choice:
     ) -> None:
         """Rows with a filter that no kernel knows: by the definition, few at a time, as it takes much memory."""
         for rows in others.split(self.few):
-            some = logits[rows].float()
-            if needs.adjustments is not None:
-                place = places[rows].long()
-                some = torch.where(place[:, None] >= 0, scores[place.clamp(min=0)], some)
+            some = _adjusted(logits, scores, places, needs, rows)
             tops = Tops(needs.tops.rows[rows], needs.tops.out) if needs.tops is not None else None
             found = torch.zeros((2, rows.shape[0]), dtype=torch.int32, device=out.device)
             choice.choose_into(some, slots[rows], state, found, SamplingNeeds(tops=tops))
@@ -178,3 +200,12 @@ class Choice:
             (self.room, torch.int32),
         )  # fmt: skip
         return [torch.empty((rows, width), dtype=dtype, device=device) for width, dtype in shapes]
+
+
+def _adjusted(logits: Tensor, scores: Tensor, places: Tensor, needs: SamplingNeeds, rows: Tensor) -> Tensor:
+    """float32 scores of some rows: the model's, or the adjusted ones of those that have a place among them."""
+    some = logits[rows].float()
+    if needs.adjustments is None:
+        return some
+    place = places[rows].long()
+    return torch.where(place[:, None] >= 0, scores[place.clamp(min=0)], some)

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from text_generation_inference.kernels.triton.grouped_products import gate_values
 from text_generation_inference.kernels.triton.launch import wait_for_kernel_before
-from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit, rows_at
+from text_generation_inference.kernels.triton.low_bit_codes import (
+    OFFSETS,
+    ZERO_POINTS,
+    TritonLowBit,
+    generation_of,
+    rows_at,
+)
 from text_generation_inference.kernels.triton.small_gemm_low_bit import add_tile, group_values
 
 
@@ -58,9 +64,10 @@ def grouped_low_bit(
     offset += expert * ((LAST + 1) * ALL)
     columns += expert * columns_row
     scales = group_values(scale, 0, n_read, LAST, ALL, not SPREAD)
-    offsets = group_values(offset, 0, n_read, LAST, ALL, OFFSET and not SPREAD)
+    NOW: tl.constexpr = OFFSET == ZERO_POINTS or (OFFSET == OFFSETS and not SPREAD)
+    offsets = group_values(offset, 0, n_read, LAST, ALL, NOW)
     up_scales = group_values(scale + N, 0, n_read, LAST, ALL, GATE and not SPREAD)
-    up_offsets = group_values(offset + N, 0, n_read, LAST, ALL, GATE and OFFSET and not SPREAD)
+    up_offsets = group_values(offset + N, 0, n_read, LAST, ALL, GATE and NOW)
     x_at = x + row[:, None] * x_row
     acc = tl.zeros((BM, BN), tl.float32)
     up_acc = tl.zeros((BM, BN), tl.float32)
@@ -82,7 +89,7 @@ def grouped_low_bit(
         )  # fmt: skip
         group = (first + BK) // GS
         scales = group_values(scale, group, n_read, LAST, ALL, not SPREAD)
-        offsets = group_values(offset, group, n_read, LAST, ALL, OFFSET and not SPREAD)
+        offsets = group_values(offset, group, n_read, LAST, ALL, NOW)
         if GATE:
             codes = tl.load(up_at + block_k * 128)
             up_acc = add_tile(
@@ -90,7 +97,7 @@ def grouped_low_bit(
                 BN, BITS, TABLE, OFFSET, SPREAD, False, ASM,
             )  # fmt: skip
             up_scales = group_values(scale + N, group, n_read, LAST, ALL, not SPREAD)
-            up_offsets = group_values(offset + N, group, n_read, LAST, ALL, OFFSET and not SPREAD)
+            up_offsets = group_values(offset + N, group, n_read, LAST, ALL, NOW)
     kind = out.dtype.element_ty
     here = n < N
     if BIAS:
@@ -145,7 +152,7 @@ def multiply_pairs(
         blocks.order, blocks.owners, blocks.total, x.stride(0),
         0 if weight.order is None or weight.order.dim() == 1 else weight.order.stride(0), blocks.pairs, blocks.blocks,
         N=n, K=weight.columns, GS=weight.group_size, BITS=weight.bits, TOP_K=per_row, BM=tile.bm, BN=tile.bn,
-        STAGES=tile.stages, GATE=gate, TABLE=weight.table is not None, OFFSET=weight.offset is not None,
+        STAGES=tile.stages, GATE=gate, TABLE=weight.table is not None, OFFSET=weight.offsets,
         ORDER=weight.order is not None, SPREAD=weight.spreads, BIAS=bias is not None, BY_PAIR=blocks.by_pair,
-        ASM=x.is_cuda, DEPENDENT=blocks.dependent, num_warps=tile.warps, launch_pdl=blocks.dependent,
+        ASM=generation_of(x), DEPENDENT=blocks.dependent, num_warps=tile.warps, launch_pdl=blocks.dependent,
     )  # fmt: skip

@@ -123,7 +123,7 @@ def _best_drawn(x, kept, i, key, samples):
 @step_kernel
 def look_kernel(
     logits, scores, places, slots, lengths, seeds, filters, tops, parts, plan, bins, top_out, logits_row, filters_row,
-    record, top_row, vocab, num_parts, adjusted, wants_tops, PART: tl.constexpr,
+    record, top_row, vocab, start, num_parts, adjusted, wants_tops, PART: tl.constexpr,
 ):  # fmt: skip
     """One part: best, sum of exponentials, and moment; the choice too where no filter comes first. Clears the plan."""
     part, row = tl.program_id(0), tl.program_id(1)
@@ -154,10 +154,10 @@ def look_kernel(
             if samples:
                 at_slot = slot.to(tl.int64) * record
                 key = noise_key(tl.load(seeds + at_slot), tl.load(lengths + at_slot))
-            value, chosen = _best_drawn(x, numbers > float("-inf"), i, key, samples)
+            value, chosen = _best_drawn(x, numbers > float("-inf"), start + i, key, samples)
             score = tl.sum(tl.where(tl.arange(0, PART) == chosen, numbers, 0.0), 0)
             tl.store(at + VALUE, value)
-            tl.store(at + CHOSEN, (part * PART + chosen).to(tl.int32).to(tl.float32, bitcast=True))
+            tl.store(at + CHOSEN, (start + part * PART + chosen).to(tl.int32).to(tl.float32, bitcast=True))
             tl.store(at + SCORE, score)
         if part == 0:
             counts = (top_k > 0) | (top_p < 1) | (wanted > 0)

@@ -8,6 +8,7 @@ that nothing goes from thread to thread: of 4 bits a tile has 128 columns, of 8 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -22,30 +23,39 @@ TILE_ROWS = tl.constexpr(8)
 TILE_WORDS = tl.constexpr(16)  # of a row
 _VALUES_AT_A_TIME = 1 << 26
 
-_SUBTRACT_CENTER = {
+_TWO_NUMBERS = {
     # The two halves of a word become numbers 128 + code or 1024 + code, less that and the center.
-    tl.bfloat16: ("0x43004300", "fma.rn.bf16x2", "0x3F803F80", "0xC308C308"),
-    tl.float16: ("0x64006400", "fma.rn.f16x2", "0x3C003C00", "0xE408E408"),
+    tl.bfloat16: ("0x43004300", "add.rn.bf16x2 t, t, {}", "0xC308C308"),
+    tl.float16: ("0x64006400", "add.rn.f16x2 t, t, {}", "0xE408E408"),
 }
+_OLDER = "fma.rn.bf16x2 t, t, o, {}"  # GPUs before capability 9.0 multiply by one
 
 
-def _assembly(kind: tl.dtype) -> str:
-    exponent, multiply, one, center = _SUBTRACT_CENTER[kind]
-    lines = [f".reg .b32 t, s, e, o, c; mov.b32 e, {exponent}; mov.b32 o, {one}; mov.b32 c, {center};"]
+def _assembly(kind: tl.dtype, zeros: bool, older: bool = False) -> str:
+    """`zeros`: what is subtracted is given (`_negated`)."""
+    exponent, add, center = _TWO_NUMBERS[kind]
+    subtract = (_OLDER if older else add).format("$9" if zeros else "c")
+    lines = [f".reg .b32 t, s, e, o, c; mov.b32 e, {exponent}; mov.b32 o, 0x3F803F80; mov.b32 c, {center};"]
     for number in range(4):
         source = "$8"
         if number:
             lines.append(f"shr.u32 s, $8, {4 * number};")
             source = "s"
-        lines.append(f"lop3.b32 t, {source}, 0x000f000f, e, 0xEA; {multiply} t, t, o, c;")
+        lines.append(f"lop3.b32 t, {source}, 0x000f000f, e, 0xEA; {subtract};")
         lines.append(f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, t;")
     return "{ " + " ".join(lines) + " }"
 
 
-_BF16_ASSEMBLY = tl.constexpr(_assembly(tl.bfloat16))
-_FP16_ASSEMBLY = tl.constexpr(_assembly(tl.float16))
+_BF16_ASSEMBLY = tl.constexpr(_assembly(tl.bfloat16, False))
+_OLDER_BF16_ASSEMBLY = tl.constexpr(_assembly(tl.bfloat16, False, older=True))
+_FP16_ASSEMBLY = tl.constexpr(_assembly(tl.float16, False))
+_BF16_ZEROS_ASSEMBLY = tl.constexpr(_assembly(tl.bfloat16, True))
+_OLDER_BF16_ZEROS_ASSEMBLY = tl.constexpr(_assembly(tl.bfloat16, True, older=True))
+_FP16_ZEROS_ASSEMBLY = tl.constexpr(_assembly(tl.float16, True))
 _HALVES = tl.constexpr((tl.int16,) * 8)
 _OUTPUTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
+_ZEROS_OUTPUTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")
+NO_OFFSETS, OFFSETS, ZERO_POINTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -61,10 +71,24 @@ def _code(words, shift: tl.constexpr, table, BITS: tl.constexpr, TABLE: tl.const
 
 
 @triton.jit
+def _negated(zeros, kind: tl.constexpr):
+    """Zero points of 4 bits as what is added to 128 + code or 1024 + code, twice in a word."""
+    twice = zeros.to(tl.int32) * 65537
+    if kind == tl.bfloat16:
+        return twice | -0x3CFF3D00  # 0xC300C300
+    else:
+        return twice | -0x1BFF1C00  # 0xE400E400
+
+
+@triton.jit
 def unpack(
-    words, table, BN: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, kind: tl.constexpr, ASM: tl.constexpr
-):
-    """words `[BN, 16]` -> numbers of type `kind`, `[128 or 64, BN]`. ASM: in instructions that only GPUs have."""
+    words, zeros, table, BN: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, ZEROS: tl.constexpr,
+    kind: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """words `[BN, 16]` -> numbers of type `kind`, `[128 or 64, BN]`. ASM: see `generation_of`.
+
+    ZEROS: of 4 bits, less `zeros` `[BN]` instead of the center.
+    """
     words = tl.reshape(words, (BN, 4, 4))  # rows, threads, words of a thread
     if BITS == 8:
         even = tl.join(_code(words, 0, table, 8, TABLE, kind), _code(words, 16, table, 8, TABLE, kind))
@@ -72,10 +96,19 @@ def unpack(
         return tl.reshape(tl.permute(tl.join(even, odd), (2, 1, 3, 4, 0)), (64, BN))
     else:
         if ASM and not TABLE and (kind == tl.bfloat16 or kind == tl.float16):
-            TEXT: tl.constexpr = _BF16_ASSEMBLY if kind == tl.bfloat16 else _FP16_ASSEMBLY
-            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-                TEXT, _OUTPUTS, [words], dtype=_HALVES, is_pure=True, pack=1
-            )
+            if ZEROS:
+                BF16_TEXT: tl.constexpr = _BF16_ZEROS_ASSEMBLY if ASM >= 9 else _OLDER_BF16_ZEROS_ASSEMBLY
+                TEXT: tl.constexpr = BF16_TEXT if kind == tl.bfloat16 else _FP16_ZEROS_ASSEMBLY
+                added = tl.broadcast_to(_negated(zeros, kind)[:, None, None], (BN, 4, 4))
+                a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                    TEXT, _ZEROS_OUTPUTS, [words, added], dtype=_HALVES, is_pure=True, pack=1
+                )
+            else:
+                BF16_PLAIN: tl.constexpr = _BF16_ASSEMBLY if ASM >= 9 else _OLDER_BF16_ASSEMBLY
+                PLAIN: tl.constexpr = BF16_PLAIN if kind == tl.bfloat16 else _FP16_ASSEMBLY
+                a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                    PLAIN, _OUTPUTS, [words], dtype=_HALVES, is_pure=True, pack=1
+                )
         else:
             a, b = _code(words, 0, table, 4, TABLE, kind), _code(words, 16, table, 4, TABLE, kind)
             c, d = _code(words, 4, table, 4, TABLE, kind), _code(words, 20, table, 4, TABLE, kind)
@@ -84,7 +117,12 @@ def unpack(
         even = tl.join(tl.join(a, b), tl.join(e, f))
         odd = tl.join(tl.join(c, d), tl.join(g, h))
         tile = tl.reshape(tl.permute(tl.join(even, odd), (2, 4, 1, 5, 3, 0)), (128, BN))
-        return tile.to(kind, bitcast=True) if tile.dtype == tl.int16 else tile
+        if tile.dtype == tl.int16:
+            return tile.to(kind, bitcast=True)
+        elif ZEROS:
+            return tile + (8 - zeros.to(tl.int32)).to(kind)[None, :]
+        else:
+            return tile
 
 
 @triton.jit
@@ -94,6 +132,16 @@ def rows_at(words, n, BLOCKS: tl.constexpr):
     return words + tile + (n % TILE_ROWS)[:, None] * TILE_WORDS + tl.arange(0, TILE_WORDS)[None, :]
 
 
+def generation_of(x: Tensor) -> int:
+    """The GPUs whose instructions a kernel may use: 8 or 9 for capabilities from 8.0 or 9.0 on, 0 without a GPU."""
+    return _generation(x.device) if x.is_cuda else 0
+
+
+@lru_cache
+def _generation(device: torch.device) -> int:
+    return min(9, torch.cuda.get_device_capability(device)[0])
+
+
 @dataclass(slots=True)
 class TritonLowBit(PackedWeight):
     """Of one matrix, or of those of several experts, each with its rows filled up to whole tiles."""
@@ -101,7 +149,7 @@ class TritonLowBit(PackedWeight):
     shape: torch.Size  # [out, in]; of all experts
     words: Tensor  # int32 [experts, tiles of rows, tiles of columns, 8, 16]
     scale: Tensor  # [experts, groups, out of one]
-    offset: Tensor | None  # the same, float32
+    offset: Tensor | None  # the same: float32, or zero points in uint8, of which numbers are `scale * (code - zero)`
     bits: int
     group_size: int
     columns: int
@@ -124,7 +172,28 @@ class TritonLowBit(PackedWeight):
     @property
     def spreads(self) -> bool:
         """Whether groups end within tiles of columns, so that each number is scaled before it is multiplied."""
-        return self.group_size < self.columns and self.group_size % self.block != 0
+        return _spreads(self.group_size, self.columns, self.block)
+
+    @property
+    def offsets(self) -> int:
+        """NO_OFFSETS, OFFSETS or ZERO_POINTS."""
+        if self.offset is None:
+            return NO_OFFSETS.value
+        return ZERO_POINTS.value if self.offset.dtype is torch.uint8 else OFFSETS.value
+
+
+def _spreads(group_size: int, columns: int, block: int) -> bool:
+    return group_size < columns and group_size % block != 0
+
+
+def _find_zeros(weight: LowBitWeight) -> Tensor | None:
+    """Zero points in uint8 `[out, groups]`, if that is what makes the offsets."""
+    if weight.offset is None or weight.table is not None or weight.bits != 4:
+        return None
+    scale = weight.scale.float()
+    zeros = torch.where(scale == 0, 0.0, weight.offset / scale).round()
+    exact = torch.equal(scale * zeros, weight.offset) and bool(((zeros >= -8) & (zeros < 120)).all())
+    return (zeros + 8).to(torch.uint8) if exact else None
 
 
 def pack_low_bit(weight: LowBitWeight, num_experts: int = 1) -> TritonLowBit:
@@ -146,8 +215,10 @@ def pack_low_bit(weight: LowBitWeight, num_experts: int = 1) -> TritonLowBit:
     def by_group(values: Tensor) -> Tensor:
         return values.view(num_experts, rows, -1).transpose(1, 2).contiguous()
 
+    zeros = None if _spreads(weight.group_size, columns, per_tile) else _find_zeros(weight)
+    offset = weight.offset if zeros is None else zeros
     return TritonLowBit(
-        weight.shape, words, by_group(weight.scale), None if weight.offset is None else by_group(weight.offset),
+        weight.shape, words, by_group(weight.scale), None if offset is None else by_group(offset),
         weight.bits, weight.group_size, columns, weight.dtype, weight.table, weight.order, weight.quantizes_inputs,
         weight.input_scale,
     )  # fmt: skip
@@ -182,8 +253,10 @@ def unpack_low_bit(weight: TritonLowBit) -> LowBitWeight:
         apart = torch.stack((apart & 15, apart >> 4), -2)
     codes = apart.reshape(experts, row_tiles * TILE_ROWS.value, column_tiles * weight.block)
     codes = codes[:, : weight.shape[0] // experts, : weight.columns].reshape(weight.shape[0], -1)
+    scale, offset = by_row(weight.scale), None if weight.offset is None else by_row(weight.offset)
+    if offset is not None and weight.offsets == ZERO_POINTS.value:
+        offset = scale.float() * (offset.float() - 8)
     return LowBitWeight(
-        pack_codes(codes, weight.bits), by_row(weight.scale),
-        None if weight.offset is None else by_row(weight.offset), weight.bits, weight.group_size, weight.shape[1],
+        pack_codes(codes, weight.bits), scale, offset, weight.bits, weight.group_size, weight.shape[1],
         weight.dtype, weight.table, weight.order, weight.quantizes_inputs, weight.input_scale,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.matrices import PackedWeight
 from text_generation_inference.kernels.triton import low_bit_codes
 from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
-from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit, rows_at, unpack
+from text_generation_inference.kernels.triton.low_bit_codes import OFFSETS, ZERO_POINTS, TritonLowBit, rows_at, unpack
 from text_generation_inference.kernels.triton.quantize import warps_for
 from text_generation_inference.kernels.triton.small_gemm import MAX_ROWS as MAX_INT8_ROWS
 from text_generation_inference.kernels.triton.small_gemm import SmallGemm
@@ -41,13 +41,13 @@ class Int8Weight(PackedWeight):
         return self.data.shape
 
 
-def pack_low_bit(weight: LowBitWeight, num_experts: int = 1) -> TritonLowBit | Int8Weight:
+def pack_low_bit(weight: LowBitWeight, num_experts: int | None = None) -> TritonLowBit | Int8Weight:
     """See `Ops.pack_low_bit`."""
     by_row = weight.group_size >= weight.columns and weight.offset is None and weight.order is None
-    if weight.quantizes_inputs and weight.bits == 8 and by_row and num_experts == 1:
+    if weight.quantizes_inputs and weight.bits == 8 and by_row and num_experts is None:
         data = (weight.codes ^ 128).view(torch.int8)
         return Int8Weight(data, weight.scale.reshape(-1).float(), weight.input_scale)
-    packed = low_bit_codes.pack_low_bit(weight, num_experts)
+    packed = low_bit_codes.pack_low_bit(weight, num_experts or 1)
     if weight.keeps_wide:
         packed.wide = low_bit.widen(weight)
     return packed
@@ -65,9 +65,11 @@ def _widen_kernel(
     n_read = tl.minimum(n, N - 1)
     first = tl.program_id(1) * BK
     codes = tl.load(rows_at(words, n_read, BLOCKS) + tl.program_id(1) * 128, eviction_policy="evict_first")
-    tile = unpack(codes, table, BN, BITS, TABLE, tl.float32, False)
+    tile = unpack(codes, table, table, BN, BITS, TABLE, False, tl.float32, False)
+    if OFFSET == ZERO_POINTS:
+        tile -= spread(offset, first, n_read, N, K, GS, BK, BN) - 8
     tile *= spread(scale, first, n_read, N, K, GS, BK, BN)
-    if OFFSET:
+    if OFFSET == OFFSETS:
         tile -= spread(offset, first, n_read, N, K, GS, BK, BN)
     k = first + tl.arange(0, BK)
     at = out + n[None, :].to(tl.int64) * K + k[:, None]
@@ -82,7 +84,7 @@ def widen(weight: TritonLowBit, dtype: torch.dtype) -> Tensor:
     _widen_kernel[(triton.cdiv(n, 64), weight.words.shape[2])](
         weight.words, weight.scale, offset, weight.scale if weight.table is None else weight.table, out,
         N=n, K=weight.columns, GS=weight.group_size, BITS=weight.bits, BN=64, TABLE=weight.table is not None,
-        OFFSET=weight.offset is not None, num_warps=4,
+        OFFSET=weight.offsets, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -1,4 +1,5 @@
 # pyright: basic, reportMissingImports=false
+# ruff: noqa: ANN201
 """What happens between the matrix products of a layer: norms, gates, rotation with the write into the cache.
 
 Each kernel reads and writes every byte once.
@@ -10,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_inference.kernels.batch import Batch
-from text_generation_inference.kernels.fp8 import FP8, SQUARE, Fp8Weight, ScaledRows
+from text_generation_inference.kernels.fp8 import FP8, SQUARE, Fp8Weight, ScaledRows, apply_scales
 from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
@@ -33,6 +34,18 @@ def _read(at, column, mask, row_scale, columns, SCALED: tl.constexpr):
     if SCALED:
         value = _scaled(value, row_scale, columns, column, mask, at.dtype.element_ty)
     return value.to(tl.float32)
+
+
+@triton.jit
+def normalised(value, factors, eps, mask, weight_type: tl.constexpr, WIDTH: tl.constexpr, CENTRED: tl.constexpr):
+    """A row, zeros behind its WIDTH, in float32 with its factors applied."""
+    wide = value.to(tl.float32)
+    if CENTRED:
+        wide = tl.where(mask, wide - tl.sum(wide, 0) / WIDTH, 0.0)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    if not CENTRED:
+        wide = wide.to(weight_type).to(tl.float32)
+    return wide * factors
 
 
 @triton.jit
@@ -59,13 +72,7 @@ def _norm_kernel(
         before = tl.load(residual + row * residual_row + i, mask=mask, other=0.0)
         value = (value.to(tl.float32) + before.to(tl.float32)).to(x.dtype.element_ty)
         tl.store(total + row * WIDTH + i, value, mask=mask)
-    wide = value.to(tl.float32)
-    if CENTRED:
-        wide = tl.where(mask, wide - tl.sum(wide, 0) / WIDTH, 0.0)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    if not CENTRED:
-        wide = wide.to(weight.dtype.element_ty).to(tl.float32)
-    scaled = wide * factors
+    scaled = normalised(value, factors, eps, mask, weight.dtype.element_ty, WIDTH, CENTRED)
     if BIAS:
         scaled += shift
     scaled = scaled.to(x.dtype.element_ty).to(tl.float32)
@@ -74,7 +81,10 @@ def _norm_kernel(
 
 def _apart(x: Product) -> tuple[Tensor, Tensor, Tensor]:
     """(data, scales of rows, scales of columns); the latter two are anything where there are none."""
-    return (x, x, x) if isinstance(x, Tensor) else (x.data, x.rows, x.columns)
+    if isinstance(x, ScaledRows):
+        return x.data, x.rows, x.columns
+    whole = apply_scales(x)
+    return whole, whole, whole
 
 
 def _norm(

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from text_generation_inference.kernels.triton.gemv import GATES, gated
 from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
-from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit, rows_at, unpack
+from text_generation_inference.kernels.triton.low_bit_codes import (
+    OFFSETS,
+    ZERO_POINTS,
+    TritonLowBit,
+    generation_of,
+    rows_at,
+    unpack,
+)
 from text_generation_inference.kernels.triton.norms_rotary import rms_norm
 
 MAX_ROWS, MAX_ROWS_ON_HOPPER = 64, 512  # beyond, the library is faster with the matrix widened
@@ -58,34 +65,36 @@ def add_tile(
     """acc `[BM, BN]` and rows `[BM, BK]` times the columns from `first` on, of which `words` are the codes.
 
     `scale` and `offset` are those of the columns' group; SPREAD: there are several, and they are read at `at_scale`.
+    OFFSET: ZERO_POINTS are those of the rows of `words`.
     SWAP: the matrix is the left operand, acc is `[BN, BM]`, and `words` are those of `turned_rows`.
     """
     kind = rows.dtype
     precision: tl.constexpr = "ieee" if rows.dtype == tl.float32 else "tf32"
+    ZEROS: tl.constexpr = OFFSET == ZERO_POINTS
     if SPREAD:
         # Codes less their center are exact in any type, numbers of a table are not.
         if TABLE:
-            tile = unpack(words, table, BN, BITS, TABLE, tl.float32, ASM)
+            tile = unpack(words, offset, table, BN, BITS, TABLE, ZEROS, tl.float32, ASM)
         else:
-            tile = unpack(words, table, BN, BITS, TABLE, kind, ASM).to(tl.float32)
+            tile = unpack(words, offset, table, BN, BITS, TABLE, ZEROS, kind, ASM).to(tl.float32)
         tile *= spread(at_scale, first, n, N, K, GS, BK, BN)
-        if OFFSET:
+        if OFFSET == OFFSETS:
             tile -= spread(at_offset, first, n, N, K, GS, BK, BN)
         if SWAP:
             return tl.dot(turned(tile.to(kind), BK, BN), tl.trans(rows), acc, input_precision=precision)
         else:
             return tl.dot(rows, tile.to(kind), acc, input_precision=precision)
     elif SWAP:
-        tile = turned(unpack(words, table, BN, BITS, TABLE, kind, ASM), BK, BN)
+        tile = turned(unpack(words, offset, table, BN, BITS, TABLE, ZEROS, kind, ASM), BK, BN)
         given = tl.trans(rows)
         acc += tl.dot(tile, given, input_precision=precision) * scale.to(tl.float32)[:, None]
-        if OFFSET:  # the sum of the columns is a product, too: nothing goes from thread to thread
+        if OFFSET == OFFSETS:  # the sum of the columns is a product, too: nothing goes from thread to thread
             acc -= tl.dot(tl.full((BN, BK), 1.0, kind), given, input_precision=precision) * offset[:, None]
         return acc
     else:
-        tile = unpack(words, table, BN, BITS, TABLE, kind, ASM)
+        tile = unpack(words, offset, table, BN, BITS, TABLE, ZEROS, kind, ASM)
         acc += tl.dot(rows, tile, input_precision=precision) * scale.to(tl.float32)[None, :]
-        if OFFSET:
+        if OFFSET == OFFSETS:
             total = tl.dot(rows, tl.full((BK, 16), 1.0, kind), input_precision=precision)
             acc -= tl.max(total, 1)[:, None] * offset[None, :]
         return acc
@@ -140,8 +149,8 @@ def _part_of_row(x, order, first, K: tl.constexpr, BK: tl.constexpr, ORDER: tl.c
 def _small_gemm_kernel(
     x, words, scale, offset, table, order, bias, out, partial, counters, x_row, out_row, rows,
     N: tl.constexpr, K: tl.constexpr, GS: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, IN_PAIRS: tl.constexpr,
-    GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr,
+    BN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, ONE: tl.constexpr,
+    IN_PAIRS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr,
     OFFSET: tl.constexpr, ORDER: tl.constexpr, SPREAD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -171,9 +180,11 @@ def _small_gemm_kernel(
     at = rows_at(words, n_words, BLOCKS)
     up_at = rows_at(words, n_words + N, BLOCKS)
     scales = group_values(scale, start * BK // GS, n_read, LAST, ALL, not SPREAD)
-    offsets = group_values(offset, start * BK // GS, n_read, LAST, ALL, OFFSET and not SPREAD)
+    NOW: tl.constexpr = OFFSET == ZERO_POINTS or (OFFSET == OFFSETS and not SPREAD)
+    n_offset = n_words if OFFSET == ZERO_POINTS else n_read
+    offsets = group_values(offset, start * BK // GS, n_offset, LAST, ALL, NOW)
     up_scales = group_values(scale + N, start * BK // GS, n_read, LAST, ALL, GATE and not SPREAD)
-    up_offsets = group_values(offset + N, start * BK // GS, n_read, LAST, ALL, GATE and OFFSET and not SPREAD)
+    up_offsets = group_values(offset + N, start * BK // GS, n_offset, LAST, ALL, GATE and NOW)
     if ASM:
         COUNT: tl.constexpr = triton.next_power_of_2((PART * BK + GS - 1) // GS + 1)
         fetch_groups(scale, start * BK // GS, tile * BN, LAST, N, ALL, BN, COUNT)
@@ -199,7 +210,7 @@ def _small_gemm_kernel(
     # Pairs are read as far ahead of the loop as codes are, single numbers one tile ahead.
     if ONE and not IN_PAIRS:
         values = _part_of_row(x, order, start * BK, K, BK, ORDER)
-    for block in tl.range(start, end, num_stages=STAGES):
+    for block in tl.range(start, end, num_stages=STAGES, loop_unroll_factor=UNROLL):
         first = block * BK
         codes = tl.load(at + block * 128, eviction_policy="evict_first")
         if IN_PAIRS:
@@ -222,7 +233,7 @@ def _small_gemm_kernel(
             values = _part_of_row(x, order, first + BK, K, BK, ORDER)
         group = (first + BK) // GS
         scales = group_values(scale, group, n_read, LAST, ALL, not SPREAD)
-        offsets = group_values(offset, group, n_read, LAST, ALL, OFFSET and not SPREAD)
+        offsets = group_values(offset, group, n_offset, LAST, ALL, NOW)
         if GATE:
             codes = tl.load(up_at + block * 128, eviction_policy="evict_first")
             up_acc = add_tile(
@@ -230,7 +241,7 @@ def _small_gemm_kernel(
                 BK, BN, BITS, TABLE, OFFSET, SPREAD, SWAP, ASM,
             )  # fmt: skip
             up_scales = group_values(scale + N, group, n_read, LAST, ALL, not SPREAD)
-            up_offsets = group_values(offset + N, group, n_read, LAST, ALL, OFFSET and not SPREAD)
+            up_offsets = group_values(offset + N, group, n_offset, LAST, ALL, NOW)
     if SWAP:
         acc = tl.trans(acc)
         if GATE:
@@ -292,30 +303,38 @@ class LowBitGemmTiling:
     stages: int
     warps: int = 4
     swap: bool = False  # the matrix is the left operand; then there are 16 outputs for each warp
+    unroll: int = 1  # tiles of codes between two waits of a program's warps for each other
 
 
 def choose_tiling(
-    rows: int, n: int, blocks: int, gate: bool, num_processors: int, roomy: bool = True, hopper: bool = False
+    rows: int, n: int, blocks: int, offset: bool, num_processors: int, roomy: bool = True, hopper: bool = False
 ) -> LowBitGemmTiling:
     """For `n` outputs of rows of so many tiles. Measured on an H200, see `bench/cuda_low_bit.py`.
 
     `hopper`: tensor cores take left operands of 64 rows from registers, right ones from shared memory.
     """
-    few, each = 14 if roomy else 4, 2
+    each, shortest = 3, 8  # programs of a processor at most; tiles of a program that is split, at least
     if rows > 64 and hopper:
         tiling = LowBitGemmTiling(128, 64, 1, 3, 4, True)
     elif rows > 32 and hopper:
         tiling = LowBitGemmTiling(64, 64, 1, 3, 4, True)
     elif rows > 16 and hopper:
         tiling, each = LowBitGemmTiling(32, 64, 1, 3, 4, True), 7
+    elif 8 < rows <= 16 and offset and roomy:
+        tiling, each = LowBitGemmTiling(16, 64, 1, 3, 4, True, unroll=2), 7
     elif rows <= 32:  # without what only later tensor cores do
-        tiling, each = LowBitGemmTiling(max(8, triton.next_power_of_2(rows)), 32, 1, 3, 2, True), few
+        tiling = LowBitGemmTiling(max(8, triton.next_power_of_2(rows)), 32, 1, 3, 2, True)
+        each, shortest = 14 if roomy else 4, 4 if rows == 1 else 8
+        if rows == 1 and roomy and 48 <= blocks < 96:
+            tiling, each = replace(tiling, stages=2, unroll=2), 16
     else:
-        tiling = LowBitGemmTiling(64, 64, 1, 4 if roomy else 3)
+        tiling, each = LowBitGemmTiling(64, 64, 1, 4 if roomy else 3), 2
     tiles = triton.cdiv(n, tiling.bn) * triton.cdiv(rows, tiling.bm)
     splits = 1
-    while tiles * splits * 2 <= each * num_processors and blocks >= 16 * splits:
+    while tiles * splits * 2 <= each * num_processors and blocks >= 2 * shortest * splits:
         splits *= 2
+    if 8 < rows <= 16 and tiling.bn == 32 and roomy and blocks >= 12 * splits:
+        tiling = replace(tiling, unroll=2)
     return replace(tiling, splits=splits)
 
 
@@ -348,7 +367,7 @@ class SmallGemmLowBit:
             x = x.index_select(1, weight.order)
         blocks = triton.cdiv(weight.columns, weight.block)
         tiling = tiling or choose_tiling(
-            rows, n, blocks, gate is not None, self._num_processors, self._roomy, self._hopper
+            rows, n, blocks, weight.offsets == OFFSETS.value, self._num_processors, self._roomy, self._hopper
         )
         if weight.table is not None:  # what is looked up there takes room, too
             tiling = replace(tiling, stages=min(3, tiling.stages))
@@ -360,7 +379,7 @@ class SmallGemmLowBit:
         in_pairs = one and weight.order is None
         in_pairs = in_pairs and weight.columns % weight.block == 0 and x.data_ptr() % 4 == 0
         # There are no registers for the sums of a group beside those of all.
-        scales_first = tiling.swap and tiling.bm > (64 if weight.offset is not None else 128)
+        scales_first = tiling.swap and tiling.bm > (64 if weight.offsets == OFFSETS.value else 128)
         if weight.spreads or scales_first:  # scales are read ahead as codes are, and take more room than those
             tiling = replace(tiling, stages=min(2, tiling.stages))
         dependent = dependent_launch(rows)
@@ -369,10 +388,10 @@ class SmallGemmLowBit:
             weight.scale if weight.table is None else weight.table,
             weight.words if weight.order is None else weight.order, x if bias is None else bias, out, partial,
             counters, x.stride(0), out.stride(0), rows, N=n, K=weight.columns, GS=weight.group_size, BITS=weight.bits,
-            BM=tiling.bm, BN=tiling.bn, SPLITS=splits, STAGES=tiling.stages, ONE=one, IN_PAIRS=in_pairs,
-            GATE=GATES.index(gate), ADD=add, BIAS=bias is not None,
-            TABLE=weight.table is not None, OFFSET=weight.offset is not None, ORDER=one and weight.order is not None,
-            SPREAD=weight.spreads or scales_first, SWAP=tiling.swap, ASM=x.is_cuda,
+            BM=tiling.bm, BN=tiling.bn, SPLITS=splits, STAGES=tiling.stages, UNROLL=tiling.unroll, ONE=one,
+            IN_PAIRS=in_pairs, GATE=GATES.index(gate), ADD=add, BIAS=bias is not None,
+            TABLE=weight.table is not None, OFFSET=weight.offsets, ORDER=one and weight.order is not None,
+            SPREAD=weight.spreads or scales_first, SWAP=tiling.swap, ASM=generation_of(x),
             DEPENDENT=dependent, num_warps=tiling.warps, launch_pdl=dependent,
         )  # fmt: skip
 

@@ -30,8 +30,8 @@ def apply_writes(words: Tensor, staged: Tensor, num_writes: int) -> None:
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots", "at", "positions"])
 def _inputs_kernel(
-    slots, at, last_tokens, tables, page_tables, pages, lengths, input_ids, positions, kv_index, seq_lens, count,
-    last_row, tables_row, record, BLOCK_SIZE: tl.constexpr, LAST: tl.constexpr, OWN_PAGES: tl.constexpr,
+    slots, at, last_tokens, shifts, tables, page_tables, pages, lengths, input_ids, positions, kv_index, seq_lens,
+    count, last_row, tables_row, record, BLOCK_SIZE: tl.constexpr, LAST: tl.constexpr, OWN_PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -57,7 +57,8 @@ def _inputs_kernel(
         # Nobody reads what another program writes: a slot that decodes owns the page of its last token.
         token = tl.where(newest, token, tl.load(pages + place, mask=real & (given >= 0), other=0))
     tl.store(input_ids + i, token.to(tl.int64), mask=i < count)
-    tl.store(positions + i, position, mask=i < count)
+    shift = tl.load(shifts + slot * last_row, mask=real, other=0).to(tl.int64)
+    tl.store(positions + i, tl.maximum(position + shift, 0), mask=i < count)
     tl.store(kv_index + i, where, mask=i < count)
     tl.store(seq_lens + i, tl.where(real, position + 1, 0).to(tl.int32), mask=i < count)
 
@@ -69,8 +70,8 @@ def gather_inputs(state: SlotState, slots: Tensor, at: Tensor | None) -> tuple[T
     seq_lens = torch.empty(count, dtype=torch.int32, device=slots.device)
     strides = (state.last_tokens.stride(0), state.block_tables.stride(0), state.lengths.stride(0))
     _inputs_kernel[(triton.cdiv(count, 128),)](
-        slots, slots if at is None else at, state.last_tokens, state.block_tables, state.page_tables, state.pages,
-        state.lengths, ids, positions, kv_index, seq_lens, count, *strides, BLOCK_SIZE=state.block_size,
+        slots, slots if at is None else at, state.last_tokens, state.shifts, state.block_tables, state.page_tables,
+        state.pages, state.lengths, ids, positions, kv_index, seq_lens, count, *strides, BLOCK_SIZE=state.block_size,
         LAST=at is None, OWN_PAGES=state.own_pages, BLOCK=128, num_warps=4,
     )  # fmt: skip
     return ids, positions, kv_index, seq_lens

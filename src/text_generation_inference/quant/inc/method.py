@@ -1,18 +1,19 @@
 """Measured FP8: plain matrices that are quantised, when they have been read, with scales from a measurement."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from text_generation_inference.errors import StartError
-from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.kernels.fp8 import FP8, Fp8Weight
 from text_generation_inference.quant.fp8 import Fp8, join
 from text_generation_inference.quant.inc.scales import quantize, weight_scale
 from text_generation_inference.quant.inc.static import MatrixScales, StaticScales
 from text_generation_inference.quant.method import Matrix, Method
 from text_generation_inference.quant.quantization import Quantization
+from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 from text_generation_inference.weights.declare import Parts, Read
 
 _SAME_MAXIMUM = 0.02  # largest values of the same weights differ by less, whatever type they were measured in
@@ -40,26 +41,30 @@ class MeasuredFp8(Fp8):
     def __init__(self, scales: Sequence[MatrixScales]) -> None:
         self.scales = scales  # of each part
 
+    def list_reads(self, parts: Parts, checkpoint: Checkpoint) -> Iterator[Wanted]:
+        for name, part in parts:
+            yield part.unsliced.wanted(name)
+
     def make(self, parts: Parts, make: Read, dtype: torch.dtype) -> Any:
+        """Scales are those of all of a matrix, so that what a rank has of it are the values of one rank."""
         data: list[Tensor] = []
         rows: list[Tensor] = []
         for (name, part), found in zip(parts, self.scales, strict=True):
-            value = make(name, part)
-            _check_maximum(name, value, found.measured_maximum, is_whole=part.dim is None)
+            value = make(name, part.unsliced)
+            _check_maximum(name, value, found.measured_maximum)
             scale = weight_scale(value, found.weight, found.generation).expand(value.shape[0])
-            data.append(quantize(value, scale[:, None], found.generation))
-            rows.append(scale)
+            kept = part.take_from(quantize(value, scale[:, None], found.generation).view(torch.uint8))
+            data.append(part.arrange_rows(kept).contiguous().view(FP8))
+            rows.append(part.arrange_rows(part.take_from(scale)))
         input_scale = torch.tensor(max(found.input_scale for found in self.scales), device=data[0].device)
         return Fp8Weight(join(data), torch.cat(rows), input_scale, dtype)
 
 
-def _check_maximum(name: str, value: Tensor, measured: float | None, is_whole: bool) -> None:
-    """A slice of a matrix may have a smaller one than was measured of all of it."""
+def _check_maximum(name: str, value: Tensor, measured: float | None) -> None:
     if measured is None:
         return
     largest = value.abs().amax().item()
-    smallest = measured * (1 - _SAME_MAXIMUM) if is_whole else 0.0
-    if not smallest <= largest <= measured * (1 + _SAME_MAXIMUM):  # nor is NaN
+    if not measured * (1 - _SAME_MAXIMUM) <= largest <= measured * (1 + _SAME_MAXIMUM):  # nor is NaN
         raise StartError(
             f"the measurement belongs to other weights: the largest value of {name} was {measured:.6g}, here it is"
             f" {largest:.6g}. Measure this model."

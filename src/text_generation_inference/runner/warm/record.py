@@ -2,6 +2,7 @@
 and how much memory."""
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def write_record(path: Path, record: WarmRecord, settings: dict[str, Any]) -> No
     text = msgspec.json.format(msgspec.json.encode(record), indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
+        partial = path.with_suffix(f".{os.getpid()}.partial")  # ranks write the same record
         partial.write_bytes(text)
         partial.replace(path)
     except OSError:

@@ -31,7 +31,7 @@ from text_generation_inference.version import __version__
 from text_generation_inference.weights.progress import Progress, silent
 
 STAGE = "warm up shapes"
-_SETTINGS = ("dtype", "quantize", "kv_cache_dtype", "custom_kernels")
+_SETTINGS = ("dtype", "quantize", "kv_cache_dtype", "custom_kernels", "num_shard")
 _LIMITS = ("max_input_tokens", "max_total_tokens", "max_batch_size", "max_batch_prefill_tokens", "num_blocks")
 
 
@@ -93,7 +93,8 @@ class WarmUp:
     reserve: int = 0  # bytes that steps without a graph take, which graphs leave alone
     score: bool = True  # prompts too whose log-probabilities are asked for
     shapes: list[WarmedShape] = field(default_factory=list)
-    num_lacking: int = 0  # shapes for whose graphs the device had no memory, whatever was predicted
+    minimum: Callable[[int], int] = int  # over ranks: all of them go without the same graphs
+    num_lacking: int = 0  # shapes for whose graphs some device had no memory, whatever was predicted
     _predictions: dict[tuple[str, bool], Prediction] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -126,29 +127,37 @@ class WarmUp:
 
     def _make_room(self, bucket: Bucket, known_bytes: int, meter: Meter) -> None:
         """Go without a graph, or not at all, if what the shape is predicted to take is more than there is."""
-        free = meter.free()
+        free = self.minimum(meter.free())
         captured = self.steps.captures(bucket)
-        needed = max(known_bytes, self._prediction(bucket).predict(bucket.cost))
+        needed = self._most(max(known_bytes, self._prediction(bucket).predict(bucket.cost)))
         if captured and needed > free - self.reserve:
             self.steps.go_without(bucket)
             captured = False
             prediction = self._prediction(bucket)
             if prediction.first is not None:  # else it takes for a while what its graph would keep
-                needed = max(known_bytes, prediction.predict(bucket.cost))
+                needed = self._most(max(known_bytes, prediction.predict(bucket.cost)))
         if not captured and needed > free:
             raise ResourceError(self._report(bucket, needed, free))
 
+    def _most(self, num_bytes: int) -> int:
+        """That any rank says."""
+        return -self.minimum(-num_bytes)
+
     def _meet(self, bucket: Bucket, scored: bool) -> int:
-        """The memory it took; 0: not measured. Without a graph if the device lacks memory for one."""
+        """The memory it took; 0: not measured. Without a graph if a device lacks memory for one."""
+        num_bytes, lacked = 0, False
         try:
-            return self._measure(bucket, scored)
+            num_bytes = self._measure(bucket, scored)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if not self.steps.captures(bucket):
-                free = self.meter.free() if self.meter is not None else 0
-                raise ResourceError(self._report(bucket, 0, free)) from None
+            lacked = True
             traceback.clear_frames(error.__traceback__)  # its variables hold tensors
+        if not self._most(lacked):
+            return num_bytes
+        if not self.steps.captures(bucket):
+            free = self.meter.free() if self.meter is not None else 0
+            raise ResourceError(self._report(bucket, 0, free))
         self.steps.go_without(bucket)
         self.num_lacking += 1
         return self._meet(bucket, scored)
@@ -190,6 +199,7 @@ def warm_up(
     cache_dir: Path,
     progress: Progress,
     reserve: int = 0,  # see `WarmUp`
+    minimum: Callable[[int], int] = int,  # likewise
 ) -> int:
     """How many shapes have no graph because memory lacked.
 
@@ -207,7 +217,7 @@ def warm_up(
     }
     path = record_path(cache_dir, settings)
     meter = choose_meter(device) if plan.pads else None
-    work = WarmUp(steps, meter, progress, read_record(path), reserve + device.runtime_bytes)
+    work = WarmUp(steps, meter, progress, read_record(path), reserve + device.runtime_bytes, minimum=minimum)
     work.run()
     write_record(path, work.record, settings)
     return work.num_lacking

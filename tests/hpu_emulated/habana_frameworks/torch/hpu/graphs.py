@@ -200,6 +200,8 @@ class HPUGraph:
             for number, value in zip(step.outputs, results, strict=True):
                 if number is not None:
                     values[number] = value
+                elif isinstance(value, torch.ScriptObject):
+                    value.wait()  # a sum over ranks: in the card's queue, what follows it comes after it
             for number in step.freed:
                 values[number] = None
         for number, output in zip(self._output_slots, self._outputs, strict=True):

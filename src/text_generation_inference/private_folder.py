@@ -1,7 +1,7 @@
-"""The folder for a server's sockets: open to its user only, and gone when the server is.
+"""A folder of a server, for sockets or pixels: open to its user only, and gone when the server is.
 
-A launcher holds a lock on a file in its folder for as long as it lives, however it ends. So the next one to
-start knows which folders nobody needs any more, and removes them.
+Who made it holds a lock on a file in it for as long as it lives, however it ends. So the next one to start knows which
+folders nobody needs any more, and removes them.
 """
 
 import fcntl
@@ -17,10 +17,11 @@ _LONGEST = 75  # characters; the path of a unix socket has at most 107
 
 
 class PrivateFolder:
-    def __init__(self) -> None:
-        """Paths of sockets must be short, which not every TMPDIR allows."""
-        usual = tempfile.gettempdir()
-        parent = Path(usual if len(usual) <= _LONGEST else "/tmp")
+    def __init__(self, parent: Path | None = None) -> None:
+        """`parent`: by default where temporary files are."""
+        if parent is None:  # paths of sockets must be short, which not every TMPDIR allows
+            usual = tempfile.gettempdir()
+            parent = Path(usual if len(usual) <= _LONGEST else "/tmp")
         remove_abandoned(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # 0700
         new = self.path / "new.lock"
@@ -35,7 +36,7 @@ class PrivateFolder:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Folders of launchers that were killed. Never another user's, never what is not a folder of ours."""
+    """Folders of those that were killed. Never another user's, never what is not a folder of ours."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             about = folder.lstat()
