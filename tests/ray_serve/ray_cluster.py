@@ -61,6 +61,7 @@ class Cluster:
         flags = [word for name, value in ARGS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         command = ["-m", "text_generation_inference.cli", "ray", "--hostname", "127.0.0.1", "--port", str(self.port)]
         self._server = self._start(*command, *flags)
+        self._follow(self._server.stdout)  # a full pipe would hold up Ray's threads that print, and then the end
         self._serving.wait(180)
         assert any(line.startswith(SERVING) for line in self.lines), "\n".join(self.lines[-60:])
         self._process = self._start(str(HERE / "cluster_process.py"))
@@ -75,8 +76,11 @@ class Cluster:
             text=True,
             errors="replace",
         )
-        threading.Thread(target=self._read, args=(process.stderr,), daemon=True).start()
+        self._follow(process.stderr)
         return process
+
+    def _follow(self, stream: TextIO) -> None:
+        threading.Thread(target=self._read, args=(stream,), daemon=True).start()
 
     def _read(self, stream: TextIO) -> None:
         for line in stream:
