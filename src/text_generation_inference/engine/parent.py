@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import select
 import signal
+import sys
 
 _PR_SET_PDEATHSIG = 1
 
@@ -15,5 +17,14 @@ def end_with_parent() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (OSError, AttributeError):
         return
-    if os.getppid() != parent:  # it died before the kernel knew
+    if os.getppid() != parent or _nobody_listens():  # it died before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _nobody_listens() -> bool:
+    """Standard output is a pipe whose other end is closed: its owner died while this interpreter was starting."""
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # it is, where a process has none
+        return False
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
