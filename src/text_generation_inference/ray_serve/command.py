@@ -196,6 +196,8 @@ def _drain(ingress: Any, timeout_s: float, is_enough: Callable[[], bool]) -> Non
         if not sum(count for count in counts if isinstance(count, int)):
             return
         time.sleep(_LOOK_EVERY_S)
+    with suppress(Exception):  # as above
+        ingress.broadcast("cut").results(timeout_s=_ASK_S, return_exceptions=True)
 
 
 def _shut_down(serve: Any) -> None:

@@ -11,8 +11,8 @@ from ray import serve  # pyright: ignore[reportMissingImports]
 from text_generation_inference.config import SETTINGS, flag_of
 from text_generation_inference.launch.arguments import build_parser
 from text_generation_inference.ray_serve.ingress import IngressApp
-from text_generation_inference.ray_serve.options import RayOptions, read_args
-from text_generation_inference.ray_serve.replica import CLIENT_HEADER, ReplicaServer
+from text_generation_inference.ray_serve.options import CLIENT_HEADER, RayOptions, read_args
+from text_generation_inference.ray_serve.replica import ReplicaServer
 
 INGRESS, REPLICA = "Ingress", "Replica"
 # Not to be met: the api process says when it is full, in the API's words.
@@ -35,6 +35,9 @@ class Ingress:
 
     async def drain(self) -> int:  # called by `tgi ray` when it is told to stop
         return self._app.drain()
+
+    async def cut(self) -> None:  # likewise, when time is up
+        self._app.cut()
 
 
 def app(args: dict[str, Any]) -> Any:

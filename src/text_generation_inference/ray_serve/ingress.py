@@ -21,8 +21,8 @@ from text_generation_inference.api.http import frame
 from text_generation_inference.api.metrics import CONTENT_TYPE
 from text_generation_inference.errors import EngineError, TgiError
 from text_generation_inference.ray_serve import metrics_text
+from text_generation_inference.ray_serve.options import CLIENT_HEADER
 from text_generation_inference.ray_serve.prompt_of_body import NO_PROMPT, key_of_body
-from text_generation_inference.ray_serve.replica import CLIENT_HEADER
 from text_generation_inference.ray_serve.routing_books import books_of
 from text_generation_inference.router import PromptKey
 
@@ -69,6 +69,7 @@ class _Request:
         self.client: str = client[0] if client else ""
         self.body = b""
         self.is_complete = False
+        self.answer: _Answer | None = None
 
     async def read(self) -> None:
         """The body, up to `MAX_KEPT_BYTES` and a piece."""
@@ -118,13 +119,24 @@ class IngressApp:
         self._salt_by_key = salt_by_key
         self._session: aiohttp.ClientSession | None = None
         self._meeting: asyncio.Task[None] | None = None
-        self._num_requests = 0  # under way
+        self._under_way: set[asyncio.Task[Any]] = set()
         self._is_draining = False
+        self._is_cut = False
 
     def drain(self) -> int:
         """Take no more requests. How many are under way; asked again until there are none."""
         self._is_draining = True
-        return self._num_requests
+        return len(self._under_way)
+
+    def cut(self) -> None:
+        """What is under way has had its time: it ends with an error."""
+        self._is_draining = self._is_cut = True
+        for task in self._under_way:
+            task.cancel()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":  # the start: Ray looks for replicas only when it is asked for one
@@ -132,11 +144,17 @@ class IngressApp:
         if scope["type"] != "http":
             return
         request = _Request(scope, receive)
-        self._num_requests += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way.add(task)
         try:
             await self._answer(request, send)
+        except asyncio.CancelledError:
+            if not self._is_cut:  # the client has left
+                raise
+            await _end_early(request, send, UnavailableError("the server is shutting down"))
         finally:
-            self._num_requests -= 1
+            self._under_way.discard(task)
 
     async def _meet_replicas(self) -> None:
         """From here on the books know all that are there."""
@@ -182,7 +200,7 @@ class IngressApp:
             avoid.append(name)
             ticket = self._books.place(name, key)
             stack.callback(self._books.end, ticket)
-            answer = _Answer(send, request, name)
+            answer = request.answer = _Answer(send, name)
             try:
                 url = URL(selection.replica_metadata["address"] + request.target, encoded=True)
                 call = self._http().request(
@@ -191,12 +209,13 @@ class IngressApp:
                 response = await stack.enter_async_context(call)
                 if response.status in _ELSEWHERE and not last_try and len(self._books.addresses) > 1:
                     return False
-                await answer.send_on(response, lambda: self._books.first_token(ticket))
+                head = request.method == "HEAD"
+                await answer.send_on(response, head, lambda: self._books.first_token(ticket))
             except (aiohttp.ClientError, OSError) as error:
                 if not answer.started:
                     raise _LostError(str(error) or type(error).__name__) from None
                 log.warning("a replica was lost in the middle of an answer: %s", error)
-                await answer.end_early()
+                await _end_early(request, send, EngineError("the replica was lost"))
             return True
 
     def _http(self) -> aiohttp.ClientSession:
@@ -232,19 +251,18 @@ class IngressApp:
 class _Answer:
     """The way back. Nothing is sent before the first bytes of the body are there."""
 
-    def __init__(self, send: Send, request: _Request, replica: str) -> None:
+    def __init__(self, send: Send, replica: str) -> None:
         self._send = send
-        self._request = request
         self._replica = (REPLICA_HEADER, replica.encode())
-        self._is_stream = False
+        self.is_stream = False
         self.started = False
 
-    async def send_on(self, response: aiohttp.ClientResponse, on_first: Callable[[], None]) -> None:
+    async def send_on(self, response: aiohttp.ClientResponse, head: bool, on_first: Callable[[], None]) -> None:
         headers = [(name.lower(), value) for name, value in response.raw_headers if name.lower() not in _NOT_SENT_BACK]
         headers.append(self._replica)
-        self._is_stream = response.content_type == "text/event-stream"
+        self.is_stream = response.content_type == "text/event-stream"
         if response.content_length is not None and response.content_length <= _LEAST_WHOLE:
-            body = await response.read() if self._request.method != "HEAD" else b""
+            body = b"" if head else await response.read()
             on_first()
             self.started = True
             await _send_whole(self._send, response.status, headers, body)
@@ -262,20 +280,23 @@ class _Answer:
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def end_early(self) -> None:
-        """A stream ends with an error event; of any other answer the end is missing, and the client is told by that."""
-        if not self._is_stream:
-            raise ConnectionError("the replica was lost in the middle of an answer")
-        error = EngineError("the replica was lost")
-        event = openai_event(error, self._request.path) if self._request.is_openai else describe(error)
-        await self._send({"type": "http.response.body", "body": frame(event), "more_body": False})
-
 
 async def _send_whole(send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
     known = [(name, value) for name, value in headers if name != b"content-length"]
     length = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*known, *length]})
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _end_early(request: _Request, send: Send, error: TgiError) -> None:
+    """A stream ends with an error event; of any other answer the end is missing, and the client is told by that."""
+    if request.answer is None or not request.answer.started:
+        await _send_error(send, request, error)
+        return
+    if not request.answer.is_stream:
+        raise ConnectionError(str(error))
+    event = openai_event(error, request.path) if request.is_openai else describe(error)
+    await send({"type": "http.response.body", "body": frame(event), "more_body": False})
 
 
 async def _send_error(send: Send, request: _Request, error: TgiError) -> None:

@@ -13,6 +13,7 @@ from text_generation_inference.config import SETTINGS, flag_of
 from text_generation_inference.errors import StartError
 
 CANNOT_START = "the server cannot start"  # how the words begin with which a replica fails
+CLIENT_HEADER = "x-tgi-client"  # set by the ingress: whose request it is
 # Ray's proxies listen, not the replicas; each replica gets an address of its own.
 _NOT_OURS = ("port", "hostname")
 

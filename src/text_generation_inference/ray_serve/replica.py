@@ -22,7 +22,6 @@ from ray import serve  # pyright: ignore[reportMissingImports]
 from text_generation_inference.ray_serve import autoscaling, metrics_text
 from text_generation_inference.ray_serve.options import CANNOT_START
 
-CLIENT_HEADER = "x-tgi-client"  # set by the ingress: whose request it is
 _LOOK_EVERY_S = 0.1
 _ASK_S = 10.0
 _FRESH_S = 0.5  # what was asked so recently is not asked again
