@@ -36,7 +36,7 @@ from text_generation_inference.make_quantized.settings import MakingSettings
 from text_generation_inference.make_quantized.solver import round_to_nearest
 from text_generation_inference.models.model import Context
 from text_generation_inference.models.registry import build, read_config, read_quantization
-from text_generation_inference.quant.choose import assign_methods, choose_quantization, plain_names
+from text_generation_inference.quant.choose import assign_methods, choose_quantization
 from text_generation_inference.quant.method import Matrix, Method
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.runner import kv_cache
@@ -124,7 +124,7 @@ def score(folder: Path, quantization: Quantization | None, windows: list[list[in
     """The perplexity of all tokens but the first of each window."""
     checkpoint, config = Checkpoint.open(folder), read_config(folder)
     model = build(config, Context(Ops(), device=device.torch_device))
-    model.adapt(plain_names(checkpoint.names()), checkpoint.are_equal)
+    model.adapt(checkpoint.names(), checkpoint.are_equal)
     if quantization is not None:
         quantization = quantization.named_as_in({name: checkpoint.shape(name) for name in checkpoint.names()})
     assign_methods(model, quantization)
