@@ -143,7 +143,8 @@ async def stream_answer(call: Call, chat: Chat, generation: Generation, writer: 
     """One choice on its way to the client."""
     connection, reader = call.connection, AnswerReader(chat, generation)
     plain = reader.is_plain
-    await connection.write(writer.begin())
+    if begun := writer.begin():
+        await connection.write(begun)
     while not generation.finish_reason:
         pieces = await generation.take()
         if not pieces:
