@@ -58,6 +58,7 @@ TABLE: list[tuple[str, str, str, str, Any]] = [
     ("--cors-allow-origin", "CORS_ALLOW_ORIGIN", "http://a,http://b", "cors_allow_origin", ["http://a", "http://b"]),
     ("--api-key", "API_KEY", "secret", "api_key", "secret"),
     ("--cache-salt-by-key", "CACHE_SALT_BY_KEY", "", "cache_salt_by_key", True),
+    ("--responses-store", "RESPONSES_STORE", "7", "responses_store", 7),
     ("--hide-cached-tokens", "HIDE_CACHED_TOKENS", "", "hide_cached_tokens", True),
     ("--client-header", "CLIENT_HEADER", "x-forwarded-for", "client_header", "x-forwarded-for"),
     ("--watermark-gamma", "WATERMARK_GAMMA", "0.25", "watermark_gamma", 0.25),
