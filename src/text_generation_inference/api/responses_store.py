@@ -65,6 +65,7 @@ class ResponseStore:
 
     def item(self, number: str) -> bytes:
         """One item of a response, by its own id."""
+        self._drop_old()
         entry = self._found.get(self._of_item.get(number, ""))
         if entry is None or entry.key != current_key.get():
             raise NotStoredError(400, f"Item with id {number[:64]!r} not found: {self._why()}", "input", None)
