@@ -218,6 +218,7 @@ def test_defaults_of_the_reference() -> None:
     others = {"cors_allow_origin": [], "log_level": "info", "load_format": "safetensors", "device": "auto"}
     others["max_step_ms"] = 250
     others["num_replicas"] = 1
+    others["responses_store"] = 1000
     others["reasoning_format"] = "auto"
     others |= {"image_fetch_timeout": 20.0, "max_image_pixels": 1 << 26, "max_images_per_request": 32}
     switches = (
