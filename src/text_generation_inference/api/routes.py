@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from text_generation_inference.api import chat, cloud, completions, info, native, profiler
+from text_generation_inference.api import chat, cloud, completions, info, messages, native, profiler, responses
 from text_generation_inference.api.call import Call
 from text_generation_inference.api.http import json_response
 from text_generation_inference.api.openapi import build_document
@@ -126,6 +126,23 @@ _OPENAI = [
         (503, "Starting, stopping, or without its engine"),
     )
 ]
+_STORED = [
+    Answer(401, "The API key is missing or wrong", {_JSON: "OpenaiErrorResponse"}),
+    Answer(404, "It was never stored, or is no longer", {_JSON: "OpenaiErrorResponse"}),
+]
+_ANTHROPIC = [
+    Answer(status, text, {_JSON: "MessagesErrorResponse"})
+    for status, text in (
+        (400, "The body is not JSON, does not fit the schema, or fails a check"),
+        (401, "The API key is missing or wrong"),
+        (408, "The body did not come in time"),
+        (413, "The body is larger than `--payload-limit`"),
+        (415, "The content type is not `application/json`"),
+        (500, "The engine failed"),
+        (503, "Starting, stopping, or without its engine"),
+        (529, "Too many requests: try again later"),
+    )
+]
 _UNHEALTHY = _error(503, "The engine is not there", "unhealthy", "healthcheck")
 _HEALTH = [Answer(200, "Requests are served"), _UNHEALTHY]
 _LIVE = [_ok("Requests are served", {_JSON: "object"}), Answer(503, "The engine is not there", {_JSON: "object"})]
@@ -146,7 +163,7 @@ _SEEN = {  # examples of models that see, by path
 
 _MODEL = "/v2/models/{model_name}/versions/{model_version}"
 
-GENERATE, OPENAI, CLOUDS, SERVER = "Generate", "OpenAI", "Clouds", "Server"
+GENERATE, OPENAI, ANTHROPIC, CLOUDS, SERVER = "Generate", "OpenAI", "Anthropic", "Clouds", "Server"
 
 ROUTES = [
     Route(
@@ -249,6 +266,53 @@ ROUTES = [
         ],
     ),
     Route(
+        method="POST",
+        path="/v1/responses",
+        endpoint=responses.create,
+        name="create_response",
+        group=OPENAI,
+        summary="Answer a conversation, or go on with a stored one",
+        description="OpenAI's Responses API. Item types, tools and fields that are not known have no effect. The last "
+        "answers can be continued by `previous_response_id` (`--responses-store`). A stream has numbered events.",
+        body="ResponsesRequest",
+        example={"input": "What is Deep Learning?", "max_output_tokens": 64, "stream": True},
+        answers=[
+            _ok(
+                "The answer, or its parts as they come", {_JSON: "ResponsesAnswer", _EVENTS: "ResponsesEvent"}, _HEADERS
+            ),
+            *_OPENAI,
+        ],
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        endpoint=responses.count,
+        name="count_input_tokens",
+        group=OPENAI,
+        summary="Count the tokens of a conversation",
+        body="ResponsesRequest",
+        example={"input": "What is Deep Learning?"},
+        answers=[_ok("How many", {_JSON: "InputTokenCount"}), *_OPENAI],
+    ),
+    Route(
+        method="GET",
+        path="/v1/responses/{response_id}",
+        endpoint=responses.retrieve,
+        name="get_response",
+        group=OPENAI,
+        summary="A stored response",
+        answers=[_ok("The response", {_JSON: "ResponsesAnswer"}), *_STORED],
+    ),
+    Route(
+        method="DELETE",
+        path="/v1/responses/{response_id}",
+        endpoint=responses.delete,
+        name="delete_response",
+        group=OPENAI,
+        summary="Forget a stored response",
+        answers=[_ok("It is gone", {_JSON: "DeletedResponse"}), *_STORED],
+    ),
+    Route(
         method="GET",
         path="/v1/models",
         endpoint=info.models,
@@ -268,6 +332,33 @@ ROUTES = [
         group=OPENAI,
         summary="A model by its name",
         answers=[_ok("The model", {_JSON: "ModelInfo"})],
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages",
+        endpoint=messages.messages,
+        name="messages",
+        group=ANTHROPIC,
+        summary="Answer a conversation",
+        description="Anthropic's Messages API. Any model name means the one that is served. Where it sees, blocks of "
+        "the type `image` are pictures. Fields, block types and tools that are not known have no effect.",
+        body="MessagesRequest",
+        example={"model": "tgi", **_CHAT, "stream": True},
+        answers=[
+            _ok("The answer, or its parts as they come", {_JSON: "MessagesAnswer", _EVENTS: "MessagesEvent"}, _HEADERS),
+            *_ANTHROPIC,
+        ],
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        endpoint=messages.count,
+        name="count_tokens",
+        group=ANTHROPIC,
+        summary="Count the tokens of a conversation",
+        body="CountTokensRequest",
+        example={"model": "tgi", "messages": _CHAT["messages"]},
+        answers=[_ok("How many", {_JSON: "TokenCount"}), *_ANTHROPIC],
     ),
     Route(
         method="POST",

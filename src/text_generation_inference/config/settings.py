@@ -272,6 +272,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt_by_key: Annotated[bool, _server("share cached prefixes only between requests with the same API key")] = (
         False
     )
+    responses_store: Annotated[
+        int, _server("responses of /v1/responses that can be continued by their id; 0: none", "N", least=0)
+    ] = 1000
     hide_cached_tokens: Annotated[bool, _server("do not tell in `usage` how many prompt tokens were cached")] = False
     client_header: Annotated[
         str | None,

@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from text_generation_inference.api.errors import UnavailableError, describe, native_error, openai_error, openai_event
-from text_generation_inference.api.http import frame
+from text_generation_inference.api.error_shapes import shape_of
+from text_generation_inference.api.errors import UnavailableError
 from text_generation_inference.api.metrics import CONTENT_TYPE
 from text_generation_inference.errors import EngineError, TgiError
 from text_generation_inference.ray_serve import metrics_text
@@ -103,10 +103,6 @@ class _Request:
         kept = [(name, value) for name, value in self.headers if name.lower() not in _NOT_SENT_ON]
         named = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in kept]
         return [*named, (CLIENT_HEADER, self.client)] if self.client else named
-
-    @property
-    def is_openai(self) -> bool:
-        return self.path.startswith("/v1/") or self.path == "/v1"
 
 
 class IngressApp:
@@ -295,12 +291,12 @@ async def _end_early(request: _Request, send: Send, error: TgiError) -> None:
         return
     if not request.answer.is_stream:
         raise ConnectionError(str(error))
-    event = openai_event(error, request.path) if request.is_openai else describe(error)
-    await send({"type": "http.response.body", "body": frame(event), "more_body": False})
+    event = shape_of(request.path, "").event(error)
+    await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
 async def _send_error(send: Send, request: _Request, error: TgiError) -> None:
-    response = openai_error(error, request.path) if request.is_openai else native_error(error)
+    response = shape_of(request.path, "").failure(error)
     headers = [(b"content-type", response.content_type.encode())]
     headers += [(name.encode(), value.encode()) for name, value in response.headers.items()]
     await _send_whole(send, response.status, headers, response.body)
