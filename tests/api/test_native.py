@@ -575,7 +575,7 @@ def test_cors_for_any_origin(http: httpx.Client) -> None:
     assert (answer.status_code, answer.content) == (200, b"")
     assert answer.headers["access-control-allow-origin"] == "*"
     assert set(answer.headers["access-control-allow-methods"].split(",")) == {"GET", "POST"}
-    assert answer.headers["access-control-allow-headers"] == "content-type"
+    assert answer.headers["access-control-allow-headers"] == "content-type,authorization"
     for answer in (
         http.get("/info", headers={"origin": "https://a.example"}),
         http.post("/generate_stream", json={"inputs": ""}, headers={"origin": "https://a.example"}),

@@ -199,7 +199,7 @@ class App:
 
 _PREFLIGHT = {
     "access-control-allow-methods": "GET,POST",
-    "access-control-allow-headers": "content-type",
+    "access-control-allow-headers": "content-type,authorization",  # TGI leaves out the key, which browsers then keep back
     "vary": "origin, access-control-request-method, access-control-request-headers",
 }
 
