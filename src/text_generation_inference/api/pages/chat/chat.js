@@ -199,6 +199,12 @@ export class Chat extends EventTarget {
     this.emit("changed");
   }
 
+  useSeed(seed) {
+    this.setSetting("seed", seed);
+    this.emit("settings");
+    this.emit("told", `Seed ${seed} is set.`);
+  }
+
   askKey(message) {
     this.emit("key", message);
   }

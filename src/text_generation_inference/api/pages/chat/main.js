@@ -76,6 +76,7 @@ function listen({ chat, dialogs, composer, thread, status, tell }) {
   chat.addEventListener("key", async ({ detail: message }) => {
     if (await dialogs.key(message.made.server ?? "", message.error?.text)) chat.retry(message, true);
   });
+  chat.addEventListener("told", ({ detail }) => tell(detail));
   chat.addEventListener("problem", ({ detail }) => tell(detail, true));
   chat.addEventListener("edit", ({ detail }) => thread.viewOf(find(chat.conversation, detail)).edit());
   chat.addEventListener("focus", ({ detail }) => thread.viewOf(find(chat.conversation, detail)).buttons.querySelector("button:not(:disabled)")?.focus());

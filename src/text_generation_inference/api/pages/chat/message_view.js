@@ -32,10 +32,21 @@ export class MessageView {
       if (message.role === "assistant") this.updateAnswer(state);
       else this.updateGiven();
     }
-    this.notes.textContent = message.role === "assistant" ? notesOf(message) : "";
+    if (message.role === "assistant") this.showNotes();
     const key = JSON.stringify([state, message.finish, Boolean(message.tokens), this.showsTokens, this.editing]);
     if (key !== this.shownButtons) this.buttons.replaceChildren(...this.makeButtons(state));
     this.shownButtons = key;
+  }
+
+  showNotes() {
+    const { made = {} } = this.message;
+    const told = notesOf(this.message);
+    if (told === this.told) return;
+    this.told = told;
+    this.notes.textContent = told;
+    if (made.seed === undefined) return;
+    const use = () => this.actions.useSeed(made.seed);
+    this.notes.append(told ? " · " : "", el("button", { type: "button", class: "plain", title: "Use this seed from now on", on: { click: use }, text: `seed ${made.seed}` }));
   }
 
   title(state) {
@@ -209,14 +220,13 @@ function callNode(call) {
   return el("div", { class: "call" }, el("p", {}, icon("tool"), "Calls ", el("code", { text: call.name || "..." })), el("pre", { tabindex: 0, role: "group", "aria-label": `Arguments of ${call.name}` }, text));
 }
 
-/** Tokens, speed, what the prefix cache had, and the seed, as far as they are known. */
-export function notesOf({ made = {}, finish }) {
+/** Tokens, speed, what the prefix cache had, and why it ended, as far as it is known. */
+function notesOf({ made = {}, finish }) {
   const notes = [];
   if (made.tokens) notes.push(`${made.tokens} token${made.tokens === 1 ? "" : "s"}`);
   if (made.per_second) notes.push(`${made.per_second.toFixed(1)} tokens/s`);
   if (made.first_ms) notes.push(`first after ${(made.first_ms / 1000).toFixed(2)} s`);
   if (made.prompt) notes.push(`prompt ${made.prompt}${made.cached ? `, ${made.cached} of it from the cache` : ""}`);
-  if (made.seed !== undefined) notes.push(`seed ${made.seed}`);
   if (ENDS[finish]) notes.push(ENDS[finish]);
   return notes.join(" · ");
 }

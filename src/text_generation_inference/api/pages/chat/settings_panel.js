@@ -10,7 +10,7 @@ export class SettingsPanel {
     this.inputs = new Map();
     byId("system").addEventListener("change", (event) => chat.setSystem(event.target.value));
     byId("reset").addEventListener("click", () => this.reset());
-    chat.addEventListener("open", () => this.fill());
+    for (const event of ["open", "settings"]) chat.addEventListener(event, () => this.fill());
   }
 
   /** Made when first looked at, with the words of the API document. */
@@ -64,13 +64,14 @@ export class SettingsPanel {
     for (const { field, input, slider } of this.inputs.values()) {
       const schema = properties[field.name] ?? {};
       const range = [schema, ...(schema.anyOf ?? [])].find((part) => part.minimum !== undefined || part.exclusiveMinimum !== undefined || part.maximum !== undefined) ?? {};
+      const above = range.exclusiveMinimum !== undefined && range.exclusiveMinimum !== false;
       const low = range.minimum ?? range.exclusiveMinimum;
-      input.closest(".field").querySelector(".meaning").textContent = `${schema.description ?? ""}${limits(range)}`;
+      input.closest(".field").querySelector(".meaning").textContent = `${schema.description ?? ""}${limits(low, above, range.maximum)}`;
       if (input.type !== "number") continue;
       if (low !== undefined) input.min = low;
       if (range.maximum !== undefined) input.max = range.maximum;
       if (slider) {
-        slider.min = range.exclusiveMinimum === undefined ? low : low + field.step;
+        slider.min = above ? low + field.step : low;
         slider.max = range.maximum;
         slider.value = input.value || field.usual;
       }
@@ -117,9 +118,9 @@ export class SettingsPanel {
   }
 }
 
-function limits({ minimum, exclusiveMinimum, maximum }) {
-  const low = minimum !== undefined ? `from ${minimum}` : exclusiveMinimum !== undefined ? `above ${exclusiveMinimum}` : "";
-  const high = maximum !== undefined && maximum < 2 ** 31 - 1 ? `up to ${maximum}` : "";
-  const told = [low, high].filter(Boolean).join(" ");
+function limits(low, above, maximum) {
+  const from = low === undefined ? "" : `${above ? "above" : "from"} ${low}`;
+  const to = maximum !== undefined && maximum < 2 ** 31 - 1 ? `up to ${maximum}` : "";
+  const told = [from, to].filter(Boolean).join(", ");
   return told ? ` (${told})` : "";
 }
