@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx2 as httpx
 import pytest
@@ -43,16 +42,18 @@ def outcomes(
         *("--model-id", str(oracle.folder), "--max-total-tokens", "700", "--max-batch-total-tokens", "2800"),
         *("--dtype", "float32", "--max-concurrent-requests", "8", "--api-key", KEY),
     )
-    given = {
-        "server": server.url,
-        "seeing": seeing.url,
-        "key": KEY,
-        "pid": seeing.process.pid,
-        "chromium": find_chromium(),
-    }
-    chosen = [item.callspec.params["name"] for item in request.session.items if "[" in item.name and item.path == Path(__file__)]
+    try:
+        chosen = {item.name.removeprefix("test_page[").removesuffix("]") for item in request.session.items}
+        yield run_scenarios(server, seeing, [name for name in SCENARIOS if name in chosen])
+    finally:
+        status = seeing.stop()
+    assert status == 0, seeing.log[-3000:]
+
+
+def run_scenarios(server: Server, seeing: Server, names: list[str]) -> dict[str, str | None]:
+    given = {"server": server.url, "seeing": seeing.url, "key": KEY, "pid": seeing.process.pid}
     done = subprocess.run(
-        ["node", HERE / "run.mjs", json.dumps(given), *(name for name in SCENARIOS if name in chosen)],
+        ["node", HERE / "run.mjs", json.dumps({**given, "chromium": find_chromium()}), *names],
         cwd=HERE,
         capture_output=True,
         text=True,
@@ -61,8 +62,7 @@ def outcomes(
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert lines, done.stderr[-6000:]
-    yield {line["name"]: line["error"] for line in lines} | {"stderr": done.stderr[-3000:]}
-    assert seeing.stop() == 0, seeing.log[-3000:]
+    return {line["name"]: line["error"] for line in lines} | {"stderr": done.stderr[-3000:]}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -108,7 +108,8 @@ def test_every_file_is_served_compressed_and_revalidated(http: httpx.Client) -> 
 
 
 @pytest.mark.parametrize(
-    "path", ["", "chat", "chat/", "nothing.js", "../app.py", "..%2Fapp.py", "chat/../../app.py", "/etc/passwd", "chat%00"]
+    "path",
+    ["", "chat", "chat/", "nothing.js", "../app.py", "..%2Fapp.py", "chat/../../app.py", "/etc/passwd", "chat%00"],
 )
 def test_nothing_else_can_be_asked_for(http: httpx.Client, path: str) -> None:
     answer = http.get(f"/pages/{path}")
@@ -138,4 +139,6 @@ def test_pages_hold_no_inline_script_and_no_html_from_text() -> None:
         if path.endswith(".html"):
             assert not re.search(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=", text), path
         if path.endswith(".js"):
-            assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser", text), path
+            assert not re.search(
+                r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser", text
+            ), path
