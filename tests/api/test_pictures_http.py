@@ -173,6 +173,59 @@ def test_parts_of_chats(client: httpx.Client, oracle: Oracle, web: Pictures) -> 
     rendered = ["user: ", FIRST, "One?assistant: Yes.tool: see ", SECOND, "user: And?assistant:"]
     usage = chat(client, messages=turns).raise_for_status().json()["usage"]
     assert usage["prompt_tokens"] == len(oracle.ids(rendered))
+
+
+def test_pictures_in_other_chat_apis(client: httpx.Client, oracle: Oracle, web: Pictures) -> None:
+    """The same prompt as by chat completions; pictures in results of tools too."""
+    said = chat(client, text("Look: "), image(as_data(FIRST)), text("well?"), image(as_data(SECOND))).json()
+    expected, length = said["choices"][0]["message"]["content"], said["usage"]["prompt_tokens"]
+
+    def block(picture: Image.Image) -> dict[str, Any]:
+        data = base64.b64encode(as_bytes(picture)).decode()
+        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+    by_url = {"type": "image", "source": {"type": "url", "url": f"{web.url}/first.png"}}
+    for first in (block(FIRST), by_url):
+        content = [text("Look: "), first, text("well?"), block(SECOND)]
+        body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+        counted = client.post("/v1/messages/count_tokens", json=body).raise_for_status().json()
+        assert counted["input_tokens"] == length
+        answer = client.post("/v1/messages", json={**body, "max_tokens": NUM_NEW, "temperature": 0}).json()
+        assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] == length
+        assert "".join(part["text"] for part in answer["content"]) == expected
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [text("see "), block(FIRST)]}
+    body = {"model": "m", "messages": [{"role": "user", "content": [result, text("And?")]}]}
+    counted = client.post("/v1/messages/count_tokens", json=body).raise_for_status().json()
+    assert counted["input_tokens"] == len(oracle.ids(["tool: see ", FIRST, "user: And?assistant:"]))
+
+    def part(url: str) -> dict[str, str]:
+        return {"type": "input_image", "image_url": url}
+
+    for first in (as_data(FIRST), f"{web.url}/first.png"):
+        words = [{"type": "input_text", "text": given} for given in ("Look: ", "well?")]
+        given = [{"role": "user", "content": [words[0], part(first), words[1], part(as_data(SECOND))]}]
+        body = {"input": given, "max_output_tokens": NUM_NEW, "temperature": 0}
+        answer = client.post("/v1/responses", json=body).raise_for_status().json()
+        assert answer["usage"]["input_tokens"] == length
+        assert answer["output"][0]["content"][0]["text"] == expected
+    for path, body in (
+        (
+            "/v1/messages",
+            {
+                "model": "m",
+                "max_tokens": 3,
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{**by_url, "source": {"type": "url", "url": f"{web.url}/missing.png"}}],
+                    }
+                ],
+            },
+        ),
+        ("/v1/responses", {"input": [{"role": "user", "content": [part(f"{web.url}/missing.png")]}]}),
+    ):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400, answer.text
     both = chat(client, image(as_data(FIRST)), text("?"), n=2, temperature=1.0).raise_for_status().json()
     assert len(both["choices"]) == 2
     events = read_events(chat(client, image(as_data(FIRST)), stream=True).content)

@@ -89,7 +89,7 @@ def test_death_of_the_engine_under_32_streams(victim: Server) -> None:
     health_after_first_error: list[int] = []
 
     async def run() -> tuple[list[list[Event]], list[httpx.Response], httpx.Response]:
-        started = Started(32)
+        started = Started(34)
         async with client_of(victim.url) as client:
             first_error = asyncio.Event()
 
@@ -107,6 +107,13 @@ def test_death_of_the_engine_under_32_streams(victim: Server) -> None:
                 asyncio.create_task(stream(*(native if number % 2 else chat)(counting(number), 900)))
                 for number in range(32)
             ]
+            asked = {"model": "m", "stream": True, "temperature": 0}
+            counts = [{"role": "user", "content": "Count from one to a hundred, in words."}]
+            for path, body in (
+                ("/v1/messages", {"messages": counts, "max_tokens": 900}),
+                ("/v1/responses", {"input": counts, "max_output_tokens": 900}),
+            ):
+                streams.append(asyncio.create_task(stream(path, asked | body)))
             path, body = chat("Hello", 900, stream=False)
             whole = [
                 asyncio.create_task(client.post("/generate", json=native(counting(40), 900)[1])),
@@ -121,6 +128,14 @@ def test_death_of_the_engine_under_32_streams(victim: Server) -> None:
 
     streams, (whole_native, whole_chat), refused = asyncio.run(run())
     assert health_after_first_error == [503]
+    *streams, messages, response = streams
+    (last,) = [event for event in messages if event["type"] == "error"]
+    assert (last, "was killed by SIGKILL" in last["error"]["message"]) == (messages[-1], True)
+    assert last["error"]["type"] == "api_error"
+    failed = response[-1]["response"]
+    assert [event["type"] for event in response[-2:]] == ["error", "response.failed"]
+    assert [event["sequence_number"] for event in response] == list(range(len(response)))
+    assert (failed["status"], "was killed by SIGKILL" in failed["error"]["message"]) == ("failed", True)
     for number, events in enumerate(streams):
         if number % 2:
             *tokens, last = events
@@ -142,7 +157,7 @@ def test_death_of_the_engine_under_32_streams(victim: Server) -> None:
     assert is_gone(before["engine"])
     assert re.search(r"the engine process was killed by SIGKILL.* restart_in_s=0\.5", victim.log)
     assert (metrics["tgi_engine_restarts"], metrics["tgi_requests_in_flight"]) == (1, 0)
-    assert metrics["tgi_request_count"] == requests_before + 53  # as TGI counts: chats twice
+    assert metrics["tgi_request_count"] == requests_before + 57  # as TGI counts: chats twice
     victim.wait_for(lambda: victim.metrics()["tgi_kv_blocks_used"] == 0, "free blocks")
 
 
