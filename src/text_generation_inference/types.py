@@ -216,6 +216,7 @@ class PicturePolicy(msgspec.Struct, frozen=True, array_like=True):
     # Where layers of cross-attention read pictures: features of each, in whole blocks. They stand in the place of no
     # token, and are there from a request's first step to its last.
     cross_rows: int = 0
+    num_more_ids: int = 0  # behind the vocabulary, which stand for pictures: they have an embedding and no score
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -370,7 +370,12 @@ def _open_device(calibrated: Calibrated, place: Place) -> Device:
 def _describe_sight(sight: Sight | None) -> PicturePolicy | None:
     if sight is None:
         return None
-    return PicturePolicy(whole_runs=sight.whole_runs, whole_prompts=sight.whole_prompts, cross_rows=sight.cross_rows)
+    return PicturePolicy(
+        whole_runs=sight.whole_runs,
+        whole_prompts=sight.whole_prompts,
+        cross_rows=sight.cross_rows,
+        num_more_ids=sight.num_more_ids,
+    )
 
 
 def _feature_bytes(sight: Sight | None, dtype: torch.dtype) -> int:

@@ -109,7 +109,7 @@ def build(config: Config, context: Context) -> Model:
     seeing = tower(config, context)
     vocab_size, size = text.integer("vocab_size"), text.integer("hidden_size")
     rows, tile_rows = seeing.num_features, seeing.spec.num_rows
-    sight = Sight(size, cross_rows=rows, tile_rows=tile_rows, cross_layer=numbers[0])
+    sight = Sight(size, cross_rows=rows, tile_rows=tile_rows, cross_layer=numbers[0], num_more_ids=NUM_MORE_EMBEDDINGS)
     model = see(config, context, dict(text.fields), seeing, DECODERS, HEADS, sight)
     spec, names = _read_cross(text), model.spec.names
     for number in numbers:

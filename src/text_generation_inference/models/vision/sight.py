@@ -21,6 +21,7 @@ class Sight:
     cross_rows: int = 0
     tile_rows: int = 0
     cross_layer: int = 0
+    num_more_ids: int = 0  # behind the vocabulary, which stand for pictures: they have an embedding and no score
 
 
 def place_pictures(num_tokens: int, spans: Sequence[PictureSpan], merge: int) -> tuple[np.ndarray, int]:
