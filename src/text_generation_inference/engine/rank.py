@@ -189,8 +189,6 @@ class Rank:
             blind = "its folder does not say how they are prepared" if rule is None else None
             if config.nnodes > 1:  # pixels are files of the first one
                 blind = "it is split over several machines"
-            if model.sight.cross_rows and uses_buckets(config, device.limits):
-                blind = "its layers of cross-attention are not computed in padded batches yet"
             if blind is not None and model.sight.whole_prompts:  # then its texts would be answered wrongly, too
                 raise StartError(f"{model_config.source}: the model cannot be served without pictures, and {blind}")
             if blind is not None:

@@ -67,3 +67,6 @@ class CrossMeta:
     decode: Batch | None  # of the leading tokens: one row each, `seq_lens` rows of pictures in blocks of these
     num_decode: int
     readings: list[CrossReading]  # of the tokens after those
+    # Of padded prompts, in place of readings:
+    blocks: Tensor | None = None  # [rows, any number] int64: where the pictures of each prompt are; filler 0
+    mask: Tensor | None = None  # [rows, row length, rows of those blocks] bool: who reads what; all of it for padding

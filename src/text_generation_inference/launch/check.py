@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from text_generation_inference.config import (
-    ModelSize,
-    ServerConfig,
-    cache_folder,
-    expand_home,
-    resolve,
-    uses_buckets,
-)
+from text_generation_inference.config import ModelSize, ServerConfig, cache_folder, expand_home, resolve
 from text_generation_inference.devices import visible
 from text_generation_inference.devices.driver import read_driver
 from text_generation_inference.errors import StartError, TgiError
@@ -343,9 +336,6 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         rows_per_picture=model.sight.cross_rows if model.sight is not None and crosses else 0,
         bytes_per_row=bytes_per_picture_row(caches),
     )
-    if crosses and uses_buckets(config, device.limits):
-        size = msgspec.structs.replace(size, rows_per_picture=0)
-        report.notes = [*report.notes, "it sees no pictures where batches are padded"]
     if size.rows_per_picture:
         report.picture_layers = sum(isinstance(cache, CrossCacheSpec) for cache in caches)
         report.picture_bytes = size.rows_per_picture * size.bytes_per_row

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch, CrossMeta, CrossReading, PagedMeta
+from text_generation_inference.kernels.block_lists import BlockLists, rows_of_pictures
 from text_generation_inference.models.model import Caches, Model
 from text_generation_inference.models.vision.sight import Sight
 from text_generation_inference.runner.pictures import LOST, Seen, SlotPictures
@@ -154,7 +155,7 @@ class CrossPictures(SlotPictures):
         waiting = [slot for slot in self._new if any(name not in self._groups for name in self._readers[slot].names)]
         for slot in self._new:
             if slot not in waiting:
-                last = self._groups[self._readers[slot].names[-1]]
+                last = self._last_group(slot)
                 count = -(-last.num_real // self._block_size)
                 self._tables[slot, :count] = last.blocks[:count].to(self._tables)
                 self._lengths[slot] = last.num_real
@@ -193,17 +194,14 @@ class CrossPictures(SlotPictures):
 
     def put_into(self, batch: Batch, chunks: Sequence[Seen], num_features: int | None = None) -> None:
         """The tokens that stand for pictures, whose ids slots do not know: see `Slots`."""
-        places: list[int] = []
-        ids: list[int] = []
+        ids = np.full(batch.input_ids.shape[0], -1, dtype=np.int64)
         for chunk in chunks:
             reader = self._readers.get(chunk.slot)
             for span, image_id in zip(reader.spans, reader.image_ids, strict=True) if reader is not None else ():
                 if chunk.start <= span.start < chunk.end:
-                    places.append(chunk.token + span.start - chunk.start)
-                    ids.append(image_id)
-        if places:
-            where, what = (torch.tensor(each, device=batch.input_ids.device) for each in (places, ids))
-            batch.input_ids = batch.input_ids.index_copy(0, where, what)
+                    ids[chunk.token + span.start - chunk.start] = image_id
+        given = self._move(ids)
+        batch.input_ids = torch.where(given >= 0, given, batch.input_ids)
 
     def of_rows(self, row_slots: Tensor, is_all: bool) -> CrossMeta:
         """What rows that decode read, of these slots `[rows]`; -1: padding. From what is on the device alone, where the
@@ -219,9 +217,7 @@ class CrossPictures(SlotPictures):
             tables, table_rows = self._tables[rows, : -(-longest // self._block_size)].to(device), None
         reads = (lengths > 0)[:, None].to(device)
         seq_lens = lengths.clamp(min=1).to(device)  # who reads nothing looks at one row, and takes nothing of it
-        nothing = torch.zeros(count, dtype=torch.int64, device=device)
-        meta = PagedMeta(tables, count, [], [], longest, table_rows)
-        batch = self._device.prepare(Batch(nothing, nothing, nothing, seq_lens, meta))
+        batch = rows_of_pictures(seq_lens, PagedMeta(tables, count, [], [], longest, table_rows))
         tokens = None if is_all else torch.arange(count, device=device)
         return CrossMeta(tokens, reads, reads, batch, count, [])
 
@@ -248,11 +244,69 @@ class CrossPictures(SlotPictures):
         if found is not None:
             fed, reads = torch.cat((found.feeds, fed)), torch.cat((found.reads, reads))
         decode_batch = found.decode if found is not None else None
-        places = torch.from_numpy(np.array(tokens)).to(device)  # pyright: ignore[reportUnknownMemberType]
-        return CrossMeta(places, reads, fed, decode_batch, count, readings)
+        return CrossMeta(self._move(np.array(tokens)), reads, fed, decode_batch, count, readings)
+
+    # -- padded passes ---------------------------------------------------------------------------------------------
+
+    def of_padded_rows(self, slots: Sequence[int], num_rows: int) -> CrossMeta:
+        """What rows that decode read, padded to so many; blocks are padded to a power of two."""
+        found = [(row, self._last_group(slot)) for row, slot in enumerate(slots) if slot in self._readers]
+        counts = [-(-group.num_real // self._block_size) for _, group in found]
+        lists = np.zeros((3, _next_power(sum(counts))), dtype=np.int32)  # blocks, their rows, and filled places
+        lists[1], lists[2] = -1, 1
+        lengths = np.zeros(num_rows, dtype=np.int32)
+        starts = np.full(num_rows, -1, dtype=np.int32)
+        first = 0
+        for (row, group), count in zip(found, counts, strict=True):
+            lists[0, first : first + count], lists[1, first : first + count] = group.ids[:count], row
+            lists[2, first : first + count] = self._block_size
+            lists[2, first + count - 1] = (group.num_real - 1) % self._block_size + 1
+            lengths[row], starts[row] = group.num_real, first
+            first += count
+        blocks, groups, usage = lists
+        meta = BlockLists(*(self._move(each) for each in (blocks, groups, usage, starts)))
+        reads = self._move((lengths > 0)[:, None])
+        return CrossMeta(None, reads, reads, rows_of_pictures(self._move(lengths), meta), num_rows, [])
+
+    def of_padded_prompts(self, prompts: Sequence[Seen], num_rows: int, length: int) -> CrossMeta:
+        """What whole prompts read, padded to so many of one length; pictures are padded to a power of two."""
+        size, per_picture = self._block_size, -(-self._sight.cross_rows // self._block_size)
+        readers = [self._readers.get(prompt.slot) for prompt in prompts]
+        most = _next_power(max(len(reader.spans) for reader in readers if reader is not None)) * per_picture
+        blocks = np.zeros((num_rows, most), dtype=np.int64)
+        mask = np.ones((num_rows, length, most * size), dtype=np.bool_)  # who reads nothing takes nothing of it
+        reads, feeds = np.zeros((2, num_rows, length), dtype=np.bool_)
+        for row, (prompt, reader) in enumerate(zip(prompts, readers, strict=True)):
+            if reader is None:
+                continue
+            groups = [self._groups[name] for name in reader.names]
+            ids = [block for group in groups for block in group.ids]
+            blocks[row, : len(ids)] = ids
+            ends = np.cumsum([len(group.ids) for group in groups]) * size
+            firsts = [int(end) - len(group.ids) * size for end, group in zip(ends, groups, strict=True)]
+            for reading in reader.readings:
+                tokens = slice(reading.start, prompt.end if reading.end is None else min(reading.end, prompt.end))
+                reads[row, tokens], feeds[row, tokens], mask[row, tokens] = True, reading.group is not None, False
+                for number, (first, group) in enumerate(zip(firsts, groups, strict=True)):
+                    if reading.group in (None, number):
+                        count = group.num_rows if reading.group is None else reading.end_row
+                        mask[row, tokens, first : first + count] = True
+        read, fed = (self._move(each.reshape(-1, 1)) for each in (reads, feeds))
+        return CrossMeta(None, read, fed, None, 0, [], self._move(blocks), self._move(mask))
+
+    def _last_group(self, slot: int) -> _Group:
+        return self._groups[self._readers[slot].names[-1]]
+
+    def _move(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device.torch_device)  # pyright: ignore[reportUnknownMemberType]
 
     def _parts(self, reader: _Reader, reading: Reading) -> list[tuple[Tensor, int, int]]:
         groups = [self._groups[name] for name in reader.names]
         if reading.group is None:
             return [(group.blocks, 0, group.num_rows) for group in groups]
         return [(groups[reading.group].blocks, 0, reading.end_row)]
+
+
+def _next_power(count: int) -> int:
+    """Few numbers of blocks and pictures are few shapes."""
+    return 1 << max(0, count - 1).bit_length()

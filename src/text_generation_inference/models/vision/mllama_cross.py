@@ -90,6 +90,8 @@ class CrossAttention(SelfAttention):
             # A row that decodes reads all of its last pictures' rows: so it would if they were tokens before it.
             scale = self.head_dim**-0.5
             read[:count] = self.ops.attention(q[:count], None, None, k_cache, v_cache, cross.decode, scale)
+        if cross.blocks is not None and cross.mask is not None:
+            read = _attend_padded(q, k_cache, v_cache, cross.blocks, cross.mask)
         for reading in cross.readings:
             tokens = slice(reading.start, reading.end)
             read[tokens] = _attend(q[tokens], _rows(k_cache, reading.parts), _rows(v_cache, reading.parts))
@@ -151,3 +153,11 @@ def _rows(cache: Tensor, parts: Sequence[tuple[Tensor, int, int]]) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+
+
+def _attend_padded(q: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, mask: Tensor) -> Tensor:
+    """q: of prompts one after the other, padded to one length."""
+    k, v = (cache[blocks].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))
+    q = q.unflatten(0, mask.shape[:2]).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
+    return out.transpose(1, 2).flatten(2).flatten(0, 1)
