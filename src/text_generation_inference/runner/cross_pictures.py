@@ -137,6 +137,14 @@ class CrossPictures(SlotPictures):
             return None
         return LOST if self._lost_groups.intersection(self._readers[slot].names) else None
 
+    def check(self) -> None:
+        """Raise AssertionError unless each block is free or a group's, and slots without pictures read none."""
+        used = [block for group in self._groups.values() for block in group.ids]
+        assert sorted([*used, *self._free]) == list(range(1, self._num_blocks)), "blocks of pictures do not balance"
+        assert set(self._lengths.nonzero().flatten().tolist()) <= set(self._readers), "a slot reads what it left"
+        for reader in self._readers.values():
+            assert set(reader.names) <= set(self._groups), "pictures that are read are gone"
+
     def _num_real(self, span: PictureSpan) -> int:
         """Rows of its tiles; missing ones have as many."""
         return span.grid[1] * span.grid[2] * self._sight.tile_rows
@@ -176,12 +184,22 @@ class CrossPictures(SlotPictures):
             made = self._model.encode(pixels, [tuple(span.grid) for span in part])
             for features, count in zip(made, counts[start:], strict=False):
                 missing = features.shape[0] - count
-                places = torch.cat((torch.arange(at, at + count), torch.arange(missing_at, missing_at + missing)))
-                places = places.to(device)
-                self._model.keep_pictures(features, group.blocks[places // size], places % size, self._caches)
+                self._put(group, features[:count], at)
+                self._put(group, features[count:], missing_at)
                 at, missing_at = at + count, missing_at + missing
+        # What is behind the last row may be anything that was there before, and masks do not undo what is not finite.
+        width = self._sight.width
+        behind = torch.zeros((len(ids) * size - num_rows, width), dtype=self._model.dtype, device=device)
+        self._put(group, behind, num_rows)
         if self._lost:
             self._lost_groups.add(name)
+
+    def _put(self, group: _Group, features: Tensor, first: int) -> None:
+        """Keys and values of features become rows of a group from `first` on."""
+        if features.shape[0]:
+            places = torch.arange(first, first + features.shape[0], device=features.device)
+            blocks, inside = group.blocks[places // self._block_size], places % self._block_size
+            self._model.keep_pictures(features, blocks, inside, self._caches)
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
