@@ -191,12 +191,32 @@ class PictureSpan(msgspec.Struct, frozen=True, array_like=True):
         return first + count
 
 
+def group_neighbours(spans: list[PictureSpan]) -> list[list[int]]:
+    """Numbers of the pictures of a prompt, those together whose tokens stand side by side."""
+    groups: list[list[int]] = []
+    for number, span in enumerate(spans):
+        if number and spans[number - 1].end == span.start:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
+def name_group(spans: list[PictureSpan], numbers: list[int]) -> str:
+    """What pictures that are kept together are known by."""
+    return "+".join(spans[number].digest for number in numbers)
+
+
 class PicturePolicy(msgspec.Struct, frozen=True, array_like=True):
     """How a model's pictures are computed."""
 
     max_features: int = 0  # that the device keeps, and that a step computes; 0: the model sees no pictures
     whole_runs: bool = False  # tokens of a run see each other both ways
     whole_prompts: bool = False  # tokens of a prompt do
+    # Where layers of cross-attention read pictures: features of each, in whole blocks. They stand in the place of no
+    # token, and are there from a request's first step to its last.
+    cross_rows: int = 0
+    num_more_ids: int = 0  # behind the vocabulary, which stand for pictures: they have an embedding and no score
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

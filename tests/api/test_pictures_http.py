@@ -363,6 +363,48 @@ def test_check_tells_what_pictures_cost(oracle: Oracle) -> None:
     assert "tokens of a picture" in render(report) and "88 at 336x336" in render(report)
 
 
+def test_a_model_that_reads_pictures_by_cross_attention(tmp_path: Path) -> None:
+    """Llama 3.2 Vision, whole: one token stands for a picture; texts and pictures at once; what their memory is."""
+    oracle = make_oracle("mllama", tmp_path)
+    settings = ("--max-total-tokens", "200", "--max-batch-total-tokens", "1600", "--dtype", "float32")
+    limits = ("--max-batch-size", "4", "--max-images-per-request", "6", "--enable-prefill-logprobs")
+    report = check_model(ServerConfig(model_id=str(tmp_path), device="cpu", max_images_per_request=6))
+    assert report.fits, report.problems
+    # Two layers, keys and values of 2 heads of 8 numbers, 4 tiles of 17 rows.
+    assert report.picture_bytes == 2 * 2 * 2 * 8 * 4 * 68 and report.picture_layers == 2
+    assert report.kv_bytes_per_token == 2 * 2 * 2 * 8 * 4 + 4
+    assert "in 2 layers of cross-attention" in render(report)
+    server = Server("--model-id", str(tmp_path), *settings, *limits)
+    try:
+        with server.client() as client:
+            assert client.get("/info").json()["pictures"]["max_cached_pictures"] == 6
+            prompts = {
+                f"![]({as_data(FIRST)})What?": [FIRST, "What?"],
+                f"Both: ![]({as_data(FIRST)})![]({as_data(SECOND)}) and ![]({as_data(FIRST)})?": [
+                    *("Both: ", FIRST, SECOND, " and ", FIRST, "?")
+                ],
+                "no picture": ["no picture"],
+            }
+            with ThreadPoolExecutor(6) as threads:
+                found = list(threads.map(lambda inputs: generate(client, inputs), [*prompts] * 2))
+            assert found == [oracle.generate(prompt, NUM_NEW).token_ids for prompt in prompts.values()] * 2
+            prompt = ["user: Look: ", FIRST, "well?", SECOND, "assistant:"]
+            answer = chat(client, text("Look: "), image(as_data(FIRST)), text("well?"), image(as_data(SECOND)))
+            usage = answer.raise_for_status().json()["usage"]
+            assert usage["prompt_tokens"] == len(oracle.ids(prompt))
+            tokens = client.post("/tokenize", json={"inputs": f"![]({as_data(SECOND)})What?"}).json()
+            assert [token["id"] for token in tokens] == oracle.ids([SECOND, "What?"])
+            told = {"details": True, "decoder_input_details": True, "repetition_penalty": 1.2, "max_new_tokens": 3}
+            body = {"inputs": f"a ![]({as_data(FIRST)}) b", "parameters": told}
+            prefill = client.post("/generate", json=body).raise_for_status().json()["details"]["prefill"]
+            assert [token["id"] for token in prefill] == oracle.ids(["a ", FIRST, " b"])
+            refused = client.post("/generate", json={"inputs": "a <|image|> b"})
+            assert refused.status_code == 422 and "`inputs` holds '<|image|>'" in refused.json()["error"]
+            server.wait_for(lambda: server.metrics()["tgi_picture_held"] == 0, "pictures to be given back")
+    finally:
+        assert server.stop() == 0, server.log[-3000:]
+
+
 def test_models_that_do_not_see_fetch_nothing(http: httpx.Client, web: Pictures) -> None:
     before = len(web.paths)
     url = f"{web.url}/first.png"

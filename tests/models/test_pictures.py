@@ -1,13 +1,15 @@
 """Models that see, whole: tokens and log-probabilities are those of `transformers`, whatever the engine does with steps."""
 
 import hashlib
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from driving import Output, run, start
+import torch
+from driving import Output, collect, run, start
 from PIL import Image
 from queue_on_cpu import QueueOnCpu
 from thread_runners import start_threads
@@ -15,6 +17,7 @@ from vision_oracle import FAMILIES, Oracle, Prompt, draw, make_oracle, pictures_
 
 from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import StartError
+from text_generation_inference.layers.cache import CrossCacheSpec
 from text_generation_inference.models.registry import SEEING
 from text_generation_inference.types import GenerationRequest, PictureSpan, SamplingParams
 
@@ -37,7 +40,13 @@ class Served:
     expected: list[Output]
 
     def start(self, **settings: object) -> Engine:
-        return start(self.oracle.folder, picture_folder=str(self.folder), **settings)
+        engine = start(self.oracle.folder, picture_folder=str(self.folder), **settings)
+        runner = engine.rank.runner
+        for spec, cache in zip(runner.model.caches(torch.float32), runner.kv_cache, strict=True):
+            if isinstance(spec, CrossCacheSpec):  # what nobody has written there may be anything, but for block 0
+                for tensor in cache:
+                    tensor[1:] = math.nan
+        return engine
 
     def request(self, number: int, prompt: Prompt, **params: object) -> GenerationRequest:
         return GenerationRequest(
@@ -116,6 +125,23 @@ def test_chunks(served: Served) -> None:
     engine.close()
 
 
+def test_scored_prompts_and_penalties(served: Served) -> None:
+    """Tokens that stand for pictures may have ids that no score belongs to."""
+    engine = served.start()
+    scored = [served.request(number, prompt, decoder_input_details=True) for number, prompt in enumerate(PROMPTS[:3])]
+    outputs = run(engine, scored)
+    check(served, outputs, range(3))
+    for number, output in enumerate(outputs):
+        expected = served.expected[number].prompt_logprobs
+        found = {place: output.prompt_logprobs[place] for place in expected}
+        assert found == pytest.approx(expected, abs=1e-4), f"prompt {number}"
+        assert len(output.prompt_logprobs) == len(scored[number].token_ids) - 1
+    penalised = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1, "top_n_tokens": 3}
+    for output in run(engine, [served.request(10 + n, prompt, **penalised) for n, prompt in enumerate(PROMPTS[:3])]):
+        assert output.error is None and len(output.token_ids) == NUM_NEW
+    engine.close()
+
+
 def test_preemption(served: Served) -> None:
     """Pictures are computed again, without being sent again."""
     numbers = [1, 4, 1, 4]
@@ -125,6 +151,33 @@ def test_preemption(served: Served) -> None:
     requests = [served.request(place, PROMPTS[number]) for place, number in enumerate(numbers)]
     check(served, run(engine, requests), numbers)
     assert engine.loop.scheduler.stats.num_preemptions > 0
+    engine.close()
+
+
+def test_room_for_few_pictures(served: Served) -> None:
+    """Those who read pictures by cross-attention wait for it, and give it back however they end."""
+    if served.oracle.name != "mllama":
+        pytest.skip("features stand in the place of tokens, and are needed for the step that computes these")
+    engine = served.start(max_images_per_request=5, max_batch_size=4, max_batch_prefill_tokens=11)
+    numbers = [1, 3, 2, 0, 4, 3, 2]
+    for ended in (None, 0, 1):  # the place of one whose caller goes
+        requests = [served.request(place, PROMPTS[number]) for place, number in enumerate(numbers)]
+        outputs = {request.id: Output() for request in requests}
+        for request in requests:
+            engine.loop.add(request)
+        for step in range(10_000):
+            collect(engine.loop.step(), outputs)
+            if step == 5 and ended is not None:
+                assert engine.loop.abort(ended)
+            engine.loop.scheduler.check()
+            if not engine.loop.has_work:
+                break
+        engine.rank.runner.pictures.check()
+        kept = [place for place in range(len(numbers)) if place != ended]
+        check(served, [outputs[place] for place in kept], [numbers[place] for place in kept])
+    check(served, run(engine, [served.request(1000, PROMPTS[0])]), [0])  # a step tells the runner who has left
+    assert not any(engine.rank.runner.pictures.reads([slot]) for slot in range(4))
+    engine.rank.runner.pictures.check()
     engine.close()
 
 

@@ -22,8 +22,8 @@ from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context
+from text_generation_inference.models.registry import SEEING as KNOWN
 from text_generation_inference.models.registry import build, read_config
-from text_generation_inference.models.vision.families import FAMILIES as KNOWN
 from text_generation_inference.models.vision.families import find_family
 from text_generation_inference.models.vision.tower import Tower
 from text_generation_inference.pictures.rule import Normalisation

@@ -22,6 +22,7 @@ from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.cpu import CpuDevice
 from text_generation_inference.engine.loop import EngineLoop
 from text_generation_inference.engine.rank import load_model
+from text_generation_inference.models.model import Model
 from text_generation_inference.models.registry import read_config
 from text_generation_inference.parallel import Parallel
 from text_generation_inference.pictures.rules import find_rule
@@ -34,6 +35,8 @@ from text_generation_inference.scheduler.scheduler import Scheduler
 from text_generation_inference.text.grammar import GrammarCompiler
 from text_generation_inference.types import PicturePolicy, StepPlan, StepResult
 from text_generation_inference.weights.source import ModelFolder
+
+_NUM_PICTURES = 8  # that layers of cross-attention have room for
 
 
 @dataclass
@@ -87,7 +90,8 @@ class ThreadRunners:
             model = load_model(config, source, found, None, device, torch.float32, parallel, lambda *_: None)
             limits = guess_limits(config, model.max_positions, device.limits)
             plan = plan_shapes(config, device.limits, limits, False)
-            cache = kv_cache.allocate(device, model.caches(torch.float32), num_blocks)
+            num_picture_blocks = 1 + _num_cross_rows(model, device.limits.block_size)[0] // device.limits.block_size
+            cache = kv_cache.allocate(device, model.caches(torch.float32), num_blocks, num_picture_blocks)
             sizes = (limits.max_batch_size, limits.max_total_tokens)
             grammars = None if make_grammars is None else make_grammars()
             if model.sight is not None and (rule := find_rule(folder, found.fields)) is not None:
@@ -227,6 +231,14 @@ def make_loop(runners: ThreadRunners, config: ServerConfig, num_blocks: int, ove
     )
     pictures = None
     if (sight := runners.runners[0].model.sight) is not None:
-        pictures = PicturePolicy(config.max_total_tokens or 0, sight.whole_runs, sight.whole_prompts)
+        most, each = _num_cross_rows(runners.runners[0].model, pool.block_size)
+        most = most or config.max_total_tokens or 0
+        pictures = PicturePolicy(most, sight.whole_runs, sight.whole_prompts, each)
     scheduler = Scheduler(policy, pool, prompts_fit=plan.prompts_fit, pictures=pictures)
     return EngineLoop(scheduler, runners, overlap, runners.forget)
+
+
+def _num_cross_rows(model: Model, block_size: int) -> tuple[int, int]:
+    """That are kept for layers of cross-attention, and those of a picture."""
+    each = 0 if model.sight is None else -(-model.sight.cross_rows // block_size) * block_size
+    return _NUM_PICTURES * each, each

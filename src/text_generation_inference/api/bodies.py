@@ -225,6 +225,8 @@ class PictureInfo(msgspec.Struct):
     max_image_fetch_size: int  # bytes
     urls: bool  # are fetched; else pictures come as data alone
     payload_limit: int  # bytes of a request
+    # That there is memory for at a time, where the model reads them by cross-attention: requests wait for it.
+    max_cached_pictures: int | UnsetType = UNSET
 
 
 class Info(msgspec.Struct):

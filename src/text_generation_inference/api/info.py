@@ -63,7 +63,7 @@ async def info(call: Call) -> None:
 
 
 def _describe_pictures(service: Service) -> PictureInfo | UnsetType:
-    config = service.config
+    config, policy = service.config, service.facts.pictures
     if service.pictures is None:
         return UNSET
     return PictureInfo(
@@ -73,6 +73,7 @@ def _describe_pictures(service: Service) -> PictureInfo | UnsetType:
         max_image_fetch_size=config.max_image_fetch_size,
         urls=config.media_urls,
         payload_limit=service.payload_limit,
+        max_cached_pictures=policy.max_features // policy.cross_rows if policy and policy.cross_rows else UNSET,
     )
 
 

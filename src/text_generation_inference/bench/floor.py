@@ -20,7 +20,7 @@ from text_generation_inference.bench.results import Row
 from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import StartError
 from text_generation_inference.kernels.fp8 import Fp8Weight
-from text_generation_inference.layers.cache import AnyCacheSpec
+from text_generation_inference.layers.cache import AnyCacheSpec, CrossCacheSpec
 from text_generation_inference.quant import method as quant_method
 
 Matrix = Tensor | Fp8Weight
@@ -61,6 +61,8 @@ class FloorModel:
         model = runner.model
         if any(matrix.is_stacked for _, matrix in model.walk() if isinstance(matrix, quant_method.Matrix)):
             raise StartError("--floor is for models without experts: which of them a step reads depends on its tokens")
+        if any(isinstance(cache, CrossCacheSpec) for cache in model.caches(model.dtype)):
+            raise StartError("--floor is for models without cross-attention: texts pass it by")
         layers = [
             linear.weight
             for layer in model.model.layers

@@ -17,6 +17,9 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     max_positions: int  # longest sequence it was made for
     kv_bytes_per_token: int  # on one rank: all layers, and its id
     window: int | None = None  # tokens that are read at most, if all layers read a window only
+    # Where layers of cross-attention read pictures: rows that each has in their caches, and bytes of one on one rank.
+    rows_per_picture: int = 0
+    bytes_per_row: int = 0
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +27,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size: int
     num_blocks: int  # the padding block included
+    num_picture_blocks: int = 1  # for layers of cross-attention, the padding block included
+    max_cached_pictures: int = 0  # that these blocks have room for
     max_input_tokens: int
     max_total_tokens: int
     max_batch_prefill_tokens: int
@@ -98,6 +103,12 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
     if padded and not config.max_batch_size and config.max_batch_total_tokens:
         batch_size = max(1, config.max_batch_total_tokens // longest)
         reasons["max_batch_size"] = "max_batch_total_tokens / max_total_tokens"
+    num_pictures = blocks_per_picture = 0
+    if size.rows_per_picture:
+        blocks_per_picture = -(-size.rows_per_picture // limits.block_size)
+        picture_bytes = blocks_per_picture * limits.block_size * size.bytes_per_row
+        num_pictures = _cached_pictures(config, size, batch_size, picture_bytes, free_bytes, reasons)
+        free_bytes = max(0, free_bytes - num_pictures * picture_bytes)
     useful = batch_size * (-(-longest // limits.block_size) + 1) * limits.block_size  # each request has one to spare
     num_tokens = _pool_tokens(config, size, limits, free_bytes, useful, reasons)
     num_blocks = max(1, num_tokens // limits.block_size)
@@ -134,6 +145,8 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
     return Resolved(
         block_size=limits.block_size,
         num_blocks=num_blocks + 1,
+        num_picture_blocks=num_pictures * blocks_per_picture + 1,
+        max_cached_pictures=num_pictures,
         max_input_tokens=max_input,
         max_total_tokens=longest,
         max_batch_prefill_tokens=prefill,
@@ -141,6 +154,30 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
         window=window,
         reasons=reasons,
     )
+
+
+_SHARE_OF_PICTURES = 3  # one in so many bytes of what is left for caches, unless the KV cache's size is given
+
+
+def _cached_pictures(
+    config: ServerConfig, size: ModelSize, batch_size: int, picture_bytes: int, free_bytes: int, reasons: dict[str, str]
+) -> int:
+    """Pictures whose keys and values have room, for layers of cross-attention: one for each request, or all that one
+    may have, within a share of the memory."""
+    if config.max_batch_total_tokens:
+        room = free_bytes - config.max_batch_total_tokens * size.kv_bytes_per_token
+    else:
+        room = free_bytes // _SHARE_OF_PICTURES
+    useful, affordable = max(batch_size, config.max_images_per_request), max(0, room) // picture_bytes
+    reasons["max_cached_pictures"] = f"with {gigabytes(picture_bytes)} each for layers of cross-attention, " + (
+        "one for each request" if useful <= affordable else "as many as memory allows"
+    )
+    if not affordable:
+        raise ResourceError(
+            f"Not enough memory for the keys and values of one picture: they take {gigabytes(picture_bytes)}, and"
+            f" {gigabytes(free_bytes)} are free for all caches. Free memory or lower `max_batch_total_tokens`."
+        )
+    return min(useful, affordable)
 
 
 def _pool_tokens(

@@ -153,6 +153,10 @@ def _decide_pictures(facts: RankFacts, resolved: Resolved) -> PicturePolicy | No
     """Features of the longest prompt have room, and of the largest step."""
     if facts.pictures is None:
         return None
+    if facts.pictures.cross_rows:
+        most = (resolved.num_picture_blocks - 1) * resolved.block_size
+        each = most // resolved.max_cached_pictures
+        return msgspec.structs.replace(facts.pictures, max_features=most, cross_rows=each)
     most = max(resolved.max_input_tokens, resolved.max_batch_prefill_tokens)
     return msgspec.structs.replace(facts.pictures, max_features=most)
 

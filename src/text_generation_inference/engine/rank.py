@@ -30,7 +30,7 @@ from text_generation_inference.engine.machines import find_interface
 from text_generation_inference.engine.memory import check_precision, check_weights_fit, hold_wide_copies
 from text_generation_inference.engine.rank_channel import ProfileAnswer, ProfileAsked
 from text_generation_inference.errors import EngineError, ResourceError, StartError
-from text_generation_inference.layers.cache import bytes_per_token, common_window
+from text_generation_inference.layers.cache import bytes_per_picture_row, bytes_per_token, common_window
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.registry import build
@@ -211,6 +211,8 @@ class Rank:
                 max_positions=model.max_positions,
                 kv_bytes_per_token=bytes_per_token(self._caches),
                 window=common_window(self._caches),
+                rows_per_picture=model.sight.cross_rows if model.sight is not None else 0,
+                bytes_per_row=bytes_per_picture_row(self._caches),
             ),
             quantized=is_quantized(model),
             is_capturable=model.is_capturable,
@@ -218,7 +220,7 @@ class Rank:
             quantization=name_quantization(model_config.fields, config.quantize),
             weight_bytes=weight_bytes(model, dtype),
             pictures=_describe_sight(model.sight),
-            feature_bytes=model.sight.width * dtype.itemsize if model.sight is not None else 0,
+            feature_bytes=_feature_bytes(model.sight, dtype),
         )
 
     def measure(self) -> RankMemory:
@@ -231,7 +233,7 @@ class Rank:
     def allocate(self, resolved: Resolved, plan: ShapePlan, grammars: GrammarCompiler | None) -> None:
         """Cache and slots."""
         self._resolved = resolved
-        cache = kv_cache.allocate(self.device, self._caches, resolved.num_blocks)
+        cache = kv_cache.allocate(self.device, self._caches, resolved.num_blocks, resolved.num_picture_blocks)
         rows, length = resolved.max_batch_size, resolved.max_total_tokens
         with self._explain_lack():
             own_pages = resolved.window is not None
@@ -304,7 +306,8 @@ class Rank:
         config = self._config
         watermark = (config.watermark_gamma, config.watermark_delta)
         folder = Path(config.picture_folder) if config.picture_folder is not None else None
-        about = (grammars, plan, limits_graphs(config, self.device.limits), own_pages, folder)
+        limited = limits_graphs(config, self.device.limits)
+        about = (grammars, plan, limited, own_pages, folder, config.max_images_per_request)
         return Runner(self.device, model, cache, num_slots, max_total_tokens, watermark, *about)
 
     @contextmanager
@@ -363,7 +366,19 @@ def _open_device(calibrated: Calibrated, place: Place) -> Device:
 
 
 def _describe_sight(sight: Sight | None) -> PicturePolicy | None:
-    return None if sight is None else PicturePolicy(whole_runs=sight.whole_runs, whole_prompts=sight.whole_prompts)
+    if sight is None:
+        return None
+    return PicturePolicy(
+        whole_runs=sight.whole_runs,
+        whole_prompts=sight.whole_prompts,
+        cross_rows=sight.cross_rows,
+        num_more_ids=sight.num_more_ids,
+    )
+
+
+def _feature_bytes(sight: Sight | None, dtype: torch.dtype) -> int:
+    """Of one that is kept beside the caches."""
+    return 0 if sight is None or sight.cross_rows else sight.width * dtype.itemsize
 
 
 def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:

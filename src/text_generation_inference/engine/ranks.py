@@ -150,10 +150,12 @@ class Ranks:
     def load(self, model_config: Config, stored: Quantization | None) -> RankFacts:
         facts = self._call(LoadWeights(), lambda: self._rank.load(model_config, stored), RankFacts)
         first = facts[0]
-        most = max(rank.size.kv_bytes_per_token for rank in facts)
+        most = {
+            name: max(getattr(rank.size, name) for rank in facts) for name in ("kv_bytes_per_token", "bytes_per_row")
+        }
         self._facts = msgspec.structs.replace(
             first,
-            size=msgspec.structs.replace(first.size, kv_bytes_per_token=most),
+            size=msgspec.structs.replace(first.size, **most),
             notes=[*first.notes, f"split over {len(facts)} ranks, {self._rank.sums}"],
             weight_bytes=max(rank.weight_bytes for rank in facts),
         )

@@ -70,7 +70,7 @@ def check_submitted(request: GenerationRequest, facts: ModelFacts) -> None:
     """Raise `ValidationError` for what `text/prepare.py` never makes and a device could not survive."""
     request.sampling.check(facts.vocab_size)
     for name, ids in (("inputs", request.token_ids), ("stop_token_ids", request.stop_token_ids)):
-        if ids and not (min(ids) >= 0 and max(ids) < facts.vocab_size):
+        if ids and not (min(ids) >= 0 and max(ids) < facts.vocab_size) and not _are_pictures(request, ids, facts):
             raise ValidationError(f"`{name}` holds a token id outside the vocabulary of {facts.vocab_size}")
     if request.max_new_tokens <= 0:
         raise ValidationError("`max_new_tokens` must be strictly positive")
@@ -80,3 +80,13 @@ def check_submitted(request: GenerationRequest, facts: ModelFacts) -> None:
         raise ValidationError("`seed` must be >= 0 and < 2^64")
     if len(request.cache_salt) > MAX_SALT_CHARACTERS:
         raise ValidationError(f"`cache_salt` must have at most {MAX_SALT_CHARACTERS} characters")
+
+
+def _are_pictures(request: GenerationRequest, ids: list[int], facts: ModelFacts) -> bool:
+    """Whether those of a prompt's ids that the vocabulary has not are such as stand for pictures, in their places."""
+    if ids is not request.token_ids or facts.pictures is None:
+        return False
+    places = {start + n for span in request.pictures for start, count in span.runs for n in range(count)}
+    end = facts.vocab_size + facts.pictures.num_more_ids
+    beyond = [place for place, token in enumerate(ids) if not 0 <= token < facts.vocab_size]
+    return all(place in places and 0 <= ids[place] < end for place in beyond)

@@ -28,6 +28,7 @@ class Batch:
     visible_ends: Tensor | None = (
         None  # [tokens] int64: position after the last token it sees, where that is not its own
     )
+    cross: "CrossMeta | None" = None  # what layers of cross-attention read; None: they pass all tokens by
 
 
 @dataclass(slots=True)
@@ -45,3 +46,27 @@ class PagedMeta:
     # [tiles, 5] int32: slot, token of the batch, its position, number of tokens, position of the chunk's first one
     prefill_tiles: Tensor | None = None
     num_prefix_tiles: int = 0  # leading tiles, of chunks that are not their prompt's first
+
+
+@dataclass(slots=True)
+class CrossReading:
+    """Consecutive tokens that read the same rows of pictures."""
+
+    start: int  # among the tokens that read
+    end: int
+    parts: list[tuple[Tensor, int, int]]  # blocks `[any number]` int64; the rows in them from one to another
+
+
+@dataclass(slots=True)
+class CrossMeta:
+    """What tokens read of pictures in layers of cross-attention: rows that decode first, then chunks of prompts."""
+
+    tokens: Tensor | None  # [reading tokens] int64: which of the batch; None: all
+    reads: Tensor  # [reading tokens, 1] bool: others are passed by
+    feeds: Tensor  # [reading tokens, 1] bool: those that pass the feed-forward too, for a picture stands before them
+    decode: Batch | None  # of the leading tokens: one row each, `seq_lens` rows of pictures in blocks of these
+    num_decode: int
+    readings: list[CrossReading]  # of the tokens after those
+    # Of padded prompts, in place of readings:
+    blocks: Tensor | None = None  # [rows, any number] int64: where the pictures of each prompt are; filler 0
+    mask: Tensor | None = None  # [rows, row length, rows of those blocks] bool: who reads what; all of it for padding

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from text_generation_inference.kernels import fp8
-from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, PagedMeta
+from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, CrossMeta, PagedMeta
 
 _LEAST = -1e30  # below any score: whoever has seen nothing adds exp(-1e30) = 0
 
@@ -46,8 +46,14 @@ def row_length(batch: Batch) -> int:
 
 def take_apart(batch: Batch) -> dict[str, Tensor]:
     """All tensors of a padded pass by name: what a graph reads."""
-    found = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "meta"}
+    found = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name not in ("meta", "cross")}
     found.update({field.name: getattr(batch.meta, field.name) for field in fields(batch.meta)})
+    if (cross := batch.cross) is not None:
+        found |= {"cross_reads": cross.reads, "cross_feeds": cross.feeds}
+        found |= {"cross_blocks": cross.blocks, "cross_mask": cross.mask}
+        if (rows := cross.decode) is not None:
+            found["cross_seq_lens"] = rows.seq_lens
+            found |= {f"cross_{field.name}": getattr(rows.meta, field.name) for field in fields(rows.meta)}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
@@ -67,7 +73,24 @@ def put_together(tensors: dict[str, Tensor]) -> Batch:
         tensors.get("feature_index"),
         tensors.get("grid_positions"),
         tensors.get("visible_ends"),
+        _put_cross_together(tensors) if "cross_reads" in tensors else None,
     )
+
+
+def _put_cross_together(tensors: dict[str, Tensor]) -> CrossMeta:
+    rows, count = None, 0
+    if "cross_seq_lens" in tensors:
+        lists = [tensors[f"cross_{name}"] for name in ("block_list", "block_groups", "block_usage", "row_starts")]
+        rows = rows_of_pictures(tensors["cross_seq_lens"], BlockLists(*lists))
+        count = rows.seq_lens.shape[0]
+    about = (tensors.get("cross_blocks"), tensors.get("cross_mask"))
+    return CrossMeta(None, tensors["cross_reads"], tensors["cross_feeds"], rows, count, [], *about)
+
+
+def rows_of_pictures(seq_lens: Tensor, meta: object) -> Batch:
+    """What rows that decode read of pictures, `seq_lens` rows of them each."""
+    nothing = torch.zeros_like(seq_lens, dtype=torch.int64)  # no tokens are written
+    return Batch(nothing, nothing, nothing, seq_lens, meta)
 
 
 def key_of(batch: Batch) -> Key:
@@ -221,6 +244,8 @@ def _read(cache: Tensor, block: Tensor, place: Tensor | None, scale: float, dtyp
 def as_paged(batch: Batch) -> Batch:
     """The same pass for kernels that read block tables and tiles of prompts; made on the device."""
     rows, device, lists = batch.seq_lens.shape[0], batch.seq_lens.device, batch.meta
+    if batch.cross is not None and batch.cross.decode is not None:
+        batch = replace(batch, cross=replace(batch.cross, decode=as_paged(batch.cross.decode)))
     if isinstance(lists, BlockLists):
         tables = lists.block_list[:, None]  # a row's table is what follows its start
         return replace(batch, meta=PagedMeta(tables, rows, [], [], 0, table_rows=lists.row_starts))

@@ -226,7 +226,12 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     from text_generation_inference.engine.rank import choose_dtype
     from text_generation_inference.kernels.cpu.ops import BLOCKS
     from text_generation_inference.kernels.ops import Ops
-    from text_generation_inference.layers.cache import bytes_per_token, common_window
+    from text_generation_inference.layers.cache import (
+        CrossCacheSpec,
+        bytes_per_picture_row,
+        bytes_per_token,
+        common_window,
+    )
     from text_generation_inference.models.config import Config
     from text_generation_inference.models.model import Context
     from text_generation_inference.models.ranks import check_ranks
@@ -323,12 +328,19 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         raise StartError(
             f"the weights take {gigabytes(report.weight_bytes)}, {gigabytes(report.free_bytes)} of memory are free"
         )
+    crosses = model.sight is not None and model.sight.cross_rows and report.picture_tokens
     size = ModelSize(
         max_positions=model.max_positions,
         kv_bytes_per_token=report.kv_bytes_per_token,
         window=common_window(caches),
+        rows_per_picture=model.sight.cross_rows if model.sight is not None and crosses else 0,
+        bytes_per_row=bytes_per_picture_row(caches),
     )
+    if size.rows_per_picture:
+        report.picture_layers = sum(isinstance(cache, CrossCacheSpec) for cache in caches)
+        report.picture_bytes = size.rows_per_picture * size.bytes_per_row
     resolved = resolve(config, size, device.limits, left)
+    report.max_cached_pictures = resolved.max_cached_pictures or None
     report.kv_cache_tokens = (resolved.num_blocks - 1) * resolved.block_size
     names = ("max_input_tokens", "max_total_tokens", "max_batch_prefill_tokens", "max_batch_size")
     report.limits = {name: getattr(resolved, name) for name in names}
@@ -353,11 +365,12 @@ def _count_experts(report: Report, model: "Model") -> None:
 
 def _group_layers(caches: "Sequence[AnyCacheSpec]") -> list[KvLayers]:
     """Layers that keep the same, in the order in which they first come."""
-    from text_generation_inference.layers.cache import LatentCacheSpec
+    from text_generation_inference.layers.cache import CrossCacheSpec, LatentCacheSpec
 
     groups: dict[AnyCacheSpec, int] = {}
     for cache in caches:
-        groups[cache] = groups.get(cache, 0) + 1
+        if not isinstance(cache, CrossCacheSpec):  # which keep nothing of a token
+            groups[cache] = groups.get(cache, 0) + 1
     return [
         KvLayers(
             "latents" if isinstance(cache, LatentCacheSpec) else "keys and values",

@@ -60,6 +60,9 @@ class Report(msgspec.Struct, kw_only=True):
     tool_calls: str | None = None  # the form in which it writes them
     thinking: str | None = None  # how it marks its thoughts
     picture_tokens: dict[str, int] = {}  # of a model that sees: what pictures of some sizes cost
+    picture_bytes: int | None = None  # on one rank, for layers that read each picture by cross-attention
+    picture_layers: int = 0  # how many those are
+    max_cached_pictures: int | None = None  # that have room at a time
     download_bytes: int | None = None
 
 
@@ -102,6 +105,12 @@ def render(report: Report, width: int | None = None) -> str:
     if report.kv_cache_tokens is not None:
         reason = report.reasons.get("max_batch_total_tokens", "")
         rows.append(("", f"{report.kv_cache_tokens:,} tokens ({reason})"))
+    if report.picture_bytes is not None:
+        each = f"{gigabytes(report.picture_bytes)} in {report.picture_layers} layers of cross-attention"
+        rows.append(("keys and values of a picture", each))
+        if report.max_cached_pictures is not None:
+            reason = report.reasons.get("max_cached_pictures", "")
+            rows.append(("", f"{report.max_cached_pictures:,} at a time ({reason})"))
     rows += [(name, f"{value:,} ({report.reasons.get(name, '')})") for name, value in report.limits.items()]
     if report.tokenizer is not None:
         rows.append(("tokenizer", "found" if report.tokenizer else "missing"))

@@ -37,6 +37,8 @@ def open_model(config: Config, checkpoint: Checkpoint, device: torch.device, tru
     model = build(config, Context(Ops(), device=device, dtype=_DTYPE, trusts_code=trusts_code))
     if not isinstance(model, CausalLM):
         raise StartError("a model that is served through transformers cannot be quantised")
+    if model.sight is not None and model.sight.cross_rows:
+        raise StartError("a model with layers of cross-attention cannot be quantised: no text reaches them")
     model.adapt(checkpoint.names(), checkpoint.are_equal)
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
     check_tensors(model, shapes, model.ignored, str(checkpoint.folder))

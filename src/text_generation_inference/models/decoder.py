@@ -240,6 +240,10 @@ class CausalLM(Model):
         assert self.tower is not None
         return self.tower.encode(pixels, grids)
 
+    def keep_pictures(self, features: Tensor, blocks: Tensor, inside: Tensor, caches: Caches) -> None:
+        for layer in self.model.layers:
+            layer.keep_pictures(features, blocks, inside, caches[layer.number])
+
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
         x = self.model.embed(batch)
         tables, num_levels = self.tables, 1

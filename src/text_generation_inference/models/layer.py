@@ -49,6 +49,9 @@ class DecoderLayer(Module):
         Of tokens that are not `wanted` only keys and values come about.
         """
 
+    def keep_pictures(self, features: Tensor, blocks: Tensor, inside: Tensor, cache: Cache) -> None:
+        """Of layers that read pictures by cross-attention: see `Model.keep_pictures`."""
+
     @property
     def kind(self) -> tuple[object, ...]:
         """Layers of the same kind run the same kernels."""

@@ -79,6 +79,11 @@ class Model(Module, ABC):
         """Features of pictures, of a model with `sight`: see `Tower.encode`."""
         raise NotImplementedError
 
+    def keep_pictures(self, features: Tensor, blocks: Tensor, inside: Tensor, caches: Caches) -> None:
+        """Keys and values of features `[rows, width]` go to these blocks `[rows]` of the caches of layers that read
+        pictures by cross-attention, and places in them."""
+        raise NotImplementedError
+
     @abstractmethod
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
         """Hidden states `[logit tokens, hidden]` of the tokens whose logits are needed."""

@@ -47,13 +47,7 @@ REFUSED = {
         ENCODER_DECODER,
     ),
     **dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM", "RwkvForCausalLM"), RECURRENT),
-    **dict.fromkeys(
-        (
-            "IdeficsForVisionText2Text",
-            "MllamaForConditionalGeneration",
-        ),
-        IMAGES,
-    ),
+    "IdeficsForVisionText2Text": IMAGES,
     "GPT2LMHeadCustomModel": SANTACODER,
 }
 

@@ -67,6 +67,7 @@ SEEING = {  # with pictures; the files are in `vision/`
     "LlavaForConditionalGeneration": "llava",
     "LlavaNextForConditionalGeneration": "llava_next",
     "Mistral3ForConditionalGeneration": "pixtral",
+    "MllamaForConditionalGeneration": "mllama",
     "PaliGemmaForConditionalGeneration": "paligemma",
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",

@@ -13,6 +13,7 @@ from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts
 from text_generation_inference.models.model import Model
+from text_generation_inference.runner.cross_pictures import CrossPictures
 from text_generation_inference.runner.device_sampling import DeviceSampling
 from text_generation_inference.runner.host_sampling import HostSampling
 from text_generation_inference.runner.padded_inputs import describe_decode, describe_prefill
@@ -189,13 +190,18 @@ class BucketedSteps:
         seen = [Seen(slot, 0, int(lengths[slot]), row * bucket.length) for row, slot in enumerate(slots)]
         if any(pictures.concerns(row.slot, row.start, row.end) for row in seen):
             pictures.put_into(batch, seen, bucket.num_tokens)
+            if isinstance(pictures, CrossPictures):
+                batch.cross = pictures.of_padded_prompts(seen, bucket.batch, bucket.length)
 
     def _decode_batch(self, bucket: Bucket, slots: list[int]) -> Batch:
         arrays = describe_decode(bucket, slots, self._slots.host)
         self._slots.put(arrays.slots, arrays.block_list, arrays.block_groups, arrays.block_usage, arrays.row_starts)
         rows, *lists = self._slots.send()
         ids, positions, kv_index, seq_lens = self._slots.gather(rows, None)
-        return Batch(ids, positions, kv_index, seq_lens, BlockLists(*self._slots.move(lists)))
+        batch = Batch(ids, positions, kv_index, seq_lens, BlockLists(*self._slots.move(lists)))
+        if isinstance(self._pictures, CrossPictures) and self._pictures.reads(slots):
+            batch.cross = self._pictures.of_padded_rows(slots, bucket.batch)
+        return batch
 
     def _place_for(self, batch: Batch) -> Tensor:
         """Where the logits of a pass go; what is in the place of the other phase stays."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from text_generation_inference.devices.device import Device
 from text_generation_inference.errors import ResourceError
 from text_generation_inference.kernels.fp8 import FP8
-from text_generation_inference.layers.cache import AnyCacheSpec, bytes_per_token
+from text_generation_inference.layers.cache import AnyCacheSpec, CrossCacheSpec, bytes_per_token
 from text_generation_inference.units import gigabytes
 
 
@@ -20,11 +20,21 @@ def choose_dtype(asked: str | None, model_dtype: torch.dtype) -> torch.dtype:
     return FP8 if asked == "fp8_e4m3fn" else model_dtype
 
 
-def allocate(device: Device, caches: Sequence[AnyCacheSpec], num_blocks: int) -> list[tuple[Tensor, ...]]:
-    """Of each layer what its spec says: tensors `[blocks, block_size, heads, dim]`."""
+def allocate(
+    device: Device, caches: Sequence[AnyCacheSpec], num_blocks: int, num_picture_blocks: int = 1
+) -> list[tuple[Tensor, ...]]:
+    """Of each layer what its spec says: tensors `[blocks, block_size, heads, dim]`.
+
+    Layers that read pictures by cross-attention have blocks of their own, `num_picture_blocks`.
+    """
     block_size = device.limits.block_size
+
+    def zeros(spec: AnyCacheSpec) -> tuple[Tensor, ...]:
+        count = num_picture_blocks if isinstance(spec, CrossCacheSpec) else num_blocks
+        return tuple(_zeros(device, count, *shape, spec.dtype) for shape in spec.shapes)
+
     try:
-        return [tuple(_zeros(device, num_blocks, *shape, spec.dtype) for shape in spec.shapes) for spec in caches]
+        return [zeros(spec) for spec in caches]
     except (RuntimeError, MemoryError) as error:
         num_tokens = num_blocks * block_size
         raise ResourceError(

@@ -69,7 +69,8 @@ class PaddedPasses:
         `needed` tokens are real.
         """
         # Those with pictures read more than graphs were made for.
-        bypass = not self.captures(bucket) or batch.feature_index is not None or batch.visible_ends is not None
+        more = (batch.feature_index, batch.visible_ends, batch.cross)
+        bypass = not self.captures(bucket) or any(each is not None for each in more)
         self.shape_stats.on_pass(key_of(batch), bucket, needed, bypass and self._has_graphs)
         return self._graphs(batch, bypass)
 

@@ -4,7 +4,7 @@ Decode steps replay a captured pass over a padded number of rows; steps with few
 numbers of rows and tokens; others are queued op by op. Where nothing is captured every step has its exact size.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.models.model import Model
+from text_generation_inference.runner.cross_pictures import CrossPictures
 from text_generation_inference.runner.device_sampling import DeviceSampling
 from text_generation_inference.runner.host_sampling import HostSampling
 from text_generation_inference.runner.mixed import MOST_CHUNKS, MixedSize, describe
@@ -51,7 +52,8 @@ class PagedSteps:
         self._slots, self._sampling, self._owed = slots, sampling, owed
         self._pictures = pictures
         self._max_total_tokens = max_total_tokens
-        self._captured: dict[Bucket, _Captured] = {}
+        self._cross = pictures if isinstance(pictures, CrossPictures) else None
+        self._captured: dict[tuple[Bucket, bool], _Captured] = {}  # with layers of cross-attention, and without
         self._without: set[Bucket] = set()  # shapes for which there was no room
         num_slots = slots.state.rows.shape[0]
         mixed = [bucket for bucket in plan.shapes if bucket.phase == "mixed"]
@@ -89,15 +91,16 @@ class PagedSteps:
                 size = self._mixed[bucket]
                 with self._device.stream():
                     self._mixed_words[: size.num_words].copy_(torch.from_numpy(size.blank()))
-            captured = self._capture(bucket)
+            captured = {(bucket, crosses): self._capture(bucket, crosses) for crosses in self._ways(bucket)}
             if bucket.phase == "decode" and isinstance(self._sampling, DeviceSampling):
-                self._sampling.capture_draws(bucket.batch, captured.logits)
-        self._captured[bucket] = captured
+                self._sampling.capture_draws(bucket.batch, captured[bucket, False].logits)
+        self._captured |= captured
 
     def run_shallow(self, bucket: Bucket) -> None:
         """Run a shape through few layers, without capturing it."""
         with torch.inference_mode(), self._device.stream():
-            self._padded_pass(bucket, self._model.shallow())
+            for crosses in self._ways(bucket):
+                self._padded_pass(bucket, self._model.shallow(), crosses)
 
     @contextmanager
     def few_layers(self) -> Generator[None, None, None]:
@@ -108,14 +111,18 @@ class PagedSteps:
         finally:
             self._model = model
 
-    def _capture(self, bucket: Bucket) -> _Captured:
-        self.run_shallow(bucket)  # loads kernels and makes workspaces, which a capture may not
-        return _Captured(*self._device.capture(lambda: self._padded_pass(bucket, self._model)))
+    def _ways(self, bucket: Bucket) -> Sequence[bool]:
+        """Without layers that read pictures, and, where rows may have some, with them."""
+        return (False, True) if self._cross is not None and bucket.batch else (False,)
 
-    def _padded_pass(self, bucket: Bucket, model: Model) -> Tensor:
+    def _capture(self, bucket: Bucket, crosses: bool) -> _Captured:
+        self.run_shallow(bucket)  # loads kernels and makes workspaces, which a capture may not
+        return _Captured(*self._device.capture(lambda: self._padded_pass(bucket, self._model, crosses)))
+
+    def _padded_pass(self, bucket: Bucket, model: Model, crosses: bool) -> Tensor:
         if bucket.phase == "decode":
-            return self._decode_pass(bucket.batch, model)
-        return self._mixed_padded_pass(self._mixed[bucket], model)
+            return self._decode_pass(bucket.batch, model, crosses)
+        return self._mixed_padded_pass(self._mixed[bucket], model, crosses)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -129,10 +136,11 @@ class PagedSteps:
         if decode:
             bucket = self.plan.find("decode", len(decode), 0)
             size = bucket.batch if bucket is not None else len(decode)
-            captured = self._captured.get(bucket) if bucket is not None else None
+            crosses = self._cross is not None and self._cross.reads(decode)
+            captured = self._captured.get((bucket, crosses)) if bucket is not None else None
             if captured is not None:
                 captured.replay()
-            logits = captured.logits if captured is not None else self._decode_pass(size, self._model)
+            logits = captured.logits if captured is not None else self._decode_pass(size, self._model, crosses)
             yield StepPass(decode, logits, self._slots.state.rows[:size], is_decode=True)
 
     def _mixed_step(self, decode: list[int], chunks: list[Chunk]) -> StepPass:
@@ -142,7 +150,8 @@ class PagedSteps:
         seen = self._see(len(decode), chunks)
         if not scored and not seen and len(chunks) <= MOST_CHUNKS:
             bucket = self.plan.find("mixed", len(decode), sum(chunk.end - chunk.start for chunk in chunks))
-        captured = self._captured.get(bucket) if bucket is not None else None
+        crosses = self._cross is not None and self._cross.reads(decode)
+        captured = self._captured.get((bucket, crosses)) if bucket is not None else None
         if bucket is not None and captured is not None:
             size = self._mixed[bucket]
             self._slots.put(size.fill(decode, chunks, sampling))
@@ -171,20 +180,24 @@ class PagedSteps:
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
-    def _decode_pass(self, size: int, model: Model) -> Tensor:
+    def _decode_pass(self, size: int, model: Model, crosses: bool) -> Tensor:
         """Logits `[size, vocab]` of the decode set's next tokens, from what is in the slots alone."""
         row_slots = self._slots.state.rows[:size]
         longest = self._max_total_tokens if self._pads_decode else self._longest(self._slots.decode_slots)
         batch = self._batch(row_slots, None, row_slots, size, longest)
+        if self._cross is not None and crosses:
+            batch.cross = self._cross.of_rows(row_slots, is_all=True)
         return self._sampling.take_best(self._logits_of(batch, size, model), row_slots)
 
-    def _mixed_padded_pass(self, size: MixedSize, model: Model) -> Tensor:
+    def _mixed_padded_pass(self, size: MixedSize, model: Model, crosses: bool) -> Tensor:
         """Logits of a step with prompt tokens, from what is on the device alone."""
         token_slots, at, row_slots, logit_tokens, tiles = size.split(self._mixed_words)
         batch = self._batch(token_slots, at, token_slots[: size.rows], size.rows, self._max_total_tokens)
         batch.logit_tokens = logit_tokens.long()
         batch.meta.prefill_tiles = tiles.view(-1, 5)
         batch.meta.num_prefix_tiles = batch.meta.prefill_tiles.shape[0]  # any of them may be
+        if self._cross is not None and crosses:
+            batch.cross = self._cross.of_rows(token_slots[: size.rows], is_all=False)
         return self._sampling.take_best(self._logits_of(batch, size.logits, model), row_slots)
 
     def _mixed_pass(
@@ -203,6 +216,8 @@ class PagedSteps:
         batch.meta.num_prefix_tiles = inputs.num_prefix_tiles
         if self._pictures is not None and seen:
             self._pictures.put_into(batch, seen)
+        if self._cross is not None and self._cross.reads(inputs.rows):
+            batch.cross = self._cross.of_chunks(rows[: len(decode)], decode, seen)
         return self._model.forward(self._device.prepare(batch), self._kv_cache), row_slots
 
     def _batch(

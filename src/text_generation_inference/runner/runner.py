@@ -17,6 +17,7 @@ from text_generation_inference.devices.device import Device
 from text_generation_inference.failpoints import failpoint
 from text_generation_inference.models.model import Model
 from text_generation_inference.runner.bucketed_steps import BucketedSteps
+from text_generation_inference.runner.cross_pictures import CrossPictures
 from text_generation_inference.runner.device_sampling import DeviceSampling
 from text_generation_inference.runner.grammar import SlotGrammars
 from text_generation_inference.runner.host_sampling import HostSampling, HostTokens
@@ -55,16 +56,22 @@ class Runner:
         limit_graphs: bool = False,  # where every pass is padded, prompts go without graphs
         own_pages: bool = False,  # requests give blocks back while they run: see `SlotState`
         picture_folder: Path | None = None,  # where pixels are
+        max_pictures: int | None = None,  # of a request; None: as many as there is room for
     ) -> None:
         self.device, self.model, self.kv_cache = device, model, kv_cache
         num_blocks, block_size = kv_cache[0][0].shape[:2]
-        self.pictures = SlotPictures(device, model, model.sight, picture_folder) if model.sight is not None else None
+        self.pictures: SlotPictures | None = None
+        if model.sight is not None:
+            about = (device, model, model.sight, picture_folder)
+            crosses = model.sight.cross_rows > 0
+            self.pictures = (
+                CrossPictures(*about, kv_cache, num_slots, max_pictures) if crosses else SlotPictures(*about)
+            )
         shift_of = self.pictures.shift_of if self.pictures is not None else None
         with device.stream():  # what is filled here is read in this queue
             model.bind(kv_cache, max_total_tokens)
-            self.slots = Slots(
-                device, num_slots, max_total_tokens, num_blocks, block_size, plan.pads, own_pages, shift_of
-            )
+            about = (num_slots, max_total_tokens, num_blocks, block_size, plan.pads, own_pages, shift_of)
+            self.slots = Slots(device, *about, model.vocab_size)
         about = (device, self.slots, model.vocabulary, watermark)
         self.sampling = DeviceSampling(*about) if self.slots.on_device else HostSampling(*about, plan.pads)
         self.grammars = SlotGrammars(grammars, num_slots, model.vocab_size)

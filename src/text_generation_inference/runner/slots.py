@@ -43,10 +43,14 @@ class Slots:
         keeps_tables: bool = False,  # block tables are kept on the host, too
         own_pages: bool = False,  # token ids of requests stay when blocks of theirs go
         shift_of: Callable[[GenerationRequest], int] | None = None,  # see `SlotState.shifts`; None: nobody has any
+        # Ids from here on stand for pictures and have no scores: slots know them as the one before, for all who look
+        # scores up by what a request has seen.
+        vocab_size: int | None = None,
     ) -> None:
         self.on_device = device.limits.runs_ahead
         self._device = device
         self._shift_of = shift_of
+        self._last_id = vocab_size - 1 if vocab_size is not None else np.iinfo(np.int32).max
         self._keeps_tables = keeps_tables and self.on_device
         home = device.torch_device if self.on_device else torch.device("cpu")
         self.state = SlotState(num_slots, max_tokens, num_blocks, block_size, home, own_pages)
@@ -120,6 +124,7 @@ class Slots:
         records = _make_records(admissions)
         if self._shift_of is not None:
             records[:, SlotState.SHIFT] = [self._shift_of(admission.request) for admission in admissions]
+        np.minimum(records[:, SlotState.LAST], self._last_id, out=records[:, SlotState.LAST])
         slots = np.array([admission.slot for admission in admissions])
         self._staging.write_blocks(slots * SlotState.RECORD, records)
         self.host.lengths[slots] = records.view(np.int64)[:, SlotState.LENGTH // 2]
@@ -146,6 +151,7 @@ class Slots:
             given, outputs = admission.request.token_ids, admission.output_ids
             tokens[first : first + len(given)] = given
             tokens[first + len(given) : first + len(given) + len(outputs)] = outputs
+        np.minimum(tokens, self._last_id, out=tokens)
         places = self.state.pages_at + np.array(blocks, dtype=np.int64) * size
         self._staging.write_blocks(places, tokens.reshape(-1, size))
 

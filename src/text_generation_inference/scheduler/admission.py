@@ -85,7 +85,7 @@ class AdmissionByTokens(_Admission):
         shared: list[int] = []
         if not request.wants_prompt_logprobs:
             shared = self._pool.match(request.tokens[: known - 1], request.root)
-            shared = shared[: _before_run(request, len(shared) * size) // size]
+            shared = shared[: _without_cuts(request, len(shared), size)]
         num_new = -(-known // size) - len(shared)
         behind = 0
         if self._pool.window is not None:
@@ -140,9 +140,9 @@ class AdmissionByShapes(_Admission):
         return True
 
 
-def _before_run(request: Request, num_tokens: int) -> int:
-    """As many tokens as do not end within a run that is computed at once."""
-    for start, end in request.whole_runs:
-        if start < num_tokens < end:
-            return start
-    return num_tokens
+def _without_cuts(request: Request, num_blocks: int, size: int) -> int:
+    """As many blocks as do not end within a run that is computed at once. Before one they may end within another."""
+    for start, end in reversed(request.whole_runs):
+        if start < num_blocks * size < end:
+            num_blocks = start // size
+    return num_blocks

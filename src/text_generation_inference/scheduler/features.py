@@ -6,20 +6,40 @@ is within the picture, and after that until their room is needed. What a plan dr
 its step, what it computes comes next.
 """
 
+import sys
 from collections import OrderedDict
+from typing import NamedTuple
 
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.scheduler.request import Request
-from text_generation_inference.types import GenerationRequest, PicturePolicy, PictureSpan, PictureWork
+from text_generation_inference.types import (
+    GenerationRequest,
+    PicturePolicy,
+    PictureSpan,
+    PictureWork,
+    group_neighbours,
+    name_group,
+)
+
+
+class PictureGroup(NamedTuple):
+    """Pictures that are computed and kept together for layers of cross-attention, from the first token to the end."""
+
+    number: int  # of the first
+    digest: str
+    num_features: int
+    start: int = 0
+    end: int = sys.maxsize
 
 
 class FeatureBook:
     def __init__(self, policy: PicturePolicy, at_once: bool = False) -> None:
         self.policy = policy
-        self._at_once = at_once  # a prompt is computed in one step, and so all its pictures are there in it
+        # A prompt is computed in one step, or all of it reads all its pictures: these are there from its first step on.
+        self._at_once = at_once or policy.cross_rows > 0
         self._sizes: OrderedDict[str, int] = OrderedDict()  # features of each digest, least recently used first
         self._holders: dict[str, set[Request]] = {}  # of those that somebody holds
-        self._held: dict[Request, dict[str, PictureSpan]] = {}
+        self._held: dict[Request, dict[str, PictureSpan | PictureGroup]] = {}
         self._used = 0
         self._num_encoded = self._num_features = self._num_found = 0
         self._left = 0  # of the step being planned
@@ -29,10 +49,14 @@ class FeatureBook:
     def check(self, source: GenerationRequest, most_tokens: int) -> None:
         """Raise `ValidationError` if a request has a picture that can never be computed."""
         most = self.policy.max_features
-        for span in source.pictures:
+        if (each := self.policy.cross_rows) and len(source.pictures) * each > most:
+            raise ValidationError(
+                f"the prompt has {len(source.pictures)} images, and there is memory for {most // each} at a time"
+            )
+        for span in self._kept(source):
             if span.num_features > most:
                 raise ValidationError(f"an image must have at most {most} tokens. Given: {span.num_features}")
-        total = sum({span.digest: span.num_features for span in source.pictures}.values())
+        total = sum({span.digest: span.num_features for span in self._kept(source)}.values())
         if self._at_once and total > most:
             raise ValidationError(f"the images of a request must have at most {most} tokens together. Given: {total}")
         longest = max((end - start for start, end in whole_runs(source, self.policy)), default=0)
@@ -60,7 +84,7 @@ class FeatureBook:
         """Whether there is room for all that a request must have in its first step."""
         if not self._at_once or not request.source.pictures:
             return True
-        wanted = {span.digest: span.num_features for span in request.source.pictures}
+        wanted = {span.digest: span.num_features for span in self._kept(request.source)}
         new = sum(count for digest, count in wanted.items() if digest not in self._sizes)
         others = sum(self._sizes[digest] for digest in self._holders if digest not in wanted)
         return new <= self._left and others + sum(wanted.values()) <= self.policy.max_features
@@ -73,7 +97,7 @@ class FeatureBook:
         for first, after in request.whole_runs:
             if first < end < after:
                 end = after if may_exceed and first <= start else max(start, first)
-        for number, span in enumerate(request.source.pictures):
+        for number, span in enumerate(self._kept(request.source)):
             if span.end > start and span.start < end and not self._try_hold(request, number, span):
                 return max(start, span.start)
         return end
@@ -91,7 +115,7 @@ class FeatureBook:
 
     def distrust(self, request: Request) -> None:
         """It has failed, and its pictures may be why: they are computed anew for whoever comes next."""
-        for span in request.source.pictures:
+        for span in self._kept(request.source):
             if span.digest in self._sizes and span.digest not in self._holders:
                 self._used -= self._sizes.pop(span.digest)
                 self._drop.append(span.digest)
@@ -115,12 +139,20 @@ class FeatureBook:
                 holders.setdefault(digest, set()).add(request)
         assert holders == self._holders and set(holders) <= set(self._sizes)
 
-    def _try_hold(self, request: Request, number: int, span: PictureSpan) -> bool:
+    def _kept(self, source: GenerationRequest) -> "list[PictureSpan] | list[PictureGroup]":
+        """What is computed and kept for a request."""
+        each, spans = self.policy.cross_rows, source.pictures
+        if not each:
+            return spans
+        groups = group_neighbours(spans)
+        return [PictureGroup(group[0], name_group(spans, group), len(group) * each) for group in groups]
+
+    def _try_hold(self, request: Request, number: int, span: "PictureSpan | PictureGroup") -> bool:
         digest = span.digest
         if digest not in self._sizes:
             if not self._try_compute(span):
                 return False
-            self._compute.append((request.slot, number))
+            self._compute.append((request.slot, span.number if isinstance(span, PictureGroup) else number))
             self._num_encoded += 1
             self._num_features += span.num_features
         elif digest not in self._held.get(request, ()):
@@ -130,7 +162,7 @@ class FeatureBook:
         self._held.setdefault(request, {})[digest] = span
         return True
 
-    def _try_compute(self, span: PictureSpan) -> bool:
+    def _try_compute(self, span: "PictureSpan | PictureGroup") -> bool:
         count, most = span.num_features, self.policy.max_features
         free = [digest for digest in self._sizes if digest not in self._holders]
         if count > self._left or self._used - sum(self._sizes[digest] for digest in free) + count > most:

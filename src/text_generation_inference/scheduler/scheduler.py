@@ -144,6 +144,9 @@ class Scheduler:
     def _make_request(self, source: GenerationRequest) -> Request:
         policy = self._features.policy
         depends_on = str(source.id) if policy.whole_prompts else ""  # on what follows, too: nobody shares anything
+        if policy.cross_rows and source.pictures and source.pictures[0].start > 0:
+            # Tokens before all pictures read all of them, and so whatever comes depends on all.
+            depends_on = " ".join(span.digest for span in source.pictures)
         return Request(source, self._num_arrived, self._now(), whole_runs(source, policy), depends_on)
 
     def abort(self, request_id: int) -> bool:

@@ -11,12 +11,10 @@ from typing import Any
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.registry import SEEING
 
-FAMILIES = {**SEEING, "MllamaForConditionalGeneration": "mllama"}  # the last has a tower, and no decoder yet
-
 
 def find_family(config: Config) -> Any | None:
     """The module of a model that sees; None for others."""
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    found = next((FAMILIES[name] for name in names if isinstance(name, str) and name in FAMILIES), None)
+    found = next((SEEING[name] for name in names if isinstance(name, str) and name in SEEING), None)
     return None if found is None else import_module(f"text_generation_inference.models.vision.{found}")

@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from text_generation_inference.files import shorten
+from text_generation_inference.layers.embedding import VocabWeight
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.config import Config
-from text_generation_inference.models.model import Context
+from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.spec import read_activation as read_text_activation
 from text_generation_inference.models.spec import read_sizes
 from text_generation_inference.models.vision.blocks import BlockSpec, check_heads, read_activation
 from text_generation_inference.models.vision.mllama_cross import CrossLayer, CrossSpec
 from text_generation_inference.models.vision.mllama_vision import MllamaTower, MllamaVisionSpec
+from text_generation_inference.models.vision.see import see
+from text_generation_inference.models.vision.sight import Sight
 from text_generation_inference.models.vision.text import as_text
-from text_generation_inference.models.vision.tower import Tower
 
 DECODERS = ("language_model.model", "model.language_model")  # what checkpoints call the text model
 HEADS = ("language_model.lm_head", "lm_head")
@@ -58,7 +60,7 @@ def cross_layers(config: Config) -> tuple[int, ...]:
     return _read_numbers(text, "cross_attention_layers", _CROSS, text.integer("num_hidden_layers"))
 
 
-def tower(config: Config, context: Context) -> Tower:
+def tower(config: Config, context: Context) -> MllamaTower:
     vision = config.inner("vision_config").renamed(attention_heads="num_attention_heads").with_defaults(**_VISION)
     vision.refuse("num_channels", 3)
     hidden_size, num_heads = check_heads(vision, "hidden_size", "attention_heads")
@@ -99,11 +101,30 @@ def _read_numbers(config: Config, name: str, default: tuple[int, ...], num_layer
     return tuple(found)
 
 
-def make_cross_layers(config: Config, context: Context) -> list[CrossLayer]:
-    """Those that read pictures, named within the text model."""
-    text = Config(text_config(config), config.source)
+def build(config: Config, context: Context) -> Model:
+    text = Config({**text_config(config), "tie_word_embeddings": False}, config.source)
+    numbers = cross_layers(config)
+    if 0 in numbers:
+        raise text.wrong("cross_attention_layers", "has layer 0: the first one must be of self-attention")
+    seeing = tower(config, context)
+    vocab_size, size = text.integer("vocab_size"), text.integer("hidden_size")
+    rows, tile_rows = seeing.num_features, seeing.spec.num_rows
+    sight = Sight(size, cross_rows=rows, tile_rows=tile_rows, cross_layer=numbers[0], num_more_ids=NUM_MORE_EMBEDDINGS)
+    model = see(config, context, dict(text.fields), seeing, DECODERS, HEADS, sight)
+    spec, names = _read_cross(text), model.spec.names
+    for number in numbers:
+        name = names.layer.format(number)
+        model.model.layers[number] = CrossLayer(context, spec, model.spec.layers[number], name, number)
+    num_embeddings = vocab_size + NUM_MORE_EMBEDDINGS
+    model.model.embedding = VocabWeight(
+        context.ops, context.parallel, names.embedding, num_embeddings, size, is_head=False
+    )
+    return model
+
+
+def _read_cross(text: Config) -> CrossSpec:
     sizes = read_sizes(text)
-    spec = CrossSpec(
+    return CrossSpec(
         hidden_size=sizes.hidden,
         num_heads=sizes.heads,
         num_kv_heads=sizes.kv_heads,
@@ -111,4 +132,3 @@ def make_cross_layers(config: Config, context: Context) -> list[CrossLayer]:
         activation=read_text_activation(text, default="silu"),
         eps=text.positive("rms_norm_eps"),
     )
-    return [CrossLayer(context, spec, f"layers.{number}") for number in cross_layers(config)]

@@ -1,7 +1,7 @@
-"""Layers of Llama 3.2 Vision that read pictures, and which rows of which pictures a token reads.
+"""Layers of Llama 3.2 Vision that read pictures: `Batch.cross` says which tokens read which rows of which pictures.
 
-Keys and values of a request's pictures are made once, and stay as they are. Rows of real tiles come first, picture by
-picture, then those of missing tiles: so what a token reads is one run of them. Without pictures the layers do nothing.
+Keys and values of pictures are made once, when these are computed, and stay as they are. Tokens of requests without
+pictures are passed by; a batch that has no others passes the layers by as a whole.
 """
 
 from collections.abc import Sequence
@@ -12,53 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from text_generation_inference.kernels.batch import Batch, CrossMeta
 from text_generation_inference.kernels.fp8 import apply_scales
-from text_generation_inference.kernels.partial_sum import PartialSum
+from text_generation_inference.kernels.matrices import Product, Rows
+from text_generation_inference.layers.attention import SelfAttention
+from text_generation_inference.layers.cache import CrossCacheSpec
 from text_generation_inference.layers.linear import Linear, column_parts, row_linear
 from text_generation_inference.layers.norm import NormSpec, RMSNorm
 from text_generation_inference.models.feed_forward import DenseMlp
+from text_generation_inference.models.layer import Cache, DecoderLayer
 from text_generation_inference.models.model import Context
-from text_generation_inference.models.spec import DenseSpec, TensorNames
+from text_generation_inference.models.spec import DenseSpec, LayerSpec, TensorNames
 from text_generation_inference.models.vision.blocks import Parameter
-from text_generation_inference.weights.declare import Module, Part
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Tokens of a request that read the same rows of its pictures."""
-
-    start: int  # of the request's tokens
-    end: int
-    first_row: int
-    end_row: int
-    has_picture: bool  # else they come before all pictures: they read every row, and the feed-forward passes them by
-
-
-def find_readings(places: Sequence[int], counts: Sequence[int], num_rows: int, num_tokens: int) -> list[Reading]:
-    """What the tokens of a request read.
-
-    places: of the tokens that stand for pictures. counts: rows of real tiles of each picture. num_rows: of all tiles.
-    A token reads the last picture before it, and those that stand right before that one.
-    """
-    if not places:
-        return []
-    readings: list[Reading] = []
-    if places[0] > 0:
-        readings.append(Reading(0, places[0], 0, num_rows, False))
-    first_row = end_row = 0
-    for number, (place, count) in enumerate(zip(places, counts, strict=True)):
-        if number and places[number - 1] != place - 1:
-            first_row = end_row
-        end_row += count
-        end = places[number + 1] if number + 1 < len(places) else num_tokens
-        readings.append(Reading(place, end, first_row, end_row, True))
-    return readings
-
-
-def join_features(features: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """Of all pictures of a request: rows of real tiles, then those of missing ones."""
-    pairs = list(zip(features, counts, strict=True))
-    return torch.cat([*(each[:count] for each, count in pairs), *(each[count:] for each, count in pairs)])
+from text_generation_inference.quant.method import InputForm
+from text_generation_inference.weights.declare import Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +42,9 @@ class CrossSpec:
         return self.hidden_size // self.num_heads
 
 
-class _CrossAttention(Module):
+class CrossAttention(SelfAttention):
+    """Keeps keys and values of pictures in place of those of tokens, in the type that it computes in."""
+
     name = "cross_attn"
 
     def __init__(self, context: Context, spec: CrossSpec) -> None:
@@ -83,64 +52,112 @@ class _CrossAttention(Module):
         heads, kv_heads = context.parallel.split_heads(spec.num_heads, spec.num_kv_heads)
         kept, kept_kv = ((first * dim, end * dim) for first, end in (heads, kv_heads))
         norm, kv_size = NormSpec(eps=spec.eps), spec.num_kv_heads * dim
-        self.head_dim = dim
+        self.ops, self.head_dim, self.num_kv_heads, self.dtype = ops, dim, kv_heads[1] - kv_heads[0], context.dtype
         self.q = Linear(ops, column_parts(["q_proj"], [spec.num_heads * dim], size, [kept]))
         self.kv = Linear(ops, column_parts(["k_proj", "v_proj"], [kv_size] * 2, size, [kept_kv] * 2))
         self.q_norm = RMSNorm(ops, Part("q_norm.weight", (dim,)), norm)
         self.k_norm = RMSNorm(ops, Part("k_norm.weight", (dim,)), norm)
         self.out = row_linear(ops, context.parallel, "o_proj", spec.num_heads * dim, size, kept, bias=False)
 
-    def queries(self, x: Tensor) -> Tensor:
-        """-> `[tokens, heads, dim]`."""
-        return self._norm(self.q_norm, self.q.forward(x)).unflatten(0, (x.shape[0], -1))
+    @property
+    def input_form(self) -> InputForm:
+        return self.q.input_form
 
-    def keys_values(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def kind(self) -> object:
+        return "cross", self.head_dim, self.num_kv_heads, self.q.kind, self.out.kind
+
+    def cache_spec(self, dtype: torch.dtype) -> CrossCacheSpec:
+        return CrossCacheSpec(self.num_kv_heads, self.head_dim, self.dtype)
+
+    def keep(self, features: Tensor, blocks: Tensor, inside: Tensor, cache: Cache) -> None:
+        """Keys and values of features `[rows, hidden]` go to these blocks of the cache, and places in them."""
         k, v = self.kv.forward(features).chunk(2, dim=1)
-        k = self._norm(self.k_norm, k).unflatten(0, (features.shape[0], -1))
-        return k, v.unflatten(1, (-1, self.head_dim)).contiguous()
+        k_cache, v_cache = cache
+        k_cache[blocks, inside] = self._norm(self.k_norm, k)
+        v_cache[blocks, inside] = v.unflatten(1, (-1, self.head_dim))
+
+    def forward(
+        self, x: Rows, batch: Batch, cos_sin: Tensor, cache: tuple[Tensor, ...], wanted: Tensor | None = None
+    ) -> Product:
+        """x: of the tokens of `batch.cross` alone."""
+        cross, (k_cache, v_cache) = batch.cross, cache
+        assert cross is not None and wanted is None
+        q = self._norm(self.q_norm, self.q.forward(x))
+        read = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        count = cross.num_decode
+        if cross.decode is not None:
+            # A row that decodes reads all of its last pictures' rows: so it would if they were tokens before it.
+            scale = self.head_dim**-0.5
+            read[:count] = self.ops.attention(q[:count], None, None, k_cache, v_cache, cross.decode, scale)
+        if cross.blocks is not None and cross.mask is not None:
+            read = _attend_padded(q, k_cache, v_cache, cross.blocks, cross.mask)
+        for reading in cross.readings:
+            tokens = slice(reading.start, reading.end)
+            read[tokens] = _attend(q[tokens], _rows(k_cache, reading.parts), _rows(v_cache, reading.parts))
+        return self.out.forward(read)
 
     def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        return cast(Tensor, norm.forward(x.reshape(-1, self.head_dim)))
+        """`[rows, heads * dim]` -> `[rows, heads, dim]`."""
+        normed = cast(Tensor, norm.forward(x.reshape(-1, self.head_dim)))
+        return normed.view(x.shape[0], -1, self.head_dim)
 
 
-class CrossLayer(Module):
+class CrossLayer(DecoderLayer):
     """x += gate * A(n1 x); x += gate * M(n2 x), both for tokens that read pictures alone."""
 
-    def __init__(self, context: Context, spec: CrossSpec, name: str) -> None:
-        self.name = name
+    attention: CrossAttention
+
+    def __init__(self, context: Context, spec: CrossSpec, layer: LayerSpec, name: str, number: int) -> None:
+        """`layer`: of the layer of self-attention in whose place it is."""
+        self.name, self.number, self.spec = name, number, layer
         norm = NormSpec(eps=spec.eps)
         feed_forward = DenseSpec(width=spec.width, activation=spec.activation)
-        self.attention = _CrossAttention(context, spec)
+        self.attention = CrossAttention(context, spec)
         self.norm = RMSNorm(context.ops, Part("input_layernorm.weight", (spec.hidden_size,)), norm)
         self.attention_gate = Parameter("cross_attn_attn_gate", (1,))
         self.mlp = DenseMlp(context, feed_forward, spec.hidden_size, TensorNames())
         self.mlp_norm = RMSNorm(context.ops, Part("post_attention_layernorm.weight", (spec.hidden_size,)), norm)
         self.mlp_gate = Parameter("cross_attn_mlp_gate", (1,))
 
-    def keys_values(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a request's pictures (`join_features`): this rank's heads, `[rows, kv heads, dim]` each."""
-        return self.attention.keys_values(features)
+    def keep_pictures(self, features: Tensor, blocks: Tensor, inside: Tensor, cache: Cache) -> None:
+        self.attention.keep(features, blocks, inside, cache)
 
-    def forward(self, x: Tensor, k: Tensor, v: Tensor, readings: Sequence[Reading], start: int = 0) -> Tensor:
-        """x: the stream of a request's tokens from `start` on, `[tokens, hidden]`; readings: of these or of all."""
-        end = start + x.shape[0]
-        q = self.attention.queries(cast(Tensor, self.norm.forward(x)))
-        read = torch.empty(x.shape[0], q.shape[1] * q.shape[2], dtype=x.dtype, device=x.device)
-        reads = torch.ones(x.shape[0], 1, dtype=x.dtype, device=x.device)
-        for each in readings:
-            tokens = slice(max(each.start, start) - start, min(each.end, end) - start)
-            if tokens.start >= tokens.stop:
-                continue
-            rows = slice(each.first_row, each.end_row)
-            read[tokens] = _attend(q[tokens], k[rows], v[rows])
-            if not each.has_picture:
-                reads[tokens] = 0
-        x = x + self.attention_gate.value.tanh() * self.attention.out.forward(read)
-        added = self.mlp.forward(self.mlp_norm.forward(x))
-        added = added.ranks.all_reduce(added.data) if isinstance(added, PartialSum) else apply_scales(added)
-        return x + self.mlp_gate.value.tanh() * (reads * added)
+    def forward(
+        self, x: Product, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Cache, wanted: Tensor | None
+    ) -> tuple[Product, Tensor | None]:
+        cross = batch.cross
+        if cross is None and wanted is None:
+            return x, residual
+        stream = apply_scales(x) if residual is None else residual + apply_scales(x)
+        if cross is not None:
+            tokens = cross.tokens
+            changed = self._read(stream if tokens is None else stream[tokens], batch, cross, cos_sin, cache)
+            stream = changed if tokens is None else stream.index_copy(0, tokens, changed)
+        return stream if wanted is None else stream[wanted], None
+
+    def _read(self, x: Tensor, batch: Batch, cross: CrossMeta, cos_sin: Tensor, cache: Cache) -> Tensor:
+        mixed = self.attention.forward(self.norm.forward(x, self.attention.input_form), batch, cos_sin, cache)
+        after = x + self.attention_gate.value.tanh() * apply_scales(mixed)
+        added = apply_scales(self.mlp.forward(self.mlp_norm.forward(after, self.mlp.input_form)))
+        after = torch.where(cross.feeds, after + self.mlp_gate.value.tanh() * added, after)
+        return torch.where(cross.reads, after, x)
+
+
+def _rows(cache: Tensor, parts: Sequence[tuple[Tensor, int, int]]) -> Tensor:
+    """`[rows, kv heads, dim]`, one part after the other."""
+    found = [cache[blocks].flatten(0, 1)[first:end] for blocks, first, end in parts]
+    return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+
+
+def _attend_padded(q: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, mask: Tensor) -> Tensor:
+    """q: of prompts one after the other, padded to one length."""
+    k, v = (cache[blocks].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))
+    q = q.unflatten(0, mask.shape[:2]).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
+    return out.transpose(1, 2).flatten(2).flatten(0, 1)

@@ -127,7 +127,7 @@ class _RealAndPadding:
 
 
 class MllamaTower(Tower):
-    """Features are the rows of all tiles, missing ones too: `max_tiles * num_rows` of each picture.
+    """Features are the rows of all tiles, missing ones too: `num_features` of each picture.
 
     None of them stands in the place of an embedding: layers of their own read them.
     """
@@ -137,6 +137,11 @@ class MllamaTower(Tower):
         self.width = spec.width
         self.vision = _Vision(ops, spec)
         self.projector = _MllamaProjector(ops, spec.block.hidden_size * (1 + len(spec.kept)), spec.width)
+
+    @property
+    def num_features(self) -> int:
+        """Of each picture."""
+        return self.spec.max_tiles * self.spec.num_rows
 
     def adapt(self, names: Collection[str]) -> None:
         settle(self.vision, _ENCODERS, names)
@@ -166,7 +171,7 @@ class MllamaTower(Tower):
         inner = torch.stack([kept[number] for number in spec.kept], dim=-1).flatten(1)
         x = torch.cat((x, inner), dim=1).view(tiles)[:, :, : spec.num_rows].flatten(0, 2)
         features = self.projector.projection.forward(x)
-        return list(features.view(len(pixels), spec.max_tiles * spec.num_rows, -1))
+        return list(features.view(len(pixels), self.num_features, -1))
 
     def _embed(self, tiles: Tensor, has_tile: Tensor, arrangements: Tensor) -> Tensor:
         """-> `[pictures, tiles, rows, hidden]`, missing tiles as if their patches were zero."""

@@ -17,6 +17,11 @@ class Sight:
     # column (0, 1, 2), and how many patches of a picture become one feature in each direction.
     rope_axes: tuple[int, ...] = ()
     merge: int = 1
+    # Where layers of cross-attention read pictures: features of each, and of each of its tiles; one of the layers.
+    cross_rows: int = 0
+    tile_rows: int = 0
+    cross_layer: int = 0
+    num_more_ids: int = 0  # behind the vocabulary, which stand for pictures: they have an embedding and no score
 
 
 def place_pictures(num_tokens: int, spans: Sequence[PictureSpan], merge: int) -> tuple[np.ndarray, int]:

@@ -1,0 +1,330 @@
+"""Pictures that layers of cross-attention read: keys and values in blocks, and which rows of them each token reads.
+
+Pictures whose tokens stand side by side are read together by what follows, so they are computed and kept together. Of
+such a group the rows of real tiles come first, picture by picture, then those of missing tiles: what a token reads of
+a group are its first rows. A token reads the last group that has begun before it; those before the first picture read
+all rows there are. So all that a request decodes reads the last group, as many rows as its real tiles have: a table of
+blocks and a length for each slot, as for tokens, in the place where captured steps find them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_inference.devices.device import Device
+from text_generation_inference.kernels.batch import Batch, CrossMeta, CrossReading, PagedMeta
+from text_generation_inference.kernels.block_lists import BlockLists, rows_of_pictures
+from text_generation_inference.models.model import Caches, Model
+from text_generation_inference.models.vision.sight import Sight
+from text_generation_inference.runner.pictures import LOST, Seen, SlotPictures
+from text_generation_inference.types import Admission, PictureSpan, StepPlan, group_neighbours, name_group
+
+_AT_ONCE = 4  # pictures in the tower
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Tokens of a request that read the same rows of its pictures."""
+
+    start: int  # of the request's tokens
+    end: int | None  # None: all that follow
+    group: int | None  # None: they come before all pictures, and read every row; the feed-forward passes them by
+    end_row: int = 0  # of the group
+
+
+def find_readings(places: Sequence[int], counts: Sequence[int]) -> list[Reading]:
+    """What the tokens of a request read.
+
+    places: of the tokens that stand for pictures. counts: rows of real tiles of each picture.
+    """
+    readings: list[Reading] = []
+    if places and places[0] > 0:
+        readings.append(Reading(0, places[0], None))
+    group = end_row = 0
+    for number, (place, count) in enumerate(zip(places, counts, strict=True)):
+        if number and places[number - 1] != place - 1:
+            group, end_row = group + 1, 0
+        end_row += count
+        end = places[number + 1] if number + 1 < len(places) else None
+        readings.append(Reading(place, end, group, end_row))
+    return readings
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """On the device."""
+
+    ids: list[int]  # of its blocks
+    blocks: Tensor  # the same
+    num_real: int  # rows of real tiles
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """A request with pictures."""
+
+    spans: list[PictureSpan]
+    names: list[str]  # of its groups
+    readings: list[Reading]
+    image_ids: list[int]  # of the tokens that stand for pictures
+
+
+class CrossPictures(SlotPictures):
+    def __init__(
+        self,
+        device: Device,
+        model: Model,
+        sight: Sight,
+        folder: Path | None,
+        caches: Caches,
+        num_slots: int,
+        max_pictures: int | None,  # of a request; None: as many as there is room for
+    ) -> None:
+        super().__init__(device, model, sight, folder)
+        self._caches, self._on_device = caches, device.limits.runs_ahead
+        self._num_blocks, self._block_size = caches[sight.cross_layer][0].shape[:2]
+        self._free = list(range(self._num_blocks - 1, 0, -1))  # block 0 is read by those who read nothing
+        self._groups: dict[str, _Group] = {}
+        self._readers: dict[int, _Reader] = {}  # by slot
+        self._new: list[int] = []  # slots of readers whose last pictures are not in the tables yet
+        self._lost_groups: set[str] = set()
+        per_picture = -(-sight.cross_rows // self._block_size)
+        width = max(1, self._num_blocks - 1)
+        if max_pictures is not None:
+            width = min(width, max_pictures * per_picture)
+        home = device.torch_device if self._on_device else torch.device("cpu")
+        self._tables = torch.zeros((num_slots, width), dtype=torch.int32, device=home)
+        self._lengths = torch.zeros(num_slots, dtype=torch.int32, device=home)
+
+    # -- who is where ----------------------------------------------------------------------------------------------
+
+    def admit(self, admission: Admission) -> None:
+        request, spans = admission.request, admission.request.pictures
+        if not spans:
+            return
+        counts = [self._num_real(span) for span in spans]
+        self._readers[admission.slot] = _Reader(
+            spans,
+            [name_group(spans, numbers) for numbers in group_neighbours(spans)],
+            find_readings([span.start for span in spans], counts),
+            [request.token_ids[span.start] for span in spans],
+        )
+        self._new.append(admission.slot)
+
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if self._readers.pop(slot, None) is not None:
+                self._lengths[slot] = 0
+                self._new = [other for other in self._new if other != slot]
+
+    def forget(self) -> None:
+        super().forget()
+        self._readers.clear()
+        self._groups.clear()
+        self._lost_groups.clear()
+        self._new.clear()
+        self._free = list(range(self._num_blocks - 1, 0, -1))
+        with self._device.stream():
+            self._lengths.zero_()
+
+    def error_of(self, slot: int) -> str | None:
+        if not self._lost_groups or slot not in self._readers:
+            return None
+        return LOST if self._lost_groups.intersection(self._readers[slot].names) else None
+
+    def check(self) -> None:
+        """Raise AssertionError unless each block is free or a group's, and slots without pictures read none."""
+        used = [block for group in self._groups.values() for block in group.ids]
+        assert sorted([*used, *self._free]) == list(range(1, self._num_blocks)), "blocks of pictures do not balance"
+        assert set(self._lengths.nonzero().flatten().tolist()) <= set(self._readers), "a slot reads what it left"
+        for reader in self._readers.values():
+            assert set(reader.names) <= set(self._groups), "pictures that are read are gone"
+
+    def _num_real(self, span: PictureSpan) -> int:
+        """Rows of its tiles; missing ones have as many."""
+        return span.grid[1] * span.grid[2] * self._sight.tile_rows
+
+    # -- keys and values -------------------------------------------------------------------------------------------
+
+    def encode(self, plan: StepPlan) -> None:
+        """Drop and compute as the plan says, and tell the slots what they read from now on."""
+        for name in plan.drop_features:
+            self._free += reversed(self._groups.pop(name).ids)
+            self._lost_groups.discard(name)
+        for slot, first in plan.encode:
+            spans = self._readers[slot].spans
+            numbers = next(group for group in group_neighbours(spans) if group[0] == first)
+            self._keep(name_group(spans, numbers), [spans[number] for number in numbers])
+        waiting = [slot for slot in self._new if any(name not in self._groups for name in self._readers[slot].names)]
+        for slot in self._new:
+            if slot not in waiting:
+                last = self._last_group(slot)
+                count = -(-last.num_real // self._block_size)
+                self._tables[slot, :count] = last.blocks[:count].to(self._tables)
+                self._lengths[slot] = last.num_real
+        self._new = waiting
+
+    def _keep(self, name: str, spans: Sequence[PictureSpan]) -> None:
+        assert name not in self._groups
+        size, device = self._block_size, self._device.torch_device
+        counts = [self._num_real(span) for span in spans]
+        num_rows, num_real = len(spans) * self._sight.cross_rows, sum(counts)
+        ids = [self._free.pop() for _ in range(-(-num_rows // size))]
+        group = self._groups[name] = _Group(ids, torch.tensor(ids, device=device), num_real, num_rows)
+        self._lost.clear()
+        at, missing_at = 0, num_real
+        for start in range(0, len(spans), _AT_ONCE):
+            part = spans[start : start + _AT_ONCE]
+            pixels = [self._read(span).to(device) for span in part]
+            made = self._model.encode(pixels, [tuple(span.grid) for span in part])
+            for features, count in zip(made, counts[start:], strict=False):
+                missing = features.shape[0] - count
+                self._put(group, features[:count], at)
+                self._put(group, features[count:], missing_at)
+                at, missing_at = at + count, missing_at + missing
+        # What is behind the last row may be anything that was there before, and masks do not undo what is not finite.
+        width = self._sight.width
+        behind = torch.zeros((len(ids) * size - num_rows, width), dtype=self._model.dtype, device=device)
+        self._put(group, behind, num_rows)
+        if self._lost:
+            self._lost_groups.add(name)
+
+    def _put(self, group: _Group, features: Tensor, first: int) -> None:
+        """Keys and values of features become rows of a group from `first` on."""
+        if features.shape[0]:
+            places = torch.arange(first, first + features.shape[0], device=features.device)
+            blocks, inside = group.blocks[places // self._block_size], places % self._block_size
+            self._model.keep_pictures(features, blocks, inside, self._caches)
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def reads(self, slots: Sequence[int]) -> bool:
+        """Whether a pass over tokens of these slots reads pictures."""
+        return bool(self._readers) and any(slot in self._readers for slot in slots)
+
+    def concerns(self, slot: int, start: int, end: int) -> bool:
+        return slot in self._readers
+
+    def put_into(self, batch: Batch, chunks: Sequence[Seen], num_features: int | None = None) -> None:
+        """The tokens that stand for pictures, whose ids slots do not know: see `Slots`."""
+        ids = np.full(batch.input_ids.shape[0], -1, dtype=np.int64)
+        for chunk in chunks:
+            reader = self._readers.get(chunk.slot)
+            for span, image_id in zip(reader.spans, reader.image_ids, strict=True) if reader is not None else ():
+                if chunk.start <= span.start < chunk.end:
+                    ids[chunk.token + span.start - chunk.start] = image_id
+        given = self._move(ids)
+        batch.input_ids = torch.where(given >= 0, given, batch.input_ids)
+
+    def of_rows(self, row_slots: Tensor, is_all: bool) -> CrossMeta:
+        """What rows that decode read, of these slots `[rows]`; -1: padding. From what is on the device alone, where the
+        slots are there. `is_all`: the batch has no other tokens."""
+        device, count = self._device.torch_device, row_slots.shape[0]
+        rows = row_slots.clamp(min=0).long()
+        lengths = torch.where(row_slots >= 0, self._lengths[rows], 0)
+        if self._on_device:
+            longest = self._tables.shape[1] * self._block_size
+            tables, table_rows = self._tables, row_slots
+        else:
+            longest = max(1, int(lengths.max()))
+            tables, table_rows = self._tables[rows, : -(-longest // self._block_size)].to(device), None
+        reads = (lengths > 0)[:, None].to(device)
+        seq_lens = lengths.clamp(min=1).to(device)  # who reads nothing looks at one row, and takes nothing of it
+        batch = rows_of_pictures(seq_lens, PagedMeta(tables, count, [], [], longest, table_rows))
+        tokens = None if is_all else torch.arange(count, device=device)
+        return CrossMeta(tokens, reads, reads, batch, count, [])
+
+    def of_chunks(self, row_slots: Tensor, decode: list[int], chunks: Sequence[Seen]) -> CrossMeta:
+        """What these chunks read, and the rows before them where they read at all."""
+        device = self._device.torch_device
+        found = self.of_rows(row_slots, is_all=False) if self.reads(decode) else None
+        count = found.num_decode if found is not None else 0
+        tokens = list(range(count))
+        feeds: list[bool] = []
+        readings: list[CrossReading] = []
+        for chunk in chunks:
+            reader = self._readers.get(chunk.slot)
+            for reading in reader.readings if reader is not None else ():
+                first = max(reading.start, chunk.start)
+                end = chunk.end if reading.end is None else min(reading.end, chunk.end)
+                if reader is None or first >= end:
+                    continue
+                readings.append(CrossReading(len(tokens), len(tokens) + end - first, self._parts(reader, reading)))
+                tokens += range(chunk.token + first - chunk.start, chunk.token + end - chunk.start)
+                feeds += [reading.group is not None] * (end - first)
+        fed = torch.tensor(feeds, dtype=torch.bool, device=device)[:, None]
+        reads = torch.ones_like(fed)
+        if found is not None:
+            fed, reads = torch.cat((found.feeds, fed)), torch.cat((found.reads, reads))
+        decode_batch = found.decode if found is not None else None
+        return CrossMeta(self._move(np.array(tokens)), reads, fed, decode_batch, count, readings)
+
+    # -- padded passes ---------------------------------------------------------------------------------------------
+
+    def of_padded_rows(self, slots: Sequence[int], num_rows: int) -> CrossMeta:
+        """What rows that decode read, padded to so many; blocks are padded to a power of two."""
+        found = [(row, self._last_group(slot)) for row, slot in enumerate(slots) if slot in self._readers]
+        counts = [-(-group.num_real // self._block_size) for _, group in found]
+        lists = np.zeros((3, _next_power(sum(counts))), dtype=np.int32)  # blocks, their rows, and filled places
+        lists[1], lists[2] = -1, 1
+        lengths = np.zeros(num_rows, dtype=np.int32)
+        starts = np.full(num_rows, -1, dtype=np.int32)
+        first = 0
+        for (row, group), count in zip(found, counts, strict=True):
+            lists[0, first : first + count], lists[1, first : first + count] = group.ids[:count], row
+            lists[2, first : first + count] = self._block_size
+            lists[2, first + count - 1] = (group.num_real - 1) % self._block_size + 1
+            lengths[row], starts[row] = group.num_real, first
+            first += count
+        blocks, groups, usage = lists
+        meta = BlockLists(*(self._move(each) for each in (blocks, groups, usage, starts)))
+        reads = self._move((lengths > 0)[:, None])
+        return CrossMeta(None, reads, reads, rows_of_pictures(self._move(lengths), meta), num_rows, [])
+
+    def of_padded_prompts(self, prompts: Sequence[Seen], num_rows: int, length: int) -> CrossMeta:
+        """What whole prompts read, padded to so many of one length; pictures are padded to a power of two."""
+        size, per_picture = self._block_size, -(-self._sight.cross_rows // self._block_size)
+        readers = [self._readers.get(prompt.slot) for prompt in prompts]
+        most = _next_power(max(len(reader.spans) for reader in readers if reader is not None)) * per_picture
+        blocks = np.zeros((num_rows, most), dtype=np.int64)
+        mask = np.ones((num_rows, length, most * size), dtype=np.bool_)  # who reads nothing takes nothing of it
+        reads, feeds = np.zeros((2, num_rows, length), dtype=np.bool_)
+        for row, (prompt, reader) in enumerate(zip(prompts, readers, strict=True)):
+            if reader is None:
+                continue
+            groups = [self._groups[name] for name in reader.names]
+            ids = [block for group in groups for block in group.ids]
+            blocks[row, : len(ids)] = ids
+            ends = np.cumsum([len(group.ids) for group in groups]) * size
+            firsts = [int(end) - len(group.ids) * size for end, group in zip(ends, groups, strict=True)]
+            for reading in reader.readings:
+                tokens = slice(reading.start, prompt.end if reading.end is None else min(reading.end, prompt.end))
+                reads[row, tokens], feeds[row, tokens], mask[row, tokens] = True, reading.group is not None, False
+                for number, (first, group) in enumerate(zip(firsts, groups, strict=True)):
+                    if reading.group in (None, number):
+                        count = group.num_rows if reading.group is None else reading.end_row
+                        mask[row, tokens, first : first + count] = True
+        read, fed = (self._move(each.reshape(-1, 1)) for each in (reads, feeds))
+        return CrossMeta(None, read, fed, None, 0, [], self._move(blocks), self._move(mask))
+
+    def _last_group(self, slot: int) -> _Group:
+        return self._groups[self._readers[slot].names[-1]]
+
+    def _move(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device.torch_device)  # pyright: ignore[reportUnknownMemberType]
+
+    def _parts(self, reader: _Reader, reading: Reading) -> list[tuple[Tensor, int, int]]:
+        groups = [self._groups[name] for name in reader.names]
+        if reading.group is None:
+            return [(group.blocks, 0, group.num_rows) for group in groups]
+        return [(groups[reading.group].blocks, 0, reading.end_row)]
+
+
+def _next_power(count: int) -> int:
+    """Few numbers of blocks and pictures are few shapes."""
+    return 1 << max(0, count - 1).bit_length()
