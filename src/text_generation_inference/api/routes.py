@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from text_generation_inference.api import chat, cloud, completions, info, native, profiler
+from text_generation_inference.api import chat, cloud, completions, dashboard, info, native, profiler
 from text_generation_inference.api.call import Call
 from text_generation_inference.api.http import json_response
 from text_generation_inference.api.openapi import build_document
@@ -441,6 +441,7 @@ ROUTES = [
         summary="This document",
         answers=[_ok("The OpenAPI document", {_JSON: "object"})],
     ),
+    Route(method="GET", path="/dashboard/events", endpoint=dashboard.events, name="dashboard_events"),
     Route(method="GET", path="/docs/{rest*}", endpoint=info.docs, name="docs", public=True),
 ]
 
