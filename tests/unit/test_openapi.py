@@ -248,7 +248,11 @@ def test_is_valid_openapi():
 
 def test_documents_every_route_of_the_server_and_no_other():
     served = {(route.method, plain_path(route.path)): route for route in ROUTES}
-    assert {place for place, route in served.items() if not route.summary} == {("GET", "/docs/{}")}  # as /docs
+    assert {place for place, route in served.items() if not route.summary} == {
+        ("GET", "/docs/{}"),
+        ("GET", "/pages/{}"),
+        ("GET", "/dashboard/events"),
+    }
     del served["GET", "/docs/{}"]
     documented = {}
     for path, methods in OURS["paths"].items():

@@ -49,6 +49,7 @@ class HttpRequest:
     def __init__(self, scope: Mapping[str, Any], receive: Receive, payload_limit: int, budget: BodyBudget) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: str = scope.get("query_string", b"").decode("latin-1")
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.arrived = time.perf_counter()
         self.id = ""
@@ -202,7 +203,9 @@ class Connection:
     async def respond(self, response: Response) -> None:
         self.started = self.complete = True
         self.status = response.status
-        headers = [(b"content-length", str(len(response.body)).encode())]
+        headers: list[tuple[bytes, bytes]] = []
+        if response.status != 304:  # whose length would be that of what is not sent
+            headers.append((b"content-length", str(len(response.body)).encode()))
         if response.content_type:
             headers.append((b"content-type", response.content_type.encode()))
         headers += [(name.encode(), value.encode("latin-1")) for name, value in response.headers.items()]

@@ -1,4 +1,4 @@
-"""What the dashboard shows, as a stream of events: the metrics once a second, requests as they end, errors as they come.
+"""What the dashboard shows, as a stream of events: metrics once a second, requests as they end, errors as they come.
 
 Nothing is looked at or kept while nobody listens. Listeners share what is made for them: one encoding a second,
 however many there are. No text of anybody is in it.

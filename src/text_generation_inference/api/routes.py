@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from text_generation_inference.api import chat, cloud, completions, dashboard, info, native, profiler
+from text_generation_inference.api import chat, cloud, completions, dashboard, info, native, profiler, static_pages
 from text_generation_inference.api.call import Call
 from text_generation_inference.api.http import json_response
 from text_generation_inference.api.openapi import build_document
@@ -392,12 +392,12 @@ ROUTES = [
     Route(
         method="GET",
         path="/",
-        endpoint=info.health,
+        endpoint=static_pages.root,
         name="health",
         public=True,
         operation="root_health",
         group=SERVER,
-        summary="As `/health`",
+        summary="As `/health`; for a browser the page of `/chat`",
         answers=_HEALTH,
     ),
     Route(
@@ -433,6 +433,28 @@ ROUTES = [
     ),
     Route(
         method="GET",
+        path="/chat",
+        endpoint=static_pages.page,
+        name="page",
+        public=True,
+        operation="chat_page",
+        group=SERVER,
+        summary="A page to talk to the model",
+        answers=[_ok("The page", {"text/html": "string"})],
+    ),
+    Route(
+        method="GET",
+        path="/dashboard",
+        endpoint=static_pages.page,
+        name="page",
+        public=True,
+        operation="dashboard_page",
+        group=SERVER,
+        summary="A page that shows what the server does, as it does it",
+        answers=[_ok("The page", {"text/html": "string"})],
+    ),
+    Route(
+        method="GET",
         path="/api-doc/openapi.json",
         endpoint=_openapi,
         name="openapi",
@@ -443,6 +465,7 @@ ROUTES = [
     ),
     Route(method="GET", path="/dashboard/events", endpoint=dashboard.events, name="dashboard_events"),
     Route(method="GET", path="/docs/{rest*}", endpoint=info.docs, name="docs", public=True),
+    Route(method="GET", path="/pages/{file*}", endpoint=static_pages.page_file, name="page", public=True),
 ]
 
 # These ask for a key of their own.
