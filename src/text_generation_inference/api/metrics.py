@@ -162,7 +162,7 @@ class Metrics:
         self.batch_tokens: Family[Scalar] = self.family(
             "tgi_batch_tokens",
             "counter",
-            "Tokens computed by steps: of prompts (prefill), or one after another (decode)",
+            "Tokens computed by steps, of prompts or after them (prefill or decode)",
         )
         self._prefill = StepSeries(self, "prefill")
         self._decode = StepSeries(self, "decode")
@@ -220,7 +220,7 @@ class Metrics:
             "tgi_device_memory_used_bytes", "gauge", "Memory in use on the device of an engine's first rank"
         )
         self._memory_total: Family[Scalar] = self.family(
-            "tgi_device_memory_total_bytes", "gauge", "Memory of the device of an engine's first rank"
+            "tgi_device_memory_limit_bytes", "gauge", "Memory that there is on the device of an engine's first rank"
         )
         self._heartbeat_age = self._gauge("tgi_engine_heartbeat_age_seconds", "Since the engine's last sign of life")
         self._bucket_shapes = BucketSeries(self)
@@ -375,8 +375,10 @@ class Metrics:
         series.forward.observe(stats.forward_ns * 1e-9)
         series.decode.observe(stats.decode_ns * 1e-9)
         series.filter.observe(stats.filter_ns * 1e-9)
-        self._prefill.tokens.add(stats.num_prompt_tokens)
-        self._decode.tokens.add(stats.num_decoded)
+        if stats.num_prompt_tokens:
+            self._prefill.tokens.add(stats.num_prompt_tokens)
+        if stats.num_decoded:
+            self._decode.tokens.add(stats.num_decoded)
         if stats.num_admitted:
             self._batch_next_size.observe(stats.num_admitted)
         if stats.joined:

@@ -118,13 +118,14 @@ export class Plot {
 
   #timeAxis(pen, area, x, colour) {
     const seconds = this.to - this.from;
-    let step = seconds <= 60 ? 15 : seconds <= 300 ? 60 : 180;
+    let step = seconds <= 60 ? 15 : seconds <= 120 ? 30 : seconds <= 300 ? 60 : seconds <= 600 ? 120 : 180;
     if ((area.width * step) / seconds < LABEL_PX) step *= 2;
     pen.fillStyle = colour.soft;
     pen.textBaseline = "alphabetic";
     for (let back = 0; back <= seconds; back += step) {
-      if (back && seconds - back < step && back !== seconds) continue;  // it would run into the first one
-      const words = back === 0 ? "now" : seconds <= 60 ? `−${back} s` : `−${back / 60} min`;
+      const left = seconds - back;
+      if (back && left < step && (left || (area.width * step) / seconds < 1.6 * LABEL_PX)) continue;  // it would run into the next
+      const words = back === 0 ? "now" : seconds <= 120 ? `−${back} s` : `−${back / 60} min`;
       pen.textAlign = back === 0 ? "right" : back === seconds ? "left" : "center";
       pen.fillText(words, x(this.to - back), area.top + area.height + 15);
     }

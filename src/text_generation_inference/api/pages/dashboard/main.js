@@ -8,6 +8,7 @@ import { bytes, count, duration, share } from "./units.js";
 
 const $ = (id) => document.getElementById(id);
 const history = new History();
+const WINDOWS = [60, 120, 300, 600, 900];
 const MOST_ROWS = 10;
 const MOST_ERRORS = 50;
 let seconds = 300;
@@ -81,7 +82,7 @@ function showNow(sample, points) {
   put("kv", share(now.kv), `${count((numbers.tgi_kv_blocks_used ?? 0) * blocks)} of ${count((numbers.tgi_kv_blocks_total ?? 0) * blocks)} tokens`, now.kv > 0.95 ? "bad" : now.kv > 0.85 ? "warn" : "");
   const prompt = points.reduce((total, point) => total + point.prompt, 0);
   put("hits", prompt ? share(points.reduce((total, point) => total + point.cached, 0) / prompt) : "–");
-  const total = Object.entries(numbers).filter(([name]) => name.startsWith("tgi_device_memory_total_bytes")).reduce((sum, [, value]) => sum + value, 0);
+  const total = Object.entries(numbers).filter(([name]) => name.startsWith("tgi_device_memory_limit_bytes")).reduce((sum, [, value]) => sum + value, 0);
   put("memory", bytes(now.memory), total ? `${share(now.memory / total)} of ${bytes(total)}` : "");
   const failed = points.reduce((sum, point) => sum + point.failed, 0);
   const preempted = points.reduce((sum, point) => sum + point.preemptions, 0);
@@ -142,7 +143,9 @@ function draw() {
     if (!points.length || !latest) return;
     const to = points.at(-1).at;
     showNow(latest, points);
-    for (const chart of charts) chart.show(points, to, seconds);
+    const age = to - points[0].at;
+    const window = Math.min(seconds, WINDOWS.find((wide) => wide >= age) ?? seconds);  // a young page is not mostly empty
+    for (const chart of charts) chart.show(points, to, window);
     showRunning($("running"), latest.running);
     slow = slow.filter((request) => request.at >= to - 900);
     showSlow($("slow"), slow.filter((request) => request.at >= to - seconds).slice(0, MOST_ROWS));

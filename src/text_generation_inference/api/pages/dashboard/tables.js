@@ -117,7 +117,7 @@ export function showEngines(table, sample, start) {
   const numbers = sample.numbers;
   const several = sample.engines.length > 1;
   const used = byLabel(numbers, "tgi_device_memory_used_bytes", "replica");
-  const total = byLabel(numbers, "tgi_device_memory_total_bytes", "replica");
+  const total = byLabel(numbers, "tgi_device_memory_limit_bytes", "replica");
   const of = (name, number) => (several ? byLabel(numbers, `tgi_replica_${name}`, "replica")[number] : numbers[`tgi_${name}`]) ?? 0;
   const restarts = (number) => (several ? of("restarts", number) : numbers.tgi_engine_restarts) ?? 0;
   const age = (number) => (several ? of("heartbeat_age_seconds", number) : numbers.tgi_engine_heartbeat_age_seconds) ?? 0;
