@@ -35,12 +35,13 @@ coverage: $(READY)  ## which lines tests reach (needs pytest-cov; TESTS="tests/u
 AGAIN := --last-failed --last-failed-no-failures none
 ANSWERS := $(wildcard $(patsubst %,tests/api/test_%.py,llm native documentation clients check_command settings \
 	token_ids_as_text openai_* openapi_fuzz validation recorded_http bench_offline bench_report))
-ALONE := $(filter-out $(ANSWERS),$(wildcard tests/api/test_*.py)) tests/faults tests/clients tests/ray_serve
+ALONE := $(filter-out $(ANSWERS),$(wildcard tests/api/test_*.py)) tests/faults tests/clients tests/ray_serve tests/page
 TOGETHER := $(ANSWERS) tests/models tests/devices $(FAST_TESTS)
 
 test: $(READY)  ## run all tests
 	-@$(BIN)/python tests/clients/install.py
 	-@$(BIN)/python tests/ray_serve/ray_environment.py
+	-@$(BIN)/python tests/page/page_tools.py
 	$(BIN)/python -m pytest $(ALONE) || $(BIN)/python -m pytest $(AGAIN) $(ALONE)
 	$(BIN)/python -m pytest $(SHARED) $(TOGETHER) || $(BIN)/python -m pytest $(AGAIN) $(TOGETHER)
 
@@ -94,4 +95,4 @@ $(READY): $(LOCKS) pyproject.toml
 	@touch $(READY)
 
 clean:  ## remove the environments
-	rm -rf $(VENV) .venv-clients .venv-ray tests/clients/node/node_modules
+	rm -rf $(VENV) .venv-clients .venv-ray tests/clients/node/node_modules tests/page/node_modules

@@ -199,7 +199,8 @@ class App:
 
 _PREFLIGHT = {
     "access-control-allow-methods": "GET,POST",
-    "access-control-allow-headers": "content-type",
+    "access-control-allow-headers": "content-type,authorization,x-api-key,anthropic-version,anthropic-beta,"
+    "anthropic-dangerous-direct-browser-access",
     "vary": "origin, access-control-request-method, access-control-request-headers",
 }
 

@@ -248,7 +248,8 @@ class Supervisor:
         again = " again" if self._serving else f" after {seconds:.1f} s"
         self._serving = True
         log.info(
-            "Serving %s on http://%s:%d%s; try http://%s:%d/docs", self._config.model_id, host, port, again, shown, port
+            "Serving %s on http://%s:%d%s; chat at http://%s:%d/chat, try all routes at http://%s:%d/docs",
+            *(self._config.model_id, host, port, again, shown, port, shown, port),
         )
 
     def _send(self, message: Start | EngineReady | EngineLost) -> None:
