@@ -212,15 +212,13 @@ function pause() {
   listen();
 }
 
-const THEMES = ["system", "light", "dark"];
-function theme(wanted) {
-  localStorage.setItem("tgi-theme", wanted);
-  if (wanted === "system") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = wanted;
-  $("theme").textContent = `Theme: ${wanted}`;
+const THEMES = ["auto", "light", "dark"];
+function nextTheme() {
+  window.theme.set(THEMES[(THEMES.indexOf(window.theme.get()) + 1) % THEMES.length]);
+  showTheme();
   draw();
 }
-const nextTheme = () => theme(THEMES[(THEMES.indexOf(localStorage.getItem("tgi-theme") ?? "system") + 1) % THEMES.length]);
+const showTheme = () => ($("theme").textContent = `Theme: ${window.theme.get()}`);
 
 for (const button of document.querySelectorAll("button.span")) button.addEventListener("click", () => choose(Number(button.dataset.seconds)));
 $("pause").addEventListener("click", pause);
@@ -241,5 +239,5 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 new ResizeObserver(draw).observe($("charts"));
 
 buildTiles();
-theme(localStorage.getItem("tgi-theme") ?? "system");
+showTheme();
 listen();

@@ -1,6 +1,6 @@
 // One stream of events over fetch: EventSource cannot send an API key. Opens again when it breaks, and tells what it is doing.
 
-const KEY = "tgi-api-key";  // of this tab, as on the chat page
+const KEY = "tgi.key:";  // of this tab and this server, as on the chat page
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 10000;
 
