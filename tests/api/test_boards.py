@@ -126,5 +126,3 @@ def test_alerts_say_what_they_are_about() -> None:
         assert rule["annotations"].keys() == {"summary", "description"}
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())
     assert scraped["rule_files"] == ["alerts.yaml"] and scraped["scrape_configs"][0]["job_name"] == "tgi"
-
-

@@ -50,7 +50,11 @@ def outcomes(
         "pid": seeing.process.pid,
         "chromium": find_chromium(),
     }
-    chosen = [item.callspec.params["name"] for item in request.session.items if "[" in item.name and item.path == Path(__file__)]
+    chosen = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if "[" in item.name and item.path == Path(__file__)
+    ]
     done = subprocess.run(
         ["node", HERE / "run.mjs", json.dumps(given), *(name for name in SCENARIOS if name in chosen)],
         cwd=HERE,
@@ -108,7 +112,8 @@ def test_every_file_is_served_compressed_and_revalidated(http: httpx.Client) -> 
 
 
 @pytest.mark.parametrize(
-    "path", ["", "chat", "chat/", "nothing.js", "../app.py", "..%2Fapp.py", "chat/../../app.py", "/etc/passwd", "chat%00"]
+    "path",
+    ["", "chat", "chat/", "nothing.js", "../app.py", "..%2Fapp.py", "chat/../../app.py", "/etc/passwd", "chat%00"],
 )
 def test_nothing_else_can_be_asked_for(http: httpx.Client, path: str) -> None:
     answer = http.get(f"/pages/{path}")
@@ -138,4 +143,6 @@ def test_pages_hold_no_inline_script_and_no_html_from_text() -> None:
         if path.endswith(".html"):
             assert not re.search(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=", text), path
         if path.endswith(".js"):
-            assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser", text), path
+            assert not re.search(
+                r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser", text
+            ), path
