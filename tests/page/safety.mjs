@@ -21,14 +21,14 @@ async function inspect(page, requests, origin) {
     for (const node of thread.querySelectorAll("a")) node.addEventListener("click", (event) => event.preventDefault());
     for (const node of thread.querySelectorAll("a, summary, .markdown *")) {
       node.dispatchEvent(new MouseEvent("mouseover", { bubbles: true }));
-      node.click();
+      node.click?.();
     }
     const nodes = [...document.querySelectorAll("*")];
     return {
       calls: window.calls,
       violations: window.violations,
       handlers: nodes.flatMap((node) => [...node.attributes].filter((attribute) => /^(on|style$|srcdoc$|formaction$|action$)/.test(attribute.name)).map((attribute) => `${node.localName} ${attribute.name}`)).filter((text) => text !== "textarea style"),
-      elements: [...new Set([...thread.querySelectorAll("*")].map((node) => node.localName))].filter((name) => ["script", "iframe", "object", "embed", "style", "link", "base", "meta", "form", "video", "audio", "svg:script"].includes(name)),
+      elements: [...new Set([...thread.querySelectorAll(":not(form.results)")].map((node) => node.localName))].filter((name) => ["script", "iframe", "object", "embed", "style", "link", "base", "meta", "form", "video", "audio", "svg:script"].includes(name)),
       links: [...thread.querySelectorAll("a")].map((node) => new URL(node.href).protocol),
       pictures: [...thread.querySelectorAll("img")].map((node) => node.src.slice(0, 15)),
     };

@@ -12,10 +12,13 @@ const ELEMENTS = { strong: "strong", emphasis: "em", deleted: "del" };
 export class MarkdownView {
   constructor() {
     this.node = el("div", { class: "markdown" });
+    this.text = "";
     this.shown = []; // [source, node]
   }
 
   show(text) {
+    if (text === this.text) return;
+    this.text = text;
     const blocks = parseBlocks(text);
     let same = 0;
     while (same < blocks.length && same < this.shown.length && this.shown[same][0] === blocks[same].source) same += 1;

@@ -14,7 +14,7 @@ export class MessageView {
     this.actions = actions;
     this.markdown = new MarkdownView();
     this.showsTokens = false;
-    this.heading = el("h3", { class: "who" });
+    this.heading = el("h2", { class: "who" });
     this.body = el("div", { class: "body" });
     this.notes = el("p", { class: "notes small soft" });
     this.buttons = el("div", { class: "buttons" });
@@ -30,7 +30,7 @@ export class MessageView {
     this.heading.replaceChildren(...this.title(state));
     if (!this.editing) {
       if (message.role === "assistant") this.updateAnswer(state);
-      else this.updateGiven();
+      else if (!this.body.firstChild) this.showGiven();
     }
     if (message.role === "assistant") this.showNotes();
     const key = JSON.stringify([state, message.finish, Boolean(message.tokens), this.showsTokens, this.editing]);
@@ -58,7 +58,7 @@ export class MessageView {
 
   // -- what was given ------------------------------------------------------------------------------------------------
 
-  updateGiven() {
+  showGiven() {
     const { content, files = [], pictures = [] } = this.message;
     this.body.replaceChildren(
       ...pictures.map((url, index) => el("img", { src: url, alt: `Picture ${index + 1}`, class: "given" })),

@@ -4,7 +4,8 @@ import { valuesOf } from "./settings_table.js";
 
 /** `continues`: the last message is an answer to go on with. */
 export function buildRequest(system, path, settings, seed, continues = false) {
-  const messages = path.map(asMessage);
+  // An answer that failed before its first token is no part of what was said.
+  const messages = path.filter((message) => message.role !== "assistant" || message.content || message.calls?.length).map(asMessage);
   if (system.trim()) messages.unshift({ role: "system", content: system });
   const values = valuesOf(settings);
   const body = { model: "tgi", messages, ...values, seed, stream: true, stream_options: { include_usage: true } };
