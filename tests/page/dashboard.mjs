@@ -40,7 +40,7 @@ export async function the_dashboard_shows_what_happens({ page, server, requests 
   await underLoad(page, server);
   assert.equal(await page.locator("#model").innerText(), "embedded");
   const first = await page.locator("#tile-first").innerText();
-  assert.match(first, /^[\d.]+ (µs|ms|s)$/);
+  assert.match(first, /^[\d.]+\s(µs|ms|s)$/);
   assert.match(await page.locator("#note-kv").innerText(), / of [\d,.]+( k)? tokens/);
   assert.ok(Number(await page.locator("#tile-errors").innerText()) >= 1);
   assert.equal(await page.locator("#slow tbody tr").first().locator(".bar i").count(), 4);

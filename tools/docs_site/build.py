@@ -70,7 +70,8 @@ def anchor_of(text: str) -> str:
 
 
 def text_of(token: Token) -> str:
-    return "".join(child.content for child in token.children or [] if child.type in ("text", "code_inline"))
+    parts = {"text": None, "code_inline": None, "softbreak": " ", "hardbreak": " "}
+    return "".join(parts[child.type] or child.content for child in token.children or [] if child.type in parts)
 
 
 def find_pages(root: Path) -> list[Page]:
