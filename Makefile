@@ -98,4 +98,4 @@ $(READY): $(LOCKS) pyproject.toml
 	@touch $(READY)
 
 clean:  ## remove the environments
-	rm -rf $(VENV) .venv-clients .venv-ray tests/clients/node/node_modules tests/page/node_modules
+	rm -rf $(VENV) site .venv-clients .venv-ray tests/clients/node/node_modules tests/page/node_modules

@@ -3,13 +3,15 @@
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
 import httpx2 as httpx
 from serving import Server
 from traffic import counting, native
+
+from text_generation_inference.api.live import MAX_LISTENERS
 
 SECRET = "xylophone"
 
@@ -35,7 +37,7 @@ def test_tells_numbers_requests_and_errors_and_no_text(server: Server, http: htt
         assert (start["type"], start["max_total_tokens"], len(start["bounds"])) == ("start", 1024, 35)
         assert generate(http, "dash-good") == 200 and generate(http, "dash-bad", temperature=-1) == 422
         seen = [first]
-        while not any(sample["errors"] for sample in seen):  # the one that ended was before it
+        while not any(error["request_id"] == "dash-bad" for error in seen[-1]["errors"]):  # the other was before it
             seen.append(next(stream))
         last = next(stream)
         numbers = last["numbers"]
@@ -49,11 +51,11 @@ def test_tells_numbers_requests_and_errors_and_no_text(server: Server, http: htt
     assert sum(grown) == 1 and min(grown) == 0
     assert sum(last["counts"]["tgi_inter_token_duration"]) == told["tgi_inter_token_duration_count"]
 
-    (ended,) = [request for sample in seen for request in sample["ended"]]
-    assert (ended["request_id"], ended["route"], ended["output_tokens"]) == ("dash-good", "/generate", 8)
+    (ended,) = [request for sample in seen for request in sample["ended"] if request["request_id"] == "dash-good"]
+    assert (ended["route"], ended["output_tokens"], ended["end"]) == ("/generate", 8, "length")
     assert 0 < ended["validated"] <= ended["admitted"] < ended["first_token"] < ended["total"]
-    (error,) = [error for sample in seen for error in sample["errors"]]
-    assert (error["request_id"], error["kind"], error["status"]) == ("dash-bad", "validation", 422)
+    (error,) = [error for sample in seen for error in sample["errors"] if error["request_id"] == "dash-bad"]
+    assert (error["route"], error["kind"], error["status"]) == ("/generate", "validation", 422)
     assert [engine["state"] for engine in last["engines"]] == ["up"]
     assert SECRET not in json.dumps([start, *seen, last])
 
@@ -78,6 +80,21 @@ def test_closing_it_is_no_failure(server: Server) -> None:
         next(stream)
     server.wait_for(lambda: server.metrics()["tgi_http_connections"] <= connections, "the stream to be closed")
     assert dropped() == before
+
+
+def test_is_open_so_often_and_no_more(server: Server, http: httpx.Client) -> None:
+    def overloaded() -> float:
+        return server.metrics().get('tgi_request_failure{err="overloaded"}', 0)
+
+    before = overloaded()
+    with ExitStack() as open_streams:
+        for _ in range(MAX_LISTENERS):
+            open_streams.enter_context(events(server))
+        refused = http.get("/dashboard/events")
+        assert refused.status_code == 429 and "open 16 times" in refused.json()["error"]
+        assert refused.headers["retry-after"]
+        assert http.head("/dashboard/events").status_code == 200
+    assert overloaded() == before  # no generation was refused
 
 
 def test_the_page_and_its_files_are_there_and_ask_for_nothing_else(http: httpx.Client) -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 
+from text_generation_inference.api.bodies import ErrorResponse
 from text_generation_inference.api.call import Call
-from text_generation_inference.api.http import frame
+from text_generation_inference.api.http import Response, frame, json_response
 from text_generation_inference.api.live import PERIOD_S, LiveStart
 from text_generation_inference.api.metrics import DURATION_BOUNDS
+from text_generation_inference.errors import OverloadedError
 from text_generation_inference.version import __version__
 
 
@@ -13,7 +15,15 @@ async def events(call: Call) -> None:
     """A stream that ends when the client leaves, or the server stops."""
     service, request = call.service, call.request
     await request.read_body()  # of none: from here on it is known when the client leaves
-    listener = service.live.join()
+    if request.method == "HEAD":
+        await call.connection.respond(Response(200, content_type="text/event-stream"))
+        return
+    try:
+        listener = service.live.join()
+    except OverloadedError as error:  # no generation was refused: it does not count as one
+        refusal = ErrorResponse(str(error), "overloaded")
+        await call.connection.respond(json_response(refusal, 429, {"retry-after": "10"}))
+        return
     try:
         await call.connection.start_events({"x-accel-buffering": "no"})
         await call.connection.write(frame(_start(call)))
