@@ -51,7 +51,7 @@ for (const [name, network] of Object.entries(NETWORKS)) {
 
 const picture = process.argv[3];
 if (picture) {
-  const context = await browser.newContext({ viewport: { width: 1180, height: 760 } });
+  const context = await browser.newContext({ viewport: { width: 1180, height: 960 } });
   const page = await context.newPage();
   await visit(page, server);
   await set(page, { temperature: 0, max_tokens: 150, logprobs: true, top_logprobs: 4 });

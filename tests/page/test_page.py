@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx2 as httpx
 import pytest
@@ -43,20 +42,18 @@ def outcomes(
         *("--model-id", str(oracle.folder), "--max-total-tokens", "700", "--max-batch-total-tokens", "2800"),
         *("--dtype", "float32", "--max-concurrent-requests", "8", "--api-key", KEY),
     )
-    given = {
-        "server": server.url,
-        "seeing": seeing.url,
-        "key": KEY,
-        "pid": seeing.process.pid,
-        "chromium": find_chromium(),
-    }
-    chosen = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if "[" in item.name and item.path == Path(__file__)
-    ]
+    try:
+        chosen = {item.name.removeprefix("test_page[").removesuffix("]") for item in request.session.items}
+        yield run_scenarios(server, seeing, [name for name in SCENARIOS if name in chosen])
+    finally:
+        status = seeing.stop()
+    assert status == 0, seeing.log[-3000:]
+
+
+def run_scenarios(server: Server, seeing: Server, names: list[str]) -> dict[str, str | None]:
+    given = {"server": server.url, "seeing": seeing.url, "key": KEY, "pid": seeing.process.pid}
     done = subprocess.run(
-        ["node", HERE / "run.mjs", json.dumps(given), *(name for name in SCENARIOS if name in chosen)],
+        ["node", HERE / "run.mjs", json.dumps({**given, "chromium": find_chromium()}), *names],
         cwd=HERE,
         capture_output=True,
         text=True,
@@ -65,8 +62,7 @@ def outcomes(
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert lines, done.stderr[-6000:]
-    yield {line["name"]: line["error"] for line in lines} | {"stderr": done.stderr[-3000:]}
-    assert seeing.stop() == 0, seeing.log[-3000:]
+    return {line["name"]: line["error"] for line in lines} | {"stderr": done.stderr[-3000:]}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

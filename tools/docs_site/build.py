@@ -34,7 +34,7 @@ SECTIONS = {
         "docs/start-vllm",
     ],
     "Use": [
-        *("README", "docs/cli", "docs/environment", "docs/sampling", "docs/models", "docs/pictures"),
+        *("README", "docs/cli", "docs/environment", "docs/sampling", "docs/models", "docs/page", "docs/pictures"),
         *("docs/quantization", "docs/measured-fp8"),
     ],
     "Run": [

@@ -134,7 +134,7 @@ export class Chat extends EventTarget {
 
   /** Another answer beside the one there is, or, for one that failed, in its place. */
   retry(message, inPlace = false) {
-    if (this.isRunning) return undefined;
+    if (inPlace ? this.running.has(message.id) : this.isRunning) return undefined; // others beside it may go on
     if (!inPlace) return this.answer(message.parent);
     for (const name of ["reasoning", "calls", "tokens", "error", "finish"]) delete message[name];
     message.content = message.kept ?? "";
