@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PORT ?= 8080
 ARGS ?=
 
-.PHONY: serve try check coverage test test-ranks test-cuda test-hpu lint format bench image clean help
+.PHONY: serve try check coverage test test-ranks test-cuda test-hpu lint format bench docs image clean help
 
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -79,6 +79,9 @@ bench: $(READY)  ## the figures of bench/RESULTS.md (takes minutes; wants a quie
 	$(BIN)/python bench/front_end.py
 	$(BIN)/python bench/server.py
 
+docs: $(READY)  ## the documentation as a site, in site/; links are checked
+	$(BIN)/python tools/docs_site/build.py
+
 # The lock files are complete, so nothing is resolved and nothing beyond them is installed; every file must have its hash.
 # A torch without CUDA is taken where one is offered; torch for CUDA needs libraries that stand in a file of their own.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
@@ -95,4 +98,4 @@ $(READY): $(LOCKS) pyproject.toml
 	@touch $(READY)
 
 clean:  ## remove the environments
-	rm -rf $(VENV) .venv-clients .venv-ray tests/clients/node/node_modules tests/page/node_modules
+	rm -rf $(VENV) site .venv-clients .venv-ray tests/clients/node/node_modules tests/page/node_modules

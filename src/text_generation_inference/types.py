@@ -340,6 +340,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     decode_ns: int  # taking the result
     filter_ns: int  # sending the tokens
     failed: bool = False  # it was taken back for lack of memory; then times say nothing
+    num_prompt_tokens: int = 0  # computed in it
+    num_decoded: int = 0  # tokens that came out of it, but for the first ones of prompts
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
@@ -396,6 +398,13 @@ class PictureWork(msgspec.Struct, frozen=True, array_like=True):
     num_found: int  # pictures whose features were there, of another request
 
 
+class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Of the device of an engine's first rank."""
+
+    used_bytes: int
+    total_bytes: int
+
+
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """How busy the engine is."""
 
@@ -408,6 +417,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     buckets: BucketStats | None = None
     num_malformed: int = 0  # messages dropped, since the start
     pictures: PictureWork | None = None
+    memory: DeviceMemory | None = None  # looked at every few seconds
 
 
 # -- messages between an api process and the engine process --------------------------------------------------------

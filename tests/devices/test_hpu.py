@@ -31,6 +31,7 @@ from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts, put_together, take_apart
 from text_generation_inference.quant import choose
 from text_generation_inference.runner.warm.warm_up import WarmUp
+from text_generation_inference.types import DeviceMemory
 
 SIZE = 128  # tokens of a block
 
@@ -596,6 +597,7 @@ def test_memory_figures(hpu, monkeypatch):
     assert device.free_bytes() == 500  # half is the run time's
     figures[0] = 620  # a cache of 380
     assert device.free_bytes() == 120
+    assert device.memory() == DeviceMemory(3380, 4000)
     assert device.limits.memory_share == (0.75 if hpu.bridge.lazy else 1.0)
     assert HpuDevice(HpuSettings(graphs=False)).limits.memory_share == 1.0
 

@@ -11,9 +11,10 @@ import * as answers from "./answers.mjs";
 import * as around from "./around.mjs";
 import * as safety from "./safety.mjs";
 import * as access from "./access.mjs";
+import * as dashboard from "./dashboard.mjs";
 import * as last from "./last.mjs";
 
-const SCENARIOS = { ...answers, ...around, ...safety, ...access, ...last };
+const SCENARIOS = { ...answers, ...around, ...safety, ...access, ...dashboard, ...last };
 const FLAGS = "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync --disable-dev-shm-usage";
 const EXPECTED = /Failed to load resource|net::ERR_/; // what the network did is what scenarios ask for
 

@@ -20,7 +20,7 @@ from text_generation_inference.api import static_pages
 
 KEY = "the-key"
 LIMIT_S = 300
-FILES = ("answers", "around", "safety", "access", "last")
+FILES = ("answers", "around", "safety", "access", "dashboard", "last")
 SCENARIOS = [
     name
     for file in FILES

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from text_generation_inference.devices.host_memory import available_bytes
+from text_generation_inference.devices.host_memory import available_bytes, resident_bytes
 
 GIB = 1 << 30
 
@@ -67,3 +67,10 @@ def test_free_memory(tmp_path: Path, cgroup: str, files: dict[str, str], expecte
 
 def test_of_this_machine() -> None:
     assert available_bytes() > 0
+
+
+def test_what_this_process_holds() -> None:
+    before = resident_bytes()
+    held = bytearray(b"x") * 64_000_000
+    assert 50_000_000 < resident_bytes() - before < 200_000_000
+    del held

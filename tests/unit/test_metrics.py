@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from text_generation_inference.api.control import Restarts
 from text_generation_inference.api.metrics import CONTENT_TYPE, DURATION_BOUNDS, Metrics, Timings
-from text_generation_inference.types import EngineLoad, ModelFacts, StepStats
+from text_generation_inference.types import DeviceMemory, EngineLoad, ModelFacts, StepStats
 
 FACTS = ModelFacts(
     model_id="m",
@@ -33,8 +33,9 @@ STEP = StepStats(
     forward_ns=3_000_000,
     decode_ns=50_000,
     filter_ns=200_000,
+    num_decoded=3,
 )
-PREFILL = StepStats(True, 2, True, 5, 0, 0, 500, 9_000_000, 8_000_000, 60_000, 300_000)
+PREFILL = StepStats(True, 2, True, 5, 0, 0, 500, 9_000_000, 8_000_000, 60_000, 300_000, False, 12, 3)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def record_everything(metrics: Metrics) -> None:
     metrics.loop_lag(0.001)
     metrics.fail_step(prefill=False)
     metrics.in_flight(4)
-    metrics.load(EngineLoad(1, 2, 60, 7, 1000, 400))
+    metrics.load(EngineLoad(1, 2, 60, 7, 1000, 400, memory=DeviceMemory(3, 4)))
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -112,6 +113,9 @@ REFERENCE = {
 }
 OURS = {
     "tgi_requests_in_flight": "gauge",
+    "tgi_batch_tokens": "counter",
+    "tgi_device_memory_used_bytes": "gauge",
+    "tgi_device_memory_limit_bytes": "gauge",
     "tgi_time_to_first_token_duration": "histogram",
     "tgi_inter_token_duration": "histogram",
     "tgi_queue_tokens": "gauge",
@@ -374,3 +378,23 @@ def test_label_values_are_escaped(metrics):
 
 def test_content_type():
     assert CONTENT_TYPE.startswith("text/plain")
+
+
+def test_numbers_are_those_of_the_text(metrics):
+    record_everything(metrics)
+    printed = {
+        line.rsplit(" ", 1)[0]: line.rsplit(" ", 1)[1] for line in metrics.render().decode().splitlines() if line
+    }
+    numbers = metrics.numbers()
+    assert len(numbers) > 60 and {name: float(printed[name]) for name in numbers} == numbers
+    assert {name for name in printed if not re.search(r"^#|_bucket\{|quantile=", name)} == set(numbers)
+    assert sum(metrics.counts("tgi_inter_token_duration")) == numbers["tgi_inter_token_duration_count"] == 1
+
+
+def test_tokens_of_steps_and_memory_of_devices(metrics):
+    record_everything(metrics)
+    assert value(metrics, "tgi_batch_tokens", method="prefill") == 12
+    assert value(metrics, "tgi_batch_tokens", method="decode") == 6
+    assert value(metrics, "tgi_device_memory_used_bytes", replica="0") == 3
+    metrics.load(EngineLoad(1, 2, 60, 7, 1000, 400))  # looked at seldom: what was said last stays
+    assert value(metrics, "tgi_device_memory_limit_bytes", replica="0") == 4

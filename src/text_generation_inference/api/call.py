@@ -51,6 +51,7 @@ class Call:
         timings = generation.timings
         assert timings is not None
         self.service.metrics.succeed(timings)
+        self.service.live.end(generation, self.route, self.request.id)
         self.span.set(**span_fields(timings, generation.seed))
         log_success(timings, generation.seed, self.request.id, self.name)
 
@@ -60,6 +61,7 @@ class Call:
         self.span.fail(kind)
         if kind in _COUNTED:
             self.service.metrics.fail_request(_COUNTED[kind])
+        self.service.live.fail(self.route, self.request.id, kind, self.connection.status or status)
         log_refusal(
             self.request.id,
             self.route,
@@ -72,12 +74,14 @@ class Call:
 
     def refuse(self, status: int, field: str | None = None) -> None:
         """Log an answer that is made before there is anything to count: no JSON, a wrong type, too much."""
+        self.service.live.fail(self.route, self.request.id, "refused", self.connection.status or status)
         log_refusal(self.request.id, self.route, self.connection.status or status, field)
 
     def drop(self) -> None:
         """The client left before it had its answer."""
         self.span.fail("dropped")
         self.service.metrics.fail_request("dropped")
+        self.service.live.fail(self.route, self.request.id, "dropped", self.connection.status)
 
     def stream_headers(self, characters: int) -> dict[str, str]:
         return {

@@ -140,17 +140,28 @@ class Generation:
         self.timings: Timings | None = None
         self.on_first_token: Callable[[Generation], None] | None = None
         self.output_ids: list[int] | None = None  # kept for those who set it to a list
-        self._queue_s = 0.0
+        self.first_token_s: float | None = None  # since its arrival
+        self._queue_s: float | None = None
         self._stream = stream
         self._special_ids = tokenizer.special_ids
         self._metrics = metrics
-        self._arrived = arrived
+        self.arrived = arrived
         self._submitted = self._last_time = time.perf_counter()
 
     @property
     def seed(self) -> int | None:
         """The seed, where there is something random."""
         return self.request.seed if self.request.sampling.samples else None
+
+    @property
+    def submitted_s(self) -> float:
+        """When the engine got it, since its arrival."""
+        return self._submitted - self.arrived
+
+    @property
+    def admitted_s(self) -> float | None:
+        """When it began to run, likewise; None as long as nothing has come from the engine."""
+        return None if self._queue_s is None else self.submitted_s + self._queue_s
 
     @property
     def input_length(self) -> int:
@@ -239,12 +250,12 @@ class Generation:
         last.text += self.text.finish()
         last.thoughts += self.text.take_thoughts()
         last.last = True
-        now = time.perf_counter()
+        now, queue_s = time.perf_counter(), self._queue_s or 0.0
         self.timings = Timings(
-            now - self._arrived,
-            self._submitted - self._arrived,
-            self._queue_s,
-            now - self._submitted - self._queue_s,
+            now - self.arrived,
+            self._submitted - self.arrived,
+            queue_s,
+            now - self._submitted - queue_s,
             self.num_tokens,
         )
 
@@ -252,7 +263,8 @@ class Generation:
         metrics = self._metrics
         waited, self._last_time = now - self._last_time, now
         if self.num_tokens == count:
-            metrics.first_token(now - self._arrived)
+            self.first_token_s = now - self.arrived
+            metrics.first_token(self.first_token_s)
             if self.on_first_token is not None:
                 self.on_first_token(self)
             count -= 1

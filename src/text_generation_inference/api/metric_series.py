@@ -45,6 +45,11 @@ class Scalar:
         if self._recorded:
             yield f"{name}{_braces(labels)} {_text(self.value)}"
 
+    def numbers(self, name: str, labels: str) -> Iterator[tuple[str, float]]:
+        """The same as numbers."""
+        if self._recorded:
+            yield f"{name}{_braces(labels)}", self.value
+
 
 class Histogram:
     """How often values fell below each bound."""
@@ -70,6 +75,17 @@ class Histogram:
         yield f'{prefix}"+Inf"}} {total}'
         yield f"{name}_sum{_braces(labels)} {_text(self._sum)}"
         yield f"{name}_count{_braces(labels)} {total}"
+
+    def numbers(self, name: str, labels: str) -> Iterator[tuple[str, float]]:
+        """Sum and count alone."""
+        total = sum(self._counts)
+        if total:
+            yield f"{name}_sum{_braces(labels)}", self._sum
+            yield f"{name}_count{_braces(labels)}", total
+
+    @property
+    def counts(self) -> list[int]:
+        return self._counts
 
 
 class Summary:
@@ -97,6 +113,13 @@ class Summary:
         yield f"{name}_sum{_braces(labels)} {sum(value * count for value, count in enumerate(self._counts))}"
         yield f"{name}_count{_braces(labels)} {total}"
 
+    def numbers(self, name: str, labels: str) -> Iterator[tuple[str, float]]:
+        """Sum and count alone."""
+        total = sum(self._counts)
+        if total:
+            yield f"{name}_sum{_braces(labels)}", sum(value * count for value, count in enumerate(self._counts))
+            yield f"{name}_count{_braces(labels)}", total
+
 
 def _text(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(value)
@@ -120,7 +143,7 @@ class Family(Generic[Series]):
     """A metric's name, type, HELP text and series by label value."""
 
     def __init__(self, name: str, kind: str, help_text: str) -> None:
-        self._name = name
+        self.name = name
         self._head = [f"# HELP {name} {help_text}"] if help_text else []
         self._head.append(f"# TYPE {name} {kind}")
         self._series: dict[str, Series] = {}
@@ -140,5 +163,13 @@ class Family(Generic[Series]):
         return self._series.get(labels) or self.keep(Scalar(), labels)
 
     def lines(self) -> list[str]:
-        body = [line for labels, series in self._series.items() for line in series.lines(self._name, labels)]
+        body = [line for labels, series in self._series.items() for line in series.lines(self.name, labels)]
         return [*self._head, *body, ""] if body else []
+
+    def numbers(self) -> Iterator[tuple[str, float]]:
+        for labels, series in self._series.items():
+            yield from series.numbers(self.name, labels)
+
+    def counts(self: "Family[Histogram]") -> list[int]:
+        """Of a histogram without labels."""
+        return self._series[""].counts

@@ -55,6 +55,7 @@ class StepSeries:
         self.forward = metrics.batch_forward_duration.keep(Histogram(DURATION_BOUNDS), labels)
         self.decode = metrics.batch_decode_duration.keep(Histogram(DURATION_BOUNDS), labels)
         self.filter = metrics.batch_filter_duration.keep(Histogram(DURATION_BOUNDS), labels)
+        self.tokens = metrics.batch_tokens.keep(Scalar(), labels)
 
 
 class BucketSeries:
@@ -158,6 +159,11 @@ class Metrics:
             "histogram",
             "Time spent filtering batches and sending generated tokens per method (prefill or decode)",
         )
+        self.batch_tokens: Family[Scalar] = self.family(
+            "tgi_batch_tokens",
+            "counter",
+            "Tokens computed by steps, of prompts or after them (prefill or decode)",
+        )
         self._prefill = StepSeries(self, "prefill")
         self._decode = StepSeries(self, "decode")
         concat: Family[Scalar] = self.family("tgi_batch_concat", "counter")
@@ -210,6 +216,12 @@ class Metrics:
             number.set(0)
         self._dropped_lines = self.counter("tgi_log_lines_dropped", "Log lines that nobody read in time")
         self._dropped_lines.set(0)
+        self._memory_used: Family[Scalar] = self.family(
+            "tgi_device_memory_used_bytes", "gauge", "Memory in use on the device of an engine's first rank"
+        )
+        self._memory_total: Family[Scalar] = self.family(
+            "tgi_device_memory_limit_bytes", "gauge", "Memory that there is on the device of an engine's first rank"
+        )
         self._heartbeat_age = self._gauge("tgi_engine_heartbeat_age_seconds", "Since the engine's last sign of life")
         self._bucket_shapes = BucketSeries(self)
         self._replicas: list[ReplicaSeries] = []
@@ -363,6 +375,10 @@ class Metrics:
         series.forward.observe(stats.forward_ns * 1e-9)
         series.decode.observe(stats.decode_ns * 1e-9)
         series.filter.observe(stats.filter_ns * 1e-9)
+        if stats.num_prompt_tokens:
+            self._prefill.tokens.add(stats.num_prompt_tokens)
+        if stats.num_decoded:
+            self._decode.tokens.add(stats.num_decoded)
         if stats.num_admitted:
             self._batch_next_size.observe(stats.num_admitted)
         if stats.joined:
@@ -400,6 +416,9 @@ class Metrics:
             self._replicas[replica].show(gauges)
             self._replicas[replica].prompt_tokens.follow(load.num_prompt_tokens, replica)
             self._replicas[replica].cached_tokens.follow(load.num_cached_prompt_tokens, replica)
+        if load.memory is not None:
+            self._memory_used.one("replica", str(replica)).set(load.memory.used_bytes)
+            self._memory_total.one("replica", str(replica)).set(load.memory.total_bytes)
         if load.buckets is not None:
             self._bucket_shapes.set(load.buckets, replica)
         if load.pictures is not None and self._encoded is not None:
@@ -434,6 +453,14 @@ class Metrics:
     def render(self) -> bytes:
         """The Prometheus text."""
         return "\n".join([line for family in self._families for line in family.lines()] + [""]).encode()
+
+    def numbers(self) -> dict[str, float]:
+        """What `render` tells, without buckets, by name and labels as they stand there."""
+        return {name: value for family in self._families for name, value in family.numbers()}
+
+    def counts(self, name: str) -> list[int]:
+        """Of the histogram with this name: how many fell into each bucket, those above the last bound at the end."""
+        return next(family.counts() for family in self._families if family.name == name)
 
     def family(self, name: str, kind: str, help_text: str = "") -> Family[Any]:
         family: Family[Any] = Family(name, kind, help_text)

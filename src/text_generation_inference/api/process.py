@@ -244,6 +244,7 @@ class ApiProcess:
         if service.num_running:
             log.warning("The time to drain is over", extra=fields(aborted=service.num_running))
         clients = service.detach_all("the server is shutting down")
+        service.live.close()
         self._http.should_exit = True
         # Answers are complete, or end with an error now; whoever reads slowly may take them.
         await asyncio.wait([self._serving], timeout=max(end - now(), _LAST_WORDS_S))

@@ -14,6 +14,7 @@ from text_generation_inference.api import (
     chat,
     cloud,
     completions,
+    dashboard,
     info,
     messages,
     native,
@@ -545,6 +546,17 @@ ROUTES = [
     ),
     Route(
         method="GET",
+        path="/dashboard",
+        endpoint=static_pages.page,
+        name="page",
+        public=True,
+        operation="dashboard_page",
+        group=SERVER,
+        summary="A page that shows what the server does, as it does it",
+        answers=[_ok("The page", {"text/html": "string"})],
+    ),
+    Route(
+        method="GET",
         path="/api-doc/openapi.json",
         endpoint=_openapi,
         name="openapi",
@@ -553,6 +565,7 @@ ROUTES = [
         summary="This document",
         answers=[_ok("The OpenAPI document", {_JSON: "object"})],
     ),
+    Route(method="GET", path="/dashboard/events", endpoint=dashboard.events, name="dashboard_events"),
     Route(method="GET", path="/docs/{rest*}", endpoint=info.docs, name="docs", public=True),
     Route(method="GET", path="/pages/{file*}", endpoint=static_pages.page_file, name="page", public=True),
 ]

@@ -22,6 +22,7 @@ from text_generation_inference.api.engines import Engines, Placement
 from text_generation_inference.api.errors import UnavailableError
 from text_generation_inference.api.generation import Generation, OutputText
 from text_generation_inference.api.grammars import GrammarQueue
+from text_generation_inference.api.live import LiveFeed
 from text_generation_inference.api.memory import release_memory
 from text_generation_inference.api.metrics import Metrics
 from text_generation_inference.api.picture_metrics import PictureSeries
@@ -97,6 +98,7 @@ class Service:
         )
         self._grammar_queue = GrammarQueue(self.grammars, self.metrics)
         self.generations: set[Generation] = set()
+        self.live = LiveFeed(self.metrics, self.engines, self.generations)
         self.model_name = public_name(facts.model_id)
         self.fingerprint = f"{__version__}-native"
         self.metrics.ranks(config.num_shard or 1)

@@ -19,7 +19,7 @@ from text_generation_inference.api import info
 from text_generation_inference.api.call import Call
 from text_generation_inference.api.http import Response
 
-PAGES = {"/chat": "chat/index.html"}  # by path
+PAGES = {"/chat": "chat/index.html", "/dashboard": "dashboard/index.html"}  # by path
 _HTML = "text/html; charset=utf-8"
 _TYPES = {
     ".html": _HTML,

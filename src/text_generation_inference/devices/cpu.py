@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from text_generation_inference.devices.at_once import AtOnce
-from text_generation_inference.devices.host_memory import available_bytes
+from text_generation_inference.devices.host_memory import available_bytes, resident_bytes
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.cpu import slots
 from text_generation_inference.kernels.cpu.experts import NativeExperts
@@ -21,7 +21,7 @@ from text_generation_inference.kernels.cpu.latent import NativeLatentAttention
 from text_generation_inference.kernels.cpu.low_bit import NativeLowBit
 from text_generation_inference.kernels.cpu.ops import BLOCKS, load_ops
 from text_generation_inference.kernels.ops import Ops
-from text_generation_inference.types import Limits
+from text_generation_inference.types import DeviceMemory, Limits
 
 _WORKING_BYTES = 512 << 20
 
@@ -63,6 +63,11 @@ class CpuDevice(AtOnce):
 
     def all_free_bytes(self) -> int:
         return self.free_bytes()
+
+    def memory(self) -> DeviceMemory:
+        """This process's own; what others have taken is not there for it."""
+        resident = resident_bytes()
+        return DeviceMemory(resident, resident + available_bytes())
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         work()

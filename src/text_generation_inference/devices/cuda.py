@@ -31,7 +31,7 @@ from text_generation_inference.kernels.triton import compile_workers
 from text_generation_inference.kernels.triton.compile_workers import Workers
 from text_generation_inference.kernels.triton.ops import load_ops
 from text_generation_inference.parallel.collectives import Collectives, Meeting
-from text_generation_inference.types import ALONE, Limits, Place
+from text_generation_inference.types import ALONE, DeviceMemory, Limits, Place
 
 _MIN_CAPABILITY, _BFLOAT16, _FP8 = (7, 5), (8, 0), (8, 9)
 _MARGIN_BYTES = 1 << 30  # what captured steps take beside what torch counts, and what holes between tensors waste
@@ -140,6 +140,10 @@ class CudaDevice:
 
     def all_free_bytes(self) -> int:
         return self.free_bytes()
+
+    def memory(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return DeviceMemory(total - free, total)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self.stream(), _fixed_segments():  # it is filled in the queue that reads it

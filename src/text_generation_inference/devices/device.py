@@ -19,7 +19,7 @@ from text_generation_inference.errors import StartError
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.parallel.collectives import Collectives, Meeting
-from text_generation_inference.types import ALONE, Limits, Place
+from text_generation_inference.types import ALONE, DeviceMemory, Limits, Place
 
 
 def failed_step(error: Exception) -> "Future[Any]":
@@ -85,6 +85,10 @@ class Device(Protocol):
     @property
     def runtime_bytes(self) -> int:
         """Memory kept for passes without a graph; graphs and the cache leave it alone."""
+        ...
+
+    def memory(self) -> DeviceMemory:
+        """What is in use now, by whomever, and what there is; nothing is given back and nothing waited for."""
         ...
 
     def peak_bytes(self, work: Callable[[], object]) -> int:

@@ -3,6 +3,7 @@
 Never torch. In a container the machine's figures say nothing about the limit at which the kernel kills.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,11 @@ _UNLIMITED = 1 << 60  # version 1 has no word for it, but numbers as large as th
 def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
     """The least of the machine's and of each group's that this process is in."""
     return min(_machine_bytes(proc), *_group_bytes(proc, groups), _UNLIMITED)
+
+
+def resident_bytes(proc: Path = Path("/proc")) -> int:
+    """What this process has in memory."""
+    return int((proc / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _machine_bytes(proc: Path) -> int:

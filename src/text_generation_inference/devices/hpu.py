@@ -24,7 +24,7 @@ from text_generation_inference.kernels.hpu.bridge import Bridge, is_present, loa
 from text_generation_inference.kernels.hpu.ops import HpuGreedy, load_ops
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.parallel.collectives import Collectives, Meeting
-from text_generation_inference.types import ALONE, Limits, Place
+from text_generation_inference.types import ALONE, DeviceMemory, Limits, Place
 
 BLOCK_SIZE = 128
 _torch: Any = torch  # for what torch leaves without types
@@ -148,6 +148,10 @@ class HpuDevice(AtOnce):
         """With what the run time keeps: passes without a graph compute in it."""
         self.bridge.synchronize()
         return int(self.bridge.torch_hpu.mem_get_info()[0])
+
+    def memory(self) -> DeviceMemory:
+        free, total = self.bridge.torch_hpu.mem_get_info()
+        return DeviceMemory(int(total) - int(free), int(total))
 
     @property
     def runtime_bytes(self) -> int:

@@ -34,6 +34,8 @@ class StepTimes:
     inference_ns: int = 0  # from planning to the result being there
     forward_ns: int = 0  # on the device, without waiting behind the step before
     decode_ns: int = 0  # taking the result
+    num_prompt_tokens: int = 0
+    num_decoded: int = 0
 
 
 class _DoneTime:
@@ -140,6 +142,8 @@ class EngineLoop:
             done_ns - step.planned_ns,
             forward_ns,
             time.monotonic_ns() - done_ns,
+            sum(chunk.end - chunk.start for chunk in step.plan.chunks),
+            len(result.token_ids) - sum(chunk.samples for chunk in step.plan.chunks),
         )
         self._last_done_ns = done_ns
         return out

@@ -45,6 +45,7 @@ from text_generation_inference.text.grammar import CompiledGrammar, is_plain
 from text_generation_inference.types import (
     Abort,
     Admitted,
+    DeviceMemory,
     EngineFailed,
     EngineLoad,
     Finish,
@@ -65,6 +66,7 @@ _CLIENT_SHIFT = 48  # an engine-wide id is the client's number and its own id, w
 _MESSAGES_PER_TURN = 1_000  # between two steps, whoever sends more
 _FULL = "the api process did not take the tokens in time"
 _SECONDS_BETWEEN_CHECKS = 0.5
+_SECONDS_BETWEEN_LOOKS = 5.0  # at the memory of the device
 _COMPILING_POLL_MS = 2
 _BEHIND_POLL_MS = 10
 
@@ -84,7 +86,8 @@ class EngineServer:
         self._socket = socket
         self._clients: dict[bytes, ClientLink] = {}
         self._numbers = count(1)  # of clients
-        self._next_check = 0.0
+        self._next_check = self._next_look = 0.0
+        self._memory: DeviceMemory | None = None
         self._last_load: EngineLoad | None = None
         self._waiting_tokens = self._running_limit = 0  # as of the last check
         self._routed_ns = self._filter_ns = 0
@@ -301,6 +304,7 @@ class EngineServer:
                 self._forget(client, engine_id)
             del self._clients[client.address]
         self._waiting_tokens, self._running_limit = self._loop.scheduler.count_tokens()
+        self._look_at_memory(now)
         load = self._load()
         if load != self._last_load and not any(client.is_behind for client in self._clients.values()):
             self._last_load = load
@@ -321,6 +325,8 @@ class EngineServer:
             last.decode_ns,
             self._filter_ns,
             last.failed,
+            last.num_prompt_tokens,
+            last.num_decoded,
         )
 
     def _load(self) -> EngineLoad:
@@ -336,7 +342,14 @@ class EngineServer:
             self._engine.rank.bucket_stats,
             self._num_malformed,
             scheduler.picture_work,
+            self._memory,
         )
+
+    def _look_at_memory(self, now: float) -> None:
+        """Seldom: on some devices the driver is asked."""
+        if now >= self._next_look:
+            self._next_look = now + _SECONDS_BETWEEN_LOOKS
+            self._memory = self._engine.rank.device.memory()
 
     def _send(self, client: ClientLink, message: FromEngine) -> None:
         failpoint("engine.encode")
