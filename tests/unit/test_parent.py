@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 
-PROGRAM = "from text_generation_inference.engine.parent import end_with_parent; end_with_parent(); import sys; sys.exit(7)"
+PROGRAM = (
+    "from text_generation_inference.engine.parent import end_with_parent; end_with_parent(); import sys; sys.exit(7)"
+)
 
 
 def run(stdout: int) -> int:
