@@ -102,6 +102,45 @@ def test_requests_of_claude_code(http: httpx.Client, server: Server) -> None:
     assert server.metrics()["tgi_unknown_fields"] > before
 
 
+def test_requests_of_codex(http: httpx.Client) -> None:
+    """It streams always, stores nothing, and sends tools and items that only OpenAI's own server knows."""
+    look = {"type": "function", "name": "shell", "strict": False, "parameters": {"type": "object", "properties": {}}}
+    others = [{"type": "web_search", "external_web_access": True}, {"type": "namespace", "name": "mcp", "tools": []}]
+    custom = {
+        "type": "custom",
+        "name": "apply_patch",
+        "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
+    }
+    call = {"type": "function_call", "call_id": "call_1", "name": "shell", "arguments": "{}"}
+    told = events(
+        http,
+        RESPONSES,
+        instructions="You are a coding agent.",
+        input=[
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Ask first."}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context/>"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Run it."}]},
+            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "gAAAAB"},
+            call,
+            {"type": "function_call_output", "call_id": "call_1", "output": "done"},
+            {"type": "compaction", "encrypted_content": "x"},
+        ],
+        tools=[look, custom, *others],
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        reasoning={"effort": "medium", "summary": "auto"},
+        store=False,
+        include=["reasoning.encrypted_content"],
+        prompt_cache_key="0199",
+        text={"verbosity": "medium"},
+        client_metadata={"x": "y"},
+        max_output_tokens=4,
+    )
+    final = told[-1]["response"]
+    assert (final["status"], final["store"], final["usage"]["output_tokens"]) == ("incomplete", False, 4)
+    assert http.get(f"{RESPONSES}/{final['id']}").status_code == 404
+
+
 def test_inner_system_words_and_prefill(http: httpx.Client) -> None:
     turns = [*HELLO, {"role": "system", "content": "Be kind."}, {"role": "assistant", "content": "One: red. Two:"}]
     text = ask(http, MESSAGES, messages=turns, max_tokens=6)["content"][0]["text"]

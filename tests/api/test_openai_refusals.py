@@ -128,7 +128,7 @@ def test_own_names_in_errors(http: httpx.Client) -> None:
     [
         ("POST", "/v1/embeddings", 404),
         ("GET", "/v1/files", 404),
-        ("POST", "/v1/responses", 404),
+        ("POST", "/v1/responses/x/cancel", 404),
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/models", 405),
         ("POST", "/v1/models/embedded", 405),

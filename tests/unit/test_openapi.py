@@ -13,7 +13,7 @@ import jsonschema
 import msgspec
 import pytest
 
-from text_generation_inference.api import bodies, openai_bodies
+from text_generation_inference.api import bodies, messages_bodies, openai_bodies, responses_bodies
 from text_generation_inference.api.openapi import build_document
 from text_generation_inference.api.routes import ROUTES
 
@@ -319,7 +319,8 @@ def test_examples_are_accepted_by_the_structs_that_decode_them():
             continue
         content = operation["requestBody"]["content"]["application/json"]
         name = content["schema"]["$ref"].rsplit("/", 1)[1].replace("SagemakerRequest", "CompatGenerateRequest")
-        struct = getattr(bodies, name, None) or getattr(openai_bodies, name)
+        modules = (bodies, openai_bodies, messages_bodies, responses_bodies)
+        struct = next(getattr(module, name) for module in modules if hasattr(module, name))
         body = msgspec.json.decode(msgspec.json.encode(content["example"]), type=struct)
         assert isinstance(body, struct), place
         checked += 1
