@@ -55,7 +55,7 @@ def find_readings(places: Sequence[int], counts: Sequence[int]) -> list[Reading]
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _KeptGroup:
     """On the device."""
 
     ids: list[int]  # of its blocks
@@ -65,7 +65,7 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _PictureReader:
     """A request with pictures."""
 
     spans: list[PictureSpan]
@@ -89,8 +89,8 @@ class CrossPictures(SlotPictures):
         self._caches, self._on_device = caches, device.limits.runs_ahead
         self._num_blocks, self._block_size = caches[sight.cross_layer][0].shape[:2]
         self._free = list(range(self._num_blocks - 1, 0, -1))  # block 0 is read by those who read nothing
-        self._groups: dict[str, _Group] = {}
-        self._readers: dict[int, _Reader] = {}  # by slot
+        self._groups: dict[str, _KeptGroup] = {}
+        self._readers: dict[int, _PictureReader] = {}  # by slot
         self._new: list[int] = []  # slots of readers whose last pictures are not in the tables yet
         self._lost_groups: set[str] = set()
         per_picture = -(-sight.cross_rows // self._block_size)
@@ -108,7 +108,7 @@ class CrossPictures(SlotPictures):
         if not spans:
             return
         counts = [self._num_real(span) for span in spans]
-        self._readers[admission.slot] = _Reader(
+        self._readers[admission.slot] = _PictureReader(
             spans,
             [name_group(spans, numbers) for numbers in group_neighbours(spans)],
             find_readings([span.start for span in spans], counts),
@@ -175,7 +175,7 @@ class CrossPictures(SlotPictures):
         counts = [self._num_real(span) for span in spans]
         num_rows, num_real = len(spans) * self._sight.cross_rows, sum(counts)
         ids = [self._free.pop() for _ in range(-(-num_rows // size))]
-        group = self._groups[name] = _Group(ids, torch.tensor(ids, device=device), num_real, num_rows)
+        group = self._groups[name] = _KeptGroup(ids, torch.tensor(ids, device=device), num_real, num_rows)
         self._lost.clear()
         at, missing_at = 0, num_real
         for start in range(0, len(spans), _AT_ONCE):
@@ -194,7 +194,7 @@ class CrossPictures(SlotPictures):
         if self._lost:
             self._lost_groups.add(name)
 
-    def _put(self, group: _Group, features: Tensor, first: int) -> None:
+    def _put(self, group: _KeptGroup, features: Tensor, first: int) -> None:
         """Keys and values of features become rows of a group from `first` on."""
         if features.shape[0]:
             places = torch.arange(first, first + features.shape[0], device=features.device)
@@ -312,13 +312,13 @@ class CrossPictures(SlotPictures):
         read, fed = (self._move(each.reshape(-1, 1)) for each in (reads, feeds))
         return CrossMeta(None, read, fed, None, 0, [], self._move(blocks), self._move(mask))
 
-    def _last_group(self, slot: int) -> _Group:
+    def _last_group(self, slot: int) -> _KeptGroup:
         return self._groups[self._readers[slot].names[-1]]
 
     def _move(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device.torch_device)  # pyright: ignore[reportUnknownMemberType]
 
-    def _parts(self, reader: _Reader, reading: Reading) -> list[tuple[Tensor, int, int]]:
+    def _parts(self, reader: _PictureReader, reading: Reading) -> list[tuple[Tensor, int, int]]:
         groups = [self._groups[name] for name in reader.names]
         if reading.group is None:
             return [(group.blocks, 0, group.num_rows) for group in groups]
