@@ -98,6 +98,7 @@ class Renderer:
         self._root = root
         self._markdown = MarkdownIt("commonmark", {"html": False, "highlight": _highlight}).enable("table")
         self.wrong: list[str] = []
+        self.pictures: set[PurePosixPath] = set()
 
     def render(self, page: Page) -> None:
         tokens = self._markdown.parse((self._root / page.source).read_text(encoding="utf-8"))
@@ -129,11 +130,21 @@ class Renderer:
     def _point(self, page: Page, children: list[Token]) -> None:
         for child in children:
             if child.type == "image":
-                self.wrong.append(f"{page.source}: a picture: {child.attrs.get('src')}")
+                child.attrSet("src", self._picture(page, str(child.attrs["src"])))
+            if child.children:  # a picture that is a link, and the other way round
+                self._point(page, child.children)
             if child.type == "link_open":
                 target = str(child.attrs["href"])
                 page.links.append(target)
                 child.attrSet("href", self._address(page, target))
+
+    def _picture(self, page: Page, target: str) -> str:
+        """One of the repository's own; it comes along."""
+        found = _normal(page.source.parent / target)
+        if not (self._root / found).is_file():
+            self.wrong.append(f"{page.source}: {target} is no picture of the repository")
+        self.pictures.add(found)
+        return found.name
 
     def _address(self, page: Page, target: str) -> str:
         if re.match(r"https?://|mailto:", target):
@@ -224,6 +235,8 @@ def build(root: Path, target: Path) -> list[Page]:
     template = (HERE / "page.html").read_text(encoding="utf-8")
     for place, page in enumerate(pages):
         (target / page.name).write_text(whole(template, pages, place), encoding="utf-8")
+    for picture in renderer.pictures:
+        shutil.copy(root / picture, target / picture.name)
     entries = [{"page": page.name, "title": page.title, "heads": page.headings, "words": page.words} for page in pages]
     (target / "search-index.js").write_text(f"window.searchIndex = {json.dumps(entries)};\n", encoding="utf-8")
     shutil.copy(HERE / "search.js", target)
