@@ -9,7 +9,7 @@ import time
 
 from text_generation_inference.api.call import Call
 from text_generation_inference.api.chat_answer import Chat, whole_choice
-from text_generation_inference.api.chat_prompt import plan_chat, tells_thoughts
+from text_generation_inference.api.chat_prompt import plan_chat
 from text_generation_inference.api.chat_stream import stream_chat
 from text_generation_inference.api.choices import body_model, num_items, rank_choices, start_choices, take_all, usage_of
 from text_generation_inference.api.generation import Generation
@@ -17,6 +17,7 @@ from text_generation_inference.api.http import json_response
 from text_generation_inference.api.openai_bodies import ChatCompletion, ChatRequest
 from text_generation_inference.api.openai_sampling import num_candidates, num_choices, prompt_limit
 from text_generation_inference.api.service import Permit
+from text_generation_inference.api.thoughts import tells_thoughts
 from text_generation_inference.api.unknown_fields import BodyForm
 
 _FORM = BodyForm(ChatRequest)
