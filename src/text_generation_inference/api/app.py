@@ -1,6 +1,6 @@
 """The ASGI application: which route a request belongs to, who may call it, and what becomes of failures.
 
-The table is in `routes`. Routes of TGI answer errors in TGI's shape, those under `/v1` in OpenAI's.
+The table is in `routes`. Errors have the shape of the API that was called (`error_shapes`).
 """
 
 import asyncio
@@ -14,16 +14,8 @@ from typing import Any
 from text_generation_inference.api.call import Call
 from text_generation_inference.api.callers import caller_of, current_caller
 from text_generation_inference.api.connections import BodyBudget
-from text_generation_inference.api.errors import (
-    InternalError,
-    decode_error,
-    describe,
-    native_error,
-    openai_error,
-    openai_event,
-    openai_plain,
-    plain_error,
-)
+from text_generation_inference.api.error_shapes import ErrorShape, shape_of
+from text_generation_inference.api.errors import InternalError, decode_error
 from text_generation_inference.api.http import (
     ClientGoneError,
     Connection,
@@ -32,7 +24,6 @@ from text_generation_inference.api.http import (
     Receive,
     Response,
     Send,
-    frame,
 )
 from text_generation_inference.api.logs import fields
 from text_generation_inference.api.refusals import log_refusal
@@ -70,6 +61,8 @@ class App:
         current_key.set(key_of(request.headers))
         current_caller.set(caller_of(scope, request.headers, self.service.config.client_header))
         headers = [(b"x-request-id", request.id.encode()), *self._cors_headers(request)]
+        if request.path.startswith("/v1/messages"):
+            headers.append((b"request-id", request.id.encode()))  # Anthropic's name of it
         connection = Connection(send, headers)
         if request.method == "OPTIONS" and "access-control-request-method" in request.headers:
             await connection.respond(Response(200, headers=_PREFLIGHT))
@@ -82,21 +75,21 @@ class App:
     # -- finding the route -----------------------------------------------------------------------------------------
 
     async def _dispatch(self, request: HttpRequest, connection: Connection) -> None:
-        openai = request.path.startswith("/v1/") or request.path == "/v1"
+        shape = shape_of(request.path, request.id)
         route = self._find(request)
         if route is None:
-            response = self._not_found(request, openai)
+            response = self._not_found(request, shape)
             log_refusal(request.id, "unknown", response.status)
             await connection.respond(response)
         elif not route.public and not self._may(request):
             log_refusal(request.id, route.path, 401, "authorization")
-            await connection.respond(_unauthorized(openai))
+            await connection.respond(_unauthorized(shape))
         else:
             with self.service.tracer.request_span(route.name, request.headers) as span:
                 call = Call(self.service, request, connection, span, route.name, route.path)
                 self._calls.add(call)
                 try:
-                    await self._run(call, route, openai)
+                    await self._run(call, route, shape)
                 finally:
                     self._calls.discard(call)
 
@@ -112,25 +105,24 @@ class App:
                 return candidate
         return None
 
-    def _not_found(self, request: HttpRequest, openai: bool) -> Response:
+    def _not_found(self, request: HttpRequest, shape: ErrorShape) -> Response:
         allowed = [method for method, path in self._exact if path == request.path]
         allowed += [route.method for pattern, route in self._patterns if pattern.fullmatch(request.path)]
         if allowed:
             headers = {"allow": ",".join(sorted({*allowed, *(["HEAD"] if "GET" in allowed else [])}))}
-            if not openai:
-                return Response(405, headers=headers)
-            response = openai_plain(405, f"{request.method} is not allowed on {request.path}")
+            response = shape.plain(405, f"{request.method} is not allowed on {request.path}")
             response.headers = headers
             return response
-        if openai:
-            return openai_plain(404, f"Unknown request URL: {request.method} {request.path}", code="unknown_url")
-        return Response(404)
+        return shape.plain(404, f"Unknown request URL: {request.method} {request.path}", code="unknown_url")
 
     def _may(self, request: HttpRequest) -> bool:
         if self._key is None:
             return True
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.encode("latin-1"), self._key)
+        given = [request.headers.get("x-api-key", "")]  # Anthropic's clients; some of them send both
+        if scheme.lower() == "bearer":
+            given.append(key)
+        return any(hmac.compare_digest(key.encode("latin-1"), self._key) for key in given)
 
     def _cors_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
         if not self._origins:
@@ -143,7 +135,7 @@ class App:
 
     # -- running it ------------------------------------------------------------------------------------------------
 
-    async def _run(self, call: Call, route: Route, openai: bool) -> None:
+    async def _run(self, call: Call, route: Route, shape: ErrorShape) -> None:
         connection, request = call.connection, call.request
         task = asyncio.current_task()
         assert task is not None
@@ -151,12 +143,12 @@ class App:
         try:
             await route.endpoint(call)
         except TgiError as error:
-            response = openai_error(error, request.path) if openai else native_error(error)
+            response = shape.failure(error)
             call.fail(error, response.status)
             await self._answer(connection, response)
         except (HttpError, RecursionError) as error:  # or nested so deeply that decoding just managed
             refused = error if isinstance(error, HttpError) else decode_error(error)
-            response = plain_error(refused, openai)
+            response = shape.refusal(refused)
             call.refuse(response.status, refused.field)
             await self._answer(connection, response)
         except ClientGoneError:
@@ -172,9 +164,8 @@ class App:
             call.span.fail("internal")
             error = InternalError()
             if connection.started and not connection.complete:
-                event = openai_event(error, request.path) if openai else describe(error)
-                await connection.write(frame(event))
-            await self._answer(connection, openai_error(error, request.path) if openai else native_error(error))
+                await connection.write(shape.event(error))
+            await self._answer(connection, shape.failure(error))
         finally:
             request.stop_watching()
             request.free_body()
@@ -198,17 +189,15 @@ class App:
 
 
 _PREFLIGHT = {
-    "access-control-allow-methods": "GET,POST",
-    "access-control-allow-headers": "content-type",
+    "access-control-allow-methods": "GET,POST,DELETE",
+    "access-control-allow-headers": "content-type,authorization,x-api-key,anthropic-version,anthropic-beta,"
+    "anthropic-dangerous-direct-browser-access",
     "vary": "origin, access-control-request-method, access-control-request-headers",
 }
 
 
-def _unauthorized(openai: bool) -> Response:
-    if openai:
-        response = openai_plain(401, "Incorrect or missing API key", code="invalid_api_key")
-    else:
-        response = Response(401)
+def _unauthorized(shape: ErrorShape) -> Response:
+    response = shape.plain(401, "Incorrect or missing API key", code="invalid_api_key")
     response.headers = {"www-authenticate": "Bearer"}
     return response
 

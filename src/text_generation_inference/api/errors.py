@@ -1,4 +1,4 @@
-"""Failures as clients see them: TGI's body on native routes, OpenAI's on `/v1`."""
+"""Failures as clients see them: TGI's body on native routes, OpenAI's on `/v1`. `error_shapes` has others."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -100,23 +100,33 @@ def openai_status(error: TgiError) -> int:
 
 def openai_error(error: TgiError, path: str) -> Response:
     status = openai_status(error)
-    body = OpenaiErrorResponse(_openai_object(error, status, path))
+    body = OpenaiErrorResponse(openai_object(error, status, path))
     return json_response(body, status, RETRY_AFTER if status in (429, 503) else None)
 
 
 def openai_event(error: TgiError, path: str) -> dict[str, object]:
     """The error as an event of a stream that has begun, with TGI's status in it."""
-    inner = msgspec.to_builtins(_openai_object(error, openai_status(error), path))
+    inner = msgspec.to_builtins(openai_object(error, openai_status(error), path))
     return {"error": {**inner, "http_status_code": status_of(error)}}
 
 
-def _openai_object(error: TgiError, status: int, path: str) -> OpenaiError:
+# What the Responses API calls otherwise than the chat route.
+_RESPONSE_NAMES = (
+    ("`messages", "`input"),
+    ("`max_tokens`", "`max_output_tokens`"),
+    ("`response_format`", "`text.format`"),
+)
+
+
+def openai_object(error: TgiError, status: int, path: str) -> OpenaiError:
     kind = _OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    prompt = "prompt" if path == "/v1/completions" else "messages"
+    is_response = path.startswith("/v1/responses")
+    prompt = "prompt" if path == "/v1/completions" else "input" if is_response else "messages"
     if isinstance(error, ContextLengthError):
         return OpenaiError(_context_length(error, prompt), kind, prompt, "context_length_exceeded")
     text = describe(error).error
-    for native, ours in (("`inputs`", f"`{prompt}`"), ("`max_new_tokens`", "`max_tokens`")):
+    names = (("`inputs`", f"`{prompt}`"), ("`max_new_tokens`", "`max_tokens`"))
+    for native, ours in (*names, *_RESPONSE_NAMES) if is_response else names:
         text = text.replace(native, ours)
     code = describe(error).error_type if status >= 429 else None
     return OpenaiError(text, kind, _param_of(error, text), code)

@@ -38,6 +38,11 @@ class Piece(msgspec.Struct, gc=False):
 class OutputText(Protocol):
     """How tokens become text."""
 
+    @property
+    def stop_string(self) -> str:
+        """The one that ended the text, where stop strings are cut."""
+        ...
+
     def push(self, token_id: int) -> tuple[str, bool]:
         """The text of the next token, and whether a stop string ends the request here."""
         ...
@@ -60,6 +65,10 @@ class NativeText:
         stops = request.sampling.stop
         self._stops = StopStrings(stops, include_stop=True, only_at_end=True) if stops else None
         self._pieces: list[str] = []
+
+    @property
+    def stop_string(self) -> str:
+        return ""
 
     @property
     def generated(self) -> str:

@@ -185,6 +185,11 @@ def frame(value: object) -> bytes:
     return b"data: " + _encode_json(value) + b"\n\n"
 
 
+def named_frame(name: str, value: object) -> bytes:
+    """One server-sent event with a name, which some clients choose by."""
+    return b"event: " + name.encode() + b"\ndata: " + _encode_json(value) + b"\n\n"
+
+
 KEEP_ALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
 

@@ -11,6 +11,7 @@ from text_generation_inference.api.chat_prompt import render_chat
 from text_generation_inference.api.engines import Engines
 from text_generation_inference.api.errors import openai_plain
 from text_generation_inference.api.http import Response, json_response
+from text_generation_inference.api.messages_bodies import AnthropicModel, AnthropicModels
 from text_generation_inference.api.metrics import CONTENT_TYPE
 from text_generation_inference.api.openai_bodies import ChatRequest, ModelInfo, ModelsInfo
 from text_generation_inference.api.service import Service
@@ -81,6 +82,9 @@ def _describe_replicas(engines: Engines) -> list[ReplicaInfo]:
 
 async def models(call: Call) -> None:
     name = call.service.model_name
+    if "anthropic-version" in call.request.headers:  # its clients send it always, and nobody else does
+        await call.connection.respond(json_response(AnthropicModels([_anthropic_model(name)], False, name, name)))
+        return
     await call.connection.respond(json_response(ModelsInfo("list", [ModelInfo(name, "model", 0, name)])))
 
 
@@ -91,7 +95,13 @@ async def model(call: Call) -> None:
         text = f"The model '{call.request.variables[0]}' does not exist"
         await call.connection.respond(openai_plain(404, text, code="model_not_found"))
         return
-    await call.connection.respond(json_response(ModelInfo(name, "model", 0, name)))
+    is_anthropic = "anthropic-version" in call.request.headers
+    described = _anthropic_model(name) if is_anthropic else ModelInfo(name, "model", 0, name)
+    await call.connection.respond(json_response(described))
+
+
+def _anthropic_model(name: str) -> AnthropicModel:
+    return AnthropicModel(name, name, "1970-01-01T00:00:00Z")
 
 
 async def metrics(call: Call) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 import msgspec
 from msgspec import UnsetType
 
-from text_generation_inference.api import bodies, openai_bodies
+from text_generation_inference.api import bodies, messages_bodies, openai_bodies
 from text_generation_inference.api.field_docs import NOT_SERVED
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def build_document(routes: "Sequence[Route]", version: str) -> dict[str, Any]:
         "openapi": "3.0.3",
         "info": {
             "title": "Text Generation Inference",
-            "description": "Text generation over HTTP: TGI's own routes, and OpenAI's under `/v1`.",
+            "description": "Text generation over HTTP: TGI's own routes; OpenAI's and Anthropic's under `/v1`.",
             "license": {"name": "Apache 2.0", "url": "https://www.apache.org/licenses/LICENSE-2.0"},
             "version": version,
         },
@@ -128,7 +128,7 @@ def _named(name: str) -> Schema:
 def _components() -> dict[str, Schema]:
     structs = {
         name: value
-        for module in (bodies, openai_bodies)
+        for module in (bodies, openai_bodies, messages_bodies)
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, msgspec.Struct) and not name.startswith("_")
     }

@@ -12,13 +12,14 @@ from text_generation_inference.api.bodies import GenerateParameters, GenerateReq
 from text_generation_inference.api.errors import UnsupportedError
 from text_generation_inference.api.http import HttpError
 from text_generation_inference.api.logs import fields
+from text_generation_inference.api.messages_bodies import MessagesRequest
 from text_generation_inference.api.openai_bodies import ChatRequest, CompletionRequest
 
 log = logging.getLogger("text_generation_inference.api")
 
 _KNOWN = frozenset(
     field.encode_name
-    for body in (GenerateRequest, GenerateParameters, ChatRequest, CompletionRequest)
+    for body in (GenerateRequest, GenerateParameters, ChatRequest, CompletionRequest, MessagesRequest)
     for field in msgspec.structs.fields(body)
 )
 _NAMES = re.compile(r"`([a-z0-9_]+)`")

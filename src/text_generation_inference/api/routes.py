@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from text_generation_inference.api import chat, cloud, completions, info, native, profiler
+from text_generation_inference.api import chat, cloud, completions, info, messages, native, profiler
 from text_generation_inference.api.call import Call
 from text_generation_inference.api.http import json_response
 from text_generation_inference.api.openapi import build_document
@@ -126,6 +126,19 @@ _OPENAI = [
         (503, "Starting, stopping, or without its engine"),
     )
 ]
+_ANTHROPIC = [
+    Answer(status, text, {_JSON: "MessagesErrorResponse"})
+    for status, text in (
+        (400, "The body is not JSON, does not fit the schema, or fails a check"),
+        (401, "The API key is missing or wrong"),
+        (408, "The body did not come in time"),
+        (413, "The body is larger than `--payload-limit`"),
+        (415, "The content type is not `application/json`"),
+        (500, "The engine failed"),
+        (503, "Starting, stopping, or without its engine"),
+        (529, "Too many requests: try again later"),
+    )
+]
 _UNHEALTHY = _error(503, "The engine is not there", "unhealthy", "healthcheck")
 _HEALTH = [Answer(200, "Requests are served"), _UNHEALTHY]
 _LIVE = [_ok("Requests are served", {_JSON: "object"}), Answer(503, "The engine is not there", {_JSON: "object"})]
@@ -146,7 +159,7 @@ _SEEN = {  # examples of models that see, by path
 
 _MODEL = "/v2/models/{model_name}/versions/{model_version}"
 
-GENERATE, OPENAI, CLOUDS, SERVER = "Generate", "OpenAI", "Clouds", "Server"
+GENERATE, OPENAI, ANTHROPIC, CLOUDS, SERVER = "Generate", "OpenAI", "Anthropic", "Clouds", "Server"
 
 ROUTES = [
     Route(
@@ -268,6 +281,33 @@ ROUTES = [
         group=OPENAI,
         summary="A model by its name",
         answers=[_ok("The model", {_JSON: "ModelInfo"})],
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages",
+        endpoint=messages.messages,
+        name="messages",
+        group=ANTHROPIC,
+        summary="Answer a conversation",
+        description="Anthropic's Messages API. Any model name means the one that is served. Where it sees, blocks of "
+        "the type `image` are pictures. Fields, block types and tools that are not known have no effect.",
+        body="MessagesRequest",
+        example={"model": "tgi", **_CHAT, "stream": True},
+        answers=[
+            _ok("The answer, or its parts as they come", {_JSON: "MessagesAnswer", _EVENTS: "MessagesEvent"}, _HEADERS),
+            *_ANTHROPIC,
+        ],
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        endpoint=messages.count,
+        name="count_tokens",
+        group=ANTHROPIC,
+        summary="Count the tokens of a conversation",
+        body="CountTokensRequest",
+        example={"model": "tgi", "messages": _CHAT["messages"]},
+        answers=[_ok("How many", {_JSON: "TokenCount"}), *_ANTHROPIC],
     ),
     Route(
         method="POST",

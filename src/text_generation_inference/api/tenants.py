@@ -16,7 +16,7 @@ _MAX_GIVEN = MAX_SALT_CHARACTERS - 65  # the rest is for the key
 
 
 def key_of(headers: Mapping[str, str]) -> str:
-    given = headers.get("authorization", "")
+    given = headers.get("authorization") or headers.get("x-api-key", "")
     return hashlib.sha256(given.encode("latin-1", "replace")).hexdigest() if given else ""
 
 

@@ -35,6 +35,19 @@ async def write_prompt(
     return seen, add_special_tokens
 
 
+async def count_tokens(service: Service, prompt: str | PicturePrompt, field: str, permit: Permit) -> int:
+    """How many tokens a chat's prompt has, pictures included, however many the model takes."""
+    text, special = await write_prompt(service, prompt, field, False, permit)
+
+    def work() -> int:
+        try:
+            return len(service.tokenizer.encode(text, special))
+        finally:
+            release_memory(len(text))
+
+    return await service.run_beside(work, len(text) > LONG_TEXT)
+
+
 async def answer_tokens(
     call: Call, text: str, field: str, add_special_tokens: bool, before: bytes = b"", after: bytes = b""
 ) -> None:

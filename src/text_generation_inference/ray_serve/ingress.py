@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from text_generation_inference.api.errors import UnavailableError, describe, native_error, openai_error, openai_event
-from text_generation_inference.api.http import frame
+from text_generation_inference.api.error_shapes import shape_of
+from text_generation_inference.api.errors import UnavailableError
 from text_generation_inference.api.metrics import CONTENT_TYPE
 from text_generation_inference.errors import EngineError, TgiError
 from text_generation_inference.ray_serve import metrics_text
@@ -102,10 +102,6 @@ class _Request:
         kept = [(name, value) for name, value in self.headers if name.lower() not in _NOT_SENT_ON]
         named = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in kept]
         return [*named, (CLIENT_HEADER, self.client)] if self.client else named
-
-    @property
-    def is_openai(self) -> bool:
-        return self.path.startswith("/v1/") or self.path == "/v1"
 
 
 class IngressApp:
@@ -267,8 +263,8 @@ class _Answer:
         if not self._is_stream:
             raise ConnectionError("the replica was lost in the middle of an answer")
         error = EngineError("the replica was lost")
-        event = openai_event(error, self._request.path) if self._request.is_openai else describe(error)
-        await self._send({"type": "http.response.body", "body": frame(event), "more_body": False})
+        event = shape_of(self._request.path, "").event(error)
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
 
 async def _send_whole(send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
@@ -279,7 +275,7 @@ async def _send_whole(send: Send, status: int, headers: Iterable[tuple[bytes, by
 
 
 async def _send_error(send: Send, request: _Request, error: TgiError) -> None:
-    response = openai_error(error, request.path) if request.is_openai else native_error(error)
+    response = shape_of(request.path, "").failure(error)
     headers = [(b"content-type", response.content_type.encode())]
     headers += [(name.encode(), value.encode()) for name, value in response.headers.items()]
     await _send_whole(send, response.status, headers, response.body)

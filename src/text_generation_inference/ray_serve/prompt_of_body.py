@@ -16,7 +16,8 @@ _ABSENT = msgspec.Raw(b"")
 class _Body(msgspec.Struct):
     inputs: msgspec.Raw = _ABSENT  # /, /generate, /generate_stream, /tokenize
     prompt: msgspec.Raw = _ABSENT  # /v1/completions
-    messages: msgspec.Raw = _ABSENT  # /v1/chat/completions
+    messages: msgspec.Raw = _ABSENT  # /v1/chat/completions, /v1/messages
+    input: msgspec.Raw = _ABSENT  # /v1/responses
     instances: msgspec.Raw = _ABSENT  # /vertex
     # What is written in front of a prompt, or keeps it apart from others:
     tools: msgspec.Raw = _ABSENT
@@ -36,7 +37,8 @@ def key_of_body(body: bytes, headers: Mapping[bytes, bytes], by_key: bool) -> Pr
         found = _decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return NO_PROMPT
-    prompt = next((raw for raw in (found.messages, found.inputs, found.prompt, found.instances) if bytes(raw)), _ABSENT)
-    who = headers.get(b"authorization", b"") if by_key else b""
+    candidates = (found.messages, found.inputs, found.input, found.prompt, found.instances)
+    prompt = next((raw for raw in candidates if bytes(raw)), _ABSENT)
+    who = (headers.get(b"authorization") or headers.get(b"x-api-key", b"")) if by_key else b""
     # The closing bracket or quote would end a block that the next turn continues.
     return key_of_text(bytes(prompt)[:-1], (bytes(found.model), bytes(found.tools), bytes(found.cache_salt), who))

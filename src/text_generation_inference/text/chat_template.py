@@ -123,6 +123,23 @@ class ChatTemplate:
             return False
 
     @cached_property
+    def takes_later_system(self) -> bool:
+        """Whether words of the system between other turns are shown, and in their place."""
+        asked, told = "a probe of users", "a probe of the system"
+        messages = [
+            {"role": "system", "content": "x"},
+            {"role": "user", "content": asked},
+            {"role": "system", "content": told},
+            {"role": "assistant", "content": "y"},
+            {"role": "user", "content": "z"},
+        ]
+        try:
+            shown = self.render(messages)
+        except TemplateError:
+            return False
+        return shown.count(told) == 1 and shown.find(told) > shown.find(asked) >= 0
+
+    @cached_property
     def reads_content_parts(self) -> bool:
         """Whether a message's content may be a list of parts; else the caller has to make it one text."""
         probe = "a probe of parts"
@@ -145,7 +162,7 @@ class ChatTemplate:
 
     def probe(self) -> None:
         """Find out now what is otherwise found out when it is first asked, which waits for the process."""
-        _ = self.reads_content_parts, self.needs_null_content
+        _ = self.reads_content_parts, self.needs_null_content, self.takes_later_system
 
     def job(
         self,

@@ -56,6 +56,11 @@ class RequestText:
         """Whether a stop string ended the text."""
         return self._stops.stopped
 
+    @property
+    def stop_string(self) -> str:
+        """Which one did."""
+        return self._stops.found
+
     def push(self, token_id: int) -> tuple[str, bool]:
         """Take the next token; return the text to give out, and whether a stop string ends the request here."""
         if token_id in self._silent_ids:

@@ -64,6 +64,7 @@ class StopStrings:
         self._longest_ending = max(map(len, self._endings), default=0)
         self._tail = ""  # end of the text, as long as the longest ending
         self._stopped = False
+        self.found = ""  # the stop string that ended the text, where it is looked for as a string
 
     @property
     def stopped(self) -> bool:
@@ -80,12 +81,12 @@ class StopStrings:
             return text, False
         for i, char in enumerate(text):
             # Every search takes every character, also when one has found its end: the longest counts.
-            found = [len(search.stop) for search in self._searches if search.push(char)]
+            found = [search.stop for search in self._searches if search.push(char)]
             if found and not (self._whole_pieces and i + 1 < len(text)):
-                self._stopped = True
+                self._stopped, self.found = True, max(found, key=len)
                 known = self._held + text[: i + 1]
                 self._held = ""
-                return known if self._include_stop else known[: -max(found)], True
+                return known if self._include_stop else known[: -len(self.found)], True
         if self._include_stop:
             return text, False
         known = self._held + text
