@@ -272,6 +272,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt_by_key: Annotated[bool, _server("share cached prefixes only between requests with the same API key")] = (
         False
     )
+    ollama_api: Annotated[bool, _server("serve Ollama's API too, under /api")] = False
     hide_cached_tokens: Annotated[bool, _server("do not tell in `usage` how many prompt tokens were cached")] = False
     client_header: Annotated[
         str | None,
