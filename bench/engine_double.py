@@ -3,7 +3,8 @@
     python bench/engine_double.py SOCKET MODEL_FOLDER TIMES_FILE NUM_STREAMS
 
 Once NUM_STREAMS requests have come it emits their tokens in steps; the seconds between two steps are the `seed` of the
-requests in nanoseconds (0: as fast as it can). The time each step is sent goes to TIMES_FILE, an array of doubles.
+requests in nanoseconds (0: as fast as it can), or the first number of TIMES_FILE if that is not 0 (below 0: as fast as
+it can), for APIs without a seed. The time each step is sent goes to TIMES_FILE, an array of doubles.
 """
 
 import mmap
@@ -64,7 +65,8 @@ def main() -> None:
 def emit(socket, address: bytes, submits: list[Submit], words: list[int], times: mmap.mmap) -> None:
     ids = [submit.request.id for submit in submits]
     steps = submits[0].request.max_new_tokens
-    pause = submits[0].request.seed / 1e9
+    (given,) = struct.unpack_from("d", times, 0)
+    pause = max(0.0, given) if given else submits[0].request.seed / 1e9
     logprobs = [-0.125 - number / 1000 for number in range(len(ids))]
     due = time.monotonic() + 0.05
     for step in range(1, steps + 1):

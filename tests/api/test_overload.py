@@ -45,6 +45,11 @@ async def knock_everywhere(client: httpx.AsyncClient) -> None:
         assert_refused_openai(await client.post(path, json={**body, "stream": stream}))
         completion = {"prompt": "Hi", "max_tokens": 5, "stream": stream}
         assert_refused_openai(await client.post("/v1/completions", json=completion))
+        response = {"input": "Hi", "max_output_tokens": 5, "stream": stream}
+        assert_refused_openai(await client.post("/v1/responses", json=response))
+        answer = await client.post("/v1/messages", json={**body, "model": "m", "stream": stream})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (529, "overloaded_error")
+        assert int(answer.headers["retry-after"]) > 0
     for route in ("/health", "/info", "/metrics", "/v1/models"):
         assert (await client.get(route)).status_code == 200
     assert_refused(await client.post("/tokenize", json={"inputs": "Hi"}))
@@ -84,7 +89,7 @@ def test_too_many_at_a_time(small: Server) -> None:
             assert len(events) == new_tokens and events[-1]["generated_text"]
         else:
             assert events[-1] is DONE and events[-2]["choices"][0]["finish_reason"] == "length"
-    assert overloaded(small) == refusals + 9 + 100
+    assert overloaded(small) == refusals + 13 + 100
     small.wait_for(lambda: in_flight(small) == 0, "the last to leave")
     with small.client() as client:
         assert client.post("/generate", json=native("Hi", 3)[1]).status_code == 200

@@ -93,11 +93,16 @@ def test_every_route_but_the_public_ones_needs_the_key(
         return
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
-    if place.startswith("/v1/"):
+    if place.startswith("/v1/messages"):
+        assert answer.json()["error"]["type"] == "authentication_error"
+    elif place.startswith("/v1/"):
         assert answer.json()["error"]["code"] == "invalid_api_key"
     else:
         assert answer.content == b""
-    assert http.request(method, place, json={}).status_code in (400, 422)  # let in, and the empty body refused
+    # Let in, and the empty body refused, or what has no such id.
+    assert http.request(method, place, json={}).status_code in (400, 404, 422)
+    assert stranger.request(method, place, json={}, headers={"x-api-key": KEY}).status_code in (400, 404, 422)
+    assert stranger.request(method, place, json={}, headers={"x-api-key": KEY + "x"}).status_code == 401
 
 
 @pytest.mark.parametrize(

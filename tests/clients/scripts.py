@@ -11,7 +11,15 @@ import pytest
 QUESTION = "Say hello in one word."
 TOKENS = 12  # of every script's answer to it
 SCRIPTS = {path.stem: path for path in (*install.NODE.glob("*.mjs"), *(install.HERE / "python").glob("*.py"))}
-WITH_OPENAI_3 = ("langchain_openai_stack", "llama_index_tgi", "openai_agents_stack", "pydantic_ai_stack")
+WITH_OPENAI_3 = (
+    "anthropic_stack",
+    "langchain_openai_stack",
+    "llama_index_tgi",
+    "openai_agents_responses_stack",
+    "openai_agents_stack",
+    "openai_responses_stack",
+    "pydantic_ai_stack",
+)
 SETTINGS = {"HAYSTACK_TELEMETRY_ENABLED": "False", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}
 TOGETHER = 3  # scripts at once: most of their time goes into imports and into waiting for tokens
 LIMIT_S = 240

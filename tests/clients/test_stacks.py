@@ -23,6 +23,10 @@ def is_answer(value: dict, called: bool) -> bool:
     return set(value) == {"city"} if called else is_person(value)
 
 
+def without_repeats(values: list[str]) -> list[str]:
+    return [value for value, before in zip(values, ["", *values], strict=False) if value != before]
+
+
 def test_every_script_has_a_test() -> None:
     assert {f"test_{name}" for name in SCRIPTS} <= set(globals())
 
@@ -40,6 +44,31 @@ def test_what_is_not_installed_is_skipped_and_fails_in_ci(tmp_path: Path, monkey
 
 
 # -- Python --------------------------------------------------------------------------------------------------------
+
+
+def check_anthropic(said: Any, greedy: str) -> None:
+    assert said["texts"] == [greedy] * 3
+    assert (said["ends"], said["tokens"], said["model"]) == (["max_tokens"] * 2, [12, 12], "claude-haiku")
+    deltas = ["content_block_delta"] * (len(said["order"]) - 5)
+    ends = ["content_block_stop", "message_delta", "message_stop"]
+    assert said["order"] == ["message_start", "content_block_start", *deltas, *ends] and len(deltas) > 3
+    assert said["stopped"] == ["stop_sequence", "o", [greedy[: greedy.index("o")]]]
+    assert len(set(said["counted"])) == 1
+    assert said["calls"] == [WEATHER] * 2 and said["tool_ends"] == ["tool_use"] * 2
+    assert said["tool_events"] == "message_stop" and said["after"] in ("end_turn", "max_tokens", "tool_use")
+    assert is_person(said["person"])
+    refused = said["refused"]
+    assert (refused["status"], refused["body"]["error"]["type"]) == (400, "invalid_request_error")
+    assert "`max_tokens`" in refused["body"]["error"]["message"]
+    assert refused["id"] == refused["body"]["request_id"]
+
+
+def test_anthropic_stack(said: Any, greedy: str) -> None:
+    check_anthropic(said, greedy)
+
+
+def test_anthropic_older_stack(said: Any, greedy: str) -> None:
+    check_anthropic(said, greedy)
 
 
 def test_dspy_stack(said: Any, greedy: str) -> None:
@@ -122,6 +151,39 @@ def test_openai_agents_stack(said: Any, greedy: str) -> None:
     assert is_person(said["person"]) if said["person"] else len(said["cities"]) == 2
 
 
+def test_openai_agents_responses_stack(said: Any, greedy: str) -> None:
+    whole, streamed = said["texts"]
+    assert whole == streamed and whole.startswith(greedy)
+    assert said["longer"]  # the second request has the first one before it
+    assert said["called"] == "Sunny in Paris"
+    assert is_person(said["person"])
+
+
+def test_openai_responses_stack(said: Any, greedy: str) -> None:
+    assert said["texts"] == [greedy] * 2
+    assert said["ends"] == ["incomplete", "max_output_tokens", "completed"]
+    assert said["joined"][0] == said["joined"][1] and said["joined"][0].startswith(greedy)
+    assert said["tokens"] == [12, 12]
+    begin = ["response.created", "response.in_progress", "response.output_item.added"]
+    text = [*begin, "response.content_part.added", "response.output_text.delta", "response.output_text.done"]
+    assert without_repeats(said["order"]) == [
+        *text, "response.content_part.done", "response.output_item.done", "response.incomplete"
+    ]  # fmt: skip
+    arguments = "response.function_call_arguments."
+    assert without_repeats(said["tool_order"]) == [
+        *begin, arguments + "delta", arguments + "done", "response.output_item.done", "response.completed"
+    ]  # fmt: skip
+    assert said["calls"] == [WEATHER] and said["streamed_call"] == WEATHER[1]
+    assert len(set(said["after"])) == len(set(said["after_tokens"])) == 1  # by its id, and with all of it sent again
+    assert is_person(said["person"])
+    assert said["same"] and said["stores"] == [True, False]
+    assert said["refused"] == [
+        [404, None, None],
+        [400, "previous_response_id", "previous_response_not_found"],
+        [400, "max_output_tokens", None],
+    ]
+
+
 def test_outlines_stack(said: Any, greedy: str) -> None:
     assert said["completions"] == [COUNT] * 3
     assert is_person(json.loads(said["person"])) and is_person(json.loads(said["chat_person"]))
@@ -172,3 +234,12 @@ def test_vercel_ai(said: Any, greedy: str) -> None:
     assert said["person"] == ANNA
     assert is_answer(said["both"].get("input", said["both"]), called="toolName" in said["both"])
     assert is_person(said["answered"])
+
+
+def test_vercel_ai_providers(said: Any, greedy: str) -> None:
+    assert set(said) == {"openai", "anthropic"}
+    for told in said.values():
+        assert told["texts"] == [greedy] * 2
+        assert (told["ends"], told["tokens"]) == (["length"] * 2, [12, 12])
+        assert (told["steps"], told["results"]) == (2, ["Sunny in Paris"] * 2)
+        assert told["answered"] and is_person(told["person"])

@@ -59,6 +59,7 @@ TABLE: list[tuple[str, str, str, str, Any]] = [
     ("--cors-allow-origin", "CORS_ALLOW_ORIGIN", "http://a,http://b", "cors_allow_origin", ["http://a", "http://b"]),
     ("--api-key", "API_KEY", "secret", "api_key", "secret"),
     ("--cache-salt-by-key", "CACHE_SALT_BY_KEY", "", "cache_salt_by_key", True),
+    ("--responses-store", "RESPONSES_STORE", "7", "responses_store", 7),
     ("--hide-cached-tokens", "HIDE_CACHED_TOKENS", "", "hide_cached_tokens", True),
     ("--client-header", "CLIENT_HEADER", "x-forwarded-for", "client_header", "x-forwarded-for"),
     ("--watermark-gamma", "WATERMARK_GAMMA", "0.25", "watermark_gamma", 0.25),
@@ -218,6 +219,7 @@ def test_defaults_of_the_reference() -> None:
     others = {"cors_allow_origin": [], "log_level": "info", "load_format": "safetensors", "device": "auto"}
     others["max_step_ms"] = 250
     others["num_replicas"] = 1
+    others["responses_store"] = 1000
     others["reasoning_format"] = "auto"
     others |= {"image_fetch_timeout": 20.0, "max_image_pixels": 1 << 26, "max_images_per_request": 32}
     switches = (

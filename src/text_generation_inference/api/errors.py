@@ -54,6 +54,16 @@ class UnsupportedError(TgiError):
         self.param = param
 
 
+class NotStoredError(TgiError):
+    """Something is asked for by an id that is not known, or no longer."""
+
+    error_type = "validation"
+
+    def __init__(self, status: int, text: str, param: str | None, code: str | None) -> None:
+        super().__init__(text)
+        self.status, self.param, self.code = status, param, code
+
+
 class BodyError(HttpError):
     """A body that does not fit its struct."""
 
@@ -124,6 +134,8 @@ def openai_object(error: TgiError, status: int, path: str) -> OpenaiError:
     prompt = "prompt" if path == "/v1/completions" else "input" if is_response else "messages"
     if isinstance(error, ContextLengthError):
         return OpenaiError(_context_length(error, prompt), kind, prompt, "context_length_exceeded")
+    if isinstance(error, NotStoredError):
+        return OpenaiError(str(error), kind, error.param, error.code)
     text = describe(error).error
     names = (("`inputs`", f"`{prompt}`"), ("`max_new_tokens`", "`max_tokens`"))
     for native, ours in (*names, *_RESPONSE_NAMES) if is_response else names:

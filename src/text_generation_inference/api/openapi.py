@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 import msgspec
 from msgspec import UnsetType
 
-from text_generation_inference.api import bodies, messages_bodies, openai_bodies
+from text_generation_inference.api import bodies, messages_bodies, openai_bodies, responses_bodies
 from text_generation_inference.api.field_docs import NOT_SERVED
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _named(name: str) -> Schema:
 def _components() -> dict[str, Schema]:
     structs = {
         name: value
-        for module in (bodies, openai_bodies, messages_bodies)
+        for module in (bodies, openai_bodies, messages_bodies, responses_bodies)
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, msgspec.Struct) and not name.startswith("_")
     }

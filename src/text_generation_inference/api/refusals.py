@@ -14,14 +14,19 @@ from text_generation_inference.api.http import HttpError
 from text_generation_inference.api.logs import fields
 from text_generation_inference.api.messages_bodies import MessagesRequest
 from text_generation_inference.api.openai_bodies import ChatRequest, CompletionRequest
+from text_generation_inference.api.responses_bodies import ResponsesRequest
 
 log = logging.getLogger("text_generation_inference.api")
 
-_KNOWN = frozenset(
-    field.encode_name
-    for body in (GenerateRequest, GenerateParameters, ChatRequest, CompletionRequest, MessagesRequest)
-    for field in msgspec.structs.fields(body)
+_BODIES = (
+    GenerateRequest,
+    GenerateParameters,
+    ChatRequest,
+    CompletionRequest,
+    MessagesRequest,
+    ResponsesRequest,
 )
+_KNOWN = frozenset(field.encode_name for body in _BODIES for field in msgspec.structs.fields(body))
 _NAMES = re.compile(r"`([a-z0-9_]+)`")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from text_generation_inference.api import chat, cloud, completions, info, messages, native, ollama, profiler
+from text_generation_inference.api import chat, cloud, completions, info, messages, native, ollama, profiler, responses
 from text_generation_inference.api.call import Call
 from text_generation_inference.api.http import json_response
 from text_generation_inference.api.openapi import build_document
@@ -125,6 +125,10 @@ _OPENAI = [
         (500, "The engine failed"),
         (503, "Starting, stopping, or without its engine"),
     )
+]
+_STORED = [
+    Answer(401, "The API key is missing or wrong", {_JSON: "OpenaiErrorResponse"}),
+    Answer(404, "It was never stored, or is no longer", {_JSON: "OpenaiErrorResponse"}),
 ]
 _ANTHROPIC = [
     Answer(status, text, {_JSON: "MessagesErrorResponse"})
@@ -260,6 +264,53 @@ ROUTES = [
             _ok("The text, or its parts as they come", {_JSON: "CompletionFinal", _EVENTS: "Chunk"}, _HEADERS),
             *_OPENAI,
         ],
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses",
+        endpoint=responses.create,
+        name="create_response",
+        group=OPENAI,
+        summary="Answer a conversation, or go on with a stored one",
+        description="OpenAI's Responses API. Item types, tools and fields that are not known have no effect. The last "
+        "answers can be continued by `previous_response_id` (`--responses-store`). A stream has numbered events.",
+        body="ResponsesRequest",
+        example={"input": "What is Deep Learning?", "max_output_tokens": 64, "stream": True},
+        answers=[
+            _ok(
+                "The answer, or its parts as they come", {_JSON: "ResponsesAnswer", _EVENTS: "ResponsesEvent"}, _HEADERS
+            ),
+            *_OPENAI,
+        ],
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        endpoint=responses.count,
+        name="count_input_tokens",
+        group=OPENAI,
+        summary="Count the tokens of a conversation",
+        body="ResponsesRequest",
+        example={"input": "What is Deep Learning?"},
+        answers=[_ok("How many", {_JSON: "InputTokenCount"}), *_OPENAI],
+    ),
+    Route(
+        method="GET",
+        path="/v1/responses/{response_id}",
+        endpoint=responses.retrieve,
+        name="get_response",
+        group=OPENAI,
+        summary="A stored response",
+        answers=[_ok("The response", {_JSON: "ResponsesAnswer"}), *_STORED],
+    ),
+    Route(
+        method="DELETE",
+        path="/v1/responses/{response_id}",
+        endpoint=responses.delete,
+        name="delete_response",
+        group=OPENAI,
+        summary="Forget a stored response",
+        answers=[_ok("It is gone", {_JSON: "DeletedResponse"}), *_STORED],
     ),
     Route(
         method="GET",

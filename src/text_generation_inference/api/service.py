@@ -27,6 +27,7 @@ from text_generation_inference.api.metrics import Metrics
 from text_generation_inference.api.picture_metrics import PictureSeries
 from text_generation_inference.api.pictures import Pictures
 from text_generation_inference.api.rendering import ChatRenderer
+from text_generation_inference.api.responses_store import ResponseStore
 from text_generation_inference.api.tenants import make_salt
 from text_generation_inference.api.trace import Tracer
 from text_generation_inference.api.turns import Turns
@@ -84,6 +85,7 @@ class Service:
             self.picture_series = PictureSeries(self.metrics)
         self.payload_limit = payload_limit(config, self.pictures is not None)
         self.chat_renderer = ChatRenderer(self.template, _MAX_WAIT_S, self.metrics)
+        self.responses = ResponseStore(config.responses_store)
         self.unknown_fields = UnknownFields(self.metrics.count_unknown_fields)
         self.tracer = tracer or Tracer.start(None, "")
         self.draining = False

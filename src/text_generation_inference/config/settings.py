@@ -273,6 +273,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         False
     )
     ollama_api: Annotated[bool, _server("serve Ollama's API too, under /api")] = False
+    responses_store: Annotated[
+        int, _server("responses of /v1/responses that can be continued by their id; 0: none", "N", least=0)
+    ] = 1000
     hide_cached_tokens: Annotated[bool, _server("do not tell in `usage` how many prompt tokens were cached")] = False
     client_header: Annotated[
         str | None,
