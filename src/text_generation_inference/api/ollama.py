@@ -44,19 +44,19 @@ _NEVER = "9999-12-31T00:00:00Z"
 async def chat(call: Call) -> None:
     body = await call.read_body(_CHAT)
     if not body.messages:
-        await _answer_load(call, body.model, _as_message, body.keep_alive)
+        await _answer_load(call, body.model, as_message, body.keep_alive)
         return
     service = call.service
     asked = await service.run_beside(lambda: chat_of_ollama(body, *_abilities(service)), call.request.is_long)
     service.metrics.count_request()
     with service.admit() as permit:
-        await _answer(call, await start_chat(call, asked, 1, permit), _as_message)
+        await _answer(call, await start_chat(call, asked, 1, permit), as_message)
 
 
 async def generate(call: Call) -> None:
     body = await call.read_body(_GENERATE)
     if not body.prompt:
-        await _answer_load(call, body.model, _as_response, body.keep_alive)
+        await _answer_load(call, body.model, as_response, body.keep_alive)
         return
     service = call.service
     asked = await service.run_beside(lambda: chat_of_prompt(body, *_abilities(service)), call.request.is_long)
@@ -66,7 +66,7 @@ async def generate(call: Call) -> None:
             started = await _start_raw(call, asked, body.prompt, permit)
         else:
             started = await start_chat(call, asked, 1, permit, field="prompt")
-        await _answer(call, started, _as_response)
+        await _answer(call, started, as_response)
 
 
 def _abilities(service: Service) -> tuple[bool, bool]:
@@ -89,15 +89,15 @@ async def _start_raw(call: Call, body: ChatRequest, prompt: str, permit: Permit)
 Shape = Callable[[OllamaLine, OllamaAnswer], None]  # puts an answer, or a part of one, into a line
 
 
-def _as_message(line: OllamaLine, answer: OllamaAnswer) -> None:
+def as_message(line: OllamaLine, answer: OllamaAnswer) -> None:
     line.message = answer
 
 
-def _as_response(line: OllamaLine, answer: OllamaAnswer) -> None:
+def as_response(line: OllamaLine, answer: OllamaAnswer) -> None:
     line.response, line.thinking = answer.content, answer.thinking or UNSET
 
 
-class _OllamaLines:
+class OllamaLines:
     """One answer as lines, or as one."""
 
     def __init__(self, chat: Chat, shape: Shape) -> None:
@@ -141,6 +141,14 @@ class _OllamaLines:
         function = OllamaFunction(name=self._call.name, arguments=arguments, index=self._call.index)
         return _message(tool_calls=[OllamaCall(function=function, id=self._call.id)])
 
+    def whole(self, parts: list[OllamaAnswer]) -> OllamaAnswer:
+        """All parts as one."""
+        return _message(
+            "".join(part.content for part in parts),
+            "".join(part.thinking for part in parts),
+            [called for part in parts for called in part.tool_calls],
+        )
+
     def line(self, answer: OllamaAnswer) -> OllamaLine:
         line = OllamaLine(model=self._chat.model, created_at=_now())
         self._shape(line, answer)
@@ -164,23 +172,18 @@ def _message(content: str = "", thinking: str = "", tool_calls: list[OllamaCall]
 
 
 async def _answer(call: Call, chat: Chat, shape: Shape) -> None:
-    lines, generation = _OllamaLines(chat, shape), chat.generations[0]
+    lines, generation = OllamaLines(chat, shape), chat.generations[0]
     if chat.body.stream:
         await _stream(call, chat, lines)
         return
     parts: list[OllamaAnswer] = []
     while not generation.finish_reason:
         parts += [part for piece in await generation.take() for part in lines.read(piece)]
-    whole = _message(
-        "".join(part.content for part in parts),
-        "".join(part.thinking for part in parts),
-        [called for part in parts for called in part.tool_calls],
-    )
     call.succeed(generation)
-    await call.connection.respond(json_response(lines.last(whole)))
+    await call.connection.respond(json_response(lines.last(lines.whole(parts))))
 
 
-async def _stream(call: Call, chat: Chat, lines: _OllamaLines) -> None:
+async def _stream(call: Call, chat: Chat, lines: OllamaLines) -> None:
     connection, generation = call.connection, chat.generations[0]
     await connection.start_events(call.stream_headers(len(chat.plan.prompt)), "application/x-ndjson")
     call.streams += chat.generations
