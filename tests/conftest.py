@@ -87,7 +87,8 @@ def server(model_cache: Path) -> Iterator[Server]:
     """The embedded model behind the launcher; tests/api and tests/faults share it."""
     from serving import Server
 
-    running = Server("--max-total-tokens", "1024", "--max-batch-total-tokens", "32768", cache=model_cache)
+    limits = ("--max-total-tokens", "1024", "--max-batch-total-tokens", "32768")
+    running = Server(*limits, "--ollama-api", cache=model_cache)
     yield running
     assert running.stop() == 0, running.log[-3000:]
 

@@ -21,6 +21,17 @@ MAX_BIAS = 1e30
 MIN_TOP_N_SIGMA = 1e-30  # less counts as this, if it is not 0: in float32 it may be 0, which is off
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """How long a model may think, and how its thoughts are known."""
+
+    num_tokens: int  # of thoughts; marks do not count
+    opens: list[str]  # texts of which each begins thoughts
+    closes: list[str]  # and ends them
+    closing: list[int]  # token ids that are forced when the budget is spent: they end the thoughts
+    opened: bool = False  # the prompt ends within thoughts
+    reopens: bool = False  # thoughts may come anywhere and several times; else they come first, or never
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next tokens are chosen and when generation ends. Defaults are neutral: greedy, no penalty, no filter.
 
@@ -43,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None  # None: random
     max_new_tokens: int | None = None  # None: up to the model's or the server's limit
     min_tokens: int = 0  # until there are so many, neither EOS nor a stop token may come and stop strings are only text
+    thinking: ThinkingBudget | None = None
     stop: list[str] = []
     include_stop: bool = False  # keep the stop string in the text
     stop_token_ids: list[int] = []
@@ -112,9 +124,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValidationError(
                     f"`logit_bias` for token {token_id} must be >= {-MAX_BIAS:g} and <= {MAX_BIAS:g}. Given: {bias}"
                 )
+        if self.thinking is not None:
+            marks = [*self.thinking.opens, *self.thinking.closes]
+            _require(self.thinking.num_tokens >= 0, "a budget of thoughts must be >= 0")
+            _require(
+                bool(marks and self.thinking.closing) and "" not in marks, "a budget of thoughts must know their marks"
+            )
         if vocab_size is not None:
             _require(self.top_n_tokens <= vocab_size, f"`top_n_tokens` must be <= {vocab_size}, the vocabulary's size")
-            for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            closing = [] if self.thinking is None else self.thinking.closing
+            named = (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids), ("thinking", closing))
+            for name, ids in named:
                 for token_id in ids:
                     if not 0 <= token_id < vocab_size:
                         raise ValidationError(

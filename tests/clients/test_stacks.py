@@ -124,6 +124,26 @@ def test_llama_index_tgi(said: Any, greedy: str) -> None:
     assert "Paris" in call["function"]["arguments"]
 
 
+def test_ollama_stack(said: Any, greedy: str) -> None:
+    assert said["texts"] == [greedy] * 5
+    assert said["ends"] == [[True, "length"], [False, None], [True, "length"], [True, "length"]]
+    assert said["counts"] == [[said["counts"][0][0], 12]] * 3 and said["took"]
+    assert (said["raw"], said["stopped"], said["loaded"]) == (
+        " three, four, five, six, seven, eight,",
+        " three",
+        "load",
+    )
+    assert is_person(said["person"])
+    assert all(is_answer(value, said["called"]) for value in said["either"])
+    thinks, top_p, length, embed = said["refused"]
+    assert thinks == [400, '`think`: "tgi" does not support thinking']
+    assert top_p == [400, "`top_p` must be > 0.0 and <= 1.0"]
+    assert length[0] == 400 and "`max_new_tokens`" in length[1]
+    assert embed[0] == 404
+    assert said["served"] == [["embedded"]] * 2
+    assert said["shown"][0] == ["completion"] and said["shown"][1]["llama.context_length"] == 1024
+
+
 def test_openai_agents_stack(said: Any, greedy: str) -> None:
     assert said["texts"] == [greedy] * 2
     assert said["called"] == "Sunny in Paris"

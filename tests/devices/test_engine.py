@@ -20,7 +20,7 @@ from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.runner.shapes import Bucket, PlanLimits, plan_shapes
 from text_generation_inference.runner.shapes.captured import most_captured_tokens
 from text_generation_inference.text.tokenizer import Tokenizer
-from text_generation_inference.types import GenerationRequest, Grammar, Limits
+from text_generation_inference.types import GenerationRequest, Grammar, Limits, ThinkingBudget
 
 VARIANTS: dict[str, tuple[str, dict]] = {
     "grouped-heads": ("Llama", {}),
@@ -354,9 +354,10 @@ def test_triton_ops_under_the_runner(tiny_llama: Tiny, start_here: Start, device
     same(run(engine, asked), on_cpu(tiny_llama.folder, asked))
 
 
-def test_grammars(start_here: Start) -> None:
+def test_grammars_and_budgets_of_thoughts(start_here: Start) -> None:
     """Masks of one step depend on the tokens of the one before, which the host must have seen."""
     engine = start_here(Path("embedded"), max_total_tokens=160, max_batch_total_tokens=2048)
+    tokenizer = Tokenizer.load(engine.folder)
     pattern = "[0-9]{3}-[a-c]{1,4}x"  # and an end: ten tokens at most
     grammar = Grammar("regex", pattern)
     asked = [make_request(n, [10 + n, 20, 30], 12, seed=n, do_sample=n % 2 == 1) for n in range(5)]
@@ -365,13 +366,20 @@ def test_grammars(start_here: Start) -> None:
         msgspec.structs.replace(request, grammar=grammar if request.id != 2 else None, stop_token_ids=ends)
         for request in asked
     ]
-    tokenizer = Tokenizer.load(engine.folder)
-    for n, output in enumerate(run(engine, asked, arrivals=[0, 0, 1, 4, 4])):
-        assert output.error is None
+    closing, sizes = tokenizer.encode("</think>", False), [0, 1, 5]
+    for number, size in enumerate(sizes, 5):
+        budget = ThinkingBudget(size, ["<think>"], ["</think>"], closing, opened=True)
+        asked.append(make_request(number, [10, 20, 30], 12, seed=1, do_sample=number % 2 == 1, thinking=budget))
+    outputs = run(engine, asked, arrivals=[0, 0, 1, 4, 4, 0, 1, 1])
+    assert [output.error for output in outputs] == [None] * len(asked)
+    for n, output in enumerate(outputs[:5]):
         if n != 2:
             text = tokenizer.decode([token for token in output.token_ids if token not in ends], False)
             assert output.reason == "eos_token"
             assert re.fullmatch(pattern, text), text
+    for size, output in zip(sizes, outputs[5:], strict=True):
+        assert output.token_ids[size : size + len(closing)] == closing
+        assert tokenizer.decode(output.token_ids, False).count("</think>") == 1
 
 
 def test_best_ids_in_the_places_of_a_prompt(tiny_llama: Tiny, start_here: Start) -> None:

@@ -14,18 +14,19 @@ from tokenizers import Tokenizer as Backend
 
 from text_generation_inference.api import cloud
 from text_generation_inference.api.chat_answer import Chat, whole_choice
-from text_generation_inference.api.chat_prompt import ChatPlan, choose_reasoning, tells_thoughts
+from text_generation_inference.api.chat_prompt import ChatPlan
 from text_generation_inference.api.chat_stream import stream_chat
 from text_generation_inference.api.choices import usage_of
 from text_generation_inference.api.generation import Generation, Piece
 from text_generation_inference.api.openai_bodies import ChatRequest
+from text_generation_inference.api.thoughts import plan_thoughts, tells_thoughts
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.text.chat_template import ChatTemplate
 from text_generation_inference.text.model_folder import SpecialTokens
 from text_generation_inference.text.reasoning import detect_reasoning_format
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.text.tools import detect_tool_format
-from text_generation_inference.types import GenerationRequest, SamplingParams
+from text_generation_inference.types import GenerationRequest, Grammar, SamplingParams
 
 SPECIAL = ["</s>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "[THINK]", "[/THINK]"]
 
@@ -90,8 +91,9 @@ def make_chat(text: str, template: str, prompt: str = "", grammar: bool = False,
     tools = {tool.function.name: {} for tool in body.tools or []}
     tool_format = detect_tool_format(source, TOKENIZER) if tools else None
     plan = ChatPlan(prompt, SamplingParams(), None, tool_format, tools, "mixed")
-    plan.reasoning = choose_reasoning(body, config, detect_reasoning_format(source, TOKENIZER), grammar)
-    plan.thinks_first = plan.reasoning is not None and plan.reasoning.is_opened_by(prompt, "")
+    known, demanded = detect_reasoning_format(source, TOKENIZER), Grammar("regex", "x") if grammar else None
+    thoughts = plan_thoughts(body, config, known, TOKENIZER, (prompt, ""), demanded, bool(tools))
+    plan.reasoning, plan.thinks_first = thoughts.reasoning, thoughts.first
     generation = cast(Generation, FakeGeneration(text, plan))
     separates, includes = tells_thoughts(body, config), body.include_reasoning is not False
     return Chat(body, plan, "m", TOKENIZER, [generation], "id", 0, separates, includes)
@@ -188,7 +190,8 @@ LOOK = [{"name": "look", "arguments": '{"a": "b"}'}]
             lambda: make_chat("<think>a</think>b</s>", THINK, separate_reasoning=False, include_reasoning=False),
             ("b", "", [], "stop"),
         ),
-        (lambda: make_chat('{"a": 1}</s>', THINK, "<think>\n", True), ('{"a": 1}', "", [], "stop")),
+        (lambda: make_chat('Hm.</think>{"a": 1}</s>', THINK, "<think>\n", True), ('{"a": 1}', "Hm.", [], "stop")),
+        (lambda: make_chat('"<think>"</s>', THINK, "<think>\n\n</think>\n", True), ('"<think>"', "", [], "stop")),
         (lambda: make_chat("[THINK]a[/THINK]b</s>", "{{ messages }}[/THINK]"), ("b", "a", [], "stop")),
         (
             lambda: make_chat(

@@ -55,6 +55,7 @@ TABLE: list[tuple[str, str, str, str, Any]] = [
     ("--json-output", "JSON_OUTPUT", "", "json_output", True),
     ("--otlp-endpoint", "OTLP_ENDPOINT", "http://a:4317", "otlp_endpoint", "http://a:4317"),
     ("--otlp-service-name", "OTLP_SERVICE_NAME", "me", "otlp_service_name", "me"),
+    ("--ollama-api", "OLLAMA_API", "", "ollama_api", True),
     ("--cors-allow-origin", "CORS_ALLOW_ORIGIN", "http://a,http://b", "cors_allow_origin", ["http://a", "http://b"]),
     ("--api-key", "API_KEY", "secret", "api_key", "secret"),
     ("--cache-salt-by-key", "CACHE_SALT_BY_KEY", "", "cache_salt_by_key", True),

@@ -316,6 +316,21 @@ def test_lone_surrogate_is_the_callers_error(tmp_path: Path) -> None:
         tokenizer.encode("a\ud800b")
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"eos_token": "a\ud800"},
+        {"additional_special_tokens": ["\udc00"]},
+        {"added_tokens_decoder": {"3": {"content": "\ud800x", "special": True}}},
+    ],
+)
+def test_lone_surrogate_in_a_special_token_is_the_models_fault(tmp_path: Path, config: dict[str, Any]) -> None:
+    folder = write_folder(tmp_path, byte_level(), {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFormatError, match="special token that is no text"):
+        Tokenizer.load(folder)
+
+
 def test_threads_share_a_tokenizer(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_folder(tmp_path, *FOLDERS["bos"]))
     text = "every token is sent as soon as it is known " * 20

@@ -46,6 +46,7 @@ DEEPSEEK = ToolFormat("deepseek")
 JSON = ToolFormat("json")
 FORMATS = {"hermes": HERMES, "llama3": LLAMA, "mistral": MISTRAL, "args": ARGS, "deepseek": DEEPSEEK, "json": JSON}
 FORMATS |= {name: ToolFormat(name) for name in ("qwen_xml", "glm", "kimi", "harmony", "cohere", "tagged_list")}
+FORMATS |= {name: ToolFormat(name) for name in ("pythonic", "minimax", "dsml", "seed")}
 SCHEMAS: dict[str, Any] = {
     "get_weather": {
         "type": "object",
@@ -338,6 +339,58 @@ CASES: list[tuple[str, str, Result]] = [
         ("", [WEATHER, ("f", "{}")]),
     ),
     ("tagged_list", "Write <|tool_call|> and a list.", ("Write <|tool_call|> and a list.", [])),
+    # -- Seed-OSS, MiniMax, DeepSeek V3.2
+    (
+        "seed",
+        "<seed:tool_call>\n<function=search>\n<parameter=q>[1]</parameter>\n</function>\n</seed:tool_call>",
+        ("", [("search", '{"q": [1]}')]),
+    ),
+    (
+        "minimax",
+        'So:\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="place">3 <b>\n"x"</parameter>\n'
+        '<parameter name="days">[1]</parameter>\n</invoke>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>\nDone.',
+        ("So:\nDone.", [("get_weather", '{"place": "3 <b>\\n\\"x\\"", "days": [1]}'), ("f", "{}")]),
+    ),
+    ("minimax", "<invoke name='f'></invoke>", ("", [("f", "{}")])),
+    ("minimax", '<invoke name="">', ('<invoke name="">', [])),
+    ("minimax", "<minimax:tool_call>none</minimax:tool_call>", ("<minimax:tool_call>none</minimax:tool_call>", [])),
+    (
+        "dsml",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="search">\n<｜DSML｜parameter name="q" string="true">3</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="exact" string="false">true</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        ("", [("search", '{"q": "3", "exact": true}')]),
+    ),
+    # -- Python's calls
+    *(
+        (family, text, expected)
+        for family in ("pythonic", "llama3")
+        for text, expected in (
+            ("[f()]", ("", [("f", "{}")])),
+            (
+                "Sure.\n[get_weather(place='Köln', days=[1, 2.5, None, {'a': (True,)}]), f( x = -1_000 , )]\nSo.",
+                (
+                    "Sure.\nSo.",
+                    [
+                        ("get_weather", '{"place": "Köln", "days": [1, 2.5, null, {"a": [true]}]}'),
+                        ("f", '{"x": -1000}'),
+                    ],
+                ),
+            ),
+            (
+                r"""[f(a="it's \"x\" \n\u00e9\q", b='', c='''a'b''c''')]""",
+                ("", [("f", '{"a": "it\'s \\"x\\" \\né\\\\q", "b": "", "c": "a\'b\'\'c"}')]),
+            ),
+            ("```python\nf(a=0x1F)\nsearch(q=1e3)\n```\n", ("", [("f", '{"a": 31}'), ("search", '{"q": 1000.0}')])),
+            ("```tool_code\nprint(f)\n```", ("```tool_code\nprint(f)\n```", [])),
+            ("[f](http://x) [f(a=1)]", ("[f](http://x) [f(a=1)]", [])),
+            ("[unknown(a=1)]\n[1, 2]\n[f(a=b)]", ("[unknown(a=1)]\n[1, 2]\n[f(a=b)]", [])),
+            ("[f(a=1, b=c), f()]", (", b=c), f()]", [("f", '{"a": 1}')])),
+            ("[f(a=1) and so on]", ("and so on]", [("f", '{"a": 1}')])),
+            ("<|python_start|>[any(a=1)]<|python_end|>Yes", ("Yes", [("any", '{"a": 1}')])),
+        )
+    ),
+    ("pythonic", "<|tool_call_start|>[any(a='x')]<|tool_call_end|>", ("", [("any", '{"a": "x"}')])),
+    ("pythonic", "<function_calls>\nf(a=1)\nf()\n</function_calls>", ("", [("f", '{"a": 1}'), ("f", "{}")])),
     # -- Llama 4, DeepSeek V3.1
     ("llama3", f'<|python_start|>{{"name": "get_weather", "parameters": {KOELN}}}<|python_end|>', ("", [WEATHER])),
     ("deepseek", f"{DS[0]}{DS[1]}get_weather{DS[2]}{KOELN}{DS[3]}{DS[4]}", ("", [WEATHER])),
@@ -361,6 +414,8 @@ PARTS = [
     "<function=f>", "<function=", "<parameter=a>", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|channel|>commentary to=functions.",
     "<|message|>", "<|START_ACTION|>", "<|END_ACTION|>", "Action:", "<|tool_call|>", "<|/tool_call|>", '"tool_name": "f"', "<|python_end|>",
+    "[f(", "f(", ")", "=", "a='", 'b="', "'", "\'\'\'", "True", "(1, ", "<|python_start|>", "<function_calls>", "<seed:tool_call>",
+    "<minimax:tool_call>", '<invoke name="f">', '<parameter name="a">', "</invoke>", "<｜DSML｜invoke ", 'name="f">', "</｜DSML｜invoke>",
 ]  # fmt: skip
 
 
@@ -390,17 +445,24 @@ def test_plain_text_is_untouched(family: str, text: str, cut: int) -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
+
+
+SECTIONS = {
+    "minimax": ("<minimax:tool_call>", "</minimax:tool_call>"),
+    "dsml": ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    "seed": ("<seed:tool_call>", "</seed:tool_call>"),
+}
 
 
 def write_call(family: str, name: str, arguments: str) -> str:
     match family:
         case "hermes":
             return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>\n'
-        case "llama3" | "json":
+        case "llama3" | "json" | "pythonic":
             return f'{{"name": "{name}", "parameters": {arguments}}}\n'
         case "mistral":
             return f'[TOOL_CALLS] [{{"name": "{name}", "arguments": {arguments}}}]'
@@ -414,6 +476,9 @@ def write_call(family: str, name: str, arguments: str) -> str:
             return f'<|START_ACTION|>[{{"tool_name": "{name}", "parameters": {arguments}}}]<|END_ACTION|>'
         case "tagged_list":
             return f'<|tool_call|>[{{"name": "{name}", "arguments": {arguments}}}]'
+        case "minimax" | "dsml" | "seed":
+            start, end = SECTIONS[family]
+            return f'{start}\n{{"name": "{name}", "arguments": {arguments}}}\n{end}\n'
         case "qwen_xml" | "glm":  # whose values are no JSON: these forms read Hermes' as well
             return write_call("hermes", name, arguments)
         case _:
@@ -437,6 +502,26 @@ def test_any_arguments_come_out_as_written(
     content, found = collect(tool_format, [text[i : i + size] for i in range(0, len(text), size)])
     assert (content, found) == ("", written)
     assert [json.loads(arguments) for _, arguments in found] == [value for _, value in calls]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    calls=st.lists(
+        st.tuples(
+            st.sampled_from(NAMES), st.dictionaries(st.from_regex(r"[a-z_]\w{0,5}", fullmatch=True), json_values)
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    fenced=st.booleans(),
+    size=st.integers(1, 40),
+)
+def test_what_python_writes_is_read(calls: list[tuple[str, dict[str, Any]]], fenced: bool, size: int) -> None:
+    each = [f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})" for name, values in calls]
+    text = "```python\n" + "\n".join(each) + "\n```" if fenced else f"[{', '.join(each)}]"
+    content, found = collect(FORMATS["pythonic"], [text[i : i + size] for i in range(0, len(text), size)])
+    assert content == ""
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
 def test_arguments_are_streamed() -> None:
@@ -594,6 +679,13 @@ def test_cost_is_linear(family: str) -> None:
         "<tool_call><function=f><parameter=a>" + "<" * 20_000,
         "<tool_call>f<arg_key>a</arg_key><arg_value>" + "<" * 20_000,
         "<|channel|>commentary to=functions." * 2_000,
+        "[f(" * 8_000,
+        "[f(a=" + "[" * 20_000,
+        "[f(a='" + "\\" * 20_001,
+        "[f(a='''" + "'x" * 10_000,
+        "[f(a=1, " * 4_000,
+        "<function_calls>f(" + "a=1, " * 4_000,
+        '<invoke name="f"><parameter name="a">' + "<" * 20_000,
     ]
     for text in texts:
         whole = collect(FORMATS[family], [text])
@@ -660,6 +752,8 @@ def test_detection_by_tokens() -> None:
     assert detect_tool_format(ChatTemplate("{{ tools }}"), build_tokenizer(["[TOOL_CALLS]"])).family == "mistral"
     assert detect_tool_format(ChatTemplate("{{ tools }}"), build_tokenizer((), ["<tool_call>"])).family == "hermes"
     assert detect_tool_format(ChatTemplate(None), MARKED).family == "json"
+    python = ChatTemplate("{{ tools }} as [func_name1(params_name1=params_value1), func_name2(params)]")
+    assert detect_tool_format(python, PLAIN).family == "pythonic"
 
 
 def shown_text(tokenizer: Tokenizer, tool_format: ToolFormat, ids: Sequence[int]) -> str:
@@ -709,6 +803,10 @@ SOURCES = {
     "mistral": "[TOOL_CALLS]",
     "mistral_args": "[TOOL_CALLS][ARGS]",
     "deepseek": DS[1],
+    "minimax": "<minimax:tool_call>",
+    "dsml": "<｜DSML｜",
+    "seed": "<seed:tool_call>",
+    "pythonic": "<|tool_call_start|>",
     "json": "",
 }
 
@@ -744,6 +842,9 @@ def write_forced(family: str, calls: Sequence[tuple[str, str]]) -> str:
             return f"<|START_ACTION|>[{each}]<|END_ACTION|>"
         case "tagged_list":
             return "<|tool_call|>[" + ", ".join(f'{{"name": "{n}", "arguments": {a}}}' for n, a in calls) + "]"
+        case "minimax" | "dsml" | "seed":
+            start, end = SECTIONS[family]
+            return "\n".join(f'{start}\n{{"name": "{n}", "arguments": {a}}}\n{end}' for n, a in calls)
         case "hermes" | "qwen_xml" | "glm":
             return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {a}}}\n</tool_call>' for n, a in calls)
         case "llama3":
@@ -840,7 +941,7 @@ NODE = {
 def test_a_call_or_an_answer_in_a_format(family: str, tokenizer: Tokenizer) -> None:
     tool_format = detect_tool_format(ChatTemplate(SOURCES[family]), tokenizer)
     names = ["get_weather", "search", "f", "f-g_2"]
-    between = "\n" if family == "json" else None  # a list would begin unlike one call
+    between = "\n" if family in ("json", "pythonic") else None  # a list would begin unlike one call
 
     def written(calls: Sequence[tuple[str, str]]) -> str:
         if between is not None:

@@ -27,7 +27,7 @@ from text_generation_inference.api.http import (
 )
 from text_generation_inference.api.logs import fields
 from text_generation_inference.api.refusals import log_refusal
-from text_generation_inference.api.routes import ADMIN_ROUTES, ROUTES, Route, cloud_routes
+from text_generation_inference.api.routes import ADMIN_ROUTES, OLLAMA_ROUTES, ROUTES, Route, cloud_routes
 from text_generation_inference.api.service import Service
 from text_generation_inference.api.tenants import current_key, key_of
 from text_generation_inference.errors import TgiError
@@ -45,7 +45,7 @@ class App:
         self.service = service
         self._bodies = BodyBudget(service.payload_limit, service.metrics)
         config = service.config
-        routes = [*ROUTES, *ADMIN_ROUTES, *cloud_routes(config)]
+        routes = [*ROUTES, *ADMIN_ROUTES, *cloud_routes(config), *(OLLAMA_ROUTES if config.ollama_api else [])]
         self._exact = {(route.method, route.path): route for route in routes if "{" not in route.path}
         self._patterns = [(_pattern(route.path), route) for route in routes if "{" in route.path]
         self._key = config.api_key.encode() if config.api_key else None

@@ -14,12 +14,13 @@ from text_generation_inference.api.generation import OutputText, openai_text
 from text_generation_inference.api.openai_bodies import ChatRequest, ImagePart, Message, NamedToolChoice, Tool
 from text_generation_inference.api.openai_sampling import check_served, output_grammar, sampling_params, top_logprobs
 from text_generation_inference.api.service import Service
+from text_generation_inference.api.thoughts import EFFORT_VARIABLES, asked_budget, plan_thoughts
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.text.chat_template import ChatTemplate
 from text_generation_inference.text.messages import append_tool_prompt, normalise_messages
 from text_generation_inference.text.picture_prompt import PicturePrompt, PictureWords, ShownPictures
-from text_generation_inference.text.reasoning import ReasoningFormat
+from text_generation_inference.text.reasoning import ReasoningFormat, before_answer
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.text.tools import Shape, ToolFormat, forced_grammar
 from text_generation_inference.types import GenerationRequest, Grammar, SamplingParams
@@ -77,31 +78,16 @@ class ChatPrompt:
 async def plan_chat(service: Service, body: ChatRequest, long: bool) -> ChatPlan:
     """Raises what is wrong with the request. `long`: work on it may take so long that others would notice."""
     config, tool_format = service.config, service.tool_format
-    plan, tools = await service.run_beside(lambda: _plan(body, config, tool_format), long)
+    header = before_answer(service.reasoning_format, service.tokenizer)
+    plan, tools = await service.run_beside(lambda: _plan(body, config, tool_format, header), long)
     prompt = await render_chat(service, body, long, tools)
     plan.prompt, plan.pictures = prompt.text, prompt.pictures
-    plan.reasoning = choose_reasoning(body, config, service.reasoning_format, plan.grammar is not None)
-    if plan.reasoning is not None:
-        plan.thinks_first = plan.reasoning.is_opened_by(plan.prompt, prompt.continued)
+    known, words, calls = service.reasoning_format, (prompt.text, prompt.continued), plan.tool_format is not None
+    thoughts = plan_thoughts(body, config, known, service.tokenizer, words, plan.grammar, calls)
+    plan.reasoning, plan.thinks_first, plan.grammar = thoughts.reasoning, thoughts.first, thoughts.grammar
+    if thoughts.budget is not None:
+        plan.params = msgspec.structs.replace(plan.params, thinking=thoughts.budget)
     return plan
-
-
-def tells_thoughts(body: ChatRequest, config: ServerConfig) -> bool:
-    """Whether thoughts and answer are two things, or, as in TGI, one text."""
-    return config.reasoning_format != "none" if body.separate_reasoning is None else body.separate_reasoning
-
-
-def choose_reasoning(
-    body: ChatRequest, config: ServerConfig, known: ReasoningFormat | None, has_grammar: bool
-) -> ReasoningFormat | None:
-    """How to tell thoughts from the answer, if at all. A grammar leaves no room for thoughts between tags.
-
-    Thoughts that are left out are told apart for that.
-    """
-    if known is None or known.always_marks:
-        return known
-    tells = tells_thoughts(body, config) or body.include_reasoning is False
-    return None if has_grammar or not tells else known
 
 
 async def render_chat(service: Service, body: ChatRequest, long: bool, tools: list[Tool] | None = None) -> ChatPrompt:
@@ -133,8 +119,10 @@ def _drop_pictures(body: ChatRequest) -> None:
                 part.image_url = ""
 
 
-def _plan(body: ChatRequest, config: ServerConfig, tool_format: ToolFormat) -> tuple[ChatPlan, list[Tool]]:
-    """A plan whose prompt is yet to be rendered."""
+def _plan(
+    body: ChatRequest, config: ServerConfig, tool_format: ToolFormat, header: list[str]
+) -> tuple[ChatPlan, list[Tool]]:
+    """A plan whose prompt is yet to be rendered. `header`: `before_answer` of the model."""
     check_served(body)
     params = sampling_params(body, config, top_logprobs(body))
     tools = choose_tools(body)
@@ -148,7 +136,7 @@ def _plan(body: ChatRequest, config: ServerConfig, tool_format: ToolFormat) -> t
         parallel = body.parallel_tool_calls is not False
         # A call that is demanded leaves no room for the format; otherwise the model has the choice between the two.
         shape, instead = ("calls", None) if forced else ("either", grammar)
-        grammar = forced_grammar(tool_format, [tool_as_json(tool) for tool in tools], named, parallel, instead)
+        grammar = forced_grammar(tool_format, [tool_as_json(tool) for tool in tools], named, parallel, instead, header)
     schemas = {tool.function.name: tool_as_json(tool)["function"]["parameters"] for tool in tools}
     return ChatPlan("", params, grammar, tool_format if tools else None, schemas, shape), tools
 
@@ -250,8 +238,11 @@ def _variables(body: ChatRequest) -> dict[str, Any]:
         variables["documents"] = body.documents
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-        for name in ("enable_thinking", "thinking"):  # Qwen's and DeepSeek's names of one thing
+        for name in EFFORT_VARIABLES:
             variables.setdefault(name, body.reasoning_effort != "none")
+    budget = asked_budget(body)
+    if budget is not None:  # Seed-OSS is told of it
+        variables.setdefault("thinking_budget", budget)
     return variables
 
 

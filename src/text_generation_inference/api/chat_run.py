@@ -9,12 +9,13 @@ import time
 from dataclasses import dataclass
 
 from text_generation_inference.api.call import Call
-from text_generation_inference.api.chat_prompt import ChatPlan, plan_chat, tells_thoughts
+from text_generation_inference.api.chat_prompt import ChatPlan, plan_chat
 from text_generation_inference.api.choices import body_model, start_choices
 from text_generation_inference.api.generation import Generation, Piece
 from text_generation_inference.api.openai_bodies import ChatRequest
 from text_generation_inference.api.openai_sampling import prompt_limit
 from text_generation_inference.api.service import Permit
+from text_generation_inference.api.thoughts import tells_thoughts
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.text.tools import CallArguments, CallStart, Content, ToolParser
 

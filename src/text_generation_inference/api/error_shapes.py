@@ -1,4 +1,4 @@
-"""Failures in the shape of the API that was called: TGI's own, OpenAI's, its Responses', and Anthropic's.
+"""Failures in the shape of the API that was called: TGI's own, OpenAI's, its Responses', Anthropic's and Ollama's.
 
 The path says which. A shape answers for a whole request, and for a stream that has begun.
 """
@@ -16,8 +16,9 @@ from text_generation_inference.api.errors import (
     openai_status,
     plain_error,
 )
-from text_generation_inference.api.http import HttpError, Response, frame, json_response, named_frame
+from text_generation_inference.api.http import HttpError, Response, encode_line, frame, json_response, named_frame
 from text_generation_inference.api.messages_bodies import MessagesError, MessagesErrorResponse
+from text_generation_inference.api.ollama_bodies import OllamaError
 from text_generation_inference.errors import ContextLengthError, OverloadedError, TgiError
 
 
@@ -44,6 +45,8 @@ def shape_of(path: str, request_id: str) -> ErrorShape:
         return _Anthropic(request_id)
     if path == "/v1/responses" or path.startswith("/v1/responses/"):
         return _Responses(path)
+    if path.startswith("/api/"):
+        return _Ollama()
     return _Openai(path) if path == "/v1" or path.startswith("/v1/") else _Native()
 
 
@@ -90,6 +93,25 @@ def response_error_event(error: TgiError, path: str, number: int) -> bytes:
     told = openai_object(error, openai_status(error), path)
     value = {"code": told.code or told.type, "message": told.message, "param": told.param, "sequence_number": number}
     return named_frame("error", {"type": "error", **value})
+
+
+class _Ollama:
+    def failure(self, error: TgiError) -> Response:
+        status = openai_status(error)
+        return json_response(OllamaError(_words(error)), status, RETRY_AFTER if status in (429, 503) else None)
+
+    def event(self, error: TgiError) -> bytes:
+        return encode_line(OllamaError(_words(error)))
+
+    def refusal(self, error: HttpError) -> Response:
+        return json_response(OllamaError(error.text), 400 if error.status == 422 else error.status, error.headers)
+
+    def plain(self, status: int, text: str, code: str | None = None) -> Response:
+        return json_response(OllamaError(text), status)
+
+
+def _words(error: TgiError) -> str:
+    return describe(error).error.removeprefix("Input validation error: ")
 
 
 # -- Anthropic -----------------------------------------------------------------------------------------------------

@@ -191,6 +191,11 @@ def named_frame(name: str, value: object) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + _encode_json(value) + b"\n\n"
 
 
+def encode_line(value: object) -> bytes:
+    """One line of a stream of JSON."""
+    return _encode_json(value) + b"\n"
+
+
 KEEP_ALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -217,9 +222,9 @@ class Connection:
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers + self._headers})
         await self._send({"type": "http.response.body", "body": response.body})
 
-    async def start_events(self, headers: Mapping[str, str]) -> None:
+    async def start_events(self, headers: Mapping[str, str], content_type: str = "text/event-stream") -> None:
         self.started, self.status = True, 200
-        all_headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        all_headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-cache")]
         all_headers += [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": 200, "headers": all_headers + self._headers})
 

@@ -35,7 +35,7 @@ class AnthropicToolChoice(msgspec.Struct, kw_only=True):
 
 class ThinkingConfig(msgspec.Struct, kw_only=True):
     type: Annotated[str, doc("`enabled` and `adaptive` turn thinking on, `disabled` off, where the model can.")]
-    budget_tokens: Annotated[U32 | None, doc("No effect.")] = None
+    budget_tokens: Annotated[U32 | None, doc("After so many tokens thoughts end.")] = None
     display: Annotated[str | None, doc("`omitted`: thinking blocks are left out.")] = None
 
 

@@ -280,6 +280,8 @@ def _set_thinking(chat: ChatRequest, given: ThinkingConfig | None) -> None:
         return
     thinks = given.type != "disabled"
     chat.chat_template_kwargs = {"enable_thinking": thinks, "thinking": thinks}  # names of one thing
+    if given.type == "enabled":
+        chat.thinking_token_budget = given.budget_tokens
     if not thinks or given.display == "omitted":
         chat.include_reasoning = False
 

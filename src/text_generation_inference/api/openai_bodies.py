@@ -342,6 +342,13 @@ class ChatRequest(_Sampling, kw_only=True):
         bool | None, doc("Tell what the model thinks apart from `content`. The default is the server's.")
     ] = None
     include_reasoning: Annotated[bool | None, doc("False: leave out what the model thinks.")] = None
+    thinking_token_budget: Annotated[
+        I32 | None,
+        doc(
+            "After so many tokens of thoughts the model is made to end them and to answer. -1: any number.", minimum=-1
+        ),
+    ] = None
+    thinking_budget: Annotated[I32 | None, doc("Another name of `thinking_token_budget`.", minimum=-1)] = None
     verbosity: str | None = None
     prediction: Any = None  # a hint for speed alone
     enable_thinking: Annotated[bool | None, doc("A variable of the chat template.")] = (

@@ -18,6 +18,7 @@ from text_generation_inference.api import (
     info,
     messages,
     native,
+    ollama,
     profiler,
     responses,
     static_pages,
@@ -574,6 +575,16 @@ ROUTES = [
 ADMIN_ROUTES = [
     Route(method="POST", path="/start_profile", endpoint=profiler.start, name="start_profile", public=True),
     Route(method="POST", path="/stop_profile", endpoint=profiler.stop, name="stop_profile", public=True),
+]
+
+# Where `--ollama-api` asks for them.
+OLLAMA_ROUTES = [
+    Route(method="POST", path="/api/chat", endpoint=ollama.chat, name="ollama_chat"),
+    Route(method="POST", path="/api/generate", endpoint=ollama.generate, name="ollama_generate"),
+    Route(method="POST", path="/api/show", endpoint=ollama.show, name="ollama_show", public=True),
+    Route(method="GET", path="/api/tags", endpoint=ollama.tags, name="ollama_tags", public=True),
+    Route(method="GET", path="/api/ps", endpoint=ollama.running, name="ollama_ps", public=True),
+    Route(method="GET", path="/api/version", endpoint=ollama.version, name="ollama_version", public=True),
 ]
 
 

@@ -42,6 +42,7 @@ from text_generation_inference.scheduler.shares import Shares
 from text_generation_inference.text.chat_template import ChatTemplate
 from text_generation_inference.text.grammar import GrammarCompiler
 from text_generation_inference.text.ids_as_text import IdsAsText
+from text_generation_inference.text.model_folder import read_json
 from text_generation_inference.text.picture_prompt import PicturePrompt, PictureWords, SeenPrompt
 from text_generation_inference.text.prepare import prepare_request
 from text_generation_inference.text.reasoning import detect_reasoning_format
@@ -100,6 +101,7 @@ class Service:
         self.generations: set[Generation] = set()
         self.live = LiveFeed(self.metrics, self.engines, self.generations)
         self.model_name = public_name(facts.model_id)
+        self.model_type = str(read_json(folder, "config.json").get("model_type") or "unknown")
         self.fingerprint = f"{__version__}-native"
         self.metrics.ranks(config.num_shard or 1)
         self.compute_type = config.compute_type or f"{config.num_shard or 1}-{facts.device}"

@@ -1,11 +1,11 @@
-"""Which tokens the running requests allow next: those of their grammars, and no end before its time.
+"""Which tokens the running requests allow next: those of their grammars, no end before its time, no endless thoughts.
 
 Each slot with a grammar has a matcher, made on admission, advanced by the sampled tokens, dropped on release.
 Matchers work on a thread of their own: as soon as a step's tokens are known the masks for the next step are computed,
 while the model runs; `masks` waits for them. Whatever fails here is remembered as the error of one request.
 
 A request with `min_tokens` has its ends masked for so many tokens. That depends on their number alone: every call of
-`masks` is one token more, and nobody waits.
+`masks` is one token more, and nobody waits. One with a budget for its thoughts is made to close them (`thinking`).
 """
 
 import os
@@ -19,9 +19,12 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from torch import Tensor
 
 from text_generation_inference.errors import ValidationError
+from text_generation_inference.runner.thinking import ThinkingBudgetState
 from text_generation_inference.sampling.mask import RowMasks
 from text_generation_inference.text.grammar import CompiledGrammar, GrammarCompiler, describe_error, is_worn
 from text_generation_inference.types import Admission, Grammar
+
+_NO_GRAMMAR = Grammar("regex", "")  # of a request that cannot go on for another reason
 
 
 @dataclass(slots=True)
@@ -64,6 +67,7 @@ class SlotGrammars:
         self._num_slots, self._vocab_size = num_slots, vocab_size
         self._constraints: dict[int, _Constraint] = {}  # by slot
         self._held: dict[int, _HeldEnds] = {}  # by slot, while ends are masked
+        self._thinking: dict[int, ThinkingBudgetState] = {}  # by slot
         # Made when the first constrained request comes:
         self._vocabulary: _Vocabulary | None = None
         self._executor: LLExecutor | None = None
@@ -77,6 +81,14 @@ class SlotGrammars:
         num_held = request.sampling.min_tokens - len(admission.output_ids)
         if num_held > 0 and ends:
             self._held[admission.slot] = _HeldEnds(ends, num_held)
+        budget = request.sampling.thinking
+        if budget is not None:
+            try:
+                bytes_of = self._decoder()
+            except ValidationError as error:
+                self._constraints[admission.slot] = _Constraint(admission.slot, _NO_GRAMMAR, ends, error=str(error))
+                return
+            self._thinking[admission.slot] = ThinkingBudgetState(budget, bytes_of, admission.output_ids)
         if request.grammar is None:
             return
         constraint = _Constraint(admission.slot, request.grammar, ends)
@@ -88,17 +100,30 @@ class SlotGrammars:
         """Whether some mask depends on tokens that the host must have seen."""
         return bool(self._constraints)
 
+    def must_see(self, rows: list[int]) -> bool:
+        """Whether thoughts of these rows (slots) may have to end now."""
+        return bool(self._thinking) and any(state.must_see for _, state in self.thinking(rows))
+
+    def thinking(self, rows: list[int]) -> list[tuple[int, ThinkingBudgetState]]:
+        """The rows (slots) whose thoughts are counted, which are to be told the tokens of this step."""
+        if not self._thinking:
+            return []
+        return [(row, state) for row, slot in enumerate(rows) if (state := self._thinking.get(slot)) is not None]
+
     def release(self, slots: Sequence[int]) -> None:
-        if self._constraints or self._held:
+        if self._constraints or self._held or self._thinking:
             for slot in slots:
                 self._constraints.pop(slot, None)
                 self._held.pop(slot, None)
+                self._thinking.pop(slot, None)
 
     def masks(self, rows: list[int]) -> RowMasks | None:
         """What the constrained ones among the rows (slots) allow; None when all are free. Called once for a token."""
-        if not (self._constraints or self._held):
+        if not (self._constraints or self._held or self._thinking):
             return None
-        found = [(row, slot) for row, slot in enumerate(rows) if slot in self._constraints or slot in self._held]
+        forced = {rows[row]: token_id for row, state in self.thinking(rows) if (token_id := state.plan()) is not None}
+        limited = (self._constraints, self._held, forced)
+        found = [(row, slot) for row, slot in enumerate(rows) if any(slot in known for known in limited)]
         if not found:
             return None
         if self._pending is not None and any(slot in self._constraints for _, slot in found):
@@ -117,7 +142,16 @@ class SlotGrammars:
                 words[place] = self._vocabulary.words[slot]
             if slot in self._held:
                 self._hold_ends(slot, words[place])
+            if slot in forced:
+                _force(words[place], forced[slot])
         return RowMasks([row for row, _ in masked], words.view(np.int32), errors)
+
+    def _decoder(self) -> Callable[[int], bytes]:
+        """Raises `ValidationError` where nothing is known of the tokens' texts."""
+        if self._compiler is None:
+            raise ValidationError("a budget of thoughts is not supported")
+        tokenizer = self._compiler.prepare()
+        return lambda token_id: tokenizer.decode_bytes([token_id])
 
     def _hold_ends(self, slot: int, words: np.ndarray) -> None:
         """Take the ends from a mask, for one token. Where a grammar allows nothing else they stay."""
@@ -233,6 +267,14 @@ class SlotGrammars:
             return  # the matcher's own error is told
         constraint.matcher = constraint.compiled.matcher()
         constraint.matcher.consume_tokens(constraint.taken)
+
+
+def _force(words: np.ndarray, token_id: int) -> None:
+    """Leave nothing but one id of a mask. Where a grammar does not allow it, it has its way."""
+    bit = np.uint32(1 << (token_id & 31))
+    if words[token_id >> 5] & bit:
+        words[:] = 0
+        words[token_id >> 5] = bit
 
 
 def _replace_ends(words: np.ndarray, eos_ids: list[int], ends: frozenset[int]) -> None:

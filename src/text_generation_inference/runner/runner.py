@@ -2,7 +2,7 @@
 
 A step: the slots are updated from the plan, passes are computed (`paged_steps`, or `bucketed_steps` where every pass
 has a shape of a plan), tokens are chosen (on the device or on the host, where the slots are). `launch` returns at once;
-a step waits for the tokens of the one before only where a grammar or a watermark must see them.
+a step waits for the tokens of the one before only where a grammar, a watermark or a budget of thoughts must see them.
 """
 
 from collections.abc import Callable
@@ -27,6 +27,7 @@ from text_generation_inference.runner.prompt_scores import OwedScores, read_scor
 from text_generation_inference.runner.shapes import EXACT, BucketPlan, ShapePlan
 from text_generation_inference.runner.slots import Slots
 from text_generation_inference.runner.step_pass import ScoredPrompt, StepPass
+from text_generation_inference.runner.thinking import ThinkingBudgetState
 from text_generation_inference.sampling.mask import RowMasks
 from text_generation_inference.sampling.sampled_tokens import SampledTokens
 from text_generation_inference.text.grammar import GrammarCompiler
@@ -40,6 +41,7 @@ class _SampledPass:
     slots: list[int]
     sampled: SampledTokens | HostTokens
     masks: RowMasks | None
+    thinking: list[tuple[int, ThinkingBudgetState]]  # by row, of requests that had the slots then
 
 
 class Runner:
@@ -154,10 +156,11 @@ class Runner:
                 self.pictures.admit(admission)
 
     def _choose(self, made: StepPass, previous: "Future[StepResult] | None") -> _SampledPass:
-        if self.grammars.active or self.sampling.follows_tokens:
+        grammars = self.grammars
+        if grammars.active or self.sampling.follows_tokens or grammars.must_see(made.slots):
             _wait_for(previous)
-        masks = self.grammars.masks(made.slots)
-        return _SampledPass(made.slots, self.sampling.choose(made, masks), masks)
+        masks, thinking = grammars.masks(made.slots), grammars.thinking(made.slots)
+        return _SampledPass(made.slots, self.sampling.choose(made, masks), masks, thinking)
 
     # -- when the device is past the step --------------------------------------------------------------------------
 
@@ -186,6 +189,8 @@ class Runner:
             if chosen.masks is not None:
                 errors.update({first + row: text for row, text in chosen.masks.errors.items()})
                 self.grammars.advance(chosen.slots, ids)
+            for row, state in chosen.thinking:
+                state.take(ids[row])
             self.sampling.advance(chosen.slots, ids)
         for row, logprob in enumerate(logprobs):
             if logprob != logprob:

@@ -170,7 +170,7 @@ def sampling_mode_of(request: GenerationRequest) -> float:
     params = request.sampling
     if params.samples:
         return DRAWS
-    masked = request.grammar is not None or params.min_tokens > 0
+    masked = request.grammar is not None or params.thinking is not None or params.min_tokens > 0
     more = masked or params.watermark or params.penalises or params.logit_bias or params.top_n_tokens
     return ADJUSTED if more else PLAIN
 

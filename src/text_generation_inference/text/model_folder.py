@@ -102,12 +102,12 @@ def _declared_tokens(folder: Path, config: dict[str, Any]) -> list[AddedToken]:
 def _older_tokens(folder: Path, special: set[str]) -> list[AddedToken]:
     ids = read_json(folder, "added_tokens.json")
     texts = sorted(ids, key=lambda text: ids[text])
-    return [AddedToken(text, normalized=text not in special, special=text in special) for text in texts]
+    return [_added(text, normalized=text not in special, special=text in special) for text in texts]
 
 
 def _special_token(value: object) -> AddedToken | None:
     if isinstance(value, str):
-        return AddedToken(value, special=True)
+        return _added(value, special=True)
     return _token_of(value, special=True)
 
 
@@ -119,7 +119,7 @@ def _token_of(value: object, special: bool) -> AddedToken | None:
     if not isinstance(fields.get("content"), str):
         return None
     is_special = special or bool(fields.get("special", False))
-    return AddedToken(
+    return _added(
         fields["content"],
         single_word=bool(fields.get("single_word", False)),
         lstrip=bool(fields.get("lstrip", False)),
@@ -127,3 +127,12 @@ def _token_of(value: object, special: bool) -> AddedToken | None:
         normalized=bool(fields.get("normalized", not is_special)),
         special=is_special,
     )
+
+
+def _added(text: str, **flags: bool) -> AddedToken:
+    try:
+        return AddedToken(text, **flags)
+    except (TypeError, UnicodeError) as error:  # JSON can say half of a pair of surrogates, which no text holds
+        raise ModelFormatError(
+            f"the tokenizer's files name a special token that is no text: {text[:40]!r}. Download the model again."
+        ) from error

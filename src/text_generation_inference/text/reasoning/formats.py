@@ -60,6 +60,10 @@ class ReasoningFormat:
         """Whether the first word behind a prompt is a thought; `continued` as in `Tags.are_open`."""
         return self.tags is not None and self.tags.are_open(prompt, continued)
 
+    def is_closed_by(self, prompt: str) -> bool:
+        """Whether a prompt ends with thoughts that are over, as templates write them to leave no room for others."""
+        return self.tags is not None and prompt.rstrip().endswith(self.tags.closes)
+
 
 def detect_reasoning_format(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningFormat | None:
     """The marks that the template writes or cuts out of messages; or that are tokens. None for other models."""

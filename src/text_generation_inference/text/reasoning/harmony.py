@@ -11,11 +11,21 @@ CALL_START = "<|channel|>commentary to=functions."  # then the name
 CALL_MESSAGE = "<|message|>"  # then the arguments
 
 _CHANNEL, _MESSAGE, _START, _END, _ = MARKERS
+ANALYSIS_PARTS = (_CHANNEL, "analysis", _MESSAGE)
+ANALYSIS = "".join(ANALYSIS_PARTS)  # begins a message of thoughts
+BODY_ENDS = (_END, _START, _CHANNEL)  # of which each ends a message
+THOUGHTS_END = (_END, _START, "assistant")
 _HEADER_STARTS = (_START, _CHANNEL, _MESSAGE, "to=")
-_BODY_END = re.compile("|".join(map(re.escape, (_END, _START, _CHANNEL))))
+_BODY_END = re.compile("|".join(map(re.escape, BODY_ENDS)))
 _FUNCTION = re.compile(r"to=functions\.([\w.-]{1,256})(?![\w.-])")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _MAX_HEADER = 512
+
+
+def answer_header(calls: bool) -> list[str]:
+    """What ends thoughts and begins the answer. One that may call tools is left the choice between words and a call."""
+    rest = ("commentary",) if calls else ("final", _MESSAGE)
+    return [*THOUGHTS_END, _CHANNEL, *rest]
 
 
 class Inserted(str):

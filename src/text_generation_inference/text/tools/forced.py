@@ -22,11 +22,12 @@ def forced_grammar(
     name: str | None,
     parallel: bool,
     instead: Grammar | None = None,
+    before_answer: Sequence[str] = (),
 ) -> Grammar:
     """One call of the tool `name`, or of any when that is None; with `parallel`, one or more; or else an `instead`.
 
-    `tools` are OpenAI's: `{"type": "function", "function": {"name", "parameters"}}`. Raises `ValidationError` for
-    parameters that describe no object or cannot be enforced.
+    `tools` are OpenAI's: `{"type": "function", "function": {"name", "parameters"}}`. `before_answer` are terms that
+    stand before an `instead`. Raises `ValidationError` for parameters that describe no object or cannot be enforced.
     """
     functions = [cast(Mapping[str, Any], tool["function"]) for tool in tools]
     functions = [function for function in functions if name is None or function["name"] == name]
@@ -38,7 +39,7 @@ def forced_grammar(
         start, rules = _bare_calls(tool_format, functions, parallel)
     else:
         start, rules = _calls(tool_format, functions, parallel)
-    return _as_lark(f"({start}) | answer", [*rules, f"answer: {lark_term(instead)}"])
+    return _as_lark(f"({start}) | answer", [*rules, f"answer: {' '.join((*before_answer, lark_term(instead)))}"])
 
 
 def _as_lark(start: str, rules: Sequence[str]) -> Grammar:

@@ -47,6 +47,10 @@ _WRITTEN = {
     "to=functions.": "harmony",
     "<|START_ACTION|>": "cohere",
     "<|tool_call|>": "tagged_list",
+    "<minimax:tool_call>": "minimax",
+    "<｜DSML｜": "dsml",
+    "<seed:tool_call>": "seed",
+    "<|tool_call_start|>": "pythonic",
     "<tool_call>": "hermes",
     "<|python_tag|>": "llama3",
     "<|python_start|>": "llama3",
@@ -57,6 +61,7 @@ _VARIANTS = {
     "hermes": {"<function=": "qwen_xml", "<arg_key>": "glm"},
 }
 _BY_TOKEN = {"[TOOL_CALLS]": "mistral", "<tool_call>": "hermes"}
+_PYTHONIC = re.compile(r"\[\s*\w+\(\s*\w+\s*=")  # a list of calls, as templates show it
 _ACTION = re.compile(r"Action:.*```json", re.DOTALL)  # Command R
 
 
@@ -69,6 +74,8 @@ def _detect_family(template: ChatTemplate, tokenizer: Tokenizer) -> str:
     if template.uses_tools:
         if _ACTION.search(source) and "<|START_OF_TURN_TOKEN|>" in source:
             return "cohere"
+        if _PYTHONIC.search(source):
+            return "pythonic"
         # Llama 3.2's template describes the form in words; others leave it to the tokens altogether.
         if tokenizer.id_of("<|python_tag|>") is not None and re.search(r"\bparameters\b", source):
             return "llama3"

@@ -16,9 +16,12 @@ class ArgumentWriter:
         calls.start(name)
         calls.arguments("{")
 
-    def add(self, key: str, text: str) -> None:
+    def add(self, key: str, text: str, is_text: bool = False) -> None:
+        """A value that is plain text; with `is_text` it is known to be one, else the schema says what it is."""
+        self.add_json(key, json.dumps(text, ensure_ascii=False) if is_text else typed_value(text, self._schema, key))
+
+    def add_json(self, key: str, value: str) -> None:
         separator = ", " if self._count else ""
-        value = typed_value(text, self._schema, key)
         self._calls.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}")
         self._count += 1
 

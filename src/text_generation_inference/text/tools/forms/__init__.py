@@ -7,10 +7,12 @@ from text_generation_inference.text.tools.forms import (
     glm,
     harmony,
     hermes,
+    invoke,
     kimi,
     llama3,
     mistral,
     plain_json,
+    pythonic,
     qwen_xml,
     tagged_list,
 )
@@ -20,6 +22,9 @@ FORMS: dict[str, CallForm] = {
     for form in (
         hermes.FORM,
         qwen_xml.FORM,
+        qwen_xml.SEED,
+        invoke.MINIMAX,
+        invoke.DSML,
         glm.FORM,
         llama3.FORM,
         mistral.FORM,
@@ -29,6 +34,7 @@ FORMS: dict[str, CallForm] = {
         harmony.FORM,
         cohere.FORM,
         tagged_list.FORM,
+        pythonic.FORM,
         plain_json.FORM,
     )
 }

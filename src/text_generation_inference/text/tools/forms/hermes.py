@@ -10,7 +10,7 @@ LAYOUT = Layout(before=(START, "\n"), behind=("\n", END), between=("\n",))
 _STRAY = re.compile(r"[\s}\]]+")
 
 
-def read_tagged(calls: Calls, start: str) -> Steps[None]:
+def read_tagged(calls: Calls, start: str, end: str = END) -> Steps[None]:
     """A bracket too few or too many behind the arguments of a call is no content, nor is the end marker behind it."""
     try:
         yield from calls.read_json(None)
@@ -18,7 +18,7 @@ def read_tagged(calls: Calls, start: str) -> Steps[None]:
         if calls.reader.taken is not None:  # no call has begun
             raise
     yield from calls.reader.take_all(_STRAY)
-    yield from calls.reader.try_literal(END)
+    yield from calls.reader.try_literal(end)
 
 
 FORM = CallForm("hermes", (START, END), (START,), read_tagged, LAYOUT)

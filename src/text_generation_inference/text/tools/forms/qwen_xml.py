@@ -1,26 +1,29 @@
 """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder, Nemotron 3.
 
-Values are plain text; the schema says what they are. Demanded calls are written in Hermes' form, which is read too.
+Seed-OSS has tags of its own around the function. Values are plain text; the schema says what they are. Demanded
+calls are written in Hermes' form, which is read too.
 """
 
 import re
 
-from text_generation_inference.text.tools.form import MAX_NAME, CallForm, Calls
+from text_generation_inference.text.tools.form import MAX_NAME, CallForm, Calls, Layout
 from text_generation_inference.text.tools.forms.hermes import END, LAYOUT, START, read_tagged
 from text_generation_inference.text.tools.reader import MalformedCallError, Steps
 from text_generation_inference.text.tools.typed_values import ArgumentWriter
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_SEED = ("<seed:tool_call>", "</seed:tool_call>")  # in place of Qwen's
 _CUT_NAME = re.compile(r"<function=([^>]*)\Z")
 
 
 def _read(calls: Calls, start: str) -> Steps[None]:
     reader = calls.reader
-    if start == START:
+    end = _SEED[1] if start == _SEED[0] else END
+    if start in (START, _SEED[0]):
         yield from reader.skip_space()
         if (yield from reader.peek()) in "{[":
-            yield from read_tagged(calls, start)
+            yield from read_tagged(calls, start, end)
             return
         if not (yield from reader.try_literal(_FUNCTION)):
             raise MalformedCallError
@@ -45,7 +48,7 @@ def _read(calls: Calls, start: str) -> Steps[None]:
     (arguments or ArgumentWriter(calls, name)).end()
     calls.forget()
     yield from reader.skip_space()
-    yield from reader.try_literal(END)
+    yield from reader.try_literal(end)
 
 
 def _cut_name(text: str) -> str:
@@ -54,3 +57,11 @@ def _cut_name(text: str) -> str:
 
 
 FORM = CallForm("qwen_xml", (START, END), (START, _FUNCTION), _read, LAYOUT, _cut_name)
+SEED = CallForm(
+    "seed",
+    _SEED,
+    (_SEED[0], _FUNCTION),
+    _read,
+    Layout(before=(_SEED[0], "\n"), behind=("\n", _SEED[1]), between=("\n",)),
+    _cut_name,
+)
