@@ -228,5 +228,5 @@ def make_loop(runners: ThreadRunners, config: ServerConfig, num_blocks: int, ove
     pictures = None
     if (sight := runners.runners[0].model.sight) is not None:
         pictures = PicturePolicy(config.max_total_tokens or 0, sight.whole_runs, sight.whole_prompts)
-    scheduler = Scheduler(policy, pool, prompts_fit=plan.prompts_fit, pictures=pictures)
+    scheduler = Scheduler(policy, pool, shapes=plan if plan.pads else None, pictures=pictures)
     return EngineLoop(scheduler, runners, overlap, runners.forget)

@@ -28,6 +28,7 @@ class Batch:
     visible_ends: Tensor | None = (
         None  # [tokens] int64: position after the last token it sees, where that is not its own
     )
+    following: Tensor | None = None  # [tokens of a row] int64: what comes after each of a prompt that is scored
 
 
 @dataclass(slots=True)
