@@ -37,6 +37,11 @@ def check_given(config: ServerConfig, given: Collection[str], find_device: FindD
             "Invalid argument: `bucketing` is false, but on Gaudi each new shape is compiled while requests wait: leave"
             " it out, or choose larger sizes with BATCH_BUCKET_SIZE and PAD_SEQUENCE_TO_MULTIPLE_OF"
         )
+    if (config.num_shard or 1) > 1 and "model_id" not in given and find_device() == "hpu":
+        raise StartError(
+            f"--model-id is missing: --num-shard {config.num_shard} is for a model that one card cannot hold, and"
+            " without it the small embedded one would be served instead. `--model-id embedded` asks for that one"
+        )
     if config.vllm_skip_warmup and config.warmup_enabled and "warmup_enabled" in given:
         raise StartError(
             "Invalid argument: WARMUP_ENABLED=true and VLLM_SKIP_WARMUP=true exclude each other: leave one out"
