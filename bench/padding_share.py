@@ -53,7 +53,7 @@ class PaddingCounter:
             self._count("blocks", bucket.length, blocks)
         if plan.chunks:
             lengths = [chunk.end for chunk in plan.chunks]
-            for places in self.plan.group(lengths):
+            for places in self.plan.group([(length, 0) for length in lengths]):
                 bucket = self.plan.find("prefill", len(places), max(lengths[place] for place in places))
                 assert bucket is not None
                 self._count("prefill", bucket.num_tokens, sum(lengths[place] for place in places))
@@ -79,7 +79,7 @@ def simulate(profile: LengthProfile, limits: PlanLimits, plan: BucketPlan, users
         max_total_tokens=limits.max_total_tokens,
     )
     pool = BlockPool(limits.max_batch_size * (limits.blocks_per_row + 1) + 1, BLOCK_SIZE, False)
-    scheduler = Scheduler(policy, pool, clock=lambda: 0, prompts_fit=plan.prompts_fit)
+    scheduler = Scheduler(policy, pool, clock=lambda: 0, shapes=plan)
     runner = PaddingCounter(plan)
     waiting = deque(
         GenerationRequest(

@@ -24,7 +24,7 @@ def answers(client: httpx.Client) -> list[list[int]]:
 def test_the_product_on_an_emulated_card(http: httpx.Client, model_cache: Path) -> None:
     """Settings come from the environment, as in Gaudi's images."""
     running = Server(
-        *("--device", "hpu", "--dtype", "float32"),
+        *("--model-id", "embedded", "--device", "hpu", "--dtype", "float32"),
         cache=model_cache,
         PYTHONPATH=os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]),
         BATCH_BUCKET_SIZE="2",

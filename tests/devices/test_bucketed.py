@@ -22,12 +22,18 @@ from text_generation_inference.engine.build import Engine, start_engine
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.kernels import block_lists, reference
 from text_generation_inference.kernels.batch import Batch, PagedMeta
-from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts, put_together, take_apart
+from text_generation_inference.kernels.block_lists import (
+    BlockLists,
+    PromptParts,
+    WholePrompts,
+    put_together,
+    take_apart,
+)
 from text_generation_inference.kernels.fp8 import FP8
 from text_generation_inference.runner.padded_inputs import describe_decode, describe_prefill
 from text_generation_inference.runner.shapes.buckets import Bucket
 from text_generation_inference.runner.slots import HostTables
-from text_generation_inference.types import Grammar
+from text_generation_inference.types import Chunk, Grammar
 
 Start = Callable[..., Engine]
 LIMITS: dict[str, object] = {
@@ -186,7 +192,7 @@ def test_a_step_without_memory_is_taken_back(
     """Requests come back with their tokens: one of them with more than any shape is made for."""
     asked = requests([{}, {"do_sample": True}, {"decoder_input_details": True}], [90, 5, 96, 17])
     expected = on_cpu(tiny_llama.folder, asked)
-    engine = start_bucketed(tiny_llama.folder)
+    engine = start_bucketed(tiny_llama.folder, max_step_ms=0)
     runner = engine.rank.runner.steps
     assert runner is not None
     compute, calls = runner.passes._graphs, iter(range(1000))
@@ -212,7 +218,7 @@ def test_a_request_that_never_fits_ends(
     compute = runner.passes._graphs
 
     def refuse_long(batch: Batch, bypass: bool = False) -> Tensor:
-        if isinstance(batch.meta, WholePrompts) and int(batch.seq_lens.max()) > 50:
+        if not isinstance(batch.meta, BlockLists) and int(batch.seq_lens.max()) > 50:
             raise torch.OutOfMemoryError("no memory")
         return compute(batch, bypass)
 
@@ -222,6 +228,75 @@ def test_a_request_that_never_fits_ends(
     outputs = run(engine, asked)
     assert outputs[1].reason == "error" and "this request alone" in (outputs[1].error or "")
     same([outputs[0], outputs[2]], [on_cpu(tiny_llama.folder, asked)[n] for n in (0, 2)])
+
+
+def test_a_chat_costs_its_new_tokens(tiny_llama: Tiny, start_bucketed: Start) -> None:
+    """Each turn is the one before, its answer and a new question; two chats with one system prompt."""
+    limits = {"max_input_tokens": 180, "max_total_tokens": 200, "max_batch_prefill_tokens": 192}
+    engine = start_bucketed(tiny_llama.folder, **limits)
+    plain = start(tiny_llama.folder, device="cpu", custom_kernels=False)
+    system, *questions = random_prompts(320, [40, 20, 31, 7, 12, 25, 9], seed=11)
+    stats, size = engine.loop.scheduler.stats, engine.resolved.block_size
+    chats, number = [list(system), list(system)], 0
+    for turn in range(3):
+        asked = []
+        for chat in (0, 1):
+            chats[chat] += questions[2 * turn + chat]
+            params = {"decoder_input_details": True} if turn == 2 and chat else {"do_sample": chat == 1}
+            asked.append(make_request(number, chats[chat], 9, seed=number, **params))
+            number += 1
+        before, needed = stats.num_cached_prompt_tokens, engine.rank.bucket_stats.prefill_needed
+        outputs = run(engine, asked, arrivals=[0, 2])
+        same(outputs, run(plain, asked))
+        prompts = sum(len(request.token_ids) for request in asked)
+        cached = stats.num_cached_prompt_tokens - before
+        assert engine.rank.bucket_stats.prefill_needed - needed == prompts - cached, "what is cached is not computed"
+        reusable = [len(request.token_ids) - len(questions[2 * turn + chat]) for chat, request in enumerate(asked)]
+        if turn:
+            scored = turn == 2  # nothing of a prompt whose tokens are scored comes from the cache
+            assert cached >= sum((length - 1) // size * size for length in reusable[: 2 - scored])
+        else:
+            assert cached == len(system) // size * size, "the second one finds the system prompt"
+        for chat, output in enumerate(outputs):
+            chats[chat] += output.token_ids
+    plain.close()
+    check_shapes(engine)
+
+
+def test_equal_prompts_of_a_step_are_computed_once(tiny_llama: Tiny, start_bucketed: Start) -> None:
+    """Who would find blocks that the very step fills, in a pass that may come later, waits for the next one."""
+    prompt = random_prompts(320, [80], seed=12)[0]
+    asked = [make_request(n, prompt, 8) for n in range(4)]
+    expected = on_cpu(tiny_llama.folder, asked)
+    engine = start_bucketed(tiny_llama.folder)
+    same(run(engine, asked), expected)
+    size = engine.resolved.block_size
+    assert engine.loop.scheduler.stats.num_cached_prompt_tokens == 3 * (79 // size * size)
+    check_shapes(engine)
+
+
+@pytest.mark.parametrize("settings", [{}, LINEAR, {"max_step_ms": 1}], ids=["exponential", "linear", "short steps"])
+def test_prompts_in_parts(tiny_llama: Tiny, start_bucketed: Start, settings: dict[str, object]) -> None:
+    """Longer ones than a step; those that are scored, too."""
+    limits = {"max_input_tokens": 180, "max_total_tokens": 200, "max_batch_prefill_tokens": 48}
+    asked = requests([{}, {"decoder_input_details": True}, {"repetition_penalty": 1.4}], [150, 49, 3, 180, 48, 97, 130])
+    expected = on_cpu(tiny_llama.folder, asked)
+    engine = start_bucketed(tiny_llama.folder, **limits, **settings)
+    same(run(engine, asked), expected)
+    same(run(engine, asked, arrivals=[0, 1, 3, 3, 5, 8, 30]), expected)
+    check_shapes(engine)
+    with pytest.raises(ValidationError, match="max_input_tokens"):
+        engine.loop.add(make_request(100, [5] * 181, 4))
+
+
+def test_whole_prompts_for_who_wants_them(tiny_llama: Tiny, start_bucketed: Start) -> None:
+    engine = start_bucketed(tiny_llama.folder, prefix_caching=False)
+    assert not engine.rank.runner.steps.plan.in_parts
+    asked = requests([{}], [90, 40])
+    for _ in range(2):
+        same(run(engine, asked), on_cpu(tiny_llama.folder, asked))
+    assert engine.loop.scheduler.stats.num_cached_prompt_tokens == 0
+    check_shapes(engine)
 
 
 def test_a_broken_model_fails_its_requests(tiny_llama: Tiny, start_bucketed: Start, device_name: str) -> None:
@@ -366,7 +441,7 @@ def decode_batch(bucket: Bucket, books: HostTables) -> Batch:
 
 
 def prefill_batch(bucket: Bucket, books: HostTables) -> Batch:
-    arrays = describe_prefill(bucket, range(len(books.lengths)), books)
+    arrays = describe_prefill(bucket, [Chunk(n, 0, int(length), True) for n, length in enumerate(books.lengths)], books)
     index, last = places(books, arrays.token_slots, arrays.positions), torch.from_numpy(arrays.last_tokens)
     ids = torch.zeros(bucket.num_tokens, dtype=torch.int64)
     return Batch(ids, ids, index, torch.from_numpy(arrays.seq_lens).int(), WholePrompts(), last)
@@ -427,8 +502,45 @@ def test_prefill_attention(how: str) -> None:
     assert batch.logit_tokens.tolist() == [0, 24 + 7, 48 + 22, 72]
 
 
+def parts_batch(bucket: Bucket, books: HostTables, starts: list[int]) -> Batch:
+    chunks = [Chunk(n, start, int(end), True) for n, (start, end) in enumerate(zip(starts, books.lengths, strict=True))]
+    arrays = describe_prefill(bucket, chunks, books)
+    assert arrays.tables is not None
+    ids, last = torch.zeros(bucket.num_tokens, dtype=torch.int64), torch.from_numpy(arrays.last_tokens)
+    parts = PromptParts(*(torch.from_numpy(array).int() for array in (arrays.tables, arrays.starts)))
+    index = places(books, arrays.token_slots, arrays.positions)
+    return Batch(ids, ids, index, torch.from_numpy(arrays.seq_lens).int(), parts, last)
+
+
+@pytest.mark.parametrize("how", [*HOW, "sinks", "slopes", "chunked"])
+def test_attention_of_parts(how: str) -> None:
+    """Whatever is behind a row's tokens in the cache, and in blocks of others, is not looked at."""
+    more = {
+        "sinks": {"sinks": torch.linspace(-1, 1, 6)},
+        "slopes": {"slopes": torch.linspace(0.1, 0.6, 6)},
+        "chunked": {"attention_chunk": 12},
+    }
+    how_to = {**HOW, **more}[how]
+    lengths, starts, bucket = [3, 30, 41, 16], [0, 8, 21, 15], Bucket("prefill", 5, 24, 32)
+    dtype = FP8 if how == "fp8" else torch.float32
+    books, (k_cache, v_cache) = padded_case(9, lengths, bucket, dtype)
+    batch = parts_batch(bucket, books, starts)
+    for cache in (k_cache, v_cache):
+        cache[0] = 0.0  # padding has written there
+        for row, length in enumerate(lengths):
+            cache[books.tables[row, (length - 1) // 8], (length - 1) % 8 + 1 :] = math.nan
+    q = torch.randn((bucket.num_tokens, 6, 16), generator=torch.Generator().manual_seed(4))
+    counts = torch.tensor([*(end - start for start, end in zip(starts, lengths, strict=True)), 0])
+    real = (torch.arange(24) < counts[:, None]).flatten()
+    ours = reference.attention(q, None, None, k_cache, v_cache, batch, 0.3, **how_to)
+    unpadded = as_unpadded(books, lengths, 0)
+    unpadded.meta.chunk_starts_cpu = starts
+    expected = reference.attention(q[real], None, None, k_cache, v_cache, unpadded, 0.3, **how_to)
+    torch.testing.assert_close(ours[real], expected, atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("phase", ["prefill", "parts", "decode"])
 def test_kernels_that_read_tables_and_tiles(phase: str, device_name: str) -> None:
     """They take a padded pass as `as_paged` puts it."""
     from text_generation_inference.kernels.triton.ops import load_ops
@@ -441,6 +553,10 @@ def test_kernels_that_read_tables_and_tiles(phase: str, device_name: str) -> Non
         lengths, bucket = [1, 9, 40], Bucket("decode", 4, 12)
         books, caches = padded_case(6, lengths, bucket, torch.float32)
         batch = decode_batch(bucket, books)
+    elif phase == "parts":
+        lengths, bucket = [1, 150, 23], Bucket("prefill", 4, 136, 32)
+        books, caches = padded_case(7, lengths, bucket, torch.float32)
+        batch = parts_batch(bucket, books, [0, 19, 16])
     else:
         lengths, bucket = [1, 130, 23], Bucket("prefill", 4, 160)
         books, caches = padded_case(7, lengths, bucket, torch.float32)
@@ -456,5 +572,6 @@ def test_kernels_that_read_tables_and_tiles(phase: str, device_name: str) -> Non
     if phase == "decode":
         real = batch.seq_lens >= 0  # padding gets 0 from both
     else:
-        real = (torch.arange(160, device=where) < batch.seq_lens[:, None]).flatten()
+        counts = batch.seq_lens - (batch.meta.starts if phase == "parts" else 0)
+        real = (torch.arange(bucket.length, device=where) < counts[:, None]).flatten()
     torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=1e-4)

@@ -28,7 +28,13 @@ from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import ResourceError, StartError
 from text_generation_inference.kernels import block_lists, fp8, low_bit, reference
 from text_generation_inference.kernels.batch import Batch
-from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts, put_together, take_apart
+from text_generation_inference.kernels.block_lists import (
+    BlockLists,
+    PromptParts,
+    WholePrompts,
+    put_together,
+    take_apart,
+)
 from text_generation_inference.quant import choose
 from text_generation_inference.runner.warm.warm_up import WarmUp
 from text_generation_inference.types import DeviceMemory
@@ -154,6 +160,44 @@ def test_prefill_attention(hpu, data):
     q = ops.rotary_and_cache(q, k, v, table, batch, *caches)
     found = ops.attention(q, k, v, *caches, batch, 0.25, window, softcap)
     close(found[made.real], expected[made.real])
+    assert torch.isfinite(found.cpu()).all()
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.data())
+def test_attention_of_parts(hpu, data):
+    """Prompts after tokens in the cache; behind these may be anything."""
+    lens = data.draw(st.lists(st.integers(1, 330), min_size=1, max_size=3))
+    starts = [data.draw(st.integers(0, n - 1)) for n in lens]
+    window, softcap = data.draw(st.none() | st.integers(1, 300)), data.draw(st.none() | st.just(3.0))
+    length = max(n - start for n, start in zip(lens, starts, strict=True)) + data.draw(st.integers(0, 20))
+    made = Made(hpu, lens, len(lens), False, length=max(lens), **HEADS)
+    index = made.batch.kv_index.view(len(lens), -1)
+    table = torch.zeros(len(lens), -(-max(starts) // SIZE) + -(-length // SIZE), dtype=torch.int32)
+    own = torch.zeros(len(lens), length, dtype=torch.int64)
+    real = torch.zeros(len(lens), length, dtype=torch.bool)
+    for row, (n, first) in enumerate(zip(lens, starts, strict=True)):
+        table[row, : -(-n // SIZE)] = index[row, :n:SIZE] // SIZE
+        own[row, : n - first], real[row, : n - first] = index[row, first:n], True
+        for cache in (made.k_cache, made.v_cache):
+            cache[table[row, (n - 1) // SIZE], (n - 1) % SIZE + 1 :] = torch.nan
+    positions = torch.tensor(starts)[:, None] + torch.arange(length)
+    tokens = own.numel()
+    q, k, v = made.q[:1].expand(tokens, -1, -1) * torch.randn(tokens, 1, 1), made.k[:1], made.v[:1]
+    k, v = (x.expand(tokens, -1, -1) * torch.randn(tokens, 1, 1) for x in (k, v))
+    parts = PromptParts(table, torch.tensor(starts, dtype=torch.int32))
+    positions = torch.where(real, positions, 0).flatten()
+    batch = replace(
+        made.batch, input_ids=positions, positions=positions, kv_index=own.flatten(), meta=parts, logit_tokens=None
+    )
+    made.q, made.k, made.v, made.batch = q.clone(), k.clone(), v.clone(), batch
+    ops = hpu.ops if data.draw(st.booleans()) else load_plain(hpu)
+    (q, k, v, cos_sin), there, caches = made.on(hpu)
+    expected = reference.rotary_and_cache(made.q, made.k, made.v, made.cos_sin, batch, made.k_cache, made.v_cache)
+    expected = block_lists.prefill_attention(expected, made.k_cache, made.v_cache, batch, 0.25, window, softcap)
+    q = ops.rotary_and_cache(q, k, v, cos_sin, there, *caches)
+    found = ops.attention(q, k, v, *caches, there, 0.25, window, softcap)
+    close(found[real.flatten()], expected[real.flatten()])
     assert torch.isfinite(found.cpu()).all()
 
 

@@ -51,10 +51,12 @@ def check_captured(folder: Path, expected: Expected, tmp_path: Path, monkeypatch
 
 
 def check_bucketed(folder: Path, expected: Expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """Padded passes of one phase, captured."""
+    """Padded passes of one phase, captured: prompts in parts of 24 tokens, after cached prefixes."""
     device = QueueOnCpu(tmp_path)
     monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
-    shapes: dict[str, Any] = {"bucketing": True, "max_batch_prefill_tokens": 64, "custom_kernels": False}
+    shapes: dict[str, Any] = {"bucketing": True, "max_batch_prefill_tokens": 24, "custom_kernels": False}
     engine = check(folder, expected, _LATE, **shapes)
-    assert engine.rank.bucket_stats is not None
+    stats = engine.rank.bucket_stats
+    assert stats is not None and stats.num_unplanned == 0
+    assert engine.loop.scheduler.stats.num_cached_prompt_tokens > 0
     return engine

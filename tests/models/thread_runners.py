@@ -234,7 +234,7 @@ def make_loop(runners: ThreadRunners, config: ServerConfig, num_blocks: int, ove
         most, each = _num_cross_rows(runners.runners[0].model, pool.block_size)
         most = most or config.max_total_tokens or 0
         pictures = PicturePolicy(most, sight.whole_runs, sight.whole_prompts, each)
-    scheduler = Scheduler(policy, pool, prompts_fit=plan.prompts_fit, pictures=pictures)
+    scheduler = Scheduler(policy, pool, shapes=plan if plan.pads else None, pictures=pictures)
     return EngineLoop(scheduler, runners, overlap, runners.forget)
 
 

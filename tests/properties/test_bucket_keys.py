@@ -1,6 +1,7 @@
 """After warm-up no traffic within the limits makes a new graph key, whatever the strategy and the settings.
 
-Everything is real except the model: scheduler, plan, runner, sampler, and a device whose graphs are found as those of a
+Prompts share prefixes, and may be longer than a step, so that they are computed in parts. Everything is real except the
+model: scheduler, plan, runner, sampler, and a device whose graphs are found as those of a
 Gaudi are, by the shapes of all tensors, and leave their result where the one before was. In place of the model stands an
 oracle that keeps its own entries in the KV cache: the next token is a sum over the entries of all tokens before, found
 through the tensors of the padded pass alone. A wrong block, offset, row or length changes a token.
@@ -23,7 +24,7 @@ from torch import Tensor
 from text_generation_inference.devices.at_once import AtOnce
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.kernels.batch import Batch
-from text_generation_inference.kernels.block_lists import WholePrompts, key_of, row_length
+from text_generation_inference.kernels.block_lists import BlockLists, context_of, key_of, row_length
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.runner.runner import Runner
 from text_generation_inference.runner.shapes.buckets import Axis, BucketPlan, BucketSettings, PlanLimits, plan_buckets
@@ -75,10 +76,14 @@ class OracleModel:
         size = cache.shape[1]
         entries = ((batch.input_ids + 1) * (batch.positions % 97 + 7)).double()
         cache[batch.kv_index // size, batch.kv_index % size, 0, 0] = entries
-        if isinstance(batch.meta, WholePrompts):
+        if not isinstance(batch.meta, BlockLists):
             assert batch.logit_tokens is not None
-            sums = entries.unflatten(0, (len(batch.seq_lens), row_length(batch))).cumsum(1).flatten()
-            return sums[batch.logit_tokens][:, None]
+            sums = entries.unflatten(0, (len(batch.seq_lens), row_length(batch))).cumsum(1)
+            context = context_of(batch, size)
+            if context is not None:
+                before = cache[context.blocks.long(), :, 0, 0].flatten(1)
+                sums = sums + before.where(context.seen, 0.0).sum(1, keepdim=True)
+            return sums.flatten()[batch.logit_tokens][:, None]
         lists = batch.meta
         found = cache[lists.block_list.long(), :, 0, 0]
         used = (torch.arange(size) < lists.block_usage[:, None]) & (lists.block_groups >= 0)[:, None]
@@ -148,7 +153,7 @@ def traffic(draw: st.DrawFn) -> Traffic:
         longest,
         total,
         rows,
-        draw(st.integers(longest, 4 * longest + 30)),
+        draw(st.integers(1, 4 * longest + 30)),
         block_size,
         draw(st.integers(per_row, rows * per_row + 3)),
     )
@@ -158,9 +163,11 @@ def traffic(draw: st.DrawFn) -> Traffic:
         draw(st.integers(1, 5)),
         draw(st.integers(1, 4)),
         draw(st.integers(0, 24)),
-        *(draw(axis) for _ in range(4)),
+        *(draw(axis) for _ in range(5)),
+        reuse=draw(st.booleans()),
     )
     count = draw(st.integers(1, 60))
+    known = [[draw(st.integers(0, VOCAB - 1)) for _ in range(longest)] for _ in range(2)]  # what prompts begin with
     rng = draw(st.randoms(use_true_random=False))
     arrivals: list[tuple[int, GenerationRequest]] = []
     for number in range(count):
@@ -168,9 +175,11 @@ def traffic(draw: st.DrawFn) -> Traffic:
         params = rng.choice(
             [{}, {}, {"decoder_input_details": True}, {"top_n_tokens": 2}, {"repetition_penalty": 1.0001}]
         )
+        shared = rng.choice([0, 0, longest, rng.randint(0, longest)])
+        start = rng.choice(known)[: min(shared, length)]
         request = GenerationRequest(
             id=number,
-            token_ids=[rng.randrange(VOCAB) for _ in range(length)],
+            token_ids=start + [rng.randrange(VOCAB) for _ in range(length - len(start))],
             sampling=SamplingParams(**params),
             max_new_tokens=rng.choice([1, total - length, rng.randint(1, total - length)]),
             stop_token_ids=[3] if rng.random() < 0.5 else [],
@@ -211,8 +220,8 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
         max_total_tokens=limits.max_total_tokens,
     )
     assert limits.num_blocks is not None
-    pool = BlockPool(limits.num_blocks + 1, limits.block_size, False)
-    scheduler = Scheduler(policy, pool, clock=lambda: 0, prompts_fit=plan.prompts_fit)
+    pool = BlockPool(limits.num_blocks + 1, limits.block_size, asked.wanted.reuse)
+    scheduler = Scheduler(policy, pool, clock=lambda: 0, shapes=plan)
     outputs: dict[int, list[int]] = {}
     prompts: dict[int, int] = {}
     reasons: dict[int, str] = {}
@@ -227,9 +236,12 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
         planned = scheduler.plan()
         scheduler.check()
         if planned is not None:
-            assert not any(chunk.start or not chunk.samples for chunk in planned.chunks), "a prompt in parts"
+            if not plan.in_parts:
+                assert not any(chunk.start or not chunk.samples for chunk in planned.chunks), "a prompt in parts"
             if planned.chunks:
-                together = plan.find("prefill", len(planned.chunks), max(chunk.end for chunk in planned.chunks))
+                longest = max(chunk.end - chunk.start for chunk in planned.chunks)
+                context = max(chunk.start for chunk in planned.chunks)
+                together = plan.find("prefill", len(planned.chunks), longest, context)
                 assert together is not None, "prompts of a step that no shape holds"
             pending.append(runner.launch(planned).result())
         while pending and (len(pending) > asked.overlap or planned is None):
@@ -237,7 +249,8 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
             for number, token in zip(out.request_ids, out.token_ids, strict=True):
                 outputs.setdefault(number, []).append(token)
             for scored in out.prompt_logprobs:
-                prompts[scored.row] = len(scored.logprobs)
+                assert scored.start == 1 + prompts.get(scored.row, 0), "parts follow each other"
+                prompts[scored.row] = prompts.get(scored.row, 0) + len(scored.logprobs)
             reasons.update({finish.request_id: finish.reason for finish in out.finished})
         step += 1
     assert scheduler.stats.num_preemptions == 0

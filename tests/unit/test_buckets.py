@@ -180,11 +180,69 @@ def test_more_shapes_than_anybody_waits_for() -> None:
         plan_padded(ServerConfig(batch_bucket_size=1, vllm_decode_block_bucket_step=1), limits)
 
 
-def test_the_smallest_and_the_impossible() -> None:
+def test_the_smallest() -> None:
     plan = plan_buckets(PlanLimits(1, 2, 1, 1, 128), BucketSettings())
     assert plan.shapes == (Bucket("prefill", 1, 1), Bucket("decode", 1, 128))
-    with pytest.raises(ValueError, match="a prompt of 65 tokens is more than the 64"):
-        plan_buckets(PlanLimits(65, 96, 4, 64, 16), BucketSettings())
+    assert plan_buckets(PlanLimits(1, 2, 1, 1, 128), BucketSettings(reuse=True)).shapes == plan.shapes
+    assert not plan.in_parts and not plan.cuts
+
+
+# -- prompts after tokens in the cache -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "before", "after", "contexts"),
+    [
+        ((512, 1024, 4, 2048), 12, 8, [512]),
+        ((1024, 2048, 32, 2048), 23, 20, [256, 1024]),
+        ((512, 1536, 256, 131072), 36, 12, [512]),
+        ((4096, 8192, 4, 16384), 39, 39, [256, 1024, 4096]),
+    ],
+)
+def test_shapes_after_cached_tokens(limits: tuple[int, ...], before: int, after: int, contexts: list[int]) -> None:
+    """Of the published configurations: how many more there are to warm up for reuse."""
+    plan = plan_buckets(PlanLimits(*limits, 128), BucketSettings(reuse=True))
+    found = [bucket for bucket in plan.prefill if bucket.context]
+    assert (len(plan.prefill) - len(found), len(found)) == (before, after)
+    assert sorted({bucket.context for bucket in found}) == contexts
+    assert plan.in_parts and not plan.cuts
+    assert [b for b in plan.prefill if not b.context] == list(
+        plan_buckets(PlanLimits(*limits, 128), BucketSettings()).prefill
+    )
+
+
+def test_prompts_longer_than_a_step_are_cut() -> None:
+    plan = plan_buckets(PlanLimits(1000, 1200, 4, 256, 128), BucketSettings())
+    assert plan.in_parts and plan.cuts and plan.longest == 1000
+    assert max(bucket.length for bucket in plan.prefill) == 256
+    assert plan.find("prefill", 1, 232, 768) == Bucket("prefill", 1, 256, 1024)
+    assert plan.find("prefill", 1, 257) is None
+
+
+def test_settings_of_contexts() -> None:
+    limits = PlanLimits(4096, 8192, 4, 16384, 128)
+    contexts = lambda settings: sorted({b.context // 128 for b in plan_buckets(limits, settings).prefill if b.context})  # noqa: E731
+    assert contexts(BucketSettings("linear", prompt_contexts=Axis(2, 16), reuse=True)) == [2, 4, 8, 16, 32]
+    assert contexts(BucketSettings(prompt_contexts=Axis(count=4), reuse=True)) == [1, 4, 11, 32]
+    assert choose_settings(ServerConfig(vllm_prompt_ctx_bucket_limit=4)).prompt_contexts == Axis(count=4)
+    assert not choose_settings(ServerConfig(prefix_caching=False)).reuse
+
+
+@given(st.data())
+def test_every_part_of_a_prompt_has_a_shape(data: st.DataObject) -> None:
+    draw = data.draw
+    size, longest = draw(st.sampled_from([1, 8, 16, 128])), draw(st.integers(1, 900))
+    limits = PlanLimits(longest, longest + 50, draw(st.integers(1, 9)), draw(st.integers(1, 1200)), size)
+    wanted = BucketSettings(
+        draw(st.sampled_from(["linear", "exponential"])), length_step=draw(st.integers(0, 200)),
+        prompt_contexts=draw(axes()), reuse=True,
+    )  # fmt: skip
+    plan = plan_buckets(limits, wanted)
+    start = draw(st.integers(0, longest - 1))
+    count = draw(st.integers(1, min(longest - start, limits.max_batch_prefill_tokens)))
+    found = plan.find("prefill", 1, count, start)
+    assert found is not None and found.length >= count and found.context >= start and found.context % size == 0
+    assert plan.group([(count, start)] * 2) in ([[0, 1]], [[0], [1]])
 
 
 def test_steps_include_the_maximum() -> None:
@@ -268,18 +326,18 @@ def test_linear_sizes_are_the_next_multiples(limits: PlanLimits, decode: int, pr
 def test_prompts_of_like_length_share_a_pass() -> None:
     plan = plan_buckets(PlanLimits(1024, 2048, 8, 8192, 128), BucketSettings())
     assert plan.group([]) == []
-    assert plan.group([700, 3, 5]) == [[1, 2], [0]]  # 2 x 128 and 768 rather than 4 x 768
-    assert plan.group([100, 120]) == [[0, 1]]
-    assert plan.group([200, 120]) == [[0, 1]], "128 tokens saved are worth less than another pass"
-    assert plan.group([1024] * 9) == [[place] for place in range(9)], "no shape holds them"
-    assert plan.group([5, 2000]) == [[0], [1]], "longer than any shape"
+    assert plan.group([(700, 0), (3, 0), (5, 0)]) == [[1, 2], [0]]  # 2 x 128 and 768 rather than 4 x 768
+    assert plan.group([(100, 0), (120, 0)]) == [[0, 1]]
+    assert plan.group([(200, 0), (120, 0)]) == [[0, 1]], "128 tokens saved are worth less than another pass"
+    assert plan.group([(1024, 0)] * 9) == [[place] for place in range(9)], "no shape holds them"
+    assert plan.group([(5, 0), (2000, 0)]) == [[0], [1]], "longer than any shape"
 
 
 @given(st.lists(st.integers(1, 96), min_size=1, max_size=9), st.integers(0, 60), st.integers(1, 5), st.integers(1, 40))
 def test_sharing_passes_never_computes_more(lengths: list[int], cost: int, batch: int, step: int) -> None:
     plan = plan_buckets(PlanLimits(96, 160, 9, 9 * 96, 16), BucketSettings("linear", 4, batch, step))
     plan.pass_tokens = cost
-    groups = plan.group(lengths)
+    groups = plan.group([(length, 0) for length in lengths])
     assert sorted(place for places in groups for place in places) == list(range(len(lengths)))
     found = [plan.find("prefill", len(places), max(lengths[place] for place in places)) for places in groups]
     together = plan.find("prefill", len(lengths), max(lengths))
@@ -352,7 +410,7 @@ def test_captured_shapes_come_largest_first() -> None:
     decode = [bucket.batch for bucket in plan.shapes if bucket.phase == "decode"]
     assert plan.shapes == (*mixed, *plan.decode[::-1]) and decode == decode_sizes(40)[::-1]
     assert [bucket.cost for bucket in mixed] == sorted((bucket.cost for bucket in mixed), reverse=True)
-    assert mixed[0].num_tokens <= 300 and plan.prompts_fit is None and not plan.pads
+    assert mixed[0].num_tokens <= 300 and not plan.pads
     some = plan_captured(40, 300, [2, 5, 41, 0])
     assert [bucket.batch for bucket in some.shapes if bucket.phase == "decode"] == [5, 2]
     assert some.find("decode", 5, 0) == Bucket("decode", 5, 0)  # beside those that are padded to in any case

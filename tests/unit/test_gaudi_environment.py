@@ -314,8 +314,10 @@ def test_settings_on_gaudi() -> None:
 
     everything = {"ENABLE_HPU_GRAPH": "true", "LIMIT_HPU_GRAPH": "true", "USE_FLASH_ATTENTION": "true"}
     sizes = {"BATCH_BUCKET_SIZE": "8", "PREFILL_BATCH_BUCKET_SIZE": "4", "PAD_SEQUENCE_TO_MULTIPLE_OF": "128"}
-    image = {"PREFIX_CACHING": "0", "PREFILL_CHUNKING": "0", "FLASH_ATTENTION_RECOMPUTE": "true"}
+    image = {"PREFIX_CACHING": "0", "FLASH_ATTENTION_RECOMPUTE": "true"}
     assert notes(**everything, **sizes, **image) == []
+    assert notes(PREFIX_CACHING="1", PREFILL_CHUNKING="1") == []
+    assert notes(PREFILL_CHUNKING="0") == ["PREFILL_CHUNKING has no effect: long prompts are always computed in parts"]
     assert notes(PT_HPU_LAZY_MODE="0", ENABLE_HPU_GRAPH="true") == [
         "ENABLE_HPU_GRAPH has no effect: PT_HPU_LAZY_MODE=0 compiles steps instead of capturing graphs"
     ]
@@ -352,16 +354,6 @@ def test_settings_on_gaudi() -> None:
         (
             {"WARMUP_ENABLED": "true", "VLLM_SKIP_WARMUP": "true"},
             "WARMUP_ENABLED=true and VLLM_SKIP_WARMUP=true exclude each other: leave one out",
-        ),
-        (
-            {"PREFIX_CACHING": "1"},
-            "`prefix_caching` is on, but where batches are padded, prompts are always computed from their beginning:"
-            " set PREFIX_CACHING=0, or --bucketing false",
-        ),
-        (
-            {"PREFILL_CHUNKING": "true"},
-            "`prefill_chunking` is on, but where batches are padded, prompts are always computed in one step:"
-            " set PREFILL_CHUNKING=0, or --bucketing false",
         ),
         (
             {"BUCKETING": "false"},

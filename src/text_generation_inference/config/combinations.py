@@ -49,7 +49,7 @@ def check_combinations(config: "ServerConfig") -> None:
             f"`bucket_strategy` is {config.bucket_strategy}, but VLLM_EXPONENTIAL_BUCKETING says {strategy}:"
             " leave one out"
         )
-    for axis in ("prompt_bs", "prompt_seq", "decode_bs", "decode_block"):
+    for axis in ("prompt_bs", "prompt_seq", "prompt_ctx", "decode_bs", "decode_block"):
         least, most = (getattr(config, f"vllm_{axis}_bucket_{bound}") for bound in ("min", "max"))
         if least is not None and most is not None and least > most:
             raise StartError(f"`vllm_{axis}_bucket_min` must be <= `vllm_{axis}_bucket_max`. Given: {least} and {most}")

@@ -54,13 +54,13 @@ LONGEST_PADDED = 4096  # tokens of a request where nobody says otherwise: each f
 
 
 def uses_buckets(config: ServerConfig, limits: Limits) -> bool:
-    """Whether every step is padded to a shape of a plan, so that a prompt is computed whole."""
+    """Whether every step is padded to a shape of a plan."""
     return limits.buckets if config.bucketing is None else config.bucketing
 
 
 def keeps_window(config: ServerConfig, window: int | None, limits: Limits, longest: int) -> int | None:
-    """The window that requests of so many tokens keep of their cache, if there is one. Padded passes compute prompts
-    whole, over all of their blocks."""
+    """The window that requests of so many tokens keep of their cache, if there is one. Padded steps keep all: a request
+    holds its blocks from the start."""
     return None if window is None or window >= longest or uses_buckets(config, limits) else window
 
 
@@ -139,8 +139,6 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
     if padded and not config.max_batch_prefill_tokens and prefill < max_input:
         prefill = max_input
         reasons["max_batch_prefill_tokens"] = "max_input_tokens"
-    if padded and prefill < max_input:  # prompts are not computed in parts
-        raise StartError(f"`max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: {prefill} and {max_input}")
     reasons["waiting_served_ratio, max_waiting_tokens"] = "no effect: prefill and decode share a step here"
     return Resolved(
         block_size=limits.block_size,

@@ -20,11 +20,6 @@ from text_generation_inference.errors import StartError
 
 FindDevice = Callable[[], str]  # where the model will run; it may take a moment to find out
 
-# What a plan of shapes excludes.
-_NOT_PADDED = {
-    "prefix_caching": "where batches are padded, prompts are always computed from their beginning",
-    "prefill_chunking": "where batches are padded, prompts are always computed in one step",
-}
 _OF_PLANS = ("bucket_strategy", "vllm_exponential_bucketing", *LINEAR_SIZES, *BUCKET_RANGES)
 _OF_WARM_UP = ("warmup_enabled", "vllm_skip_warmup")
 _OF_SCHEDULED_PROFILES = ("prof_waitstep", "prof_warmupstep", "prof_ranks")
@@ -37,17 +32,15 @@ _SHOWN = {"cpu": "CPU", "cuda": "GPU", "hpu": "Gaudi card"}
 
 def check_given(config: ServerConfig, given: Collection[str], find_device: FindDevice) -> None:
     """Refuse what was asked for in so many words and excludes something else that was."""
-    excluded = [name for name in _NOT_PADDED if name in given and getattr(config, name)]
-    if excluded and _is_padded(config, find_device):
-        name = excluded[0]
-        raise StartError(
-            f"Invalid argument: `{name}` is on, but {_NOT_PADDED[name]}:"
-            f" set {variable_of(name)}=0, or --bucketing false"
-        )
     if config.bucketing is False and find_device() == "hpu":
         raise StartError(
             "Invalid argument: `bucketing` is false, but on Gaudi each new shape is compiled while requests wait: leave"
             " it out, or choose larger sizes with BATCH_BUCKET_SIZE and PAD_SEQUENCE_TO_MULTIPLE_OF"
+        )
+    if (config.num_shard or 1) > 1 and "model_id" not in given and find_device() == "hpu":
+        raise StartError(
+            f"--model-id is missing: --num-shard {config.num_shard} is for a model that one card cannot hold, and"
+            " without it the small embedded one would be served instead. `--model-id embedded` asks for that one"
         )
     if config.vllm_skip_warmup and config.warmup_enabled and "warmup_enabled" in given:
         raise StartError(
@@ -60,7 +53,6 @@ def explain(config: ServerConfig, given: Collection[str], find_device: FindDevic
     always = {name: setting.no_effect for name, setting in SETTINGS.items() if setting.no_effect}
     reasons = {**always, **_reasons_of_device(config, given, find_device), **variables.NO_EFFECT}
     as_it_is = {name: setting.as_it_is for name, setting in SETTINGS.items()}
-    as_it_is["prefill_chunking"] = reasons["prefill_chunking"] == always["prefill_chunking"]
     return [
         f"{(flag_of(name) if name in SETTINGS else None) or variable_of(name)} has no effect: {reason}"
         for name, reason in reasons.items()
@@ -71,7 +63,7 @@ def explain(config: ServerConfig, given: Collection[str], find_device: FindDevic
 def _reasons_of_device(config: ServerConfig, given: Collection[str], find_device: FindDevice) -> dict[str, str]:
     """Settings that have no effect where the model runs, or beside others."""
     of_devices = [name for name, setting in SETTINGS.items() if setting.only_on]
-    depending = {"attention", *of_devices, *_OF_PLANS, *_OF_WARM_UP, *_NOT_PADDED}
+    depending = {"attention", *of_devices, *_OF_PLANS, *_OF_WARM_UP}
     device = find_device() if depending.intersection(given) else "cpu"
     shown = _SHOWN.get(device, device)
     reasons = {
@@ -84,7 +76,6 @@ def _reasons_of_device(config: ServerConfig, given: Collection[str], find_device
     if not _is_padded(config, lambda: device):
         reasons |= dict.fromkeys((*_OF_PLANS, *_OF_WARM_UP), "batches are not padded; --bucketing true pads them")
     else:
-        reasons["prefill_chunking"] = _NOT_PADDED["prefill_chunking"]
         strategy = choose_strategy(config)
         others = [name for name in BUCKET_RANGES if name.endswith("_limit") == (strategy == "linear")]
         if strategy == "exponential":

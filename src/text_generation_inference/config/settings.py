@@ -46,7 +46,7 @@ _padding = partial(
 )
 _gaudi = partial(_variable, section="variables: Gaudi", only_on="hpu", engine=True)
 _profiler = partial(_variable, section="variables: profiler")
-_AXES = "VLLM_{PROMPT_BS,PROMPT_SEQ,DECODE_BS,DECODE_BLOCK}_BUCKET_"
+_AXES = "VLLM_{PROMPT_BS,PROMPT_SEQ,PROMPT_CTX,DECODE_BS,DECODE_BLOCK}_BUCKET_"
 _axis = partial(_padding, "lin: range of an axis", "N", listed=_AXES + "{MIN,STEP,MAX}", above=0)
 _Axis = Annotated[int | None, _axis()]
 _NumSizes = Annotated[int | None, _padding("exp: number of sizes on an axis", "N", listed=_AXES + "LIMIT", above=0)]
@@ -460,7 +460,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunking: Annotated[
         bool,
         _of_tgi(
-            "no effect: long prompts are computed in parts, or whole if batches are padded",
+            "no effect: long prompts are always computed in parts",
             "0|1",
             no_effect="long prompts are always computed in parts",
             as_it_is=True,
@@ -507,6 +507,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     vllm_prompt_seq_bucket_min: Annotated[int | None, _axis(aliases=("VLLM_PROMPT_QUERY_BUCKET_MIN",))] = None
     vllm_prompt_seq_bucket_step: Annotated[int | None, _axis(aliases=("VLLM_PROMPT_QUERY_BUCKET_STEP",))] = None
     vllm_prompt_seq_bucket_max: Annotated[int | None, _axis(aliases=("VLLM_PROMPT_QUERY_BUCKET_MAX",))] = None
+    vllm_prompt_ctx_bucket_min: _Axis = None
+    vllm_prompt_ctx_bucket_step: _Axis = None
+    vllm_prompt_ctx_bucket_max: _Axis = None
     vllm_decode_bs_bucket_min: _Axis = None
     vllm_decode_bs_bucket_step: _Axis = None
     vllm_decode_bs_bucket_max: _Axis = None
@@ -515,6 +518,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     vllm_decode_block_bucket_max: _Axis = None
     vllm_prompt_bs_bucket_limit: _NumSizes = None
     vllm_prompt_seq_bucket_limit: _NumSizes = None
+    vllm_prompt_ctx_bucket_limit: _NumSizes = None
     vllm_decode_bs_bucket_limit: _NumSizes = None
     vllm_decode_block_bucket_limit: _NumSizes = None
     warmup_enabled: Annotated[

@@ -99,7 +99,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "VLLM_MOE_TOKEN_BOUNDARY": _ALL_EXPERTS,
     "VLLM_WORKER_MULTIPROC_METHOD": "processes are always started afresh",
     "VLLM_{PROMPT,DECODE}_{BS,QUERY,SEQ,CTX,BLOCK}_BUCKET_{PAD_MAX,PAD_PERCENT}": _OWN_PLAN,
-    "VLLM_PROMPT_{CTX,BLOCK}_BUCKET_{MIN,STEP,MAX}": "no part of a prompt comes from the cache",
+    "VLLM_PROMPT_BLOCK_BUCKET_{MIN,STEP,MAX}": "use VLLM_PROMPT_CTX_BUCKET_{MIN,STEP,MAX}",
     "VLLM_DECODE_{QUERY,SEQ}_BUCKET_{MIN,STEP,MAX}": "a decode step has one token of each request",
     "VLLM_DECODE_CTX_BUCKET_{MIN,STEP,MAX}": "use VLLM_DECODE_BLOCK_BUCKET_{MIN,STEP,MAX}",
 }

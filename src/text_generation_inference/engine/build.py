@@ -16,7 +16,7 @@ from text_generation_inference.engine.ranks import Ranks, open_rank
 from text_generation_inference.errors import TgiError
 from text_generation_inference.models.registry import judge, read_config, read_quantization
 from text_generation_inference.quant.inc.measure import Recorder
-from text_generation_inference.runner.shapes import describe_plan, limits_from, plan_shapes
+from text_generation_inference.runner.shapes import BucketPlan, describe_plan, limits_from, plan_shapes
 from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.scheduler import Scheduler
@@ -116,7 +116,7 @@ def _bring_up(
         max_total_tokens=resolved.max_total_tokens,
         max_step_ms=config.max_step_ms,
     )
-    pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching and not plan.pads, resolved.window)
+    pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching, resolved.window)
     notes = [note for note in (source.note, *facts.notes) if note]
     if spare_bytes:
         notes.append(f"{gigabytes(spare_bytes)} less for the KV cache: graphs or the largest step did not fit")
@@ -141,7 +141,7 @@ def _bring_up(
     scheduler = Scheduler(
         policy,
         pool,
-        prompts_fit=plan.prompts_fit,
+        shapes=plan if isinstance(plan, BucketPlan) else None,
         queue_threshold_ms=config.queue_threshold_ms,
         pictures=pictures,
     )

@@ -29,6 +29,7 @@ class Batch:
         None  # [tokens] int64: position after the last token it sees, where that is not its own
     )
     cross: "CrossMeta | None" = None  # what layers of cross-attention read; None: they pass all tokens by
+    following: Tensor | None = None  # [tokens of a row] int64: what comes after each of a prompt that is scored
 
 
 @dataclass(slots=True)

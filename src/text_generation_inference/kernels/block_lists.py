@@ -7,6 +7,7 @@ same shapes does the same work. Padding writes to block 0, which no request owns
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,17 @@ Key = tuple[tuple[str, tuple[int, ...]], ...]
 @dataclass(slots=True)
 class WholePrompts:
     """Each row is a whole prompt, padded on the right to one length; nothing of it is cached before."""
+
+
+@dataclass(slots=True)
+class PromptParts:
+    """Each row is what follows tokens in the cache, padded on the right to one length.
+
+    The leading columns of the tables are those that such tokens may be in: all but as many as the length has blocks.
+    """
+
+    tables: Tensor  # [rows, blocks] int32: blocks of each row's tokens, its own included; filler 0
+    starts: Tensor  # [rows] int32: tokens in the cache before the row's own
 
 
 @dataclass(slots=True)
@@ -60,6 +72,8 @@ def take_apart(batch: Batch) -> dict[str, Tensor]:
 def put_together(tensors: dict[str, Tensor]) -> Batch:
     """The pass that `take_apart` has taken apart."""
     meta = WholePrompts()  # said at length: torch.compile follows no loop over a dataclass's fields
+    if "tables" in tensors:
+        meta = PromptParts(tensors["tables"], tensors["starts"])
     if "block_list" in tensors:
         meta = BlockLists(tensors["block_list"], tensors["block_groups"], tensors["block_usage"], tensors["row_starts"])
     return Batch(
@@ -74,6 +88,7 @@ def put_together(tensors: dict[str, Tensor]) -> Batch:
         tensors.get("grid_positions"),
         tensors.get("visible_ends"),
         _put_cross_together(tensors) if "cross_reads" in tensors else None,
+        tensors.get("following"),
     )
 
 
@@ -131,24 +146,27 @@ def prefill_attention(
     sinks: Tensor | None = None,
     attention_chunk: int | None = None,
 ) -> Tensor:
-    """Causal attention of whole prompts over themselves -> `[tokens, heads * head_dim]`.
+    """Causal attention of prompts over themselves and what is cached before them -> `[tokens, heads * head_dim]`.
 
     Padding lies behind what real tokens look at, so the causal mask is all they need.
     """
-    rows, length = batch.seq_lens.shape[0], row_length(batch)
-    block, place = batch.kv_index // k_cache.shape[1], batch.kv_index % k_cache.shape[1]
+    rows, length, size = batch.seq_lens.shape[0], row_length(batch), k_cache.shape[1]
+    block, place = batch.kv_index // size, batch.kv_index % size
     keys = _read(k_cache, block, place, kv_scales[0], q.dtype)
     values = _read(v_cache, block, place, kv_scales[1], q.dtype)
-    queries, keys, values = (x.reshape(rows, length, *x.shape[1:]).transpose(1, 2) for x in (q, keys, values))
-    position = torch.arange(length, device=q.device)
-    distance = position[:, None] - position
-    mask = distance >= 0
-    if batch.visible_ends is not None:
-        mask = (position < batch.visible_ends.view(rows, length, 1))[:, None]
-    if window is not None:
-        mask = mask & (distance < window)
-    if attention_chunk is not None:
-        mask = mask & (position >= position[:, None] // attention_chunk * attention_chunk)
+    queries, keys, values = (x.reshape(rows, length, *x.shape[1:]) for x in (q, keys, values))
+    context = context_of(batch, size)
+    if context is not None:
+        blocks = context.blocks.long()
+        unseen = ~context.seen[..., None, None]
+        before = [
+            _read(cache, blocks, None, scale, q.dtype).flatten(1, 2).masked_fill(unseen, 0)
+            for cache, scale in ((k_cache, kv_scales[0]), (v_cache, kv_scales[1]))
+        ]
+        keys, values = torch.cat((before[0], keys), 1), torch.cat((before[1], values), 1)
+    queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
+    mask, distance = prompt_mask(batch, size, window, attention_chunk)
+    mask = mask[:, None]
     if softcap is None and slopes is None and sinks is None and keys.shape[-1] == values.shape[-1]:
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
     else:
@@ -156,10 +174,56 @@ def prefill_attention(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if slopes is not None:
-            scores = scores - distance * slopes[:, None, None]
+            scores = scores - distance[:, None] * slopes[:, None, None]
         weights = softmax_with_sinks(scores.masked_fill(~mask, -math.inf), sinks).to(q.dtype)
         out = grouped_product(weights, values)
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+class Context(NamedTuple):
+    """What is in the cache before the rows of a pass."""
+
+    blocks: Tensor  # [rows, blocks] int32
+    seen: Tensor  # [rows, blocks * block_size] bool: places with tokens before the row's own
+
+
+def context_of(batch: Batch, block_size: int) -> Context | None:
+    """None: nothing is."""
+    parts = batch.meta
+    if not isinstance(parts, PromptParts):
+        return None
+    blocks = parts.tables[:, : parts.tables.shape[1] - -(-row_length(batch) // block_size)]
+    place = torch.arange(blocks.shape[1] * block_size, device=blocks.device)
+    return Context(blocks, place < parts.starts[:, None])
+
+
+def prompt_mask(
+    batch: Batch, block_size: int, window: int | None = None, attention_chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`[rows or 1, length, keys]` of a pass of prompts: which keys a token sees, and how far before it they are.
+
+    Keys are places of the context, then the row's own tokens.
+    """
+    rows, length = batch.seq_lens.shape[0], row_length(batch)
+    own = torch.arange(length, device=batch.seq_lens.device)[None]
+    context, there = context_of(batch, block_size), None
+    position = own
+    if context is not None:
+        own = own + batch.meta.starts[:, None]
+        place = torch.arange(context.seen.shape[1], device=own.device)
+        position = torch.cat((place.expand(rows, -1), own), 1)
+        there = torch.cat((context.seen, torch.ones_like(own, dtype=torch.bool)), 1)[:, None]
+    distance = own[:, :, None] - position[:, None]
+    mask = distance >= 0
+    if batch.visible_ends is not None:
+        mask = position[:, None] < batch.visible_ends.view(rows, length, 1)
+    if there is not None:
+        mask = mask & there
+    if window is not None:
+        mask = mask & (distance < window)
+    if attention_chunk is not None:
+        mask = mask & (position[:, None] >= (own // attention_chunk * attention_chunk)[:, :, None])
+    return mask, distance
 
 
 def grouped_product(x: Tensor, y: Tensor) -> Tensor:
@@ -253,8 +317,12 @@ def as_paged(batch: Batch) -> Batch:
     offsets = torch.arange(0, length, PREFILL_TILE, dtype=torch.int32, device=device)
     row = torch.arange(rows, dtype=torch.int32, device=device)[:, None].expand(-1, offsets.shape[0])
     at = offsets.expand(rows, -1)
-    counts = (batch.seq_lens[:, None] - at).clamp(0, PREFILL_TILE)
-    tiles = torch.stack((row, row * length + at, at, counts, torch.zeros_like(at)), dim=-1)
+    start = lists.starts[:, None].expand_as(at) if isinstance(lists, PromptParts) else torch.zeros_like(at)
+    counts = (batch.seq_lens[:, None] - start - at).clamp(0, PREFILL_TILE)
+    tiles = torch.stack((row, row * length + at, start + at, counts, start), dim=-1).flatten(0, 1)
+    if isinstance(lists, PromptParts):
+        meta = PagedMeta(lists.tables, 0, [], [], 0, row[:, 0], tiles, num_prefix_tiles=tiles.shape[0])
+        return replace(batch, meta=meta)
     meta = PagedMeta(
         block_tables=batch.seq_lens[:, None],  # not read: nothing is cached before these prompts
         num_decode=0,
@@ -262,6 +330,6 @@ def as_paged(batch: Batch) -> Batch:
         chunk_ends_cpu=[length] * rows,
         max_seq_len=length,
         table_rows=row[:, 0],
-        prefill_tiles=tiles.flatten(0, 1),
+        prefill_tiles=tiles,
     )
     return replace(batch, meta=meta)

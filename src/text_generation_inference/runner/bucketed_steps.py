@@ -1,7 +1,7 @@
 """Steps whose passes all have shapes of a bucket plan, for devices that make one graph for each shape.
 
-Prompts and decode rows of a step are padded passes of their own. A prompt is computed whole and nothing of it is cached
-before. What a pass reads beside the slots goes in one copy.
+Prompts and decode rows of a step are padded passes of their own. Prompts with tokens in the cache before them (a
+prefix, or their parts before) are in passes that read those too. What a pass reads beside the slots goes in one copy.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
-from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts
+from text_generation_inference.kernels.block_lists import BlockLists, PromptParts, WholePrompts
 from text_generation_inference.models.model import Model
 from text_generation_inference.runner.cross_pictures import CrossPictures
 from text_generation_inference.runner.device_sampling import DeviceSampling
 from text_generation_inference.runner.host_sampling import HostSampling
-from text_generation_inference.runner.padded_inputs import describe_decode, describe_prefill
+from text_generation_inference.runner.padded_inputs import describe_decode, describe_following, describe_prefill
 from text_generation_inference.runner.padded_passes import PaddedPasses
 from text_generation_inference.runner.pictures import Seen, SlotPictures
 from text_generation_inference.runner.prompt_scores import OwedScores, PromptScores
@@ -84,7 +84,7 @@ class BucketedSteps:
             batch = self._empty_batch(bucket)
             self._sampling.warm(self.passes.warm(bucket, batch, few_layers))
             if scored:
-                found = self.passes.warm_scores(batch, few_layers)
+                found = self.passes.warm_scores(self._prefill_batch(bucket, [], scored=True), few_layers)
                 if not self._slots.on_device:
                     found.cpu()
 
@@ -134,12 +134,16 @@ class BucketedSteps:
         plain = [chunk for chunk in plan.chunks if chunk.slot not in self._owed]
         scored = [chunk for chunk in plan.chunks if chunk.slot in self._owed]
         for chunks in self.passes.group(plain):
-            yield StepPass([chunk.slot for chunk in chunks], self._prompt_pass(chunks), nothing)
+            chunks.sort(key=lambda chunk: not chunk.samples)
+            sampling = [chunk.slot for chunk in chunks if chunk.samples]
+            logits = self._prompt_pass(chunks)
+            yield StepPass(sampling, logits if sampling else None, nothing)
         for chunk in scored:
             logits, logprobs = self._scored_pass(chunk)
-            self._owed.release([chunk.slot])
-            prompt = ScoredPrompt(chunk.slot, 1, [PromptScores(logprobs)])
-            yield StepPass([chunk.slot], logits, nothing, [prompt])
+            prompt = ScoredPrompt(chunk.slot, chunk.start + 1, [PromptScores(logprobs)])
+            if chunk.samples:
+                self._owed.release([chunk.slot])
+            yield StepPass([chunk.slot][: chunk.samples], logits if chunk.samples else None, nothing, [prompt])
 
     def _join(self, plan: StepPlan) -> StepPass:
         """All passes of a step as one to choose from: on the device another shape of the choice costs nothing."""
@@ -147,11 +151,13 @@ class BucketedSteps:
         slots: list[int] = []
         prompts: list[ScoredPrompt] = []
         for made in self._each(plan):
-            assert made.logits is not None
-            slots += made.slots
-            logits = made.logits[: len(made.slots)]
-            parts.append(logits if made.is_decode else logits.clone())  # the next pass of prompts overwrites it
             prompts += made.prompts
+            if made.logits is not None:
+                slots += made.slots
+                logits = made.logits[: len(made.slots)]
+                parts.append(logits if made.is_decode else logits.clone())  # the next pass of prompts overwrites it
+        if not slots:
+            return StepPass(slots, None, self._slots.state.rows[:0], prompts)
         self._slots.put(slots)
         (row_slots,) = self._slots.send()
         return StepPass(slots, self._sampling.take_best(torch.cat(parts), row_slots), row_slots, prompts)
@@ -159,35 +165,42 @@ class BucketedSteps:
     # -- passes ----------------------------------------------------------------------------------------------------
 
     def _prompt_pass(self, chunks: list[Chunk]) -> Tensor:
-        longest = max(chunk.end for chunk in chunks)
-        found = self.plan.find("prefill", len(chunks), longest)
-        bucket = found or self.passes.find_alone(longest)
-        batch = self._prefill_batch(bucket, [chunk.slot for chunk in chunks])
-        return self.passes.logits(bucket, batch, sum(chunk.end for chunk in chunks))
+        bucket = self.passes.find_prefill(chunks)
+        batch = self._prefill_batch(bucket, chunks)
+        return self.passes.logits(bucket, batch, sum(chunk.end - chunk.start for chunk in chunks))
 
     def _scored_pass(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Logits of a prompt's last token `[1, vocab]`, and the log-probabilities of those after the first."""
-        bucket = self.passes.find_alone(chunk.end)
-        scores = self.passes.score(bucket, self._prefill_batch(bucket, [chunk.slot]), chunk.end)
+        """Logits of a chunk's last token `[1, vocab]`, and the log-probabilities of what follows its tokens."""
+        bucket, count = self.passes.find_prefill([chunk]), chunk.end - chunk.start
+        scores = self.passes.score(bucket, self._prefill_batch(bucket, [chunk], scored=True), count)
         if not self._slots.on_device:
             scores = scores.cpu()  # its parts have shapes of their own
-        return scores[None, bucket.length :], scores[: chunk.end - 1]
+        return scores[None, bucket.length :], scores[: count - chunk.samples]  # nothing follows a prompt's last token
 
-    def _prefill_batch(self, bucket: Bucket, slots: list[int]) -> Batch:
-        arrays = describe_prefill(bucket, slots, self._slots.host)
+    def _prefill_batch(self, bucket: Bucket, chunks: list[Chunk], scored: bool = False) -> Batch:
+        host = self._slots.host
+        arrays = describe_prefill(bucket, chunks, host)
         self._slots.put(arrays.token_slots, arrays.positions, arrays.seq_lens, arrays.last_tokens)
-        token_slots, at, seq_lens, last_tokens = self._slots.send()
+        if arrays.tables is not None:
+            self._slots.put(arrays.tables.reshape(-1), arrays.starts)
+        if scored:
+            self._slots.put(*describe_following(bucket, chunks[0] if chunks else None, host))
+        token_slots, at, seq_lens, last_tokens, *more = self._slots.send()
         ids, positions, kv_index, _ = self._slots.gather(token_slots, at)
         seq_lens, last_tokens = self._slots.move((seq_lens, last_tokens.long()))
         batch = Batch(ids, positions, kv_index, seq_lens, WholePrompts(), last_tokens)
-        self._put_pictures(batch, bucket, slots)
+        if arrays.tables is not None:
+            batch.meta = PromptParts(*self._slots.move((more[0].view(arrays.tables.shape), more[1])))
+        if scored:
+            batch.following = self._slots.gather(more[-2], more[-1])[0]
+        self._put_pictures(batch, bucket, chunks)
         return batch
 
-    def _put_pictures(self, batch: Batch, bucket: Bucket, slots: list[int]) -> None:
-        pictures, lengths = self._pictures, self._slots.host.lengths
+    def _put_pictures(self, batch: Batch, bucket: Bucket, chunks: list[Chunk]) -> None:
+        pictures = self._pictures
         if pictures is None:
             return
-        seen = [Seen(slot, 0, int(lengths[slot]), row * bucket.length) for row, slot in enumerate(slots)]
+        seen = [Seen(chunk.slot, chunk.start, chunk.end, row * bucket.length) for row, chunk in enumerate(chunks)]
         if any(pictures.concerns(row.slot, row.start, row.end) for row in seen):
             pictures.put_into(batch, seen, bucket.num_tokens)
             if isinstance(pictures, CrossPictures):
@@ -206,7 +219,7 @@ class BucketedSteps:
     def _place_for(self, batch: Batch) -> Tensor:
         """Where the logits of a pass go; what is in the place of the other phase stays."""
         rows = batch.seq_lens.shape[0]
-        place = self._prompt_logits if isinstance(batch.meta, WholePrompts) else self._decode_logits
+        place = self._decode_logits if isinstance(batch.meta, BlockLists) else self._prompt_logits
         if rows <= place.shape[0]:
             return place[:rows]
         return torch.zeros((rows, place.shape[1]), device=place.device)

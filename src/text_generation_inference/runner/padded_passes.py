@@ -41,13 +41,15 @@ class PaddedPasses:
         self._graphs = device.wrap_graphs(self._forward, self._first)
         self._scores = device.wrap_graphs(self._score)  # always without a graph
 
-    def find_alone(self, length: int) -> Bucket:
-        """The shape for one prompt; a longer one than planned has a shape of its own."""
-        return self.plan.find("prefill", 1, length) or Bucket("prefill", 1, length)
+    def find_prefill(self, chunks: Sequence[Chunk]) -> Bucket:
+        """The shape for prompts that share a pass; a longer one than planned has a shape of its own."""
+        length, context = max(chunk.end - chunk.start for chunk in chunks), max(chunk.start for chunk in chunks)
+        found = self.plan.find("prefill", len(chunks), length, context)
+        return found or Bucket("prefill", len(chunks), length, context)
 
     def group(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         """Prompts that share a pass."""
-        places = self.plan.group([chunk.end for chunk in chunks])
+        places = self.plan.group([(chunk.end - chunk.start, chunk.start) for chunk in chunks])
         return [[chunks[place] for place in together] for together in places]
 
     def find_decode(self, rows: int, blocks: int) -> Bucket:
@@ -75,7 +77,7 @@ class PaddedPasses:
         return self._graphs(batch, bypass)
 
     def score(self, bucket: Bucket, batch: Batch, needed: int) -> Tensor:
-        """`[length + vocab]` float32: log-probabilities of the tokens after the first, of the pass's first prompt, then
+        """`[length + vocab]` float32: log-probabilities of what follows each token of the pass's first prompt, then
         the logits of its last one. Without a graph; one tensor, so that all there is to compute is in the pass."""
         self.shape_stats.on_pass(_key_of_scores(batch), bucket, needed, self._has_graphs)
         return self._scores(batch, True)
@@ -115,14 +117,14 @@ class PaddedPasses:
         model = self._shallow if few_layers else self._model
         length = row_length(batch)
         wanted = torch.arange(length, device=batch.input_ids.device)  # all tokens of the first prompt
+        assert batch.following is not None and batch.logit_tokens is not None
         hidden = model.forward(self._prepare(replace(batch, logit_tokens=wanted)), self._kv_cache)  # [length, hidden]
-        following = batch.input_ids[:length].roll(-1)
         found: list[Tensor] = []
         for start in range(0, length, LOGIT_ROWS):
             rows = slice(start, min(start + LOGIT_ROWS, length))
             scores = model.logits(hidden[rows]).float()
-            found.append(model.vocabulary.score(scores, following[rows]))
-        last = hidden.index_select(0, (batch.seq_lens[:1] - 1).clamp(min=0).long())
+            found.append(model.vocabulary.score(scores, batch.following[rows]))
+        last = hidden.index_select(0, batch.logit_tokens[:1])
         return torch.cat((*found, model.logits(last).float()[0]))
 
     def _first(self, batch: Batch) -> Tensor:

@@ -2,12 +2,13 @@
 
 Pure Python. By tokens: prompts may be cut, a step has a budget of tokens and of time, a request holds the blocks of its
 known tokens (of a window's and a chunk's, where no more are read), cached prefixes among them, and one to spare for
-each that runs. By shapes: prompts are computed whole, a
-step has a shape of the bucket plan, a request holds the blocks of its whole length. The scheduler asks `open` once for
-each step and `try_join` for one request after the other, until one does not join.
+each that runs. By shapes: all prompts of a step fit into one shape of the bucket plan, cached prefixes and parts
+of prompts where it has shapes for those, and a request holds the blocks of its whole length. The scheduler asks `open`
+once for each step and `try_join` for one request after the other, until one does not join.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.scheduler.blocks import BlockPool
@@ -16,8 +17,23 @@ from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.request import Request
 from text_generation_inference.types import GenerationRequest
 
-# Whether so many prompts, padded to the longest of so many tokens, have a shape that a step can have.
-PromptsFit = Callable[[int, int], bool]
+
+class PromptShapes(Protocol):
+    """What prompts of a padded step can be."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt, at most."""
+        ...
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a prompt may follow tokens that are in the cache; else prompts are computed whole."""
+        ...
+
+    def prompts_fit(self, rows: int, longest: int, context: int = 0, /) -> bool:
+        """Whether so many, the longest of so many tokens after at most so many in the cache, can share a step."""
+        ...
 
 
 class _Admission:
@@ -37,12 +53,15 @@ class _Admission:
 
     def try_join(self, request: Request, num_running: int) -> bool:
         """Hold blocks for a request if it can join the step."""
-        if not self._fits(request) or self._blocked == (request, self._pool.num_free, num_running):
+        if self._blocked == (request, self._pool.num_free, num_running) or not self._fits(request):
             return False
         if self._try_hold(request, num_running):
             return True
         self._blocked = (request, self._pool.num_free, num_running)
         return False
+
+    def on_chunk(self, request: Request, start: int, end: int) -> None:
+        """The step computes these tokens."""
 
     def forget(self) -> None:
         """The device has forgotten everything: everybody may try anew."""
@@ -82,10 +101,7 @@ class AdmissionByTokens(_Admission):
     def _try_hold(self, request: Request, num_running: int) -> bool:
         """Blocks for all known tokens, shared ones first."""
         size, known = self._pool.block_size, len(request.tokens)
-        shared: list[int] = []
-        if not request.wants_prompt_logprobs:
-            shared = self._pool.match(request.tokens[: known - 1], request.root)
-            shared = shared[: _without_cuts(request, len(shared), size)]
+        shared = _match(self._pool, request)
         num_new = -(-known // size) - len(shared)
         behind = 0
         if self._pool.window is not None:
@@ -100,43 +116,87 @@ class AdmissionByTokens(_Admission):
         return True
 
 
+class _ShapeRoom(StepRoom):
+    """What the step being planned has left where all its prompts fit into one shape."""
+
+    def __init__(self, shapes: PromptShapes, most: int, block_size: int, by_time: StepRoom) -> None:
+        self._shapes, self._most, self._size, self._by_time = shapes, most, block_size, by_time
+        self._count = self._longest = self._context = 0  # prompts, tokens of the longest, and before any
+
+    @property
+    def is_open(self) -> bool:
+        return True  # what fits is looked up with each
+
+    @property
+    def is_untouched(self) -> bool:
+        return not self._count
+
+    def reach(self, start: int, known: int, timed: bool = True) -> int:
+        """`start`: it does not fit beside the others. A first one always does."""
+        count = known - start
+        if self._shapes.in_parts:
+            count = min(count, self._most)
+            affordable = self._by_time.reach(start, known) - start
+            if timed and affordable < count:
+                # Rounded down to what shapes are likely to have, so that little of the time goes to padding.
+                count = min(count, self._size << max(0, (affordable // self._size).bit_length() - 1))
+        longest, context = max(self._longest, count), max(self._context, start)
+        fits = not self._count or self._shapes.prompts_fit(self._count + 1, longest, context)
+        return start + count if fits else start
+
+    def spend(self, start: int, end: int) -> None:
+        self._count += 1
+        self._longest, self._context = max(self._longest, end - start), max(self._context, start)
+        self._by_time.spend(start, end)
+
+
 class AdmissionByShapes(_Admission):
     """Nobody is preempted, to come back with a longer prompt than any shape is made for. Only after a lack of memory
     this happens; such a prompt is computed alone."""
 
-    def __init__(self, policy: BatchPolicy, pool: BlockPool, pace: StepPace, prompts_fit: PromptsFit) -> None:
+    def __init__(self, policy: BatchPolicy, pool: BlockPool, pace: StepPace, shapes: PromptShapes) -> None:
         super().__init__(policy, pool, pace)
-        self._prompts_fit = prompts_fit
-        self._count = self._longest = 0  # prompts of the step, and tokens of the longest
+        self._shapes = shapes
+        self._shared: list[int] = []  # blocks that the request being looked at finds in the cache
+        self._fresh: set[int] = set()  # blocks that this step fills: its passes come in any order
         self._room = self.open(0, 0)
 
     def check(self, source: GenerationRequest) -> None:
-        if not self._prompts_fit(1, len(source.token_ids)):
+        if len(source.token_ids) > self._shapes.longest:
             raise ValidationError(
                 f"`inputs` must have at most `max_input_tokens` tokens. Given: {len(source.token_ids)}"
             )
 
     def open(self, num_decode: int, most_tokens: int) -> StepRoom:
-        self._count = self._longest = 0
-        self._room = self._pace.room(0, self._policy.max_batch_prefill_tokens)  # what fits is looked up with each
+        self._fresh.clear()
+        most = self._policy.max_batch_prefill_tokens
+        by_time = self._pace.room(num_decode, most)
+        self._room = _ShapeRoom(self._shapes, most, self._pool.block_size, by_time)
         return self._room
+
+    def on_chunk(self, request: Request, start: int, end: int) -> None:
+        size = self._pool.block_size
+        self._fresh.update(request.blocks[start // size : end // size])
 
     def measure(self, num_rows: int, num_tokens: int) -> tuple[int, int]:
         """Fewer prompts are all that makes a step smaller."""
         return num_rows, num_rows
 
     def _fits(self, request: Request) -> bool:
-        longest = max(self._longest, len(request.tokens))
-        return not self._count or self._prompts_fit(self._count + 1, longest)  # one alone has been looked up
+        self._shared = _match(self._pool, request) if self._shapes.in_parts else []
+        if not self._fresh.isdisjoint(self._shared):
+            return False  # in the next step it finds them computed
+        start = len(self._shared) * self._pool.block_size
+        return self._room.reach(start, len(request.tokens), not request.wants_prompt_logprobs) > start
 
     def _try_hold(self, request: Request, num_running: int) -> bool:
-        """Blocks for all tokens that the request may compute: its last one is not."""
-        blocks = self._pool.try_take(-(-(request.total_limit - 1) // self._pool.block_size))
+        """Blocks for all tokens that the request may compute, shared ones first: its last one is not computed."""
+        shared, size = self._shared, self._pool.block_size
+        blocks = self._pool.try_take(-(-(request.total_limit - 1) // size) - len(shared), shared)
         if blocks is None:
             return False
         request.blocks = blocks
-        self._count, self._longest = self._count + 1, max(self._longest, len(request.tokens))
-        self._room.tokens = max(self._room.tokens, len(request.tokens))
+        request.reserved = len(shared) * size
         return True
 
 
@@ -146,3 +206,11 @@ def _without_cuts(request: Request, num_blocks: int, size: int) -> int:
         if start < num_blocks * size < end:
             num_blocks = start // size
     return num_blocks
+
+
+def _match(pool: BlockPool, request: Request) -> list[int]:
+    """Blocks of the longest prefix that is in the cache and may be taken from it; the last token is always computed."""
+    if request.wants_prompt_logprobs:
+        return []
+    shared = pool.match(request.tokens[: len(request.tokens) - 1], request.root)
+    return shared[: _without_cuts(request, len(shared), pool.block_size)]

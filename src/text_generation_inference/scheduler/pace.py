@@ -60,8 +60,9 @@ class StepRoom:
     def is_untouched(self) -> bool:
         return self._is_first
 
-    def reach(self, start: int, known: int) -> int:
-        """Where a chunk from `start` may end, at most at `known`. Some tokens may always be taken."""
+    def reach(self, start: int, known: int, timed: bool = True) -> int:
+        """Where a chunk from `start` may end, at most at `known`. Some tokens may always be taken. `timed`: it may end
+        early for the time it takes, where shapes matter."""
         end = min(known, start + self.tokens)
         affordable = start + self._affordable(start)
         if affordable < end:

@@ -12,7 +12,7 @@ the step before it still runs: then `tokens` lacks the newest value, and a reque
 computed one token that is dropped.
 
 Who joins a step is for `admission` to say: by tokens, or by shapes where steps have those of a bucket plan
-(`prompts_fit`) and a prompt is computed in one step, never in chunks.
+(`PromptShapes`).
 """
 
 import time
@@ -22,7 +22,7 @@ from collections.abc import Callable
 import msgspec
 
 from text_generation_inference.errors import ValidationError
-from text_generation_inference.scheduler.admission import AdmissionByShapes, AdmissionByTokens, PromptsFit
+from text_generation_inference.scheduler.admission import AdmissionByShapes, AdmissionByTokens, PromptShapes
 from text_generation_inference.scheduler.blocks import PADDING_BLOCK, BlockPool
 from text_generation_inference.scheduler.features import FeatureBook, whole_runs
 from text_generation_inference.scheduler.pace import StepPace, StepRoom, StepWork, attended
@@ -78,12 +78,13 @@ class Scheduler:
         policy: BatchPolicy,
         pool: BlockPool,
         clock: Callable[[], int] = time.monotonic_ns,
-        prompts_fit: PromptsFit | None = None,
+        shapes: PromptShapes | None = None,  # None: prompts are computed in chunks, as tokens allow
         queue_threshold_ms: int | None = None,
         pictures: PicturePolicy | None = None,  # None: the model sees none
     ) -> None:
         self.policy = policy
-        self._features = FeatureBook(pictures or PicturePolicy(), at_once=prompts_fit is not None)
+        at_once = shapes is not None and not shapes.in_parts
+        self._features = FeatureBook(pictures or PicturePolicy(), at_once)
         self.pool = pool
         self.stats = SchedulerStats()
         self._limit = StepLimit(policy)
@@ -93,8 +94,8 @@ class Scheduler:
         self._has_window = pool.window is not None
         self._admission = (
             AdmissionByTokens(policy, pool, self._pace, self._give_back_ahead)
-            if prompts_fit is None
-            else AdmissionByShapes(policy, pool, self._pace, prompts_fit)
+            if shapes is None
+            else AdmissionByShapes(policy, pool, self._pace, shapes)
         )
         self._requests: dict[int, Request] = {}  # every unfinished request
         # May hold finished ones, which are dropped when reached, or when they are more than the others.
@@ -435,11 +436,14 @@ class Scheduler:
     def _chunk(self, request: Request, room: StepRoom) -> Chunk | None:
         """Plan the next run of known tokens. Its blocks can be found at once: the device works in plan order.
 
-        None: it waits for room for its pictures.
+        None: it waits for room for its pictures, or has no place in the step's shape.
         """
         known = len(request.tokens)
         start = request.reserved
-        end = room.reach(start, min(known, len(request.blocks) * self.pool.block_size))
+        most = min(known, len(request.blocks) * self.pool.block_size)
+        end = room.reach(start, most, not request.wants_prompt_logprobs)
+        if end == start:
+            return None
         if request.source.pictures or request.whole_runs:
             end = self._features.reach(request, start, end, room.is_untouched)
             if end == start:
@@ -447,6 +451,7 @@ class Scheduler:
         room.spend(start, end)
         request.reserved = end
         self.pool.publish(request, end)
+        self._admission.on_chunk(request, start, end)
         return Chunk(request.slot, start, end, end == known)
 
     def _admit(self, room: StepRoom) -> tuple[list[Admission], list[Chunk], list[Request]]:

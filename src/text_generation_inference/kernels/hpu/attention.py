@@ -16,7 +16,15 @@ from torch import Tensor
 from text_generation_inference.kernels import latent as definition
 from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import Batch
-from text_generation_inference.kernels.block_lists import BlockLists, WholePrompts, is_padded, row_length
+from text_generation_inference.kernels.block_lists import (
+    BlockLists,
+    PromptParts,
+    WholePrompts,
+    context_of,
+    is_padded,
+    prompt_mask,
+    row_length,
+)
 from text_generation_inference.kernels.fp8 import FP8, apply_scales_to_heads
 from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.hpu.bridge import Bridge
@@ -63,7 +71,7 @@ class HpuAttention:
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         keys = self._write(self._rotate(k, cos, sin), k_cache, batch.kv_index, kv_scales[0])
         values = self._write(v, v_cache, batch.kv_index, kv_scales[1])
-        self._own = (keys, values) if isinstance(batch.meta, WholePrompts) else None
+        self._own = None if isinstance(batch.meta, BlockLists) else (keys, values)
         return self._rotate(q, cos, sin)
 
     def latent_attention(
@@ -129,24 +137,44 @@ class HpuAttention:
             )
         if isinstance(batch.meta, BlockLists):
             return self._decode_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
-        if isinstance(batch.meta, WholePrompts):
-            return self._prefill_attention(q, batch, scale, window, softcap)
+        if isinstance(batch.meta, WholePrompts | PromptParts):
+            return self._prefill_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
         return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
 
     def _prefill_attention(
-        self, q: Tensor, batch: Batch, scale: float, window: int | None, softcap: float | None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: Batch,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        kv_scales: tuple[float, float],
     ) -> Tensor:
-        """Causal attention of whole prompts over themselves -> `[tokens, heads * head_dim]`."""
+        """Causal attention of prompts over themselves and what is cached before -> `[tokens, heads * head_dim]`."""
         assert self._own is not None, "rotary_and_cache comes first"
         keys, values = self._own
         self._own = None
-        rows, length = batch.seq_lens.shape[0], row_length(batch)
+        rows, length, size = batch.seq_lens.shape[0], row_length(batch), k_cache.shape[1]
         q, keys, values = (x.reshape(rows, length, *x.shape[1:]).transpose(1, 2) for x in (q, keys, values))
-        narrow = window is not None and window < length
+        context = context_of(batch, size)
+        if context is not None:
+            blocks, seen = context.blocks.reshape(-1), context.seen[:, None, :, None]
+            before = [
+                _join_blocks(self._read(cache, blocks, scale, q.dtype), rows)
+                for cache, scale in ((k_cache, kv_scales[0]), (v_cache, kv_scales[1]))
+            ]
+            # What is not seen may be anything, even no number, and a weight of zero does not undo that.
+            keys, values = (
+                torch.cat((torch.where(seen, x, 0), own), dim=2) for x, own in zip(before, (keys, values), strict=True)
+            )
+        narrow = context is not None or (window is not None and window < length)
         if softcap is not None or not self._flash:
-            out = _matmul_attention(q, keys, values, _causal_mask(batch, window), scale, softcap)
+            mask = prompt_mask(batch, size, window)[0][:, None, None]
+            out = _matmul_attention(q, keys, values, mask, scale, softcap)
         elif narrow:  # the op takes lengths with the causal mask alone
-            mask = _causal_mask(batch, window).expand(rows, 1, -1, -1)
+            mask = prompt_mask(batch, size, window)[0][:, None].expand(rows, 1, -1, -1)
             out = self._sdpa(q, keys, values, mask, False, scale, None)
         else:
             # Rows of padding look at their first token: with nothing to look at, they would have no numbers.
@@ -248,16 +276,13 @@ def _seen(batch: Batch, mapping: Tensor, block_size: int, window: int | None) ->
     return seen
 
 
-def _causal_mask(batch: Batch, window: int | None) -> Tensor:
-    """bool `[length, length]`"""
-    position = torch.arange(row_length(batch), device=batch.seq_lens.device)
-    distance = position[:, None] - position
-    mask = distance >= 0
-    return mask if window is None else mask & (distance < window)
+def _join_blocks(x: Tensor, rows: int) -> Tensor:
+    """`[rows * blocks, kv_heads, block_size, head_dim]` -> `[rows, kv_heads, blocks * block_size, head_dim]`"""
+    return x.view(rows, -1, *x.shape[1:]).transpose(1, 2).flatten(2, 3)
 
 
 def _matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """q `[batch, heads, length, head_dim]`, k and v with fewer heads -> like q."""
+    """q `[batch, heads, length, head_dim]`, k and v with fewer heads, mask of five dimensions -> like q."""
     grouped = q.reshape(q.shape[0], k.shape[1], -1, *q.shape[2:])
     scores = (grouped @ k[:, :, None].transpose(-1, -2)).float() * scale
     if softcap is not None:

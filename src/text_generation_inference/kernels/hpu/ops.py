@@ -16,7 +16,7 @@ from text_generation_inference.kernels.hpu.experts import experts
 from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
 from text_generation_inference.kernels.hpu.uint4 import KINDS, Uint4Ops, has_uint4
 from text_generation_inference.kernels.matrices import Product, Rows
-from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.ops import ActivationOp, Ops
 
 
 class _Norms:
@@ -35,6 +35,34 @@ class _Norms:
     ) -> tuple[Rows, Tensor]:
         residual = residual + apply_scales(x)
         return self.rms_norm(residual, weight, eps, quantize_for), residual
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, quantize_for: Fp8Weight | None = None
+    ) -> Rows:
+        return self._pass_on(cast(Tensor, reference.layer_norm(x, weight, bias, eps)), quantize_for)
+
+    def add_layer_norm(
+        self,
+        x: Product,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        quantize_for: Fp8Weight | None = None,
+    ) -> tuple[Rows, Tensor]:
+        residual = residual + apply_scales(x)
+        return self.layer_norm(residual, weight, bias, eps, quantize_for), residual
+
+    def activation(self, op: ActivationOp) -> ActivationOp:
+        """That of the definition, with its result put into FP8 as this card has it: range, and form of the scales."""
+
+        def run(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+            return self._pass_on(cast(Tensor, op(x)), quantize_for)
+
+        return run
+
+    def gelu_mul(self, gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+        return self._pass_on(cast(Tensor, reference.gelu_mul(gate_up)), quantize_for)
 
     def silu_mul(self, gate_up: Product, quantize_for: Fp8Weight | None = None) -> Rows:
         gate, up = apply_scales(gate_up).chunk(2, dim=-1)
@@ -79,6 +107,13 @@ def load_ops(
         add_rms_norm=norms.add_rms_norm,
         silu_mul=norms.silu_mul,
         gelu_tanh_mul=norms.gelu_tanh_mul,
+        gelu_mul=norms.gelu_mul,
+        gelu=norms.activation(reference.gelu),
+        gelu_tanh=norms.activation(reference.gelu_tanh),
+        relu=norms.activation(reference.relu),
+        silu=norms.activation(reference.silu),
+        layer_norm=norms.layer_norm,
+        add_layer_norm=norms.add_layer_norm,
         experts=experts,
         rotary_and_cache=attention.rotary_and_cache,
         attention=attention.attention,

@@ -109,6 +109,8 @@ class StaticScales:
         paths = [(attention, side) for attention in attentions for side in ("k", "v")]
         if not all(self.config.selects(KV_CACHE, f"{attention}.{side}_cache") for attention, side in paths):
             return False
+        if not paths:  # a model that keeps latents
+            return False
         missing = [path for path in paths if self.cache_scale(*path) is None]
         if missing and len(missing) < len(paths) and not self.config.ignores_unmeasured:
             attention, side = missing[0]

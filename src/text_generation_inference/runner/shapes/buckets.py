@@ -6,6 +6,9 @@ shape is always in the plan, so everything within the limits finds a bucket.
 Two strategies. *Linear*: multiples of a step. *Exponential*: a given number of sizes, each larger than the one before
 by the same factor, then rounded up to a step. An axis that has settings of its own under the linear strategy starts
 with powers of two below its step. Shapes that no step can have are left out.
+
+Prompts that follow tokens in the cache (a prefix that others have computed, or their own parts before) have shapes of
+their own, under either strategy, on coarser axes: what is only read costs little, so much of it may be padding.
 """
 
 from bisect import bisect_left
@@ -20,6 +23,9 @@ _BLOCK_STEP = 128
 _RAMP_BATCH_STEP = 32
 MOST_SHAPES = 20_000  # of a phase; nobody would wait for more
 _PASS_TOKENS = 256  # a pass reads all weights, which takes about as long as computing so many tokens
+_READ_SHARE = 8  # so many tokens that are only read count as one that is computed
+_CONTEXT_FACTOR, _SMALLEST_CONTEXT = 4, 4  # of the numbers of blocks before prompts: between two, and where it ends
+_MOST_AFTER_CONTEXT = 4096  # tokens of several prompts in a pass: more of them are no faster together
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,12 +33,14 @@ class Bucket:
     """A padded shape.
 
     `batch` rows; `length`: prompt tokens of each ("prefill"), cached blocks of all ("decode"; 0: any number), or prompt
-    tokens in all beside rows that decode ("mixed").
+    tokens in all beside rows that decode ("mixed"). `context`: tokens in the cache before those of each prompt, in
+    whole blocks.
     """
 
     phase: str
     batch: int
     length: int
+    context: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -43,11 +51,14 @@ class Bucket:
     @property
     def cost(self) -> int:
         """What memory grows with."""
-        return self.batch + self.length if self.phase == "decode" else self.num_tokens
+        if self.phase == "decode":
+            return self.batch + self.length
+        return self.num_tokens + self.batch * self.context // _READ_SHARE
 
     def __str__(self) -> str:
         if self.phase == "prefill":
-            return f"{self.batch} prompts of {self.length} tokens"
+            after = f" after {self.context} in the cache" if self.context else ""
+            return f"{self.batch} prompts of {self.length} tokens{after}"
         if self.phase == "mixed":
             return f"{self.length} prompt tokens beside {self.batch} requests"
         return f"{self.batch} requests" + (f" with {self.length} blocks" if self.length else "")
@@ -65,6 +76,11 @@ class PlanLimits:
     @property
     def blocks_per_row(self) -> int:
         return -(-self.max_total_tokens // self.block_size)
+
+    @property
+    def longest_part(self) -> int:
+        """Tokens of a prompt that are computed in one step."""
+        return min(self.max_input_tokens, self.max_batch_prefill_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +107,8 @@ class BucketSettings:
     prompt_lengths: Axis = Axis()
     decode_batches: Axis = Axis()
     decode_blocks: Axis = Axis()
+    prompt_contexts: Axis = Axis()  # blocks before a prompt
+    reuse: bool = False  # prefixes that others have computed
 
 
 class BucketPlan:
@@ -98,24 +116,38 @@ class BucketPlan:
 
     pads = True
 
-    def __init__(self, prefill: Sequence[Bucket], decode: Sequence[Bucket], pass_tokens: int = _PASS_TOKENS) -> None:
+    def __init__(
+        self,
+        prefill: Sequence[Bucket],
+        decode: Sequence[Bucket],
+        longest: int | None = None,  # tokens of a prompt; None: of the longest shape
+        pass_tokens: int = _PASS_TOKENS,
+    ) -> None:
         self.pass_tokens = pass_tokens  # what a pass costs beside its tokens
-        self.prefill = tuple(sorted(prefill, key=lambda b: (b.num_tokens, b.length)))
+        self.prefill = tuple(sorted(prefill, key=lambda b: (b.num_tokens, b.length, b.context)))
+        longest_shape = max((bucket.length for bucket in self.prefill), default=0)
+        self.longest = longest_shape if longest is None else longest
+        self.in_parts = any(bucket.context for bucket in self.prefill)  # prompts may follow tokens in the cache
+        self.cuts = self.longest > longest_shape  # the longest must be computed in parts
         self.decode = tuple(sorted(decode, key=lambda b: (b.batch, b.length)))
         # The smallest first: what the next one takes is told from those before it.
         self.shapes = tuple(sorted(self.prefill + self.decode, key=lambda b: (b.cost, b)))
 
-    def find(self, phase: str, rows: int, length: int) -> Bucket | None:
-        """The shape for so many prompts, the longest of so many tokens, or for so many rows with so many blocks in all;
-        None if that is more than the limits allow, or prompts cannot share a pass."""
-        found = self._find_prefill(rows, length) if phase == "prefill" else self._find_decode(rows, length)
+    def find(self, phase: str, rows: int, length: int, context: int = 0) -> Bucket | None:
+        """The shape for so many prompts, the longest of so many tokens after at most so many in the cache, or for so
+        many rows with so many blocks in all; None if that is more than the limits allow, or prompts cannot share a
+        pass."""
+        found = self._find_prefill(rows, length, context) if phase == "prefill" else self._find_decode(rows, length)
         return None if found is None else Bucket(phase, *found)
 
-    def _find_prefill(self, rows: int, longest: int) -> tuple[int, int] | None:
-        lengths, batches = self._prefill_axes
+    def _find_prefill(self, rows: int, longest: int, before: int) -> tuple[int, int, int] | None:
+        context = _at_least(self._contexts, before) if before else 0
+        if context not in self._prefill_axes:
+            return None
+        lengths, batches = self._prefill_axes[context]
         length = _at_least(lengths, longest)
         batch = _at_least(batches[length], rows) if length is not None else None
-        return None if length is None or batch is None else (batch, length)
+        return None if length is None or batch is None else (batch, length, context)
 
     def _find_decode(self, rows: int, blocks: int) -> tuple[int, int] | None:
         batches, lengths = self._decode_axes
@@ -123,36 +155,50 @@ class BucketPlan:
         length = _at_least(lengths[batch], blocks) if batch is not None else None
         return None if length is None or batch is None else (batch, length)
 
-    def prompts_fit(self, rows: int, longest: int) -> bool:
-        """Whether so many prompts, the longest of so many tokens, can share a step."""
-        return self._find_prefill(rows, longest) is not None
+    def prompts_fit(self, rows: int, longest: int, context: int = 0) -> bool:
+        """Whether so many prompts, the longest of so many tokens after at most so many in the cache, can share a
+        step."""
+        return self._find_prefill(rows, longest, context) is not None
 
-    def group(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Prompts of a step (places in `lengths`) that share a pass: those of like length, where it saves padding.
+    def group(self, prompts: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """Prompts of a step, as places in `prompts`: (tokens, tokens in the cache before them), that share a pass:
+        those that are alike, where it saves padding.
 
         Prompts that no shape holds together are alone.
         """
-        if not lengths:
+        if not prompts:
             return []
-        order = sorted(range(len(lengths)), key=lambda place: lengths[place])
-        sizes = [_at_least(self._prefill_axes[0], lengths[place]) for place in order]
+        alone = [self._find_prefill(1, *prompt) or (1, *prompt) for prompt in prompts]
+        order = sorted(range(len(prompts)), key=lambda place: (alone[place][2], prompts[place]))
+        sizes = [alone[place][1:] for place in order]
         cuts = [place for place in range(1, len(order)) if sizes[place] != sizes[place - 1]]
         best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # first places -> what they cost at least, where to cut
         for end in (*cuts, len(order)):
             for start, (cost, before) in list(best.items()):
-                bucket = self.find("prefill", end - start, lengths[order[end - 1]])
+                together = [prompts[place] for place in order[start:end]]
+                length, context = (max(numbers) for numbers in zip(*together, strict=True))
+                bucket = self.find("prefill", end - start, length, context)
                 if bucket is not None:
-                    total = cost + bucket.num_tokens + self.pass_tokens
+                    total = cost + bucket.cost + self.pass_tokens
                     best[end] = min(best.get(end, (total, [*before, end])), (total, [*before, end]))
         if len(order) not in best:
-            return [[place] for place in range(len(lengths))]
+            return [[place] for place in range(len(prompts))]
         return [sorted(order[start:end]) for start, end in pairwise((0, *best[len(order)][1]))]
 
     @cached_property
-    def _prefill_axes(self) -> tuple[list[int], dict[int, list[int]]]:
-        by_length = sorted(self.prefill, key=lambda b: (b.length, b.batch))
-        batches = {length: [b.batch for b in group] for length, group in groupby(by_length, lambda b: b.length)}
-        return list(batches), batches
+    def _contexts(self) -> list[int]:
+        """Those above 0."""
+        return [context for context in self._prefill_axes if context]
+
+    @cached_property
+    def _prefill_axes(self) -> dict[int, tuple[list[int], dict[int, list[int]]]]:
+        """Of each context the lengths, and of each of these the batches."""
+        found: dict[int, tuple[list[int], dict[int, list[int]]]] = {}
+        in_order = sorted(self.prefill, key=lambda b: (b.context, b.length, b.batch))
+        for context, shapes in groupby(in_order, lambda b: b.context):
+            batches = {length: [b.batch for b in group] for length, group in groupby(shapes, lambda b: b.length)}
+            found[context] = (list(batches), batches)
+        return found
 
     @cached_property
     def _decode_axes(self) -> tuple[list[int], dict[int, list[int]]]:
@@ -161,14 +207,16 @@ class BucketPlan:
 
 
 def plan_buckets(limits: PlanLimits, settings: BucketSettings) -> BucketPlan:
-    """Raises `ValueError` if there would be more shapes than anybody can use, or none for the longest prompt."""
-    if limits.max_batch_prefill_tokens < limits.max_input_tokens:
-        raise ValueError(
-            f"a prompt of {limits.max_input_tokens} tokens is more than the {limits.max_batch_prefill_tokens} of a step"
-        )
+    """Raises `ValueError` if there would be more shapes than anybody can use."""
     if settings.strategy == LINEAR:
-        return BucketPlan(_collect(_linear_prefill(limits, settings)), _collect(_linear_decode(limits, settings)))
-    return BucketPlan(_collect(_exponential_prefill(limits, settings)), _collect(_exponential_decode(limits, settings)))
+        prefill, decode = _linear_prefill(limits, settings), _linear_decode(limits, settings)
+    else:
+        prefill, decode = _exponential_prefill(limits, settings), _exponential_decode(limits, settings)
+    first = _collect(prefill)
+    after: list[Bucket] = []
+    if settings.reuse or limits.longest_part < limits.max_input_tokens:
+        after = _collect(_after_context(limits, settings, sorted({bucket.length for bucket in first})))
+    return BucketPlan(first + after, _collect(decode), limits.max_input_tokens)
 
 
 def _collect(shapes: Iterable[Bucket]) -> list[Bucket]:
@@ -182,7 +230,7 @@ def _collect(shapes: Iterable[Bucket]) -> list[Bucket]:
 
 
 def _linear_prefill(limits: PlanLimits, settings: BucketSettings) -> Iterator[Bucket]:
-    longest = limits.max_input_tokens
+    longest = limits.longest_part
     if settings.prompt_lengths.has_ramp:
         lengths = _ramp(settings.prompt_lengths, 128, 128, longest)
     else:
@@ -233,7 +281,7 @@ def _ramp(axis: Axis, minimum: int, step: int, largest: int) -> list[int]:
 
 
 def _exponential_prefill(limits: PlanLimits, settings: BucketSettings) -> Iterator[Bucket]:
-    most, longest = limits.max_batch_size, limits.max_input_tokens
+    most, longest = limits.max_batch_size, limits.longest_part
     batches = spread(1, 1, most, settings.prompt_batches.count or num_sizes(most))
     lengths = spread(_LENGTH_STEP, _LENGTH_STEP, longest, settings.prompt_lengths.count or num_sizes(longest))
     for length in lengths:
@@ -302,6 +350,42 @@ def nearest(sizes: Sequence[int], root: int, power: int) -> int:
 
 
 # -- both ----------------------------------------------------------------------------------------------------------
+
+
+def _after_context(limits: PlanLimits, settings: BucketSettings, lengths: Sequence[int]) -> Iterator[Bucket]:
+    """Shapes of prompts with tokens before them in the cache, without those that no prompt can have."""
+    size = limits.block_size
+    contexts = _context_blocks(-(-(limits.max_input_tokens - 1) // size), settings)
+    doubled = [lengths[0]]
+    while doubled[-1] < lengths[-1]:
+        doubled.append(_at_least(lengths, 2 * doubled[-1]) or lengths[-1])
+    most_tokens = min(limits.max_batch_prefill_tokens, _MOST_AFTER_CONTEXT)
+    for fewer, blocks in pairwise((0, *contexts)):
+        for shorter, length in pairwise((0, *doubled)):
+            if fewer * size + 1 + shorter + 1 > limits.max_input_tokens:
+                continue
+            batch = 1
+            while True:
+                bucket = Bucket("prefill", batch, length, blocks * size)
+                if batch > 1 and (batch > limits.max_batch_size or bucket.cost > most_tokens):
+                    break
+                yield bucket
+                batch *= 2
+
+
+def _context_blocks(most: int, settings: BucketSettings) -> list[int]:
+    """Numbers of blocks, the largest as many as there can be."""
+    axis = settings.prompt_contexts
+    if most < 1:
+        return []
+    if settings.strategy == LINEAR and axis.has_ramp:
+        return _ramp(axis, 1, _SMALLEST_CONTEXT, most)
+    if settings.strategy == EXPONENTIAL and axis.count:
+        return spread(1, 1, most, axis.count)
+    sizes = [most]
+    while sizes[-1] > _SMALLEST_CONTEXT:
+        sizes.append(-(-sizes[-1] // _CONTEXT_FACTOR))
+    return sizes[::-1]
 
 
 def _wanted_blocks(limits: PlanLimits, axis: Axis) -> int:

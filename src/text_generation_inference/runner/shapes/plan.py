@@ -1,6 +1,5 @@
 """Which shapes follow from the settings: one plan, whatever the device."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 from text_generation_inference.config import LONGEST_PADDED, Resolved, ServerConfig, choose_strategy, uses_buckets
@@ -16,7 +15,7 @@ from text_generation_inference.runner.shapes.buckets import (
 from text_generation_inference.runner.shapes.captured import CapturedShapes, most_captured_tokens, plan_captured
 from text_generation_inference.types import Limits
 
-_AXES = ("prompt_bs", "prompt_seq", "decode_bs", "decode_block")
+_AXES = ("prompt_bs", "prompt_seq", "decode_bs", "decode_block", "prompt_ctx")
 
 
 class ShapePlan(Protocol):
@@ -32,16 +31,16 @@ class ShapePlan(Protocol):
         ...
 
     @property
+    def cuts(self) -> bool:
+        """Whether padded prompts can be so long that they are computed in parts."""
+        ...
+
+    @property
     def shapes(self) -> tuple[Bucket, ...]:
         """To prepare before the first request, in this order."""
         ...
 
-    @property
-    def prompts_fit(self) -> Callable[[int, int], bool] | None:
-        """Whether so many prompts, the longest of so many tokens, can share a step; None: any can, in chunks."""
-        ...
-
-    def find(self, phase: str, rows: int, length: int) -> Bucket | None:
+    def find(self, phase: str, rows: int, length: int, context: int = 0) -> Bucket | None:
         """The smallest shape of a phase that holds so much (see `Bucket`); None: there is none."""
         ...
 
@@ -64,11 +63,11 @@ def guess_limits(config: ServerConfig, max_positions: int, device: Limits) -> Pl
     padded = uses_buckets(config, device)
     total = config.max_total_tokens or (min(max_positions, LONGEST_PADDED) if padded else max_positions)
     longest = config.max_input_tokens or total - 1
-    prefill = config.max_batch_prefill_tokens or device.max_batch_prefill_tokens
+    prefill = config.max_batch_prefill_tokens or max(device.max_batch_prefill_tokens, longest if padded else 0)
     rows = config.max_batch_size or device.max_batch_size
     if padded and not config.max_batch_size:
         rows = (config.max_batch_total_tokens or 0) // total or rows
-    return PlanLimits(longest, total, rows, max(prefill, longest) if padded else prefill, device.block_size)
+    return PlanLimits(longest, total, rows, prefill, device.block_size)
 
 
 def limits_from(resolved: Resolved) -> PlanLimits:
@@ -98,6 +97,7 @@ def choose_settings(config: ServerConfig) -> BucketSettings:
         config.prefill_batch_bucket_size or default.prefill_batch_step,
         default.length_step if length_step is None else length_step,
         *axes,
+        reuse=config.prefix_caching,
     )
 
 
@@ -127,7 +127,9 @@ def describe_plan(config: ServerConfig, plan: ShapePlan, num_captured: int, num_
     """Notes for the log; `num_lacking`: shapes for whose graphs there was no memory."""
     notes: list[str] = []
     if isinstance(plan, BucketPlan):
-        shapes = f"{len(plan.prefill)} shapes for prompts, {len(plan.decode)} for decoding"
+        after = sum(1 for bucket in plan.prefill if bucket.context)
+        which = f" ({after} of them after cached tokens)" if after else ""
+        shapes = f"{len(plan.prefill)} shapes for prompts{which}, {len(plan.decode)} for decoding"
         ready = f"{num_captured} graphs" if warms_up(config) else "not warmed up: each is met when it is first needed"
         notes.append(f"bucket plan, {choose_strategy(config)}: {shapes}, {ready}")
     if num_lacking:

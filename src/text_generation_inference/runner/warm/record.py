@@ -16,13 +16,14 @@ class WarmedShape(msgspec.Struct, array_like=True):
     phase: str
     batch: int
     length: int
+    context: int
     seconds: float
     num_bytes: int  # 0: not measured
     captured: bool
 
     @property
     def bucket(self) -> Bucket:
-        return Bucket(self.phase, self.batch, self.length)
+        return Bucket(self.phase, self.batch, self.length, self.context)
 
 
 class WarmRecord(msgspec.Struct):

@@ -95,7 +95,7 @@ class WarmUp:
     shapes: list[WarmedShape] = field(default_factory=list)
     minimum: Callable[[int], int] = int  # over ranks: all of them go without the same graphs
     num_lacking: int = 0  # shapes for whose graphs some device had no memory, whatever was predicted
-    _predictions: dict[tuple[str, bool], Prediction] = field(default_factory=dict)
+    _predictions: dict[tuple[str, bool, bool], Prediction] = field(default_factory=dict)
 
     def run(self) -> None:
         """Raises `ResourceError` if memory does not suffice."""
@@ -107,7 +107,12 @@ class WarmUp:
             weights = [max(1, int(1000 * known[bucket].seconds)) for bucket in order]
         alone: set[Bucket | None] = set()
         if self.score:
-            alone = {plan.find("prefill", 1, bucket.length) for bucket in order if bucket.phase == "prefill"}
+            # What is scored is not found in the cache: it follows cached tokens only as a part of a longer prompt.
+            alone = {
+                plan.find("prefill", 1, bucket.length, bucket.context)
+                for bucket in order
+                if bucket.phase == "prefill" and (plan.cuts or not bucket.context)
+            }
         done = 0
         self.progress(STAGE, 0, sum(weights))
         for bucket, weight in zip(order, weights, strict=True):
@@ -123,7 +128,7 @@ class WarmUp:
         num_bytes = self._meet(bucket, scored)
         seconds = round(time.perf_counter() - started, 4)
         captured = self.steps.captures(bucket)
-        return WarmedShape(bucket.phase, bucket.batch, bucket.length, seconds, num_bytes, captured)
+        return WarmedShape(bucket.phase, bucket.batch, bucket.length, bucket.context, seconds, num_bytes, captured)
 
     def _make_room(self, bucket: Bucket, known_bytes: int, meter: Meter) -> None:
         """Go without a graph, or not at all, if what the shape is predicted to take is more than there is."""
@@ -172,7 +177,8 @@ class WarmUp:
         return num_bytes
 
     def _prediction(self, bucket: Bucket) -> Prediction:
-        return self._predictions.setdefault((bucket.phase, self.steps.captures(bucket)), Prediction())
+        kind = (bucket.phase, bucket.context > 0, self.steps.captures(bucket))
+        return self._predictions.setdefault(kind, Prediction())
 
     def _report(self, bucket: Bucket, needed: int, free: int) -> str:
         last = f", the last one {self.shapes[-1].bucket}" if self.shapes else ""
