@@ -3,9 +3,9 @@
 `make test-gaudi-torch` runs the stand-in's tests in.
 
 torch's public wheels for x86-64 are builds for CUDA and want gigabytes of libraries that nothing here calls. So torch
-is installed alone; of those libraries it gets the one that is called as torch is imported (CUDA's run time, 1 MB), and for
-the others empty ones of the same names, which a C compiler makes. Functions are looked up when they are first called,
-so what would be missing is never asked for. All other packages are those of .venv.
+is installed alone; of those libraries it gets the one that is called as torch is imported (CUDA's run time, 1 MB), and
+for the others empty ones of the same names, which a C compiler makes. Functions are looked up when they are first
+called, so what would be missing is never asked for. All other packages are those of .venv.
 
     gaudi_torch.py FOLDER TORCH [NUMPY]
 """

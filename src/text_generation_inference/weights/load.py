@@ -218,15 +218,21 @@ def load_dummy(
         module.finish()
 
 
+def _generator(device: torch.device) -> torch.Generator:
+    try:
+        return torch.Generator(device)
+    except RuntimeError:  # not every device makes numbers of its own
+        return torch.Generator(_HOST)
+
+
 def _random(name: str, part: Part, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     # The CPU generator looks at 32 bits of its seed only.
     number = "" if part.number is None else f".{part.number}"
-    maker = device if device.type == "cuda" else _HOST  # other cards make no numbers of their own
-    generator = torch.Generator(maker).manual_seed(zlib.crc32(f"{seed} {name}{number}".encode()))
+    generator = _generator(device).manual_seed(zlib.crc32(f"{seed} {name}{number}".encode()))
     if len(part.whole_shape) == 1:
-        value = torch.ones(part.whole_shape, dtype=dtype, device=maker)
+        value = torch.ones(part.whole_shape, dtype=dtype, device=generator.device)
     else:
-        value = torch.empty(part.whole_shape, dtype=dtype, device=maker)
+        value = torch.empty(part.whole_shape, dtype=dtype, device=generator.device)
         value.normal_(0, part.random_std, generator=generator)
     if part.dim is not None:
         value = value.narrow(part.dim, part.start, part.end - part.start).clone()
