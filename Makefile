@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PORT ?= 8080
 ARGS ?=
 
-.PHONY: serve try check coverage test test-ranks test-cuda test-hpu lint format bench docs image clean help
+.PHONY: serve try check coverage test test-ranks test-cuda test-hpu test-gaudi-torch lint format bench docs image clean help
 
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -55,6 +55,15 @@ test-cuda:  ## run the device suite on a GPU (PYTHON: one with torch for CUDA, T
 test-hpu:  ## run the device suite on Gaudi cards, write hpu-report.txt (PYTHON: one with Intel's software and the test packages)
 	$(PYTHON) tests/devices/hpu_report.py
 
+GAUDI_TORCHES ?= 2.7.1 2.9.0
+GAUDI_TESTS ?= tests/unit/test_gaudi_right.py tests/devices/test_hpu_stand_in.py tests/devices/test_hpu.py
+
+test-gaudi-torch: $(READY)  ## the stand-in's tests with the torch of Gaudi's releases and NumPy 1.26 (0.8 GB each; GAUDI_TORCHES="2.6.0 ...")
+	for torch in $(GAUDI_TORCHES); do \
+		$(BIN)/python tools/gaudi_torch.py .venv-torch-$$torch $$torch && \
+		PYTHONPATH=src .venv-torch-$$torch/bin/python -m pytest $(GAUDI_TESTS) || exit 1; \
+	done
+
 DEVICE ?= cpu
 IMAGE ?= tgi-$(DEVICE)
 PIP_ARGS ?=
@@ -98,4 +107,4 @@ $(READY): $(LOCKS) pyproject.toml
 	@touch $(READY)
 
 clean:  ## remove the environments
-	rm -rf $(VENV) site .venv-clients .venv-ray tests/clients/node/node_modules tests/page/node_modules
+	rm -rf $(VENV) site .venv-torch-* .venv-clients .venv-ray tests/clients/node/node_modules tests/page/node_modules

@@ -1,8 +1,9 @@
 # A server for Intel Gaudi. Build from the root of the repository: make image DEVICE=gaudi
-# The base brings the driver's libraries, Gaudi's own build of PyTorch and its Python 3.12: torch is not replaced.
-ARG HABANA_VERSION=1.22.2
-ARG HABANA_BUILD=32
-ARG PYTORCH_VERSION=2.7.1
+# The base brings the driver's libraries, Gaudi's own build of PyTorch with its NumPy, and Python 3.12: neither torch nor
+# NumPy is replaced. Other releases, from 1.21 with torch 2.6.0 on, by the three arguments (docs/gaudi.md lists them).
+ARG HABANA_VERSION=1.24.0
+ARG HABANA_BUILD=1007
+ARG PYTORCH_VERSION=2.10.0
 # BASE_IMAGE takes a digest (name:tag@sha256:...): docs/images.md says how to find it and check it.
 ARG BASE_IMAGE=vault.habana.ai/gaudi-docker/${HABANA_VERSION}/ubuntu24.04/habanalabs/pytorch-installer-${PYTORCH_VERSION}:${HABANA_VERSION}-${HABANA_BUILD}
 
@@ -11,11 +12,15 @@ ARG PIP_ARGS=""
 LABEL org.opencontainers.image.title="text-generation-inference (Gaudi)" \
       org.opencontainers.image.licenses="Apache-2.0"
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1
+RUN python3 -c "import sys; sys.exit(0 if sys.version_info >= (3, 11) else 'Python 3.11 or later is needed: the base has %d.%d, as those on Ubuntu 22.04 have; take one on ubuntu24.04' % sys.version_info[:2])"
 WORKDIR /build
 COPY requirements.lock pyproject.toml README.md LICENSE ./
 COPY docker/runtime_requirements.py docker/
 RUN python3 docker/runtime_requirements.py --without-torch > runtime.lock \
-    && python3 -m pip install ${PIP_ARGS} --require-hashes --no-deps -r runtime.lock
+    && python3 -c "from importlib.metadata import version; print(version('torch'), version('numpy'))" > before \
+    && python3 -m pip install ${PIP_ARGS} --require-hashes --no-deps -r runtime.lock \
+    && python3 -c "from importlib.metadata import version; print(version('torch'), version('numpy'))" > after \
+    && cmp before after
 COPY src src
 # Gaudi's software and torch look their user up: number 1000 has a name here, if not Ubuntu's, then ours.
 RUN python3 -m pip install ${PIP_ARGS} --no-deps --no-build-isolation . \

@@ -514,6 +514,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     captures_steps: bool = False  # steps over block tables are padded to sizes that are captured
     max_captured_tokens: int = 0  # of a captured step with prompt tokens; 0: none of these is captured
     prompt_graphs: bool = True  # those of prompts too, unless the user says otherwise
+    compiles_prompts: bool = False  # whatever the user says: passes are compiled rather than captured
     measures_steps: bool = False  # all free memory goes to the KV cache: what steps take is measured before
     meters_memory: bool = False  # it can be told how much memory work takes
     buckets: bool = False  # every step has a shape of the bucket plan, unless the user says otherwise

@@ -179,8 +179,11 @@ def main() -> int:
     if missing := missing_packages():
         print(
             f"{sys.executable} lacks {', '.join(missing)}. Install this project and its test packages beside Intel's"
-            " software (pip install -e '.[dev]', keeping the torch that is there), or name another Python:"
-            " make test-hpu PYTHON=...",
+            " software, whose torch and NumPy stay as they are:\n"
+            "  python3 docker/runtime_requirements.py --without-torch --for-tests > packages.lock\n"
+            "  python3 -m pip install --require-hashes --no-deps -r packages.lock\n"
+            "  python3 -m pip install --no-deps --no-build-isolation -e .\n"
+            "or name another Python: make test-hpu PYTHON=...",
             file=sys.stderr,
         )
         return 2

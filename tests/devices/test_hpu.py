@@ -281,6 +281,33 @@ def test_fp8_products(hpu, fp8_ops, by_square, static):
     close(found, values @ fp8.dequantize_weight(fitted).T + bias, 1e-4)
 
 
+def test_inputs_beyond_what_was_measured_are_brought_into_range(hpu, fp8_ops):
+    """A cast beyond the card's range clips or gives no number, as it pleases."""
+    weight = fp8_ops.pack_fp8(fp8.Fp8Weight(torch.full((4, 8), 120.0).to(fp8.FP8), torch.ones(4), torch.tensor(0.5)))
+    weight = replace(weight, **{name: getattr(weight, name).to(hpu.torch_device) for name in ("data", "scale", "input_scale")})  # fmt: skip
+    rows = fp8_ops.quantize_rows(torch.tensor([[1e4, -1e4, 3.0]]).to(hpu.torch_device), weight)
+    assert rows.data.cpu().float().tolist() == [[hpu.fp8_max, -hpu.fp8_max, 6.0]]
+    stored = fp8_ops.to_cache(torch.tensor([1e4, -1e4, 3.0]).to(hpu.torch_device), 0.5)
+    assert stored.cpu().float().tolist() == [hpu.fp8_max, -hpu.fp8_max, 6.0]
+
+
+def test_a_decode_graph_has_no_input_that_it_does_not_read(hpu, start_hpu, tmp_path, monkeypatch):
+    """Without windows two of its tensors are known by their shapes alone; and nothing is left for the second replay."""
+    if not hpu.bridge.emulated or not hpu.bridge.lazy:
+        pytest.skip("the stand-in tells what a graph reads")
+    from habana_frameworks.torch.hpu.graphs import HPUGraph
+
+    unread = []
+    look = HPUGraph.has_unread
+    monkeypatch.setattr(HPUGraph, "has_unread", lambda graph, count: unread.append(look(graph, count)) or unread[-1])
+    folder = make_tiny("Llama", {"num_hidden_layers": 2}, tmp_path).folder
+    engine = start_hpu(folder, max_batch_size=1, max_total_tokens=32)
+    passes = engine.rank.runner.steps.passes._graphs
+    assert passes.num_captured > 0
+    of_passes = unread[: passes.num_captured]
+    assert not any(of_passes)
+
+
 def test_what_fits_is_left_alone(fp8_ops):
     """Scales that were measured for this card stay as they are."""
     data = torch.full((4, 8), 120.0).to(fp8.FP8)
@@ -662,7 +689,7 @@ def test_a_card_with_little_memory(hpu, start_hpu, tiny, on_cpu, monkeypatch):
     with pytest.raises(ResourceError, match=r"Warm-up stopped before .*: it needs about .* Warm are [1-5] of"):
         start_hpu(tiny.folder)
     monkeypatch.setattr(books, "limit", books.in_use() + (1 << 18))
-    with pytest.raises(ResourceError, match="Lower `max|lower `max|Not enough memory"):
+    with pytest.raises(ResourceError, match="Lower `max|lower `max|Not enough memory|model is too large"):
         start_hpu(tiny.folder, limit_hpu_graph=False, max_batch_total_tokens=None)
 
 
@@ -704,13 +731,12 @@ def run_eager(folder: str) -> None:
     """Without lazy mode, in a process of its own: graphs of torch.compile, and matrices in FP8."""
     wanted = requests()[:5]
     limits = {**LIMITS, "max_batch_size": 1, "max_total_tokens": 60, "pt_hpu_lazy_mode": False}
-    engine = start(Path(folder), device="hpu", limit_hpu_graph=False, **limits)
+    engine = start(Path(folder), device="hpu", limit_hpu_graph=True, **limits)  # which is about captured graphs alone
     count = engine.rank.device.bridge.count_compilations
     warm = count()
     found = [[output.token_ids for output in run(engine, some)] for some in (wanted, sampled_requests()[:5])]
     stats = engine.rank.bucket_stats
-    sampling = warm - stats.num_captured  # programs for one row: watermark, penalties, bias, mask, four draws, tops
-    print(found, sampling, stats.num_captured == stats.num_planned, count() - warm)
+    print(found, stats.num_captured == stats.num_planned, count() - warm)
     engine = start(Path(folder), device="hpu", dtype=None, quantize="fp8", enable_hpu_graph=False, **limits)
     outputs = run(engine, wanted)
     print([output.error for output in outputs if output.error], [output.logprobs[0] for output in outputs])
@@ -721,7 +747,7 @@ def test_eager_mode_and_matrices_in_fp8(hpu, tiny, on_cpu):
         pytest.skip("this process has the card already, or it has no FP8")
     program = f"import test_hpu; test_hpu.run_eager({str(tiny.folder)!r})"
     first, second = run_with_stand_in(program, PT_HPU_LAZY_MODE="0").splitlines()[-2:]
-    assert first == f"{[on_cpu['plain'][:5], on_cpu['sampled'][:5]]} 9 True 0"
+    assert first == f"{[on_cpu['plain'][:5], on_cpu['sampled'][:5]]} True 0"
     assert second.startswith("[] ")
     engine = start(tiny.folder, device="cpu", **LIMITS)
     expected = [output.logprobs[0] for output in run(engine, requests()[:5])]

@@ -46,4 +46,7 @@ def test_a_python_without_the_packages(
     main = report["main"]
     monkeypatch.setitem(main.__globals__, "NEEDED", ["torch", "no_such_package"])
     assert main() == 2
-    assert "lacks no_such_package. Install this project" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "lacks no_such_package. Install this project" in said
+    installs = [line for line in said.splitlines() if "pip install" in line]
+    assert installs and all("--no-deps" in line for line in installs), "else torch is replaced"

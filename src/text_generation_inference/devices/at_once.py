@@ -35,6 +35,7 @@ class AtOnce:
     """The part of `Device` that is about the queue, captures and ranks."""
 
     comm_backend: str
+    settle: Callable[[], None] | None = None
 
     def __init__(self, thread_name: str) -> None:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=thread_name)

@@ -118,6 +118,8 @@ class CudaDevice:
     def supports_fp8(self) -> bool:
         return self.capability >= _FP8
 
+    settle = None
+
     @contextmanager
     def loading(self) -> Generator[Callable[[], AbstractContextManager[Any]], None, None]:
         """Afterwards all that torch holds is in tensors, and what steps take comes from segments that grow: steps of

@@ -74,6 +74,11 @@ class Device(Protocol):
         """Around loading. A device with memory in pools yields a pool of its own for what loading gives back."""
         ...
 
+    @property
+    def settle(self) -> Callable[[], None] | None:
+        """Called while loading, after each matrix: until the device has what was sent to it. None: it has."""
+        ...
+
     def free_bytes(self) -> int:
         """Memory that a KV cache could take now. Gives back first what an allocator keeps for later."""
         ...

@@ -18,17 +18,28 @@ from torch import Tensor, nn
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.at_once import AtOnce
 from text_generation_inference.devices.device import GraphForward
+from text_generation_inference.devices.hpu_graphs import (
+    Call,
+    CompiledLayers,
+    GraphPasses,
+    PaddedPass,
+    PureFunction,
+    ReadInputs,
+    allow_many_shapes,
+    by_layer,
+    compiled,
+    hpu_graphs,
+    ungraphed,
+)
 from text_generation_inference.kernels.batch import Batch
-from text_generation_inference.kernels.block_lists import key_of, put_together, take_apart
-from text_generation_inference.kernels.hpu.bridge import Bridge, is_present, load_bridge, memory_errors
+from text_generation_inference.kernels.fp8 import FP8_MAX
+from text_generation_inference.kernels.hpu.bridge import is_present, load_bridge, memory_errors
 from text_generation_inference.kernels.hpu.ops import HpuGreedy, load_ops
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.parallel.collectives import Collectives, Meeting
 from text_generation_inference.types import ALONE, DeviceMemory, Limits, Place
 
 BLOCK_SIZE = 128
-_torch: Any = torch  # for what torch leaves without types
-_COMPILED_SHAPES = 4096  # torch.compile gives up on a function with more; the bucket plan says how many there are
 # What the software wants to find in the environment where matrices are in FP8, unless the user has set it.
 _FP8_ENVIRONMENT = {
     "ENABLE_EXPERIMENTAL_FLAGS": "true",
@@ -92,7 +103,10 @@ class HpuDevice(AtOnce):
         self.comm_backend = "gloo" if bridge.emulated else "hccl"
         self.torch_device = bridge.device
         self.description = f"{self.name}: {bridge.card}, software {bridge.software}"
+        self.settle = bridge.synchronize
         self.fp8_max = bridge.fp8_max
+        if not custom_kernels and 0 < bridge.fp8_max < FP8_MAX:  # torch's own ops reckon with FP8 up to 448
+            self.fp8_max, self.fp8_needs = 0.0, "the card's own kernels (without `disable_custom_kernels`) on Gaudi 2"
         self.holds_fp8 = not bridge.emulated  # in-place writes to bytes seen as numbers would copy the cache
         prepare = getattr(bridge.core, "hpu_set_inference_env", None) or bridge.core.hpu_set_env
         prepare()
@@ -102,6 +116,7 @@ class HpuDevice(AtOnce):
             dtypes=["bfloat16", "float32"],
             graphs=True,
             prompt_graphs=False,
+            compiles_prompts=not bridge.lazy and self.settings.graphs,
             meters_memory=True,
             max_batch_size=32,
             max_batch_prefill_tokens=4096,
@@ -110,9 +125,11 @@ class HpuDevice(AtOnce):
             step_timeout_s=1800.0,  # a shape that was not warmed up is compiled
         )
         self.ops = self._load_ops(custom_kernels)
+        self._layers = None if bridge.lazy else CompiledLayers()
+        self.ops.run_layer = self._layers
         self._runtime_bytes: int | None = None  # never given away
         if not bridge.lazy:
-            self.submit(_allow_many_shapes)
+            self.submit(allow_many_shapes)
 
     def _load_ops(self, custom_kernels: bool) -> Ops:
         settings, bridge = self.settings, self.bridge
@@ -190,16 +207,22 @@ class HpuDevice(AtOnce):
         self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
     ) -> GraphForward:
         self.bridge.synchronize()  # weights and caches were filled by another thread
-        return _Passes(self.bridge, self._graphs_of(_PaddedPass(forward)), self.settings.graphs)
+        layers = self._layers if self.settings.graphs else None
+        if layers is not None:
+            return GraphPasses(self.bridge, by_layer(layers, PaddedPass(forward)), True)
+        call = self._graphs_of(PaddedPass(forward))
+        if self.settings.graphs and first is not None:
+            call = ReadInputs(call, first)
+        return GraphPasses(self.bridge, call, self.settings.graphs)
 
-    def _graphs_of(self, module: nn.Module) -> "_Call":
+    def _graphs_of(self, module: nn.Module) -> Call:
         if not self.settings.graphs:
-            return _ungraphed(module)
-        return _hpu_graphs(self.bridge, module) if self.bridge.lazy else _compiled(module)
+            return ungraphed(module)
+        return hpu_graphs(self.bridge, module) if self.bridge.lazy else compiled(module)
 
     def _by_shape(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """See `Ops.by_shape`."""
-        call = self._graphs_of(_Function(function))
+        call = self._graphs_of(PureFunction(function))
 
         def run(*tensors: Tensor) -> Any:
             with memory_errors():
@@ -208,77 +231,6 @@ class HpuDevice(AtOnce):
             return out
 
         return run
-
-
-_Call = Callable[[Any, bool], Any]  # (tensors in a dict or list, bypass) -> tensors
-
-
-class _Function(nn.Module):
-    """A function that may overwrite the first of its tensors: a graph changes none of its inputs."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, tensors: list[Tensor]) -> Any:
-        return self._function(tensors[0].clone(), *tensors[1:])
-
-
-class _PaddedPass(nn.Module):
-    """A graph is found by the shapes of tensors in dicts and lists; any other object would be known by its address."""
-
-    def __init__(self, forward: Callable[[Batch], Tensor]) -> None:
-        super().__init__()
-        self._pass = forward
-
-    def forward(self, tensors: dict[str, Tensor]) -> Tensor:
-        return self._pass(put_together(tensors))
-
-
-class _Passes:
-    """Runs passes by the given call: (tensors, bypass) -> logits. On one thread, as ops are gathered by thread."""
-
-    def __init__(self, bridge: Bridge, call: _Call, captures: bool) -> None:
-        self._bridge, self._call, self._captures = bridge, call, captures
-        self._captured: set[object] = set()  # keys
-
-    @property
-    def num_captured(self) -> int:
-        return len(self._captured)
-
-    def __call__(self, batch: Batch, bypass: bool = False) -> Tensor:
-        with memory_errors():
-            out = self._call(take_apart(batch), bypass)
-            self._bridge.mark_step()
-        if self._captures and not bypass:
-            self._captured.add(key_of(batch))
-        return out
-
-
-def _ungraphed(module: nn.Module) -> _Call:
-    return lambda tensors, _: module(tensors)
-
-
-def _hpu_graphs(bridge: Bridge, module: nn.Module) -> _Call:
-    """Lazy mode. The result is the same tensor for every replay of a graph."""
-    # Inputs are bound to a graph rather than copied into it, so that it holds no memory for them.
-    graphed = bridge.torch_hpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
-    return lambda tensors, bypass: graphed(tensors, bypass_hpu_graphs=True) if bypass else graphed(tensors)
-
-
-def _allow_many_shapes() -> None:
-    """On the thread where steps run: the limits are each thread's own."""
-    import torch._dynamo.config as dynamo
-
-    dynamo.recompile_limit = max(_COMPILED_SHAPES, dynamo.recompile_limit)
-    dynamo.accumulated_recompile_limit = max(_COMPILED_SHAPES, dynamo.accumulated_recompile_limit)
-
-
-def _compiled(module: nn.Module) -> _Call:
-    """Without lazy mode: a program for each shape, made by torch.compile."""
-    options = {"keep_input_mutations": True}
-    compiled = _torch.compile(module, backend="hpu_backend", dynamic=False, options=options)
-    return lambda tensors, bypass: (module if bypass else compiled)(tensors)
 
 
 __all__ = ["BLOCK_SIZE", "HpuDevice", "HpuSettings", "is_present"]

@@ -7,6 +7,7 @@ _WORDS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "can't allocate memory",
     "[CUDA]: out of memory",
+    "PT_DEVMEM",  # Gaudi's, at whatever next waits for the card: what lacked memory was launched long before
 )
 _KNOWN_TO_CLIENTS = "CUDA out of memory"
 

@@ -86,13 +86,28 @@ def count_devices(environment: Mapping[str, str], device: str = "cuda") -> int |
     return None
 
 
+def card_bytes(asked: str) -> int | None:
+    """Memory of the smallest card that a model with this setting of `device` runs on; None: there is none, or it cannot
+    be told without opening it."""
+    device = find_device(asked)
+    if device == "cuda":
+        return min((gpu.memory_bytes for gpu in read_driver().gpus), default=None)
+    if device != "hpu":
+        return None
+    words = _ask("hl-smi", "-Q", "memory.total", "-f", "csv,noheader,nounits").split()
+    return min((int(word) << 20 for word in words if word.isdigit()), default=None)
+
+
 def _count_gaudi() -> int:
     return _count_lines("hl-smi", "-Q", "uuid", "-f", "csv,noheader")
 
 
 def _count_lines(*query: str) -> int:
+    return len(_ask(*query).split())
+
+
+def _ask(*query: str) -> str:
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return 0
-    return len(done.stdout.split())
+        return ""

@@ -11,6 +11,7 @@ from text_generation_inference.config import Resolved, ServerConfig, resolve
 from text_generation_inference.devices.device import check_present
 from text_generation_inference.engine.calibrate import read_quant_config
 from text_generation_inference.engine.loop import EngineLoop
+from text_generation_inference.engine.memory import check_described
 from text_generation_inference.engine.rank import Rank, RankFacts
 from text_generation_inference.engine.ranks import Ranks, open_rank
 from text_generation_inference.errors import TgiError
@@ -71,7 +72,12 @@ def start_engine(
     check_present(config)
     with _timed(seconds, "resolve"):
         asked = (config.trust_remote_code, config.num_shard or 1, config.expert_parallel)
-        source = find_model(config, progress, judge=lambda folder: judge(folder, *asked))
+
+        def look_at(folder: Path) -> None:
+            judge(folder, *asked)
+            check_described(config, folder)
+
+        source = find_model(config, progress, judge=look_at)
         if (config.num_shard or 1) > 1:  # before there are processes: nobody has asked that of local models
             judge(source.path, *asked)
         model_config = read_config(source.path)

@@ -1,12 +1,16 @@
 """Whether a model fits its device, before it is loaded."""
 
+from pathlib import Path
+
 import torch
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.device import Device
+from text_generation_inference.devices.visible import card_bytes
 from text_generation_inference.errors import ResourceError, StartError
-from text_generation_inference.models.model import Model
-from text_generation_inference.quant.choose import assign_methods, is_quantized
+from text_generation_inference.models.model import Context, Model
+from text_generation_inference.models.registry import build, read_config, read_quantization
+from text_generation_inference.quant.choose import assign_methods, choose_quantization, is_quantized
 from text_generation_inference.quant.fp8 import ON_LOADING
 from text_generation_inference.quant.low_bit import keep_wide_copies
 from text_generation_inference.quant.quantization import Quantization
@@ -36,15 +40,40 @@ def hold_wide_copies(model: Model, dtype: torch.dtype, device: Device) -> None:
         keep_wide_copies(model, dtype, device.free_bytes() // _SHARE_OF_COPIES)
 
 
+def check_described(config: ServerConfig, folder: Path) -> None:
+    """Raise `ResourceError` if a model of which only the description is there is larger than the cards, even empty."""
+    card = card_bytes(config.device)
+    if card is None or config.load_format == "dummy":
+        return
+    model_config = read_config(folder)
+    quantization = choose_quantization(config.quantize, read_quantization(model_config))
+    if config.quant_config is not None:
+        quantization = ON_LOADING
+    dtype: torch.dtype = getattr(torch, config.dtype or "bfloat16")
+    model = build(model_config, Context(dtype=dtype, trusts_code=config.trust_remote_code))
+    assign_methods(model, quantization)
+    ranks = config.num_shard or 1
+    needed, there = weight_bytes(model, dtype), card * ranks
+    if needed < there:
+        return
+    where = "the card has" if ranks == 1 else f"{ranks} cards have"
+    raise ResourceError(
+        f"The model is too large: its weights take {gigabytes(needed)} in {str(dtype).removeprefix('torch.')},"
+        f" {where} {gigabytes(there)}. What would help: more cards (`num_shard`), `quantize` fp8, a smaller model."
+        " Nothing was downloaded or loaded."
+    )
+
+
 def check_weights_fit(config: ServerConfig, model: Model, dtype: torch.dtype, device: Device) -> None:
     """Raise `ResourceError` if the weights alone, as they will be stored, are larger than the memory."""
-    measured = device.limits.measures_steps
+    measured = device.limits.measures_steps or device.limits.meters_memory
     if not measured and config.load_format != "dummy":  # the host maps files, and may keep them smaller
         return
-    needed, free = weight_bytes(model, dtype), device.free_bytes()
+    needed, free = weight_bytes(model, dtype), device.all_free_bytes()
     if needed < free:
         return
-    ways = [f"a {'GPU' if measured else 'machine'} with more memory", "a smaller model"]
+    place = "GPU" if device.limits.measures_steps else "card" if measured else "machine"
+    ways = [f"a {place} with more memory", "a smaller model"]
     if measured and config.cuda_memory_fraction < 1:
         ways.insert(0, f"a `cuda_memory_fraction` above {config.cuda_memory_fraction}")
     if not is_quantized(model) and device.supports_fp8:

@@ -417,7 +417,8 @@ def load_model(
         hold_wide_copies(model, dtype, device)
         check_weights_fit(config, model, dtype, device)
         with device.loading() as pool:
-            load_dummy(model, dtype, device.torch_device, config.seed, Scratch(pool))
+            scratch = Scratch(pool, device.settle)
+            load_dummy(model, dtype, device.torch_device, config.seed, scratch, device.ops.fp8_on_host)
         return model
     checkpoint = Checkpoint.open(source.weights_path)
     model.adapt(checkpoint.names(), checkpoint.are_equal)
@@ -431,5 +432,6 @@ def load_model(
     copies_by_itself = device.limits.runs_ahead and device.torch_device.type != "cpu"
     uploading = Upload(device.torch_device) if copies_by_itself else nullcontext()
     with device.loading() as pool, uploading as checkpoint.upload:
-        load_checkpoint(model, checkpoint, dtype, device.torch_device, ignored, progress, Scratch(pool))
+        about = (ignored, progress, Scratch(pool, device.settle), device.ops.fp8_on_host)
+        load_checkpoint(model, checkpoint, dtype, device.torch_device, *about)
     return model

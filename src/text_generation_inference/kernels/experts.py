@@ -6,6 +6,7 @@ are always taken in the same order.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from text_generation_inference.kernels.low_bit import LowBitWeight, dequantize
 from text_generation_inference.kernels.low_bit import quantize_rows as quantize_to_int8
 from text_generation_inference.kernels.matrices import BlockPieces, Weight, plain
 
+_grouped_mm: Any = getattr(F, "grouped_mm", None)  # torch before 2.10 has none
 _CLAMP, _SLOPE = 7.0, 1.702  # of GPT-OSS
 
 
@@ -100,8 +102,8 @@ def _multiply(rows: Tensor, weight: Weight, ends: Tensor) -> Tensor:
 def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """rows of each group times the transposed matrix of that group."""
     aligned = all(size * rows.dtype.itemsize % 16 == 0 for size in matrices.shape[1:])
-    if aligned and len(rows) and (rows.is_cpu or _groups_on_device(rows)):
-        return F.grouped_mm(rows, matrices.transpose(-2, -1), offs=ends.to(torch.int32))
+    if _grouped_mm is not None and aligned and len(rows) and (rows.is_cpu or _groups_on_device(rows)):
+        return _grouped_mm(rows, matrices.transpose(-2, -1), offs=ends.to(torch.int32))
     # Every expert multiplies all rows, and its own are kept.
     owners = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
     out = rows.new_zeros((len(rows), matrices.shape[1]))

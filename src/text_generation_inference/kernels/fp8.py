@@ -16,6 +16,7 @@ from text_generation_inference.kernels.partial_sum import PartialSum
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # powers of two; torch 2.6 has none
 SQUARE = 128
 _SMALLEST_SCALE = 1e-12  # of a row of zeros
 _ROWS_AT_A_TIME = 8 * SQUARE

@@ -5,9 +5,9 @@ type checker holds against the protocols, as it does all callers. A new op is a 
 and a field of `Ops`; one that only some devices have is None elsewhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -282,6 +282,8 @@ class Ops:
     description: str = "reference ops"
     pack_linear: PackLinearOp = reference.pack_linear
     pack_fp8: PackFp8Op = fp8.pack_fp8
+    fp8_max: float = fp8.FP8_MAX  # the largest number of the device's e4m3
+    fp8_on_host: bool = False  # weights are quantised and widened there, until `pack_fp8` sends them
     pack_low_bit: PackLowBitOp = low_bit.pack_low_bit
     # Ops that take matrices in few bits; for others they are widened when they are read.
     low_bit_keeps_wide: bool = False  # `linear` is faster for many rows if it has the values of few bits, too
@@ -317,3 +319,4 @@ class Ops:
     greedy_into: GreedyIntoOp = choice.greedy_into
     choose_into: ChooseIntoOp = choice.choose_into
     by_shape: ByShapeOp | None = None  # for a device that makes a graph for each shape
+    run_layer: Callable[..., Any] | None = None  # (layer, *what its `forward` takes): where layers are compiled

@@ -267,7 +267,8 @@ def _gather(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
     """The first `length` cached tokens of each row -> `[rows, length, kv_heads, head_dim]`."""
     block_size = cache.shape[1]
     blocks = block_tables[:, : -(-length // block_size)].long()
-    return cache[blocks].flatten(1, 2)[:, :length]
+    stored = cache.view(torch.uint8) if cache.dtype is fp8.FP8 else cache  # not every torch picks numbers in FP8
+    return stored[blocks].flatten(1, 2)[:, :length].view(cache.dtype)
 
 
 def _reach(window: int | None, attention_chunk: int | None) -> int | None:

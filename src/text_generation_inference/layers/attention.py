@@ -131,7 +131,7 @@ class Attention(SelfAttention):
         q, k, v = fused.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
         if is_changed:
             q, k, v = self._change(q, k, v)
-        kv_scales = self.cache_scales.of(k_cache.dtype)
+        kv_scales = self.cache_scales.of(k_cache.dtype, self.ops.fp8_max)
         q = self.ops.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales, norms)
         if self.temperatures is not None:
             q = (q * self.temperatures[batch.positions][:, None, None]).to(q.dtype)

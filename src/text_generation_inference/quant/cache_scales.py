@@ -5,7 +5,7 @@ From the checkpoint, from a measurement, or 1. A part of an attention, below whi
 
 import torch
 
-from text_generation_inference.kernels.fp8 import FP8
+from text_generation_inference.kernels.fp8 import FP8, FP8_MAX
 from text_generation_inference.weights.declare import Module, Number
 
 # Where checkpoints have them; the first that is there counts.
@@ -30,6 +30,11 @@ class CacheScales(Module):
     def declare_numbers(self) -> list[Number]:
         return [Number(side, names, self.needed, side in self._known) for side, names in _NAMES.items()]
 
-    def of(self, cache_dtype: torch.dtype) -> tuple[float, float]:
-        """Those that a cache of this type is written and read with."""
-        return (self.k, self.v) if cache_dtype is FP8 else (1.0, 1.0)
+    def of(self, cache_dtype: torch.dtype, fp8_max: float = FP8_MAX) -> tuple[float, float]:
+        """Those that a cache of this type is written and read with, on a device whose FP8 end at `fp8_max`."""
+        return (self._fit("k", fp8_max), self._fit("v", fp8_max)) if cache_dtype is FP8 else (1.0, 1.0)
+
+    def _fit(self, side: str, fp8_max: float) -> float:
+        """Checkpoints are made for 448, measurements for the device; 1 was found by nobody."""
+        scale: float = getattr(self, side)
+        return scale if side in self._known or scale == 1 else scale * (FP8_MAX / fp8_max)

@@ -98,6 +98,8 @@ class CompressedTensors(Quantization):
 class WidenedParts(Method):
     """Parts that are stored in different ways, each widened to the model's type when it is read."""
 
+    holds_fp8 = True  # some may be
+
     def __init__(self, methods: dict[str, Method]) -> None:
         self._methods = methods  # by the part's name
 

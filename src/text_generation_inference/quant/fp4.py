@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.kernels.fp8 import E8M0
 from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.quant.groups import KeptSlice, read_typed
 from text_generation_inference.quant.integers import ONE, beside, check_whole
@@ -100,7 +101,7 @@ class StoredFp4(StoredLowBit):
 
     def _read_scale(self, name: str, wanted: Wanted, checkpoint: Checkpoint) -> Tensor:
         if self.stored.global_scale is None:
-            exponents = read_typed(wanted, checkpoint, torch.uint8, torch.float8_e8m0fnu).view(torch.uint8)
+            exponents = read_typed(wanted, checkpoint, torch.uint8, *([] if E8M0 is None else [E8M0])).view(torch.uint8)
             scale = torch.exp2(exponents.float() - _BIAS).bfloat16()  # 255, which is none, is beyond all numbers
         else:
             scale = read_typed(wanted, checkpoint, torch.float8_e4m3fn).float()

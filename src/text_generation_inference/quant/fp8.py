@@ -60,6 +60,8 @@ class Fp8Scheme:
 class Fp8(Method):
     """A matrix in FP8, multiplied with inputs in FP8. Quantises a plain one; the scales are those of its rows."""
 
+    holds_fp8 = True
+
     def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
         return self.make(parts, lambda name, part: read_plain(name, part, checkpoint, device), dtype)
 
@@ -154,6 +156,8 @@ class StoredFp8(Fp8):
 
 class WidenedFp8(Method):
     """Stored in FP8, all of it or some parts, and widened to the model's type when it is read."""
+
+    holds_fp8 = True
 
     def __init__(self, schemes: dict[str, Fp8Scheme], is_certain: bool) -> None:
         self.schemes = schemes  # by the part's name; of others there are none

@@ -32,7 +32,7 @@ def penalise(scores: Tensor, history: Tensor, lengths: Tensor, prompts: Tensor, 
     shares = torch.where(by_length > 0, is_known / lengths, in_output.float())
     scores.scatter_add_(1, seen_ids, -(frequency * shares))
     # Where the output does not have an id: the last token, which is in the output if there is any.
-    last = history.gather(1, (lengths - 1).clamp(0, history.shape[1] - 1))
+    last = history.gather(1, (lengths - 1).clamp(0, history.shape[1] - 1).long())
     output_ids = torch.where(in_output, history, last)
     amount = torch.where(lengths > prompts, presence, 0.0)
     return scores.scatter_(1, output_ids, scores.gather(1, output_ids) - amount)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.files import check_plain_file, read_json_object
+from text_generation_inference.kernels.fp8 import E8M0
 from text_generation_inference.weights.model_files import BLOCKS, INDEX, WEIGHTS, explain_pickles
 from text_generation_inference.weights.upload import FileSpan, Identity, Upload, identify
 
@@ -27,7 +28,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
+    **({} if E8M0 is None else {"F8_E8M0": E8M0}),
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,

@@ -119,6 +119,8 @@ class Beside:
 class Storage:
     """How a declared tensor is stored: here a plain tensor for each part. Matrices have methods of `quant`."""
 
+    holds_fp8 = False  # reading it rounds to FP8 or widens them, which not every device does in full
+
     def holder(self, part: Part) -> tuple[str, tuple[int, ...]]:
         """The tensor that holds a part in a checkpoint: name relative to the module's parent, and shape."""
         return part.name, part.shape

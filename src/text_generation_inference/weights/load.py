@@ -8,19 +8,22 @@ import math
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.kernels.fp8 import E8M0
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
-from text_generation_inference.weights.declare import Module, Number, Part, Shapes
+from text_generation_inference.weights.declare import Module, Number, Part, Read, Shapes
 from text_generation_inference.weights.progress import Progress, silent
 from text_generation_inference.weights.scratch import Scratch
 
 _NO_SCRATCH = Scratch()
+_HOST = torch.device("cpu")
 
-_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e8m0fnu)
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, E8M0)
 
 
 def load_checkpoint(
@@ -31,6 +34,7 @@ def load_checkpoint(
     ignored: Iterable[str] = (),
     progress: Progress = silent,
     scratch: Scratch = _NO_SCRATCH,
+    fp8_on_host: bool = False,  # see `Ops`
 ) -> None:
     """Read every declared tensor. `ignored` are patterns of checkpoint names that may be left over."""
     check_tensors(model, {name: checkpoint.shape(name) for name in checkpoint.names()}, ignored, str(checkpoint.folder))
@@ -39,7 +43,7 @@ def load_checkpoint(
     with scratch():
         checkpoint.announce(_order(model, checkpoint))
     for prefix, module in model.walk():
-        for count in load_module(prefix, module, checkpoint, dtype, device, scratch):
+        for count in load_module(prefix, module, checkpoint, dtype, device, scratch, fp8_on_host):
             done += count
             progress("load weights", done, total)
 
@@ -51,16 +55,23 @@ def load_module(
     dtype: torch.dtype,
     device: torch.device,
     scratch: Scratch = _NO_SCRATCH,
+    fp8_on_host: bool = False,
 ) -> Iterator[int]:
     """Read what one module declares, and not what is below it; yields how many tensors have been read each time."""
     for declared in module.declare():
+        on_host = fp8_on_host and declared.storage.holds_fp8
         with scratch():
-            value = declared.storage.read(declared.named(prefix), checkpoint, dtype, device)
-        setattr(module, declared.attribute, scratch.keep(value))
+            value = declared.storage.read(declared.named(prefix), checkpoint, dtype, _HOST if on_host else device)
+        _keep(module, declared.attribute, value, device, scratch)
         del value
         yield len(declared.parts)
     _set_numbers(prefix, module, checkpoint)
     module.finish()
+
+
+def _keep(module: Module, attribute: str, value: Any, device: torch.device, scratch: Scratch) -> None:
+    """What was widened on the host goes to the device; what is in FP8 there goes when it is packed."""
+    setattr(module, attribute, scratch.keep(value.to(device) if isinstance(value, Tensor) else value))
 
 
 def _order(model: Module, checkpoint: Checkpoint) -> Iterator[Wanted]:
@@ -185,31 +196,44 @@ def read_scales(name: str, checkpoint: Checkpoint) -> Tensor:
 
 
 def load_dummy(
-    model: Module, dtype: torch.dtype, device: torch.device, seed: int, scratch: Scratch = _NO_SCRATCH
+    model: Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    scratch: Scratch = _NO_SCRATCH,
+    fp8_on_host: bool = False,
 ) -> None:
     """Random weights that depend on the seed and on each tensor's name alone, small enough to keep outputs finite."""
 
-    def make(name: str, part: Part) -> Tensor:
-        return _random(name, part, dtype, device, seed)
+    def make_on(where: torch.device) -> Read:
+        return lambda name, part: _random(name, part, dtype, where, seed)
 
     for prefix, module in model.walk():
         for declared in module.declare():
+            on_host = fp8_on_host and declared.storage.holds_fp8
             with scratch():
-                value = declared.storage.make(declared.named(prefix), make, dtype)
-            setattr(module, declared.attribute, scratch.keep(value))
+                value = declared.storage.make(declared.named(prefix), make_on(_HOST if on_host else device), dtype)
+            _keep(module, declared.attribute, value, device, scratch)
             del value
         module.finish()
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    try:
+        return torch.Generator(device)
+    except RuntimeError:  # not every device makes numbers of its own
+        return torch.Generator(_HOST)
 
 
 def _random(name: str, part: Part, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     # The CPU generator looks at 32 bits of its seed only.
     number = "" if part.number is None else f".{part.number}"
-    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}{number}".encode()))
+    generator = _generator(device).manual_seed(zlib.crc32(f"{seed} {name}{number}".encode()))
     if len(part.whole_shape) == 1:
-        value = torch.ones(part.whole_shape, dtype=dtype, device=device)
+        value = torch.ones(part.whole_shape, dtype=dtype, device=generator.device)
     else:
-        value = torch.empty(part.whole_shape, dtype=dtype, device=device)
+        value = torch.empty(part.whole_shape, dtype=dtype, device=generator.device)
         value.normal_(0, part.random_std, generator=generator)
     if part.dim is not None:
         value = value.narrow(part.dim, part.start, part.end - part.start).clone()
-    return part.arrange(value)
+    return part.arrange(value).to(device)

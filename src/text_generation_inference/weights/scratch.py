@@ -15,8 +15,9 @@ Pool = Callable[[], AbstractContextManager[Any]]  # inside, this thread allocate
 
 
 class Scratch:
-    def __init__(self, pool: Pool | None = None) -> None:
+    def __init__(self, pool: Pool | None = None, settle: Callable[[], None] | None = None) -> None:
         self._pool = pool
+        self._settle = settle  # until the device has what was sent to it: sources stay alive until then
 
     def __call__(self) -> AbstractContextManager[Any]:
         """What is made inside must be gone soon, or be kept."""
@@ -24,6 +25,8 @@ class Scratch:
 
     def keep(self, value: Any) -> Any:
         """A tensor, or a dataclass of tensors, that was made inside: as one that stays. Called outside."""
+        if self._settle is not None:
+            self._settle()
         if self._pool is None:
             return value
         if isinstance(value, Tensor):

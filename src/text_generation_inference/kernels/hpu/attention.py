@@ -31,6 +31,7 @@ from text_generation_inference.kernels.hpu.bridge import Bridge
 from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
 
 _LEAST = -1e30  # below any score. Not -inf: a block outside the window has nothing else, and inf - inf is no number
+_ADJUSTS_SINCE = (1, 22, 0, 494)  # vLLM takes the op from this release on
 
 
 class HpuAttention:
@@ -42,7 +43,7 @@ class HpuAttention:
         self._flash = flash
         self._recompute = recompute
         self._wide_softmax = wide_softmax  # scores of decoding in float32 rather than the model's type
-        self._adjust: Any = torch.ops.hpu.block_softmax_adjustment if bridge.generation >= 3 else None
+        self._adjust = _find_adjustment(bridge)
         self._own: tuple[Tensor, Tensor] | None = None  # keys and values of the layer that is running, as cached
 
     # -- positions and the cache -----------------------------------------------------------------------------------
@@ -221,25 +222,39 @@ class HpuAttention:
             scores = softcap * torch.tanh(scores / softcap)
         scores = torch.where(seen[:, None, None, :], scores, _LEAST)
         largest = scores.amax(-1, keepdim=True)
+        adjusts = self._adjust is not None and q.dtype is torch.bfloat16
+        if adjusts:  # what the card's op reads: weights are then relative to the rounded maximum, too
+            largest = largest.bfloat16()
         weights = torch.exp(scores - largest)
-        factors = self._join(largest, weights.sum(-1, keepdim=True), groups, mapping)
+        sums = weights.sum(-1, keepdim=True)
+        factors = self._adjusted(largest, sums, groups, rows) if adjusts else _join(largest, sums, groups, mapping)
         mixed = (weights.to(q.dtype) @ values) * factors.to(q.dtype)
         return _add_up(mixed.flatten(1), mapping)
 
-    def _join(self, largest: Tensor, sums: Tensor, groups: Tensor, mapping: Tensor) -> Tensor:
-        """What each block's result is multiplied with so that the blocks of a row add up to a softmax."""
-        blocks, rows = mapping.shape
+    def _adjusted(self, largest: Tensor, sums: Tensor, groups: Tensor, rows: int) -> Tensor:
+        """See `_join`, by the card's op. It is tested in bfloat16: its float32 is not, by those who make it."""
         owner = torch.where(groups < 0, rows, groups)  # fillers have a group of their own
-        if self._adjust is not None:
-            shape = (*largest.shape, 1)  # the op wants five dimensions
-            factors = self._adjust(largest.view(shape), sums.to(largest.dtype).view(shape), owner, rows + 1)
-            return factors.view(largest.shape)
-        best = torch.full((rows + 1, *largest.shape[1:]), _LEAST, dtype=largest.dtype, device=largest.device)
-        best = best.index_reduce_(0, owner.long(), largest, "amax")
-        change = torch.exp(largest - best.index_select(0, owner))
-        scaled = (sums * change).view(blocks, -1)
-        total = mapping.to(scaled.dtype) @ _sum_rows(scaled, mapping)
-        return change / torch.maximum(total, scaled).view(change.shape)  # a filler's total is 0 by itself
+        shape = (*largest.shape, 1)  # the op wants five dimensions
+        return self._adjust(largest.view(shape), sums.bfloat16().view(shape), owner, rows + 1).view(largest.shape)
+
+
+def _find_adjustment(bridge: Bridge) -> Any:
+    """The card's op for joining blocks, where the software has one that is known to be right."""
+    if bridge.generation < 3 or bridge.version < _ADJUSTS_SINCE:
+        return None
+    return getattr(torch.ops.hpu, "block_softmax_adjustment", None)
+
+
+def _join(largest: Tensor, sums: Tensor, groups: Tensor, mapping: Tensor) -> Tensor:
+    """What each block's result is multiplied with so that the blocks of a row add up to a softmax."""
+    blocks, rows = mapping.shape
+    owner = torch.where(groups < 0, rows, groups)  # fillers have a group of their own
+    best = torch.full((rows + 1, *largest.shape[1:]), _LEAST, dtype=largest.dtype, device=largest.device)
+    best = best.index_reduce_(0, owner.long(), largest, "amax")
+    change = torch.exp(largest - best.index_select(0, owner))
+    scaled = (sums * change).view(blocks, -1)
+    total = mapping.to(scaled.dtype) @ _sum_rows(scaled, mapping)
+    return change / torch.maximum(total, scaled).view(change.shape)  # a filler's total is 0 by itself
 
 
 def _sum_rows(x: Tensor, mapping: Tensor) -> Tensor:

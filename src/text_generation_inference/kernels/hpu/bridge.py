@@ -7,6 +7,7 @@ Everything else here asks a `Bridge` which card and mode it runs in. The package
 import importlib
 import importlib.util
 import os
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ class Bridge:
     @property
     def card(self) -> str:
         return "Gaudi" if self.generation == 1 else f"Gaudi{self.generation}"
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Of the software, as far as it is numbers; () where it is not known."""
+        return tuple(int(number) for number in re.findall(r"\d+", self.software.split("+")[0])[:4])
 
     @property
     def fp8_max(self) -> float:

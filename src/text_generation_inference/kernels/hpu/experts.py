@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels import experts as reference
+from text_generation_inference.kernels.fp8 import Fp8Weight, dequantize_weight
 from text_generation_inference.kernels.matrices import Weight
 
 
@@ -18,7 +19,12 @@ def experts(
     scale_inputs: bool = False,
     per_call: int = -1,  # at most so many experts in one call, which older software needs; -1: all
 ) -> Tensor:
-    """See `kernels.experts`, which does what the card's op does not: other gates, biases, scaled inputs, FP8."""
+    """See `kernels.experts`, which does what the card's op does not: other gates, biases, scaled inputs, few bits.
+
+    Matrices in FP8 are widened for each pass, and what goes into them is not rounded: that is more precise, and needs
+    more memory for a while.
+    """
+    gate_up, down = (_widen(weight, x.dtype) for weight in (gate_up, down))
     is_known = gate == "silu" and biases is None and not scale_inputs
     if not is_known or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         return reference.experts(x, ids, weights, gate_up, down, gate, biases, scale_inputs)
@@ -42,3 +48,7 @@ def experts(
         out = part if out is None else out + part
     assert out is not None
     return out
+
+
+def _widen(weight: Weight, dtype: torch.dtype) -> Weight:
+    return dequantize_weight(weight).to(dtype) if isinstance(weight, Fp8Weight) else weight

@@ -1,8 +1,9 @@
 """Products in FP8 on Gaudi.
 
-The card's e4m3 ends at 240 (Gaudi 2) or 448 (Gaudi 3): bits that mean more are no numbers on Gaudi 2, so
-weights that were made for 448 are fitted first. Weights have a scale per output row; those with a scale per square are
-brought to that form when they are loaded.
+The card's e4m3 ends at 240 (Gaudi 2) or 448 (Gaudi 3). On Gaudi 2 a cast beyond 240 clips or gives no number, and so
+does widening bits that mean more. So weights are quantised, widened and fitted on the host there, and what is cast on
+the card is brought into range first. Weights have a scale per output row; those with a scale per square are brought to
+that form when they are loaded.
 """
 
 from typing import Any
@@ -22,35 +23,48 @@ _ROWS_AT_A_TIME = 1024
 class Fp8Ops:
     def __init__(self, bridge: Bridge) -> None:
         self._full_scale = bridge.fp8_max
+        self._device = bridge.device
         self._ops: Any = torch.ops.hpu
 
     def pack_fp8(self, weight: Fp8Weight) -> Fp8Weight:
-        """The weight in the form and range that the card multiplies. Called once after loading, on any device."""
-        if not weight.by_square and float(weight.data.cpu().float().abs().max()) <= self._full_scale:
-            return weight
-        data = torch.empty_like(weight.data)
+        """The weight in the form and range that the card multiplies, and there. Called once after loading, wherever
+        that has left it."""
+        on_host = weight.data.cpu()
+        if not weight.by_square and float(on_host.float().abs().max()) <= self._full_scale:
+            return self._send(weight)
+        data = torch.empty_like(on_host)
         scales: list[Tensor] = []
         rows = weight.shape[0]
         for first in range(0, rows, _ROWS_AT_A_TIME):  # a few at a time, as they are widened
             part = slice(first, min(first + _ROWS_AT_A_TIME, rows))
-            wide = weight.data[part].cpu().float() * _spread(weight, part).cpu()  # the card would read some as NaN
+            wide = on_host[part].float() * _spread(weight, part).cpu()
             scale = (wide.abs().amax(-1) / self._full_scale).clamp(min=_SMALLEST)
-            data[part] = (wide / scale[:, None]).clamp(-self._full_scale, self._full_scale).to(FP8).to(data.device)
+            data[part] = (wide / scale[:, None]).clamp(-self._full_scale, self._full_scale).to(FP8)
             scales.append(scale)
-        scale = torch.cat(scales).to(weight.scale.device)
         input_scale = weight.input_scale
         if input_scale is not None:  # whoever made the weight for 448 has chosen it for 448, too
             input_scale = input_scale * (FP8_MAX / self._full_scale)
+        return self._send(Fp8Weight(data, torch.cat(scales), input_scale, weight.dtype, weight.input_bound))
+
+    def _send(self, weight: Fp8Weight) -> Fp8Weight:
+        if weight.data.device.type == self._device.type:
+            return weight
+        input_scale = None if weight.input_scale is None else weight.input_scale.to(self._device)
+        data, scale = weight.data.to(self._device), weight.scale.to(self._device)
         return Fp8Weight(data, scale, input_scale, weight.dtype, weight.input_bound)
 
     def quantize_rows(self, x: Tensor, quantize_for: Fp8Weight) -> Fp8Rows:
         """x `[tokens, in]`, with the one scale that was measured for this weight's inputs, else one per row."""
         if quantize_for.input_scale is not None:
             scale = quantize_for.input_scale
+            bound = scale * self._full_scale  # inputs may be larger than those that were measured
+            x = torch.minimum(torch.maximum(x.float(), -bound), bound).to(x.dtype)
         else:
-            scale = ((x.abs().amax(-1, keepdim=True) + _SMALLEST) / self._full_scale).float()
-        data = self._ops.cast_to_fp8_v2(x, scale.reciprocal(), False, False, FP8)[0]
-        return Fp8Rows(data, scale)
+            scale = (x.float().abs().amax(-1, keepdim=True) + _SMALLEST) / self._full_scale
+        return Fp8Rows(self._cast(x, scale.reciprocal()), scale)
+
+    def _cast(self, x: Tensor, factor: Tensor | float) -> Tensor:
+        return self._ops.cast_to_fp8_v2(x, factor, False, False, FP8)[0]
 
     def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if not isinstance(weight, Fp8Weight):
@@ -65,7 +79,8 @@ class Fp8Ops:
 
     def to_cache(self, values: Tensor, scale: float) -> Tensor:
         """What a cache in FP8 holds of values."""
-        return self._ops.cast_to_fp8_v2(values, 1 / scale, False, False, FP8)[0]
+        bound = scale * self._full_scale
+        return self._cast(values.clamp(-bound, bound), 1 / scale)
 
     def from_cache(self, stored: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         return self._ops.cast_from_fp8(stored, scale, dtype)

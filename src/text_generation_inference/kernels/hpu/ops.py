@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels import reference
-from text_generation_inference.kernels.fp8 import Fp8Weight, apply_scales
+from text_generation_inference.kernels.fp8 import FP8_MAX, Fp8Weight, apply_scales
 from text_generation_inference.kernels.hpu.attention import HpuAttention
 from text_generation_inference.kernels.hpu.bridge import Bridge
 from text_generation_inference.kernels.hpu.experts import experts
@@ -99,6 +99,8 @@ def load_ops(
         description,
         greedy=HpuGreedy(bridge).greedy,
         pack_fp8=fp8.pack_fp8,
+        fp8_max=bridge.fp8_max or FP8_MAX,
+        fp8_on_host=bridge.fp8_max < FP8_MAX,
         pack_low_bit=uint4.pack_low_bit,
         low_bit_ops=frozenset(("linear",)) if has_uint4() else frozenset(),
         low_bit_kinds=KINDS,

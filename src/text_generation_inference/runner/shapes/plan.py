@@ -113,6 +113,8 @@ def plan_padded(config: ServerConfig, limits: PlanLimits) -> BucketPlan:
 
 def limits_graphs(config: ServerConfig, device: Limits) -> bool:
     """Whether prompts run without graphs, where every pass is padded."""
+    if device.compiles_prompts:
+        return False
     if config.limit_hpu_graph is not None:
         return config.limit_hpu_graph
     return not device.prompt_graphs

@@ -153,6 +153,8 @@ class WarmUp:
         num_bytes, lacked = 0, False
         try:
             num_bytes = self._measure(bucket, scored)
+            if self.meter is not None:
+                self.meter.free()  # waits for the device, which may say only now that memory lacked
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -140,6 +140,7 @@ class HPUGraph:
         assert self._recorder is not None and not self._recorder.steps, "marked once the capture has begun, before work"
         self._recorder.inputs = [self._recorder._slot(tensor) for tensor in static_tlist]
         self._marked = [torch.empty_like(tensor, device="meta") for tensor in static_tlist]
+        self._recorder.steps.clear()  # that was no work of the pass
 
     def mark_user_outputs(self, static_tlist: list[Tensor]) -> None:
         self._outputs = list(static_tlist)
@@ -147,6 +148,12 @@ class HPUGraph:
     def capture_end(self) -> None:
         self.abandon()
         books.compilations += 1
+
+    def has_unread(self, num_inputs: int) -> bool:
+        recorder = self._recorder
+        assert recorder is not None
+        read = {leaf.number for step in recorder.steps for leaf in _leaves((step.args, step.kwargs)) if isinstance(leaf, _Slot)}  # fmt: skip
+        return any(number not in read for number in recorder.inputs[:num_inputs])
 
     def abandon(self) -> None:
         assert self._recorder is not None and self._no_host is not None
@@ -284,6 +291,7 @@ class _Captured:
     graph: HPUGraph
     result: Any
     inputs: list[Tensor]  # with the tensor cache: what every call is copied into
+    copies_unread: bool  # inputs that the graph does not read: copied at each hit, and the first time that is compiled
 
 
 def wrap_in_hpu_graph(
@@ -311,9 +319,10 @@ def wrap_in_hpu_graph(
             recording.abandon()
             raise
         recording.capture_end()
+        unread = recording.has_unread(len(inputs))
         recording.finish([leaf for leaf in _leaves(result) if isinstance(leaf, Tensor)])
         kept = [] if disable_tensor_cache else [tensor.clone() for tensor in inputs]
-        return _Captured(recording, result, kept)
+        return _Captured(recording, result, kept, unread)
 
     def run(key: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Without a graph; its memory is known once it has run."""
@@ -345,6 +354,9 @@ def wrap_in_hpu_graph(
         if warmup_mode:
             mark_step()
             return captured.result
+        if captured.copies_unread:
+            captured.copies_unread = False
+            books.compilations += 1
         inputs = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for kept, given in zip(captured.inputs, inputs, strict=False):
             kept.copy_(given)

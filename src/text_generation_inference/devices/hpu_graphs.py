@@ -1,0 +1,191 @@
+"""The passes of a plan on a Gaudi card: captured as HPU graphs in lazy mode, compiled layer by layer without it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.block_lists import key_of, put_together, take_apart
+from text_generation_inference.kernels.hpu.bridge import Bridge, memory_errors
+
+_torch: Any = torch  # for what torch leaves without types
+_COMPILED_SHAPES = 4096  # torch.compile gives up on a function with more; the bucket plan says how many there are
+# By their names since torch 2.7, and those before.
+_SHAPE_LIMITS = (
+    ("recompile_limit", "cache_size_limit"),
+    ("accumulated_recompile_limit", "accumulated_cache_size_limit"),
+)
+Call = Callable[..., Any]  # (tensors in a dict or list, bypass, what else a graph is found by) -> tensors
+_Unread = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # names, shapes and types
+_GRAPH_CALLS = 3  # until a graph meets nothing new: capturing, the first replay, and what that copies
+
+
+def _shapes_of(tensors: dict[str, Tensor] | list[Tensor]) -> tuple[object, ...]:
+    named = tensors.items() if isinstance(tensors, dict) else enumerate(tensors)
+    return tuple((name, tuple(tensor.shape)) for name, tensor in named)
+
+
+class PureFunction(nn.Module):
+    """A function that may overwrite the first of its tensors: a graph changes none of its inputs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, tensors: list[Tensor]) -> Any:
+        return self._function(tensors[0].clone(), *tensors[1:])
+
+
+class PaddedPass(nn.Module):
+    """A graph is found by the shapes of tensors in dicts and lists; any other object would be known by its address."""
+
+    def __init__(self, forward: Callable[[Batch], Tensor]) -> None:
+        super().__init__()
+        self._pass = forward
+
+    def forward(self, tensors: dict[str, Tensor], unread: "_Unread" = ()) -> Tensor:
+        """`unread`: tensors of which no op reads anything but their shape, which is part of what a graph is found by.
+        As a tensor without memory each can be asked for that, and for nothing else."""
+        if unread:
+            shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in unread}
+            tensors = {**tensors, **shapes}
+        return self._pass(put_together(tensors))
+
+
+class _Noted(TorchDispatchMode):
+    """Which of some tensors any op is given."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()  # pyright: ignore
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self.read: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_leaves((args, kwargs))
+        self.read.update(self._names[id(value)] for value in given if id(value) in self._names)
+        return func(*args, **(kwargs or {}))
+
+
+class ReadInputs:
+    """Hands a graph the tensors that it reads.
+
+    One that it does not is copied into it at every replay, and the first such copy is compiled while requests wait.
+    What is read when decoding is found by `first`, the same pass through fewer layers; of prompts, which are masked
+    by shape, all is handed over.
+    """
+
+    def __init__(self, call: "Call", first: Callable[[Batch], object]) -> None:
+        self._call, self._first = call, first
+        self._read: dict[object, set[str]] = {}
+
+    def __call__(self, tensors: dict[str, Tensor], bypass: bool, *_: Any) -> Any:
+        if bypass or "block_list" not in tensors:
+            return self._call(tensors, bypass)
+        key = tuple(tensors)
+        if key not in self._read:
+            with _Noted(tensors) as noted:
+                self._first(put_together(tensors))
+            self._read[key] = noted.read
+        read = self._read[key]
+        unread = tuple((name, tuple(x.shape), x.dtype) for name, x in tensors.items() if name not in read)
+        return self._call({name: x for name, x in tensors.items() if name in read}, False, unread)
+
+
+class GraphPasses:
+    """Runs passes by the given call: (tensors, bypass) -> logits. On one thread, as ops are gathered by thread."""
+
+    def __init__(self, bridge: Bridge, call: Call, captures: bool) -> None:
+        self._bridge, self._call, self._captures = bridge, call, captures
+        self._captured: set[object] = set()  # keys
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
+
+    def __call__(self, batch: Batch, bypass: bool = False) -> Tensor:
+        with memory_errors():
+            out = self._call(take_apart(batch), bypass)
+            self._bridge.mark_step()
+        if self._captures and not bypass:
+            self._captured.add(key_of(batch))
+        return out
+
+
+def ungraphed(module: nn.Module) -> Call:
+    def call(tensors: Any, bypass: bool) -> Any:
+        return module(tensors)
+
+    return call
+
+
+def hpu_graphs(bridge: Bridge, module: nn.Module) -> Call:
+    """Lazy mode. The result is the same tensor for every replay of a graph."""
+    # Inputs are bound to a graph rather than copied into it, so that it holds no memory for them.
+    graphed = bridge.torch_hpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
+    met: set[object] = set()
+
+    def call(tensors: Any, bypass: bool, *about: Any) -> Any:
+        if bypass:
+            return graphed(tensors, bypass_hpu_graphs=True)
+        out = graphed(tensors, *about)
+        key = (_shapes_of(tensors), about)
+        if key not in met:  # a pass changes nothing if it is done again
+            for _ in range(_GRAPH_CALLS - 1):
+                bridge.synchronize()
+                out = graphed(tensors, *about)
+            met.add(key)
+        return out
+
+    return call
+
+
+def allow_many_shapes() -> None:
+    """On the thread where steps run: the limits are each thread's own."""
+    import torch._dynamo.config as dynamo
+
+    for newer, older in _SHAPE_LIMITS:
+        name = newer if hasattr(dynamo, newer) else older
+        setattr(dynamo, name, max(_COMPILED_SHAPES, getattr(dynamo, name)))
+
+
+def compiled(module: nn.Module) -> Call:
+    """Without lazy mode: a program for each shape, made by torch.compile."""
+    options = {"keep_input_mutations": True}
+    program = _torch.compile(module, backend="hpu_backend", dynamic=False, options=options)
+
+    def call(tensors: Any, bypass: bool) -> Any:
+        return (module if bypass else program)(tensors)
+
+    return call
+
+
+class CompiledLayers:
+    """Layers compiled one by one: those of a kind share a program for each shape, where a pass as a whole would be
+    compiled anew, all of it, for each."""
+
+    def __init__(self) -> None:
+        options = {"keep_input_mutations": True}
+        self._program = _torch.compile(_run_layer, backend="hpu_backend", dynamic=False, options=options)
+        self.is_on = False
+
+    def __call__(self, layer: Any, *about: Any) -> Any:
+        return (self._program if self.is_on else _run_layer)(layer, *about)
+
+
+def _run_layer(layer: Any, *about: Any) -> Any:
+    return layer.forward(*about)
+
+
+def by_layer(layers: CompiledLayers, module: nn.Module) -> Call:
+    def call(tensors: Any, bypass: bool) -> Any:
+        layers.is_on = not bypass
+        try:
+            return module(tensors)
+        finally:
+            layers.is_on = False
+
+    return call
