@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -31,6 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long", action="store_true", help="tests/faults in full: every fault at every place, longer soaks"
     )
+
+
+def pytest_sessionfinish() -> None:
+    """What a failed test left open can keep the process from ending: then it says where, and ends all the same."""
+    faulthandler.dump_traceback_later(120, exit=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ import socket as sockets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,8 +100,10 @@ def stranger(engine: Process) -> Iterator["zmq.Socket[bytes]"]:
 def still_serves(engine: Process, expected: list[int]) -> None:
     async def run() -> None:
         client, _ = await connected(engine)
-        assert (await collect(client, make(client, PROMPT, 6)))[0] == expected
-        await client.close()
+        try:
+            assert (await collect(client, make(client, PROMPT, 6)))[0] == expected
+        finally:
+            await client.close()
 
     asyncio.run(run())
     assert engine.process.poll() is None
@@ -234,14 +236,31 @@ class _Zeros:
 _ZEROS = _Zeros()
 
 
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Any]"]:
+    """Closed however a test ends: one that is left to the collector with an open socket never ends, and nor does pytest."""
+    made: zmq.Context[Any] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def finalizers(context: "zmq.Context[Any]") -> Iterator[ExitStack]:
+    """What is done before sockets are closed, last first."""
+    with ExitStack() as stack:
+        yield stack
+
+
 def test_a_client_that_does_not_read_ends_its_own_requests(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    context: "zmq.Context[Any]",
+    finalizers: ExitStack,
 ) -> None:
     """The engine never waits for it, and what it was sent until then has no gap."""
     monkeypatch.setattr(outbox, "MAX_OUTBOX_BYTES", 2_000_000)
     monkeypatch.setattr(wire, "HIGH_WATER_MARK", 10)
     path = tmp_path_factory.mktemp("s") / "s.sock"
-    context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     configure_socket(router, ServerConfig())
     router.setsockopt(zmq.LINGER, 0)
@@ -253,6 +272,8 @@ def test_a_client_that_does_not_read_ends_its_own_requests(
     over = threading.Event()
     server = threading.Thread(target=EngineServer(engine, router).run, args=(over.is_set,), daemon=True)
     server.start()
+    finalizers.callback(server.join, 10)
+    finalizers.callback(over.set)
     unread = context.socket(zmq.DEALER)
     unread.setsockopt(zmq.RCVHWM, 10)
     unread.setsockopt(zmq.LINGER, 0)
@@ -262,12 +283,14 @@ def test_a_client_that_does_not_read_ends_its_own_requests(
 
     async def other() -> list[int | None]:
         client = EngineClient(path)
-        await client.connect(10)
-        stream = client.submit(request(client.next_id(), max_new_tokens=300))
-        events: list[TokenEvent] = []
-        while not (events and events[-1].finish is not None):
-            events += await stream.take()
-        await client.close()
+        try:
+            await client.connect(60)
+            stream = client.submit(request(client.next_id(), max_new_tokens=300))
+            events: list[TokenEvent] = []
+            while not (events and events[-1].finish is not None):
+                events += await stream.take()
+        finally:
+            await client.close()
         return [event.token_id for event in events]
 
     assert asyncio.run(asyncio.wait_for(other(), 60)) == list(range(300, 0, -1))
@@ -286,11 +309,6 @@ def test_a_client_that_does_not_read_ends_its_own_requests(
             ended += out.finished
     assert seen == list(range(5000, 5000 - len(seen), -1)) and 10 < len(seen) < 5000
     assert (ended[0].reason, ended[0].error) == ("error", "the api process did not take the tokens in time")
-    over.set()
-    server.join(10)
-    unread.close()
-    router.close()
-    context.term()
 
 
 # -- the api's end: an engine played by a socket -------------------------------------------------------------------
