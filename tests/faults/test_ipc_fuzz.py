@@ -27,6 +27,7 @@ from text_generation_inference.errors import OverloadedError, RequestError, Slow
 from text_generation_inference.types import (
     Abort,
     Admitted,
+    DeviceMemory,
     Finish,
     GenerationRequest,
     Grammar,
@@ -267,7 +268,8 @@ def test_a_client_that_does_not_read_ends_its_own_requests(
     router.bind(f"ipc://{path}")
     loop = Steps()
     facts = msgspec.structs.replace(FACTS, vocab_size=5000, max_total_tokens=10_000)
-    rank = SimpleNamespace(bucket_stats=None, take_news=list, check=lambda: None)
+    device = SimpleNamespace(memory=lambda: DeviceMemory(0, 0))
+    rank = SimpleNamespace(bucket_stats=None, take_news=list, check=lambda: None, device=device)
     engine: Any = SimpleNamespace(loop=loop, facts=facts, rank=rank, recorder=None)
     over = threading.Event()
     server = threading.Thread(target=EngineServer(engine, router).run, args=(over.is_set,), daemon=True)
