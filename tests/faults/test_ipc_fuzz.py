@@ -204,7 +204,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(
-            num_running=0, num_waiting=0, stats=_ZEROS, pool=_ZEROS, count_tokens=lambda: (0, 0)
+            num_running=0, num_waiting=0, stats=_ZEROS, pool=_ZEROS, count_tokens=lambda: (0, 0), picture_work=None
         )
         self.last = StepTimes()
         self.left: dict[int, int] = {}
