@@ -182,6 +182,10 @@ class PictureSpan(msgspec.Struct, frozen=True, array_like=True):
         return sum(count for _, count in self.runs)
 
     @property
+    def num_pixels(self) -> int:
+        return math.prod(self.shape) // 3
+
+    @property
     def start(self) -> int:
         return self.runs[0][0]
 
@@ -194,9 +198,11 @@ class PictureSpan(msgspec.Struct, frozen=True, array_like=True):
 class PicturePolicy(msgspec.Struct, frozen=True, array_like=True):
     """How a model's pictures are computed."""
 
-    max_features: int = 0  # that the device keeps, and that a step computes; 0: the model sees no pictures
+    max_features: int = 0  # that the device keeps; 0: the model sees no pictures
     whole_runs: bool = False  # tokens of a run see each other both ways
     whole_prompts: bool = False  # tokens of a prompt do
+    num_parts: int = 1  # that computing pictures can be left after, for other work in between
+    batch_pixels: int = 0  # of pictures that are computed together; a larger one is computed alone
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,7 +257,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     decode: bool
     chunks: list[Chunk]
     drop_features: list[str] = []  # of pictures with these digests, before anything is computed
-    encode: list[tuple[int, int]] = []  # (slot, number among its request's pictures): features are computed first
+    encode: list[PictureSpan] = []  # whose features begin to be computed, together; none are under way then
+    encode_parts: int = 0  # of what begins or is under way, before all else; features are there when all parts are done
 
 
 class TopTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -284,6 +291,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     # Tokens of each row that samples; None: one each. A row of the decode set has 0 to `BatchPolicy.tokens_per_row`,
     # never more than its request may still have; its keys and values stay for as many. A chunk has one.
     counts: list[int] | None = None
+    encode_s: float = 0.0  # of the step's time, for features of pictures
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
@@ -374,6 +382,9 @@ class PictureWork(msgspec.Struct, frozen=True, array_like=True):
     num_encoded: int  # pictures whose features were computed
     num_features: int  # of these
     num_found: int  # pictures whose features were there, of another request
+    num_pixels: int = 0  # that the tower has seen
+    num_batches: int = 0  # of pictures that were computed together
+    encode_seconds: float = 0.0  # that computing them took
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):

@@ -290,6 +290,8 @@ def test_what_is_told(client: httpx.Client, seeing: Server) -> None:
     assert after["tgi_picture_count"] - before.get("tgi_picture_count", 0) == 2
     assert after["tgi_picture_pixels"] - before["tgi_picture_pixels"] == 2 * 50 * 37
     assert after["tgi_picture_hits"] > before["tgi_picture_hits"]
+    assert after["tgi_picture_encode_seconds"] > 0 and after["tgi_picture_encoded_pixels"] > 0
+    assert 0 < after["tgi_picture_encoded_batches"] <= after["tgi_picture_encoded"]
     assert after["tgi_picture_encoded"] > 0 and after["tgi_picture_encoded_tokens"] > after["tgi_picture_encoded"]
 
 

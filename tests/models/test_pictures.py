@@ -16,6 +16,7 @@ from vision_oracle import FAMILIES, Oracle, Prompt, draw, make_oracle, pictures_
 from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import StartError
 from text_generation_inference.models.registry import SEEING
+from text_generation_inference.scheduler.pace import StepPace
 from text_generation_inference.types import GenerationRequest, PictureSpan, SamplingParams
 
 SERVED = [name for name, family in FAMILIES.items() if family.architecture in SEEING]
@@ -180,6 +181,24 @@ def test_pixels_that_are_gone_fail_their_request_alone(served: Served) -> None:
     assert run(engine, [alone])[0].error is not None
     served.spans(PROMPTS[1])  # there again
     check(served, run(engine, [served.request(2, PROMPTS[1])]), [1])
+    engine.close()
+
+
+def test_texts_go_on_while_a_picture_is_computed(served: Served) -> None:
+    """Where a step may do no more than the least part of a picture."""
+    engine = served.start(max_step_ms=1)
+    policy = engine.facts.pictures
+    assert policy is not None and policy.num_parts > 1
+    scheduler, work = engine.loop.scheduler, []
+    planned = scheduler.plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepPace, "encoder_seconds", lambda *_: 1e-9)
+        patch.setattr(scheduler, "plan", lambda: work.append(planned()) or work[-1])
+        outputs = run(engine, [served.request(0, PROMPTS[0]), served.request(1, PROMPTS[1])], arrivals=[0, 2])
+    check(served, outputs, [0, 1])
+    parts = [plan for plan in work if plan is not None and plan.encode_parts]
+    assert sum(plan.encode_parts for plan in parts) == policy.num_parts and len(parts) > 1
+    assert any(plan.decode and not plan.chunks for plan in parts)
     engine.close()
 
 

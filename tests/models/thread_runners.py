@@ -227,6 +227,6 @@ def make_loop(runners: ThreadRunners, config: ServerConfig, num_blocks: int, ove
     )
     pictures = None
     if (sight := runners.runners[0].model.sight) is not None:
-        pictures = PicturePolicy(config.max_total_tokens or 0, sight.whole_runs, sight.whole_prompts)
+        pictures = PicturePolicy(config.max_total_tokens or 0, sight.whole_runs, sight.whole_prompts, sight.num_parts)
     scheduler = Scheduler(policy, pool, prompts_fit=plan.prompts_fit, pictures=pictures)
     return EngineLoop(scheduler, runners, overlap, runners.forget)

@@ -29,6 +29,7 @@ from text_generation_inference.weights.source import ModelFolder, find_model
 
 SPARE_BYTES = 1 << 30
 MOST_SPARE_BYTES = 4 * SPARE_BYTES
+_BATCH_PIXELS = 1 << 21  # of pictures that are computed together
 
 
 @dataclass
@@ -154,7 +155,7 @@ def _decide_pictures(facts: RankFacts, resolved: Resolved) -> PicturePolicy | No
     if facts.pictures is None:
         return None
     most = max(resolved.max_input_tokens, resolved.max_batch_prefill_tokens)
-    return msgspec.structs.replace(facts.pictures, max_features=most)
+    return msgspec.structs.replace(facts.pictures, max_features=most, batch_pixels=_BATCH_PIXELS)
 
 
 class _timed:

@@ -363,7 +363,9 @@ def _open_device(calibrated: Calibrated, place: Place) -> Device:
 
 
 def _describe_sight(sight: Sight | None) -> PicturePolicy | None:
-    return None if sight is None else PicturePolicy(whole_runs=sight.whole_runs, whole_prompts=sight.whole_prompts)
+    if sight is None:
+        return None
+    return PicturePolicy(whole_runs=sight.whole_runs, whole_prompts=sight.whole_prompts, num_parts=sight.num_parts)
 
 
 def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:

@@ -1,5 +1,8 @@
 """Pictures of the requests in the slots: their features, computed when the plan says so, and what a pass reads of them.
 
+Features are computed apart from passes: those of a batch of pictures, a part of the tower's pass after the other, as
+many in a step as its plan says.
+
 Pixels are files of one folder, named by digest, which whoever sends a request keeps for as long as it is under way. A
 file that is not there fails the requests that need it and nobody else: ranks compute on, with zeros.
 """
@@ -17,6 +20,7 @@ from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.models.model import Model
 from text_generation_inference.models.vision.sight import Sight, place_pictures
+from text_generation_inference.models.vision.tower import Parts, run_parts
 from text_generation_inference.types import Admission, GenerationRequest, PictureSpan, StepPlan
 
 LOST = "an image of the request is not there any more"
@@ -39,11 +43,29 @@ class _Seeing:
     num_prompt: int
 
 
+class _EncodeBatch:
+    """Pictures whose features are being computed together."""
+
+    def __init__(self, spans: Sequence[PictureSpan], parts: Parts[list[Tensor]], num_parts: int) -> None:
+        self.spans, self._parts, self._left = spans, parts, num_parts
+
+    def advance(self, count: int) -> list[Tensor] | None:
+        """By so many parts. The features, if these were the last."""
+        self._left -= count
+        assert self._left >= 0, "more parts than there are"
+        if not self._left:
+            return run_parts(self._parts)
+        for _ in range(count):
+            next(self._parts)
+        return None
+
+
 class SlotPictures:
     def __init__(self, device: Device, model: Model, sight: Sight, folder: Path | None) -> None:
         self._device, self._model, self._sight, self._folder = device, model, sight, folder
         self._requests: dict[int, _Seeing] = {}  # by slot, of those with pictures, or all with `whole_prompts`
         self._features: dict[str, Tensor] = {}
+        self._batch: _EncodeBatch | None = None  # under way
         self._lost: set[str] = set()  # digests whose features are zeros
 
     def shift_of(self, request: GenerationRequest) -> int:
@@ -67,6 +89,7 @@ class SlotPictures:
     def forget(self) -> None:
         self._requests.clear()
         self._features.clear()
+        self._batch = None
         self._lost.clear()
 
     def error_of(self, slot: int) -> str | None:
@@ -78,16 +101,24 @@ class SlotPictures:
     def encode(self, plan: StepPlan) -> None:
         """Drop and compute features as the plan says."""
         for digest in plan.drop_features:
-            del self._features[digest]
+            if self._features.pop(digest, None) is None:
+                self._batch = None  # under way, and wanted by nobody any more
             self._lost.discard(digest)
-        if not plan.encode:
+        if plan.encode:
+            assert self._batch is None, "pictures are under way"
+            self._batch = self._begin(plan.encode)
+        batch = self._batch
+        if batch is None or (made := batch.advance(plan.encode_parts)) is None:
             return
-        spans = [self._requests[slot].spans[number] for slot, number in plan.encode]
-        pixels = [self._read(span).to(self._device.torch_device) for span in spans]
-        made = self._model.encode(pixels, [tuple(span.grid) for span in spans])
-        for span, features in zip(spans, made, strict=True):
+        for span, features in zip(batch.spans, made, strict=True):
             assert features.shape == (span.num_features, self._sight.width), (features.shape, span)
             self._features[span.digest] = features
+        self._batch = None
+
+    def _begin(self, spans: list[PictureSpan]) -> _EncodeBatch:
+        pixels = [self._read(span).to(self._device.torch_device) for span in spans]
+        parts = self._model.encode(pixels, [tuple(span.grid) for span in spans])
+        return _EncodeBatch(spans, parts, self._sight.num_parts)
 
     def _read(self, span: PictureSpan) -> Tensor:
         size = math.prod(span.shape)

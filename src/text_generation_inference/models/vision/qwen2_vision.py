@@ -20,7 +20,7 @@ from text_generation_inference.models.vision.blocks import (
     TowerNorm,
 )
 from text_generation_inference.models.vision.grid import Sides, by_block, frequencies_of, places_of, rotation_of
-from text_generation_inference.models.vision.tower import Tower, settle
+from text_generation_inference.models.vision.tower import Parts, Tower, settle
 from text_generation_inference.weights.declare import Module
 
 SPELLINGS = ("visual", "model.visual")
@@ -67,11 +67,12 @@ class QwenTower(Tower):
         self.spec = spec
         self.width = spec.width
         self.visual = _Qwen2Visual(ops, spec)
+        self.num_parts = spec.depth
 
     def adapt(self, names: Collection[str]) -> None:
         settle(self.visual, SPELLINGS, names)
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
         spec, visual, device = self.spec, self.visual, pixels[0].device
         merge = spec.merge_size
         cut = [visual.patches.cut(picture[None], self.normalisation)[0] for picture in pixels]
@@ -91,6 +92,7 @@ class QwenTower(Tower):
         x = visual.patches.forward(patches)
         for number, block in enumerate(visual.blocks):
             x = block.forward(x, full if number in spec.full_blocks else windowed, rotation)
+            yield
         features = visual.merger.forward(x)
         if order is not None:
             features = torch.empty_like(features).index_copy_(0, order, features)

@@ -17,6 +17,7 @@ class Sight:
     # column (0, 1, 2), and how many patches of a picture become one feature in each direction.
     rope_axes: tuple[int, ...] = ()
     merge: int = 1
+    num_parts: int = 1  # that computing features has: see `Tower.in_parts`
 
 
 def place_pictures(num_tokens: int, spans: Sequence[PictureSpan], merge: int) -> tuple[np.ndarray, int]:
