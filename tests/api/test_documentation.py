@@ -217,7 +217,7 @@ def test_files_that_the_docs_name_exist():
 
 def test_metrics_of_the_docs_are_those_of_the_server():
     api = ROOT / "src" / "text_generation_inference" / "api"
-    source = "".join((api / name).read_text() for name in ("metrics.py", "picture_metrics.py"))
+    source = "".join((api / name).read_text() for name in ("metrics.py", "picture_metrics.py", "encoded_series.py"))
     pages = "".join((ROOT / "docs" / name).read_text() for name in ("observability.md", "buckets.md"))
     made = {*re.findall(r'"(tgi_[a-z_]+)"', source), *(f"tgi_replica_{name}" for name in replica_metrics.FAMILIES)}
     assert len(made) > 30 and made == {

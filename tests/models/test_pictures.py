@@ -14,8 +14,10 @@ from thread_runners import start_threads
 from vision_oracle import FAMILIES, Oracle, Prompt, draw, make_oracle, pictures_of
 
 from text_generation_inference.engine.build import Engine
+from text_generation_inference.engine.ranks import Ranks
 from text_generation_inference.errors import StartError
 from text_generation_inference.models.registry import SEEING
+from text_generation_inference.runner.pictures import SlotPictures
 from text_generation_inference.scheduler.pace import StepPace
 from text_generation_inference.types import GenerationRequest, PictureSpan, SamplingParams
 
@@ -209,6 +211,36 @@ def test_two_ranks(served: Served) -> None:
     sizes = {"max_total_tokens": longest + NUM_NEW, "max_batch_prefill_tokens": longest}
     with start_threads(served.oracle.folder, 2, picture_folder=str(served.folder), **sizes) as engine:
         check(served, run(engine, [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("served", ["llava_next"], indirect=True)
+def test_ranks_compute_what_the_first_has_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On other machines there are no files; here they go as soon as they are read, and one is never there."""
+    longest = max(len(served.oracle.ids(prompt)) for prompt in PROMPTS)
+    sizes = {"max_total_tokens": longest + NUM_NEW, "max_batch_prefill_tokens": longest, "device": "cpu"}
+    read, seen = SlotPictures.read, []
+
+    def read_and_remove(self: SlotPictures, span: PictureSpan) -> bytes:
+        found = read(self, span)
+        seen.append(bool(found))
+        (served.folder / span.digest).unlink(missing_ok=True)
+        return found
+
+    engine = served.start(num_shard=2, **sizes)
+    try:
+        assert isinstance(engine.rank, Ranks)
+        monkeypatch.setattr(SlotPictures, "read", read_and_remove)
+        requests = [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]
+        check(served, run(engine, requests))
+        lost, kept = served.request(10, [draw(31, 41, seed=77), "?"]), served.request(11, PROMPTS[0])
+        (served.folder / lost.pictures[0].digest).unlink()
+        outputs = run(engine, [lost, kept])
+        assert outputs[0].error is not None and "not there any more" in outputs[0].error
+        check(served, outputs[1:], [0])
+        assert seen.count(True) == 5 and seen.count(False) == 1
+    finally:
+        engine.close()
 
 
 def test_a_folder_that_does_not_say_how_pictures_are_prepared(served: Served, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ from text_generation_inference.types import (
     Grammar,
     Limits,
     PicturePolicy,
+    PictureSpan,
     Place,
     StepPlan,
     StepResult,
@@ -187,8 +188,6 @@ class Rank:
         if model.sight is not None:
             rule = find_rule(self._source.path, model_config.fields)
             blind = "its folder does not say how they are prepared" if rule is None else None
-            if config.nnodes > 1:  # pixels are files of the first one
-                blind = "it is split over several machines"
             if blind is not None and model.sight.whole_prompts:  # then its texts would be answered wrongly, too
                 raise StartError(f"{model_config.source}: the model cannot be served without pictures, and {blind}")
             if blind is not None:
@@ -324,6 +323,15 @@ class Rank:
 
     def launch(self, plan: StepPlan) -> "Future[StepResult]":
         return self.runner.launch(plan)
+
+    def read_pixels(self, span: PictureSpan) -> bytes:
+        """For all ranks; none if they are not there any more."""
+        return self.runner.pictures.read(span) if self.runner.pictures is not None else b""
+
+    def show(self, digest: str, pixels: bytes) -> None:
+        """What is to be taken for a picture's pixels, which the next step begins to compute."""
+        if self.runner.pictures is not None:
+            self.runner.pictures.show(digest, pixels)
 
     def forget(self) -> None:
         """Every request; nothing may be in flight."""

@@ -77,6 +77,13 @@ class ReleaseCache(msgspec.Struct, frozen=True, tag="release"):
     pass
 
 
+class ShowPixels(msgspec.Struct, frozen=True, tag="show"):
+    """Of a picture that the next step begins to compute: all ranks compute what rank 0 has read. Not answered."""
+
+    digest: str
+    pixels: bytes  # none: they are not there
+
+
 class RunStep(msgspec.Struct, frozen=True, tag="step"):
     """Answered with `RankDone` now and then, and with `RankFailed` if it fails."""
 
@@ -132,6 +139,7 @@ RankOrder = (
     | WarmShapes
     | CheckFit
     | ReleaseCache
+    | ShowPixels
     | RunStep
     | CompileGrammar
     | ForgetRequests

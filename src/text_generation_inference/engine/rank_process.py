@@ -46,6 +46,7 @@ from text_generation_inference.engine.rank_channel import (
     RankReport,
     ReleaseCache,
     RunStep,
+    ShowPixels,
     TokenSum,
     WarmShapes,
     encode,
@@ -98,7 +99,9 @@ class RankWorker:
         try:
             while (received := orders.receive()) is not None:
                 number, order = received
-                if isinstance(order, RunStep):
+                if isinstance(order, ShowPixels):
+                    self._rank.show(order.digest, order.pixels)
+                elif isinstance(order, RunStep):
                     self._launch(number, order.plan)
                     if self._profile is not None:
                         self._profile.step()
@@ -152,7 +155,7 @@ class RankWorker:
                 return self._take_profile(order.asked)
             case CloseRank():
                 return self._rank.close()
-            case RunStep() | CompileGrammar():
+            case RunStep() | ShowPixels() | CompileGrammar():
                 raise AssertionError("these are not answered")
 
     def _allocate(self, order: AllocateCache) -> None:

@@ -4,7 +4,8 @@ Features are computed apart from passes: those of a batch of pictures, a part of
 many in a step as its plan says.
 
 Pixels are files of one folder, named by digest, which whoever sends a request keeps for as long as it is under way. A
-file that is not there fails the requests that need it and nobody else: ranks compute on, with zeros.
+file that is not there fails the requests that need it and nobody else: what is computed on are zeros. Where there are
+several ranks the first one reads, and shows the others what it has read.
 """
 
 import math
@@ -67,6 +68,7 @@ class SlotPictures:
         self._features: dict[str, Tensor] = {}
         self._batch: _EncodeBatch | None = None  # under way
         self._lost: set[str] = set()  # digests whose features are zeros
+        self._shown: dict[str, bytes] = {}  # pixels that another has read
 
     def shift_of(self, request: GenerationRequest) -> int:
         """What positions after the prompt are more than places."""
@@ -91,6 +93,7 @@ class SlotPictures:
         self._features.clear()
         self._batch = None
         self._lost.clear()
+        self._shown.clear()
 
     def error_of(self, slot: int) -> str | None:
         """Why what was computed for a slot means nothing."""
@@ -116,17 +119,30 @@ class SlotPictures:
         self._batch = None
 
     def _begin(self, spans: list[PictureSpan]) -> _EncodeBatch:
-        pixels = [self._read(span).to(self._device.torch_device) for span in spans]
+        pixels = [self._pixels_of(span).to(self._device.torch_device) for span in spans]
         parts = self._model.encode(pixels, [tuple(span.grid) for span in spans])
         return _EncodeBatch(spans, parts, self._sight.num_parts)
 
-    def _read(self, span: PictureSpan) -> Tensor:
-        size = math.prod(span.shape)
-        path = self._folder / span.digest if self._folder is not None else None
-        if path is None or not path.is_file() or path.stat().st_size != size:
+    def show(self, digest: str, pixels: bytes) -> None:
+        """Instead of a file, in the step that begins to compute this picture; none: they are not there."""
+        self._shown[digest] = pixels
+
+    def read(self, span: PictureSpan) -> bytes:
+        """The pixels of a picture; none if they are not there."""
+        try:
+            found = (self._folder / span.digest).read_bytes() if self._folder is not None else b""
+        except OSError:
+            return b""
+        return found if len(found) == math.prod(span.shape) else b""
+
+    def _pixels_of(self, span: PictureSpan) -> Tensor:
+        pixels = self._shown.pop(span.digest, None)
+        if pixels is None:
+            pixels = self.read(span)
+        if not pixels:
             self._lost.add(span.digest)
             return torch.zeros(span.shape, dtype=torch.uint8)
-        return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(span.shape)
+        return torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(span.shape)
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
