@@ -11,7 +11,7 @@ from text_generation_inference.config import Resolved, ServerConfig, resolve
 from text_generation_inference.devices.device import check_present
 from text_generation_inference.engine.calibrate import read_quant_config
 from text_generation_inference.engine.loop import EngineLoop
-from text_generation_inference.engine.rank import Rank, RankFacts
+from text_generation_inference.engine.rank import Rank, RankFacts, RankMemory
 from text_generation_inference.engine.ranks import Ranks, open_rank
 from text_generation_inference.errors import TgiError
 from text_generation_inference.models.registry import judge, read_config, read_quantization
@@ -29,7 +29,6 @@ from text_generation_inference.weights.source import ModelFolder, find_model
 
 SPARE_BYTES = 1 << 30
 MOST_SPARE_BYTES = 4 * SPARE_BYTES
-_BATCH_PIXELS = 1 << 21  # of pictures that are computed together
 
 
 @dataclass
@@ -98,7 +97,7 @@ def _bring_up(
     while True:
         with _timed(seconds, "cache"):
             resolved = resolve(config, facts.size, facts.limits, max(0, memory.cache_bytes - spare_bytes))
-            pictures = _decide_pictures(facts, resolved)
+            pictures = _decide_pictures(facts, resolved, memory)
             if pictures is not None:
                 feature_bytes = pictures.max_features * facts.feature_bytes
                 free_bytes = max(0, memory.cache_bytes - spare_bytes - feature_bytes)
@@ -150,12 +149,14 @@ def _bring_up(
     return Engine(loop, model_facts, source.path, rank, resolved, grammars, seconds, notes, rank.record())
 
 
-def _decide_pictures(facts: RankFacts, resolved: Resolved) -> PicturePolicy | None:
+def _decide_pictures(facts: RankFacts, resolved: Resolved, memory: RankMemory) -> PicturePolicy | None:
     """Features of the longest prompt have room, and of the largest step."""
     if facts.pictures is None:
         return None
     most = max(resolved.max_input_tokens, resolved.max_batch_prefill_tokens)
-    return msgspec.structs.replace(facts.pictures, max_features=most, batch_pixels=_BATCH_PIXELS)
+    return msgspec.structs.replace(
+        facts.pictures, max_features=most, max_each=memory.picture_tokens or 0, batch_pixels=memory.batch_pixels
+    )
 
 
 class _timed:

@@ -413,4 +413,7 @@ def _alone(lack: str) -> str:
 
 
 def _least(memory: list[RankMemory]) -> RankMemory:
-    return min(memory, key=lambda rank: rank.cache_bytes)
+    least = min(memory, key=lambda rank: rank.cache_bytes)
+    tokens = [rank.picture_tokens for rank in memory if rank.picture_tokens is not None]
+    batch_pixels = min(rank.batch_pixels for rank in memory)
+    return msgspec.structs.replace(least, picture_tokens=min(tokens, default=None), batch_pixels=batch_pixels)

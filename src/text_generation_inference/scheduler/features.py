@@ -47,9 +47,10 @@ class FeatureBook:
     def check(self, source: GenerationRequest, most_tokens: int) -> None:
         """Raise `ValidationError` if a request has a picture that can never be computed."""
         most = self.policy.max_features
+        most_each = min(most, self.policy.max_each or most)
         for span in source.pictures:
-            if span.num_features > most:
-                raise ValidationError(f"an image must have at most {most} tokens. Given: {span.num_features}")
+            if span.num_features > most_each:
+                raise ValidationError(f"an image must have at most {most_each} tokens. Given: {span.num_features}")
         total = sum({span.digest: span.num_features for span in source.pictures}.values())
         if (self._at_once or self.policy.whole_prompts) and total > most:
             raise ValidationError(f"the images of a request must have at most {most} tokens together. Given: {total}")
