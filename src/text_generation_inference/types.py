@@ -203,6 +203,7 @@ class PicturePolicy(msgspec.Struct, frozen=True, array_like=True):
     whole_prompts: bool = False  # tokens of a prompt do
     num_parts: int = 1  # that computing pictures can be left after, for other work in between
     batch_pixels: int = 0  # of pictures that are computed together; a larger one is computed alone
+    has_times: bool = False  # what follows (moments, rows, columns) in the grid of a video are positions of its moments
     max_each: int = 0  # features of one picture, for lack of memory to compute a larger one; 0: any number
 
 

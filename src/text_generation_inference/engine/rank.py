@@ -394,7 +394,12 @@ def _open_device(calibrated: Calibrated, place: Place) -> Device:
 def _describe_sight(sight: Sight | None) -> PicturePolicy | None:
     if sight is None:
         return None
-    return PicturePolicy(whole_runs=sight.whole_runs, whole_prompts=sight.whole_prompts, num_parts=sight.num_parts)
+    return PicturePolicy(
+        whole_runs=sight.whole_runs,
+        whole_prompts=sight.whole_prompts,
+        num_parts=sight.num_parts,
+        has_times=bool(sight.rope_axes),
+    )
 
 
 def choose_dtype(config: ServerConfig, device: Device) -> torch.dtype:

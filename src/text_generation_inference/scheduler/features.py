@@ -44,8 +44,15 @@ class FeatureBook:
         self._drop: list[str] = []  # whatever step is planned next
         self._distrusted: set[str] = set()  # of those under way
 
-    def check(self, source: GenerationRequest, most_tokens: int) -> None:
+    def check(self, source: GenerationRequest, most_tokens: int, most_positions: int) -> None:
         """Raise `ValidationError` if a request has a picture that can never be computed."""
+        for span in source.pictures if self.policy.has_times else ():
+            last = span.start + max(span.grid[3:], default=0) + 1
+            if span.grid[3:] and last + source.max_new_tokens > most_positions:
+                raise ValidationError(
+                    f"a video's last moment is at position {last}, which with `max_new_tokens`"
+                    f" ({source.max_new_tokens}) must be <= {most_positions}: send more frames per second, or fewer"
+                )
         most = self.policy.max_features
         most_each = min(most, self.policy.max_each or most)
         for span in source.pictures:

@@ -128,7 +128,7 @@ class Scheduler:
             raise ValidationError(f"request id {source.id} is already in use")
         if source.adapter:
             raise ValidationError("adapter is not supported")
-        self._features.check(source, self.policy.max_batch_prefill_tokens)
+        self._features.check(source, self.policy.max_batch_prefill_tokens, self.policy.max_total_tokens)
         total = len(source.token_ids) + source.max_new_tokens
         room = min(self.policy.max_total_tokens, self.pool.longest)
         if not source.token_ids:
