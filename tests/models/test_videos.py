@@ -16,11 +16,11 @@ from vision_oracle import Oracle, draw, make_oracle
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.models.vision.sight import place_pictures
 from text_generation_inference.pictures.rule import PictureLayout
-from text_generation_inference.types import GenerationRequest, PictureSpan, SamplingParams
+from text_generation_inference.scheduler.features import FeatureBook
+from text_generation_inference.types import GenerationRequest, PicturePolicy, PictureSpan, SamplingParams
 
 NUM_NEW = 12
-MORE = 100  # positions of a video that is slow
-FRAMES = [draw(70, 45, seed=seed) for seed in range(20, 25)]  # an odd number of them
+FRAMES = [draw(200, 45, seed=seed) for seed in range(20, 25)]  # an odd number of them
 PICTURE = draw(40, 90, seed=3)
 
 
@@ -96,19 +96,19 @@ def _span(folder: Path, layout: PictureLayout, pixels: np.ndarray, at: int) -> P
 
 
 def test_videos_are_answered_as_the_library_answers(oracle: Oracle, tmp_path: Path) -> None:
-    """Of any length and rate, also where times go beyond rows and columns; whole and in chunks."""
+    """Of several lengths and rates, whole and in chunks."""
     asked = [
-        Asked(oracle, FRAMES, 2.0, tmp_path),
+        Asked(oracle, FRAMES, 4.0, tmp_path),
         Asked(oracle, FRAMES[:1], 1.0, tmp_path),
-        Asked(oracle, [*FRAMES, *FRAMES, *FRAMES], 0.7, tmp_path),
-        Asked(oracle, FRAMES[::-1], 2.0, tmp_path),
+        Asked(oracle, [*FRAMES, *FRAMES[:3]], 13.0, tmp_path),
+        Asked(oracle, FRAMES[::-1], 4.0, tmp_path),
     ]
     expected = [each.expected(oracle) for each in asked]
     firsts = [output.logprobs[0] for output in expected]
     assert len({round(first, 3) for first in firsts}) == len(asked)  # or nothing would be said of frames
     longest = max(len(each.ids) for each in asked)
     for tokens in (longest, 7):
-        sizes = {"max_batch_prefill_tokens": tokens, "max_total_tokens": longest + NUM_NEW + MORE}
+        sizes = {"max_batch_prefill_tokens": tokens, "max_total_tokens": longest + NUM_NEW}
         engine = start(oracle.folder, picture_folder=str(tmp_path), **sizes)
         outputs = run(engine, [each.request(number) for number, each in enumerate(asked)])
         engine.close()
@@ -123,7 +123,9 @@ def test_a_video_that_is_too_slow_is_refused(oracle: Oracle, tmp_path: Path) -> 
     engine = start(oracle.folder, picture_folder=str(tmp_path), max_total_tokens=300)
     slow = Asked(oracle, FRAMES, 0.01, tmp_path).request(0)
     if oracle.name == "qwen2_5_vl":
-        with pytest.raises(ValidationError, match="a video's last moment is at position .* must be <= 300"):
+        with pytest.raises(
+            ValidationError, match=r"with the times of its videos the prompt has 1\d+ positions, .* must be <= 300"
+        ):
             engine.loop.add(slow)
     else:  # its moments count one each
         assert run(engine, [slow])[0].error is None
@@ -131,13 +133,30 @@ def test_a_video_that_is_too_slow_is_refused(oracle: Oracle, tmp_path: Path) -> 
 
 
 def test_positions_are_those_of_the_library(oracle: Oracle, tmp_path: Path) -> None:
-    for fps, count in ((2.0, 5), (0.3, 9), (30.0, 2)):
+    for fps, count in ((4.0, 5), (10.0, 9), (30.0, 2)):
         asked = Asked(oracle, (FRAMES * 2)[:count], fps, tmp_path)
         names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
         given = {name: asked.inputs[name] for name in names if name in asked.inputs}
         positions, shift = oracle.model.model.get_rope_index(**given)
         ours, our_shift = place_pictures(len(asked.ids), asked.spans, 2)
         assert ours.tolist() == positions[:, 0].tolist() and our_shift == int(shift[0, 0])
+        book = FeatureBook(PicturePolicy(1000, has_times=True))
+        most = int(positions.max()) + 1 + NUM_NEW
+        book.check(asked.request(0), 1000, most)
+        with pytest.raises(ValidationError, match="times of its videos"):
+            book.check(asked.request(0), 1000, most - 1)
+
+
+def test_what_follows_a_long_video_comes_after_its_last_moment() -> None:
+    """As the models' paper has it: a position more than the largest before."""
+    span = PictureSpan("", [(2, 6)], [3, 2, 4, 0, 10, 20], [])  # 3 moments of 1 row and 2 columns
+    positions, shift = place_pictures(10, [span], 2)
+    assert positions.tolist() == [
+        [0, 1, 2, 2, 12, 12, 22, 22, 23, 24],
+        [0, 1, 2, 2, 2, 2, 2, 2, 23, 24],
+        [0, 1, 2, 3, 2, 3, 2, 3, 23, 24],
+    ]
+    assert shift == 15
 
 
 def test_other_families_take_none(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ Whoever holds room gets on without more of it, and whoever lacks it gets it befo
 ever.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from enum import Enum
@@ -46,11 +47,11 @@ class FeatureBook:
 
     def check(self, source: GenerationRequest, most_tokens: int, most_positions: int) -> None:
         """Raise `ValidationError` if a request has a picture that can never be computed."""
-        for span in source.pictures if self.policy.has_times else ():
-            last = span.start + max(span.grid[3:], default=0) + 1
-            if span.grid[3:] and last + source.max_new_tokens > most_positions:
+        if self.policy.has_times and any(span.grid[3:] for span in source.pictures):
+            last = _count_positions(source)
+            if last + source.max_new_tokens > most_positions:
                 raise ValidationError(
-                    f"a video's last moment is at position {last}, which with `max_new_tokens`"
+                    f"with the times of its videos the prompt has {last} positions, which with `max_new_tokens`"
                     f" ({source.max_new_tokens}) must be <= {most_positions}: send more frames per second, or fewer"
                 )
         most = self.policy.max_features
@@ -244,6 +245,17 @@ class FeatureBook:
                 self._distrusted.discard(other)
                 self._forget_one(other)
             self._queue.abandon()
+
+
+def _count_positions(source: GenerationRequest) -> int:
+    """Of a prompt with videos, whose moments are at times that they say: more than tokens, where these are far apart."""
+    position = token = 0
+    for span in source.pictures:
+        moments, rows, columns, *times = span.grid
+        merge = math.isqrt(moments * rows * columns // span.num_features)
+        position += span.start - token + max(rows // merge, columns // merge, max(times, default=0) + 1)
+        token = span.end
+    return position + len(source.token_ids) - token
 
 
 def whole_runs(source: GenerationRequest, policy: PicturePolicy) -> list[tuple[int, int]]:

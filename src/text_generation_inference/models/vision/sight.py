@@ -24,9 +24,9 @@ def place_pictures(num_tokens: int, spans: Sequence[PictureSpan], merge: int) ->
     """Positions `[3, num_tokens]` in time, row and column of a prompt's tokens, and what positions after it are more
     than places.
 
-    Text counts on by one in all three; a picture of r rows and c columns of features counts on by the larger of both,
-    and so does a video, however long: what follows its prompt comes after all of them. A grid may say the times of
-    its moments; else they are 0, 1, 2 ...
+    Text counts on by one in all three; a picture of r rows and c columns of features counts on by the larger of both.
+    A video's grid says the times of its moments, and what follows it comes after all of them too, as models were
+    trained; `transformers` 5.22 counts on by rows and columns alone, which is the same for short ones.
     """
     positions = np.empty((3, num_tokens), dtype=np.int64)
     token = at = 0
@@ -40,7 +40,7 @@ def place_pictures(num_tokens: int, spans: Sequence[PictureSpan], merge: int) ->
         if span.grid[3:]:
             inside[0] = np.repeat(span.grid[3:], rows * columns)
         positions[:, start : start + count] = at + inside
-        at += max(rows, columns)
+        at += int(inside.max()) + 1
         token = start + count
     positions[:, token:] = np.arange(at, at + num_tokens - token)
-    return positions, int(positions.max(initial=-1)) + 1 - num_tokens
+    return positions, at - token
