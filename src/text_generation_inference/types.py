@@ -6,6 +6,7 @@ checks of a struct's own values.
 """
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -167,6 +168,14 @@ class Grammar(msgspec.Struct, frozen=True):
     # "lark": llguidance's Lark, made only by our own code, for tool calls.
     kind: str
     value: str
+
+
+class VideoSource(msgspec.Struct, frozen=True):
+    """A video that is yet to be loaded. It becomes one picture of many frames."""
+
+    frames: list[Any]  # whatever is taken for a picture
+    is_animation: bool = False  # there is one, a file with all of them
+    fps: float | None = None  # frames per second; None: what the file says, or a default
 
 
 class PictureSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -350,6 +350,22 @@ def test_clients_of_others(seeing: Server, oracle: Oracle, web: Pictures) -> Non
     assert found.response_metadata["token_usage"]["prompt_tokens"] == length
 
 
+def test_videos_of_a_model_that_takes_none(client: httpx.Client, seeing: Server) -> None:
+    """And what no model takes: each is refused for what it is."""
+    for part, words in (
+        ({"type": "video", "video": [as_data(FIRST), as_data(FIRST)]}, "this model takes no videos"),
+        ({"type": "video", "video": as_data(FIRST), "fps": 2}, "this model takes no videos"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "Other formats are not decoded"),
+        ({"type": "video_url", "video_url": "data:image/gif;base64,AAAA"}, "invalid video: it is no animated GIF"),
+        ({"type": "video", "video": []}, "a video must have 1 to 512 frames. Given: 0"),
+        ({"type": "video"}, "video"),
+    ):
+        body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 2}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code in (400, 422) and words in answer.text, answer.text
+    seeing.wait_for(lambda: seeing.metrics()["tgi_picture_held"] == 0, "pictures to be given back")
+
+
 def test_llm(oracle: Oracle, web: Pictures, tmp_path: Path) -> None:
     """Pictures of PIL, paths, bytes and URLs; in front of a text, in the place of markers, in chats and streams."""
     path = tmp_path / "first.png"

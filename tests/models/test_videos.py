@@ -1,6 +1,10 @@
 """Videos as frames: tokens and log-probabilities are those of `transformers`, beside pictures and texts."""
 
+import base64
 import hashlib
+import io
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,14 @@ from PIL import Image
 from torch import Tensor
 from vision_oracle import Oracle, draw, make_oracle
 
+from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import ValidationError
+from text_generation_inference.llm import LLM
 from text_generation_inference.models.vision.sight import place_pictures
+from text_generation_inference.pictures.loader import PictureLoader
 from text_generation_inference.pictures.rule import PictureLayout
 from text_generation_inference.scheduler.features import FeatureBook
-from text_generation_inference.types import GenerationRequest, PicturePolicy, PictureSpan, SamplingParams
+from text_generation_inference.types import GenerationRequest, PicturePolicy, PictureSpan, SamplingParams, VideoSource
 
 NUM_NEW = 12
 FRAMES = [draw(200, 45, seed=seed) for seed in range(20, 25)]  # an odd number of them
@@ -46,13 +53,20 @@ def as_library_has_it(oracle: Oracle, layout: PictureLayout, pixels: np.ndarray)
 class Asked:
     """A text, a video, a text, a picture and a text."""
 
-    def __init__(self, oracle: Oracle, frames: list[Image.Image], fps: float, folder: Path) -> None:
+    def __init__(
+        self,
+        oracle: Oracle,
+        frames: list[Image.Image],
+        fps: float,
+        folder: Path,
+        texts: tuple[str, str, str] = ("see ", " and ", " what?"),
+    ) -> None:
         rule = oracle.rule
         video, pixels = lay_out(oracle, frames, fps)
         picture = rule.layout(*PICTURE.size)
         start_token, end_token = (oracle.tokenizer.token_to_id(f"<|vision_{each}|>") for each in ("start", "end"))
         image_id, video_id = (oracle.tokenizer.token_to_id(f"<|{each}_pad|>") for each in ("image", "video"))
-        before, between, after = (oracle.tokenizer.encode(text).ids for text in ("see ", " and ", " what?"))
+        before, between, after = (oracle.tokenizer.encode(text).ids for text in texts)
         self.ids = [*before, start_token, *[video_id] * video.num_features, end_token, *between]
         self.ids += [start_token, *[image_id] * picture.num_features, end_token, *after]
         at = len(before) + 1
@@ -157,6 +171,85 @@ def test_what_follows_a_long_video_comes_after_its_last_moment() -> None:
         [0, 1, 2, 3, 2, 3, 2, 3, 23, 24],
     ]
     assert shift == 15
+
+
+@pytest.fixture(scope="module")
+def loader(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PictureLoader]:
+    made = PictureLoader(ServerConfig(image_workers=1), oracle.folder, tmp_path_factory.mktemp("pixels"))
+    yield made
+    made.close()
+
+
+def encoded(image: Image.Image, format: str = "PNG", **more: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, **more)
+    return file.getvalue()
+
+
+def data_uri(data: bytes, mime: str) -> str:
+    return f"data:{mime};base64," + base64.b64encode(data).decode()
+
+
+def test_videos_are_loaded_from_all_that_holds_frames(oracle: Oracle, loader: PictureLoader) -> None:
+    """A list of pictures of any kind, an animation, and frames in one text."""
+    layout, pixels = lay_out(oracle, FRAMES, 2.0)
+    pngs = [encoded(frame) for frame in FRAMES]
+    animated = encoded(FRAMES[0], save_all=True, append_images=FRAMES[1:], duration=250)  # APNG
+    webp = encoded(FRAMES[0], "WEBP", lossless=True, save_all=True, append_images=FRAMES[1:], duration=500)
+    several = [
+        (VideoSource(list(FRAMES)), 2.0),
+        (VideoSource(pngs, fps=4.0), 4.0),
+        (VideoSource([data_uri(png, "image/png") for png in pngs]), 2.0),
+        (VideoSource([animated], is_animation=True), 4.0),
+        (VideoSource([data_uri(animated, "image/png")], is_animation=True, fps=2.0), 2.0),
+        (VideoSource([webp], is_animation=True), 2.0),
+    ]
+    found = loader.load_sync([source for source, _ in several])
+    for picture, (_, fps) in zip(found, several, strict=True):
+        assert picture.layout == oracle.rule.video_layout(*FRAMES[0].size, len(FRAMES), fps)
+        assert (loader.store.folder / picture.digest).read_bytes() == pixels.tobytes()
+    assert len({picture.digest for picture in found}) == (2 if oracle.name == "qwen2_5_vl" else 1)
+    jpegs = [base64.b64encode(encoded(frame, "JPEG", quality=95)).decode() for frame in FRAMES]
+    (joined,) = loader.load_sync([VideoSource(["data:video/jpeg;base64," + ",".join(jpegs)], is_animation=True)])
+    assert joined.layout == layout
+    loader.release([picture.digest for picture in (*found, joined)])
+
+
+def test_what_is_wrong_with_a_video_is_said(loader: PictureLoader) -> None:
+    png, other = encoded(FRAMES[0]), encoded(PICTURE)
+    mp4 = b"\0\0\0\x18ftypmp42\0\0\0\0mp42isom" + bytes(200)
+    nothing = "invalid video: it is no animated GIF, WebP or PNG. Other formats are not decoded here"
+    for video, words in (
+        (VideoSource([mp4], is_animation=True), nothing),
+        (VideoSource([data_uri(mp4, "video/mp4")], is_animation=True), nothing),
+        (VideoSource([encoded(FRAMES[0], "JPEG")], is_animation=True), nothing),
+        (VideoSource([]), "a video must have 1 to 512 frames. Given: 0"),
+        (VideoSource([png] * 513), "a video must have 1 to 512 frames. Given: 513"),
+        (VideoSource([png, other]), "frame 1 has 40x90, the first 200x45"),
+        (VideoSource([png, b"no picture"]), "invalid image: it is not PNG"),
+        (VideoSource([png], fps=0.0), "`fps` must be from 0.01 to 1000. Given: 0"),
+        (VideoSource([png], fps=math.nan), "`fps` must be from 0.01 to 1000"),
+    ):
+        with pytest.raises(ValidationError) as error:
+            loader.load_sync([video])
+        assert words in str(error.value)
+    assert loader.num_under_way == 0
+
+
+def test_a_chat_with_a_video(oracle: Oracle, tmp_path: Path) -> None:
+    asked = Asked(oracle, FRAMES, 4.0, tmp_path, ("<s>user: see ", " and ", " what?assistant:"))
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "see "}, {"type": "video", "video": FRAMES, "fps": 4}]
+    parts += [
+        {"type": "text", "text": " and "},
+        {"type": "image", "image": PICTURE},
+        {"type": "text", "text": " what?"},
+    ]
+    with LLM(str(oracle.folder), progress=False, device="cpu", dtype="float32", max_total_tokens=300) as llm:
+        answer = llm.chat([{"role": "user", "content": parts}], SamplingParams(max_new_tokens=5, ignore_eos=True))
+    image_id, video_id = (oracle.tokenizer.token_to_id(f"<|{each}_pad|>") for each in ("image", "video"))
+    assert answer.prompt_token_ids == [image_id if token == video_id else token for token in asked.ids]
+    expected = asked.expected(oracle).token_ids[:5]
+    assert answer.token_ids[: len(expected)] == expected
 
 
 def test_other_families_take_none(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ class FeatureBook:
 
 
 def _count_positions(source: GenerationRequest) -> int:
-    """Of a prompt with videos, whose moments are at times that they say: more than tokens, where these are far apart."""
+    """Of a prompt with videos, whose moments say their times: more than tokens, where these are far apart."""
     position = token = 0
     for span in source.pictures:
         moments, rows, columns, *times = span.grid
