@@ -102,7 +102,8 @@ def _bring_up(
                 feature_bytes = pictures.max_features * facts.feature_bytes
                 free_bytes = max(0, memory.cache_bytes - spare_bytes - feature_bytes)
                 resolved = resolve(config, facts.size, facts.limits, free_bytes)
-            plan = plan_shapes(config, facts.limits, limits_from(resolved), facts.quantized, facts.is_capturable)
+            about = (facts.quantized, facts.is_capturable, facts.pictures is not None)
+            plan = plan_shapes(config, facts.limits, limits_from(resolved), *about)
             rank.allocate(resolved, plan, grammars)
         with _timed(seconds, "prepare"):
             graphs = rank.warm()

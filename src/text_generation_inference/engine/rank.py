@@ -292,7 +292,8 @@ class Rank:
         config, device, model = self._config, self.device, self._model.shallow()
         cache = kv_cache.allocate(device, self._caches, num_blocks=1)
         limits = guess_limits(config, model.max_positions, device.limits)
-        plan = plan_shapes(config, device.limits, limits, is_quantized(model), model.is_capturable)
+        about = (is_quantized(model), model.is_capturable, model.sight is not None)
+        plan = plan_shapes(config, device.limits, limits, *about)
         length = config.max_total_tokens or model.max_positions
         window = keeps_window(config, common_window(self._caches), device.limits, length)
 

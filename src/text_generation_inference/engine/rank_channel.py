@@ -62,6 +62,7 @@ class AllocateCache(msgspec.Struct, frozen=True, tag="allocate"):
     limits: Limits
     quantized: bool
     is_capturable: bool
+    sees: bool
     vocab_size: int
 
 

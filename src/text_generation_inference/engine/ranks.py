@@ -165,7 +165,8 @@ class Ranks:
 
     def allocate(self, resolved: Resolved, plan: ShapePlan, grammars: GrammarCompiler | None) -> None:
         facts = self._facts
-        order = AllocateCache(resolved, facts.limits, facts.quantized, facts.is_capturable, facts.vocab_size)
+        about = (facts.quantized, facts.is_capturable, facts.pictures is not None, facts.vocab_size)
+        order = AllocateCache(resolved, facts.limits, *about)
         self._call(order, lambda: self._rank.allocate(resolved, plan, grammars), type(None))
 
     def warm(self) -> RankGraphs:

@@ -91,6 +91,7 @@ class BucketSettings:
     prompt_lengths: Axis = Axis()
     decode_batches: Axis = Axis()
     decode_blocks: Axis = Axis()
+    base_length: int | None = None  # the shortest prompts are padded to it; linear: steps from there on double
 
 
 class BucketPlan:
@@ -185,6 +186,8 @@ def _linear_prefill(limits: PlanLimits, settings: BucketSettings) -> Iterator[Bu
     longest = limits.max_input_tokens
     if settings.prompt_lengths.has_ramp:
         lengths = _ramp(settings.prompt_lengths, 128, 128, longest)
+    elif settings.base_length is not None:
+        lengths = doubling_steps(settings.base_length, settings.length_step or longest, longest)
     else:
         lengths = steps_up_to(settings.length_step or longest, longest)
     for length in lengths:
@@ -229,6 +232,15 @@ def _ramp(axis: Axis, minimum: int, step: int, largest: int) -> list[int]:
     return sorted({*sizes, maximum, largest})
 
 
+def doubling_steps(base: int, step: int, longest: int) -> list[int]:
+    """base, base + step, then 2, 4, 8 ... steps more, as far as `longest`, which is the last."""
+    lengths = [min(base, longest)]
+    while lengths[-1] < longest:
+        lengths.append(min(lengths[-1] + step, longest))
+        step *= 2
+    return lengths
+
+
 # -- exponential ---------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +248,9 @@ def _exponential_prefill(limits: PlanLimits, settings: BucketSettings) -> Iterat
     most, longest = limits.max_batch_size, limits.max_input_tokens
     batches = spread(1, 1, most, settings.prompt_batches.count or num_sizes(most))
     lengths = spread(_LENGTH_STEP, _LENGTH_STEP, longest, settings.prompt_lengths.count or num_sizes(longest))
+    if settings.base_length is not None:
+        base = min(settings.base_length, longest)
+        lengths = [base, *(length for length in lengths if length > base)]
     for length in lengths:
         rows = limits.max_batch_prefill_tokens // length
         fitting = [batch for batch in batches if batch <= rows]
