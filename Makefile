@@ -34,7 +34,8 @@ coverage: $(READY)  ## which lines tests reach (needs pytest-cov; TESTS="tests/u
 # Tests wait for real processes on a machine that may be busy: what fails is run once more, and must pass then.
 AGAIN := --last-failed --last-failed-no-failures none
 ANSWERS := $(wildcard $(patsubst %,tests/api/test_%.py,llm native documentation clients check_command settings \
-	token_ids_as_text openai_* openapi_fuzz validation recorded_http bench_offline bench_report))
+	token_ids_as_text openai_* openapi_fuzz validation recorded_http bench_offline bench_report bad_input boards chat_apis \
+	thinking pictures_http ranks_http hpu_emulated))
 ALONE := $(filter-out $(ANSWERS),$(wildcard tests/api/test_*.py)) tests/faults tests/clients tests/ray_serve tests/page
 TOGETHER := $(ANSWERS) tests/models tests/devices $(FAST_TESTS)
 

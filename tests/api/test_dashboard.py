@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 from serving import Server
 from traffic import counting, native
 
@@ -24,6 +25,16 @@ def events(server: Server, **headers: str) -> Iterator[Iterator[Any]]:
     ):
         assert answer.status_code == 200 and answer.headers["content-type"] == "text/event-stream"
         yield (json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line)
+
+
+@pytest.fixture(autouse=True)
+def all_leave(server: Server, http: httpx.Client) -> Iterator[None]:
+    """A client that closes its side may still read: that it is gone shows with the next event."""
+    http.get("/health")  # its connection stays, or is made again below
+    before = server.metrics()["tgi_http_connections"]
+    yield
+    http.get("/health")
+    server.wait_for(lambda: server.metrics()["tgi_http_connections"] <= before, "streams to be closed")
 
 
 def generate(http: httpx.Client, request_id: str, **parameters: Any) -> int:

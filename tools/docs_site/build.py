@@ -34,8 +34,8 @@ SECTIONS = {
         "docs/start-vllm",
     ],
     "Use": [
-        *("README", "docs/cli", "docs/environment", "docs/sampling", "docs/models", "docs/page", "docs/pictures"),
-        *("docs/quantization", "docs/measured-fp8"),
+        *("README", "docs/cli", "docs/environment", "docs/sampling", "docs/models", "docs/apis", "docs/page"),
+        *("docs/pictures", "docs/quantization", "docs/measured-fp8"),
     ],
     "Run": [
         *("docs/images", "docs/observability", "docs/dashboards", "docs/scaling", "docs/replicas", "docs/ranks"),

@@ -180,21 +180,21 @@ def prefill_attention(
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-class Context(NamedTuple):
+class PromptContext(NamedTuple):
     """What is in the cache before the rows of a pass."""
 
     blocks: Tensor  # [rows, blocks] int32
     seen: Tensor  # [rows, blocks * block_size] bool: places with tokens before the row's own
 
 
-def context_of(batch: Batch, block_size: int) -> Context | None:
+def context_of(batch: Batch, block_size: int) -> PromptContext | None:
     """None: nothing is."""
     parts = batch.meta
     if not isinstance(parts, PromptParts):
         return None
     blocks = parts.tables[:, : parts.tables.shape[1] - -(-row_length(batch) // block_size)]
     place = torch.arange(blocks.shape[1] * block_size, device=blocks.device)
-    return Context(blocks, place < parts.starts[:, None])
+    return PromptContext(blocks, place < parts.starts[:, None])
 
 
 def prompt_mask(
