@@ -157,20 +157,23 @@ def test_preemption(served: Served) -> None:
     engine.close()
 
 
-def test_room_for_few_pictures(served: Served) -> None:
+def test_room_for_few_pictures(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who read pictures by cross-attention wait for it, and give it back however they end."""
     if served.oracle.name != "mllama":
         pytest.skip("features stand in the place of tokens, and are needed for the step that computes these")
     engine = served.start(max_images_per_request=5, max_batch_size=4, max_batch_prefill_tokens=11)
     numbers = [1, 3, 2, 0, 4, 3, 2]
-    for ended in (None, 0, 1):  # the place of one whose caller goes
+    # The place of one whose caller goes, after which step, and how long steps compute pictures: the last one goes while
+    # its own are under way.
+    for ended, after, seconds in ((None, 0, math.inf), (0, 5, math.inf), (1, 5, math.inf), (1, 5, 1e-9), (0, 0, 1e-9)):
+        monkeypatch.setattr(StepPace, "encoder_seconds", lambda *_, seconds=seconds: seconds)
         requests = [served.request(place, PROMPTS[number]) for place, number in enumerate(numbers)]
         outputs = {request.id: Output() for request in requests}
         for request in requests:
             engine.loop.add(request)
         for step in range(10_000):
             collect(engine.loop.step(), outputs)
-            if step == 5 and ended is not None:
+            if step == after and ended is not None:
                 assert engine.loop.abort(ended)
             engine.loop.scheduler.check()
             if not engine.loop.has_work:
