@@ -6,6 +6,8 @@ checks of a struct's own values.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -189,6 +191,14 @@ class Grammar(msgspec.Struct, frozen=True):
     value: str
 
 
+class VideoSource(msgspec.Struct, frozen=True):
+    """A video that is yet to be loaded. It becomes one picture of many frames."""
+
+    frames: list[Any]  # whatever is taken for a picture
+    is_animation: bool = False  # there is one, a file with all of them
+    fps: float | None = None  # frames per second; None: what the file says, or a default
+
+
 class PictureSpan(msgspec.Struct, frozen=True, array_like=True):
     """A picture in a prompt. Its pixels are a file of the engine's picture folder, named by the digest."""
 
@@ -202,6 +212,10 @@ class PictureSpan(msgspec.Struct, frozen=True, array_like=True):
         return sum(count for _, count in self.runs)
 
     @property
+    def num_pixels(self) -> int:
+        return math.prod(self.shape) // 3
+
+    @property
     def start(self) -> int:
         return self.runs[0][0]
 
@@ -211,32 +225,36 @@ class PictureSpan(msgspec.Struct, frozen=True, array_like=True):
         return first + count
 
 
-def group_neighbours(spans: list[PictureSpan]) -> list[list[int]]:
-    """Numbers of the pictures of a prompt, those together whose tokens stand side by side."""
-    groups: list[list[int]] = []
-    for number, span in enumerate(spans):
-        if number and spans[number - 1].end == span.start:
-            groups[-1].append(number)
+def group_neighbours(spans: list[PictureSpan]) -> list[list[PictureSpan]]:
+    """The pictures of a prompt, those together whose tokens stand side by side."""
+    groups: list[list[PictureSpan]] = []
+    for span in spans:
+        if groups and groups[-1][-1].end == span.start:
+            groups[-1].append(span)
         else:
-            groups.append([number])
+            groups.append([span])
     return groups
 
 
-def name_group(spans: list[PictureSpan], numbers: list[int]) -> str:
+def name_group(spans: Sequence[PictureSpan]) -> str:
     """What pictures that are kept together are known by."""
-    return "+".join(spans[number].digest for number in numbers)
+    return "+".join(span.digest for span in spans)
 
 
 class PicturePolicy(msgspec.Struct, frozen=True, array_like=True):
     """How a model's pictures are computed."""
 
-    max_features: int = 0  # that the device keeps, and that a step computes; 0: the model sees no pictures
+    max_features: int = 0  # that the device keeps; 0: the model sees no pictures
     whole_runs: bool = False  # tokens of a run see each other both ways
     whole_prompts: bool = False  # tokens of a prompt do
     # Where layers of cross-attention read pictures: features of each, in whole blocks. They stand in the place of no
     # token, and are there from a request's first step to its last.
     cross_rows: int = 0
     num_more_ids: int = 0  # behind the vocabulary, which stand for pictures: they have an embedding and no score
+    num_parts: int = 1  # that computing pictures can be left after, for other work in between
+    batch_pixels: int = 0  # of pictures that are computed together; a larger one is computed alone
+    has_times: bool = False  # what follows (moments, rows, columns) in the grid of a video are positions of its moments
+    max_each: int = 0  # features of one picture, for lack of memory to compute a larger one; 0: any number
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,7 +309,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     decode: bool
     chunks: list[Chunk]
     drop_features: list[str] = []  # of pictures with these digests, before anything is computed
-    encode: list[tuple[int, int]] = []  # (slot, number among its request's pictures): features are computed first
+    encode: list[PictureSpan] = []  # whose features begin to be computed, together; none are under way then
+    encode_parts: int = 0  # of what begins or is under way, before all else; features are there when all parts are done
 
 
 class TopTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -324,6 +343,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     # Tokens of each row that samples; None: one each. A row of the decode set has 0 to `BatchPolicy.tokens_per_row`,
     # never more than its request may still have; its keys and values stay for as many. A chunk has one.
     counts: list[int] | None = None
+    encode_s: float = 0.0  # of the step's time, for features of pictures
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
@@ -416,6 +436,9 @@ class PictureWork(msgspec.Struct, frozen=True, array_like=True):
     num_encoded: int  # pictures whose features were computed
     num_features: int  # of these
     num_found: int  # pictures whose features were there, of another request
+    num_pixels: int = 0  # that the tower has seen
+    num_batches: int = 0  # of pictures that were computed together
+    encode_seconds: float = 0.0  # that computing them took
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):

@@ -343,6 +343,8 @@ def test_what_is_told(client: httpx.Client, seeing: Server) -> None:
     assert after["tgi_picture_count"] - before.get("tgi_picture_count", 0) == 2
     assert after["tgi_picture_pixels"] - before["tgi_picture_pixels"] == 2 * 50 * 37
     assert after["tgi_picture_hits"] > before["tgi_picture_hits"]
+    assert after["tgi_picture_encode_seconds"] > 0 and after["tgi_picture_encoded_pixels"] > 0
+    assert 0 < after["tgi_picture_encoded_batches"] <= after["tgi_picture_encoded"]
     assert after["tgi_picture_encoded"] > 0 and after["tgi_picture_encoded_tokens"] > after["tgi_picture_encoded"]
 
 
@@ -441,6 +443,22 @@ def test_clients_of_others(seeing: Server, oracle: Oracle, web: Pictures) -> Non
     chain = ChatHuggingFace(llm=HuggingFaceEndpoint(**settings), model_id="tgi", max_tokens=NUM_NEW)
     found = chain.invoke([HumanMessage(content=messages[0]["content"])])
     assert found.response_metadata["token_usage"]["prompt_tokens"] == length
+
+
+def test_videos_of_a_model_that_takes_none(client: httpx.Client, seeing: Server) -> None:
+    """And what no model takes: each is refused for what it is."""
+    for part, words in (
+        ({"type": "video", "video": [as_data(FIRST), as_data(FIRST)]}, "this model takes no videos"),
+        ({"type": "video", "video": as_data(FIRST), "fps": 2}, "this model takes no videos"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "Other formats are not decoded"),
+        ({"type": "video_url", "video_url": "data:image/gif;base64,AAAA"}, "invalid video: it is no animated GIF"),
+        ({"type": "video", "video": []}, "a video must have 1 to 512 frames. Given: 0"),
+        ({"type": "video"}, "video"),
+    ):
+        body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 2}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code in (400, 422) and words in answer.text, answer.text
+    seeing.wait_for(lambda: seeing.metrics()["tgi_picture_held"] == 0, "pictures to be given back")
 
 
 def test_llm(oracle: Oracle, web: Pictures, tmp_path: Path) -> None:

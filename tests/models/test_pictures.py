@@ -16,9 +16,12 @@ from thread_runners import start_threads
 from vision_oracle import FAMILIES, Oracle, Prompt, draw, make_oracle, pictures_of
 
 from text_generation_inference.engine.build import Engine
+from text_generation_inference.engine.ranks import Ranks
 from text_generation_inference.errors import StartError
 from text_generation_inference.layers.cache import CrossCacheSpec
 from text_generation_inference.models.registry import SEEING
+from text_generation_inference.runner.pictures import SlotPictures
+from text_generation_inference.scheduler.pace import StepPace
 from text_generation_inference.types import GenerationRequest, PictureSpan, SamplingParams
 
 SERVED = [name for name, family in FAMILIES.items() if family.architecture in SEEING]
@@ -154,20 +157,23 @@ def test_preemption(served: Served) -> None:
     engine.close()
 
 
-def test_room_for_few_pictures(served: Served) -> None:
+def test_room_for_few_pictures(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who read pictures by cross-attention wait for it, and give it back however they end."""
     if served.oracle.name != "mllama":
         pytest.skip("features stand in the place of tokens, and are needed for the step that computes these")
     engine = served.start(max_images_per_request=5, max_batch_size=4, max_batch_prefill_tokens=11)
     numbers = [1, 3, 2, 0, 4, 3, 2]
-    for ended in (None, 0, 1):  # the place of one whose caller goes
+    # The place of one whose caller goes, after which step, and how long steps compute pictures: the last one goes while
+    # its own are under way.
+    for ended, after, seconds in ((None, 0, math.inf), (0, 5, math.inf), (1, 5, math.inf), (1, 5, 1e-9), (0, 0, 1e-9)):
+        monkeypatch.setattr(StepPace, "encoder_seconds", lambda *_, seconds=seconds: seconds)
         requests = [served.request(place, PROMPTS[number]) for place, number in enumerate(numbers)]
         outputs = {request.id: Output() for request in requests}
         for request in requests:
             engine.loop.add(request)
         for step in range(10_000):
             collect(engine.loop.step(), outputs)
-            if step == 5 and ended is not None:
+            if step == after and ended is not None:
                 assert engine.loop.abort(ended)
             engine.loop.scheduler.check()
             if not engine.loop.has_work:
@@ -199,6 +205,8 @@ def test_buckets(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     engine = served.start(**shapes, max_batch_prefill_tokens=2 * longest, max_input_tokens=longest)
     requests = [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]
     check(served, run(engine, requests, arrivals=[0, 0, 2, 3, 5]))
+    again = [served.request(10 + number, prompt) for number, prompt in enumerate(PROMPTS)]  # behind cached prefixes
+    check(served, run(engine, again))
     assert engine.rank.bucket_stats is not None
     engine.close()
 
@@ -236,6 +244,24 @@ def test_pixels_that_are_gone_fail_their_request_alone(served: Served) -> None:
     engine.close()
 
 
+def test_texts_go_on_while_a_picture_is_computed(served: Served) -> None:
+    """Where a step may do no more than the least part of a picture."""
+    engine = served.start(max_step_ms=1)
+    policy = engine.facts.pictures
+    assert policy is not None and policy.num_parts > 1
+    scheduler, work = engine.loop.scheduler, []
+    planned = scheduler.plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepPace, "encoder_seconds", lambda *_: 1e-9)
+        patch.setattr(scheduler, "plan", lambda: work.append(planned()) or work[-1])
+        outputs = run(engine, [served.request(0, PROMPTS[0]), served.request(1, PROMPTS[1])], arrivals=[0, 2])
+    check(served, outputs, [0, 1])
+    parts = [plan for plan in work if plan is not None and plan.encode_parts]
+    assert sum(plan.encode_parts for plan in parts) == policy.num_parts and len(parts) > 1
+    assert any(plan.decode and not plan.chunks for plan in parts)
+    engine.close()
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_two_ranks(served: Served) -> None:
     """Towers are whole on each, the decoder is split."""
@@ -243,6 +269,36 @@ def test_two_ranks(served: Served) -> None:
     sizes = {"max_total_tokens": longest + NUM_NEW, "max_batch_prefill_tokens": longest}
     with start_threads(served.oracle.folder, 2, picture_folder=str(served.folder), **sizes) as engine:
         check(served, run(engine, [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("served", ["llava_next"], indirect=True)
+def test_ranks_compute_what_the_first_has_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On other machines there are no files; here they go as soon as they are read, and one is never there."""
+    longest = max(len(served.oracle.ids(prompt)) for prompt in PROMPTS)
+    sizes = {"max_total_tokens": longest + NUM_NEW, "max_batch_prefill_tokens": longest, "device": "cpu"}
+    read, seen = SlotPictures.read, []
+
+    def read_and_remove(self: SlotPictures, span: PictureSpan) -> bytes:
+        found = read(self, span)
+        seen.append(bool(found))
+        (served.folder / span.digest).unlink(missing_ok=True)
+        return found
+
+    engine = served.start(num_shard=2, **sizes)
+    try:
+        assert isinstance(engine.rank, Ranks)
+        monkeypatch.setattr(SlotPictures, "read", read_and_remove)
+        requests = [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]
+        check(served, run(engine, requests))
+        lost, kept = served.request(10, [draw(31, 41, seed=77), "?"]), served.request(11, PROMPTS[0])
+        (served.folder / lost.pictures[0].digest).unlink()
+        outputs = run(engine, [lost, kept])
+        assert outputs[0].error is not None and "not there any more" in outputs[0].error
+        check(served, outputs[1:], [0])
+        assert seen.count(True) == 5 and seen.count(False) == 1
+    finally:
+        engine.close()
 
 
 def test_a_folder_that_does_not_say_how_pictures_are_prepared(served: Served, tmp_path: Path) -> None:

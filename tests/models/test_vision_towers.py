@@ -487,6 +487,21 @@ def test_pictures_together_are_pictures_alone(made: Made) -> None:
 
 
 @torch.no_grad()
+def test_work_that_is_left_after_each_part_comes_to_the_same(made: Made) -> None:
+    tower, (pixels, grids) = load(made), draw(made)
+    one, other = tower.in_parts(pixels, grids), tower.in_parts(pixels[:1], grids[:1])
+    for _ in range(tower.num_parts):
+        next(one)
+        next(other)
+    assert tower.num_parts > 1
+    for found, expected in ((one, pixels), (other, pixels[:1])):
+        with pytest.raises(StopIteration) as end:
+            next(found)
+        for ours, theirs in zip(end.value.value, tower.encode(expected, grids[: len(expected)]), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@torch.no_grad()
 def test_native_kernels_give_the_same(made: Made) -> None:
     pixels, grids = draw(made)
     device = CpuDevice(cache_folder(ServerConfig(model_id=str(made.folder))))

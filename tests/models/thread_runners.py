@@ -232,8 +232,13 @@ def make_loop(runners: ThreadRunners, config: ServerConfig, num_blocks: int, ove
     pictures = None
     if (sight := runners.runners[0].model.sight) is not None:
         most, each = _num_cross_rows(runners.runners[0].model, pool.block_size)
-        most = most or config.max_total_tokens or 0
-        pictures = PicturePolicy(most, sight.whole_runs, sight.whole_prompts, each)
+        pictures = PicturePolicy(
+            max_features=most or config.max_total_tokens or 0,
+            whole_runs=sight.whole_runs,
+            whole_prompts=sight.whole_prompts,
+            cross_rows=each,
+            num_parts=sight.num_parts,
+        )
     scheduler = Scheduler(policy, pool, shapes=plan if plan.pads else None, pictures=pictures)
     return EngineLoop(scheduler, runners, overlap, runners.forget)
 

@@ -68,7 +68,8 @@ class OracleRunner:
             self.decode_set.remove(slot)
         for slot in plan.release:
             assert slot not in self.decode_set
-            del self.tokens[slot], self.tables[slot], self.computed[slot]
+            del self.tokens[slot], self.tables[slot]
+            self.computed.pop(slot, None)  # none, if it was waiting for a picture all the time
         for admission in plan.admit:
             assert admission.slot not in self.tokens and 0 <= admission.slot < self.num_slots
             self.tokens[admission.slot] = [*admission.request.token_ids, *admission.output_ids]

@@ -440,6 +440,20 @@ def test_settings_become_a_plan() -> None:
     assert choose_settings(ServerConfig(pad_sequence_to_multiple_of=0)).length_step == 0
 
 
+@pytest.mark.parametrize("base", [64, 2048, 4096, 9000])
+def test_the_shortest_prompts_of_models_that_see(base: int) -> None:
+    """BASE_IMAGE_TOKENS; the linear lengths are those of TGI."""
+    limits = PlanLimits(4096, 8192, 4, 16384, 128)
+    linear = ServerConfig(base_image_tokens=base, pad_sequence_to_multiple_of=256)
+    exponential = ServerConfig(base_image_tokens=base, bucket_strategy="exponential")
+    for config in (linear, exponential):
+        lengths = sorted({bucket.length for bucket in plan_padded(config, limits, sees=True).prefill})
+        assert (lengths[0], lengths[-1]) == (min(base, 4096), 4096)
+        assert plan_padded(config, limits).prefill[0].length < 2048  # of other models
+        if base == 2048 and config is linear:
+            assert lengths == [2048, 2304, 2816, 3840, 4096]
+
+
 # -- warming up ----------------------------------------------------------------------------------------------------
 
 

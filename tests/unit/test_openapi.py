@@ -166,8 +166,8 @@ EXCEPTIONS = {
     "ToolCallMessage: missing": ONE_MESSAGE,
     "ToolCallDelta: missing": ONE_MESSAGE,
     "MessageChunk: ({image_url: Url, type: string of ['image_url']} | {text: string, type: string of ['text']}) -> "
-    "(ImagePart | PlainImagePart | RefusalPart | TextPart)": (
-        "the same, with names, OpenAI's refusals, and pictures in the words of transformers"
+    "(ImagePart | PlainImagePart | PlainVideoPart | RefusalPart | TextPart | VideoPart)": (
+        "the same, with names, OpenAI's refusals, videos, and pictures in the words of transformers"
     ),
     "Url: more ['detail']": "OpenAI's, accepted without effect",
     "ChatCompletionLogprob required: ['logprob', 'token', 'top_logprobs'] -> "

@@ -11,7 +11,15 @@ from msgspec import UNSET
 
 from text_generation_inference.api.errors import ToolError
 from text_generation_inference.api.generation import OutputText, openai_text
-from text_generation_inference.api.openai_bodies import ChatRequest, ImagePart, Message, NamedToolChoice, Tool
+from text_generation_inference.api.openai_bodies import (
+    ChatRequest,
+    ImagePart,
+    Message,
+    NamedToolChoice,
+    PlainVideoPart,
+    Tool,
+    VideoPart,
+)
 from text_generation_inference.api.openai_sampling import check_served, output_grammar, sampling_params, top_logprobs
 from text_generation_inference.api.service import Service
 from text_generation_inference.api.thoughts import EFFORT_VARIABLES, asked_budget, plan_thoughts
@@ -117,6 +125,10 @@ def _drop_pictures(body: ChatRequest) -> None:
         for part in message.content if isinstance(message.content, list) else ():
             if isinstance(part, ImagePart):
                 part.image_url = ""
+            elif isinstance(part, VideoPart):
+                part.video_url = ""
+            elif isinstance(part, PlainVideoPart):
+                part.video = ""
 
 
 def _plan(

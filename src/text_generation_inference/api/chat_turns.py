@@ -8,9 +8,17 @@ a neighbour if the template knows the system at the beginning alone.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from text_generation_inference.api.openai_bodies import ImagePart, Message, PlainImagePart, RefusalPart, TextPart
+from text_generation_inference.api.openai_bodies import (
+    ImagePart,
+    Message,
+    PlainImagePart,
+    PlainVideoPart,
+    RefusalPart,
+    TextPart,
+    VideoPart,
+)
 
-TurnContent = str | list[TextPart | ImagePart | PlainImagePart | RefusalPart] | None
+TurnContent = str | list[TextPart | ImagePart | PlainImagePart | VideoPart | PlainVideoPart | RefusalPart] | None
 _SYSTEM = ("system", "developer")
 _BETWEEN = "\n\n"
 

@@ -7,6 +7,9 @@ from text_generation_inference.types import PictureWork
 ENCODED = {
     "num_encoded": ("tgi_picture_encoded", "Pictures whose features were computed"),
     "num_features": ("tgi_picture_encoded_tokens", "Tokens in whose place features of these stand"),
+    "num_pixels": ("tgi_picture_encoded_pixels", "Pixels of these, as the tower sees them"),
+    "num_batches": ("tgi_picture_encoded_batches", "Batches in which they were computed"),
+    "encode_seconds": ("tgi_picture_encode_seconds", "Time that computing them took"),
     "num_found": ("tgi_picture_features_found", "Pictures whose features were there, computed for another request"),
 }
 

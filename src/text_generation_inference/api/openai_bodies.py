@@ -50,6 +50,23 @@ class PlainImagePart(msgspec.Struct, tag="image", kw_only=True):
         return ImagePart(given if given is not None else f"data:;base64,{self.base64}")
 
 
+class VideoPart(msgspec.Struct, tag="video_url", kw_only=True):
+    """A video as vLLM's clients send it, for models that take videos."""
+
+    video_url: Annotated[
+        Url | str,
+        doc("An animated GIF, WebP or PNG, or `data:video/jpeg;base64,` and frames in base64, a comma between them."),
+    ]
+    fps: Annotated[float | None, doc("Frames per second; left out: what the file says, or 2.")] = None
+
+
+class PlainVideoPart(msgspec.Struct, tag="video", kw_only=True):
+    """A video in the words of `transformers`."""
+
+    video: Annotated[str | list[str], doc("Where its frames are, one after the other, or where an animation is.")]
+    fps: Annotated[float | None, doc("Frames per second; left out: what the file says, or 2.")] = None
+
+
 class RefusalPart(msgspec.Struct, tag="refusal"):
     """What the assistant said instead of an answer."""
 
@@ -76,7 +93,7 @@ class ToolCall(msgspec.Struct):
 class Message(msgspec.Struct, kw_only=True):
     role: Annotated[str, doc(example="user")]
     content: Annotated[
-        str | list[TextPart | ImagePart | PlainImagePart | RefusalPart] | None,
+        str | list[TextPart | ImagePart | PlainImagePart | VideoPart | PlainVideoPart | RefusalPart] | None,
         doc("The text, or its parts, pictures among them where the model sees."),
     ] = None
     name: str | None = None
@@ -109,7 +126,9 @@ class Message(msgspec.Struct, kw_only=True):
             self.role, self.tool_call_id = "tool", self.tool_call_id or _call_id(self.name or "")
 
 
-def _usual_part(part: TextPart | ImagePart | PlainImagePart | RefusalPart) -> TextPart | ImagePart:
+def _usual_part(
+    part: TextPart | ImagePart | PlainImagePart | VideoPart | PlainVideoPart | RefusalPart,
+) -> TextPart | ImagePart | VideoPart | PlainVideoPart:
     if isinstance(part, RefusalPart):
         return TextPart(part.refusal)
     return part.as_url() if isinstance(part, PlainImagePart) else part

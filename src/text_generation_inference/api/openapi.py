@@ -39,6 +39,8 @@ _NAMED: dict[str, Any] = {
     "MessageChunk": openai_bodies.TextPart
     | openai_bodies.ImagePart
     | openai_bodies.PlainImagePart
+    | openai_bodies.VideoPart
+    | openai_bodies.PlainVideoPart
     | openai_bodies.RefusalPart,
     "MessageContent": _type_of(openai_bodies.Message, "content"),
     "Prompt": _type_of(openai_bodies.CompletionRequest, "prompt"),

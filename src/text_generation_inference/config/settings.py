@@ -501,6 +501,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     pad_sequence_to_multiple_of: Annotated[
         int | None, _padding("lin: lengths of prompts; 0: all as the longest", "N", default="128", least=0)
     ] = None
+    base_image_tokens: Annotated[
+        int | None,
+        _padding("models that see: shortest length that prompts are padded to", "N", default="as others", above=0),
+    ] = None
     vllm_prompt_bs_bucket_min: _Axis = None
     vllm_prompt_bs_bucket_step: _Axis = None
     vllm_prompt_bs_bucket_max: _Axis = None

@@ -65,7 +65,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "DISABLE_EXLLAMA": "no such kernels are used",
     "USE_CUTLASS_W8A8": "no such kernels are used",
     "BATCH_SIZE_EXPONENT_BASE": "use VLLM_BUCKETING_STRATEGY=exp, whose sizes grow by factors of about two",
-    "BASE_IMAGE_TOKENS": "prompts with pictures are padded to the lengths that all prompts have",
     "MAX_EXPERTS_PER_SLICE": _ALL_EXPERTS,
     "SDP_ON_BF16": "TGI reads it and does nothing with it",
     "DUMP_STACK": "clients are told errors in words, never a stack of calls",

@@ -1,6 +1,7 @@
 """What devices have in common that compute when they are told: steps run on one worker thread, so that planning
 overlaps with computing. To whoever queues work, a queue that is always done."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -54,6 +55,12 @@ class AtOnce:
 
     def event(self) -> Event:
         return _Done()
+
+    def timed(self, work: Callable[[], object]) -> Callable[[], float]:
+        start = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - start
+        return lambda: seconds
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         raise NotImplementedError("steps are not captured here")

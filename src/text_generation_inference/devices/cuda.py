@@ -209,6 +209,13 @@ class CudaDevice:
         event.record(self._queue)
         return _CudaEvent(event)
 
+    def timed(self, work: Callable[[], object]) -> Callable[[], float]:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record(self._queue)
+        work()
+        end.record(self._queue)
+        return lambda: start.elapsed_time(end) / 1000
+
     def launch(self, queue: Callable[[], Callable[[], Any]]) -> "Future[Any]":
         try:
             with self.stream():

@@ -131,6 +131,10 @@ class Device(Protocol):
 
     def event(self) -> Event: ...
 
+    def timed(self, work: Callable[[], object]) -> Callable[[], float]:
+        """Queue work; the seconds that it took can be asked for once it is done."""
+        ...
+
     # -- graphs ----------------------------------------------------------------------------------------------------
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

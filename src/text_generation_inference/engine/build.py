@@ -12,7 +12,7 @@ from text_generation_inference.devices.device import check_present
 from text_generation_inference.engine.calibrate import read_quant_config
 from text_generation_inference.engine.loop import EngineLoop
 from text_generation_inference.engine.memory import check_described
-from text_generation_inference.engine.rank import Rank, RankFacts
+from text_generation_inference.engine.rank import Rank, RankFacts, RankMemory
 from text_generation_inference.engine.ranks import Ranks, open_rank
 from text_generation_inference.errors import TgiError
 from text_generation_inference.models.registry import judge, read_config, read_quantization
@@ -103,12 +103,13 @@ def _bring_up(
     while True:
         with _timed(seconds, "cache"):
             resolved = resolve(config, facts.size, facts.limits, max(0, memory.cache_bytes - spare_bytes))
-            pictures = _decide_pictures(facts, resolved)
+            pictures = _decide_pictures(facts, resolved, memory)
             if pictures is not None:
                 feature_bytes = pictures.max_features * facts.feature_bytes
                 free_bytes = max(0, memory.cache_bytes - spare_bytes - feature_bytes)
                 resolved = resolve(config, facts.size, facts.limits, free_bytes)
-            plan = plan_shapes(config, facts.limits, limits_from(resolved), facts.quantized, facts.is_capturable)
+            about = (facts.quantized, facts.is_capturable, facts.pictures is not None)
+            plan = plan_shapes(config, facts.limits, limits_from(resolved), *about)
             rank.allocate(resolved, plan, grammars)
         with _timed(seconds, "prepare"):
             graphs = rank.warm()
@@ -155,7 +156,7 @@ def _bring_up(
     return Engine(loop, model_facts, source.path, rank, resolved, grammars, seconds, notes, rank.record())
 
 
-def _decide_pictures(facts: RankFacts, resolved: Resolved) -> PicturePolicy | None:
+def _decide_pictures(facts: RankFacts, resolved: Resolved, memory: RankMemory) -> PicturePolicy | None:
     """Features of the longest prompt have room, and of the largest step."""
     if facts.pictures is None:
         return None
@@ -164,7 +165,9 @@ def _decide_pictures(facts: RankFacts, resolved: Resolved) -> PicturePolicy | No
         each = most // resolved.max_cached_pictures
         return msgspec.structs.replace(facts.pictures, max_features=most, cross_rows=each)
     most = max(resolved.max_input_tokens, resolved.max_batch_prefill_tokens)
-    return msgspec.structs.replace(facts.pictures, max_features=most)
+    return msgspec.structs.replace(
+        facts.pictures, max_features=most, max_each=memory.picture_tokens or 0, batch_pixels=memory.batch_pixels
+    )
 
 
 class _timed:

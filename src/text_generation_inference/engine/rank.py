@@ -28,6 +28,7 @@ from text_generation_inference.devices.lack_of_memory import is_out_of_memory
 from text_generation_inference.engine.calibrate import Calibrated, choose_cache, make_recorder
 from text_generation_inference.engine.machines import find_interface
 from text_generation_inference.engine.memory import check_precision, check_weights_fit, hold_wide_copies
+from text_generation_inference.engine.picture_memory import BATCH_PIXELS, PictureMemory, measure_pictures
 from text_generation_inference.engine.rank_channel import ProfileAnswer, ProfileAsked
 from text_generation_inference.errors import EngineError, ResourceError, StartError
 from text_generation_inference.layers.cache import bytes_per_picture_row, bytes_per_token, common_window
@@ -39,6 +40,7 @@ from text_generation_inference.parallel import SINGLE, Parallel
 from text_generation_inference.parallel.agreement import Agreement
 from text_generation_inference.parallel.collectives import close_collectives, open_collectives
 from text_generation_inference.parallel.counted import CountedCollectives
+from text_generation_inference.pictures.rule import PictureRule
 from text_generation_inference.pictures.rules import find_rule
 from text_generation_inference.quant.choose import (
     assign_methods,
@@ -61,6 +63,7 @@ from text_generation_inference.types import (
     Grammar,
     Limits,
     PicturePolicy,
+    PictureSpan,
     Place,
     StepPlan,
     StepResult,
@@ -103,6 +106,8 @@ class RankMemory(msgspec.Struct, frozen=True):
 
     free_bytes: int
     step_bytes: int  # that steps take beside weights and cache, at most; 0 where that is not measured
+    picture_tokens: int | None = None  # of a picture that is small enough for the memory; None: any
+    batch_pixels: int = BATCH_PIXELS  # of pictures that are computed together
 
     @property
     def cache_bytes(self) -> int:
@@ -133,8 +138,9 @@ class Rank:
         self._parallel, self._collectives = SINGLE, None
         self._minimum: Callable[[int], int] = int  # over ranks
         self.device = _open_device(calibrated, place)
-        self._steps = StepBytes()
+        self._steps, self._pictures = StepBytes(), PictureMemory()
         self.sees = False  # the model, once it is loaded
+        self._rule: PictureRule | None = None
 
     _collectives: CountedCollectives | None
 
@@ -187,8 +193,6 @@ class Rank:
         if model.sight is not None:
             rule = find_rule(self._source.path, model_config.fields)
             blind = "its folder does not say how they are prepared" if rule is None else None
-            if config.nnodes > 1:  # pixels are files of the first one
-                blind = "it is split over several machines"
             if blind is not None and model.sight.whole_prompts:  # then its texts would be answered wrongly, too
                 raise StartError(f"{model_config.source}: the model cannot be served without pictures, and {blind}")
             if blind is not None:
@@ -196,6 +200,7 @@ class Rank:
                 model.notes = (*model.notes, f"it sees no pictures: {blind}")
             elif rule is not None:
                 model.look_through(rule.normalisation)
+                self._rule = rule
         self._model, self.sees = model, model.sight is not None
         self._caches = model.caches(kv_cache.choose_dtype(cache_setting, dtype))
         precision = [
@@ -228,7 +233,12 @@ class Rank:
         if self.device.limits.measures_steps:
             self._progress("compile kernels", 0, 0)
             self._steps = self._measure_steps()
-        return RankMemory(self.device.free_bytes(), self._steps.total)
+            self._pictures = self._measure_pictures()
+        return self._memory()
+
+    def _memory(self) -> RankMemory:
+        taken = self._steps.total + self._pictures.num_bytes
+        return RankMemory(self.device.free_bytes(), taken, self._pictures.max_tokens, self._pictures.batch_pixels)
 
     def allocate(self, resolved: Resolved, plan: ShapePlan, grammars: GrammarCompiler | None) -> None:
         """Cache and slots."""
@@ -267,7 +277,7 @@ class Rank:
         self._model.unbind()
         gc.collect()  # captured steps refer to what refers to them
         self.device.forget_captures()
-        return RankMemory(self.device.free_bytes(), self._steps.total)
+        return self._memory()
 
     def record(self) -> Recorder | None:
         """From now on measures every pass, if that was asked for."""
@@ -284,7 +294,8 @@ class Rank:
         config, device, model = self._config, self.device, self._model.shallow()
         cache = kv_cache.allocate(device, self._caches, num_blocks=1)
         limits = guess_limits(config, model.max_positions, device.limits)
-        plan = plan_shapes(config, device.limits, limits, is_quantized(model), model.is_capturable)
+        about = (is_quantized(model), model.is_capturable, model.sight is not None)
+        plan = plan_shapes(config, device.limits, limits, *about)
         length = config.max_total_tokens or model.max_positions
         window = keeps_window(config, common_window(self._caches), device.limits, length)
 
@@ -292,6 +303,16 @@ class Rank:
             return self._make_runner(model, cache, rows, length, None, plan, window is not None)
 
         return measure_steps(device, plan, limits, length, make_runner)
+
+    def _measure_pictures(self) -> PictureMemory:
+        if self._rule is None:
+            return PictureMemory()
+        limits = guess_limits(self._config, self._model.max_positions, self.device.limits)
+        most = max(limits.max_input_tokens, limits.max_batch_prefill_tokens)
+        try:
+            return measure_pictures(self.device, self._model, self._rule, most, self._config.max_image_pixels)
+        except torch.OutOfMemoryError:
+            raise ResourceError("Not enough memory for computing a picture once the weights are loaded") from None
 
     def _make_runner(
         self,
@@ -327,6 +348,15 @@ class Rank:
 
     def launch(self, plan: StepPlan) -> "Future[StepResult]":
         return self.runner.launch(plan)
+
+    def read_pixels(self, span: PictureSpan) -> bytes:
+        """For all ranks; none if they are not there any more."""
+        return self.runner.pictures.read(span) if self.runner.pictures is not None else b""
+
+    def show(self, digest: str, pixels: bytes) -> None:
+        """What is to be taken for a picture's pixels, which the next step begins to compute."""
+        if self.runner.pictures is not None:
+            self.runner.pictures.show(digest, pixels)
 
     def forget(self) -> None:
         """Every request; nothing may be in flight."""
@@ -373,6 +403,8 @@ def _describe_sight(sight: Sight | None) -> PicturePolicy | None:
         whole_prompts=sight.whole_prompts,
         cross_rows=sight.cross_rows,
         num_more_ids=sight.num_more_ids,
+        num_parts=sight.num_parts,
+        has_times=bool(sight.rope_axes),
     )
 
 

@@ -62,6 +62,7 @@ class AllocateCache(msgspec.Struct, frozen=True, tag="allocate"):
     limits: Limits
     quantized: bool
     is_capturable: bool
+    sees: bool
     vocab_size: int
 
 
@@ -75,6 +76,13 @@ class CheckFit(msgspec.Struct, frozen=True, tag="fits"):
 
 class ReleaseCache(msgspec.Struct, frozen=True, tag="release"):
     pass
+
+
+class ShowPixels(msgspec.Struct, frozen=True, tag="show"):
+    """Of a picture that the next step begins to compute: all ranks compute what rank 0 has read. Not answered."""
+
+    digest: str
+    pixels: bytes  # none: they are not there
 
 
 class RunStep(msgspec.Struct, frozen=True, tag="step"):
@@ -132,6 +140,7 @@ RankOrder = (
     | WarmShapes
     | CheckFit
     | ReleaseCache
+    | ShowPixels
     | RunStep
     | CompileGrammar
     | ForgetRequests

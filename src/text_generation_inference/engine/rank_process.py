@@ -46,6 +46,7 @@ from text_generation_inference.engine.rank_channel import (
     RankReport,
     ReleaseCache,
     RunStep,
+    ShowPixels,
     TokenSum,
     WarmShapes,
     encode,
@@ -98,7 +99,9 @@ class RankWorker:
         try:
             while (received := orders.receive()) is not None:
                 number, order = received
-                if isinstance(order, RunStep):
+                if isinstance(order, ShowPixels):
+                    self._rank.show(order.digest, order.pixels)
+                elif isinstance(order, RunStep):
                     self._launch(number, order.plan)
                     if self._profile is not None:
                         self._profile.step()
@@ -152,13 +155,13 @@ class RankWorker:
                 return self._take_profile(order.asked)
             case CloseRank():
                 return self._rank.close()
-            case RunStep() | CompileGrammar():
+            case RunStep() | ShowPixels() | CompileGrammar():
                 raise AssertionError("these are not answered")
 
     def _allocate(self, order: AllocateCache) -> None:
         config, path = self._calibrated.config, self._source.path
         limits = limits_from(order.resolved)
-        plan = plan_shapes(config, order.limits, limits, order.quantized, order.is_capturable)
+        plan = plan_shapes(config, order.limits, limits, order.quantized, order.is_capturable, order.sees)
         self._grammars = GrammarCompiler(lambda: Tokenizer.load(path), order.vocab_size)
         self._rank.allocate(order.resolved, plan, self._grammars)
 

@@ -41,6 +41,7 @@ from text_generation_inference.engine.rank_channel import (
     RankOrder,
     ReleaseCache,
     RunStep,
+    ShowPixels,
     TokenSum,
     WarmShapes,
 )
@@ -53,7 +54,7 @@ from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.runner.runner import Runner
 from text_generation_inference.runner.shapes import ShapePlan
 from text_generation_inference.text.grammar import GrammarCompiler
-from text_generation_inference.types import BucketStats, Grammar, Place, StepPlan, StepResult
+from text_generation_inference.types import BucketStats, Grammar, PictureSpan, Place, StepPlan, StepResult
 from text_generation_inference.weights.progress import Progress, silent
 from text_generation_inference.weights.source import ModelFolder
 
@@ -166,7 +167,8 @@ class Ranks:
 
     def allocate(self, resolved: Resolved, plan: ShapePlan, grammars: GrammarCompiler | None) -> None:
         facts = self._facts
-        order = AllocateCache(resolved, facts.limits, facts.quantized, facts.is_capturable, facts.vocab_size)
+        about = (facts.quantized, facts.is_capturable, facts.pictures is not None, facts.vocab_size)
+        order = AllocateCache(resolved, facts.limits, *about)
         self._call(order, lambda: self._rank.allocate(resolved, plan, grammars), type(None))
 
     def warm(self) -> RankGraphs:
@@ -239,6 +241,8 @@ class Ranks:
         lack = self._lack
         if lack is not None:  # nothing can follow a step that failed on some rank
             return failed_step(torch.OutOfMemoryError(lack[2]))
+        for span in plan.encode:
+            self._show(span)
         number = self._peers.tell(RunStep(plan))
         step: Future[StepResult] = Future()
         with self._lock:
@@ -248,6 +252,12 @@ class Ranks:
             self._pending[number] = _Pending(step, time.monotonic())
         self._rank.launch(plan).add_done_callback(lambda own: self._finish(number, step, own))
         return step
+
+    def _show(self, span: PictureSpan) -> None:
+        """Its pixels to all ranks, wherever they are. Read once: files come and go, and all must compute the same."""
+        pixels = self._rank.read_pixels(span)
+        self._peers.tell(ShowPixels(span.digest, pixels))
+        self._rank.show(span.digest, pixels)
 
     def _finish(self, number: int, step: "Future[StepResult]", own: "Future[StepResult]") -> None:
         """Rank 0 is done with a step."""
@@ -406,4 +416,7 @@ def _alone(lack: str) -> str:
 
 
 def _least(memory: list[RankMemory]) -> RankMemory:
-    return min(memory, key=lambda rank: rank.cache_bytes)
+    least = min(memory, key=lambda rank: rank.cache_bytes)
+    tokens = [rank.picture_tokens for rank in memory if rank.picture_tokens is not None]
+    batch_pixels = min(rank.batch_pixels for rank in memory)
+    return msgspec.structs.replace(least, picture_tokens=min(tokens, default=None), batch_pixels=batch_pixels)

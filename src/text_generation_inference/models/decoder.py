@@ -26,7 +26,7 @@ from text_generation_inference.layers.rotary import RopeSpec, build_table, mix_a
 from text_generation_inference.models.layer import LAYERS, DecoderLayer, enter
 from text_generation_inference.models.model import Caches, Context, Model
 from text_generation_inference.models.spec import DecoderSpec, TensorNames
-from text_generation_inference.models.vision.tower import Tower
+from text_generation_inference.models.vision.tower import Parts, Tower
 from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.weights.declare import Module, Part
@@ -236,9 +236,9 @@ class CausalLM(Model):
         assert self.tower is not None
         self.tower.normalisation = normalisation
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
         assert self.tower is not None
-        return self.tower.encode(pixels, grids)
+        return self.tower.in_parts(pixels, grids)
 
     def keep_pictures(self, features: Tensor, blocks: Tensor, inside: Tensor, caches: Caches) -> None:
         for layer in self.model.layers:

@@ -1,7 +1,7 @@
 """`Model`: what the engine and the runner ask of a model, and `Context`: what one is built for."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -75,8 +75,8 @@ class Model(Module, ABC):
     def look_through(self, normalisation: Normalisation) -> None:
         """How pixels are scaled before its tower sees them, of a model with `sight`."""
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Features of pictures, of a model with `sight`: see `Tower.encode`."""
+    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Generator[None, None, list[Tensor]]:
+        """Features of pictures, of a model with `sight`, in `Sight.num_parts` parts: see `Tower.in_parts`."""
         raise NotImplementedError
 
     def keep_pictures(self, features: Tensor, blocks: Tensor, inside: Tensor, caches: Caches) -> None:

@@ -6,8 +6,10 @@ Only the head is looked at here, which is short: what follows has megabytes and 
 import binascii
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from text_generation_inference.errors import ValidationError
+from text_generation_inference.types import VideoSource
 
 _MAX_HEAD = 1000  # characters before the comma
 _MAX_SHOWN = 60
@@ -20,6 +22,10 @@ _FORMATS = {  # what a type says is believed: a picture that is something else f
     "image/webp": "WEBP",
     "image/tiff": "TIFF",
 }
+NO_VIDEO = (
+    "invalid video: it is no animated GIF, WebP or PNG. Other formats are not decoded here: send the frames, as a list"
+    " of pictures or as data:video/jpeg;base64,FRAME,FRAME"
+)
 _NOT_BASE64 = re.compile(rb"[^A-Za-z0-9+/=]")
 
 
@@ -36,6 +42,21 @@ def parse_data_uri(source: str) -> DataUri:
     if not head.startswith("data:") or not comma or not parameters or parameters[-1].strip().lower() != "base64":
         raise invalid_content(source)
     return DataUri(_FORMATS.get(mime.strip().lower()), _encode(source, len(head) + 1))
+
+
+def split_video(video: VideoSource) -> tuple[list[Any], bool]:
+    """Where a video's frames are, and whether there is one with all of them.
+
+    `data:video/jpeg;base64,` and frames with commas between them are frames. Raises `ValidationError` for types that
+    are not decoded here.
+    """
+    source = video.frames[0] if video.is_animation else None
+    if not isinstance(source, str) or source[:_MAX_HEAD].lower().partition("data:video/")[1] != "data:video/":
+        return video.frames, video.is_animation
+    head, *frames = source.split(",")
+    if head.lower() != "data:video/jpeg;base64":
+        raise ValidationError(NO_VIDEO)
+    return [f"data:image/jpeg;base64,{frame}" for frame in frames], False
 
 
 def _encode(source: str, start: int) -> bytearray:

@@ -14,12 +14,14 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from text_generation_inference.errors import ValidationError
+from text_generation_inference.pictures.data_uri import NO_VIDEO
 
 log = logging.getLogger("text_generation_inference.pictures")
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP")
 _NAMES = "PNG, JPEG, GIF, WebP, TIFF or BMP"
 _DAMAGED = "invalid image: it is damaged or incomplete"
+_ANIMATIONS = ("GIF", "WEBP", "PNG")
 
 
 def decode(data: bytes | bytearray, format: str | None, max_pixels: int) -> Image.Image:
@@ -39,6 +41,46 @@ def decode(data: bytes | bytearray, format: str | None, max_pixels: int) -> Imag
             raise ValidationError(f"invalid image: it is not {what}") from error
         except Exception as error:  # decoders raise whatever they please
             raise ValidationError(_DAMAGED) from error
+
+
+@contextmanager
+def open_animation(data: bytes | bytearray, max_pixels: int) -> Generator["Animation", None, None]:
+    """Raises `ValidationError`, with the cause in it."""
+    with _limit(max_pixels):
+        try:
+            with Image.open(BytesIO(data), formats=_ANIMATIONS) as image:
+                check_size(*image.size, max_pixels)
+                yield Animation(image)
+        except (ValidationError, MemoryError):
+            raise
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+            raise _too_large(max_pixels) from error
+        except UnidentifiedImageError as error:
+            raise ValidationError(NO_VIDEO) from error
+        except Exception as error:
+            raise ValidationError("invalid video: it is damaged or incomplete") from error
+
+
+class Animation:
+    """A file of several frames, which are decoded one after the other."""
+
+    def __init__(self, image: Image.Image) -> None:
+        self._image = image
+        self.size = image.size
+        self.num_frames = int(getattr(image, "n_frames", 1))
+        self._milliseconds = 0.0
+
+    def frames(self) -> Generator[Image.Image, None, None]:
+        for number in range(self.num_frames):
+            self._image.seek(number)
+            self._image.load()
+            self._milliseconds += float(self._image.info.get("duration") or 0)
+            yield to_rgb(self._image.copy())
+
+    @property
+    def fps(self) -> float | None:
+        """Once all frames were read; None: the file does not say."""
+        return 1000 * self.num_frames / self._milliseconds if self._milliseconds > 0 else None
 
 
 @contextmanager

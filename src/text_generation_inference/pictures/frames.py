@@ -7,6 +7,7 @@ import msgspec
 
 from text_generation_inference.pictures.rule import PictureLayout
 
+MAX_FRAMES = 512  # of a video
 OUT_OF_MEMORY = 12  # exit status of a worker
 _LENGTHS = struct.Struct("<IQ")  # of a message, and of the bytes that follow it
 _PIECE = 1 << 20  # bytes read at once
@@ -19,6 +20,15 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     max_cpu_seconds: float  # for one picture
 
 
+class FrameJob(msgspec.Struct, frozen=True, array_like=True):
+    """A part of the bytes that follow, which is a frame of a video."""
+
+    num_bytes: int
+    format: str | None = None
+    is_base64: bool = False
+    size: tuple[int, int] | None = None
+
+
 class PictureJob(msgspec.Struct, frozen=True, array_like=True):
     """What the bytes that follow are."""
 
@@ -26,6 +36,9 @@ class PictureJob(msgspec.Struct, frozen=True, array_like=True):
     format: str | None = None  # Pillow's name of the only one allowed
     is_base64: bool = False
     size: tuple[int, int] | None = None  # width and height: the bytes are pixels, RGB
+    frames: list[FrameJob] = []  # of a video: the bytes are theirs, one after the other
+    is_animation: bool = False  # the one has all frames of a video
+    fps: float | None = None
 
 
 class PreparedPicture(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,14 +23,15 @@ from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import ModelFormatError, OverloadedError, ValidationError
 from text_generation_inference.files import check_plain_file
 from text_generation_inference.pictures.address import AddressPolicy
-from text_generation_inference.pictures.data_uri import invalid_content, parse_data_uri
+from text_generation_inference.pictures.data_uri import invalid_content, parse_data_uri, split_video
 from text_generation_inference.pictures.decode import check_size, to_rgb
 from text_generation_inference.pictures.fetch import Fetcher, Turn, too_large
 from text_generation_inference.pictures.folder import bytes_to_keep
-from text_generation_inference.pictures.frames import PictureJob, PreparedPicture, WorkerSettings
+from text_generation_inference.pictures.frames import MAX_FRAMES, FrameJob, PictureJob, PreparedPicture, WorkerSettings
 from text_generation_inference.pictures.pool import WorkerPool
 from text_generation_inference.pictures.rule import PictureLayout
 from text_generation_inference.pictures.store import PictureStore
+from text_generation_inference.types import VideoSource
 
 MAX_UNDER_WAY = 1024  # pictures that are fetched, wait or are decoded, in all
 MAX_CPU_SECONDS = 15.0  # of a worker, for one picture; 64 million pixels take about 5
@@ -116,11 +117,11 @@ class PictureLoader:
         """Pictures that are fetched, wait or are decoded."""
         return self._num_loading + len(self._under_way)
 
-    async def load(self, sources: Sequence[str]) -> list[LoadedPicture]:
-        """Pictures by URL or data URI, in order. All or none: raises `ValidationError` or `OverloadedError`."""
+    async def load(self, sources: Sequence[str | VideoSource]) -> list[LoadedPicture]:
+        """Pictures and videos by URL or data URI, in order: all of them, or what is wrong with one is raised."""
         return await self._load(sources)
 
-    def load_sync(self, sources: Sequence[str | bytes | Path | Image.Image]) -> list[LoadedPicture]:
+    def load_sync(self, sources: Sequence[str | bytes | Path | Image.Image | VideoSource]) -> list[LoadedPicture]:
         """The same for a program without an event loop, which may also name files and have pictures of its own."""
         if self._loop is None:
             self._loop = _LoopThread()
@@ -141,7 +142,7 @@ class PictureLoader:
             self._loop.close()
         self.store.close()
 
-    async def _load(self, sources: Sequence[str | bytes | _Pixels]) -> list[LoadedPicture]:
+    async def _load(self, sources: "Sequence[str | bytes | _Pixels | VideoSource]") -> list[LoadedPicture]:
         self._check_number(len(sources))
         if self.num_under_way + len(sources) > MAX_UNDER_WAY:
             raise OverloadedError("too many pictures are being loaded")
@@ -164,7 +165,7 @@ class PictureLoader:
         if num_pictures > self._max_pictures:
             raise ValidationError(f"At most {self._max_pictures} image(s) may be provided in one prompt.")
 
-    async def _load_one(self, source: str | bytes | _Pixels) -> LoadedPicture:
+    async def _load_one(self, source: "str | bytes | _Pixels | VideoSource") -> LoadedPicture:
         self._num_loading += 1
         try:
             prepared = await self._find(source)
@@ -174,24 +175,48 @@ class PictureLoader:
         self._counts.pixels += prepared.width * prepared.height
         return LoadedPicture(prepared.digest, prepared.layout, prepared.width, prepared.height)
 
-    async def _find(self, source: str | bytes | _Pixels) -> PreparedPicture:
+    async def _find(self, source: str | bytes | _Pixels | VideoSource) -> PreparedPicture:
+        async with AsyncExitStack() as fetched:
+            if isinstance(source, VideoSource):
+                return await self._prepare(*await self._gather(source, fetched))
+            return await self._prepare(*await self._bytes_of(source, fetched))
+
+    async def _gather(self, video: VideoSource, fetched: AsyncExitStack) -> tuple[PictureJob, bytearray]:
+        """All frames of a video, one after the other."""
+        sources, is_animation = await self._aside(_DONE_AT_ONCE + 1, lambda: split_video(video))
+        if not sources or len(sources) > MAX_FRAMES:
+            raise ValidationError(f"a video must have 1 to {MAX_FRAMES} frames. Given: {len(sources)}")
+        frames: list[FrameJob] = []
+        data = bytearray()
+        for source in sources:
+            job, part = await self._bytes_of(source, fetched)
+            frames.append(FrameJob(len(part), job.format, job.is_base64, job.size))
+            data += part
+            if len(data) > self._max_bytes:
+                raise too_large(len(data), self._max_bytes)
+        return PictureJob("", frames=frames, is_animation=is_animation, fps=video.fps), data
+
+    async def _bytes_of(
+        self, source: str | bytes | _Pixels, fetched: AsyncExitStack
+    ) -> tuple[PictureJob, bytes | bytearray]:
+        """What comes with `fetched` is there for as long as that lasts."""
         if isinstance(source, _Pixels):
-            return await self._prepare(PictureJob("", size=source.size), source.data)
+            return PictureJob("", size=source.size), source.data
         if isinstance(source, bytes):
-            return await self._prepare(PictureJob(""), source)
+            return PictureJob(""), source
         if source.startswith("data:"):
             uri = await self._aside(len(source), lambda: parse_data_uri(source))
-            return await self._prepare(PictureJob("", uri.format, is_base64=True), uri.data)
+            return PictureJob("", uri.format, is_base64=True), uri.data
         if not source.lower().startswith(("http://", "https://")):
             raise invalid_content(source)
         if not self._fetches:
             raise ValidationError("Could not fetch image: this server fetches none. Send it as a data URI")
         started = time.perf_counter()
-        async with self._fetcher.fetch(source) as data:
-            self._counts.fetched += 1
-            self._counts.fetched_bytes += len(data)
-            self._counts.fetch_seconds += time.perf_counter() - started
-            return await self._prepare(PictureJob(""), data)
+        data = await fetched.enter_async_context(self._fetcher.fetch(source))
+        self._counts.fetched += 1
+        self._counts.fetched_bytes += len(data)
+        self._counts.fetch_seconds += time.perf_counter() - started
+        return PictureJob(""), data
 
     async def _prepare(self, job: PictureJob, data: bytes | bytearray) -> PreparedPicture:
         """From the books, or by a worker. Requests that come with the same bytes at once wait for one."""
@@ -229,7 +254,8 @@ class PictureLoader:
         """Of bytes and of what they are said to be."""
 
         def compute() -> bytes:
-            digest = hashlib.sha256(repr((job.format, job.is_base64, job.size)).encode() + b"\0")
+            about = (job.format, job.is_base64, job.size, job.frames, job.is_animation, job.fps)
+            digest = hashlib.sha256(repr(about).encode() + b"\0")
             digest.update(data)
             return digest.digest()
 
@@ -239,8 +265,12 @@ class PictureLoader:
         """What goes over all bytes of a picture: megabytes of them would hold everybody else up."""
         return work() if num_bytes <= _DONE_AT_ONCE else await _run(self._aside_thread, work)
 
-    def _open_local(self, source: str | bytes | Path | Image.Image) -> str | bytes | _Pixels:
+    def _open_local(
+        self, source: str | bytes | Path | Image.Image | VideoSource
+    ) -> "str | bytes | _Pixels | VideoSource":
         """What only the program that runs here may hand over."""
+        if isinstance(source, VideoSource):
+            return msgspec.structs.replace(source, frames=[self._open_local(frame) for frame in source.frames])
         if isinstance(source, Image.Image):
             check_size(*source.size, self._max_pixels)
             image = to_rgb(source.copy())

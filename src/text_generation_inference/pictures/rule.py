@@ -3,6 +3,7 @@
 A rule knows sizes and pixels, nothing of requests. What it needs is read from a model folder's files once.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,4 +77,15 @@ class PictureRule(Protocol):
 
     def pixels(self, image: Image, layout: PictureLayout) -> np.ndarray:
         """uint8, of `layout.shape`, from an upright RGB picture of the size that the layout was made for."""
+        ...
+
+    def video_layout(self, width: int, height: int, num_frames: int, fps: float) -> PictureLayout:
+        """Of a video whose frames have this size: `shape` is [frames, height, width, 3].
+
+        Raises `ValidationError` for what the family cannot have.
+        """
+        ...
+
+    def video_pixels(self, images: Iterable[Image], layout: PictureLayout) -> np.ndarray:
+        """uint8, of `layout.shape`, from upright RGB frames of the size and number that the layout was made for."""
         ...

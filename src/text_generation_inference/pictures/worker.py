@@ -6,11 +6,14 @@ a file that the owner named; the answer is what others need to know of them.
 """
 
 import hashlib
+import math
 import os
 import resource
 import signal
 import socket
 import sys
+from collections.abc import Generator
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -22,9 +25,11 @@ from text_generation_inference.config import failpoints_asked
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.files import read_json_object
 from text_generation_inference.pictures.data_uri import decode_base64
-from text_generation_inference.pictures.decode import check_size, decode
+from text_generation_inference.pictures.decode import check_size, decode, open_animation
 from text_generation_inference.pictures.frames import (
+    MAX_FRAMES,
     OUT_OF_MEMORY,
+    FrameJob,
     PictureJob,
     PictureRefused,
     PreparedPicture,
@@ -35,6 +40,9 @@ from text_generation_inference.pictures.frames import (
 from text_generation_inference.pictures.rule import PictureLayout, PictureRule
 from text_generation_inference.pictures.rules import find_rule
 
+DEFAULT_FPS = 2.0  # of frames that nobody says a time of, which models are trained with
+_LEAST_FPS, _MOST_FPS = 0.01, 1000.0
+
 VERSION = 1  # of digests: another one whenever the same pixels may come to mean other features
 _MAX_OPEN = 64  # files
 _MAX_DETAIL = 300  # characters, for the log
@@ -42,21 +50,72 @@ _MAX_DETAIL = 300  # characters, for the log
 
 def prepare(rule: PictureRule, job: PictureJob, data: bytes | bytearray, max_pixels: int) -> PreparedPicture:
     """Raises `ValidationError`."""
-    if job.size is not None:
-        check_size(*job.size, max_pixels)
-        image = Image.frombytes("RGB", job.size, data)
+    if job.frames:
+        (width, height), layout, pixels = prepare_video(rule, job, data, max_pixels)
     else:
-        image = decode(decode_base64(data) if job.is_base64 else data, job.format, max_pixels)
-    failpoints.failpoint("picture.decode")
-    layout = rule.layout(image.width, image.height)
-    pixels = np.ascontiguousarray(rule.pixels(image, layout))
+        image = _decode(job, data, max_pixels)
+        failpoints.failpoint("picture.decode")
+        width, height = image.size
+        layout = rule.layout(width, height)
+        pixels = rule.pixels(image, layout)
+    pixels = np.ascontiguousarray(pixels)
     if pixels.dtype != np.uint8 or pixels.shape != layout.shape:
         raise TypeError(f"{type(rule).__name__} makes {pixels.dtype} of {pixels.shape} and says {layout.shape}")
     _write(job.output, pixels)
     digest = digest_of(rule, layout, pixels)
-    return PreparedPicture(
-        digest, image.width, image.height, layout.shape, layout.grid, layout.expansion, pixels.nbytes
-    )
+    return PreparedPicture(digest, width, height, layout.shape, layout.grid, layout.expansion, pixels.nbytes)
+
+
+def _decode(job: PictureJob | FrameJob, data: bytes | bytearray, max_pixels: int) -> Image.Image:
+    if job.size is not None:
+        check_size(*job.size, max_pixels)
+        return Image.frombytes("RGB", job.size, data)
+    return decode(decode_base64(data) if job.is_base64 else data, job.format, max_pixels)
+
+
+def prepare_video(
+    rule: PictureRule, job: PictureJob, data: bytes | bytearray, max_pixels: int
+) -> tuple[tuple[int, int], PictureLayout, np.ndarray]:
+    """Size of a frame, layout and pixels. Frames are decoded one after the other: few are in memory at a time."""
+    if job.fps is not None and not _LEAST_FPS <= job.fps <= _MOST_FPS:
+        raise ValidationError(f"`fps` must be from {_LEAST_FPS:g} to {_MOST_FPS:g}. Given: {job.fps:g}")
+    if not job.is_animation:
+        size, count = None, len(job.frames)
+        frames = _each_frame(job.frames, data, max_pixels)
+        first = next(frames)
+        size = first.size
+        layout = _lay_out(rule, size, count, job.fps or DEFAULT_FPS, max_pixels)
+        return size, layout, rule.video_pixels(chain([first], frames), layout)
+    encoded = decode_base64(data) if job.frames[0].is_base64 else data
+    with open_animation(encoded, max_pixels) as animation:
+        size, count = animation.size, animation.num_frames
+        layout = _lay_out(rule, size, count, job.fps or DEFAULT_FPS, max_pixels)
+        pixels = rule.video_pixels(animation.frames(), layout)
+        fps = min(max(job.fps or animation.fps or DEFAULT_FPS, _LEAST_FPS), _MOST_FPS)
+    return size, _lay_out(rule, size, count, fps, max_pixels), pixels
+
+
+def _lay_out(rule: PictureRule, size: tuple[int, int], count: int, fps: float, max_pixels: int) -> PictureLayout:
+    if count > MAX_FRAMES:
+        raise ValidationError(f"a video may have at most {MAX_FRAMES} frames. Given: {count}")
+    layout = rule.video_layout(*size, count, fps)
+    if math.prod(layout.shape) // 3 > max_pixels:
+        raise ValidationError(f"a video's frames may have {max_pixels} pixels together: send fewer")
+    return layout
+
+
+def _each_frame(jobs: list[FrameJob], data: bytes | bytearray, max_pixels: int) -> Generator[Image.Image, None, None]:
+    start, size = 0, None
+    for number, job in enumerate(jobs):
+        image = _decode(job, data[start : start + job.num_bytes], max_pixels)
+        start += job.num_bytes
+        if size is not None and image.size != size:
+            raise ValidationError(
+                f"frames of a video must have one size: frame {number} has {image.width}x{image.height},"
+                f" the first {size[0]}x{size[1]}"
+            )
+        size = image.size
+        yield image
 
 
 def digest_of(rule: PictureRule, layout: PictureLayout, pixels: np.ndarray) -> str:

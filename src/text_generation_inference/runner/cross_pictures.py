@@ -5,6 +5,8 @@ such a group the rows of real tiles come first, picture by picture, then those o
 a group are its first rows. A token reads the last group that has begun before it; those before the first picture read
 all rows there are. So all that a request decodes reads the last group, as many rows as its real tiles have: a table of
 blocks and a length for each slot, as for tokens, in the place where captured steps find them.
+
+The groups of a request are there before it is admitted.
 """
 
 from collections.abc import Sequence
@@ -20,10 +22,9 @@ from text_generation_inference.kernels.batch import Batch, CrossMeta, CrossReadi
 from text_generation_inference.kernels.block_lists import BlockLists, rows_of_pictures
 from text_generation_inference.models.model import Caches, Model
 from text_generation_inference.models.vision.sight import Sight
-from text_generation_inference.runner.pictures import LOST, Seen, SlotPictures
-from text_generation_inference.types import Admission, PictureSpan, StepPlan, group_neighbours, name_group
-
-_AT_ONCE = 4  # pictures in the tower
+from text_generation_inference.models.vision.tower import Parts
+from text_generation_inference.runner.pictures import LOST, EncodeBatch, Seen, SlotPictures
+from text_generation_inference.types import Admission, PictureSpan, group_neighbours, name_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,8 @@ class CrossPictures(SlotPictures):
         self._num_blocks, self._block_size = caches[sight.cross_layer][0].shape[:2]
         self._free = list(range(self._num_blocks - 1, 0, -1))  # block 0 is read by those who read nothing
         self._groups: dict[str, _KeptGroup] = {}
+        self._coming: _KeptGroup | None = None  # whose keys and values are being computed
         self._readers: dict[int, _PictureReader] = {}  # by slot
-        self._new: list[int] = []  # slots of readers whose last pictures are not in the tables yet
         self._lost_groups: set[str] = set()
         per_picture = -(-sight.cross_rows // self._block_size)
         width = max(1, self._num_blocks - 1)
@@ -110,24 +111,26 @@ class CrossPictures(SlotPictures):
         counts = [self._num_real(span) for span in spans]
         self._readers[admission.slot] = _PictureReader(
             spans,
-            [name_group(spans, numbers) for numbers in group_neighbours(spans)],
+            [name_group(group) for group in group_neighbours(spans)],
             find_readings([span.start for span in spans], counts),
             [request.token_ids[span.start] for span in spans],
         )
-        self._new.append(admission.slot)
+        last = self._last_group(admission.slot)
+        count = -(-last.num_real // self._block_size)
+        self._tables[admission.slot, :count] = last.blocks[:count].to(self._tables)
+        self._lengths[admission.slot] = last.num_real
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
             if self._readers.pop(slot, None) is not None:
                 self._lengths[slot] = 0
-                self._new = [other for other in self._new if other != slot]
 
     def forget(self) -> None:
         super().forget()
         self._readers.clear()
         self._groups.clear()
+        self._coming = None
         self._lost_groups.clear()
-        self._new.clear()
         self._free = list(range(self._num_blocks - 1, 0, -1))
         with self._device.stream():
             self._lengths.zero_()
@@ -139,7 +142,8 @@ class CrossPictures(SlotPictures):
 
     def check(self) -> None:
         """Raise AssertionError unless each block is free or a group's, and slots without pictures read none."""
-        used = [block for group in self._groups.values() for block in group.ids]
+        coming = [self._coming] if self._coming is not None else []
+        used = [block for group in (*self._groups.values(), *coming) for block in group.ids]
         assert sorted([*used, *self._free]) == list(range(1, self._num_blocks)), "blocks of pictures do not balance"
         assert set(self._lengths.nonzero().flatten().tolist()) <= set(self._readers), "a slot reads what it left"
         for reader in self._readers.values():
@@ -151,46 +155,46 @@ class CrossPictures(SlotPictures):
 
     # -- keys and values -------------------------------------------------------------------------------------------
 
-    def encode(self, plan: StepPlan) -> None:
-        """Drop and compute as the plan says, and tell the slots what they read from now on."""
-        for name in plan.drop_features:
-            self._free += reversed(self._groups.pop(name).ids)
-            self._lost_groups.discard(name)
-        for slot, first in plan.encode:
-            spans = self._readers[slot].spans
-            numbers = next(group for group in group_neighbours(spans) if group[0] == first)
-            self._keep(name_group(spans, numbers), [spans[number] for number in numbers])
-        waiting = [slot for slot in self._new if any(name not in self._groups for name in self._readers[slot].names)]
-        for slot in self._new:
-            if slot not in waiting:
-                last = self._last_group(slot)
-                count = -(-last.num_real // self._block_size)
-                self._tables[slot, :count] = last.blocks[:count].to(self._tables)
-                self._lengths[slot] = last.num_real
-        self._new = waiting
+    def _drop(self, digest: str) -> None:
+        group = self._groups.pop(digest, None)
+        if group is None:  # under way, and wanted by nobody any more
+            group, self._coming, self._batch = self._coming, None, None
+        assert group is not None
+        self._free += reversed(group.ids)
+        self._lost_groups.discard(digest)
 
-    def _keep(self, name: str, spans: Sequence[PictureSpan]) -> None:
-        assert name not in self._groups
-        size, device = self._block_size, self._device.torch_device
-        counts = [self._num_real(span) for span in spans]
-        num_rows, num_real = len(spans) * self._sight.cross_rows, sum(counts)
-        ids = [self._free.pop() for _ in range(-(-num_rows // size))]
-        group = self._groups[name] = _KeptGroup(ids, torch.tensor(ids, device=device), num_real, num_rows)
+    def _begin(self, spans: list[PictureSpan]) -> EncodeBatch:
+        """The pictures of a plan are one group."""
+        num_rows = len(spans) * self._sight.cross_rows
+        ids = [self._free.pop() for _ in range(-(-num_rows // self._block_size))]
+        blocks = torch.tensor(ids, device=self._device.torch_device)
+        group = self._coming = _KeptGroup(ids, blocks, sum(map(self._num_real, spans)), num_rows)
         self._lost.clear()
-        at, missing_at = 0, num_real
-        for start in range(0, len(spans), _AT_ONCE):
-            part = spans[start : start + _AT_ONCE]
-            pixels = [self._read(span).to(device) for span in part]
-            made = self._model.encode(pixels, [tuple(span.grid) for span in part])
-            for features, count in zip(made, counts[start:], strict=False):
-                missing = features.shape[0] - count
-                self._put(group, features[:count], at)
-                self._put(group, features[count:], missing_at)
-                at, missing_at = at + count, missing_at + missing
+        parts = self._compute(group, spans, self._take_pixels(spans))
+        return EncodeBatch(spans, parts, len(spans) * self._sight.num_parts)
+
+    def _compute(
+        self, group: _KeptGroup, spans: Sequence[PictureSpan], pixels: Sequence[Tensor]
+    ) -> Parts[list[Tensor]]:
+        """Its keys and values, in their blocks; so nothing is left to keep. One picture after the other: so much memory
+        is left for it, and missing tiles take as much as others."""
+        at, missing_at = 0, group.num_real
+        for span, picture in zip(spans, pixels, strict=True):
+            count = self._num_real(span)
+            given = [picture.to(self._device.torch_device)]
+            (features,) = yield from self._model.encode(given, [tuple(span.grid)])
+            self._put(group, features[:count], at)
+            self._put(group, features[count:], missing_at)
+            at, missing_at = at + count, missing_at + features.shape[0] - count
         # What is behind the last row may be anything that was there before, and masks do not undo what is not finite.
-        width = self._sight.width
-        behind = torch.zeros((len(ids) * size - num_rows, width), dtype=self._model.dtype, device=device)
-        self._put(group, behind, num_rows)
+        shape = (len(group.ids) * self._block_size - group.num_rows, self._sight.width)
+        self._put(group, torch.zeros(shape, dtype=self._model.dtype, device=group.blocks.device), group.num_rows)
+        return []
+
+    def _keep(self, spans: Sequence[PictureSpan], made: list[Tensor]) -> None:
+        assert self._coming is not None
+        name = name_group(spans)
+        self._groups[name], self._coming = self._coming, None
         if self._lost:
             self._lost_groups.add(name)
 
@@ -287,7 +291,7 @@ class CrossPictures(SlotPictures):
         return CrossMeta(None, reads, reads, rows_of_pictures(self._move(lengths), meta), num_rows, [])
 
     def of_padded_prompts(self, prompts: Sequence[Seen], num_rows: int, length: int) -> CrossMeta:
-        """What whole prompts read, padded to so many of one length; pictures are padded to a power of two."""
+        """What prompts or parts of them read, padded to so many of one length; pictures are padded to powers of two."""
         size, per_picture = self._block_size, -(-self._sight.cross_rows // self._block_size)
         readers = [self._readers.get(prompt.slot) for prompt in prompts]
         most = _next_power(max(len(reader.spans) for reader in readers if reader is not None)) * per_picture
@@ -303,7 +307,11 @@ class CrossPictures(SlotPictures):
             ends = np.cumsum([len(group.ids) for group in groups]) * size
             firsts = [int(end) - len(group.ids) * size for end, group in zip(ends, groups, strict=True)]
             for reading in reader.readings:
-                tokens = slice(reading.start, prompt.end if reading.end is None else min(reading.end, prompt.end))
+                first_token = max(reading.start, prompt.start)
+                end = prompt.end if reading.end is None else min(reading.end, prompt.end)
+                if first_token >= end:
+                    continue
+                tokens = slice(first_token - prompt.start, end - prompt.start)
                 reads[row, tokens], feeds[row, tokens], mask[row, tokens] = True, reading.group is not None, False
                 for number, (first, group) in enumerate(zip(firsts, groups, strict=True)):
                     if reading.group in (None, number):

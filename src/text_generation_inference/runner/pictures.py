@@ -1,7 +1,11 @@
 """Pictures of the requests in the slots: their features, computed when the plan says so, and what a pass reads of them.
 
+Features are computed apart from passes: those of a batch of pictures, a part of the tower's pass after the other, as
+many in a step as its plan says.
+
 Pixels are files of one folder, named by digest, which whoever sends a request keeps for as long as it is under way. A
-file that is not there fails the requests that need it and nobody else: ranks compute on, with zeros.
+file that is not there fails the requests that need it and nobody else: what is computed on are zeros. Where there are
+several ranks the first one reads, and shows the others what it has read.
 """
 
 import math
@@ -17,6 +21,7 @@ from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.models.model import Model
 from text_generation_inference.models.vision.sight import Sight, place_pictures
+from text_generation_inference.models.vision.tower import Parts, run_parts
 from text_generation_inference.types import Admission, GenerationRequest, PictureSpan, StepPlan
 
 LOST = "an image of the request is not there any more"
@@ -39,12 +44,31 @@ class _Seeing:
     num_prompt: int
 
 
+class EncodeBatch:
+    """Pictures whose features are being computed together."""
+
+    def __init__(self, spans: Sequence[PictureSpan], parts: Parts[list[Tensor]], num_parts: int) -> None:
+        self.spans, self._parts, self._left = spans, parts, num_parts
+
+    def advance(self, count: int) -> list[Tensor] | None:
+        """By so many parts. The features, if these were the last."""
+        self._left -= count
+        assert self._left >= 0, "more parts than there are"
+        if not self._left:
+            return run_parts(self._parts)
+        for _ in range(count):
+            next(self._parts)
+        return None
+
+
 class SlotPictures:
     def __init__(self, device: Device, model: Model, sight: Sight, folder: Path | None) -> None:
         self._device, self._model, self._sight, self._folder = device, model, sight, folder
         self._requests: dict[int, _Seeing] = {}  # by slot, of those with pictures, or all with `whole_prompts`
         self._features: dict[str, Tensor] = {}
+        self._batch: EncodeBatch | None = None  # under way
         self._lost: set[str] = set()  # digests whose features are zeros
+        self._shown: dict[str, bytes] = {}  # pixels that another has read
 
     def shift_of(self, request: GenerationRequest) -> int:
         """What positions after the prompt are more than places."""
@@ -67,7 +91,9 @@ class SlotPictures:
     def forget(self) -> None:
         self._requests.clear()
         self._features.clear()
+        self._batch = None
         self._lost.clear()
+        self._shown.clear()
 
     def error_of(self, slot: int) -> str | None:
         """Why what was computed for a slot means nothing."""
@@ -78,24 +104,57 @@ class SlotPictures:
     def encode(self, plan: StepPlan) -> None:
         """Drop and compute features as the plan says."""
         for digest in plan.drop_features:
-            del self._features[digest]
-            self._lost.discard(digest)
-        if not plan.encode:
+            self._drop(digest)
+        if plan.encode:
+            assert self._batch is None, "pictures are under way"
+            self._batch = self._begin(plan.encode)
+        batch = self._batch
+        if batch is None or (made := batch.advance(plan.encode_parts)) is None:
             return
-        spans = [self._requests[slot].spans[number] for slot, number in plan.encode]
-        pixels = [self._read(span).to(self._device.torch_device) for span in spans]
-        made = self._model.encode(pixels, [tuple(span.grid) for span in spans])
+        self._batch = None
+        self._keep(batch.spans, made)
+
+    def _drop(self, digest: str) -> None:
+        if self._features.pop(digest, None) is None:
+            self._batch = None  # under way, and wanted by nobody any more
+        self._lost.discard(digest)
+
+    def _keep(self, spans: Sequence[PictureSpan], made: list[Tensor]) -> None:
         for span, features in zip(spans, made, strict=True):
             assert features.shape == (span.num_features, self._sight.width), (features.shape, span)
             self._features[span.digest] = features
 
-    def _read(self, span: PictureSpan) -> Tensor:
-        size = math.prod(span.shape)
-        path = self._folder / span.digest if self._folder is not None else None
-        if path is None or not path.is_file() or path.stat().st_size != size:
+    def _begin(self, spans: list[PictureSpan]) -> EncodeBatch:
+        pixels = [each.to(self._device.torch_device) for each in self._take_pixels(spans)]
+        parts = self._model.encode(pixels, [tuple(span.grid) for span in spans])
+        return EncodeBatch(spans, parts, self._sight.num_parts)
+
+    def show(self, digest: str, pixels: bytes) -> None:
+        """Instead of a file, in the step that begins to compute this picture; none: they are not there."""
+        self._shown[digest] = pixels
+
+    def read(self, span: PictureSpan) -> bytes:
+        """The pixels of a picture; none if they are not there."""
+        try:
+            found = (self._folder / span.digest).read_bytes() if self._folder is not None else b""
+        except OSError:
+            return b""
+        return found if len(found) == math.prod(span.shape) else b""
+
+    def _take_pixels(self, spans: Sequence[PictureSpan]) -> list[Tensor]:
+        found = [self._pixels_of(span) for span in spans]
+        for span in spans:  # one may be there several times
+            self._shown.pop(span.digest, None)
+        return found
+
+    def _pixels_of(self, span: PictureSpan) -> Tensor:
+        pixels = self._shown.get(span.digest)
+        if pixels is None:
+            pixels = self.read(span)
+        if not pixels:
             self._lost.add(span.digest)
             return torch.zeros(span.shape, dtype=torch.uint8)
-        return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(span.shape)
+        return torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(span.shape)
 
     # -- passes ----------------------------------------------------------------------------------------------------
 

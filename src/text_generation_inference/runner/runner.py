@@ -122,8 +122,7 @@ class Runner:
             if followed or any(a.request.sampling.watermark for a in plan.admit):
                 _wait_for(previous)  # its tokens belong to whoever had the slots until now
         self._update(plan)
-        if self.pictures is not None:
-            self.pictures.encode(plan)
+        encode_s = self._encode(plan)
         decode = self.slots.decode_slots if plan.decode else []
         rows, row_of_prompt = decode, dict[int, int]()
         if plan.chunks:
@@ -138,7 +137,14 @@ class Runner:
         lost: dict[int, str] = {}  # by slot; slots may be others' when the step is done
         if self.pictures is not None:
             lost = {slot: text for slot in rows if (text := self.pictures.error_of(slot)) is not None}
-        return lambda: self._finish(plan, rows, done, prompts, row_of_prompt, lost)
+        return lambda: self._finish(plan, rows, done, prompts, row_of_prompt, lost, encode_s())
+
+    def _encode(self, plan: StepPlan) -> Callable[[], float]:
+        """Features of pictures; what that took, once the step is done."""
+        pictures = self.pictures
+        if pictures is None or not (plan.encode_parts or plan.drop_features):
+            return lambda: 0.0
+        return self.device.timed(lambda: pictures.encode(plan))
 
     def _update(self, plan: StepPlan) -> None:
         if plan.release:
@@ -172,6 +178,7 @@ class Runner:
         prompts: list[ScoredPrompt],
         row_of_prompt: dict[int, int],
         lost: dict[int, str],
+        encode_s: float,
     ) -> StepResult:
         scored = [read_scores(row_of_prompt[prompt.slot], prompt.start, prompt.parts) for prompt in prompts]
         token_ids: list[int] = []
@@ -203,7 +210,7 @@ class Runner:
             tops = [TopTokens(places[top.row], top.token_ids, top.logprobs) for top in tops]
             errors = {places[n]: text for n, text in errors.items()}
         errors.update({row: lost[slot] for row, slot in enumerate(rows) if slot in lost} if lost else {})
-        return StepResult(plan.step, token_ids, logprobs, tops, scored, list(errors.items()))
+        return StepResult(plan.step, token_ids, logprobs, tops, scored, list(errors.items()), encode_s=encode_s)
 
 
 def _failure_of(step: "Future[StepResult] | None") -> BaseException | None:

@@ -131,6 +131,13 @@ class _ShapeRoom(StepRoom):
     def is_untouched(self) -> bool:
         return not self._count
 
+    @property
+    def seconds_left(self) -> float:
+        return self._by_time.seconds_left
+
+    def keep_back(self, share: float) -> None:
+        self._by_time.keep_back(share)
+
     def reach(self, start: int, known: int, timed: bool = True) -> int:
         """`start`: it does not fit beside the others. A first one always does."""
         count = known - start

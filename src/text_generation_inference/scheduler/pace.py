@@ -11,6 +11,8 @@ from dataclasses import dataclass
 _SMALLEST_CHUNK = 16  # tokens; less would not be worth a step
 _MANY_BLOCKS = 4  # a chunk of fewer is not cut to whole ones
 _DECODE_SHARE = 0.5  # a step with prompts may at least take twice as long as one without: prompts must get on too
+_ENCODER_SHARE = 0.25  # of what a step has for prompts: for pictures, if there are any to compute
+_ALONE_S = 0.5  # for pictures where nobody decodes: whoever arrives waits that long
 _FORGET = 0.9  # weight of what was learnt before, with each step
 _LEAST_SPREAD = 1e-3  # of two kinds of work, below which they cannot be told apart
 _MOST_OFF = 4.0  # a decode step that took so many times as long as those before is taken for one that took this many
@@ -60,6 +62,14 @@ class StepRoom:
     def is_untouched(self) -> bool:
         return self._is_first
 
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self._seconds)
+
+    def keep_back(self, share: float) -> None:
+        """For something else than prompts."""
+        self._seconds *= 1 - share
+
     def reach(self, start: int, known: int, timed: bool = True) -> int:
         """Where a chunk from `start` may end, at most at `known`. Some tokens may always be taken. `timed`: it may end
         early for the time it takes, where shapes matter."""
@@ -103,14 +113,31 @@ class StepPace:
 
     def room(self, num_decode: int, tokens: int) -> StepRoom:
         """For prompt chunks beside `num_decode` decode tokens: at most so many tokens."""
-        seconds = math.inf
-        if self._max_step_s is not None and num_decode > 0:
-            seconds = max(self._max_step_s - self._decode_s, self._decode_s / _DECODE_SHARE - self._decode_s)
+        seconds = self._allowed(num_decode)
         return StepRoom(tokens, seconds, self._per_token, self._per_attended, self._block_size, self._window)
 
+    def keep_for_encoder(self, room: StepRoom) -> None:
+        """There are pictures to compute in the step, too."""
+        room.keep_back(_ENCODER_SHARE)
+
+    def encoder_seconds(self, num_decode: int, room: StepRoom) -> float:
+        """For pictures beside `num_decode` decode tokens, when prompts have taken theirs."""
+        if self._max_step_s is None:
+            return math.inf
+        if not num_decode:
+            return max(self._max_step_s, _ALONE_S)
+        allowed = self._allowed(num_decode)
+        return min(allowed, _ENCODER_SHARE * allowed + room.seconds_left)
+
+    def _allowed(self, num_decode: int) -> float:
+        """What a step may take longer for others than those who decode."""
+        if self._max_step_s is None or not num_decode:
+            return math.inf
+        return max(self._max_step_s - self._decode_s, self._decode_s / _DECODE_SHARE - self._decode_s)
+
     def on_step(self, work: StepWork, seconds: float) -> None:
-        """A step was computed, in so long."""
-        if self._max_step_s is None or seconds <= 0:
+        """A step was computed, in so long without its pictures."""
+        if self._max_step_s is None or seconds <= 0 or not work.decode_rows + work.prompt_tokens:
             return
         if work.prompt_tokens == 0:
             self._decode_s = _between(self._decode_s, seconds)

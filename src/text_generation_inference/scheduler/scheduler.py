@@ -24,7 +24,8 @@ import msgspec
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.scheduler.admission import AdmissionByShapes, AdmissionByTokens, PromptShapes
 from text_generation_inference.scheduler.blocks import PADDING_BLOCK, BlockPool
-from text_generation_inference.scheduler.features import FeatureBook, whole_runs
+from text_generation_inference.scheduler.encoding import EncodeWork
+from text_generation_inference.scheduler.features import Coming, FeatureBook, whole_runs
 from text_generation_inference.scheduler.pace import StepPace, StepRoom, StepWork, attended
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.queue import make_queue
@@ -66,6 +67,8 @@ class _InFlight(msgspec.Struct, frozen=True):
     chunk_rows: list[Request]  # every chunk, in plan order
     sampling_rows: list[Request]  # the chunks that yield a token
     work: StepWork
+    encoding: EncodeWork
+    encoding_for: set[Request]
 
     @property
     def num_tokens(self) -> int:
@@ -100,6 +103,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}  # every unfinished request
         # May hold finished ones, which are dropped when reached, or when they are more than the others.
         self._waiting = make_queue(queue_threshold_ms, clock)
+        self._awaiting: list[Request] = []  # that would be let in if their pictures were there
         self._prefilling: list[Request] = []  # running, outside the decode set, oldest first
         self._decode_rows: list[Request] = []  # replaced, never changed in place: steps in flight refer to it
         self._free_slots = list(range(policy.max_batch_size - 1, -1, -1))
@@ -125,7 +129,7 @@ class Scheduler:
             raise ValidationError(f"request id {source.id} is already in use")
         if source.adapter:
             raise ValidationError("adapter is not supported")
-        self._features.check(source, self.policy.max_batch_prefill_tokens)
+        self._features.check(source, self.policy.max_batch_prefill_tokens, self.policy.max_total_tokens)
         total = len(source.token_ids) + source.max_new_tokens
         room = min(self.policy.max_total_tokens, self.pool.longest)
         if not source.token_ids:
@@ -185,20 +189,27 @@ class Scheduler:
         grow = self._grow_decode_set()
         num_decode = len(self._decode_rows) + len(self._join)
         room = self._admission.open(num_decode, self._limit.tokens)
+        if self._features.is_busy:
+            self._pace.keep_for_encoder(room)
+        if self._awaiting:
+            self._look_again()
         chunks, chunk_rows = self._continue_prefills(room, grow)
         admit, new_chunks, new_rows = self._admit(room)
         chunks += new_chunks
         chunk_rows += new_rows
-        if not num_decode and not chunks and not admit:
+        if not num_decode and not chunks and not admit and not self._features.is_busy:
             return None
-        return self._commit(grow, admit, chunks, chunk_rows, num_decode > 0)
+        encoder_s = self._pace.encoder_seconds(num_decode, room)
+        return self._commit(grow, admit, chunks, chunk_rows, num_decode > 0, encoder_s)
 
     def apply(self, result: StepResult, step_s: float = 0.0) -> TokenOut:
         """Take the result of the oldest planned step, which took the device `step_s`, and tell the callers."""
         flight = self._in_flight.popleft()
         assert flight.step == result.step, f"result of step {result.step} came, {flight.step} is due"
         self._applied_step = flight.step
-        self._pace.on_step(flight.work, step_s)
+        self._pace.on_step(flight.work, step_s - result.encode_s)
+        if flight.encoding.num_parts:
+            self._features.on_step(flight.encoding, result.encode_s)
         rows = flight.decode_rows + flight.sampling_rows if flight.sampling_rows else flight.decode_rows
         if flight.decode_rows:
             self._applied_clock += 1
@@ -248,9 +259,15 @@ class Scheduler:
         self._release, self._leave = [], []
         self._admission.forget()
         self._features.forget()
-        rows = flight.decode_rows + flight.chunk_rows
+        for request in reversed(self._awaiting):
+            self._waiting.appendleft(request)
+        self._awaiting = []
+        rows = [*flight.decode_rows, *flight.chunk_rows]
+        is_smaller = not rows or self._limit.shrink(*self._size(flight))
+        if flight.encoding.num_parts:  # pictures are computed one by one from now on, and then they are to blame
+            is_smaller, rows = self._features.shrink(), sorted(flight.encoding_for, key=lambda request: request.order)
         finished: list[Finish] = []
-        if not self._limit.shrink(*self._size(flight)):
+        if not is_smaller:
             finished = [self._end(request, "error", error) for request in rows if not request.finished]
         admitted, self._admitted = self._admitted, []
         return TokenOut(finished=finished, admitted=admitted)
@@ -259,7 +276,8 @@ class Scheduler:
         """Raise AssertionError unless slots and blocks balance."""
         running = [*self._decode_rows, *self._prefilling, *self._join]
         self.pool.check(request.held for request in running)
-        self._features.verify(set(running))
+        self._features.verify(set(self._requests.values()))
+        assert all(not request.running and not request.finished for request in self._awaiting)
         slots = [request.slot for request in running if not request.finished]
         assert len(set(slots)) == len(slots), "two requests share a slot"
         assert sorted([*slots, *self._free_slots]) == list(range(self.policy.max_batch_size)), "slots do not balance"
@@ -468,7 +486,14 @@ class Scheduler:
                 continue
             if request.busy_until > self._applied_step:
                 break
-            if not self._features.may_join(request) or not self._admission.try_join(request, self.num_running):
+            coming = self._features.ask(request)
+            if coming is Coming.ON_THE_WAY:
+                self._waiting.take(request)
+                self._awaiting.append(request)
+                continue
+            if coming is Coming.NO_ROOM and self._features.take_back(self._awaiting):
+                continue
+            if coming is Coming.NO_ROOM or not self._admission.try_join(request, self.num_running):
                 break
             self._waiting.take(request)
             admit.append(self._start(request))
@@ -477,6 +502,13 @@ class Scheduler:
                 chunks.append(chunk)
                 rows.append(request)
         return admit, chunks, rows
+
+    def _look_again(self) -> None:
+        """Those whose pictures are there by now wait at the head of the queue."""
+        for request in reversed(self._awaiting):
+            if self._features.ask(request) is Coming.THERE:
+                self._awaiting.remove(request)
+                self._waiting.appendleft(request)
 
     def _start(self, request: Request) -> Admission:
         request.slot = self._free_slots.pop()
@@ -498,6 +530,7 @@ class Scheduler:
         chunks: list[Chunk],
         chunk_rows: list[Request],
         decode: bool,
+        encoder_s: float,
     ) -> StepPlan:
         """Number the step, move the decode set, and remember the rows."""
         self._step += 1
@@ -514,6 +547,7 @@ class Scheduler:
             self._join.append(request)  # from the next plan on
         if decode:
             self._decode_clock += 1
+        drop, encoding, encoding_for = self._features.take(encoder_s)
         plan = StepPlan(
             self._step,
             self._release,
@@ -523,7 +557,9 @@ class Scheduler:
             grow,
             decode,
             chunks,
-            *self._features.take(),
+            drop,
+            encoding.pictures,
+            encoding.num_parts,
         )
         self._release, self._leave = [], []
         work = StepWork(
@@ -531,7 +567,8 @@ class Scheduler:
             sum(chunk.end - chunk.start for chunk in chunks),
             sum(attended(chunk.start, chunk.end, self.pool.window) for chunk in chunks),
         )
-        self._in_flight.append(_InFlight(self._step, decode_rows, chunk_rows, sampling, work))
+        about = (decode_rows, chunk_rows, sampling, work, encoding, encoding_for)
+        self._in_flight.append(_InFlight(self._step, *about))
         return plan
 
     # -- ways out --------------------------------------------------------------------------------------------------
@@ -586,6 +623,9 @@ class Scheduler:
     def _end(self, request: Request, reason: str = "aborted", error: str | None = None) -> Finish:
         if request.running:
             self._stop_running(request, forget=reason == "error")
+        elif request.source.pictures:
+            self._features.let_go(request)
+            self._awaiting = [other for other in self._awaiting if other is not request]
         if reason == "error":
             self._features.distrust(request)
         request.finished = True

@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from text_generation_inference.errors import ValidationError
 from text_generation_inference.text.chat_template import ChatTemplate
+from text_generation_inference.types import VideoSource
 
 TOOL_PROMPT = (
     "\nGiven the functions available, please respond with a JSON for a function call with its proper arguments that "
@@ -17,6 +19,7 @@ TOOL_PROMPT = (
 )
 
 _PICTURE_KEYS = ("image", "url", "path", "image_url")
+_VIDEO_KEYS = ("video", "video_url", "url", "path")
 # As TGI, the server tells the role in every chunk of a stream; OpenAI's Python client adds all of them up and sends the
 # sum back with the message.
 _REPEATED_ASSISTANT = re.compile("(assistant)+")
@@ -26,6 +29,8 @@ Show = Callable[[Any], str | None]
 
 
 def _as_markdown(source: Any) -> str:
+    if isinstance(source, VideoSource):
+        raise ValidationError("`messages` holds a video, and this model takes none")
     return f"![]({source})"
 
 
@@ -116,11 +121,25 @@ def _join_parts(content: Iterable[Mapping[str, Any]], show: Show) -> list[dict[s
 
 
 def picture_of(part: Mapping[str, Any]) -> Any:
-    """Where a part's picture is, or the picture itself, if the part is one: in OpenAI's words or in transformers'."""
+    """Where a part's picture or video is, or what it is, if the part is one: in OpenAI's words or in transformers'."""
+    if part.get("type") in ("video", "video_url"):
+        return _video_of(part)
     if part.get("type") == "image":
         return next((part[name] for name in _PICTURE_KEYS if part.get(name) is not None), None)
     image: object = part.get("image_url")
     return cast(Mapping[str, Any], image).get("url", "") if isinstance(image, Mapping) else image
+
+
+def _video_of(part: Mapping[str, Any]) -> VideoSource:
+    """A list of frames, or one file, in vLLM's words (`video_url`) or in transformers'."""
+    source: object = next((part[name] for name in _VIDEO_KEYS if part.get(name) is not None), None)
+    if isinstance(source, Mapping):
+        source = cast(Mapping[str, Any], source).get("url", "")
+    if source is None:
+        raise ValidationError("`messages` holds a video without `video` or `video_url`")
+    if isinstance(source, list | tuple):
+        return VideoSource(list(cast(Sequence[Any], source)), fps=part.get("fps"))
+    return VideoSource([source], is_animation=True, fps=part.get("fps"))
 
 
 def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class PatchEmbedding(Module):
     """Squares of pixels to vectors: a convolution that never overlaps, which is a product.
 
     `num_frames`: moments that a patch spans in the checkpoint. A still picture is the same at all of them, so that
-    their weights are added up.
+    their weights are added up; for videos they are kept as well.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class PatchEmbedding(Module):
     ) -> None:
         self.ops = ops
         self.patch_size = patch_size
-        self.has_frames = num_frames is not None
+        self.num_frames = num_frames
+        self.of_frames: Weight
         frames = () if num_frames is None else (num_frames,)
         self.part = Part(f"{name}.weight", (hidden_size, 3, *frames, patch_size, patch_size))
         self.bias_part = Part(f"{name}.bias", (hidden_size,)) if bias else None
@@ -114,7 +115,8 @@ class PatchEmbedding(Module):
 
     def finish(self) -> None:
         weight = plain(self.weight)
-        if self.has_frames:
+        if self.num_frames is not None:
+            self.of_frames = self.ops.pack_linear(weight.permute(0, 2, 3, 4, 1).flatten(1).contiguous())
             weight = weight.float().sum(2).to(weight.dtype)
         self.dtype = weight.dtype
         # As pixels lie in a patch: rows, columns, colours.
@@ -130,9 +132,19 @@ class PatchEmbedding(Module):
         values = normalise(pixels[:, : rows * size, : columns * size], normalisation, self.dtype)
         return values.view(count, rows, size, columns, size, 3).transpose(2, 3).reshape(count, rows, columns, -1)
 
+    def cut_frames(self, pixels: Tensor, normalisation: Normalisation) -> Tensor:
+        """uint8 `[frames, height, width, 3]` -> patches `[moments, rows, columns, values]`, of several frames each."""
+        assert self.num_frames is not None
+        cut = self.cut(pixels, normalisation).unflatten(0, (-1, self.num_frames))
+        return cut.permute(0, 2, 3, 1, 4).flatten(3)
+
     def forward(self, patches: Tensor) -> Tensor:
         """`[rows, values]` -> `[rows, hidden]`."""
         return self.ops.linear(patches, self.weight, self.bias)
+
+    def forward_frames(self, patches: Tensor) -> Tensor:
+        """The same for patches of `cut_frames`."""
+        return self.ops.linear(patches, self.of_frames, self.bias)
 
 
 def normalise(pixels: Tensor, normalisation: Normalisation, dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,7 @@ from text_generation_inference.models.vision.blocks import (
     read_activation,
 )
 from text_generation_inference.models.vision.encoder import Encoder
+from text_generation_inference.models.vision.tower import Parts
 from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.weights.declare import Module
 
@@ -76,11 +77,15 @@ class ClipVision(Encoder):
             *(f"encoder.layers.{number}.*" for number in unused),
         )
 
-    def states(self, pixels: Tensor, normalisation: Normalisation) -> list[Tensor]:
+    def states(self, pixels: Tensor, normalisation: Normalisation) -> Parts[list[Tensor]]:
         x = self.embeddings.forward(pixels, normalisation)
         count, length, _ = x.shape
         segments = Segments([length] * count, x.device)
-        states = [self.norm.forward(x.flatten(0, 1))]
-        for block in self.blocks:
-            states.append(block.forward(states[-1], segments))
+        x = self.norm.forward(x.flatten(0, 1))
+        states = {0: x}
+        for number, block in enumerate(self.blocks, 1):
+            x = block.forward(x, segments)
+            if number in self.wanted:
+                states[number] = x
+            yield
         return [states[number].view(count, length, -1) for number in self.wanted]

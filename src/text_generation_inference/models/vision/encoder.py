@@ -7,7 +7,8 @@ from torch import Tensor
 
 from text_generation_inference.files import shorten
 from text_generation_inference.models.config import Config
-from text_generation_inference.models.vision.tower import settle
+from text_generation_inference.models.vision.blocks import Block
+from text_generation_inference.models.vision.tower import Parts, settle
 from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.weights.declare import Module
 
@@ -18,10 +19,14 @@ class Encoder(Module):
     num_states: int  # that it gives of a picture
     side: int  # patches of a row, and rows
     ignored: tuple[str, ...]  # patterns of tensors that nobody needs, relative to it
+    blocks: list[Block]
 
     @abstractmethod
-    def states(self, pixels: Tensor, normalisation: Normalisation) -> list[Tensor]:
-        """uint8 `[pictures, height, width, 3]` -> each state that was asked for, `[pictures, tokens, hidden]`."""
+    def states(self, pixels: Tensor, normalisation: Normalisation) -> Parts[list[Tensor]]:
+        """uint8 `[pictures, height, width, 3]` -> each state that was asked for, `[pictures, tokens, hidden]`.
+
+        A part is a block.
+        """
 
     def adapt(self, spellings: Sequence[str], names: Collection[str]) -> tuple[str, ...]:
         """Take the name that a checkpoint has; what it may leave unread."""

@@ -21,7 +21,7 @@ from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.sight import Sight
 from text_generation_inference.models.vision.siglip import SiglipVision
 from text_generation_inference.models.vision.text import read_text
-from text_generation_inference.models.vision.tower import Tower, settle
+from text_generation_inference.models.vision.tower import Parts, Tower, settle
 from text_generation_inference.weights.declare import Module, Part
 
 
@@ -53,6 +53,7 @@ class Gemma3Tower(Tower):
         vision = config.inner("vision_config")
         vision.choice("model_type", ("siglip_vision_model",), "siglip_vision_model")
         self.encoder = SiglipVision(context.ops, vision)
+        self.num_parts = len(self.encoder.blocks)
         num_tokens = config.integer("mm_tokens_per_image", 256)
         self.side = int(num_tokens**0.5)
         if self.side**2 != num_tokens or self.encoder.side % self.side:
@@ -65,9 +66,9 @@ class Gemma3Tower(Tower):
         self.ignored = self.encoder.adapt(ENCODERS, names)
         settle(self.projector, PROJECTORS, names)
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
         squares = torch.cat(list(pixels))
-        (states,) = self.encoder.states(squares, self.normalisation)
+        (states,) = yield from self.encoder.states(squares, self.normalisation)
         each = self.encoder.side // self.side
         x = states.view(len(squares), self.side, each, self.side, each, -1).mean((2, 4)).flatten(0, 2)
         features = self.projector.projection.forward(self.projector.norm.forward(x))

@@ -27,7 +27,7 @@ from text_generation_inference.models.vision.idefics3 import HEADS as HEADS
 from text_generation_inference.models.vision.idefics_vision import IdeficsVision
 from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.text import read_text
-from text_generation_inference.models.vision.tower import Tower
+from text_generation_inference.models.vision.tower import Parts, Tower
 from text_generation_inference.weights.declare import Module
 
 _VISION = {
@@ -146,19 +146,20 @@ class Idefics2Tower(Tower):
         text = Config(text_config(config), config.source)
         self.width = text.integer("hidden_size")
         self.encoder = IdeficsVision(context.ops, config.inner("vision_config").with_defaults(**_VISION))
+        self.num_parts = len(self.encoder.blocks)
         perceiver = config.inner("perceiver_config").with_defaults(**_PERCEIVER)
         self.connector = _Idefics2Connector(context.ops, self.encoder.hidden_size, text, perceiver)
 
     def adapt(self, names: Collection[str]) -> None:
         """There is one spelling."""
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
         squares = [
             square[None, :height, :width]
             for picture, grid in zip(pixels, grids, strict=True)
             for square, height, width in zip(picture, grid[::2], grid[1::2], strict=True)
         ]
-        x, lengths = self.encoder.forward(squares, self.normalisation)
+        x, lengths = yield from self.encoder.forward(squares, self.normalisation)
         features = self.connector.resampler.forward(self.connector.projection.forward(x), lengths)
         each = features.shape[0] // len(squares)
         return list(features.split([len(picture) * each for picture in pixels]))

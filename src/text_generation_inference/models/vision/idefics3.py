@@ -16,7 +16,7 @@ from text_generation_inference.models.vision.blocks import PlainLinear, linear
 from text_generation_inference.models.vision.idefics_vision import IdeficsVision
 from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.text import read_text
-from text_generation_inference.models.vision.tower import Tower
+from text_generation_inference.models.vision.tower import Parts, Tower
 from text_generation_inference.weights.declare import Module
 
 DECODERS = ("model.text_model",)  # what checkpoints call the text model
@@ -55,14 +55,15 @@ class Idefics3Tower(Tower):
         self.width = Config(text_config(config), config.source).integer("hidden_size")
         self.scale = config.integer("scale_factor", 2)
         self.encoder = IdeficsVision(context.ops, config.inner("vision_config").with_defaults(**_VISION))
+        self.num_parts = len(self.encoder.blocks)
         self.connector = _Idefics3Connector(context.ops, self.encoder.hidden_size * self.scale**2, self.width)
 
     def adapt(self, names: Collection[str]) -> None:
         """There is one spelling."""
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
         tiles, scale = torch.cat(list(pixels)), self.scale
-        x, lengths = self.encoder.forward([tiles], self.normalisation)
+        x, lengths = yield from self.encoder.forward([tiles], self.normalisation)
         side = round(lengths[0] ** 0.5) // scale
         x = x.view(len(tiles), side, scale, side, scale, -1).transpose(2, 3).reshape(len(tiles) * side**2, -1)
         features = self.connector.projection.forward(x)

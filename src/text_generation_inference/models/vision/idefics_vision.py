@@ -12,6 +12,7 @@ from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.vision.blocks import Block, Segments, TowerNorm
 from text_generation_inference.models.vision.siglip import SiglipEmbeddings, read_block
+from text_generation_inference.models.vision.tower import Parts
 from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.weights.declare import Module
 
@@ -31,7 +32,7 @@ class IdeficsVision(Module):
         self.blocks = [Block(ops, f"encoder.layers.{number}", spec) for number in layers]
         self.norm = TowerNorm(ops, spec.norm, "post_layernorm", self.hidden_size)
 
-    def forward(self, pixels: Sequence[Tensor], normalisation: Normalisation) -> tuple[Tensor, list[int]]:
+    def forward(self, pixels: Sequence[Tensor], normalisation: Normalisation) -> Parts[tuple[Tensor, list[int]]]:
         """uint8, each `[pictures, height, width, 3]` -> `[patches of all, hidden]`, and how many patches each has."""
         embeddings, positions = self.embeddings, self.embeddings.positions.value
         embedded: list[Tensor] = []
@@ -47,6 +48,7 @@ class IdeficsVision(Module):
         segments = Segments(lengths, x.device)
         for block in self.blocks:
             x = block.forward(x, segments)
+            yield
         return self.norm.forward(x), lengths
 
     def _place(self, rows: int, columns: int) -> Tensor:

@@ -31,7 +31,7 @@ from text_generation_inference.models.vision.llava import HEADS as HEADS
 from text_generation_inference.models.vision.llava import PROJECTORS
 from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.text import read_text
-from text_generation_inference.models.vision.tower import Tower, settle
+from text_generation_inference.models.vision.tower import Parts, Tower, settle
 from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.weights.declare import Module
 
@@ -104,7 +104,7 @@ class InternVision(Encoder):
             self.norm = TowerNorm(ops, centred, "layernorm", self.hidden_size) if wanted is None else None
             self.ignored += () if wanted is None else ("layernorm.*",)
 
-    def states(self, pixels: Tensor, normalisation: Normalisation) -> list[Tensor]:
+    def states(self, pixels: Tensor, normalisation: Normalisation) -> Parts[list[Tensor]]:
         embeddings, count = self.embeddings, pixels.shape[0]
         patches = embeddings.patches.cut(pixels, normalisation).flatten(0, 2)
         x = embeddings.patches.forward(patches).view(count, -1, self.hidden_size)
@@ -113,6 +113,7 @@ class InternVision(Encoder):
         segments = Segments([length] * count, x.device)
         for block in self.blocks:
             x = block.forward(x, segments)
+            yield
         x = x if self.norm is None else self.norm.forward(x)
         return [x.view(count, length, -1)]
 
@@ -146,6 +147,7 @@ class InternTower(Tower):
         if ratio * self.scale != 1 or self.encoder.side % self.scale or not self.encoder.side:
             side = self.encoder.side
             raise config.wrong("downsample_ratio", f"is {ratio}: {side} rows of patches cannot be divided by 1 / that")
+        self.num_parts = len(self.encoder.blocks)
         activation = read_activation(config, "projector_hidden_act", "gelu")
         joined = self.encoder.hidden_size * self.scale**2
         self.projector = _InternVlProjector(context.ops, joined, self.width, activation)
@@ -154,9 +156,9 @@ class InternTower(Tower):
         self.ignored = self.encoder.adapt(_ENCODERS, names)
         settle(self.projector, PROJECTORS, names)
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
         tiles, scale, side = torch.cat(list(pixels)), self.scale, self.encoder.side // self.scale
-        (states,) = self.encoder.states(tiles, self.normalisation)
+        (states,) = yield from self.encoder.states(tiles, self.normalisation)
         x = states[:, 1:].reshape(len(tiles), side, scale, side, scale, -1)
         features = self.projector.forward(x.transpose(2, 3).reshape(len(tiles) * side**2, -1))
         return list(features.split([len(picture) * side**2 for picture in pixels]))

@@ -19,7 +19,7 @@ from text_generation_inference.models.vision.encoder import Encoder, read_featur
 from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.siglip import SiglipVision
 from text_generation_inference.models.vision.text import read_text
-from text_generation_inference.models.vision.tower import Tower, settle
+from text_generation_inference.models.vision.tower import Parts, Tower, settle
 
 DECODERS = ("language_model.model", "model.language_model")  # what checkpoints call the text model
 HEADS = ("language_model.lm_head", "lm_head")
@@ -54,6 +54,7 @@ class LlavaTower(Tower):
     def __init__(self, config: Config, context: Context) -> None:
         ops = context.ops
         self.encoder = read_encoder(config, ops)
+        self.num_parts = len(self.encoder.blocks)
         self.keeps_first = config.choice("vision_feature_select_strategy", ("default", "full"), "default") == "full"
         self.width = Config(text_config(config), config.source).integer("hidden_size")
         self.projector = TowerFeedForward(
@@ -70,12 +71,13 @@ class LlavaTower(Tower):
         self.ignored = self.encoder.adapt(ENCODERS, names)
         settle(self.projector, PROJECTORS, names)
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        return list(self.project(torch.cat(list(pixels))))
+    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
+        return list((yield from self.project(torch.cat(list(pixels)))))
 
-    def project(self, pixels: Tensor) -> Tensor:
+    def project(self, pixels: Tensor) -> Parts[Tensor]:
         """uint8 `[pictures, side, side, 3]` -> `[pictures, tokens, width]`."""
-        states = torch.cat(self.encoder.states(pixels, self.normalisation), dim=-1)
+        found = yield from self.encoder.states(pixels, self.normalisation)
+        states = torch.cat(found, dim=-1)
         if not self.keeps_first:
             states = states[:, 1:]
         return self.projector.forward(states.flatten(0, 1)).view(*states.shape[:2], -1)

@@ -17,7 +17,7 @@ from text_generation_inference.models.vision.llava import HEADS as HEADS
 from text_generation_inference.models.vision.llava import LlavaTower
 from text_generation_inference.models.vision.llava import text_config as text_config
 from text_generation_inference.models.vision.see import see
-from text_generation_inference.models.vision.tower import Tower, settle
+from text_generation_inference.models.vision.tower import Parts, Tower, settle
 from text_generation_inference.weights.declare import Module
 
 
@@ -43,8 +43,8 @@ class LlavaNextTower(LlavaTower):
         super().adapt(names)
         settle(self.newline, ("", "model"), names)
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        features = self.project(torch.cat(list(pixels)))
+    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
+        features = yield from self.project(torch.cat(list(pixels)))
         each = features.split([len(picture) for picture in pixels])
         return [self._pack(found, *grid) for found, grid in zip(each, grids, strict=True)]
 

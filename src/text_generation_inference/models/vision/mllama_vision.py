@@ -23,7 +23,7 @@ from text_generation_inference.models.vision.blocks import (
     TowerNorm,
     linear,
 )
-from text_generation_inference.models.vision.tower import Tower, settle
+from text_generation_inference.models.vision.tower import Parts, Tower, settle
 from text_generation_inference.weights.declare import Module
 
 _ENCODERS = ("vision_model", "model.vision_model")
@@ -135,6 +135,7 @@ class MllamaTower(Tower):
     def __init__(self, ops: Ops, spec: MllamaVisionSpec) -> None:
         self.spec = spec
         self.width = spec.width
+        self.num_parts = spec.num_layers + spec.num_global_layers
         self.vision = _Vision(ops, spec)
         self.projector = _MllamaProjector(ops, spec.block.hidden_size * (1 + len(spec.kept)), spec.width)
 
@@ -147,7 +148,7 @@ class MllamaTower(Tower):
         settle(self.vision, _ENCODERS, names)
         settle(self.projector, _PROJECTORS, names)
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
         spec, vision, device = self.spec, self.vision, pixels[0].device
         arrangements = torch.tensor([grid[0] for grid in grids], device=device)
         num_tiles = torch.tensor([len(picture) for picture in pixels])
@@ -163,10 +164,12 @@ class MllamaTower(Tower):
             x = layer.forward(x, rows)
             if number in spec.kept:
                 kept[number] = x
+            yield
         x = vision.norm_behind.forward(x).view(tiles) + vision.tiles_behind.forward(arrangements)
         x = x.flatten(0, 2)
         for layer in vision.global_layers:
             x = layer.forward(x, rows)
+            yield
         # Channels of the layers that are kept take turns.
         inner = torch.stack([kept[number] for number in spec.kept], dim=-1).flatten(1)
         x = torch.cat((x, inner), dim=1).view(tiles)[:, :, : spec.num_rows].flatten(0, 2)

@@ -20,7 +20,7 @@ from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.sight import Sight
 from text_generation_inference.models.vision.siglip import SiglipVision
 from text_generation_inference.models.vision.text import read_text
-from text_generation_inference.models.vision.tower import Tower, settle
+from text_generation_inference.models.vision.tower import Parts, Tower, settle
 from text_generation_inference.weights.declare import Module
 
 _VISION = {  # what a config means that says nothing of its encoder
@@ -71,13 +71,14 @@ class PaliGemmaTower(Tower):
             vision = vision.with_defaults(**_VISION)
         vision.choice("model_type", ("siglip_vision_model",), "siglip_vision_model")
         self.encoder = SiglipVision(context.ops, vision)
+        self.num_parts = len(self.encoder.blocks)
         self.projector = _PaliGemmaProjector(context.ops, self.encoder.hidden_size, self.width)
 
     def adapt(self, names: Collection[str]) -> None:
         self.ignored = self.encoder.adapt(ENCODERS, names)
         settle(self.projector, PROJECTORS, names)
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        (states,) = self.encoder.states(torch.cat(list(pixels)), self.normalisation)
+    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
+        (states,) = yield from self.encoder.states(torch.cat(list(pixels)), self.normalisation)
         features = self.projector.projection.forward(states.flatten(0, 1))
         return list(features.view(*states.shape[:2], -1))

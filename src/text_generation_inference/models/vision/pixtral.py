@@ -19,7 +19,7 @@ from text_generation_inference.models.vision.grid import by_block
 from text_generation_inference.models.vision.pixtral_vision import PixtralVision
 from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.text import read_text
-from text_generation_inference.models.vision.tower import Tower, settle
+from text_generation_inference.models.vision.tower import Parts, Tower, settle
 from text_generation_inference.weights.declare import Module
 
 DECODERS = ("language_model.model", "model.language_model")  # what checkpoints call the text model
@@ -98,6 +98,7 @@ class PixtralTower(Tower):
             raise config.wrong("vision_feature_select_strategy", "must be full: Pixtral's encoder has no class token")
         wanted = read_feature_layers(config, vision.integer("num_hidden_layers", 24))
         self.encoder = PixtralVision(context.ops, vision, wanted)
+        self.num_parts = len(self.encoder.blocks)
         text = Config(text_config(config), config.source)
         self.projector = _PixtralProjector(context.ops, config, self.encoder.hidden_size, len(wanted), text)
         self.width = self.projector.width
@@ -107,7 +108,7 @@ class PixtralTower(Tower):
         settle(self.projector, _PROJECTORS, names)
         self.ignored = tuple(f"{self.encoder.name}.{pattern}" for pattern in self.encoder.ignored)
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        states, sides = self.encoder.forward(pixels, self.normalisation)
+    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
+        states, sides = yield from self.encoder.forward(pixels, self.normalisation)
         features = self.projector.forward(torch.cat(states, dim=1), sides)
         return list(features.split([rows * columns // self.projector.merge**2 for rows, columns in sides]))

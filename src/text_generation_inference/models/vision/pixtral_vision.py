@@ -18,6 +18,7 @@ from text_generation_inference.models.vision.blocks import (
     read_activation,
 )
 from text_generation_inference.models.vision.grid import frequencies_of, places_of, read_theta, rotation_of
+from text_generation_inference.models.vision.tower import Parts
 from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.weights.declare import Module
 
@@ -63,7 +64,7 @@ class PixtralVision(Module):
 
     def forward(
         self, pixels: Sequence[Tensor], normalisation: Normalisation
-    ) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    ) -> Parts[tuple[list[Tensor], list[tuple[int, int]]]]:
         """uint8, each `[height, width, 3]` -> states `[patches of all, hidden]`, and rows and columns of each."""
         cut = [self.patches.cut(picture[None], normalisation)[0] for picture in pixels]
         sides = [(patches.shape[0], patches.shape[1]) for patches in cut]
@@ -72,7 +73,11 @@ class PixtralVision(Module):
         rotation = rotation_of(places_of(sides, 1).to(device), frequencies[0::2], frequencies[1::2])
         segments = Segments([rows * columns for rows, columns in sides], device)
         x = self.patches.forward(torch.cat([patches.flatten(0, 1) for patches in cut]))
-        states = [self.norm.forward(x)]
-        for block in self.blocks:
-            states.append(block.forward(states[-1], segments, rotation))
+        x = self.norm.forward(x)
+        states = {0: x}
+        for number, block in enumerate(self.blocks, 1):
+            x = block.forward(x, segments, rotation)
+            if number in self.wanted:
+                states[number] = x
+            yield
         return [states[number] for number in self.wanted], sides

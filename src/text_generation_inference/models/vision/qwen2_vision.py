@@ -20,7 +20,7 @@ from text_generation_inference.models.vision.blocks import (
     TowerNorm,
 )
 from text_generation_inference.models.vision.grid import Sides, by_block, frequencies_of, places_of, rotation_of
-from text_generation_inference.models.vision.tower import Tower, settle
+from text_generation_inference.models.vision.tower import Parts, Tower, settle
 from text_generation_inference.weights.declare import Module
 
 SPELLINGS = ("visual", "model.visual")
@@ -67,16 +67,17 @@ class QwenTower(Tower):
         self.spec = spec
         self.width = spec.width
         self.visual = _Qwen2Visual(ops, spec)
+        self.num_parts = spec.depth
 
     def adapt(self, names: Collection[str]) -> None:
         settle(self.visual, SPELLINGS, names)
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
         spec, visual, device = self.spec, self.visual, pixels[0].device
         merge = spec.merge_size
-        cut = [visual.patches.cut(picture[None], self.normalisation)[0] for picture in pixels]
-        sides = [(patches.shape[0], patches.shape[1]) for patches in cut]
-        patches = torch.cat([by_block(each, merge) for each in cut])
+        embedded = [self._embed(picture) for picture in pixels]
+        x = torch.cat([rows for rows, _ in embedded])
+        sides = [each for _, of_picture in embedded for each in of_picture]  # a video's moments are as pictures are
         frequencies = frequencies_of(spec.theta, spec.block.hidden_size // spec.block.num_heads // 2, device)
         rotation = rotation_of(places_of(sides, merge).to(device), frequencies, frequencies)
         lengths = [rows * columns for rows, columns in sides]
@@ -86,15 +87,27 @@ class QwenTower(Tower):
             units, windows = _by_window(sides, merge, spec.window)
             order = units.to(device)
             windowed = Segments([count * merge**2 for count in windows], device)
-            patches = _reorder(patches, order, merge**2)
+            x = _reorder(x, order, merge**2)
             rotation = _reorder(rotation[0], order, merge**2), _reorder(rotation[1], order, merge**2)
-        x = visual.patches.forward(patches)
         for number, block in enumerate(visual.blocks):
             x = block.forward(x, full if number in spec.full_blocks else windowed, rotation)
+            yield
         features = visual.merger.forward(x)
         if order is not None:
             features = torch.empty_like(features).index_copy_(0, order, features)
-        return list(features.split([length // merge**2 for length in lengths]))
+        return list(features.split([rows.shape[0] // merge**2 for rows, _ in embedded]))
+
+    def _embed(self, picture: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+        """Patches of a picture, or of a video's moments, in the order of blocks; rows and columns of each."""
+        patches, merge = self.visual.patches, self.spec.merge_size
+        is_video = picture.ndim == 4
+        if is_video:
+            cut = patches.cut_frames(picture, self.normalisation)
+        else:
+            cut = patches.cut(picture[None], self.normalisation)
+        rows = torch.cat([by_block(moment, merge) for moment in cut])
+        sides = [(cut.shape[1], cut.shape[2])] * cut.shape[0]
+        return (patches.forward_frames(rows) if is_video else patches.forward(rows)), sides
 
 
 def _by_window(sides: Sides, merge: int, window: int) -> tuple[Tensor, list[int]]:

@@ -22,7 +22,7 @@ from text_generation_inference.models.vision.blocks import (
     TowerNorm,
 )
 from text_generation_inference.models.vision.grid import by_block, frequencies_of, places_of, rotation_of
-from text_generation_inference.models.vision.tower import Tower, settle
+from text_generation_inference.models.vision.tower import Parts, Tower, settle
 from text_generation_inference.weights.declare import Module
 
 _SPELLINGS = ("model.visual", "visual")
@@ -74,11 +74,12 @@ class Qwen3Tower(Tower):
         self.num_levels = len(spec.levels)
         self.width = spec.width * (1 + self.num_levels)
         self.visual = _Qwen3Visual(ops, spec)
+        self.num_parts = spec.depth
 
     def adapt(self, names: Collection[str]) -> None:
         settle(self.visual, _SPELLINGS, names)
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
         spec, visual, device = self.spec, self.visual, pixels[0].device
         merge = spec.merge_size
         cut = [visual.patches.cut(picture[None], self.normalisation)[0] for picture in pixels]
@@ -96,6 +97,7 @@ class Qwen3Tower(Tower):
             x = block.forward(x, segments, rotation)
             if number in spec.levels:
                 deep.append(visual.deep[spec.levels.index(number)].forward(x))
+            yield
         features = torch.cat((visual.merger.forward(x), *deep), dim=1)
         return list(features.split([length // merge**2 for length in lengths]))
 

@@ -25,7 +25,7 @@ def see(
     assert isinstance(model, CausalLM)
     model.rename(replace(model.spec.names, decoder=tuple(decoders), head=tuple(heads)))
     model.tower = tower
-    model.sight = sight or Sight(tower.width)
+    model.sight = replace(sight or Sight(tower.width), num_parts=tower.num_parts)
     return model
 
 

@@ -22,6 +22,7 @@ class Sight:
     tile_rows: int = 0
     cross_layer: int = 0
     num_more_ids: int = 0  # behind the vocabulary, which stand for pictures: they have an embedding and no score
+    num_parts: int = 1  # that computing features has: see `Tower.in_parts`
 
 
 def place_pictures(num_tokens: int, spans: Sequence[PictureSpan], merge: int) -> tuple[np.ndarray, int]:
@@ -29,6 +30,8 @@ def place_pictures(num_tokens: int, spans: Sequence[PictureSpan], merge: int) ->
     than places.
 
     Text counts on by one in all three; a picture of r rows and c columns of features counts on by the larger of both.
+    A video's grid says the times of its moments, and what follows it comes after all of them too, as models were
+    trained; `transformers` 5.22 counts on by rows and columns alone, which is the same for short ones.
     """
     positions = np.empty((3, num_tokens), dtype=np.int64)
     token = at = 0
@@ -39,8 +42,10 @@ def place_pictures(num_tokens: int, spans: Sequence[PictureSpan], merge: int) ->
         positions[:, token:start] = np.arange(at, at + start - token)
         at += start - token
         inside = np.indices((times, rows, columns)).reshape(3, -1)
+        if span.grid[3:]:
+            inside[0] = np.repeat(span.grid[3:], rows * columns)
         positions[:, start : start + count] = at + inside
-        at += max(times, rows, columns)
+        at += int(inside.max()) + 1
         token = start + count
     positions[:, token:] = np.arange(at, at + num_tokens - token)
     return positions, at - token

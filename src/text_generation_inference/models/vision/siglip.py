@@ -18,6 +18,7 @@ from text_generation_inference.models.vision.blocks import (
     read_activation,
 )
 from text_generation_inference.models.vision.encoder import Encoder
+from text_generation_inference.models.vision.tower import Parts
 from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.weights.declare import Module
 
@@ -72,15 +73,20 @@ class SiglipVision(Encoder):
             *(f"encoder.layers.{number}.*" for number in range(num_used, num_layers)),
         )
 
-    def states(self, pixels: Tensor, normalisation: Normalisation) -> list[Tensor]:
+    def states(self, pixels: Tensor, normalisation: Normalisation) -> Parts[list[Tensor]]:
         count, patches = pixels.shape[0], self.embeddings.patches.cut(pixels, normalisation).flatten(0, 2)
         x = self.embeddings.patches.forward(patches).view(count, -1, self.hidden_size)
         length = x.shape[1]
         segments = Segments([length] * count, x.device)
-        states = [(x + self.embeddings.positions.value).flatten(0, 1)]
-        for block in self.blocks:
-            states.append(block.forward(states[-1], segments))
-        found = [states[-1]] if self.wanted is None else [states[number] for number in self.wanted]
+        wanted = [len(self.blocks)] if self.wanted is None else self.wanted
+        x = (x + self.embeddings.positions.value).flatten(0, 1)
+        states = {0: x}
+        for number, block in enumerate(self.blocks, 1):
+            x = block.forward(x, segments)
+            if number in wanted:
+                states[number] = x
+            yield
+        found = [states[number] for number in wanted]
         if self.norm is not None:
             found = [self.norm.forward(each) for each in found]
         return [each.view(count, length, -1) for each in found]

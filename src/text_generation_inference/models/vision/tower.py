@@ -1,12 +1,16 @@
 """`Tower`: pixels to features that stand in the place of token embeddings."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
 from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.weights.declare import Module
+
+T = TypeVar("T")
+Parts = Generator[None, None, T]  # work that can be left after each part of it, and what it comes to
 
 
 class Tower(Module, ABC):
@@ -17,17 +21,36 @@ class Tower(Module, ABC):
     normalisation: Normalisation = Normalisation()  # the family's `PictureRule` has the one of the model's files
     ignored: tuple[str, ...] = ()  # patterns of checkpoint tensors that it does not need
 
-    @abstractmethod
+    num_parts: int = 1  # that `in_parts` has: blocks, as a rule
+
     def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Features `[num_features, width]` of each picture, in the decoder's type.
 
         pixels: uint8 on the device, of the shape that the family's `PictureRule` gives them; the tower normalises.
         Several pictures are computed together where their shapes allow it, with the values they would have alone.
         """
+        return run_parts(self.in_parts(pixels, grids))
+
+    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
+        """`encode`, left after each of `num_parts` parts, so that others' work can go in between.
+
+        A tower has one of the two, and the other follows from it.
+        """
+        yield
+        return self.encode(pixels, grids)
 
     @abstractmethod
     def adapt(self, names: Collection[str]) -> None:
         """A checkpoint has tensors of these names: settle which of the names that a family has had are meant."""
+
+
+def run_parts(parts: Parts[T]) -> T:
+    """All that are left."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
 
 
 def settle(module: Module, spellings: Sequence[str], names: Collection[str]) -> None:

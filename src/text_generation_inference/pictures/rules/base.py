@@ -1,12 +1,13 @@
 """What rules share: fields that all have, and a few steps on uint8 pixels."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from PIL.Image import Image, Resampling
 
 from text_generation_inference.errors import ValidationError
-from text_generation_inference.pictures.rule import Normalisation
+from text_generation_inference.pictures.rule import Normalisation, PictureLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,12 @@ class FamilyRule:
 
     def resize(self, image: Image, width: int, height: int) -> np.ndarray:
         return np.asarray(image.resize((width, height), Resampling(self.resample)))
+
+    def video_layout(self, width: int, height: int, num_frames: int, fps: float) -> PictureLayout:
+        raise ValidationError("this model takes no videos: send frames as pictures")
+
+    def video_pixels(self, images: Iterable[Image], layout: PictureLayout) -> np.ndarray:
+        raise NotImplementedError
 
     def check_ratio(self, width: int, height: int, most: int = 200) -> None:
         """Beyond it a picture that is scaled by its shorter side would grow without bounds."""

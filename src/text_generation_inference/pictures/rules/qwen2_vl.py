@@ -2,9 +2,13 @@
 
 pixels: [height, width, 3]; the tower makes patches of them, and repeats them along time.
 grid: (1, rows, columns), in patches before they are merged.
+
+Videos (not of Qwen3-VL, which has times in words between frames): [frames, height, width, 3], an odd one out repeated.
+grid: (moments, rows, columns), then the time of each moment, as positions count it.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +16,7 @@ from PIL.Image import Image
 
 from text_generation_inference.pictures.rule import PictureLayout, PictureRule
 from text_generation_inference.pictures.rules.base import FamilyRule
-from text_generation_inference.pictures.rules.settings import CLIP, ModelFiles
+from text_generation_inference.pictures.rules.settings import CLIP, ModelFiles, PictureSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +28,10 @@ class Qwen2VLRule(FamilyRule):
     merge: int  # patches along a side that become one feature
     min_pixels: int
     max_pixels: int
+    num_frames: int  # of a moment; 0: videos are not taken
+    positions_per_second: int | None  # None: each moment counts one
+    video_min_pixels: int  # of a frame
+    video_max_pixels: int
 
     @property
     def reserved(self) -> frozenset[str]:
@@ -31,7 +39,7 @@ class Qwen2VLRule(FamilyRule):
 
     def layout(self, width: int, height: int) -> PictureLayout:
         self.check_ratio(width, height)
-        height, width = self._resized(width, height)
+        height, width = self._resized(width, height, self.min_pixels, self.max_pixels)
         rows, columns = height // self.patch, width // self.patch
         num_tokens = rows * columns // self.merge**2
         return PictureLayout((height, width, 3), (1, rows, columns), (self.start_token, num_tokens, self.end_token))
@@ -40,17 +48,40 @@ class Qwen2VLRule(FamilyRule):
         height, width = layout.shape[:2]
         return self.resize(image, width, height)
 
-    def _resized(self, width: int, height: int) -> tuple[int, int]:
+    def video_layout(self, width: int, height: int, num_frames: int, fps: float) -> PictureLayout:
+        if not self.num_frames:
+            return super().video_layout(width, height, num_frames, fps)
+        self.check_ratio(width, height)
+        height, width = self._resized(width, height, self.video_min_pixels, self.video_max_pixels)
+        rows, columns = height // self.patch, width // self.patch
+        moments = -(-num_frames // self.num_frames)
+        num_tokens = moments * rows * columns // self.merge**2
+        each = 1.0 if self.positions_per_second is None else self.positions_per_second * (self.num_frames / fps)
+        times = (np.arange(moments, dtype=np.float32) * np.float32(each)).astype(np.int64)  # rounded as a model was
+        shape = (moments * self.num_frames, height, width, 3)
+        grid = (moments, rows, columns, *(int(time) for time in times))
+        return PictureLayout(shape, grid, (self.start_token, num_tokens, self.end_token))
+
+    def video_pixels(self, images: Iterable[Image], layout: PictureLayout) -> np.ndarray:
+        found = np.empty(layout.shape, dtype=np.uint8)
+        count, height, width, _ = layout.shape
+        number = -1
+        for number, image in enumerate(images):
+            found[number] = self.resize(image, width, height)
+        found[number + 1 : count] = found[number]
+        return found
+
+    def _resized(self, width: int, height: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
         unit = self.patch * self.merge
         rounded = round(height / unit) * unit, round(width / unit) * unit
-        if math.prod(rounded) > self.max_pixels:
-            shrink = math.sqrt((height * width) / self.max_pixels)
+        if math.prod(rounded) > max_pixels:
+            shrink = math.sqrt((height * width) / max_pixels)
             rounded = (
                 max(unit, math.floor(height / shrink / unit) * unit),
                 max(unit, math.floor(width / shrink / unit) * unit),
             )
-        elif math.prod(rounded) < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (height * width))
+        elif math.prod(rounded) < min_pixels:
+            grow = math.sqrt(min_pixels / (height * width))
             rounded = math.ceil(height * grow / unit) * unit, math.ceil(width * grow / unit) * unit
         return rounded
 
@@ -59,7 +90,6 @@ def make(files: ModelFiles) -> PictureRule:
     settings = files.picture
     files.processor_type("Qwen2VL")
     settings.must_be("do_resize", True)
-    size = settings.inner("size")
     patch, merge = settings.side("patch_size", 14), settings.integer("merge_size", 2, most=64)
     vision, sixteen = files.vision, files.config.get("model_type") in ("qwen3_vl", "qwen3_vl_moe")
     tower = vision.side("patch_size", 16 if sixteen else 14), vision.integer("spatial_merge_size", 2, most=64)
@@ -70,6 +100,10 @@ def make(files: ModelFiles) -> PictureRule:
     start = files.token("vision_start_token", "<|vision_start|>", "vision_start_token_id")
     end = files.token("vision_end_token", "<|vision_end|>", "vision_end_token_id")
     token = files.token("image_token", "<|image_pad|>", "image_token_id")
+    counts_seconds = files.config.get("model_type") == "qwen2_5_vl"
+    least, most = _pixels_of(settings, 56 * 56, 28 * 28 * 1280)
+    # As in `transformers`, what there is no file of for videos is as it is for pictures.
+    video = (least, most) if files.video is None else _pixels_of(files.video, 128 * 28 * 28, 28 * 28 * 768)
     return Qwen2VLRule(
         image_token=token,
         marker=start + token + end,
@@ -80,8 +114,19 @@ def make(files: ModelFiles) -> PictureRule:
         video_token=files.token("video_token", "<|video_pad|>", "video_token_id"),
         patch=patch,
         merge=merge,
-        min_pixels=settings.integer("min_pixels", size.integer("shortest_edge", size.integer("min_pixels", 56 * 56))),
-        max_pixels=settings.integer(
-            "max_pixels", size.integer("longest_edge", size.integer("max_pixels", 28 * 28 * 1280))
-        ),
+        min_pixels=least,
+        max_pixels=most,
+        num_frames=0 if sixteen else vision.integer("temporal_patch_size", 2, most=16),
+        positions_per_second=vision.integer("tokens_per_second", 4, most=1000) if counts_seconds else None,
+        video_min_pixels=video[0],
+        video_max_pixels=video[1],
+    )
+
+
+def _pixels_of(settings: PictureSettings, least: int, most: int) -> tuple[int, int]:
+    """Least and most of a picture's, in old files and new ones."""
+    size = settings.inner("size")
+    return (
+        settings.integer("min_pixels", size.integer("shortest_edge", size.integer("min_pixels", least))),
+        settings.integer("max_pixels", size.integer("longest_edge", size.integer("max_pixels", most))),
     )

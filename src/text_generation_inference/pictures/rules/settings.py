@@ -134,6 +134,7 @@ class ModelFiles:
     picture: PictureSettings  # of the image processor
     processor: PictureSettings
     tokenizer: PictureSettings
+    video: PictureSettings | None = None  # of the video processor, where it has settings of its own
 
     @property
     def vision(self) -> PictureSettings:
@@ -183,7 +184,10 @@ def read_files(folder: Path, config: Mapping[str, Any]) -> ModelFiles | None:
         picture = processor.inner("image_processor")
     elif (picture := _read(folder / "preprocessor_config.json")) is None:
         return None
-    return ModelFiles(PictureSettings(config, str(folder / "config.json")), picture, processor, tokenizer)
+    video = _read(folder / "video_preprocessor_config.json")
+    if processor.has("video_processor"):
+        video = processor.inner("video_processor")
+    return ModelFiles(PictureSettings(config, str(folder / "config.json")), picture, processor, tokenizer, video)
 
 
 def _read(path: Path) -> PictureSettings | None:

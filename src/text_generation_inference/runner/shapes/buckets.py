@@ -109,6 +109,7 @@ class BucketSettings:
     decode_blocks: Axis = Axis()
     prompt_contexts: Axis = Axis()  # blocks before a prompt
     reuse: bool = False  # prefixes that others have computed
+    base_length: int | None = None  # the shortest prompts are padded to it; linear: steps from there on double
 
 
 class BucketPlan:
@@ -233,6 +234,8 @@ def _linear_prefill(limits: PlanLimits, settings: BucketSettings) -> Iterator[Bu
     longest = limits.longest_part
     if settings.prompt_lengths.has_ramp:
         lengths = _ramp(settings.prompt_lengths, 128, 128, longest)
+    elif settings.base_length is not None:
+        lengths = doubling_steps(settings.base_length, settings.length_step or longest, longest)
     else:
         lengths = steps_up_to(settings.length_step or longest, longest)
     for length in lengths:
@@ -277,6 +280,15 @@ def _ramp(axis: Axis, minimum: int, step: int, largest: int) -> list[int]:
     return sorted({*sizes, maximum, largest})
 
 
+def doubling_steps(base: int, step: int, longest: int) -> list[int]:
+    """base, base + step, then 2, 4, 8 ... steps more, as far as `longest`, which is the last."""
+    lengths = [min(base, longest)]
+    while lengths[-1] < longest:
+        lengths.append(min(lengths[-1] + step, longest))
+        step *= 2
+    return lengths
+
+
 # -- exponential ---------------------------------------------------------------------------------------------------
 
 
@@ -284,6 +296,9 @@ def _exponential_prefill(limits: PlanLimits, settings: BucketSettings) -> Iterat
     most, longest = limits.max_batch_size, limits.longest_part
     batches = spread(1, 1, most, settings.prompt_batches.count or num_sizes(most))
     lengths = spread(_LENGTH_STEP, _LENGTH_STEP, longest, settings.prompt_lengths.count or num_sizes(longest))
+    if settings.base_length is not None:
+        base = min(settings.base_length, longest)
+        lengths = [base, *(length for length in lengths if length > base)]
     for length in lengths:
         rows = limits.max_batch_prefill_tokens // length
         fitting = [batch for batch in batches if batch <= rows]

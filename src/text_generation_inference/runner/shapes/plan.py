@@ -46,11 +46,16 @@ class ShapePlan(Protocol):
 
 
 def plan_shapes(
-    config: ServerConfig, device: Limits, limits: PlanLimits, quantized: bool, capturable: bool = True
+    config: ServerConfig,
+    device: Limits,
+    limits: PlanLimits,
+    quantized: bool,
+    capturable: bool = True,
+    sees: bool = False,
 ) -> ShapePlan:
-    """`quantized`: the model's matrices; `capturable`: whether its passes are."""
+    """`quantized`: the model's matrices; `capturable`: whether its passes are; `sees`: pictures."""
     if uses_buckets(config, device):
-        return plan_padded(config, limits)
+        return plan_padded(config, limits, sees)
     if not device.captures_steps:
         return CapturedShapes()
     rows, prefill = limits.max_batch_size, limits.max_batch_prefill_tokens
@@ -84,7 +89,7 @@ def limits_from(resolved: Resolved) -> PlanLimits:
 # -- buckets -------------------------------------------------------------------------------------------------------
 
 
-def choose_settings(config: ServerConfig) -> BucketSettings:
+def choose_settings(config: ServerConfig, sees: bool = False) -> BucketSettings:
     axes = [
         Axis(*(getattr(config, f"vllm_{name}_bucket_{part}") for part in ("min", "step", "max", "limit")))
         for name in _AXES
@@ -98,12 +103,13 @@ def choose_settings(config: ServerConfig) -> BucketSettings:
         default.length_step if length_step is None else length_step,
         *axes,
         reuse=config.prefix_caching,
+        base_length=config.base_image_tokens if sees else None,
     )
 
 
-def plan_padded(config: ServerConfig, limits: PlanLimits) -> BucketPlan:
+def plan_padded(config: ServerConfig, limits: PlanLimits, sees: bool = False) -> BucketPlan:
     try:
-        return plan_buckets(limits, choose_settings(config))
+        return plan_buckets(limits, choose_settings(config, sees))
     except ValueError as error:
         raise StartError(
             f"The bucket plan is not usable: {error}. Use larger steps (`batch_bucket_size`,"

@@ -1,0 +1,92 @@
+"""What computing pictures takes beside weights, cache and steps: measured with the largest that are permitted.
+
+Before there is a cache, so that it leaves as much. A picture that would take too much of the memory is not permitted:
+the measure says how many tokens those have that are.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from text_generation_inference.devices.device import Device
+from text_generation_inference.devices.lack_of_memory import is_out_of_memory
+from text_generation_inference.errors import ValidationError
+from text_generation_inference.models.model import Model
+from text_generation_inference.models.vision.tower import run_parts
+from text_generation_inference.pictures.rule import PictureLayout, PictureRule
+
+BATCH_PIXELS = 1 << 21  # of pictures that are computed together
+_SHARE = 4  # one in so many bytes of free memory may be taken
+_RATIOS = (1.0, 1.5, 2.0, 3.0, 4.0)  # of sides: families with tiles have most of them at some
+_SMALLEST = 28  # a side
+
+
+@dataclass(frozen=True, slots=True)
+class PictureMemory:
+    num_bytes: int = 0  # that the largest permitted batch takes
+    max_tokens: int | None = None  # of a picture that is permitted; None: any
+    batch_pixels: int = BATCH_PIXELS  # of pictures that are computed together
+
+
+def measure_pictures(
+    device: Device, model: Model, rule: PictureRule, most_tokens: int, most_pixels: int
+) -> PictureMemory:
+    """`most_tokens`: of a prompt; `most_pixels`: of a picture as it comes."""
+    layouts = sorted(_layouts(rule, most_pixels), key=lambda layout: math.prod(layout.shape), reverse=True)
+    permitted = [layout for layout in layouts if layout.num_features <= most_tokens]
+    if not permitted:
+        return PictureMemory()
+    allowed = device.free_bytes() // _SHARE
+    is_less, batch_pixels = False, BATCH_PIXELS
+    while True:
+        if is_less:  # then a batch takes no more than the largest picture does
+            batch_pixels = min(batch_pixels, math.prod(permitted[0].shape) // 3)
+        taken = _try_largest(device, model, permitted, batch_pixels)
+        largest = max(layout.num_features for layout in permitted)
+        smaller = [layout for layout in permitted if layout.num_features <= largest // 2]
+        if taken is not None and (taken <= allowed or not smaller):
+            return PictureMemory(taken, largest if is_less else None, batch_pixels)
+        if not smaller:
+            raise torch.OutOfMemoryError("a picture of the least size")
+        permitted, is_less = smaller, True
+
+
+def _try_largest(device: Device, model: Model, layouts: Sequence[PictureLayout], batch_pixels: int) -> int | None:
+    """Bytes of the largest batches of these, largest first; None: there are not as many."""
+    batches = [[layouts[0]]]
+    for layout in layouts:
+        count = 3 * batch_pixels // math.prod(layout.shape)
+        if count:
+            batches.append([layout] * count)
+            break
+
+    def encode(batch: Sequence[PictureLayout]) -> None:
+        with torch.inference_mode(), device.stream():
+            pixels = [torch.zeros(each.shape, dtype=torch.uint8, device=device.torch_device) for each in batch]
+            run_parts(model.encode(pixels, [each.grid for each in batch]))
+
+    try:
+        return max(device.peak_bytes(lambda batch=batch: encode(batch)) for batch in batches)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def _layouts(rule: PictureRule, most_pixels: int) -> set[PictureLayout]:
+    """Of many sizes up to so many pixels."""
+    found: set[PictureLayout] = set()
+    for ratio in (*_RATIOS, *(1 / ratio for ratio in _RATIOS)):
+        side = float(_SMALLEST)
+        while True:
+            side = min(side, math.sqrt(most_pixels))
+            width, height = max(1, int(side * math.sqrt(ratio))), max(1, int(side / math.sqrt(ratio)))
+            with suppress(ValidationError):  # a family may have no pictures of that shape
+                found.add(rule.layout(width, height))
+            if side * side >= most_pixels:
+                break
+            side *= math.sqrt(2)
+    return found
