@@ -2,6 +2,7 @@
 
 import argparse
 import ctypes
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def test_why_there_is_no_gpu(torch_cuda: str | None, found: Driver, words: list[
 def test_a_good_driver_is_no_problem(runs: tuple[int, int] | None) -> None:
     cuda.explain_missing("2.11.0", "13.0", Driver(runs, [H200]), custom_kernels=False)
     cuda.explain_missing("2.11.0", "12.8", Driver((12, 0), [T4]), custom_kernels=False)
+
+
+@pytest.mark.parametrize("version", ["2.7.1", "2.10.0+cu128"])
+def test_a_torch_that_is_older_than_what_was_tried(version: str) -> None:
+    with pytest.raises(StartError, match=rf"needs PyTorch 2\.11 or later; this is {re.escape(version)}"):
+        cuda.explain_missing(version, "12.8", GOOD, custom_kernels=False)
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

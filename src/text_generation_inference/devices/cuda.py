@@ -33,6 +33,7 @@ from text_generation_inference.kernels.triton.ops import load_ops
 from text_generation_inference.parallel.collectives import Collectives, Meeting
 from text_generation_inference.types import ALONE, DeviceMemory, Limits, Place
 
+_MIN_TORCH = (2, 11)
 _MIN_CAPABILITY, _BFLOAT16, _FP8 = (7, 5), (8, 0), (8, 9)
 _MARGIN_BYTES = 1 << 30  # what captured steps take beside what torch counts, and what holes between tensors waste
 _COMPILE_THREADS = 16
@@ -358,6 +359,10 @@ def explain_missing(torch_version: str, torch_cuda: str | None, driver: Driver, 
     if torch_cuda is None:
         raise StartError(
             f"`device` cuda needs a PyTorch built for CUDA; {torch_version} is not. Install one, or: {instead}"
+        )
+    if tuple(int(part) for part in torch_version.split(".")[:2]) < _MIN_TORCH:
+        raise StartError(
+            f"`device` cuda needs PyTorch {_dotted(_MIN_TORCH)} or later; this is {torch_version}. {instead}"
         )
     if driver.problem:
         raise StartError(f"`device` cuda: no GPU can be used, {driver.problem}. {instead}")
