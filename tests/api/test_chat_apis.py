@@ -237,6 +237,7 @@ def test_hostile_messages(http: httpx.Client, change: dict[str, Any], name: str)
         ({"top_logprobs": 99}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": []}]}}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"background": True}, "background"),
         ({"previous_response_id": "resp_none"}, "previous_response_id"),
@@ -251,6 +252,18 @@ def test_hostile_responses(http: httpx.Client, change: dict[str, Any], param: st
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param, error
+
+
+def test_what_is_told_back_may_be_too_deep(http: httpx.Client) -> None:
+    """Some depth can just be read, and not be written with the answer around it: that is told, not an empty stream."""
+    statuses: set[int] = set()
+    for depth in range(930, 1000):
+        deep = b'{"a":' * depth + b"1" + b"}" * depth
+        body = b'{"input":"x","max_output_tokens":1,"stream":true,"metadata":{"a":' + deep + b"}}"
+        answer = http.post(RESPONSES, content=body, headers={"content-type": "application/json"})
+        statuses.add(answer.status_code)
+        assert answer.status_code == 400 or "response.incomplete" in answer.text or "event: error" in answer.text
+    assert statuses == {200, 400}
 
 
 def test_prompts_that_are_too_long(http: httpx.Client) -> None:

@@ -109,6 +109,7 @@ def test_ollama_tells_thoughts(thinker: httpx.Client) -> None:
         ("/v1/chat/completions", {"messages": TURNS, "thinking_token_budget": "x"}, 400, "thinking_token_budget"),
         ("/api/chat", {"messages": TURNS}, 400, "model"),
         ("/api/chat", {"model": "x", "messages": TURNS, "format": "xml"}, 400, "`format`"),
+        ("/api/chat", {"model": "x", "messages": TURNS, "options": {"num_predict": 10**30}}, 400, "num_predict"),
         ("/api/generate", {"model": "x", "prompt": "a", "suffix": "b"}, 400, "`suffix` is not supported"),
         ("/api/generate", {"model": "x", "prompt": "a " * 500}, 400, "tokens"),
         ("/api/pull", {"model": "x"}, 404, "/api/pull"),
