@@ -209,6 +209,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"top_k": -5}, "top_k"),
     ({"stop_sequences": ["a"] * 99}, "stop_sequences"),
     ({"tools": [{"name": "a", "input_schema": []}]}, "tools[0].input_schema"),
+    ({"tools": [{"type": {"a": "b"}, "name": "a", "input_schema": {}}]}, "tools[0].type"),
     ({"tool_choice": {"type": "sometimes"}}, "tool_choice.type"),
     ({"tool_choice": {"type": "tool"}}, "name"),
     ({"system": 3}, "system"),

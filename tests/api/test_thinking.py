@@ -64,6 +64,16 @@ def test_budgets_are_exact(thinker: httpx.Client, budget: int) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == choice["message"]["content"]
 
 
+def test_tokens_of_thoughts_are_all_counted(thinker: httpx.Client) -> None:
+    """White space among them is held back until it is known what follows, and counts all the same."""
+    answer = ask(thinker, response_format={"type": "regex", "value": "[0-9]{3}"}, logprobs=True)
+    choice, told = answer["choices"][0], answer["usage"]
+    assert choice["finish_reason"] == "length" and "\n" in choice["message"]["reasoning_content"]
+    tokens = tokens_of(choice)
+    num_spaces = next(number for number, token in enumerate(reversed(tokens)) if token.strip())
+    assert told["completion_tokens_details"]["reasoning_tokens"] == len(tokens) - num_spaces
+
+
 def test_each_choice_has_a_budget(thinker: httpx.Client) -> None:
     answer = ask(thinker, n=3, temperature=1, seed=3, thinking_budget=4, logprobs=True)
     for choice in answer["choices"]:
