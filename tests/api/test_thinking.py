@@ -91,6 +91,18 @@ def test_formats_and_calls_come_behind_thoughts(thinker: httpx.Client) -> None:
     assert json.loads(message["tool_calls"][0]["function"]["arguments"])["a"] in (4, 5)
 
 
+def test_no_mark_gets_into_a_format_without_thoughts(thinker: httpx.Client) -> None:
+    """Where thoughts are not told apart a format begins with the answer, and a budget has nothing to end."""
+    text = {"type": "string", "minLength": 16, "maxLength": 24}
+    schema = {"type": "object", "properties": {"a": text}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    told = [
+        ask(thinker, response_format=form, separate_reasoning=False, **given)["choices"][0]["message"]["content"]
+        for given in ({}, {"thinking_budget": 2}, {"thinking_budget": 7})
+    ]
+    assert told == [told[0]] * 3 and json.loads(told[0])["a"]
+
+
 def test_budgets_of_other_apis(thinker: httpx.Client) -> None:
     expected = ask(thinker, thinking_budget=6)["choices"][0]["message"]["reasoning_content"]
     body = {"model": "x", "messages": TURNS, "temperature": 0, "max_tokens": 20}
