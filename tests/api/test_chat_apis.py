@@ -195,6 +195,18 @@ def test_conversations_by_id(http: httpx.Client) -> None:
     assert http.get(f"{RESPONSES}/{streamed['id']}").json() == streamed
 
 
+def test_what_is_not_stored_is_told(http: httpx.Client) -> None:
+    """A conversation and what is told back may each be small enough, and the two together too large."""
+    given = [{"type": "note", "text": "x" * 1_200_000}, {"role": "user", "content": "Hi"}]
+    first = ask(http, RESPONSES, input=given, max_output_tokens=1)
+    assert first["store"]
+    body: dict[str, Any] = {"input": "Hi", "max_output_tokens": 1, "metadata": {"a": "z" * 1_000_000}}
+    whole = ask(http, RESPONSES, previous_response_id=first["id"], **body)
+    last = events(http, RESPONSES, previous_response_id=first["id"], **body)[-1]["response"]
+    for answer in (whole, last):
+        assert not answer["store"] and http.get(f"{RESPONSES}/{answer['id']}").status_code == 404
+
+
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages"),
     ({"messages": "x"}, "messages"),
