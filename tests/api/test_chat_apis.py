@@ -225,6 +225,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "sometimes"}}, "tool_choice.type"),
     ({"tool_choice": {"type": "tool"}}, "name"),
     ({"system": 3}, "system"),
+    ({"model": "x" * 2000}, "`model`"),
     ({"thinking": {"type": 3}}, "thinking.type"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, "grammar"),
 ]

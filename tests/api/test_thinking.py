@@ -134,6 +134,7 @@ def test_ollama_tells_thoughts(thinker: httpx.Client) -> None:
         ("/api/chat", {"model": "x", "messages": TURNS, "options": {"num_predict": 10**30}}, 400, "num_predict"),
         ("/api/generate", {"model": "x", "prompt": "a", "suffix": "b"}, 400, "`suffix` is not supported"),
         ("/api/generate", {"model": "x", "prompt": "a " * 500}, 400, "tokens"),
+        ("/api/generate", {"model": "x" * 2000, "prompt": "a", "raw": True}, 400, "`model` must have at most"),
         ("/api/pull", {"model": "x"}, 404, "/api/pull"),
     ],
 )
