@@ -195,6 +195,18 @@ def test_conversations_by_id(http: httpx.Client) -> None:
     assert http.get(f"{RESPONSES}/{streamed['id']}").json() == streamed
 
 
+def test_what_is_not_stored_is_told(http: httpx.Client) -> None:
+    """A conversation and what is told back may each be small enough, and the two together too large."""
+    given = [{"type": "note", "text": "x" * 1_200_000}, {"role": "user", "content": "Hi"}]
+    first = ask(http, RESPONSES, input=given, max_output_tokens=1)
+    assert first["store"]
+    body: dict[str, Any] = {"input": "Hi", "max_output_tokens": 1, "metadata": {"a": "z" * 1_000_000}}
+    whole = ask(http, RESPONSES, previous_response_id=first["id"], **body)
+    last = events(http, RESPONSES, previous_response_id=first["id"], **body)[-1]["response"]
+    for answer in (whole, last):
+        assert not answer["store"] and http.get(f"{RESPONSES}/{answer['id']}").status_code == 404
+
+
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages"),
     ({"messages": "x"}, "messages"),
@@ -209,9 +221,11 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"top_k": -5}, "top_k"),
     ({"stop_sequences": ["a"] * 99}, "stop_sequences"),
     ({"tools": [{"name": "a", "input_schema": []}]}, "tools[0].input_schema"),
+    ({"tools": [{"type": {"a": "b"}, "name": "a", "input_schema": {}}]}, "tools[0].type"),
     ({"tool_choice": {"type": "sometimes"}}, "tool_choice.type"),
     ({"tool_choice": {"type": "tool"}}, "name"),
     ({"system": 3}, "system"),
+    ({"model": "x" * 2000}, "`model`"),
     ({"thinking": {"type": 3}}, "thinking.type"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, "grammar"),
 ]
@@ -237,6 +251,7 @@ def test_hostile_messages(http: httpx.Client, change: dict[str, Any], name: str)
         ({"top_logprobs": 99}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": []}]}}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"background": True}, "background"),
         ({"previous_response_id": "resp_none"}, "previous_response_id"),
@@ -251,6 +266,18 @@ def test_hostile_responses(http: httpx.Client, change: dict[str, Any], param: st
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param, error
+
+
+def test_what_is_told_back_may_be_too_deep(http: httpx.Client) -> None:
+    """Some depth can just be read, and not be written with the answer around it: that is told, not an empty stream."""
+    statuses: set[int] = set()
+    for depth in range(930, 1000):
+        deep = b'{"a":' * depth + b"1" + b"}" * depth
+        body = b'{"input":"x","max_output_tokens":1,"stream":true,"metadata":{"a":' + deep + b"}}"
+        answer = http.post(RESPONSES, content=body, headers={"content-type": "application/json"})
+        statuses.add(answer.status_code)
+        assert answer.status_code == 400 or "response.incomplete" in answer.text or "event: error" in answer.text
+    assert statuses == {200, 400}
 
 
 def test_prompts_that_are_too_long(http: httpx.Client) -> None:

@@ -15,6 +15,7 @@ def test_what_is_not_served_is_refused_by_name(http: httpx.Client, path: str) ->
         error = refused(http, path, 400, **{name: value})
         assert (error["param"], name in error["message"]) == (name, True)
     assert refused(http, path, structured_outputs={"grammar": "root ::= a"})["param"] == "structured_outputs"
+    assert refused(http, path, model="x" * 2000)["param"] == "model"  # every event of a stream would have it
     if path == CHAT:
         assert refused(http, path, modalities=["text", "audio"])["param"] == "modalities"
         assert chat(http, modalities=["text"], max_tokens=1)

@@ -64,6 +64,16 @@ def test_budgets_are_exact(thinker: httpx.Client, budget: int) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == choice["message"]["content"]
 
 
+def test_tokens_of_thoughts_are_all_counted(thinker: httpx.Client) -> None:
+    """White space among them is held back until it is known what follows, and counts all the same."""
+    answer = ask(thinker, response_format={"type": "regex", "value": "[0-9]{3}"}, logprobs=True)
+    choice, told = answer["choices"][0], answer["usage"]
+    assert choice["finish_reason"] == "length" and "\n" in choice["message"]["reasoning_content"]
+    tokens = tokens_of(choice)
+    num_spaces = next(number for number, token in enumerate(reversed(tokens)) if token.strip())
+    assert told["completion_tokens_details"]["reasoning_tokens"] == len(tokens) - num_spaces
+
+
 def test_each_choice_has_a_budget(thinker: httpx.Client) -> None:
     answer = ask(thinker, n=3, temperature=1, seed=3, thinking_budget=4, logprobs=True)
     for choice in answer["choices"]:
@@ -79,6 +89,18 @@ def test_formats_and_calls_come_behind_thoughts(thinker: httpx.Client) -> None:
     message = ask(thinker, tools=[TOOL], tool_choice="required", thinking_budget=8)["choices"][0]["message"]
     assert message["reasoning_content"] and message["content"] is None
     assert json.loads(message["tool_calls"][0]["function"]["arguments"])["a"] in (4, 5)
+
+
+def test_no_mark_gets_into_a_format_without_thoughts(thinker: httpx.Client) -> None:
+    """Where thoughts are not told apart a format begins with the answer, and a budget has nothing to end."""
+    text = {"type": "string", "minLength": 16, "maxLength": 24}
+    schema = {"type": "object", "properties": {"a": text}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    told = [
+        ask(thinker, response_format=form, separate_reasoning=False, **given)["choices"][0]["message"]["content"]
+        for given in ({}, {"thinking_budget": 2}, {"thinking_budget": 7})
+    ]
+    assert told == [told[0]] * 3 and json.loads(told[0])["a"]
 
 
 def test_budgets_of_other_apis(thinker: httpx.Client) -> None:
@@ -109,8 +131,10 @@ def test_ollama_tells_thoughts(thinker: httpx.Client) -> None:
         ("/v1/chat/completions", {"messages": TURNS, "thinking_token_budget": "x"}, 400, "thinking_token_budget"),
         ("/api/chat", {"messages": TURNS}, 400, "model"),
         ("/api/chat", {"model": "x", "messages": TURNS, "format": "xml"}, 400, "`format`"),
+        ("/api/chat", {"model": "x", "messages": TURNS, "options": {"num_predict": 10**30}}, 400, "num_predict"),
         ("/api/generate", {"model": "x", "prompt": "a", "suffix": "b"}, 400, "`suffix` is not supported"),
         ("/api/generate", {"model": "x", "prompt": "a " * 500}, 400, "tokens"),
+        ("/api/generate", {"model": "x" * 2000, "prompt": "a", "raw": True}, 400, "`model` must have at most"),
         ("/api/pull", {"model": "x"}, 404, "/api/pull"),
     ],
 )

@@ -96,7 +96,7 @@ def test_every_file_is_served_compressed_and_revalidated(http: httpx.Client) -> 
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["referrer-policy"] == "no-referrer"
         assert answer.headers["cache-control"] == "no-cache"
-        again = http.get(f"/pages/{path}", headers={"if-none-match": f'"other", W/{answer.headers["etag"]}'})
+        again = http.get(f"/pages/{path}", headers={"if-none-match": f'"other",W/{answer.headers["etag"]}'})
         assert (again.status_code, again.content) == (304, b"")
         assert "content-length" not in again.headers
     plain = http.get("/chat", headers={"accept-encoding": "gzip;q=0, identity"})

@@ -76,6 +76,7 @@ def test_turns() -> None:
         {"role": "tool", "content": "1"},
         {"role": "tool", "content": "3", "tool_name": "look"},
         {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
     ]
     messages = msgspec.to_builtins(asked(messages=turns, tools=[TOOL]).messages)
     assert messages[1]["content"] == [
@@ -85,7 +86,8 @@ def test_turns() -> None:
     assert messages[2]["reasoning_content"] == "Hm." and messages[2]["content"] is None
     made = [(made["id"], made["function"]["name"]) for made in messages[2]["tool_calls"]]
     assert made == [("call00000", "look"), ("own", "find"), ("call00002", "look")]
-    assert [turn["tool_call_id"] for turn in messages[3:]] == ["own", "call00000", "call00002", None]
+    assert [turn["tool_call_id"] for turn in messages[3:-1]] == ["own", "call00000", "call00002", None]
+    assert messages[-1]["content"] is None
 
 
 def test_prompts() -> None:
@@ -172,6 +174,8 @@ def test_errors_have_the_shape_of_the_api() -> None:
     assert shape.event(ContextLengthError("too long", 1, 2, 3)) == b'{"error":"too long"}\n'
     busy = shape.failure(OverloadedError("x"))
     assert (busy.status, busy.headers) == (429, {"retry-after": "1"})
+    named = shape.failure(ValidationError("`repetition_penalty` must be strictly positive"))
+    assert named.body == b'{"error":"`repeat_penalty` must be strictly positive"}'
     assert shape.refusal(HttpError(422, "no")).status == 400
     assert shape.plain(404, "no such route").body == b'{"error":"no such route"}'
     assert shape_of("/api-doc/openapi.json", "1").plain(404, "x").body == b""

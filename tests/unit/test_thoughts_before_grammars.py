@@ -114,9 +114,11 @@ def test_calls_behind_thoughts() -> None:
     assert fits(grammar, WITH_MARKS, "Hm.</think>Yes") is False
 
 
-def plan(prompt: str = "", known: ReasoningFormat | None = THINK, config: Any = None, **fields: Any) -> Any:
+def plan(
+    prompt: str = "", known: ReasoningFormat | None = THINK, config: Any = None, grammar: Any = SCHEMA, **fields: Any
+) -> Any:
     body = msgspec.convert({"messages": [{"role": "user", "content": "Hi"}], **fields}, ChatRequest)
-    return plan_thoughts(body, config or ServerConfig(), known, WITH_MARKS, (prompt, ""), SCHEMA, False)
+    return plan_thoughts(body, config or ServerConfig(), known, WITH_MARKS, (prompt, ""), grammar, False)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +155,10 @@ def test_budgets_have_two_names(fields: dict[str, int]) -> None:
     budget = plan("<bot><think>\n", **fields).budget
     assert (budget.num_tokens, budget.opened, budget.closing) == (7, True, [WITH_MARKS.id_of("</think>")])
     assert plan(thinking_budget=-1).budget is None
-    # Also where thoughts are not told apart.
-    assert plan("<bot>", config=ServerConfig(reasoning_format="none"), **fields).budget.opened is False
+    # Also where thoughts are not told apart, unless a grammar leaves no room for them.
+    as_one = ServerConfig(reasoning_format="none")
+    assert plan("<bot>", config=as_one, grammar=None, **fields).budget.opened is False
+    assert plan("<bot><think>\n", config=as_one, **fields).budget is None
 
 
 @pytest.mark.parametrize(

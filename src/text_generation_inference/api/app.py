@@ -30,7 +30,7 @@ from text_generation_inference.api.refusals import log_refusal
 from text_generation_inference.api.routes import ADMIN_ROUTES, OLLAMA_ROUTES, ROUTES, Route, cloud_routes
 from text_generation_inference.api.service import Service
 from text_generation_inference.api.tenants import current_key, key_of
-from text_generation_inference.errors import TgiError
+from text_generation_inference.errors import TgiError, ValidationError
 from text_generation_inference.text.panics import reraise_unless_failure
 
 log = logging.getLogger("text_generation_inference.api")
@@ -150,6 +150,8 @@ class App:
             refused = error if isinstance(error, HttpError) else decode_error(error)
             response = shape.refusal(refused)
             call.refuse(response.status, refused.field)
+            if connection.started and not connection.complete:  # only what is told back can be too deep this late
+                await connection.write(shape.event(ValidationError(refused.text)))
             await self._answer(connection, response)
         except ClientGoneError:
             call.drop()

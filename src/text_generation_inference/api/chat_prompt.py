@@ -165,7 +165,7 @@ def choose_tools(body: ChatRequest) -> list[Tool]:
     name = choice.function.name if isinstance(choice, NamedToolChoice) and choice.function is not None else choice
     named = [tool for tool in tools if tool.function.name == name]
     if not named:
-        raise ToolError(f"Tool with name {name} not found")
+        raise ToolError(f"Tool with name {str(name)[:256]} not found")
     return named
 
 

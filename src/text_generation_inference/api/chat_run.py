@@ -67,6 +67,7 @@ async def start_chat(
     `prefix` is that of the answer's id, `field` where the caller's API has the conversation.
     """
     service = call.service
+    model, created = body_model(service, body.model), int(time.time())
     plan = await plan_chat(service, body, call.request.is_long)
     request = await service.prepare(
         plan.given,
@@ -84,6 +85,5 @@ async def start_chat(
     generations: list[Generation] = []
     start_choices(call, request, permit, count, generations, plan.open_text)
     separates, includes = tells_thoughts(body, service.config), body.include_reasoning is not False
-    model, created = body_model(service, body.model), int(time.time())
     number = prefix + secrets.token_hex(12)
     return Chat(body, plan, model, service.tokenizer, generations, number, created, separates, includes)

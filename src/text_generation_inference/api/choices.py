@@ -11,18 +11,23 @@ from text_generation_inference.api.call import Call
 from text_generation_inference.api.generation import Generation, OutputText, Piece, openai_text
 from text_generation_inference.api.openai_bodies import CompletionTokensDetails, PromptTokensDetails, Usage
 from text_generation_inference.api.service import Permit, Service
-from text_generation_inference.errors import TgiError
+from text_generation_inference.errors import TgiError, ValidationError
 from text_generation_inference.text.output import pick_best
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.types import GenerationRequest
 
 FINISH_REASONS = {"eos_token": "stop", "stop_sequence": "stop", "length": "length"}
+MAX_MODEL_NAME = 1024  # characters; every event of a stream has it
 T = TypeVar("T")
 
 
 def body_model(service: Service, given: str | None) -> str:
     """As TGI: `tgi` and nothing are the served model, any other name is taken for it and told back."""
-    return service.model_name if given in (None, "", "tgi") else given
+    if given in (None, "", "tgi"):
+        return service.model_name
+    if len(given) > MAX_MODEL_NAME:
+        raise ValidationError(f"`model` must have at most {MAX_MODEL_NAME} characters. Given: {len(given)}")
+    return given
 
 
 def start_choices(

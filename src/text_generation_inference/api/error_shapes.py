@@ -110,8 +110,14 @@ class _Ollama:
         return json_response(OllamaError(text), status)
 
 
+_OLLAMA_NAMES = (("`repetition_penalty`", "`repeat_penalty`"), ("`max_new_tokens`", "`num_predict`"))
+
+
 def _words(error: TgiError) -> str:
-    return describe(error).error.removeprefix("Input validation error: ")
+    text = describe(error).error.removeprefix("Input validation error: ")
+    for name, theirs in _OLLAMA_NAMES:
+        text = text.replace(name, theirs)
+    return text
 
 
 # -- Anthropic -----------------------------------------------------------------------------------------------------

@@ -132,6 +132,7 @@ class Generation:
         self.text = text
         self.num_tokens = 0
         self.num_thought_tokens = 0
+        self._num_held = 0  # tokens since the last one that had text
         self.finish_reason = ""  # set with the last piece
         self.num_cached_tokens: int | None = None
         self.sum_logprobs = 0.0
@@ -235,9 +236,16 @@ class Generation:
             self.finish_reason = "stop_sequence"
             self._stream.abort()
         thoughts = self.text.take_thoughts()
-        if thoughts:
-            self.num_thought_tokens += 1
+        self._num_held += 1
+        self._count_held(text, thoughts)
         return Piece(token_id, text, event.logprob, token_id in self._special_ids, event.top_tokens, thoughts)
+
+    def _count_held(self, text: str, thoughts: str) -> None:
+        """A token whose text is held back, as white space and the beginning of a mark are, is what it comes with."""
+        if thoughts:
+            self.num_thought_tokens += self._num_held
+        if thoughts or text:
+            self._num_held = 0
 
     def _end(self, finish: Finish) -> None:
         if finish.reason == "error":
@@ -247,8 +255,10 @@ class Generation:
         self.finish_reason = finish.reason
 
     def _finish(self, last: Piece) -> None:
-        last.text += self.text.finish()
-        last.thoughts += self.text.take_thoughts()
+        text, thoughts = self.text.finish(), self.text.take_thoughts()
+        last.text += text
+        last.thoughts += thoughts
+        self._count_held(text, thoughts)
         last.last = True
         now, queue_s = time.perf_counter(), self._queue_s or 0.0
         self.timings = Timings(

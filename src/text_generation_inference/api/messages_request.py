@@ -254,8 +254,8 @@ def _tools(given: Sequence[dict[str, Any]], note: Note) -> list[Tool]:
     tools: list[Tool] = []
     for number, tool in enumerate(given):
         place = f"tools[{number}]"
-        kind: object = tool.get("type")
-        if kind not in (None, "custom"):
+        kind = "custom" if tool.get("type") is None else type_of(tool, place)
+        if kind != "custom":
             note(f"tools.{kind}")
             continue
         custom = read_item(tool, _CustomTool, place)

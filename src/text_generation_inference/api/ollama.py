@@ -16,7 +16,7 @@ from text_generation_inference.api.call import Call
 from text_generation_inference.api.chat_events import AnswerEvent, AnswerReader, PartBegin, PartDelta, PartEnd
 from text_generation_inference.api.chat_prompt import ChatPlan
 from text_generation_inference.api.chat_run import Chat, start_chat
-from text_generation_inference.api.choices import FINISH_REASONS, start_choices
+from text_generation_inference.api.choices import FINISH_REASONS, body_model, start_choices
 from text_generation_inference.api.error_shapes import shape_of
 from text_generation_inference.api.generation import Generation, Piece
 from text_generation_inference.api.http import encode_line, json_response
@@ -75,13 +75,13 @@ def _abilities(service: Service) -> tuple[bool, bool]:
 
 async def _start_raw(call: Call, body: ChatRequest, prompt: str, permit: Permit) -> Chat:
     """The prompt as it is, without a template."""
-    service = call.service
+    service, model = call.service, body_model(call.service, body.model)
     params, grammar = sampling_params(body, service.config, 0), output_grammar(body, service.config)
     request = await service.prepare(prompt, params, grammar=grammar, permit=permit, field="prompt")
     generations: list[Generation] = []
     start_choices(call, request, permit, 1, generations)
     plan = ChatPlan(prompt, params, grammar, None, {}, "mixed")
-    return Chat(body, plan, body.model or service.model_name, service.tokenizer, generations, "", int(time.time()))
+    return Chat(body, plan, model, service.tokenizer, generations, "", int(time.time()))
 
 
 # -- answers -------------------------------------------------------------------------------------------------------

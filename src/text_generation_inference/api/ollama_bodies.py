@@ -5,11 +5,13 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from text_generation_inference.api.bodies import I32
+
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
     """What of a model's settings a request may change here; others (num_ctx, num_gpu ...) are the server's."""
 
-    num_predict: int | None = None
+    num_predict: I32 | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -37,7 +39,7 @@ class OllamaTurn(msgspec.Struct, kw_only=True):
     """A message of a conversation."""
 
     role: str
-    content: str = ""
+    content: str | None = ""  # None as in other APIs, beside calls
     thinking: str | None = None
     images: list[str] | None = None  # in base64
     tool_calls: list[OllamaCall] | None = None

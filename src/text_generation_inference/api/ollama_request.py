@@ -1,5 +1,6 @@
 """From a body of Ollama's API to one of `/v1/chat/completions`. Raises `ValidationError` that names Ollama's fields."""
 
+from collections import OrderedDict, deque
 from typing import Any, cast
 
 import msgspec
@@ -86,13 +87,35 @@ def _tools(given: list[Any] | None) -> list[Tool] | None:
         raise ValidationError(f"`tools`: {error}") from None
 
 
+class _OpenCalls:
+    """Calls without a result, in their order. A conversation may have thousands: nothing here looks at all of them."""
+
+    def __init__(self) -> None:
+        self._places: OrderedDict[int, tuple[str, str]] = OrderedDict()  # name and id
+        self._by_name: dict[str, deque[int]] = {}
+        self._num_added = 0
+
+    def add(self, name: str, number: str) -> None:
+        self._places[self._num_added] = (name, number)
+        self._by_name.setdefault(name, deque()).append(self._num_added)
+        self._num_added += 1
+
+    def take(self, name: str | None) -> str | None:
+        """The id of the oldest one with that name, else of the oldest."""
+        if not self._places:
+            return None
+        if name is None or not self._by_name.get(name):
+            name = next(iter(self._places.values()))[0]
+        return self._places.pop(self._by_name[name].popleft())[1]
+
+
 def _messages(turns: list[OllamaTurn], sees: bool) -> list[Message]:
     """Calls have no ids in this API: results belong to them by the name of the function, else in their order."""
     messages: list[Message] = []
-    open_calls: list[tuple[str, str]] = []  # name and id of those without a result
+    open_calls = _OpenCalls()
     num_calls = 0
     for index, turn in enumerate(turns):
-        message = Message(role=turn.role, content=turn.content, reasoning_content=turn.thinking or None)
+        message = Message(role=turn.role, content=turn.content or "", reasoning_content=turn.thinking or None)
         if turn.images:
             if not sees:
                 raise ValidationError(f"`messages[{index}].images`: this model does not see")
@@ -105,16 +128,9 @@ def _messages(turns: list[OllamaTurn], sees: bool) -> list[Message]:
                 num_calls += 1
                 function = FunctionCall(name=call.function.name, arguments=call.function.arguments)
                 message.tool_calls.append(ToolCall(number, function))
-                open_calls.append((call.function.name, number))
+                open_calls.add(call.function.name, number)
             message.content = turn.content or None
         elif turn.role == "tool":
-            message.name, message.tool_call_id = turn.tool_name, turn.tool_call_id or _answered(turn, open_calls)
+            message.name, message.tool_call_id = turn.tool_name, turn.tool_call_id or open_calls.take(turn.tool_name)
         messages.append(message)
     return messages
-
-
-def _answered(turn: OllamaTurn, open_calls: list[tuple[str, str]]) -> str | None:
-    if not open_calls:
-        return None
-    named = [place for place, (name, _) in enumerate(open_calls) if name == turn.tool_name]
-    return open_calls.pop(named[0] if named else 0)[1]

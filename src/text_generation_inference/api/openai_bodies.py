@@ -405,8 +405,8 @@ class ChatRequest(_Sampling, kw_only=True):
         for entry in allowed.tools:
             function: Any = entry.get("function", entry)
             name: Any = function.get("name") if isinstance(function, dict) else None
-            if name not in known:
-                raise ValueError(f"`tool_choice` allows a tool that is not among `tools`: {name!r}")
+            if not isinstance(name, str) or name not in known:
+                raise ValueError(f"`tool_choice` allows a tool that is not among `tools`: {str(name)[:256]!r}")
             kept.append(known[name])
         self.tools, self.tool_choice = kept, allowed.mode
 

@@ -99,7 +99,7 @@ def _keeper(call: Call, history: bytes) -> Keep:
     def keep(answer: ResponsesAnswer) -> None:
         output = {item.id: msgspec.json.encode(item) for item in answer.output}
         items = b"[" + b",".join([history[1:-1], *output.values()]) + b"]"
-        call.service.responses.put(answer.id, msgspec.json.encode(answer), items, output)
+        answer.store = call.service.responses.put(answer.id, msgspec.json.encode(answer), items, output)
 
     return keep
 

@@ -44,17 +44,18 @@ class ResponseStore:
     def is_on(self) -> bool:
         return self._max_responses > 0
 
-    def put(self, number: str, answer: bytes, items: bytes, output: Mapping[str, bytes]) -> None:
-        """Keep a response. The oldest ones make room."""
+    def put(self, number: str, answer: bytes, items: bytes, output: Mapping[str, bytes]) -> bool:
+        """Keep a response, unless it is too large. The oldest ones make room."""
         entry = StoredResponse(answer, items, output, current_key.get(), time.monotonic())
         if not self.is_on or entry.size > min(MAX_ENTRY_BYTES, self._max_bytes):
-            return
+            return False
         self._found[number] = entry
         self._of_item.update(dict.fromkeys(output, number))
         self._num_bytes += entry.size
         while len(self._found) > self._max_responses or self._num_bytes > self._max_bytes:
             self._drop(next(iter(self._found)))
         self._drop_old()
+        return True
 
     def answer(self, number: str) -> bytes:
         return self._find(number, 404, None).answer

@@ -96,7 +96,8 @@ async def _answer(call: Call, path: str) -> None:
     if file.content_type == _HTML:
         headers["content-security-policy"] = content_security_policy(call.request.query)
         headers["vary"] = "accept, accept-encoding"
-    if file.etag in request.get("if-none-match", "").replace("W/", "").split(", "):
+    known = [tag.strip().removeprefix("W/") for tag in request.get("if-none-match", "").split(",")]
+    if file.etag in known or known == ["*"]:
         await call.connection.respond(Response(304, headers=headers))
         return
     content = file.content

@@ -41,6 +41,8 @@ def plan_thoughts(
             grammar = with_thoughts(known, grammar, opened, tokenizer)
         elif not known.always_marks:
             reasoning = None
+    if grammar is not None and reasoning is None:
+        budget = None  # it leaves no room for thoughts, and in a string of its own the mark would be text
     return Thoughts(reasoning, opened and reasoning is not None, grammar, budget)
 
 
