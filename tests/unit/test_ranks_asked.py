@@ -46,7 +46,7 @@ def test_items_are_counted_as_the_reference_did(environment: dict[str, str], cou
 
 def test_cards_of_gaudi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visible, "_count_gaudi", lambda: 8)
-    on_gaudi = {"TGI_DEVICE": "hpu"}
+    on_gaudi = {"TGI_DEVICE": "hpu", "MODEL_ID": "org/large"}
     assert read("--num-shard", "2", **on_gaudi).config.num_shard == 2
     assert read("--sharded", "true", HABANA_VISIBLE_DEVICES="0,3", **on_gaudi).config.num_shard == 2
     assert read("--sharded", "true", HABANA_VISIBLE_MODULES="4,5,6,7", **on_gaudi).config.num_shard == 4
