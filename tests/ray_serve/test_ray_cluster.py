@@ -164,7 +164,7 @@ def test_a_killed_replica_loses_only_streams_that_had_begun(cluster: Cluster) ->
 
     async def run() -> tuple[list[tuple[str, list]], list[httpx.Response]]:
         async with cluster.async_client() as http:
-            streams = await start_on_both(http, 600)
+            streams = await start_on_both(http, 1200)  # still under way when the replica is killed
             whole = [asyncio.create_task(http.post("/generate", json=generate(f"No {n}", 60))) for n in range(3)]
             await asyncio.sleep(0.3)
             os.kill(victim["pid"], signal.SIGKILL)
@@ -179,7 +179,7 @@ def test_a_killed_replica_loses_only_streams_that_had_begun(cluster: Cluster) ->
             assert events[-1].get("error_type") == "generation", (len(events), events[-1])
             assert "replica" in events[-1]["error"]
         else:
-            assert is_whole(events, 600)
+            assert is_whole(events, 1200)
     assert {replica for replica, _ in streams} == set(replicas)
     cluster.wait_for(lambda: not Path(f"/proc/{victim['launcher']}").exists(), "the end of the launcher", 10)
     others = set(replicas) - {victim["name"]}
