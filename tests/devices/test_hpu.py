@@ -689,7 +689,7 @@ def test_a_card_with_little_memory(hpu, start_hpu, tiny, on_cpu, monkeypatch):
     with pytest.raises(ResourceError, match=r"Warm-up stopped before .*: it needs about .* Warm are [1-5] of"):
         start_hpu(tiny.folder)
     monkeypatch.setattr(books, "limit", books.in_use() + (1 << 18))
-    with pytest.raises(ResourceError, match="Lower `max|lower `max|Not enough memory|model is too large"):
+    with pytest.raises(ResourceError, match="model is too large"):
         start_hpu(tiny.folder, limit_hpu_graph=False, max_batch_total_tokens=None)
 
 
@@ -736,7 +736,8 @@ def run_eager(folder: str) -> None:
     warm = count()
     found = [[output.token_ids for output in run(engine, some)] for some in (wanted, sampled_requests()[:5])]
     stats = engine.rank.bucket_stats
-    print(found, stats.num_captured == stats.num_planned, count() - warm)
+    # `warm`: programs of sampling for one row, and of layers for each of the shapes.
+    print(found, warm, stats.num_planned, stats.num_captured == stats.num_planned, count() - warm)
     engine = start(Path(folder), device="hpu", dtype=None, quantize="fp8", enable_hpu_graph=False, **limits)
     outputs = run(engine, wanted)
     print([output.error for output in outputs if output.error], [output.logprobs[0] for output in outputs])
@@ -747,7 +748,7 @@ def test_eager_mode_and_matrices_in_fp8(hpu, tiny, on_cpu):
         pytest.skip("this process has the card already, or it has no FP8")
     program = f"import test_hpu; test_hpu.run_eager({str(tiny.folder)!r})"
     first, second = run_with_stand_in(program, PT_HPU_LAZY_MODE="0").splitlines()[-2:]
-    assert first == f"{[on_cpu['plain'][:5], on_cpu['sampled'][:5]]} True 0"
+    assert first == f"{[on_cpu['plain'][:5], on_cpu['sampled'][:5]]} 17 3 True 0"
     assert second.startswith("[] ")
     engine = start(tiny.folder, device="cpu", **LIMITS)
     expected = [output.logprobs[0] for output in run(engine, requests()[:5])]
