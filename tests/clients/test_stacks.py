@@ -138,7 +138,7 @@ def test_ollama_stack(said: Any, greedy: str) -> None:
     thinks, top_p, length, embed = said["refused"]
     assert thinks == [400, '`think`: "tgi" does not support thinking']
     assert top_p == [400, "`top_p` must be > 0.0 and <= 1.0"]
-    assert length[0] == 400 and "`max_new_tokens`" in length[1]
+    assert length[0] == 400 and "`num_predict`" in length[1]
     assert embed[0] == 404
     assert said["served"] == [["embedded"]] * 2
     assert said["shown"][0] == ["completion"] and said["shown"][1]["llama.context_length"] == 1024
