@@ -302,3 +302,59 @@ def test_a_dry_run_compiles_every_kernel_of_a_step(tiny: Tiny, tmp_path: Path, d
     parts = "norm gate rotary decode prefill inputs write best join look draw count bound collect thresholds copy tally bias"
     for part_of_a_name in (*parts.split(), "penalise"):
         assert any(part_of_a_name in name for name in compiled), compiled
+
+
+ASKS_EARLY = (
+    PROGRAM.split("from queue_on_cpu")[0]
+    + """
+from contextlib import contextmanager
+from queue_on_cpu import QueueOnCpu
+from text_generation_inference.kernels.triton.compile_ahead import Zeroes, begin_only
+from text_generation_inference.kernels.triton.ops import load_ops, specialised
+from driving import start
+import text_generation_inference.engine.rank
+
+
+class Asked:
+    def __init__(self): self.kernels = []
+    def begin(self, described): self.kernels.append(described)
+
+
+class OnlyAsks(QueueOnCpu):
+    cache_by_head = True
+    early, later = Asked(), Asked()
+    def begin_compiling(self, work):
+        with begin_only(self.early): work()
+    @contextmanager
+    def compiling(self):
+        with begin_only(self.later), Zeroes(): yield
+    def peak_bytes(self, work):
+        print(json.dumps([self.early.kernels, self.later.kernels]))
+        sys.exit(0)
+
+
+device = OnlyAsks(Path(sys.argv[2]), load_ops(132))
+device.ops.attention.specialised, device.ops.attention.bulk_copies = specialised(), True
+device.limits = msgspec.structs.replace(device.limits, measures_steps=True)
+text_generation_inference.engine.rank.choose_device = lambda *_: device
+long = dict(max_batch_prefill_tokens=2048, max_total_tokens=2048)
+start(Path(sys.argv[1]), dtype="bfloat16", max_batch_size=4, **long)
+"""
+)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_kernel_of_long_prompts_is_asked_for_before_weights_are_loaded(tmp_path: Path, device_name: str) -> None:
+    """Under the very description that steps ask for it later: else it would be compiled twice."""
+    if device_name != "cpu":
+        pytest.skip("needs no card")
+    heads = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    folder = make_tiny("Llama", {**heads, "max_position_embeddings": 4096}, tmp_path / "model").folder
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", ASKS_EARLY, str(folder), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    early, later = json.loads(done.stdout.splitlines()[-1])
+    assert [json.loads(asked)["name"].split(".")[-1] for asked in early] == ["prefill_warp_specialised"]
+    assert set(early) < set(later)

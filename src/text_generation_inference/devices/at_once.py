@@ -76,6 +76,9 @@ class AtOnce:
     def loading(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def begin_compiling(self, work: Callable[[], object]) -> None:
+        pass
+
     def compiling(self) -> AbstractContextManager[Any]:
         return nullcontext()
 

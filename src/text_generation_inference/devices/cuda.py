@@ -34,7 +34,7 @@ from text_generation_inference.parallel.collectives import Collectives, Meeting
 from text_generation_inference.types import ALONE, DeviceMemory, Limits, Place
 
 _MIN_TORCH = (2, 11)
-_MIN_CAPABILITY, _BFLOAT16, _FP8 = (7, 5), (8, 0), (8, 9)
+_MIN_CAPABILITY, _BFLOAT16, _FP8, _WGMMA = (7, 5), (8, 0), (8, 9), (9, 0)
 _MARGIN_BYTES = 1 << 30  # what captured steps take beside what torch counts, and what holes between tensors waste
 _COMPILE_THREADS = 16
 _READY_COMPILERS = 4  # for the kernels that take longest, which are asked for first
@@ -167,6 +167,14 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     # -- before the first request ----------------------------------------------------------------------------------
+
+    def begin_compiling(self, work: Callable[[], object]) -> None:
+        if self._compilers is None or not self._has_kernels or self.capability != _WGMMA:
+            return  # elsewhere kernels are compiled about as fast as weights are loaded
+        from text_generation_inference.kernels.triton.compile_ahead import begin_only
+
+        with begin_only(self._compilers):
+            work()
 
     @contextmanager
     def compiling(self) -> Generator[None, None, None]:

@@ -155,6 +155,10 @@ class Device(Protocol):
         """`first` is the same pass through fewer layers; it loads what a capture must find loaded."""
         ...
 
+    def begin_compiling(self, work: Callable[[], object]) -> None:
+        """Begin to compile what `work` would launch, while weights are loaded; `compiling` waits for it."""
+        ...
+
     def compiling(self) -> AbstractContextManager[Any]:
         """Inside, steps only compile their kernels and compute nothing; afterwards all those are ready."""
         ...

@@ -55,7 +55,13 @@ from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.runner import kv_cache
 from text_generation_inference.runner.runner import Runner
 from text_generation_inference.runner.shapes import ShapePlan, guess_limits, limits_graphs, plan_shapes
-from text_generation_inference.runner.warm import StepBytes, largest_step_fits, measure_steps, warm_up
+from text_generation_inference.runner.warm import (
+    StepBytes,
+    attend_long_prompt,
+    largest_step_fits,
+    measure_steps,
+    warm_up,
+)
 from text_generation_inference.text.grammar import GrammarCompiler
 from text_generation_inference.types import (
     ALONE,
@@ -444,6 +450,8 @@ def load_model(
     step = 1 if quantization is None else quantization.width_step
     context = Context(device.ops, parallel, device.torch_device, dtype, config.trust_remote_code, step)
     model = build(model_config, context)
+    size = device.limits.block_size
+    device.begin_compiling(lambda: attend_long_prompt(model, dtype, device.torch_device, size))
     if config.load_format == "dummy":
         assign_methods(model, quantization)
         hold_wide_copies(model, dtype, device)

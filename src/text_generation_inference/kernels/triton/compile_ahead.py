@@ -30,7 +30,7 @@ _ZEROED = {
 }
 
 
-class _Zeroes(TorchFunctionMode):
+class Zeroes(TorchFunctionMode):
     """Nothing fills what kernels would have filled: it must at least hold numbers that are valid as indices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,6 +76,26 @@ class _ElsewhereMode(AsyncCompileMode):
 
 
 @contextmanager
+def begin_only(workers: Workers) -> Iterator[None]:
+    """Inside, kernels are not launched: `workers` begin to compile those that are not ready. Nothing is waited for."""
+    launch, hook = JITFunction.run, knobs.runtime.jit_cache_hook
+
+    def begin(*, compile: dict[str, Any], **_: Any) -> bool:
+        workers.begin(compile["specialization_data"])
+        return True  # Triton takes it for kept elsewhere, and compiles nothing
+
+    def ask(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        settle_keys(sys.modules[self.__module__])
+        launch(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run, knobs.runtime.jit_cache_hook = ask, begin
+    try:
+        yield
+    finally:
+        JITFunction.run, knobs.runtime.jit_cache_hook = launch, hook
+
+
+@contextmanager
 def compile_only(num_threads: int, workers: Workers | None = None, load: bool = True) -> Iterator[None]:
     """Inside, kernels are compiled (or found on disk) instead of launched; on the way out all of them are ready.
 
@@ -103,7 +123,7 @@ def compile_only(num_threads: int, workers: Workers | None = None, load: bool = 
 
     hook = knobs.runtime.jit_cache_hook
     try:
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="tgi-compile") as threads, _Zeroes():
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="tgi-compile") as threads, Zeroes():
             mode = _ElsewhereMode(threads, workers, load)
             JITFunction.run, knobs.runtime.jit_cache_hook = compile_once, mode.note
             try:

@@ -19,13 +19,27 @@ class Workers:
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._own = threading.local()
         self._waiting: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
+        self._early: dict[str, threading.Thread] = {}
         self._started: list[subprocess.Popen[str]] = []
         with suppress(OSError):
             for _ in range(count):
                 self._waiting.put(self._start())
 
+    def begin(self, described: str) -> None:
+        """Like `compile`, which waits for the same kernel later; nothing is waited for here."""
+        if described not in self._early:
+            self._early[described] = threading.Thread(target=self._compile, args=(described,), daemon=True)
+            self._early[described].start()
+
     def compile(self, described: str) -> None:
         """Leaves the kernel on disk, if all goes well."""
+        begun = self._early.get(described)
+        if begun is not None:
+            begun.join()
+        else:
+            self._compile(described)
+
+    def _compile(self, described: str) -> None:
         with suppress(OSError):
             worker = getattr(self._own, "worker", None)
             if worker is None:
@@ -35,11 +49,15 @@ class Workers:
             worker.stdout.readline()
 
     def close(self) -> None:
+        """What was begun and never asked for is given up."""
         for worker in self._started:
-            with suppress(OSError):
-                worker.stdin.close()  # pyright: ignore
+            worker.kill()
+        for thread in self._early.values():
+            thread.join()
         for worker in self._started:
             worker.wait()
+            with suppress(OSError):
+                worker.stdin.close()  # pyright: ignore
             worker.stdout.close()  # pyright: ignore
         self._started = []
 
