@@ -16,7 +16,12 @@ _MAX_GIVEN = MAX_SALT_CHARACTERS - 65  # the rest is for the key
 
 
 def key_of(headers: Mapping[str, str]) -> str:
-    given = headers.get("authorization") or headers.get("x-api-key", "")
+    """The same key is the same tenant, in whichever header it comes."""
+    given = headers.get("authorization", "")
+    scheme, _, key = given.partition(" ")
+    if key and scheme.lower() == "bearer":
+        given = key
+    given = given or headers.get("x-api-key", "")
     return hashlib.sha256(given.encode("latin-1", "replace")).hexdigest() if given else ""
 
 
