@@ -218,6 +218,7 @@ CANDIDATES: tuple[Candidate, ...] = (
 TUNED_ROWS = (8, 16, 64, 128, 256, 1024)
 FEW_ROWS = (1, 2, 4, 8)
 SHARED_MEMORY = 220 << 10
+BULK = (False, True) if torch.cuda.get_device_capability() >= (9, 0) else (False,)
 
 
 def tilings(bm: int, gated: bool, form: str) -> list[Tiling]:
@@ -227,7 +228,7 @@ def tilings(bm: int, gated: bool, form: str) -> list[Tiling]:
             room = (bm + bn * (2 if gated else 1)) * bk * stages * (2 if form == "bf16" else 1)
             too_many = bm * bn * (2 if gated else 1) > 128 * 256 or (swap and bn < 64)
             if room <= SHARED_MEMORY and not too_many and (form != "squares" or (bk == 128 and bn <= 128)):
-                found.append(Tiling(bm, bn, bk, warps, stages, swap))
+                found += [Tiling(bm, bn, bk, warps, stages, swap, bulk=bulk) for bulk in BULK]
     return found
 
 

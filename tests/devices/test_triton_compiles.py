@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -205,8 +206,10 @@ def grouped(tiling: Tiling, gate: int, form: int = 0) -> tuple:
     values = {
         "N": 768, "K": 2048, "TOP_K": 8, "BM": tiling.bm, "BN": tiling.bn, "BK": tiling.bk, "GROUP": tiling.group,
         "STAGES": tiling.stages, "SWAP": tiling.swap, "GATE": gate, "FORM": form, "BIAS": False, "WHOLE": True,
-        "DEPENDENT": False,
+        "BULK": tiling.bulk, "DEPENDENT": False,
     }  # fmt: skip
+    if tiling.bulk:
+        types["weight"] = f"tensordesc<{(FP8 if form else BF16)[1:]}[{tiling.bn}, {tiling.bk}]>"
     return "grouped_products", "grouped_product", types, values, {"num_warps": tiling.warps, "fast": True}
 
 
@@ -402,6 +405,8 @@ CASES = [
     grouped(choose_tiling(8, 8, True, "16 bits"), 1),
     grouped(choose_tiling(999, 8, True, "16 bits"), 1),
     grouped(choose_tiling(8, 8, False, "fp8 by square"), 0, 3),
+    grouped(Tiling(64, 128, 64, 8, 4, True, bulk=True), 1),
+    grouped(replace(choose_tiling(8, 8, False, "fp8 by square"), bulk=True), 0, 3),
     pairs("pair_gate", 768, 2048),
     pairs("pair_down", 2048, 768),
     pairs("pair_down", 2048, 1408, 1),
@@ -535,6 +540,7 @@ def chosen_for(capability: int, every: bool) -> list[tuple]:
             or values.get("DEPENDENT", False)
             or kernel in ("prefill_in_bulk", "prefill_warp_specialised")
             or options.get("roomy", False)
+            or values.get("BULK", False)
         )
         kind = (kernel, types.get("q"))
         slow = kernel == "prefill" and (FP32 in types.values() or values["D"] > 128)

@@ -98,8 +98,12 @@ TILINGS = [
 ]
 
 
+@pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("tiling", sorted({replace(each, bk=64) for each in TILINGS}, key=str), ids=str)
-def test_tilings(device: torch.device, tiling: Tiling) -> None:
+def test_tilings(device: torch.device, tiling: Tiling, bulk: bool) -> None:
+    if bulk and device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("this GPU has no copy engine for tiles")
+    tiling = replace(tiling, bulk=bulk)
     made = make(device, 30, 3, 2, 96, 48, torch.float16)
     second = replace(tiling, bn=2 * tiling.bn, group=2)
     close(OP(*made, by_pair=False, tilings=(tiling, second)), reference.experts(*made))

@@ -19,6 +19,7 @@ class Tiling:
     stages: int
     swap: bool  # the matrix is the left operand
     group: int = 16  # blocks of pairs whose programs run side by side
+    bulk: bool = False  # tiles of matrices are brought by the copy engine of capability 9.0 and later
 
 
 # By experts, hidden size, width and the form of the matrices: up to so many tokens, tiles of both products. Measured on

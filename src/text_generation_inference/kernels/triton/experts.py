@@ -12,6 +12,7 @@ from typing import cast
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from text_generation_inference.kernels import experts as reference
 from text_generation_inference.kernels.fp8 import SQUARE, Fp8Weight
@@ -262,12 +263,14 @@ class Groups:
         n, k = out.shape[1], operands.weight.shape[1]
         assert operands.form != BY_SQUARE.value or (tile.bk == SQUARE and SQUARE % tile.bn == 0)
         grid = (self.blocks * triton.cdiv(n, tile.bn),)
+        weight = operands.weight
+        matrix = TensorDescriptor(weight, [*weight.shape], [k, 1], [tile.bn, tile.bk]) if tile.bulk else weight
         grouped_product[grid](
-            operands.x, operands.weight, operands.x if bias is None else bias, out, self.order, self.owners, self.total,
+            operands.x, matrix, operands.x if bias is None else bias, out, self.order, self.owners, self.total,
             operands.x_scale, operands.weight_scale, operands.x.stride(0), self.pairs, self.blocks, k,
             N=n, K=k, TOP_K=per_row, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=tile.group, STAGES=tile.stages,
             SWAP=tile.swap, GATE=gate, FORM=operands.form, BIAS=bias is not None, WHOLE=k % tile.bk == 0,
-            DEPENDENT=self.dependent, num_warps=tile.warps, launch_pdl=self.dependent,
+            BULK=tile.bulk, DEPENDENT=self.dependent, num_warps=tile.warps, launch_pdl=self.dependent,
         )  # fmt: skip
 
 

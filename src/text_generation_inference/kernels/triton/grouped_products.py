@@ -96,14 +96,27 @@ def _finish(
     return acc.to(kind).to(tl.float32)
 
 
+@triton.jit
+def _load(weight, w_at, row, k0, inside_k, BULK: tl.constexpr, WHOLE: tl.constexpr):
+    """A tile of a matrix that begins in `row`; BULK: brought by the copy engine, also what is behind its rows."""
+    if BULK:
+        return weight.load([row, k0])
+    elif WHOLE:
+        return tl.load(w_at + k0)
+    else:
+        return tl.load(w_at + k0, mask=inside_k, other=0.0)
+
+
 @triton.jit(do_not_specialize=["pairs", "blocks"])
 def grouped_product(
     x, weight, bias, out, order, owners, total, x_scale, weight_scale, x_row, pairs, blocks, columns,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, GATE: tl.constexpr, FORM: tl.constexpr,
-    BIAS: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
+    BIAS: tl.constexpr, WHOLE: tl.constexpr, BULK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BM pairs of one expert times BN rows of its matrix. GATE: the matrix holds N gates, then N values.
+
+    BULK: `weight` is a descriptor of tiles of BN rows and BK columns.
 
     The row of a pair is `pair // TOP_K` of x, and `pair` of out. FORM: of the operands, see `quantize`; BY_SQUARE wants
     BK to be 128 and BN to divide it.
@@ -128,7 +141,11 @@ def grouped_product(
     n = tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     x_at = x + row[:, None] * x_row + k[None, :]
-    w_at = weight + (expert * ROWS + tl.minimum(n, N - 1))[:, None] * K + k[None, :]
+    w_row = (expert * ROWS + tile * BN).to(tl.int32)
+    w_at, up_at = x_at, x_at
+    if not BULK:
+        w_at = weight + (expert * ROWS + tl.minimum(n, N - 1))[:, None] * K + k[None, :]
+        up_at = w_at + N * K
     SHAPE_0: tl.constexpr = BN if SWAP else BM
     SHAPE_1: tl.constexpr = BM if SWAP else BN
     acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
@@ -136,23 +153,19 @@ def grouped_product(
     SQUARES: tl.constexpr = (K + 127) // 128
     w_squares = weight_scale + (expert * ROWS + tile * BN) // 128 * SQUARES
     for k0 in tl.range(0, K, BK, num_stages=STAGES):
+        inside_k = (k0 + k < columns)[None, :]
         if WHOLE:
             rows = tl.load(x_at + k0)
-            tile_w = tl.load(w_at + k0)
         else:
-            inside_k = (k0 + k < columns)[None, :]
             rows = tl.load(x_at + k0, mask=inside_k, other=0.0)
-            tile_w = tl.load(w_at + k0, mask=inside_k, other=0.0)
+        tile_w = _load(weight, w_at, w_row, k0, inside_k, BULK, WHOLE)
         if FORM == BY_SQUARE:
             x_square = tl.load(x_scale + row * SQUARES + k0 // 128)
             acc = _by_squares(rows, tile_w, acc, x_square, tl.load(w_squares + k0 // 128), SWAP)
         else:
             acc = _dot(rows, tile_w, acc, SWAP, EXACT)
         if GATE:
-            if WHOLE:
-                tile_w = tl.load(w_at + N * K + k0)
-            else:
-                tile_w = tl.load(w_at + N * K + k0, mask=inside_k, other=0.0)
+            tile_w = _load(weight, up_at, w_row + N, k0, inside_k, BULK, WHOLE)
             if FORM == BY_SQUARE:
                 w_square = tl.load(w_squares + N // 128 * SQUARES + k0 // 128)
                 up_acc = _by_squares(rows, tile_w, up_acc, x_square, w_square, SWAP)
