@@ -27,6 +27,7 @@ from text_generation_inference.kernels import latent as reference
 from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, PagedMeta
 from text_generation_inference.kernels.routing import SigmoidRouting, SoftmaxRouting
 from text_generation_inference.kernels.triton.latent import LatentChoice, TritonLatentAttention
+from text_generation_inference.kernels.triton.ops import specialised
 from text_generation_inference.kernels.triton.routing import route
 
 CUDA = torch.device("cuda")
@@ -43,6 +44,9 @@ LAYERS_BYTES = 400 << 20
 OP = TritonLatentAttention(
     torch.cuda.get_device_properties(0).multi_processor_count, torch.cuda.get_device_capability()
 )
+IN_FLIGHT: Callable[..., int] | None = None  # the kernel whose copies are in its own hands, beside the usual one
+if torch.cuda.get_device_capability() == (9, 0) and specialised() is not None:
+    from text_generation_inference.kernels.triton.hopper_latent import decode as IN_FLIGHT
 
 
 @dataclass
@@ -193,6 +197,11 @@ def measure_decode(heads: int, results: list[dict[str, Any]]) -> None:
         floor = 1e6 * (rows * length * WIDTH * 2 + layers[0].up.nbytes) / BYTES_PER_S
         time, parts = layer_us(layers, lambda work: work()), kernels_us(layers, lambda work: work())
         shown = "  ".join(f"{name} {part:.1f}" for name, part in parts.items())
+        if IN_FLIGHT is not None:
+            OP.in_flight = IN_FLIGHT
+            parts_of = kernels_us(layers, lambda work: work())
+            OP.in_flight = None
+            shown += "  |  " + "  ".join(f"{name} {part:.1f}" for name, part in parts_of.items() if "flight" in name)
         print(f"{rows:>6}{length:>8}{floor:>8.1f}{time:>8.1f}  {shown}", flush=True)
         results.append({"heads": heads, "rows": rows, "tokens": length, "floor": floor, "us": time, "kernels": parts})
 

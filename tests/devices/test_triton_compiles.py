@@ -312,6 +312,16 @@ def latent(heads: int, prompts: bool, roomy: bool, dependent: bool = False) -> t
     return "latent_attention", "latent_prefill" if prompts else "latent_decode", types, values, options
 
 
+def in_flight(split: bool) -> tuple:
+    types = {
+        **dict.fromkeys(("q", "cache", "out"), BF16), **dict.fromkeys(("partial", "stats"), FP32), "scale": "fp32",
+        **dict.fromkeys(("tables", "table_rows", "seq_lens"), "*i32"),
+        **words("q_token q_head out_token c_block c_token table_stride"),
+    }  # fmt: skip
+    values = {"HEADS": 16, "M": 16, "C": 512, "R": 64, "BLOCK_SIZE": 16, "BLOCK_N": 64, "SPLIT": split}
+    return "hopper_latent", "latent_decode_in_flight", types, values, {"num_warps": 8, "fast": True, "roomy": True}
+
+
 def absorb(bm: int, bc: int, dependent: bool = False) -> tuple:
     types = {**LATENT_KEEP, "up": BF16, "out": BF16, **words("tokens up_head out_token")}
     values = {
@@ -425,6 +435,7 @@ CASES = [
     latent(16, prompts=False, roomy=True, dependent=True),
     latent(16, prompts=True, roomy=False),
     latent(16, prompts=True, roomy=True),
+    in_flight(True),
     absorb(16, 64),
     expand("expand", V=128, BM=32, BV=64, BK=64),
     expand("join_and_expand", V=128, **JOINED, BV=32),
@@ -520,6 +531,7 @@ CASES = [
     ),
 ]  # fmt: skip
 MORE = [
+    in_flight(False),
     latent(16, prompts=False, roomy=True),
     latent(128, prompts=False, roomy=True),
     absorb(64, 128),
@@ -554,6 +566,7 @@ def chosen_for(capability: int, every: bool) -> list[tuple]:
     return chosen
 
 
+@pytest.mark.timeout(1200)  # a hundred kernels
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile(capability: int, tmp_path: Path, device_name: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -7,6 +7,7 @@ by `join` before it. Prompts without cached tokens of a pass that is not capture
 instead, which is a third of the arithmetic.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +105,7 @@ class TritonLatentAttention:
         self.decode_choice: LatentChoice | None = None
         self.prefill_choice: LatentChoice | None = None
         self.splits: int | None = None
+        self.in_flight: Callable[..., int] | None = None  # `hopper_latent.decode`, of capability 9.0: not measured yet
 
     def __call__(
         self,
@@ -172,6 +174,12 @@ class TritonLatentAttention:
         if splits > 1:
             partial = torch.empty((rows, splits, heads, size), dtype=torch.float32, device=q.device)
             stats = torch.empty((rows, splits, heads, 2), dtype=torch.float32, device=q.device)
+        if self.in_flight is not None:
+            lengths, tables = work.batch.seq_lens, (meta.block_tables, meta.table_rows)
+            block = self.in_flight(q, cache, mixed, partial, stats, *tables, lengths, work.scale, splits)
+            if block:
+                self._expand(work, mixed, work.out[:rows], launched, (partial, stats), splits, block)
+                return
         latent_decode[(groups, rows, splits)](
             q, cache, mixed, partial, stats, meta.block_tables, meta.table_rows, work.batch.seq_lens, work.scale,
             q.stride(0), q.stride(1), mixed.stride(0), *cache.stride()[:2], meta.block_tables.stride(0), HEADS=heads,
