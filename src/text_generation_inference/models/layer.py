@@ -30,6 +30,8 @@ class DecoderLayer(Module):
         self.name = names.layer.format(number)
         self.number = number  # its cache and its table of positions are those with this number
         self.spec = layer
+        # Where such layers have blocks of their own: as `cache_spec` of the attention says it.
+        self.reads_window = layer.attention.window is not None or layer.attention.attention_chunk is not None
         self.attention = build_attention(context, layer.attention, hidden_size, names)
         self.mlp = build_feed_forward(context, layer.feed_forward, hidden_size, names)
         for norm, name in self.norm_names(spec).items():
