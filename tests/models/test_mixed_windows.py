@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 from driving import Output, Tiny, make_request, make_tiny, random_prompts, reference, run, spoil_free_blocks, start
 from queue_on_cpu import QueueOnCpu
+from thread_ranks import ThreadRanks
+from transformers_models import make as make_other
 
+from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine
+from text_generation_inference.launch.check import check_model, render
 from text_generation_inference.scheduler.blocks import BlockPool, WindowBlocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Cohere2": {},
     "GptOss": {},
     "Llama4": {"attention_chunk_size": 24},
+    "Olmo3": {},  # computed by transformers, over our cache
 }
 
 Started = Callable[..., Engine]
@@ -36,8 +41,15 @@ Started = Callable[..., Engine]
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    more = {"max_position_embeddings": 512, **FAMILIES[request.param]}
-    return make_tiny(request.param, more, tmp_path_factory.mktemp(request.param))
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "Olmo3":
+        return make_other(request.param, folder)
+    return make_tiny(request.param, {"max_position_embeddings": 512, **FAMILIES[request.param]}, folder)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny("Gemma3", {"max_position_embeddings": 512}, tmp_path_factory.mktemp("gemma"))
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +107,66 @@ def test_long_requests_cost_their_window_where_no_more_is_read(tiny: Tiny, expec
     assert engine.loop.scheduler.stats.num_preemptions > 0
     assert len(PROMPTS[0]) > 5 * BLOCK
     engine.close()
+
+
+def test_what_is_behind_the_window_still_counts(gemma: Tiny, start_here: Started) -> None:
+    """In penalties, in prompts that are scored and in watermarks: as where all layers have the same blocks."""
+    asked: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.4, "presence_penalty": 0.3, "top_n_tokens": 2},
+        {"decoder_input_details": True, "do_sample": True, "seed": 4},
+        {"watermark": True, "frequency_penalty": 0.2, "frequency_by_length": False},
+    ]
+    requests = [make_request(n, PROMPTS[n], NEW, **params) for n, params in enumerate(asked)]
+    tight = start_here(gemma.folder, 1 + 7)
+    found = run(tight, requests)
+    tight.close()
+    roomy = start(gemma.folder, custom_kernels=False, max_batch_size=3, bucketing=True, max_total_tokens=256)
+    assert roomy.resolved.partial_window is None and roomy.loop.scheduler.pool.beside is None
+    wanted = run(roomy, requests)
+    roomy.close()
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=2e-4)
+        assert mine.prompt_logprobs == pytest.approx(theirs.prompt_logprobs, abs=2e-4)
+        assert [list(top) for top in mine.top_tokens] == [list(top) for top in theirs.top_tokens]
+    assert len(found[1].prompt_logprobs) == len(PROMPTS[1]) - 1
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_ranks(gemma: Tiny, captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans carry both tables to two of them."""
+    if captured:
+        monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: QueueOnCpu(tmp_path))
+    monkeypatch.setattr("text_generation_inference.engine.build.open_rank", ThreadRanks)
+    engine = start(gemma.folder, custom_kernels=False, num_shard=2, **SETTINGS)
+    assert engine.resolved.partial_window == 24
+    use_fewer(engine, 1 + 7)
+    requests = [make_request(n, prompt, NEW) for n, prompt in enumerate(PROMPTS)]
+    compare(run(engine, requests, arrivals=[0, 2, 9]), [reference(gemma.model, prompt, NEW) for prompt in PROMPTS])
+    engine.close()
+
+
+def test_a_chat_is_served_that_there_was_no_room_for(gemma: Tiny) -> None:
+    """As much memory as 192 tokens take in all layers, of which two of three read a window: there is room for 320."""
+    tokens = 192
+    config = ServerConfig(model_id=str(gemma.folder), device="cpu", dtype="float32")
+    report = check_model(config)
+    assert report.kv_bytes_per_token is not None and report.far_bytes_per_token is not None
+    assert report.far_bytes_per_token - 4 == (report.kv_bytes_per_token - 4) // 3
+    settings = {"max_batch_size": 1, "max_batch_prefill_tokens": 16}
+    engine = start(gemma.folder, custom_kernels=False, max_batch_total_tokens=20 * BLOCK, **settings)
+    caches = engine.rank.runner.kv_cache
+    taken = sum(tensor.nbytes for cache in caches for tensor in cache)
+    of_padding = sum(tensor[0].nbytes for cache in caches for tensor in cache)
+    assert taken - of_padding <= tokens * report.kv_bytes_per_token
+    prompt = random_prompts(320, [280], seed=8)[0]
+    compare(run(engine, [make_request(0, prompt, NEW)]), [reference(gemma.model, prompt, NEW)])
+    engine.close()
+
+
+def test_check_says_what_is_kept(gemma: Tiny) -> None:
+    config = ServerConfig(model_id=str(gemma.folder), device="cpu", dtype="float32", max_batch_total_tokens=4096)
+    report = check_model(config)
+    assert (report.window, report.partial_window, report.kv_cache_tokens) == (None, 24, 4096)
+    assert "a request keeps all of its last 24 tokens, and" in render(report)
+    assert "of them in layers that read a window" in render(report)

@@ -187,7 +187,7 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
         left = shared.left(num_blocks, int(free_bytes * limits.memory_share))
         num_window_blocks = shared.beside(num_blocks, given=True) if config.max_batch_total_tokens else max(1, left)
         reasons["partial_window"] = "tokens that a request keeps in layers that read no more; others keep all"
-        reasons["num_window_blocks"] = "for these layers: " + (
+        reasons["num_window_blocks"] = (
             "as many as all requests can hold"
             if num_window_blocks >= shared.beside(num_blocks, given=True)
             else f"requests of {shared.typical * limits.block_size} tokens find as much left as in the others"

@@ -349,7 +349,10 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     names = ("max_input_tokens", "max_total_tokens", "max_batch_prefill_tokens", "max_batch_size")
     report.limits = {name: getattr(resolved, name) for name in names}
     report.reasons = resolved.reasons
-    report.window = resolved.window
+    report.window, report.partial_window = resolved.window, resolved.partial_window
+    if resolved.partial_window is not None:
+        report.far_bytes_per_token = size.kv_bytes_per_token - size.window_bytes_per_token
+        report.window_cache_tokens = (resolved.num_window_blocks - 1) * resolved.block_size
 
 
 def _count_experts(report: Report, model: "Model") -> None:
