@@ -90,13 +90,22 @@ def test_sinks_chunks_and_latents(family: str, start_here: Start, device_name: s
     same(run(engine, asked[3:4]), expected[3:4])
 
 
-def test_long_requests_cost_their_window(tmp_path_factory: pytest.TempPathFactory, start_here: Start) -> None:
-    """With every option, in a cache that holds none of the longer ones as a whole: captured steps read stale tables."""
-    folder = make_tiny("Mistral", {}, tmp_path_factory.mktemp("window")).folder
+@pytest.mark.parametrize("family", ["Mistral", "Gemma2", "GptOss"])
+def test_long_requests_cost_their_window(
+    family: str, tmp_path_factory: pytest.TempPathFactory, start_here: Start
+) -> None:
+    """With every option, in a cache that holds none of the longer ones as a whole, or not in layers that read a window:
+    captured steps read stale tables."""
+    folder = make_tiny(family, {}, tmp_path_factory.mktemp("window")).folder
     asked = requests(PARAMS, [90, 1, 40, 70, 33, 16, 5, 17, 64, 2, 80])
     expected = on_cpu(folder, asked)
-    engine = start_here(folder, max_total_tokens=None, max_batch_total_tokens=80, max_batch_prefill_tokens=33)
-    assert engine.resolved.window == 24 and engine.facts.max_total_tokens >= 108
+    sizes = (
+        {"max_batch_total_tokens": 80} if family == "Mistral" else {"max_batch_total_tokens": 800, "max_batch_size": 4}
+    )
+    engine = start_here(folder, max_total_tokens=None, max_batch_prefill_tokens=33, **sizes)
+    resolved = engine.resolved
+    assert (resolved.window or resolved.partial_window) == 24 and engine.facts.max_total_tokens >= 108
+    assert (resolved.window is None) == (family != "Mistral")
     spoil_free_blocks(engine)
     same(run(engine, asked, arrivals=[0, 0, 1, 1, 2, 3, 5, 8, 13, 21, 34]), expected)
 
