@@ -363,6 +363,24 @@ def test_triton_ops_under_the_runner(tiny_llama: Tiny, start_here: Start, device
     same(run(engine, asked), on_cpu(tiny_llama.folder, asked))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_ops_and_windows_of_some_layers(tmp_path: Path, start_here: Start, device_name: str) -> None:
+    """Likewise: a prompt of three windows, in chunks, and a row that decodes."""
+    if device_name != "cpu":
+        pytest.skip("done by the other tests")
+    from text_generation_inference.kernels.triton.ops import load_ops
+
+    loaded = load_ops(4, "Triton through its interpreter")
+    assert isinstance(loaded, Ops)
+    folder = make_tiny("GptOss", {"sliding_window": 16}, tmp_path / "tiny").folder
+    asked = [make_request(0, random_prompts(320, [49], 5)[0], 2)]
+    sizes = {"max_batch_size": 1, "max_total_tokens": 80, "max_batch_prefill_tokens": 32}
+    engine = start_here(folder, loaded, cuda_graphs=[0], **sizes)  # the interpreter would take long to capture
+    assert engine.resolved.partial_window == 16
+    spoil_free_blocks(engine)
+    same(run(engine, asked), on_cpu(folder, asked))
+
+
 def test_grammars_and_budgets_of_thoughts(start_here: Start) -> None:
     """Masks of one step depend on the tokens of the one before, which the host must have seen."""
     engine = start_here(Path("embedded"), max_total_tokens=160, max_batch_total_tokens=2048)
