@@ -77,7 +77,9 @@ def least_blocks(window: int, block_size: int) -> int:
     return -(-(window - 1) // block_size) + 2
 
 
-_TYPICAL_WINDOWS = 4  # a request of so many windows finds as much left of both pools, where memory is short
+# Where memory is short a request of so many tokens finds as much left of both pools; of as many windows, at least and
+# at most: shorter ones are not to find much less than if all layers kept all.
+_TYPICAL_TOKENS, _TYPICAL_WINDOWS = 4096, (2, 4)
 
 
 class WindowShare(msgspec.Struct, frozen=True):
@@ -125,6 +127,7 @@ def share_windows(
     each, blocks = least_blocks(window, block_size) + 1, -(-longest // block_size)
     if each >= blocks:
         return None
+    fewest, most = _TYPICAL_WINDOWS
     chunk = -(-(config.max_batch_prefill_tokens or limits.max_batch_prefill_tokens) // block_size) + 1
     window_bytes = size.window_bytes_per_token * block_size
     return WindowShare(
@@ -134,7 +137,7 @@ def share_windows(
         each,
         batch_size * each + chunk,
         each + chunk,
-        min(blocks, _TYPICAL_WINDOWS * each),
+        min(blocks, max(fewest * each, min(most * each, _TYPICAL_TOKENS // block_size))),
     )
 
 
@@ -182,16 +185,7 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
     num_tokens = _pool_tokens(config, size, limits, free_bytes, useful, reasons, shared)
     num_blocks = max(1, num_tokens // limits.block_size)
     pool_tokens = num_blocks * limits.block_size
-    num_window_blocks = 0
-    if shared is not None:
-        left = shared.left(num_blocks, int(free_bytes * limits.memory_share))
-        num_window_blocks = shared.beside(num_blocks, given=True) if config.max_batch_total_tokens else max(1, left)
-        reasons["partial_window"] = "tokens that a request keeps in layers that read no more; others keep all"
-        reasons["num_window_blocks"] = (
-            "as many as all requests can hold"
-            if num_window_blocks >= shared.beside(num_blocks, given=True)
-            else f"requests of {shared.typical * limits.block_size} tokens find as much left as in the others"
-        )
+    num_window_blocks = _window_blocks(config, limits, shared, num_blocks, free_bytes, reasons)
     window = keeps_window(config, size.window, limits, longest)
     if window is not None:
         reasons["window"] = "tokens that a request keeps in the KV cache: what is behind is given back"
@@ -230,9 +224,32 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
         max_batch_size=batch_size,
         window=window,
         partial_window=None if shared is None else shared.window,
-        num_window_blocks=num_window_blocks + 1 if shared is not None else 0,
+        num_window_blocks=num_window_blocks,
         reasons=reasons,
     )
+
+
+def _window_blocks(
+    config: ServerConfig,
+    limits: Limits,
+    shared: WindowShare | None,
+    num_blocks: int,
+    free_bytes: int,
+    reasons: dict[str, str],
+) -> int:
+    """Of layers that read a window, for so many blocks of the others; the padding block included, 0 for none."""
+    if shared is None:
+        return 0
+    most = shared.beside(num_blocks, given=True)
+    left = shared.left(num_blocks, int(free_bytes * limits.memory_share))
+    found = most if config.max_batch_total_tokens else max(1, left)
+    reasons["partial_window"] = "tokens that a request keeps in layers that read no more; others keep all"
+    reasons["num_window_blocks"] = (
+        "as many as all requests can hold"
+        if found >= most
+        else f"requests of {shared.typical * limits.block_size} tokens find as much left as in the others"
+    )
+    return found + 1
 
 
 _SHARE_OF_PICTURES = 3  # one in so many bytes of what is left for caches, unless the KV cache's size is given
