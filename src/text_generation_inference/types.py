@@ -280,6 +280,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     request: GenerationRequest
     output_ids: list[int]  # tokens generated before a preemption
     block_ids: list[int]  # shared prefix blocks and new ones
+    beside_ids: list[int] = []  # the same of layers that read a window, where others keep all; 0 behind the window
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -311,6 +312,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     drop_features: list[str] = []  # of pictures with these digests, before anything is computed
     encode: list[PictureSpan] = []  # whose features begin to be computed, together; none are under way then
     encode_parts: int = 0  # of what begins or is under way, before all else; features are there when all parts are done
+    grow_beside: list[tuple[int, int, list[int]]] = []  # as `grow`, in the tables of layers that read a window
 
 
 class TopTokens(msgspec.Struct, frozen=True, array_like=True):

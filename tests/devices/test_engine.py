@@ -90,13 +90,22 @@ def test_sinks_chunks_and_latents(family: str, start_here: Start, device_name: s
     same(run(engine, asked[3:4]), expected[3:4])
 
 
-def test_long_requests_cost_their_window(tmp_path_factory: pytest.TempPathFactory, start_here: Start) -> None:
-    """With every option, in a cache that holds none of the longer ones as a whole: captured steps read stale tables."""
-    folder = make_tiny("Mistral", {}, tmp_path_factory.mktemp("window")).folder
+@pytest.mark.parametrize("family", ["Mistral", "Gemma2", "GptOss"])
+def test_long_requests_cost_their_window(
+    family: str, tmp_path_factory: pytest.TempPathFactory, start_here: Start
+) -> None:
+    """With every option, in a cache that holds none of the longer ones as a whole, or not in layers that read a window:
+    captured steps read stale tables."""
+    folder = make_tiny(family, {}, tmp_path_factory.mktemp("window")).folder
     asked = requests(PARAMS, [90, 1, 40, 70, 33, 16, 5, 17, 64, 2, 80])
     expected = on_cpu(folder, asked)
-    engine = start_here(folder, max_total_tokens=None, max_batch_total_tokens=80, max_batch_prefill_tokens=33)
-    assert engine.resolved.window == 24 and engine.facts.max_total_tokens >= 108
+    sizes = (
+        {"max_batch_total_tokens": 80} if family == "Mistral" else {"max_batch_total_tokens": 800, "max_batch_size": 4}
+    )
+    engine = start_here(folder, max_total_tokens=None, max_batch_prefill_tokens=33, **sizes)
+    resolved = engine.resolved
+    assert (resolved.window or resolved.partial_window) == 24 and engine.facts.max_total_tokens >= 108
+    assert (resolved.window is None) == (family != "Mistral")
     spoil_free_blocks(engine)
     same(run(engine, asked, arrivals=[0, 0, 1, 1, 2, 3, 5, 8, 13, 21, 34]), expected)
 
@@ -352,6 +361,24 @@ def test_triton_ops_under_the_runner(tiny_llama: Tiny, start_here: Start, device
     ]
     engine = start_here(tiny_llama.folder, loaded, max_batch_size=2)
     same(run(engine, asked), on_cpu(tiny_llama.folder, asked))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_ops_and_windows_of_some_layers(tmp_path: Path, start_here: Start, device_name: str) -> None:
+    """Likewise: a prompt of three windows, in chunks, and a row that decodes."""
+    if device_name != "cpu":
+        pytest.skip("done by the other tests")
+    from text_generation_inference.kernels.triton.ops import load_ops
+
+    loaded = load_ops(4, "Triton through its interpreter")
+    assert isinstance(loaded, Ops)
+    folder = make_tiny("GptOss", {"sliding_window": 16}, tmp_path / "tiny").folder
+    asked = [make_request(0, random_prompts(320, [49], 5)[0], 2)]
+    sizes = {"max_batch_size": 1, "max_total_tokens": 80, "max_batch_prefill_tokens": 32}
+    engine = start_here(folder, loaded, cuda_graphs=[0], **sizes)  # the interpreter would take long to capture
+    assert engine.resolved.partial_window == 16
+    spoil_free_blocks(engine)
+    same(run(engine, asked), on_cpu(folder, asked))
 
 
 def test_grammars_and_budgets_of_thoughts(start_here: Start) -> None:

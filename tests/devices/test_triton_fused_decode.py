@@ -119,12 +119,14 @@ def compute(model: CausalLM, cache: Cache) -> tuple[torch.Tensor, Cache]:
         model.fused_decode = replace(model.fused_decode, layers=layers)  # pyright: ignore
     place = 1 * 16 + (TOKENS - 1) % 16
     tables, rows = torch.tensor([[0, 0], [3, 1]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    beside = torch.tensor([[0, 0], [1, 2]], dtype=torch.int32)  # of layers that read a window
     batch = Batch(
         input_ids=torch.tensor([5]),
         positions=torch.tensor([TOKENS - 1]),
         kv_index=torch.tensor([place]),
         seq_lens=torch.tensor([TOKENS], dtype=torch.int32),
-        meta=PagedMeta(tables, 1, [], [], TOKENS, table_rows=rows),
+        meta=PagedMeta(tables, 1, [], [], TOKENS, table_rows=rows, window_tables=beside),
+        window_index=torch.tensor([place + 16]),
     )
     return model.forward(batch, cache), cache
 

@@ -546,6 +546,27 @@ def test_writes(device: torch.device) -> None:
     assert one.pages.view(-1)[1499] == payload[1499] and one.pages[97, 15] == payload[1531]
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_where_tokens_go_in_layers_with_blocks_of_their_own(device: torch.device, last: bool) -> None:
+    """Token ids stay in the pages of the first table."""
+    made = SlotState(5, 40, 16, 16, device, has_beside=True)
+    assert made.beside is not None and made.words.shape[0] == made.pages_at + 16 * 16
+    made.lengths.copy_(torch.tensor([7, 16, 17, 39, 33]))
+    made.block_tables.copy_(1 + torch.randperm(15).view(5, 3))
+    made.beside.block_tables.copy_(1 + torch.randperm(15).view(5, 3))
+    made.pages.copy_(torch.randint(0, 90, made.pages.shape))
+    made.last_tokens.copy_(torch.randint(0, 90, (5,)))
+    rows = torch.tensor([3, 0, -1, 4], dtype=torch.int32, device=device)
+    at = None if last else torch.tensor([-1, 5, 0, 20], dtype=torch.int32, device=device)
+    ids = state.gather_inputs(made, rows, at)[0]
+    before = made.pages.clone()
+    found = state.gather_inputs(made.beside, rows, at)
+    for ours, expected in zip(found, slot_state.gather_inputs(made.beside, rows, at), strict=True):
+        assert torch.equal(ours, expected)
+    assert torch.equal(found[0], ids) and torch.equal(made.pages[1:], before[1:])
+    assert found[2][0] == made.beside.block_tables[3, 2] * 16 + 6 and found[2][2] == 0  # of 39 tokens the last
+
+
 @pytest.mark.parametrize(("last", "own_pages"), [(True, False), (False, False), (True, True), (False, True)])
 def test_inputs(device: torch.device, last: bool, own_pages: bool) -> None:
     slots = make_state(device, own_pages=own_pages)

@@ -119,7 +119,7 @@ def run(engine: Engine, requests: list[GenerationRequest], arrivals: list[int] |
         engine.loop.scheduler.check()
         step += 1
     pool = engine.loop.scheduler.pool
-    assert pool.num_free == pool.num_usable
+    assert all(books is None or books.num_free == books.num_usable for books in (pool, pool.beside))
     return [outputs[request.id] for request in requests]
 
 
@@ -129,15 +129,18 @@ def spoil_free_blocks(engine: Engine) -> None:
     runner: Any = engine.rank.runner
     pool: Any = engine.loop.scheduler.pool
     launch, queue = runner.launch, runner._queue
-    empty: dict[int, torch.Tensor] = {}  # by step
+    has_window = [pool.beside is not None and spec.window is not None for spec in runner.model.caches(torch.float32)]
+    empty: dict[tuple[int, bool], torch.Tensor] = {}  # by step, and of layers with a window that have their own
 
     def note_and_launch(plan: StepPlan) -> object:
-        empty[plan.step] = torch.tensor(pool._empty, dtype=torch.int64)
+        for is_beside, books in ((False, pool), (True, pool.beside or pool)):
+            empty[plan.step, is_beside] = torch.tensor(books._empty, dtype=torch.int64)
         return launch(plan)
 
     def spoil_and_queue(plan: StepPlan, previous: object) -> object:  # in the order of steps
-        for cache in (tensor for layer in runner.kv_cache for tensor in layer):
-            cache[empty[plan.step].to(cache.device)] = math.nan
+        for layer, is_beside in zip(runner.kv_cache, has_window, strict=True):
+            for cache in layer:
+                cache[empty[plan.step, is_beside].to(cache.device)] = math.nan
         return queue(plan, previous)
 
     runner.launch, runner._queue = note_and_launch, spoil_and_queue

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from driving import Output, collect, run, start
+from driving import Output, collect, run, spoil_free_blocks, start
 from PIL import Image
 from queue_on_cpu import QueueOnCpu
 from thread_runners import start_threads
@@ -115,6 +115,22 @@ def test_batches_of_texts_and_pictures(served: Served, prefix_caching: bool) -> 
     check(served, run(engine, requests))
     again = [served.request(10 + number, prompt) for number, prompt in enumerate(PROMPTS)]
     check(served, run(engine, again, arrivals=[0, 1, 1, 3, 4]))
+    engine.close()
+
+
+def test_layers_with_windows_give_back_what_is_behind(served: Served) -> None:
+    """Tokens of pictures, which see each other both ways, and what follows: in blocks of their own."""
+    if served.oracle.name != "gemma3":
+        pytest.skip("all layers have the same blocks")
+    longest = max(len(served.oracle.ids(prompt)) for prompt in PROMPTS)
+    engine = served.start(max_batch_prefill_tokens=32, max_total_tokens=longest + NUM_NEW)
+    pool = engine.loop.scheduler.pool
+    assert pool.beside is not None and pool.beside.window == 24 and longest > 4 * 24
+    spoil_free_blocks(engine)
+    requests = [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]
+    check(served, run(engine, requests, arrivals=[0, 1, 1, 3, 4]))
+    check(served, run(engine, requests[3:4]), [3])
+    assert engine.loop.scheduler.stats.num_cached_prompt_tokens > 0
     engine.close()
 
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from text_generation_inference.scheduler.blocks import BlockPool
+from text_generation_inference.scheduler.blocks import BlockPool, WindowBlocks
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.scheduler import Scheduler
 from text_generation_inference.types import (
@@ -33,13 +33,15 @@ def next_token(entries: list[int]) -> int:
     return hash(tuple(entries)) % VOCAB
 
 
-def expected_output(request: GenerationRequest, window: int | None = None) -> list[int]:
+def expected_output(request: GenerationRequest, window: int | None = None, beside: int | None = None) -> list[int]:
+    """`beside`: the window of other layers, where these read all."""
     tokens = list(request.token_ids)
     entries: list[int] = []
     while len(tokens) < len(request.token_ids) + request.max_new_tokens:
         for position in range(len(entries), len(tokens)):
             entries.append(make_entry(entries[-1] if entries and window != 1 else 0, tokens[position], position))
-        tokens.append(next_token(entries if window is None else entries[-window:]))
+        seen = entries if window is None else entries[-window:]
+        tokens.append(next_token(seen if beside is None else [*seen, *entries[-beside:]]))
         if tokens[-1] in request.stop_token_ids:
             break
     return tokens[len(request.token_ids) :]
@@ -49,11 +51,20 @@ class OracleRunner:
     """Executes plans as a runner would, with token values for keys and values."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_slots: int, tokens_per_row: int = 1, window: int | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        tokens_per_row: int = 1,
+        window: int | None = None,
+        beside: tuple[int, int] | None = None,  # blocks and window of other layers, which keep the same of a token
     ) -> None:
         self.tokens_per_row = tokens_per_row
         self.window = window
         self.cache = [[-1] * block_size for _ in range(num_blocks)]
+        self.beside = beside
+        self.beside_cache = [[-1] * block_size for _ in range(beside[0] if beside is not None else 0)]
+        self.beside_tables: dict[int, list[int]] = {}
         self.block_size = block_size
         self.num_slots = num_slots
         self.tokens: dict[int, list[int]] = {}
@@ -68,12 +79,13 @@ class OracleRunner:
             self.decode_set.remove(slot)
         for slot in plan.release:
             assert slot not in self.decode_set
-            del self.tokens[slot], self.tables[slot]
+            del self.tokens[slot], self.tables[slot], self.beside_tables[slot]
             self.computed.pop(slot, None)  # none, if it was waiting for a picture all the time
         for admission in plan.admit:
             assert admission.slot not in self.tokens and 0 <= admission.slot < self.num_slots
             self.tokens[admission.slot] = [*admission.request.token_ids, *admission.output_ids]
             self.tables[admission.slot] = list(admission.block_ids)
+            self.beside_tables[admission.slot] = list(admission.beside_ids)
             self.limits[admission.slot] = len(admission.request.token_ids) + admission.request.max_new_tokens
             sampling = admission.request.sampling
             self.wants_prompt[admission.slot] = sampling.decoder_input_details and not admission.output_ids
@@ -81,6 +93,9 @@ class OracleRunner:
         for slot, start, blocks in plan.grow:
             assert start <= len(self.tables[slot])
             self.tables[slot][start:] = blocks
+        for slot, start, blocks in plan.grow_beside:
+            assert start <= len(self.beside_tables[slot])
+            self.beside_tables[slot][start:] = blocks
         decode = self.decode_set if plan.decode else []
         # A layer writes all keys of a step before any query reads; here a shared prefix may be written in this very step.
         for chunk in sorted(plan.chunks, key=lambda chunk: chunk.start):
@@ -114,6 +129,10 @@ class OracleRunner:
             block = self.tables[slot][position // self.block_size]
             assert block != 0
             self.cache[block][position % self.block_size] = hash((step, position, "a guess"))
+            if self.beside is not None:
+                block = self.beside_tables[slot][position // self.block_size]
+                assert block != 0
+                self.beside_cache[block][position % self.block_size] = hash((step, position, "a guess"))
         tokens: list[int] = []
         for _ in range(min(left, hash((step, slot, start)) % (self.tokens_per_row + 1))):
             self.write(slot, self.computed[slot])
@@ -125,7 +144,12 @@ class OracleRunner:
         block = self.tables[slot][position // self.block_size]
         assert block != 0
         before = self.entry(slot, position - 1) if position and self.window != 1 else 0
-        self.cache[block][position % self.block_size] = make_entry(before, self.tokens[slot][position], position)
+        entry = make_entry(before, self.tokens[slot][position], position)
+        self.cache[block][position % self.block_size] = entry
+        if self.beside is not None:
+            block = self.beside_tables[slot][position // self.block_size]
+            assert block != 0
+            self.beside_cache[block][position % self.block_size] = entry
 
     def add_token(self, slot: int) -> int:
         length = self.computed[slot]
@@ -137,17 +161,26 @@ class OracleRunner:
     def read(self, slot: int, length: int) -> list[int]:
         """Of the first so many tokens those that the last of them sees."""
         first = 0 if self.window is None else max(0, length - self.window)
-        return [self.entry(slot, position) for position in range(first, length)]
+        seen = [self.entry(slot, position) for position in range(first, length)]
+        if self.beside is None:
+            return seen
+        return [*seen, *(self.entry_beside(slot, at) for at in range(max(0, length - self.beside[1]), length))]
+
+    def entry_beside(self, slot: int, position: int) -> int:
+        block = self.beside_tables[slot][position // self.block_size]
+        assert block != 0, "a block that was never held is read"
+        return self.beside_cache[block][position % self.block_size]
 
     def entry(self, slot: int, position: int) -> int:
         block = self.tables[slot][position // self.block_size]
         assert block != 0, "a block that was never held is read"
         return self.cache[block][position % self.block_size]
 
-    def spoil_blocks(self, blocks: Iterable[int]) -> None:
+    def spoil_blocks(self, blocks: Iterable[int], beside: Iterable[int] = ()) -> None:
         """What holds nothing may hold anything."""
-        for block in blocks:
-            self.cache[block] = [hash((block, place, "nothing")) for place in range(self.block_size)]
+        for cache, spoilt in ((self.cache, blocks), (self.beside_cache, beside)):
+            for block in spoilt:
+                cache[block] = [hash((block, place, "nothing")) for place in range(self.block_size)]
 
 
 class Harness:
@@ -159,10 +192,13 @@ class Harness:
         overlap: bool,
         policy: BatchPolicy,
         window: int | None = None,
+        beside: tuple[int, int] | None = None,  # blocks and window of other layers
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size, prefix_caching, window)
+        blocks = None if beside is None else WindowBlocks(beside[0], block_size, beside[1])
+        self.pool = BlockPool(num_blocks, block_size, prefix_caching, window, blocks)
         self.scheduler = Scheduler(policy, self.pool, clock=lambda: 0)
-        self.runner = OracleRunner(num_blocks, block_size, policy.max_batch_size, policy.tokens_per_row, window)
+        about = (policy.max_batch_size, policy.tokens_per_row, window, beside)
+        self.runner = OracleRunner(num_blocks, block_size, *about)
         self.overlap = overlap
         self.pending: deque[StepResult] = deque()
         self.outputs: dict[int, list[int]] = {}
@@ -191,7 +227,8 @@ class Harness:
             self.take(result, step_s)
 
     def spoil(self) -> None:
-        self.runner.spoil_blocks(self.pool._empty)
+        beside = self.pool.beside
+        self.runner.spoil_blocks(self.pool._empty, () if beside is None else beside._empty)
 
     def take(self, result: StepResult, step_s: float = 0.0) -> None:
         out = self.scheduler.apply(result, step_s)
@@ -218,6 +255,8 @@ class Harness:
         running = [r for r in scheduler._requests.values() if r.running]
         for request in running:
             assert self.runner.tables[request.slot][request.num_behind : len(request.blocks)] == request.held
+            told = self.runner.beside_tables[request.slot][request.num_beside_behind : len(request.beside)]
+            assert told == request.held_beside
         in_set = [r.slot for r in scheduler._decode_rows]
         left = set(scheduler._leave)
         assert [slot for slot in self.runner.decode_set if slot not in left] == in_set
@@ -243,7 +282,8 @@ class Harness:
             self.step()
         assert not self.scheduler.has_work, "the scheduler does not make progress"
         self.scheduler.check()
-        assert self.pool.num_free == self.pool.num_usable, "a block is still held"
+        for books in (self.pool, self.pool.beside):
+            assert books is None or books.num_free == books.num_usable, "a block is still held"
 
 
 token_lists = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24)
@@ -286,9 +326,9 @@ def scenarios(draw: st.DrawFn) -> dict:
 
 
 def check_outputs(scenario: dict, harness: Harness) -> None:
-    window = harness.pool.window
+    window, beside = harness.pool.window, harness.pool.beside
     for request, arrival, abort in zip(scenario["requests"], scenario["arrivals"], scenario["aborts"], strict=True):
-        expected = expected_output(request, window)
+        expected = expected_output(request, window, None if beside is None else beside.window)
         output = harness.outputs.get(request.id, [])
         if abort is not None and abort >= arrival:
             assert output == expected[: len(output)]

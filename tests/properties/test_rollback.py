@@ -26,12 +26,16 @@ class FaultyRunner(OracleRunner):
         touched = [block for admission in plan.admit for block in admission.block_ids]
         touched += [block for slot in self.decode_set for block in self.tables[slot][-1:]]
         touched += [block for chunk in plan.chunks for block in self.tables.get(chunk.slot, [])]
-        for block in touched:
-            if rng.random() < 0.7:
-                self.cache[block] = [rng.getrandbits(60) for _ in range(self.block_size)]
+        beside = [block for admission in plan.admit for block in admission.beside_ids]
+        beside += [block for slot in self.decode_set for block in self.beside_tables[slot][-1:]]
+        beside += [block for chunk in plan.chunks for block in self.beside_tables.get(chunk.slot, [])]
+        for cache, blocks in ((self.cache, touched), (self.beside_cache, beside)):
+            for block in blocks:
+                if rng.random() < 0.7:
+                    cache[block] = [rng.getrandbits(60) for _ in range(self.block_size)]
 
     def forget(self) -> None:
-        self.tokens, self.tables, self.computed, self.decode_set = {}, {}, {}, []
+        self.tokens, self.tables, self.computed, self.decode_set, self.beside_tables = {}, {}, {}, [], {}
 
 
 class FaultyHarness(Harness):
@@ -40,7 +44,8 @@ class FaultyHarness(Harness):
     def __init__(self, *arguments: object, fail_plans: set[int], fail_results: set[int]) -> None:
         super().__init__(*arguments)
         old = self.runner
-        self.runner = FaultyRunner(len(old.cache), old.block_size, old.num_slots, old.tokens_per_row, old.window)
+        about = (old.num_slots, old.tokens_per_row, old.window, old.beside)
+        self.runner = FaultyRunner(len(old.cache), old.block_size, *about)
         self.fail_plans, self.fail_results = fail_plans, fail_results
         self.num_results = 0
         self.failed_plan = False
@@ -78,7 +83,8 @@ class FaultyHarness(Harness):
             self.reasons[finish.request_id] = finish.reason
         self.scheduler.check()
         assert self.scheduler.num_running == 0
-        assert self.scheduler.pool.num_empty == self.scheduler.pool.num_usable
+        for books in (self.pool, self.pool.beside):
+            assert books is None or books.num_empty == books.num_usable
 
 
 def apart(numbers: list[int]) -> set[int]:
@@ -91,10 +97,21 @@ def apart(numbers: list[int]) -> set[int]:
 
 
 @relaxed
-@given(scenarios(), st.lists(st.integers(1, 60), max_size=6), st.booleans(), st.sampled_from([None, None, 3, 8]))
-def test_no_rollback_changes_a_token(scenario: dict, numbers: list[int], at_results: bool, window: int | None) -> None:
+@given(
+    scenarios(),
+    st.lists(st.integers(1, 60), max_size=6),
+    st.booleans(),
+    st.sampled_from([None, None, 3, 8]),
+    st.booleans(),
+)
+def test_no_rollback_changes_a_token(
+    scenario: dict, numbers: list[int], at_results: bool, window: int | None, others_keep_all: bool
+) -> None:
     failures = apart(numbers)
     size = scenario["block_size"]
+    beside = None
+    if window is not None and others_keep_all:
+        beside, window = (1 + least_blocks(window, size) + scenario["spare_blocks"] // 2, window), None
     least = scenario["least_blocks"] if window is None else 1 + least_blocks(window, size)
     harness = FaultyHarness(
         least + scenario["spare_blocks"],
@@ -103,6 +120,7 @@ def test_no_rollback_changes_a_token(scenario: dict, numbers: list[int], at_resu
         scenario["overlap"],
         scenario["policy"],
         window,
+        beside,
         fail_plans=set() if at_results else failures,
         fail_results=failures if at_results else set(),
     )

@@ -10,8 +10,8 @@ from harness import Harness, OracleRunner, expected_output, make, policy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from text_generation_inference.config import least_blocks
 from text_generation_inference.errors import ValidationError
-from text_generation_inference.scheduler.blocks import BlockPool
 from text_generation_inference.scheduler.scheduler import Scheduler
 from text_generation_inference.types import (
     GenerationRequest,
@@ -110,7 +110,7 @@ class PictureRunner(OracleRunner):
                         assert whole or not self.rules.whole_runs, "a run is cut"
 
     def forget(self) -> None:
-        self.tokens, self.tables, self.computed, self.decode_set = {}, {}, {}, []
+        self.tokens, self.tables, self.computed, self.decode_set, self.beside_tables = {}, {}, {}, [], {}
         self.pictures, self.features, self.batch = {}, {}, {}
 
 
@@ -138,14 +138,14 @@ class PictureHarness(Harness):
         rules: PicturePolicy,
         by_shapes: bool = False,
         in_parts: bool = True,
+        beside: tuple[int, int] | None = None,
         **more: int,
     ) -> None:
         about = policy(max_batch_prefill_tokens=tokens, max_batch_size=4, **more)
-        super().__init__(num_blocks, block_size, in_parts, overlap, about)
-        self.pool = BlockPool(num_blocks, block_size, in_parts)
+        super().__init__(num_blocks, block_size, in_parts, overlap, about, None, beside)
         shapes = _AreaShapes(tokens, in_parts) if by_shapes else None
         self.scheduler = Scheduler(about, self.pool, clock=lambda: 0, pictures=rules, shapes=shapes)
-        self.runner = PictureRunner(num_blocks, block_size, about.max_batch_size)
+        self.runner = PictureRunner(num_blocks, block_size, about.max_batch_size, beside=beside)
         self.runner.pictures, self.runner.features, self.runner.rules = {}, {}, rules
         self.runner.batch, self.plans = {}, []
         self.fails: set[int] = set()  # steps for which the device has no memory
@@ -210,14 +210,20 @@ def test_pictures_in_random_traffic(data: st.DataObject) -> None:
         batch_pixels=data.draw(st.integers(0, 200), "pixels of a batch"),
     )
     limits = {"max_step_ms": data.draw(st.sampled_from([0, 20, 100]), "ms of a step")}
-    harness = PictureHarness(num_blocks, size, overlap, tokens, rules, by_shapes, kind != "shapes", **limits)
+    window = None if by_shapes else data.draw(st.sampled_from([None, 1, 4, 9]), "window of some layers")
+    beside = None
+    if window is not None:  # as sizes are chosen: a chunk and the window before it, or all that there is for others
+        least = 1 + least_blocks(window, size) + (-(-tokens // size) if kind else 0)
+        beside = (min(num_blocks, least + data.draw(st.integers(0, 20), "spare blocks beside")), window)
+    in_parts = kind != "shapes"
+    harness = PictureHarness(num_blocks, size, overlap, tokens, rules, by_shapes, in_parts, beside, **limits)
     if by_shapes or whole_prompts:
         requests = [request for request in requests if can_run(harness.scheduler, request)]
     arrivals = [data.draw(st.integers(0, 12)) for _ in requests]
     aborts = [data.draw(st.one_of(st.none(), st.none(), st.integers(0, 20))) for _ in requests]
     harness.play({"requests": requests, "arrivals": arrivals, "aborts": aborts})
     for request, arrival, abort in zip(requests, arrivals, aborts, strict=True):
-        output, expected = harness.outputs.get(request.id, []), expected_output(seen(request))
+        output, expected = harness.outputs.get(request.id, []), expected_output(seen(request), None, window)
         assert output == (expected[: len(output)] if abort is not None and abort >= arrival else expected)
 
 

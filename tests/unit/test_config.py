@@ -11,6 +11,7 @@ from text_generation_inference.config import (
     cache_folder,
     child_environment,
     hub_token,
+    least_blocks,
     parse_lora_adapters,
     read_environment,
     resolve,
@@ -47,6 +48,46 @@ def test_memory_limits_the_pool_and_then_the_request() -> None:
     resolved = derive(free=1_000_000)
     assert resolved.max_total_tokens == 500 // 16 * 16
     assert resolved.reasons["max_total_tokens"] == "tokens in the KV cache"
+
+
+def test_memory_is_divided_where_some_layers_read_a_window() -> None:
+    """Both have enough for the largest batch, or run out together for requests of four windows."""
+
+    def shared(free: int = 10**9, window: int | None = 257, **given: object) -> Resolved:
+        size = ModelSize(max_positions=4096, kv_bytes_per_token=1000, partial_window=window, window_bytes_per_token=800)
+        config = ServerConfig(**{"max_batch_prefill_tokens": 512, "max_batch_size": 8, **given})
+        return resolve(config, size, LIMITS, free)
+
+    def taken(resolved: Resolved) -> int:
+        assert resolved.block_size == 16
+        return 16 * (200 * (resolved.num_blocks - 1) + 800 * (resolved.num_window_blocks - 1))
+
+    each, chunk = least_blocks(257, 16) + 1, 512 // 16 + 1
+    roomy = shared()
+    assert (roomy.partial_window, roomy.window, roomy.max_total_tokens) == (257, None, 4096)
+    assert roomy.num_blocks - 1 == 8 * 257  # all of each request, and one to spare
+    assert roomy.num_window_blocks - 1 == 8 * each + chunk
+    room = int(4_000_000 * LIMITS.memory_share)
+    short = shared(free=4_000_000)
+    alike = resolve(
+        ServerConfig(max_batch_size=8), ModelSize(max_positions=4096, kv_bytes_per_token=1000), LIMITS, 4_000_000
+    )
+    assert room - 16_000 < taken(short) <= room
+    assert short.num_blocks > 2 * alike.num_blocks
+    assert (short.num_window_blocks - 1) * 4 * each >= (short.num_blocks - 1) * each
+    # What was asked for can be used whatever the lengths are; one request can always be computed in whole chunks.
+    for tokens, expected in ((640, 40), (16 * 2000, 8 * each + chunk), (1600, 100)):
+        given = shared(max_batch_total_tokens=tokens)
+        assert (given.num_blocks - 1, given.num_window_blocks - 1) == (tokens // 16, expected)
+    least = shared(free=1_300_000, max_batch_size=64)
+    assert least.num_window_blocks - 1 >= min(least.num_blocks - 1, each + chunk)
+    with pytest.raises(ResourceError, match="At most 992 tokens fit"):
+        shared(free=1_000_000, max_batch_total_tokens=3200)
+    for window, given in ((None, {}), (4096, {}), (257, {"max_total_tokens": 300}), (257, {"bucketing": True})):
+        other = shared(
+            window=window, **{**given, **({"max_batch_prefill_tokens": 4096} if "bucketing" in given else {})}
+        )
+        assert (other.partial_window, other.num_window_blocks) == (None, 0)
 
 
 def test_a_window_that_fits_does_not_limit_the_request() -> None:

@@ -265,11 +265,14 @@ def find_lack(row: Row, resolved: Resolved) -> str | None:
     blocks = -(-row.length // resolved.block_size)
     if resolved.window is not None:
         blocks = min(blocks, least_blocks(resolved.window, resolved.block_size))
-    blocks *= row.requests
-    usable = resolved.num_blocks - 1  # one belongs to nobody
-    if blocks > usable:
-        size = resolved.block_size
-        return f"needs a KV cache of {blocks * size:,} tokens, {usable * size:,} fit into the memory"
+    pools = [(blocks, resolved.num_blocks)]
+    if resolved.partial_window is not None:
+        held = min(blocks, least_blocks(resolved.partial_window, resolved.block_size))
+        pools.append((held, resolved.num_window_blocks))
+    for each, num_blocks in pools:
+        needed, usable, size = each * row.requests, num_blocks - 1, resolved.block_size  # one belongs to nobody
+        if needed > usable:
+            return f"needs a KV cache of {needed * size:,} tokens, {usable * size:,} fit into the memory"
     return None
 
 

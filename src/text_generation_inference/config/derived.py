@@ -3,6 +3,8 @@
 Third of `config`. Pure functions.
 """
 
+from bisect import bisect_right
+
 import msgspec
 
 from text_generation_inference.config.settings import LINEAR_SIZES, ServerConfig
@@ -17,6 +19,9 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     max_positions: int  # longest sequence it was made for
     kv_bytes_per_token: int  # on one rank: all layers, and its id
     window: int | None = None  # tokens that are read at most, if all layers read a window only
+    # Where only some do: the tokens that these read at most, and the bytes of a token in them, on one rank.
+    partial_window: int | None = None
+    window_bytes_per_token: int = 0
     # Where layers of cross-attention read pictures: rows that each has in their caches, and bytes of one on one rank.
     rows_per_picture: int = 0
     bytes_per_row: int = 0
@@ -34,6 +39,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_prefill_tokens: int
     max_batch_size: int
     window: int | None = None  # requests keep the blocks of so many tokens only; None: of all
+    partial_window: int | None = None  # likewise in layers that read no more, where others keep all
+    num_window_blocks: int = 0  # of these layers, the padding block included; 0: they have the others' blocks
     reasons: dict[str, str]
 
     def explain(self) -> list[tuple[str, str]]:
@@ -68,6 +75,70 @@ def least_blocks(window: int, block_size: int) -> int:
     """That a request with a window needs to get on, however long it is: the window before the next token and the block
     that this goes to, which steps in flight may already be past."""
     return -(-(window - 1) // block_size) + 2
+
+
+# Where memory is short a request of so many tokens finds as much left of both pools; of as many windows, at least and
+# at most: shorter ones are not to find much less than if all layers kept all.
+_TYPICAL_TOKENS, _TYPICAL_WINDOWS = 4096, (2, 4)
+
+
+class WindowShare(msgspec.Struct, frozen=True):
+    """How memory is divided where some layers read a window of tokens and others keep all. All but bytes in blocks.
+
+    Both have enough for the largest batch where there is memory for that. Else both run out together for requests of
+    some windows' length: shorter ones find less than if all layers kept all, longer ones more.
+    """
+
+    window: int  # in tokens
+    kept_bytes: int  # of a block in layers that keep all
+    window_bytes: int  # and in the others
+    each: int  # that a request which decodes holds of the latter
+    useful: int  # that all requests together hold of the latter, at most
+    least: int  # of the latter: for one request whose prompt is computed in chunks of any permitted size
+    typical: int  # of the former, of a request for which both run out together
+
+    def beside(self, num_blocks: int, given: bool = False) -> int:
+        """Blocks of layers that read a window, for so many of the others. Where that number was asked for, all of it
+        can be used whatever the lengths of requests are."""
+        share = num_blocks if given else max(self.least, -(-num_blocks * self.each // self.typical))
+        return min(num_blocks, self.useful, share)
+
+    def num_bytes(self, num_blocks: int, given: bool = False) -> int:
+        return num_blocks * self.kept_bytes + self.beside(num_blocks, given) * self.window_bytes
+
+    def affordable(self, num_bytes: int, given: bool = False) -> int:
+        """The most blocks whose bytes, with those beside them, are no more."""
+        return bisect_right(
+            range(1, num_bytes // self.kept_bytes + 1), num_bytes, key=lambda n: self.num_bytes(n, given)
+        )
+
+    def left(self, num_blocks: int, num_bytes: int) -> int:
+        """Blocks of layers that read a window, if so many of the others have been taken."""
+        return min(num_blocks, self.useful, (num_bytes - num_blocks * self.kept_bytes) // self.window_bytes)
+
+
+def share_windows(
+    config: ServerConfig, size: ModelSize, limits: Limits, longest: int, batch_size: int
+) -> WindowShare | None:
+    """For requests of so many tokens, so many at a time. None: all layers keep the same."""
+    window, block_size = keeps_window(config, size.partial_window, limits, longest), limits.block_size
+    if window is None:
+        return None
+    each, blocks = least_blocks(window, block_size) + 1, -(-longest // block_size)
+    if each >= blocks:
+        return None
+    fewest, most = _TYPICAL_WINDOWS
+    chunk = -(-(config.max_batch_prefill_tokens or limits.max_batch_prefill_tokens) // block_size) + 1
+    window_bytes = size.window_bytes_per_token * block_size
+    return WindowShare(
+        window,
+        size.kv_bytes_per_token * block_size - window_bytes,
+        window_bytes,
+        each,
+        batch_size * each + chunk,
+        each + chunk,
+        min(blocks, max(fewest * each, min(most * each, _TYPICAL_TOKENS // block_size))),
+    )
 
 
 def choose_strategy(config: ServerConfig) -> str:
@@ -110,9 +181,11 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
         num_pictures = _cached_pictures(config, size, batch_size, picture_bytes, free_bytes, reasons)
         free_bytes = max(0, free_bytes - num_pictures * picture_bytes)
     useful = batch_size * (-(-longest // limits.block_size) + 1) * limits.block_size  # each request has one to spare
-    num_tokens = _pool_tokens(config, size, limits, free_bytes, useful, reasons)
+    shared = share_windows(config, size, limits, longest, batch_size)
+    num_tokens = _pool_tokens(config, size, limits, free_bytes, useful, reasons, shared)
     num_blocks = max(1, num_tokens // limits.block_size)
     pool_tokens = num_blocks * limits.block_size
+    num_window_blocks = _window_blocks(config, limits, shared, num_blocks, free_bytes, reasons)
     window = keeps_window(config, size.window, limits, longest)
     if window is not None:
         reasons["window"] = "tokens that a request keeps in the KV cache: what is behind is given back"
@@ -150,8 +223,33 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
         max_batch_prefill_tokens=prefill,
         max_batch_size=batch_size,
         window=window,
+        partial_window=None if shared is None else shared.window,
+        num_window_blocks=num_window_blocks,
         reasons=reasons,
     )
+
+
+def _window_blocks(
+    config: ServerConfig,
+    limits: Limits,
+    shared: WindowShare | None,
+    num_blocks: int,
+    free_bytes: int,
+    reasons: dict[str, str],
+) -> int:
+    """Of layers that read a window, for so many blocks of the others; the padding block included, 0 for none."""
+    if shared is None:
+        return 0
+    most = shared.beside(num_blocks, given=True)
+    left = shared.left(num_blocks, int(free_bytes * limits.memory_share))
+    found = most if config.max_batch_total_tokens else max(1, left)
+    reasons["partial_window"] = "tokens that a request keeps in layers that read no more; others keep all"
+    reasons["num_window_blocks"] = (
+        "as many as all requests can hold"
+        if found >= most
+        else f"requests of {shared.typical * limits.block_size} tokens find as much left as in the others"
+    )
+    return found + 1
 
 
 _SHARE_OF_PICTURES = 3  # one in so many bytes of what is left for caches, unless the KV cache's size is given
@@ -179,17 +277,25 @@ def _cached_pictures(
 
 
 def _pool_tokens(
-    config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: int, useful: int, reasons: dict[str, str]
+    config: ServerConfig,
+    size: ModelSize,
+    limits: Limits,
+    free_bytes: int,
+    useful: int,
+    reasons: dict[str, str],
+    shared: WindowShare | None,
 ) -> int:
     """Tokens the KV cache holds: as given, else what memory allows, at most what a full batch can use."""
-    affordable = int(free_bytes * limits.memory_share) // size.kv_bytes_per_token
+    room, each = int(free_bytes * limits.memory_share), size.kv_bytes_per_token
+    affordable = room // each if shared is None else shared.affordable(room) * limits.block_size
     if config.max_batch_total_tokens:
-        needed = config.max_batch_total_tokens * size.kv_bytes_per_token
+        given = -(-config.max_batch_total_tokens // limits.block_size)
+        needed = config.max_batch_total_tokens * each if shared is None else shared.num_bytes(given, given=True)
         if needed > free_bytes:
+            most = free_bytes // each if shared is None else shared.affordable(free_bytes, True) * limits.block_size
             raise ResourceError(
                 f"Not enough memory for a KV cache of `max_batch_total_tokens={config.max_batch_total_tokens}`: it"
-                f" needs {gigabytes(needed)}, {gigabytes(free_bytes)} are free."
-                f" At most {free_bytes // size.kv_bytes_per_token} tokens fit."
+                f" needs {gigabytes(needed)}, {gigabytes(free_bytes)} are free. At most {most} tokens fit."
             )
         reasons["max_batch_total_tokens"] = "as given"
         return -(-config.max_batch_total_tokens // limits.block_size) * limits.block_size

@@ -18,7 +18,7 @@ from text_generation_inference.errors import TgiError
 from text_generation_inference.models.registry import judge, read_config, read_quantization
 from text_generation_inference.quant.inc.measure import Recorder
 from text_generation_inference.runner.shapes import BucketPlan, describe_plan, limits_from, plan_shapes
-from text_generation_inference.scheduler.blocks import BlockPool
+from text_generation_inference.scheduler.blocks import BlockPool, WindowBlocks
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.scheduler import Scheduler
 from text_generation_inference.text.grammar import CompiledGrammar, GrammarCompiler
@@ -123,7 +123,10 @@ def _bring_up(
         max_total_tokens=resolved.max_total_tokens,
         max_step_ms=config.max_step_ms,
     )
-    pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching, resolved.window)
+    beside = None
+    if resolved.partial_window is not None:
+        beside = WindowBlocks(resolved.num_window_blocks, resolved.block_size, resolved.partial_window)
+    pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching, resolved.window, beside)
     notes = [note for note in (source.note, *facts.notes) if note]
     if spare_bytes:
         notes.append(f"{gigabytes(spare_bytes)} less for the KV cache: graphs or the largest step did not fit")

@@ -335,7 +335,7 @@ class EngineServer:
         return EngineLoad(
             scheduler.num_waiting,
             scheduler.num_running,
-            scheduler.pool.num_free,
+            scheduler.pool.num_free_of_all,
             stats.num_preemptions,
             stats.num_prompt_tokens,
             stats.num_cached_prompt_tokens,

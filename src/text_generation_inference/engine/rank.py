@@ -31,7 +31,13 @@ from text_generation_inference.engine.memory import check_precision, check_weigh
 from text_generation_inference.engine.picture_memory import BATCH_PIXELS, PictureMemory, measure_pictures
 from text_generation_inference.engine.rank_channel import ProfileAnswer, ProfileAsked
 from text_generation_inference.errors import EngineError, ResourceError, StartError
-from text_generation_inference.layers.cache import bytes_per_picture_row, bytes_per_token, common_window
+from text_generation_inference.layers.cache import (
+    bytes_per_picture_row,
+    bytes_per_token,
+    common_window,
+    partial_window,
+    window_bytes_per_token,
+)
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.registry import build
@@ -222,6 +228,8 @@ class Rank:
                 max_positions=model.max_positions,
                 kv_bytes_per_token=bytes_per_token(self._caches),
                 window=common_window(self._caches),
+                partial_window=partial_window(self._caches),
+                window_bytes_per_token=window_bytes_per_token(self._caches),
                 rows_per_picture=model.sight.cross_rows if model.sight is not None else 0,
                 bytes_per_row=bytes_per_picture_row(self._caches),
             ),
@@ -249,11 +257,12 @@ class Rank:
     def allocate(self, resolved: Resolved, plan: ShapePlan, grammars: GrammarCompiler | None) -> None:
         """Cache and slots."""
         self._resolved = resolved
-        cache = kv_cache.allocate(self.device, self._caches, resolved.num_blocks, resolved.num_picture_blocks)
+        counts = (resolved.num_blocks, resolved.num_picture_blocks, resolved.num_window_blocks)
+        cache = kv_cache.allocate(self.device, self._caches, *counts)
         rows, length = resolved.max_batch_size, resolved.max_total_tokens
         with self._explain_lack():
-            own_pages = resolved.window is not None
-            self.runner = self._make_runner(self._model, cache, rows, length, grammars, plan, own_pages)
+            about = (resolved.window is not None, resolved.partial_window is not None)
+            self.runner = self._make_runner(self._model, cache, rows, length, grammars, plan, *about)
 
     def warm(self) -> RankGraphs:
         """Meet the shapes of the plan."""
@@ -303,10 +312,12 @@ class Rank:
         about = (is_quantized(model), model.is_capturable, model.sight is not None)
         plan = plan_shapes(config, device.limits, limits, *about)
         length = config.max_total_tokens or model.max_positions
-        window = keeps_window(config, common_window(self._caches), device.limits, length)
+        window, partial = (
+            keeps_window(config, find(self._caches), device.limits, length) for find in (common_window, partial_window)
+        )
 
         def make_runner(rows: int, length: int) -> Runner:
-            return self._make_runner(model, cache, rows, length, None, plan, window is not None)
+            return self._make_runner(model, cache, rows, length, None, plan, window is not None, partial is not None)
 
         return measure_steps(device, plan, limits, length, make_runner)
 
@@ -329,12 +340,13 @@ class Rank:
         grammars: GrammarCompiler | None,
         plan: ShapePlan,
         own_pages: bool,
+        has_beside: bool,
     ) -> Runner:
         config = self._config
         watermark = (config.watermark_gamma, config.watermark_delta)
         folder = Path(config.picture_folder) if config.picture_folder is not None else None
         limited = limits_graphs(config, self.device.limits)
-        about = (grammars, plan, limited, own_pages, folder, config.max_images_per_request)
+        about = (grammars, plan, limited, own_pages, folder, config.max_images_per_request, has_beside)
         return Runner(self.device, model, cache, num_slots, max_total_tokens, watermark, *about)
 
     @contextmanager

@@ -154,6 +154,8 @@ class Ranks:
         most = {
             name: max(getattr(rank.size, name) for rank in facts) for name in ("kv_bytes_per_token", "bytes_per_row")
         }
+        # What is not kept where windows are is counted with care, too.
+        most["window_bytes_per_token"] = min(rank.size.window_bytes_per_token for rank in facts)
         self._facts = msgspec.structs.replace(
             first,
             size=msgspec.structs.replace(first.size, **most),

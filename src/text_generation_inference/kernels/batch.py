@@ -5,7 +5,7 @@ to block 0, which no request owns. What attention needs beside that is `meta`, w
 here, or one of `kernels.block_lists`. `Device.prepare` turns a batch into the form that the device's ops read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +30,16 @@ class Batch:
     )
     cross: "CrossMeta | None" = None  # what layers of cross-attention read; None: they pass all tokens by
     following: Tensor | None = None  # [tokens of a row] int64: what comes after each of a prompt that is scored
+    # [tokens] int64: `kv_index` in layers that read a window, where they have blocks of their own
+    window_index: Tensor | None = None
+
+    def for_windows(self) -> "Batch":
+        """The same as layers that read a window have it."""
+        if self.window_index is None:
+            return self
+        meta: PagedMeta = self.meta
+        assert meta.window_tables is not None
+        return replace(self, kv_index=self.window_index, meta=replace(meta, block_tables=meta.window_tables))
 
 
 @dataclass(slots=True)
@@ -47,6 +57,7 @@ class PagedMeta:
     # [tiles, 5] int32: slot, token of the batch, its position, number of tokens, position of the chunk's first one
     prefill_tiles: Tensor | None = None
     num_prefix_tiles: int = 0  # leading tiles, of chunks that are not their prompt's first
+    window_tables: Tensor | None = None  # `block_tables` in layers that read a window, where they have such
 
 
 @dataclass(slots=True)

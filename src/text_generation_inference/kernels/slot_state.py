@@ -4,12 +4,17 @@ For devices that run ahead of the host: the host sends a step's changes in one c
 are read from the slots (`gather_inputs`), and sampled tokens go back into them (`kernels.choice`). A row whose slot is
 -1 is padding: it reads token 0 at position 0 and writes to block 0, which no request owns.
 
+Where layers that read a window have blocks of their own beside those of layers that keep all, slots have a second table
+of each: `SlotState.beside` is the same state with those in place of the first.
+
 Token ids are paged like keys and values: one place for each token of the cache, found through the block tables. Where
 requests give the blocks behind a window back, slots have pages of their own: what is behind still counts in penalties.
 Those of a request are written when it is admitted. One that is sampled is kept as its slot's last token, since its
 block may not be there yet; the pass that computes it puts it into its place. So when a step chooses, the pages hold all
 that its rows know.
 """
+
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -46,6 +51,7 @@ class SlotState:
         block_size: int,
         device: torch.device,
         own_pages: bool = False,  # slots have pages for all of their tokens, whatever blocks they hold
+        has_beside: bool = False,  # layers that read a window have blocks of their own
     ) -> None:
         """For a cache of `num_blocks`."""
         self.max_tokens, self.block_size = max_tokens, block_size
@@ -53,7 +59,8 @@ class SlotState:
         num_pages = 1 + num_slots * max_blocks if own_pages else num_blocks  # page 0 takes the writes of padding
         self.rows_at = num_slots * self.RECORD
         self.tables_at = self.rows_at + _aligned(num_slots)
-        self.pages_at = self.tables_at + _aligned(num_slots * max_blocks)
+        self.beside_at = self.tables_at + _aligned(num_slots * max_blocks)
+        self.pages_at = self.beside_at + (_aligned(num_slots * max_blocks) if has_beside else 0)
         self.words = torch.zeros(self.pages_at + num_pages * block_size, dtype=torch.int32, device=device)
         self.records = self.words[: self.rows_at].view(num_slots, self.RECORD)
         self.rows = self.words[self.rows_at : self.rows_at + num_slots]  # the decode set; -1 past its end
@@ -75,6 +82,13 @@ class SlotState:
         self.filters = real[:, self.NUMBERS : self.NUMBERS + len(FILTERS)]
         self.numbers = {name: real[:, self.NUMBERS + i] for i, name in enumerate(NUMBER_FIELDS)}
         self.rows.fill_(-1)
+        self.beside: SlotState | None = None
+        if has_beside:
+            assert not own_pages
+            self.beside = copy(self)
+            tables = self.words[self.beside_at : self.beside_at + num_slots * max_blocks]
+            self.beside.block_tables = tables.view(num_slots, max_blocks)
+            self.beside.own_pages = True  # token ids stay in the pages of the first tables
 
     def history(self, slots: Tensor | int, count: int) -> Tensor:
         """The first `count` tokens of slots `[slots]` (or of one) from the pages; past what is known: anything."""

@@ -231,6 +231,8 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         bytes_per_picture_row,
         bytes_per_token,
         common_window,
+        partial_window,
+        window_bytes_per_token,
     )
     from text_generation_inference.models.config import Config
     from text_generation_inference.models.model import Context
@@ -333,6 +335,8 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         max_positions=model.max_positions,
         kv_bytes_per_token=report.kv_bytes_per_token,
         window=common_window(caches),
+        partial_window=partial_window(caches),
+        window_bytes_per_token=window_bytes_per_token(caches),
         rows_per_picture=model.sight.cross_rows if model.sight is not None and crosses else 0,
         bytes_per_row=bytes_per_picture_row(caches),
     )
@@ -345,7 +349,10 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     names = ("max_input_tokens", "max_total_tokens", "max_batch_prefill_tokens", "max_batch_size")
     report.limits = {name: getattr(resolved, name) for name in names}
     report.reasons = resolved.reasons
-    report.window = resolved.window
+    report.window, report.partial_window = resolved.window, resolved.partial_window
+    if resolved.partial_window is not None:
+        report.far_bytes_per_token = size.kv_bytes_per_token - size.window_bytes_per_token
+        report.window_cache_tokens = (resolved.num_window_blocks - 1) * resolved.block_size
 
 
 def _count_experts(report: Report, model: "Model") -> None:

@@ -50,8 +50,11 @@ class Report(msgspec.Struct, kw_only=True):
     kv_bytes_per_token: int | None = None  # on one rank
     kv_layers: list[KvLayers] = []
     window: int | None = None  # tokens that a request keeps in the KV cache, if not all
+    partial_window: int | None = None  # tokens that it keeps in layers that read no more, where others keep all
+    far_bytes_per_token: int | None = None  # on one rank, of a token behind that window
     free_bytes: int | None = None  # before loading
     kv_cache_tokens: int | None = None
+    window_cache_tokens: int | None = None  # in layers that read a window, where these have blocks of their own
     limits: dict[str, int] = {}
     reasons: dict[str, str] = {}  # of the limits
     tokenizer: bool | None = None
@@ -102,9 +105,15 @@ def render(report: Report, width: int | None = None) -> str:
         if report.window is not None:
             most = gigabytes(report.window * report.kv_bytes_per_token)
             rows.append(("", f"a request keeps the last {report.window:,} tokens ({most}), however long it gets"))
+        if report.partial_window is not None and report.far_bytes_per_token is not None:
+            kept = f"{report.far_bytes_per_token:,} bytes for each token that is further back"
+            rows.append(("", f"a request keeps all of its last {report.partial_window:,} tokens, and {kept}"))
     if report.kv_cache_tokens is not None:
         reason = report.reasons.get("max_batch_total_tokens", "")
         rows.append(("", f"{report.kv_cache_tokens:,} tokens ({reason})"))
+        if report.window_cache_tokens is not None:
+            reason = report.reasons.get("num_window_blocks", "")
+            rows.append(("", f"{report.window_cache_tokens:,} of them in layers that read a window ({reason})"))
     if report.picture_bytes is not None:
         each = f"{gigabytes(report.picture_bytes)} in {report.picture_layers} layers of cross-attention"
         rows.append(("keys and values of a picture", each))

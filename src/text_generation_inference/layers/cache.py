@@ -84,6 +84,18 @@ def common_window(caches: Sequence[AnyCacheSpec]) -> int | None:
     return None if None in windows else max((window for window in windows if window is not None), default=None)
 
 
+def partial_window(caches: Sequence[AnyCacheSpec]) -> int | None:
+    """How many tokens are read at most by the layers that read a window, where others read all."""
+    if common_window(caches) is not None:
+        return None
+    return max((cache.window for cache in caches if cache.window is not None), default=None)
+
+
+def window_bytes_per_token(caches: Sequence[AnyCacheSpec]) -> int:
+    """Of the layers that read a window."""
+    return sum(cache.bytes_per_token for cache in caches if cache.window is not None)
+
+
 def bytes_per_token(caches: Sequence[AnyCacheSpec]) -> int:
     """Of all layers, and of the token's id, which is kept in the same blocks."""
     return TOKEN_ID_BYTES + sum(cache.bytes_per_token for cache in caches)

@@ -257,13 +257,14 @@ class CausalLM(Model):
             done = self.fused_decode(x, batch)
             if done is not None:
                 return done if batch.logit_tokens is None else done[batch.logit_tokens]
-        residual, run = None, self.ops.run_layer
+        residual, run, windowed = None, self.ops.run_layer, batch.for_windows()
         last = self.model.layers[-1]
         computes_all = self._computes_all or num_levels > last.number  # features are added to all tokens
         for layer in self.model.layers:
             number = layer.number
             wanted = batch.logit_tokens if layer is last and not computes_all else None
-            about = (x, residual, batch, tables[number], caches[number], wanted)
+            seen = windowed if layer.reads_window else batch
+            about = (x, residual, seen, tables[number], caches[number], wanted)
             x, residual = layer.forward(*about) if run is None else run(layer, *about)
             if number + 1 < num_levels:
                 residual = add_features(residual, batch, number + 1)

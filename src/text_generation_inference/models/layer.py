@@ -25,12 +25,15 @@ Cache = tuple[Tensor, ...]  # mostly keys and values
 
 
 class DecoderLayer(Module):
+    reads_window = False  # where some do and others read all, these may have blocks of their own
+
     def __init__(self, context: Context, spec: DecoderSpec, layer: LayerSpec, number: int) -> None:
         ops, names, hidden_size = context.ops, spec.names, spec.hidden_size
         self.name = names.layer.format(number)
         self.number = number  # its cache and its table of positions are those with this number
         self.spec = layer
         self.attention = build_attention(context, layer.attention, hidden_size, names)
+        self.reads_window = self.attention.cache_spec(context.dtype).window is not None
         self.mlp = build_feed_forward(context, layer.feed_forward, hidden_size, names)
         for norm, name in self.norm_names(spec).items():
             setattr(self, norm, make_norm(ops, spec.norm, name, hidden_size))

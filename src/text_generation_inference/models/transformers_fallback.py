@@ -132,7 +132,7 @@ class TransformersModel(Model):
     def _forward(self, batch: Batch, caches: Caches, ops: Ops, no_rotation: Tensor) -> Tensor:
         wanted = batch.logit_tokens
         keep = {"logits_to_keep": wanted} if wanted is not None and self._takes_logit_tokens else {}
-        with hook.attending(hook.Pass(ops, self._layers, batch, caches, no_rotation)):
+        with hook.attending(hook.Pass(ops, self._layers, batch, batch.for_windows(), caches, no_rotation)):
             found = self.module(
                 input_ids=batch.input_ids[None], position_ids=batch.positions[None], use_cache=False, **keep
             ).logits[0]

@@ -53,6 +53,7 @@ class Pass:
     ops: Ops
     layers: list[Layer]
     batch: Batch
+    windowed: Batch  # of layers that read a window
     caches: list[tuple[Tensor, ...]]
     no_rotation: Tensor  # [positions, 2] float32: an angle of 0, as keys come rotated
 
@@ -102,8 +103,9 @@ def attend(
     q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))  # [tokens, heads, dim]
     if layer.value_dim < layer.head_dim:
         v = F.pad(v, (0, layer.head_dim - layer.value_dim))
-    q = call.ops.rotary_and_cache(q, k, v, call.no_rotation, call.batch, k_cache, v_cache)
-    mixed = call.ops.attention(q, k, v, k_cache, v_cache, call.batch, layer.scale, layer.window, layer.softcap)
+    batch = call.batch if layer.window is None else call.windowed
+    q = call.ops.rotary_and_cache(q, k, v, call.no_rotation, batch, k_cache, v_cache)
+    mixed = call.ops.attention(q, k, v, k_cache, v_cache, batch, layer.scale, layer.window, layer.softcap)
     return mixed.view(1, -1, layer.num_heads, layer.head_dim)[..., : layer.value_dim], None
 
 

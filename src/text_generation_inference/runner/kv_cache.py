@@ -11,7 +11,7 @@ from torch import Tensor
 from text_generation_inference.devices.device import Device
 from text_generation_inference.errors import ResourceError
 from text_generation_inference.kernels.fp8 import FP8
-from text_generation_inference.layers.cache import AnyCacheSpec, CrossCacheSpec, bytes_per_token
+from text_generation_inference.layers.cache import AnyCacheSpec, CrossCacheSpec
 from text_generation_inference.units import gigabytes
 
 
@@ -21,24 +21,31 @@ def choose_dtype(asked: str | None, model_dtype: torch.dtype) -> torch.dtype:
 
 
 def allocate(
-    device: Device, caches: Sequence[AnyCacheSpec], num_blocks: int, num_picture_blocks: int = 1
+    device: Device,
+    caches: Sequence[AnyCacheSpec],
+    num_blocks: int,
+    num_picture_blocks: int = 1,
+    num_window_blocks: int = 0,
 ) -> list[tuple[Tensor, ...]]:
     """Of each layer what its spec says: tensors `[blocks, block_size, heads, dim]`.
 
-    Layers that read pictures by cross-attention have blocks of their own, `num_picture_blocks`.
+    Layers that read pictures by cross-attention have blocks of their own, `num_picture_blocks`; so have those that read
+    a window, `num_window_blocks`, where that is not 0.
     """
     block_size = device.limits.block_size
 
-    def zeros(spec: AnyCacheSpec) -> tuple[Tensor, ...]:
-        count = num_picture_blocks if isinstance(spec, CrossCacheSpec) else num_blocks
-        return tuple(_zeros(device, count, *shape, spec.dtype) for shape in spec.shapes)
+    def count(spec: AnyCacheSpec) -> int:
+        if isinstance(spec, CrossCacheSpec):
+            return num_picture_blocks
+        return num_window_blocks if num_window_blocks and spec.window is not None else num_blocks
 
     try:
-        return [zeros(spec) for spec in caches]
+        return [tuple(_zeros(device, count(spec), *shape, spec.dtype) for shape in spec.shapes) for spec in caches]
     except (RuntimeError, MemoryError) as error:
         num_tokens = num_blocks * block_size
+        taken = sum(count(spec) * block_size * spec.bytes_per_token for spec in caches)
         raise ResourceError(
-            f"Not enough memory for the KV cache: {gigabytes(num_tokens * bytes_per_token(caches))} for {num_tokens}"
+            f"Not enough memory for the KV cache: {gigabytes(taken)} for {num_tokens}"
             f" tokens could not be allocated ({error}). Lower `max_batch_total_tokens`."
         ) from None
 

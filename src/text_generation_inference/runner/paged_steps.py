@@ -228,7 +228,11 @@ class PagedSteps:
         tables, table_rows = self._slots.find_tables(row_slots, max_seq_len)
         # `seq_lens` are those of decode rows; chunks have theirs in the tiles.
         meta = PagedMeta(tables, num_decode, [], [], max_seq_len, table_rows)
-        return Batch(ids, positions, kv_index, seq_lens, meta)
+        batch = Batch(ids, positions, kv_index, seq_lens, meta)
+        if self._slots.state.beside is not None:
+            batch.window_index = self._slots.gather_beside(token_slots, at)
+            meta.window_tables = self._slots.find_beside(row_slots, max_seq_len)
+        return batch
 
     def _logits_of(self, batch: Batch, count: int, model: Model) -> Tensor:
         """Those of padded passes stay where they are until the next one."""

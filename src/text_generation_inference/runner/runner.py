@@ -59,9 +59,12 @@ class Runner:
         own_pages: bool = False,  # requests give blocks back while they run: see `SlotState`
         picture_folder: Path | None = None,  # where pixels are
         max_pictures: int | None = None,  # of a request; None: as many as there is room for
+        has_beside: bool = False,  # layers that read a window have blocks of their own: see `SlotState`
     ) -> None:
         self.device, self.model, self.kv_cache = device, model, kv_cache
         num_blocks, block_size = kv_cache[0][0].shape[:2]
+        if has_beside:  # those who keep all have not fewer
+            num_blocks = max(tensors[0].shape[0] for tensors in kv_cache)
         self.pictures: SlotPictures | None = None
         if model.sight is not None:
             about = (device, model, model.sight, picture_folder)
@@ -73,7 +76,7 @@ class Runner:
         with device.stream():  # what is filled here is read in this queue
             model.bind(kv_cache, max_total_tokens)
             about = (num_slots, max_total_tokens, num_blocks, block_size, plan.pads, own_pages, shift_of)
-            self.slots = Slots(device, *about, model.vocab_size)
+            self.slots = Slots(device, *about, model.vocab_size, has_beside)
         about = (device, self.slots, model.vocabulary, watermark)
         self.sampling = DeviceSampling(*about) if self.slots.on_device else HostSampling(*about, plan.pads)
         self.grammars = SlotGrammars(grammars, num_slots, model.vocab_size)

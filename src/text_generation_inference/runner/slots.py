@@ -46,6 +46,7 @@ class Slots:
         # Ids from here on stand for pictures and have no scores: slots know them as the one before, for all who look
         # scores up by what a request has seen.
         vocab_size: int | None = None,
+        has_beside: bool = False,  # see `SlotState`
     ) -> None:
         self.on_device = device.limits.runs_ahead
         self._device = device
@@ -53,7 +54,7 @@ class Slots:
         self._last_id = vocab_size - 1 if vocab_size is not None else np.iinfo(np.int32).max
         self._keeps_tables = keeps_tables and self.on_device
         home = device.torch_device if self.on_device else torch.device("cpu")
-        self.state = SlotState(num_slots, max_tokens, num_blocks, block_size, home, own_pages)
+        self.state = SlotState(num_slots, max_tokens, num_blocks, block_size, home, own_pages, has_beside)
         self.decode_slots: list[int] = []  # a new list with every change: steps in flight keep theirs
         if self.on_device:
             self._staging: Staging | HostStaging = Staging(device)
@@ -81,6 +82,8 @@ class Slots:
             self._write_pages(plan.admit)
         for slot, start, blocks in plan.grow:
             self._put_blocks(slot, start, blocks)
+        for slot, start, blocks in plan.grow_beside:
+            self._put_beside(slot, start, blocks)
 
     def put(self, *inputs: Words) -> None:
         """Inputs of the next pass."""
@@ -99,9 +102,23 @@ class Slots:
         """Block tables on the device, and the row of each among them; None: in order."""
         if self.on_device:
             return self.state.block_tables, row_slots
-        num_blocks = -(-max_seq_len // self.state.block_size)
-        tables = self.host.tables[row_slots.numpy(), :num_blocks]
-        return self.move([torch.from_numpy(tables)])[0], None  # pyright: ignore[reportUnknownMemberType]
+        return self._pick(self.host.tables, row_slots, max_seq_len), None
+
+    def gather_beside(self, token_slots: Tensor, at: Tensor | None) -> Tensor:
+        """`kv_index` in layers that read a window, where they have blocks of their own."""
+        assert self.state.beside is not None
+        return self.move(self._device.ops.gather_inputs(self.state.beside, token_slots, at)[2:3])[0]
+
+    def find_beside(self, row_slots: Tensor, max_seq_len: int) -> Tensor:
+        """Their block tables, in the order of those of `find_tables`."""
+        assert self.state.beside is not None
+        tables = self.state.beside.block_tables
+        return tables if self.on_device else self._pick(tables.numpy(), row_slots, max_seq_len)
+
+    def _pick(self, tables: np.ndarray, row_slots: Tensor, max_seq_len: int) -> Tensor:
+        """Rows of tables on the host, on the device."""
+        picked = tables[row_slots.numpy(), : -(-max_seq_len // self.state.block_size)]
+        return self.move([torch.from_numpy(picked)])[0]  # pyright: ignore[reportUnknownMemberType]
 
     def move(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """From where the slots are to the device."""
@@ -130,6 +147,8 @@ class Slots:
         self.host.lengths[slots] = records.view(np.int64)[:, SlotState.LENGTH // 2]
         for admission in admissions:
             self._put_blocks(admission.slot, 0, admission.block_ids)
+            if admission.beside_ids:
+                self._put_beside(admission.slot, 0, admission.beside_ids)
 
     def _write_pages(self, admissions: Sequence[Admission]) -> None:
         """All that the requests know. Shared blocks hold the same already; each one's last, which may not be full, is
@@ -163,6 +182,10 @@ class Slots:
             self._staging.write(self.state.tables_at + slot * max_blocks + start, blocks)
             if self._keeps_tables:
                 self.host.tables[slot, start : start + len(blocks)] = blocks
+
+    def _put_beside(self, slot: int, start: int, blocks: Sequence[int]) -> None:
+        max_blocks = self.state.block_tables.shape[1]
+        self._staging.write(self.state.beside_at + slot * max_blocks + start, blocks[: max_blocks - start])
 
 
 def sampling_mode_of(request: GenerationRequest) -> float:

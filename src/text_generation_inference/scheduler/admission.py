@@ -1,17 +1,17 @@
 """Which waiting requests join the step that is being planned: two policies with one face.
 
 Pure Python. By tokens: prompts may be cut, a step has a budget of tokens and of time, a request holds the blocks of its
-known tokens (of a window's and a chunk's, where no more are read), cached prefixes among them, and one to spare for
-each that runs. By shapes: all prompts of a step fit into one shape of the bucket plan, cached prefixes and parts
-of prompts where it has shapes for those, and a request holds the blocks of its whole length. The scheduler asks `open`
-once for each step and `try_join` for one request after the other, until one does not join.
+known tokens (of a window's and a chunk's, where no more are read; both, where some layers keep all), cached prefixes
+among them, and one to spare for each that runs. By shapes: all prompts of a step fit into one shape of the bucket plan,
+cached prefixes and parts of prompts where it has shapes for those, and a request holds the blocks of its whole length.
+The scheduler asks `open` once for each step and `try_join` for one request after the other, until one does not join.
 """
 
 from collections.abc import Callable
 from typing import Protocol
 
 from text_generation_inference.errors import ValidationError
-from text_generation_inference.scheduler.blocks import BlockPool
+from text_generation_inference.scheduler.blocks import BlockPool, WindowBlocks
 from text_generation_inference.scheduler.pace import StepPace, StepRoom
 from text_generation_inference.scheduler.policy import BatchPolicy
 from text_generation_inference.scheduler.request import Request
@@ -38,11 +38,12 @@ class PromptShapes(Protocol):
 
 class _Admission:
     most_held = 0  # blocks of a request whose prompt is computed, where there is a window
+    most_beside = 0  # the same of those beside others
 
     def __init__(self, policy: BatchPolicy, pool: BlockPool, pace: StepPace) -> None:
         self._policy, self._pool, self._pace = policy, pool, pace
         # Who did not fit, and what it found: until that changes it need not be looked up again.
-        self._blocked: tuple[Request, int, int] | None = None
+        self._blocked: tuple[Request, int, int, int] | None = None
 
     def check(self, source: GenerationRequest) -> None:
         """Raise `ValidationError` if a request can never join."""
@@ -53,12 +54,16 @@ class _Admission:
 
     def try_join(self, request: Request, num_running: int) -> bool:
         """Hold blocks for a request if it can join the step."""
-        if self._blocked == (request, self._pool.num_free, num_running) or not self._fits(request):
+        if self._blocked == (request, *self._find_free(), num_running) or not self._fits(request):
             return False
         if self._try_hold(request, num_running):
             return True
-        self._blocked = (request, self._pool.num_free, num_running)
+        self._blocked = (request, *self._find_free(), num_running)
         return False
+
+    def _find_free(self) -> tuple[int, int]:
+        beside = self._pool.beside
+        return self._pool.num_free, 0 if beside is None else beside.num_free
 
     def on_chunk(self, request: Request, start: int, end: int) -> None:
         """The step computes these tokens."""
@@ -93,6 +98,9 @@ class AdmissionByTokens(_Admission):
             # that chunks leave behind are exchanged for blocks ahead, so that prompts of any length get on.
             chunk = -(-policy.max_batch_prefill_tokens // pool.block_size) + 1
             self.most_held = pool.window_blocks + max(1, min(chunk, (pool.num_usable - pool.window_blocks) // 2))
+        if pool.beside is not None:
+            chunk = -(-policy.max_batch_prefill_tokens // pool.block_size) + 1
+            self.most_beside = min(pool.beside.window_blocks + chunk, pool.beside.num_usable)
 
     def open(self, num_decode: int, most_tokens: int) -> StepRoom:
         budget = min(self._policy.prefill_budget(num_decode), max(0, most_tokens - num_decode))
@@ -101,6 +109,8 @@ class AdmissionByTokens(_Admission):
     def _try_hold(self, request: Request, num_running: int) -> bool:
         """Blocks for all known tokens, shared ones first."""
         size, known = self._pool.block_size, len(request.tokens)
+        if self._pool.beside is not None:
+            return self._try_hold_both(request, num_running, self._pool.beside)
         shared = _match(self._pool, request)
         num_new = -(-known // size) - len(shared)
         behind = 0
@@ -112,6 +122,23 @@ class AdmissionByTokens(_Admission):
                 return False
         request.blocks = shared[:behind] + blocks
         request.num_behind = behind
+        request.reserved = len(shared) * size
+        return True
+
+    def _try_hold_both(self, request: Request, num_running: int, beside: WindowBlocks) -> bool:
+        """The same in both pools; beside, of a window and a chunk."""
+        pool, size = self._pool, self._pool.block_size
+        shared, shared_beside = _match_both(pool, request)
+        behind = beside.num_behind(len(shared) * size)
+        seen = shared_beside[behind:]
+        num_new = -(-len(request.tokens) // size) - len(shared)
+        num_beside = min(num_new, self.most_beside - len(seen))
+        while not (pool.has_room(num_new, shared, num_running) and beside.has_room(num_beside, seen, num_running)):
+            if not self._give_back():
+                return False
+        request.blocks = pool.try_take(num_new, shared) or []
+        request.beside = shared_beside[:behind] + (beside.try_take(num_beside, seen) or [])
+        request.num_beside_behind = behind
         request.reserved = len(shared) * size
         return True
 
@@ -221,3 +248,16 @@ def _match(pool: BlockPool, request: Request) -> list[int]:
         return []
     shared = pool.match(request.tokens[: len(request.tokens) - 1], request.root)
     return shared[: _without_cuts(request, len(shared), pool.block_size)]
+
+
+def _match_both(pool: BlockPool, request: Request) -> tuple[list[int], list[int]]:
+    """The same where a prefix has blocks in two pools: what is cut off may leave one whose window is not there."""
+    if request.wants_prompt_logprobs:
+        return [], []
+
+    def may_end(num_blocks: int) -> bool:
+        return _without_cuts(request, num_blocks, pool.block_size) == num_blocks
+
+    return pool.match_both(
+        request.tokens[: len(request.tokens) - 1], request.root, may_end if request.whole_runs else None
+    )

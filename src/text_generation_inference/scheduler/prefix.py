@@ -3,7 +3,8 @@
 A published block is found by (identity of its parent block, or root, and its tokens). Identities are never reused, and
 the dictionary compares tokens and parent, not only their hash, so a hit is exact. There is at most one entry for each
 block of the pool. Where only a window of the tokens before is read, a prefix is useful without its first blocks: then
-an entry outlives its block for as long as there is a block behind it.
+an entry outlives its block for as long as there is a block behind it. Where some layers read a window and others all,
+blocks of the former are found by the identities of the latter's (`BesideIndex`).
 """
 
 from dataclasses import dataclass
@@ -59,9 +60,15 @@ class PrefixIndex:
         self._entry_by_block[block] = (identity, key)
         return identity
 
-    def remove(self, block: int) -> None:
-        _, key = self._entry_by_block.pop(block)
+    def remove(self, block: int) -> int:
+        """Its identity, which no other will have."""
+        identity, key = self._entry_by_block.pop(block)
         del self._block_by_key[key]
+        return identity
+
+    @property
+    def identities(self) -> set[int]:
+        return {identity for identity, _ in self._entry_by_block.values()}
 
     def __contains__(self, block: int) -> bool:
         return block in self._entry_by_block
@@ -114,23 +121,29 @@ class WindowPrefixIndex:
         self._identity_by_block[block] = identity
         return identity
 
-    def remove(self, block: int) -> None:
-        identity = self._identity_by_block.pop(block)
+    def remove(self, block: int) -> int:
+        """Its identity."""
+        removed = identity = self._identity_by_block.pop(block)
         entry = self._entries[identity]
         entry.block = 0
         while not entry.block and not entry.num_children:
             del self._entries[identity], self._identity_by_key[entry.key]
             before = self._parent_of(entry.key)
             if before is None:
-                return
+                break
             identity, entry = before
             entry.num_children -= 1
+        return removed
 
     def _parent_of(self, key: tuple[object, tuple[int, ...]]) -> tuple[int, _Entry] | None:
         """None: a root, or an entry that is gone, which nothing behind it can be found without."""
         identity = key[0]
         entry = self._entries.get(identity) if isinstance(identity, int) else None
         return None if entry is None or not isinstance(identity, int) else (identity, entry)
+
+    @property
+    def identities(self) -> set[int]:
+        return set(self._entries)
 
     def __contains__(self, block: int) -> bool:
         return block in self._identity_by_block
@@ -150,3 +163,35 @@ class WindowPrefixIndex:
         for identity, entry in self._entries.items():
             assert entry.num_children == children.get(identity, 0)
         assert len(self._identity_by_block) == sum(1 for entry in self._entries.values() if entry.block)
+
+
+class BesideIndex:
+    """Which block of a second pool holds the tokens of a block of the first: by the identity that this one has."""
+
+    def __init__(self) -> None:
+        self._block_by_identity: dict[int, int] = {}
+        self._identity_by_block: dict[int, int] = {}
+
+    def find(self, identity: int) -> int:
+        """0: none."""
+        return self._block_by_identity.get(identity, 0)
+
+    def insert(self, identity: int, block: int) -> None:
+        assert identity not in self._block_by_identity and block not in self._identity_by_block
+        self._block_by_identity[identity] = block
+        self._identity_by_block[block] = identity
+
+    def remove(self, block: int) -> int:
+        identity = self._identity_by_block.pop(block)
+        del self._block_by_identity[identity]
+        return identity
+
+    @property
+    def identities(self) -> set[int]:
+        return set(self._block_by_identity)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._identity_by_block
+
+    def check(self, block_size: int) -> None:
+        assert self._identity_by_block == {block: identity for identity, block in self._block_by_identity.items()}

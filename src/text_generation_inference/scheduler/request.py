@@ -20,6 +20,7 @@ class Request:
     __slots__ = (
         "admitted_ns",
         "arrived_ns",
+        "beside",
         "blocks",
         "busy_until",
         "chain",
@@ -27,6 +28,7 @@ class Request:
         "join_clock",
         "next_event",
         "num_behind",
+        "num_beside_behind",
         "num_cached_tokens",
         "num_prompt",
         "num_published",
@@ -61,6 +63,8 @@ class Request:
         self.slot = -1
         self.blocks: list[int] = []  # its table: block 0 where one was given back, or not needed
         self.num_behind = 0  # leading blocks of the table that are such
+        self.beside: list[int] = []  # its table in layers that read a window, where others keep all: likewise
+        self.num_beside_behind = 0
         self.reserved = 0  # as of `join_clock` while in the decode set
         self.join_clock = -1  # decode clock at which it entered the decode set; -1 outside
         self.next_event = -1  # decode clock of its calendar entry; -1 without one
@@ -78,6 +82,10 @@ class Request:
     @property
     def held(self) -> list[int]:
         return self.blocks[self.num_behind :] if self.num_behind else self.blocks
+
+    @property
+    def held_beside(self) -> list[int]:
+        return self.beside[self.num_beside_behind :]
 
     @property
     def running(self) -> bool:

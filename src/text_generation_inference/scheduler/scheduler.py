@@ -7,7 +7,9 @@ Requests whose gap is one token form the *decode set*; each decode step moves al
 `BatchPolicy.tokens_per_row`, so the plan need not list them. What steps in flight may write is reserved; their results
 confirm all of it or a part. A calendar says at which decode step a member's blocks may be full or it reaches its
 length, which keeps planning proportional to what changes. Where only a window of tokens is read, whoever is looked at
-gives the blocks behind it back; while its prompt is computed it gets as many ahead for them. A plan may be made while
+gives the blocks behind it back; while its prompt is computed it gets as many ahead for them. Where some layers do that
+and others keep all, a request has blocks of both kinds: it joins, and goes on, where there are enough of each, and a
+member of the decode set has as many places in both tables. A plan may be made while
 the step before it still runs: then `tokens` lacks the newest value, and a request that turns out to be finished has
 computed one token that is dropped.
 
@@ -23,7 +25,7 @@ import msgspec
 
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.scheduler.admission import AdmissionByShapes, AdmissionByTokens, PromptShapes
-from text_generation_inference.scheduler.blocks import PADDING_BLOCK, BlockPool
+from text_generation_inference.scheduler.blocks import PADDING_BLOCK, BlockPool, WindowBlocks
 from text_generation_inference.scheduler.encoding import EncodeWork
 from text_generation_inference.scheduler.features import Coming, FeatureBook, whole_runs
 from text_generation_inference.scheduler.pace import StepPace, StepRoom, StepWork, attended
@@ -94,7 +96,9 @@ class Scheduler:
         self._pace = StepPace(policy.max_step_ms / 1000 or None, pool.block_size, pool.window)
         self._now = clock
         self._per_row = policy.tokens_per_row
+        self._beside = pool.beside
         self._has_window = pool.window is not None
+        self._gives_back = self._has_window or self._beside is not None
         self._admission = (
             AdmissionByTokens(policy, pool, self._pace, self._give_back_ahead)
             if shapes is None
@@ -120,6 +124,7 @@ class Scheduler:
         self._release: list[int] = []
         self._leave: list[int] = []
         self._join: list[Request] = []
+        self._grow_beside: list[tuple[int, int, list[int]]] = []  # slot, place in its table, blocks
 
     # -- calls of the engine loop ----------------------------------------------------------------------------------
 
@@ -256,7 +261,7 @@ class Scheduler:
         running = sorted((*self._decode_rows, *self._prefilling, *self._join), key=lambda request: request.order)
         for request in reversed(running):
             self._preempt(request, forget=True)
-        self._release, self._leave = [], []
+        self._release, self._leave, self._grow_beside = [], [], []
         self._admission.forget()
         self._features.forget()
         for request in reversed(self._awaiting):
@@ -275,7 +280,7 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError unless slots and blocks balance."""
         running = [*self._decode_rows, *self._prefilling, *self._join]
-        self.pool.check(request.held for request in running)
+        self.pool.check(running)
         self._features.verify(set(self._requests.values()))
         assert all(not request.running and not request.finished for request in self._awaiting)
         slots = [request.slot for request in running if not request.finished]
@@ -286,6 +291,10 @@ class Scheduler:
             assert not request.finished and request.running
             assert not any(request.blocks[: request.num_behind]), "a block behind the window is in the table"
             assert len(request.blocks) * self.pool.block_size >= self._num_reserved(request)
+            if self._beside is not None:
+                assert not any(request.beside[: request.num_beside_behind]), "a block behind the window is in the table"
+                assert len(request.beside) * self.pool.block_size >= self._num_reserved(request)
+                assert len(request.beside) == len(request.blocks) or not request.decodes
         for request in self._waiting:
             assert request.finished or not (request.running or request.blocks), "a waiting request holds something"
 
@@ -314,7 +323,7 @@ class Scheduler:
 
     def _grow_decode_set(self) -> list[tuple[int, int, list[int]]]:
         """Serve the calendar for the coming decode step: members at their length leave, others get their next block."""
-        grown: list[tuple[Request, int, list[int]]] = []
+        grown: list[tuple[Request, int, list[int], list[int]]] = []
         due = self._calendar.pop(self._decode_clock, [])
         for request in self._join:
             request.join_clock = request.next_event = self._decode_clock
@@ -326,20 +335,25 @@ class Scheduler:
             if reserved + 1 >= request.total_limit and self._per_row == 1:
                 self._leave_decode_set(request)
                 continue
-            if self._has_window:
+            if self._gives_back:
                 self._give_back_behind(request)
             num_blocks = len(request.blocks)
             room = num_blocks * self.pool.block_size
             num_needed = self._num_needed(request, reserved)
             if num_needed > room:
-                blocks = self._take_blocks_for(request, num_needed - room, request.total_limit - 1 - room)
-                if blocks is None:
+                taken = self._take_blocks_for(request, num_needed - room, request.total_limit - 1 - room)
+                if taken is None:
                     continue
+                blocks, beside = taken
                 request.blocks += blocks
-                grown.append((request, num_blocks, blocks))
+                request.beside += beside
+                grown.append((request, num_blocks, blocks, beside))
             self._schedule(request, reserved)
         # A member that grew may have been preempted for an older one right after.
-        return [(request.slot, start, blocks) for request, start, blocks in grown if request.running]
+        grown = [each for each in grown if each[0].running]
+        if self._beside is not None:
+            self._grow_beside += [(request.slot, start, beside) for request, start, _, beside in grown]
+        return [(request.slot, start, blocks) for request, start, blocks, _ in grown]
 
     def _schedule(self, request: Request, reserved: int) -> None:
         """Enter in the calendar when a member must be seen next: its blocks may be full, or it reaches its length."""
@@ -359,16 +373,21 @@ class Scheduler:
                 del self._calendar[request.next_event]
         request.next_event = -1
 
-    def _take_blocks_for(self, request: Request, least_tokens: int, most_tokens: int) -> list[int] | None:
-        """Blocks for the next tokens of a member of the decode set; None if it had to be preempted for lack of them.
+    def _take_blocks_for(
+        self, request: Request, least_tokens: int, most_tokens: int
+    ) -> tuple[list[int], list[int]] | None:
+        """Blocks for the next tokens of a member of the decode set, and as many beside, where there are such; None if
+        it had to be preempted for lack of them.
 
         Where empty blocks abound more are taken at once, up to a fair share of half of them, so that the next visit
         comes later. Where blocks lack, those taken ahead are given back, then the newest requests are preempted.
         """
-        share = self.pool.num_empty // (2 * self.num_running)
-        size = self.pool.block_size
+        empty, size = self.pool.num_empty, self.pool.block_size
+        if self._beside is not None:
+            empty = min(empty, self._beside.num_empty)
+        share = empty // (2 * self.num_running)
         count = max(-(-least_tokens // size), min(share, _MAX_BLOCKS_AHEAD, -(-most_tokens // size)))
-        while (taken := self.pool.try_take(count)) is None:
+        while (taken := self._try_take(count)) is None:
             if self._give_back_ahead():
                 continue
             newest = max(
@@ -380,12 +399,29 @@ class Scheduler:
                 return None
         return taken
 
+    def _try_take(self, count: int) -> tuple[list[int], list[int]] | None:
+        """So many blocks, and as many beside, where there are such; nothing, if there are fewer of either."""
+        if self._beside is not None and not self._beside.has_room(count):
+            return None
+        blocks = self.pool.try_take(count)
+        if blocks is None:
+            return None
+        return blocks, [] if self._beside is None else self._beside.try_take(count) or []
+
     def _give_back_behind(self, request: Request) -> int:
         """Free the blocks that no coming step reads, which can then be found like those of a request that has ended.
 
         Returns how many there were.
         """
         confirmed = self._num_confirmed(request)
+        if self._beside is not None:
+            # Those of a prompt can be found already; behind what was generated nobody is likely to go on.
+            first, end = request.num_beside_behind, self._beside.num_behind(confirmed)
+            if end > first:
+                self._beside.free(request.beside[first:end])
+                request.beside[first:end] = [PADDING_BLOCK] * (end - first)
+                request.num_beside_behind = end
+            return max(0, end - first)
         first, end = request.num_behind, self.pool.num_behind(confirmed)
         if end <= first:
             return 0
@@ -401,7 +437,7 @@ class Scheduler:
         found = False
         size = self.pool.block_size
         for request in self._decode_rows:
-            if self._has_window and self._give_back_behind(request):
+            if self._gives_back and self._give_back_behind(request):
                 found = True
             reserved = self._num_reserved(request)
             num_needed = -(-self._num_needed(request, reserved) // size)
@@ -409,6 +445,9 @@ class Scheduler:
                 found = True
                 self.pool.free(request.blocks[num_needed:])
                 del request.blocks[num_needed:]
+                if self._beside is not None:
+                    self._beside.free(request.beside[num_needed:])
+                    del request.beside[num_needed:]
                 self._unschedule(request)
                 self._schedule(request, reserved)
         return found
@@ -422,6 +461,8 @@ class Scheduler:
         for request in list(self._prefilling):
             if room.is_open and self._is_behind(request):
                 if self._has_window and not self._move_window(request, grow):
+                    continue
+                if self._beside is not None and not self._move_beside(request, self._beside):
                     continue
                 chunk = self._chunk(request, room)
                 if chunk is not None:
@@ -448,6 +489,26 @@ class Scheduler:
             return False
         return True
 
+    def _move_beside(self, request: Request, beside: WindowBlocks) -> bool:
+        """The same where blocks of all its known tokens are held, and only those beside are exchanged.
+
+        A run that is computed at once needs all of its blocks.
+        """
+        self._give_back_behind(request)
+        start, size = len(request.beside), self.pool.block_size
+        count = min(self._admission.most_beside - len(request.held_beside), -(-len(request.tokens) // size) - start)
+        if beside.num_free < count:
+            self._give_back_ahead()
+        blocks = beside.try_take(max(0, min(count, beside.num_free)))
+        if blocks:
+            request.beside += blocks
+            self._grow_beside.append((request.slot, start, blocks))
+        at_once = next((end for first, end in request.whole_runs if first == request.reserved), request.reserved + 1)
+        if len(request.beside) * size < at_once:
+            self._preempt(request)
+            return False
+        return True
+
     def _is_behind(self, request: Request) -> bool:
         return request.reserved < len(request.tokens)
 
@@ -459,12 +520,14 @@ class Scheduler:
         known = len(request.tokens)
         start = request.reserved
         most = min(known, len(request.blocks) * self.pool.block_size)
+        if self._beside is not None:
+            most = min(most, len(request.beside) * self.pool.block_size)
         end = room.reach(start, most, not request.wants_prompt_logprobs)
         if end == start:
             return None
         if request.source.pictures or request.whole_runs:
             end = self._features.reach(request, start, end, room.is_untouched)
-            if end == start:
+            if end == start or (self._beside is not None and end > len(request.beside) * self.pool.block_size):
                 return None
         room.spend(start, end)
         request.reserved = end
@@ -521,7 +584,8 @@ class Scheduler:
             self._admitted.append(Admitted(request.source.id, request.reserved, queue_ns))
             self.stats.num_prompt_tokens += request.num_prompt
             self.stats.num_cached_prompt_tokens += request.reserved
-        return Admission(request.slot, request.source, request.tokens[request.num_prompt :], list(request.blocks))
+        tables = (list(request.blocks), list(request.beside))
+        return Admission(request.slot, request.source, request.tokens[request.num_prompt :], *tables)
 
     def _commit(
         self,
@@ -560,8 +624,9 @@ class Scheduler:
             drop,
             encoding.pictures,
             encoding.num_parts,
+            self._grow_beside,
         )
-        self._release, self._leave = [], []
+        self._release, self._leave, self._grow_beside = [], [], []
         work = StepWork(
             len(decode_rows),
             sum(chunk.end - chunk.start for chunk in chunks),
@@ -598,9 +663,12 @@ class Scheduler:
             self._drop_row(request)
         if not forget:
             self.pool.publish(request, request.computed)
-        self.pool.free(request.held, forget)
-        if forget and request.num_behind:
+        elif request.num_behind or request.num_beside_behind:
             self.pool.forget_behind(request)
+        self.pool.free(request.held, forget)
+        if self._beside is not None:
+            self._beside.free(request.held_beside, forget)
+            self._grow_beside = [each for each in self._grow_beside if each[0] != request.slot]
         self._release.append(request.slot)
         self._free_slots.append(request.slot)
         self._shares.give_back(request.source.caller)
@@ -610,6 +678,8 @@ class Scheduler:
     def _forget_progress(self, request: Request) -> None:
         request.blocks = []
         request.num_behind = 0
+        request.beside = []
+        request.num_beside_behind = 0
         request.reserved = 0
         request.num_published = 0
         request.chain = request.root

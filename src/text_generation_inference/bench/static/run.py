@@ -20,7 +20,7 @@ from text_generation_inference.bench.static.tables import all_tables
 from text_generation_inference.bench.static.task import StaticTask
 from text_generation_inference.bench.static.terminal import has_terminal
 from text_generation_inference.bench.tables import show
-from text_generation_inference.config import ServerConfig
+from text_generation_inference.config import ServerConfig, least_blocks
 from text_generation_inference.devices.hardware import describe_hardware, memory_bytes
 from text_generation_inference.engine import warm_up as engine_warm_up
 from text_generation_inference.engine.build import Engine, start_engine
@@ -95,8 +95,17 @@ def step_bytes_per_token(model: Model) -> int:
 
 def check_cache(task: StaticTask, engine: Engine) -> None:
     """Raise `ResourceError` if the largest batch does not fit the KV cache: a part of it is no static batch."""
-    size, num_blocks = engine.resolved.block_size, engine.resolved.num_blocks - 1
+    resolved, size, num_blocks = engine.resolved, engine.resolved.block_size, engine.resolved.num_blocks - 1
     blocks = max(-(-task.sequence_length // size) + 1, -(-(task.sequence_length + task.decode_length) // size))
+    if resolved.partial_window is not None:  # windows of all, and their prompts, which are computed in one step
+        held = least_blocks(resolved.partial_window, size) + 1
+        prompts = -(-resolved.max_batch_prefill_tokens // size)
+        needed = min(blocks * max(task.batch_sizes), held * max(task.batch_sizes) + prompts)
+        if needed > resolved.num_window_blocks - 1:
+            raise ResourceError(
+                f"a batch of {max(task.batch_sizes)} needs {needed * size} tokens in layers that read a window, which"
+                f" have room for {(resolved.num_window_blocks - 1) * size}"
+            )
     if max(task.batch_sizes) * blocks > num_blocks:
         raise ResourceError(
             f"a batch of {max(task.batch_sizes)} needs {max(task.batch_sizes) * blocks * size} tokens in the KV cache,"

@@ -22,6 +22,7 @@ typedef struct {
   const packed_weight *const *expert_gate_up, *const *expert_down;
   int64_t window;                            // 0: none
   int64_t rotary_dim, positions;             // of cos_sin
+  int64_t blocks;                            // of the caches
   int64_t num_experts, top_k, normalised;
   float softcap, routing_factor;             // 0: none
 } fused_layer;
@@ -29,7 +30,7 @@ typedef struct {
 typedef struct {
   const fused_layer *layers;
   const float *final_norm;
-  int64_t num_layers, heads, kv_heads, head_dim, blocks, block_size, activation;
+  int64_t num_layers, heads, kv_heads, head_dim, block_size, activation;
   float eps, scale;
 } fused_decoder;
 
@@ -54,10 +55,12 @@ static void feed_forward(const fused_decoder *decoder, const fused_layer *layer,
   tgi_linear(gated, rows, wide / 2, layer->down, layer->down_bias, out, hidden, threads);
 }
 
-// x [rows][hidden] -> out [rows][hidden], normalised. Returns -1 when an index of the batch is out of range.
+// x [rows][hidden] -> out [rows][hidden], normalised. Layers with a window have an index and tables of their own, which may
+// be the others'. Returns -1 when an index of the batch is out of range.
 int tgi_run_fused_decode(const fused_decoder *decoder, const float *x, long rows, const int64_t *positions, const int64_t *kv_index,
-                  const int32_t *block_tables, long table_stride, long max_blocks, const int32_t *seq_lens, long num_decode,
-                  long num_chunks, const int64_t *starts, const int64_t *ends, float *out, int threads) {
+                  const int64_t *window_index, const int32_t *block_tables, const int32_t *window_tables, long table_stride,
+                  long max_blocks, const int32_t *seq_lens, long num_decode, long num_chunks, const int64_t *starts,
+                  const int64_t *ends, float *out, int threads) {
   static __thread scratch memory;
   const long d = decoder->head_dim, heads = decoder->heads, kv_heads = decoder->kv_heads;
   const long hidden = decoder->layers[0].o->out_features, q_width = heads * d, kv_width = kv_heads * d;
@@ -74,13 +77,14 @@ int tgi_run_fused_decode(const fused_decoder *decoder, const float *x, long rows
     if (layer->q_norm) normalize_heads(qkv, rows, qkv_width, heads, d, layer->q_norm, decoder->eps);
     if (layer->k_norm) normalize_heads(qkv + q_width, rows, qkv_width, kv_heads, d, layer->k_norm, decoder->eps);
     if (tgi_rotary_and_cache(qkv, qkv_width, d, qkv + q_width, qkv_width, d, qkv + q_width + kv_width, qkv_width, d,
-                             layer->cos_sin, layer->rotary_dim, layer->positions, positions, kv_index,
-                             decoder->blocks * decoder->block_size, q, layer->k_cache, layer->v_cache, rows, heads, kv_heads, d,
+                             layer->cos_sin, layer->rotary_dim, layer->positions, positions,
+                             layer->window ? window_index : kv_index, layer->blocks * decoder->block_size, q, layer->k_cache, layer->v_cache, rows, heads, kv_heads, d,
                              threads))
       return -1;
-    if (tgi_attention(q, q_width, d, layer->k_cache, layer->v_cache, decoder->blocks, decoder->block_size, block_tables,
-                      table_stride, max_blocks, seq_lens, num_decode, num_chunks, starts, ends, heads, kv_heads, d,
-                      decoder->scale, layer->window, 0, layer->softcap, NULL, mixed, threads))
+    if (tgi_attention(q, q_width, d, layer->k_cache, layer->v_cache, layer->blocks, decoder->block_size,
+                      layer->window ? window_tables : block_tables, table_stride, max_blocks, seq_lens, num_decode,
+                      num_chunks, starts, ends, heads, kv_heads, d, decoder->scale, layer->window, 0, layer->softcap, NULL,
+                      mixed, threads))
       return -1;
     tgi_linear(mixed, rows, q_width, layer->o, layer->o_bias, added, hidden, threads);
     if (layer->attention_out_norm)

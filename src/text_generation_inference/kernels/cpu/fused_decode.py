@@ -23,7 +23,7 @@ class _LayerStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in (*_NORMS, *_MATRICES, *_BIASES, *_CACHES)),
         *((name, c_void_p) for name in ("cos_sin", "router", "expert_gate_up", "expert_down")),
-        *((name, ctypes.c_int64) for name in ("window", "rotary_dim", "positions")),
+        *((name, ctypes.c_int64) for name in ("window", "rotary_dim", "positions", "blocks")),
         *((name, ctypes.c_int64) for name in ("num_experts", "top_k", "normalised")),
         *((name, c_float) for name in ("softcap", "routing_factor")),
     )
@@ -33,7 +33,7 @@ class _FusedDecodeStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("layers", "final_norm")),
         *((name, ctypes.c_int64) for name in ("num_layers", "heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("blocks", "block_size", "activation")),
+        *((name, ctypes.c_int64) for name in ("block_size", "activation")),
         *((name, c_float) for name in ("eps", "scale")),
     )
 
@@ -62,14 +62,21 @@ class NativeFusedDecode:
             return None
         meta, seq_lens = batch.meta, batch.seq_lens
         tables = meta.block_tables
+        # Of layers that read a window, where these have blocks of their own.
+        window_tables, window_index = meta.window_tables, batch.window_index
+        if window_tables is None or window_index is None:
+            window_tables, window_index = tables, batch.kv_index
         if not (
             are_rows(x)
             and x.is_contiguous()
             and x.shape[1] == self.hidden
-            and tables.dtype is seq_lens.dtype is torch.int32
-            and batch.positions.dtype is batch.kv_index.dtype is torch.int64
-            and len(batch.positions) == len(batch.kv_index) == tokens
-            and tables.stride(1) == 1
+            and tables.dtype is window_tables.dtype is seq_lens.dtype is torch.int32
+            and batch.positions.dtype is batch.kv_index.dtype is window_index.dtype is torch.int64
+            and len(batch.positions) == len(batch.kv_index) == len(window_index) == tokens
+            and tables.stride(1) == window_tables.stride(1) == 1
+            and tables.shape == window_tables.shape
+            and tables.stride(0) == window_tables.stride(0)
+            and window_index.is_contiguous()
             and seq_lens.is_contiguous()
             and batch.positions.is_contiguous()
             and batch.kv_index.is_contiguous()
@@ -83,8 +90,8 @@ class NativeFusedDecode:
         out = torch.empty((tokens, self.hidden))
         if self._run(
             self.address, x.data_ptr(), tokens, batch.positions.data_ptr(), batch.kv_index.data_ptr(),
-            tables.data_ptr(), tables.stride(0), tables.shape[1], seq_lens.data_ptr(), meta.num_decode, num_chunks,
-            starts, ends, out.data_ptr(), self._threads(),
+            window_index.data_ptr(), tables.data_ptr(), window_tables.data_ptr(), tables.stride(0), tables.shape[1],
+            seq_lens.data_ptr(), meta.num_decode, num_chunks, starts, ends, out.data_ptr(), self._threads(),
         ):  # fmt: skip
             raise IndexError("a position, a cache index or a block id of the batch is out of range")
         return out
@@ -111,12 +118,12 @@ class MakeNativeFusedDecode:
         if any(layer.latents is not None or layer.shared is not None for layer in layers):
             return None
         first = layers[0]
-        blocks, block_size, kv_heads, head_dim = first.k_cache.shape
+        _, block_size, kv_heads, head_dim = first.k_cache.shape
         tables = [cos_sin if layer.cos_sin is None else layer.cos_sin for layer in layers]
         tensors = [norm, *tables]
         structs = (_LayerStruct * len(layers))()
         for layer, table, struct in zip(layers, tables, structs, strict=True):
-            if layer.k_cache.shape != first.k_cache.shape or layer.v_cache.shape != first.k_cache.shape:
+            if layer.k_cache.shape[1:] != first.k_cache.shape[1:] or layer.v_cache.shape != layer.k_cache.shape:
                 return None
             if not _set_matrices(struct, layer, first):
                 return None
@@ -129,6 +136,7 @@ class MakeNativeFusedDecode:
                     setattr(struct, name, value.data_ptr())
             struct.cos_sin, struct.rotary_dim, struct.positions = table.data_ptr(), table.shape[1], table.shape[0]
             struct.window, struct.softcap = layer.window or 0, layer.softcap or 0.0
+            struct.blocks = layer.k_cache.shape[0]
         _check_shapes(first, heads, kv_heads, head_dim)
         if head_dim % 8 or head_dim > MAX_HEAD_DIM or activation not in ACTIVATIONS:
             return None
@@ -137,7 +145,7 @@ class MakeNativeFusedDecode:
         if not all(t.dtype is torch.float32 and t.is_contiguous() and t.device.type == "cpu" for t in tensors):
             return None
         fused = _FusedDecodeStruct(
-            ctypes.addressof(structs), norm.data_ptr(), len(layers), heads, kv_heads, head_dim, blocks, block_size,
+            ctypes.addressof(structs), norm.data_ptr(), len(layers), heads, kv_heads, head_dim, block_size,
             ACTIVATIONS.index(activation), eps, scale,
         )  # fmt: skip
         kept = (fused, structs, tuple(layers), tensors)

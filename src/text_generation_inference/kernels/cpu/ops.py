@@ -66,7 +66,7 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "tgi_expand_values": (None, "pplllllpi"),
     "tgi_experts": (c_int, "pllppllppiipi"),
     "tgi_greedy": (None, "plllppi"),
-    "tgi_run_fused_decode": (c_int, "pplpppllpllpppi"),
+    "tgi_run_fused_decode": (c_int, "pplpppppllpllpppi"),
     "tgi_probe_fma": (c_double, "i"),
     "tgi_probe_read": (c_double, "pli"),
 }

@@ -48,12 +48,12 @@ class SingleRowDecode:
         meta = batch.meta
         if x.shape[0] != 1 or not isinstance(meta, PagedMeta) or meta.num_decode != 1 or meta.table_rows is None:
             return None
-        hidden = x.clone()
+        hidden, windowed = x.clone(), batch.for_windows()
         for layer in self.layers:
             fused = torch.empty((1, layer.qkv.shape[0]), dtype=x.dtype, device=x.device)
             self._product(hidden, layer.qkv, fused, layer.qkv_bias, norm=(layer.input_norm, self.eps))
             mixed = (
-                self._look_at_keys(fused, layer, batch)
+                self._look_at_keys(fused, layer, batch if layer.window is None else windowed)
                 if layer.latents is None
                 else self._look_at_latents(fused, layer.latents, layer.k_cache, batch)
             )
