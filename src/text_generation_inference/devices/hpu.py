@@ -85,6 +85,7 @@ def rank_environment(place: Place) -> dict[str, str]:
 
 class HpuDevice(AtOnce):
     cache_by_head = False
+    holds_fp8 = True  # in-place writes to bytes seen as numbers would copy the cache
     fp8_needs = "Gaudi 2 or later"
 
     def __init__(self, settings: HpuSettings | None = None, custom_kernels: bool = True, place: Place = ALONE) -> None:
@@ -107,7 +108,6 @@ class HpuDevice(AtOnce):
         self.fp8_max = bridge.fp8_max
         if not custom_kernels and 0 < bridge.fp8_max < FP8_MAX:  # torch's own ops reckon with FP8 up to 448
             self.fp8_max, self.fp8_needs = 0.0, "the card's own kernels (without `disable_custom_kernels`) on Gaudi 2"
-        self.holds_fp8 = not bridge.emulated  # in-place writes to bytes seen as numbers would copy the cache
         prepare = getattr(bridge.core, "hpu_set_inference_env", None) or bridge.core.hpu_set_env
         prepare()
         captures = self.settings.graphs and bridge.lazy
