@@ -9,6 +9,7 @@ it `torch.compile` does the same. Steps run on one worker thread, so that planni
 import os
 import socket
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,6 +203,18 @@ class HpuDevice(AtOnce):
     def close(self) -> None:
         super().close()
         self.bridge.synchronize()
+
+    def launch(self, queue: Callable[[], Callable[[], Any]]) -> "Future[Any]":
+        """Waits until the card has done all of it: only then it says what lacked memory, which is this step's fault."""
+
+        def run() -> Any:
+            with memory_errors():
+                try:
+                    return queue()()
+                finally:
+                    self.bridge.synchronize()
+
+        return self.submit(run)
 
     def wrap_graphs(
         self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
