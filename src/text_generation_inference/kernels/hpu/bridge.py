@@ -65,8 +65,16 @@ class Bridge:
 
     def count_compilations(self) -> int:
         """Graphs and segments compiled in this process since its start."""
-        metric = importlib.import_module(f"{PACKAGE}.torch.hpu.metrics").metric_global("graph_compilation")
-        return int(dict(metric.stats())["TotalNumber"])
+        return int(_metric("graph_compilation")["TotalNumber"])
+
+    def count_fall_backs(self) -> tuple[int, str]:
+        """Ops that were done on the host in this process since its start, and which these were."""
+        stats = _metric("cpu_fallback")
+        return int(stats["TotalNumber"]), str(stats.get("FallbackOps", ""))
+
+
+def _metric(name: str) -> dict[str, Any]:
+    return dict(importlib.import_module(f"{PACKAGE}.torch.hpu.metrics").metric_global(name).stats())
 
 
 @contextmanager

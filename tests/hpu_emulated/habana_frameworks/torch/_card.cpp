@@ -242,11 +242,24 @@ c10::IValue change(const c10::IValue& value, F turn) {
   return value;
 }
 
-void note(const c10::OperatorHandle& op, uint64_t types) {
+void note(const c10::OperatorHandle& op, uint64_t types, const char* more = "") {
   State& s = state();
   const auto& name = op.operator_name();
+  std::string words = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
   std::lock_guard<std::mutex> lock(s.mutex);
-  s.ops[{name.overload_name.empty() ? name.name : name.name + "." + name.overload_name, types}]++;
+  s.ops[{words + more, types}]++;
+}
+
+// Sorts that Intel's software leaves to the host.
+bool is_long_and_stable(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t count) {
+  auto at = [&](const char* name) -> c10::IValue {
+    auto index = op.schema().argumentIndexWithName(name);
+    return index ? stack[stack.size() - count + *index] : c10::IValue();
+  };
+  c10::IValue self = at("self"), stable = at("stable"), dim = at("dim");
+  if (!self.isTensor() || !stable.isBool() || !stable.toBool() || !dim.isInt()) return false;
+  int64_t rank = self.toTensor().dim(), along = dim.toInt() < 0 ? dim.toInt() + rank : dim.toInt();
+  return along == 0 || self.toTensor().size(along) > 37;
 }
 
 // FP8 that are moved and not computed with: the CPU has no op for some of these.
@@ -303,7 +316,7 @@ void run_op(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK(
       !(on_card && on_host),
       "Expected all tensors to be on the same device, but found at least two devices, hpu:0 and cpu! (", name, ")");
-  note(op, types);
+  note(op, types, name == "aten::sort" && is_long_and_stable(op, *stack, count) ? "(long_and_stable)" : "");
   if (on_card && name.rfind("aten::", 0) == 0 && looks_at_values(op, *stack, count)) settle(name.c_str());
 
   at::AutoDispatchBelowADInplaceOrView below;
@@ -401,6 +414,12 @@ at::Scalar local_scalar(const at::Tensor& self) {
   return at::_local_scalar_dense(hosts.host(self));
 }
 
+// Attention of torch itself is put together from other ops: there is none of its fused ones.
+void choose_math(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  stack->push_back(int64_t(0));
+}
+
 at::Tensor to_host(const at::Tensor& card) {
   Hosts hosts;
   return hosts.host(card);
@@ -426,6 +445,8 @@ TORCH_LIBRARY_IMPL(aten, HPU, m) {
   m.impl("empty_strided", empty_strided);
   m.impl("copy_", copy_);
   m.impl("_local_scalar_dense", local_scalar);
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&run_op>());  // which torch would take apart
+  m.impl("_fused_sdp_choice", torch::CppFunction::makeFromBoxedFunction<&choose_math>());
 }
 
 // The same memory as a tensor of the other device. No copy, and nothing is told: this is how the stand-in computes.
