@@ -330,8 +330,12 @@ def test_fp8_of_each_card():
 @torch.inference_mode()
 def test_what_is_compiled_went_through_aotautograd(monkeypatch, books, keeps):
     """No op but one that writes an input as a whole changes anything, and that is in the program only if it is asked for."""
-    from habana_frameworks.torch import _compile
-
+    try:
+        from habana_frameworks.torch import _compile
+    except ImportError as error:
+        if "triton" not in str(error):
+            raise
+        pytest.skip(f"this torch cannot compile with this triton: {error}")
     graphs = []
 
     def keep(graph, inputs):

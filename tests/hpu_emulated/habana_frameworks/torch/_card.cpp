@@ -430,9 +430,14 @@ at::Tensor to_card(const at::Tensor& host) {
   return hosts.card(host, is_broken());
 }
 
-struct Guard final : c10::impl::NoOpDeviceGuardImpl<HPU> {
-  c10::Device getDevice() const override { return THE_CARD; }
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return HPU; }
   c10::Device exchangeDevice(c10::Device) const override { return THE_CARD; }
+  c10::Device getDevice() const override { return THE_CARD; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, THE_CARD); }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return getStream(THE_CARD); }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
 };
 
