@@ -97,8 +97,11 @@ def test_a_published_command_answers(name: str, models: dict[str, Path], tmp_pat
     asked = [make_request(n, prompt, NEW) for n, prompt in enumerate(PROMPTS)]
     again = [make_request(10, [*PROMPTS[0], 7, 9], NEW)]  # begins like the first
     engine = start_engine(config)
+    count = engine.rank.device.bridge.count_fall_backs
+    fallen = count()
     try:
         found = [*run(engine, asked), *run(engine, again)]
+        assert count() == fallen, "done on the host"
         assert [len(output.token_ids) for output in found] == [NEW] * 4
         assert [output.reason for output in found] == ["length"] * 4
         assert any(f"bucket plan, {choose_strategy(config)}" in note for note in engine.notes)

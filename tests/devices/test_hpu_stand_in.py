@@ -19,6 +19,20 @@ def habana(device_name: str):
     return habana_frameworks.torch
 
 
+@pytest.fixture(autouse=True)
+def _on_the_card(habana):
+    """Tensors are made there unless a test says otherwise."""
+    with torch.device("hpu"):
+        yield
+
+
+@pytest.fixture
+def card(habana):
+    from habana_frameworks.torch._card import card
+
+    return card
+
+
 @pytest.fixture
 def books():
     from habana_frameworks.torch._emulation import books
@@ -149,11 +163,95 @@ def test_what_looks_at_values_cannot_be_captured(work):
     assert wrap(Doubles())(torch.ones(1, 1)).item() == 2, "the failed capture is over"
 
 
+# -- another device --------------------------------------------------------------------------------------------------
+
+
+def on_host(*shape, **options):
+    return torch.ones(*shape, device="cpu", **options)
+
+
+MIXED = {
+    "a sum": lambda x, here: x + here,
+    "a product": lambda x, here: x @ here.T,
+    "a choice": lambda x, here: torch.where(here > 0, x, x),
+    "rows": lambda x, here: x.index_select(0, here[0].long()),
+    "an index": lambda x, here: x[here[0].long()],
+    "a write": lambda x, here: x.index_copy_(0, torch.zeros(1, dtype=torch.int64), here[:1]),
+    "one after the other": lambda x, here: torch.cat((x, here)),
+    "into a result": lambda x, here: torch.mul(x, x, out=here),
+    "an op of the card": lambda x, here: torch.ops.hpu.rms_norm(x, here[0], 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_tensors_of_the_card_and_the_host_do_not_mix(name):
+    x, here = torch.ones(2, 2), on_host(2, 2)
+    assert (x.device.type, here.device.type) == ("hpu", "cpu")
+    with pytest.raises(RuntimeError, match="same device|hpu:0"):
+        MIXED[name](x, here)
+    MIXED[name](x, here.to("hpu"))
+
+
+def test_what_goes_between_the_card_and_the_host():
+    x = torch.zeros(2, 3)
+    with pytest.raises(TypeError, match="hpu:0 device type tensor to numpy"):
+        x.numpy()
+    x[:, 1].copy_(on_host(2))
+    assert x.cpu().numpy().tolist() == [[0, 1, 0], [0, 1, 0]]
+    assert (x * torch.tensor(2.0, device="cpu")).tolist() == [[0, 2, 0], [0, 2, 0]], "a number may be on the host"
+    assert x.to("cpu").data_ptr() != x.data_ptr()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("work", [lambda x: x + on_host(3).to("hpu"), lambda x: x * torch.tensor(2.0, device="cpu")])
+def test_nothing_of_the_host_goes_into_a_graph(work):
+    """It would be what it was when the graph was captured."""
+    module = torch.nn.Module()
+    module.forward = work
+    with pytest.raises(RuntimeError, match="captured|same device"):
+        wrap(module)(torch.ones(3))
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lack_of_memory_is_told_by_the_next_look_at_a_value(card):
+    x, cache = torch.ones(4), torch.zeros(4)
+    card.set("fails_at", 1)
+    lacking = x + x
+    cache.copy_(lacking)
+    more = lacking + 1
+    with pytest.raises(RuntimeError, match="PT_DEVMEM Allocation failed for size::16"):
+        more.tolist()
+    assert cache.tolist() == [0, 0, 0, 0], "what was launched after it was not done"
+    assert lacking.isnan().all() and more.isnan().all()
+    assert (x + x).tolist() == [2, 2, 2, 2], "told once"
+    card.set("fails_at", 1)
+    x + x
+    with pytest.raises(RuntimeError, match="PT_DEVMEM"):
+        torch.hpu.synchronize()
+    torch.hpu.synchronize()
+
+
+def test_what_is_freed_stays_taken_until_ops_are_launched(habana):
+    habana.core.mark_step()
+    x = torch.zeros(1 << 10)
+    before = torch.hpu.memory_allocated()
+    torch.hpu.reset_peak_memory_stats()
+    for _ in range(3):
+        x + 1
+    assert torch.hpu.memory_allocated() - before == 3 * x.nbytes
+    habana.core.mark_step()
+    assert torch.hpu.memory_allocated() == before
+    assert torch.hpu.max_memory_allocated() - before == 3 * x.nbytes
+
+
 @torch.inference_mode()
 def test_memory_is_counted(books, monkeypatch):
     gc.collect()  # graphs of other tests
+    torch.hpu.synchronize()
     free, total = torch.hpu.mem_get_info()
-    held = torch.zeros(1 << 20)
+    held, _ = torch.zeros(1 << 20), torch.zeros(1 << 20, device="cpu")
     assert free - torch.hpu.mem_get_info()[0] == held.nbytes
     graphs = books.graph_bytes
     module = wrap(Doubles())
@@ -217,6 +315,46 @@ def cast_large_numbers() -> tuple[list[float], list[float]]:
 
 def test_fp8_of_each_card():
     assert str(cast_large_numbers()) == "([240.0, nan, nan], [nan, nan])"
-    program = "import habana_frameworks.torch, test_hpu_stand_in as t; print(t.cast_large_numbers())"
+    program = """if True:
+        import habana_frameworks.torch, torch, test_hpu_stand_in
+        torch.set_default_device("hpu")
+        print(test_hpu_stand_in.cast_large_numbers())"""
     found = run_with_stand_in(program, EMULATED_GAUDI="Gaudi3")
     assert found.strip() == "([240.0, 288.0, nan], [288.0, 448.0])"
+
+
+# -- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@torch.inference_mode()
+def test_what_is_compiled_went_through_aotautograd(monkeypatch, books, keeps):
+    """No op but one that writes an input as a whole changes anything, and that is in the program only if it is asked for."""
+    try:
+        from habana_frameworks.torch import _compile
+    except ImportError as error:
+        if "triton" not in str(error):
+            raise
+        pytest.skip(f"this torch cannot compile with this triton: {error}")
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(_compile, "_compile", keep)
+
+    def step(cache, index, x):
+        cache.view(4, 2)[:, 0].index_copy_(0, index, x)
+        return cache.sum() + x.relu_().sum()
+
+    program = torch.compile(step, backend="hpu_backend", dynamic=False, options={"keep_input_mutations": keeps})
+    cache, x = torch.zeros(8), torch.tensor([3.0, -2.0])
+    assert program(cache, torch.tensor([1, 3]), x).item() == 4
+    assert cache.tolist() == [0, 0, 3, 0, 0, 0, -2, 0]
+    assert x.tolist() == [3, 0]
+    (graph,) = graphs
+    ops = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert all(isinstance(op, type(torch.ops.aten.add.Tensor)) for op in ops), "nothing of Python is left"
+    changing = [str(op) for op in ops if str(op).split(".")[1].endswith("_")]
+    assert changing == (["aten.copy_.default"] * 2 if keeps else [])

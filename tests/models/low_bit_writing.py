@@ -80,9 +80,9 @@ class InTestsFormat(StoredLowBit):
         return Wanted(_beside(name, each), number=None if each == "order" else part.number)
 
     def read_part(self, name: str, part: Part, checkpoint: Checkpoint, device: torch.device) -> LowBitWeight:
-        read = {each: checkpoint.read(*self._wanted(name, part, each)) for each in self.shapes(part)}
+        read = {each: checkpoint.read(*self._wanted(name, part, each)).to(device) for each in self.shapes(part)}
         columns = read["codes"].shape[1] * 8 // self.scheme.bits
-        table = None if self.scheme.table is None else torch.tensor(self.scheme.table)
+        table = None if self.scheme.table is None else torch.tensor(self.scheme.table, device=device)
         size = self.scheme.group_size or columns
         order = read.get("order")
         whole = LowBitWeight(

@@ -9,6 +9,7 @@ it `torch.compile` does the same. Steps run on one worker thread, so that planni
 import os
 import socket
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,7 @@ def rank_environment(place: Place) -> dict[str, str]:
 
 class HpuDevice(AtOnce):
     cache_by_head = False
+    holds_fp8 = True  # in-place writes to bytes seen as numbers would copy the cache
     fp8_needs = "Gaudi 2 or later"
 
     def __init__(self, settings: HpuSettings | None = None, custom_kernels: bool = True, place: Place = ALONE) -> None:
@@ -107,7 +109,6 @@ class HpuDevice(AtOnce):
         self.fp8_max = bridge.fp8_max
         if not custom_kernels and 0 < bridge.fp8_max < FP8_MAX:  # torch's own ops reckon with FP8 up to 448
             self.fp8_max, self.fp8_needs = 0.0, "the card's own kernels (without `disable_custom_kernels`) on Gaudi 2"
-        self.holds_fp8 = not bridge.emulated  # in-place writes to bytes seen as numbers would copy the cache
         prepare = getattr(bridge.core, "hpu_set_inference_env", None) or bridge.core.hpu_set_env
         prepare()
         captures = self.settings.graphs and bridge.lazy
@@ -202,6 +203,18 @@ class HpuDevice(AtOnce):
     def close(self) -> None:
         super().close()
         self.bridge.synchronize()
+
+    def launch(self, queue: Callable[[], Callable[[], Any]]) -> "Future[Any]":
+        """Waits until the card has done all of it: only then it says what lacked memory, which is this step's fault."""
+
+        def run() -> Any:
+            with memory_errors():
+                try:
+                    return queue()()
+                finally:
+                    self.bridge.synchronize()
+
+        return self.submit(run)
 
     def wrap_graphs(
         self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None

@@ -1,11 +1,15 @@
 """Whether a model fits its device, before it is loaded."""
 
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.device import Device
+from text_generation_inference.devices.lack_of_memory import is_out_of_memory
 from text_generation_inference.devices.visible import card_bytes
 from text_generation_inference.errors import ResourceError, StartError
 from text_generation_inference.models.model import Context, Model
@@ -62,6 +66,23 @@ def check_described(config: ServerConfig, folder: Path) -> None:
         f" {where} {gigabytes(there)}. What would help: more cards (`num_shard`), `quantize` fp8, a smaller model."
         " Nothing was downloaded or loaded."
     )
+
+
+@contextmanager
+def explain_loading(device: Device) -> Generator[None]:
+    """A lack of memory while weights are loaded becomes `ResourceError`, whenever the device tells of it."""
+    try:
+        yield
+        if device.settle is not None:
+            device.settle()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # its variables hold tensors
+        raise ResourceError(
+            f"Not enough memory on {device.description} while the weights were loaded: what else uses it? A smaller"
+            f" model, or one in fewer bits (`quantize`), needs less. ({error})"
+        ) from None
 
 
 def check_weights_fit(config: ServerConfig, model: Model, dtype: torch.dtype, device: Device) -> None:

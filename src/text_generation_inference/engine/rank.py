@@ -27,7 +27,12 @@ from text_generation_inference.devices.device import Device, choose_device
 from text_generation_inference.devices.lack_of_memory import is_out_of_memory
 from text_generation_inference.engine.calibrate import Calibrated, choose_cache, make_recorder
 from text_generation_inference.engine.machines import find_interface
-from text_generation_inference.engine.memory import check_precision, check_weights_fit, hold_wide_copies
+from text_generation_inference.engine.memory import (
+    check_precision,
+    check_weights_fit,
+    explain_loading,
+    hold_wide_copies,
+)
 from text_generation_inference.engine.picture_memory import BATCH_PIXELS, PictureMemory, measure_pictures
 from text_generation_inference.engine.rank_channel import ProfileAnswer, ProfileAsked
 from text_generation_inference.errors import EngineError, ResourceError, StartError
@@ -196,9 +201,9 @@ class Rank:
         dtype = choose_dtype(config, device)
         quantization = choose_quantization(config.quantize, stored)
         check_precision(config, quantization, device)
-        model = load_model(
-            config, self._source, model_config, quantization, device, dtype, self._parallel, self._progress
-        )
+        about = (config, self._source, model_config, quantization, device, dtype, self._parallel, self._progress)
+        with explain_loading(device):
+            model = load_model(*about)
         if not model.is_capturable and uses_buckets(config, device.limits) and device.limits.graphs:
             raise StartError(f"this model runs op by op, which {device.name} does not: {', '.join(model.notes)}")
         cache_setting = choose_cache(config, quantization, model)
@@ -257,10 +262,12 @@ class Rank:
     def allocate(self, resolved: Resolved, plan: ShapePlan, grammars: GrammarCompiler | None) -> None:
         """Cache and slots."""
         self._resolved = resolved
-        counts = (resolved.num_blocks, resolved.num_picture_blocks, resolved.num_window_blocks)
-        cache = kv_cache.allocate(self.device, self._caches, *counts)
         rows, length = resolved.max_batch_size, resolved.max_total_tokens
+        counts = (resolved.num_blocks, resolved.num_picture_blocks, resolved.num_window_blocks)
         with self._explain_lack():
+            cache = kv_cache.allocate(self.device, self._caches, *counts)
+            if self.device.settle is not None:
+                self.device.settle()  # a lack of memory is told now
             about = (resolved.window is not None, resolved.partial_window is not None)
             self.runner = self._make_runner(self._model, cache, rows, length, grammars, plan, *about)
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+_STABLE_ON_GAUDI = 37  # numbers: a card leaves a stable sort of more to the host
 Routed = tuple[Tensor, Tensor]  # experts [tokens, k] int64, weights [tokens, k] float32
 
 
@@ -32,8 +33,24 @@ def route(scores: Tensor, rule: Routing, correction: Tensor | None = None) -> Ro
 
 def choose_best(values: Tensor, count: int) -> Routed:
     """The greatest `count` of each row: places and values."""
+    places = None
+    if values.device.type == "hpu" and values.shape[-1] > _STABLE_ON_GAUDI >= count:
+        places = _greatest(values, count)
+        values = values.gather(-1, places)
     ordered = values.sort(dim=-1, descending=True, stable=True)
-    return ordered.indices[:, :count], ordered.values[:, :count]
+    chosen = ordered.indices[:, :count]
+    return chosen if places is None else places.gather(-1, chosen), ordered.values[:, :count]
+
+
+def _greatest(values: Tensor, count: int) -> Tensor:
+    """Their places in order, the first ones among equals of the last; any where a row has what is no number."""
+    last = values.topk(count, dim=-1).values[:, -1:]
+    better, equal = values > last, values == last
+    room = count - better.sum(-1, keepdim=True)
+    chosen = better | (equal & (equal.float().cumsum(-1) <= room))
+    numbers = torch.arange(values.shape[-1], device=values.device, dtype=torch.float32)
+    found = -torch.where(chosen, -numbers, -math.inf).topk(count, dim=-1).values
+    return found.clamp(max=values.shape[-1] - 1).long()
 
 
 @dataclass(frozen=True, slots=True)

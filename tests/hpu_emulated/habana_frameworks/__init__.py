@@ -1,6 +1,6 @@
 """A stand-in for Intel's package of this name, for tests on machines without Gaudi cards.
 
-Everything computes on the CPU in plain torch. The names, the order of arguments and the rules are those of the public
-bridge (software 1.19 to 1.22); what is not listed there does not exist here, so that a wrong call fails. It knows nothing
-of speed.
+Everything computes on the CPU in plain torch, on tensors of the device `hpu` (`torch/_card.cpp`). The names, the order of
+arguments and the rules are those of the public bridge (software 1.19 to 1.22); what is not listed there does not exist
+here, so that a wrong call fails. It knows nothing of speed.
 """

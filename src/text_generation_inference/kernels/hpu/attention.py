@@ -271,8 +271,6 @@ def _add_up(x: Tensor, mapping: Tensor) -> Tensor:
 
 def _flat(cache: Tensor) -> Tensor:
     """`[blocks * block_size, kv_heads, head_dim]`: the tensor that the cache is a view of, where the device made it."""
-    if cache.dtype is FP8 and cache.device.type == "cpu":  # where torch moves FP8 as bytes only
-        return cache.view(torch.uint8).flatten(0, 1)
     base = cache._base
     return base if base is not None and base.dim() == 3 and base.dtype is cache.dtype else cache.flatten(0, 1)
 

@@ -29,7 +29,7 @@ _FP8_RANGE = {1: 0.0, 2: 240.0, 3: 448.0}  # largest number of the card's e4m3; 
 class Bridge:
     generation: int  # 1, 2 or 3
     lazy: bool  # ops are gathered and launched by `mark_step`; graphs can be captured
-    emulated: bool  # the stand-in of the tests: no card, tensors on the CPU
+    emulated: bool  # the stand-in of the tests: no card
     software: str
     device: torch.device
     torch_hpu: Any  # habana_frameworks.torch.hpu
@@ -65,8 +65,16 @@ class Bridge:
 
     def count_compilations(self) -> int:
         """Graphs and segments compiled in this process since its start."""
-        metric = importlib.import_module(f"{PACKAGE}.torch.hpu.metrics").metric_global("graph_compilation")
-        return int(dict(metric.stats())["TotalNumber"])
+        return int(_metric("graph_compilation")["TotalNumber"])
+
+    def count_fall_backs(self) -> tuple[int, str]:
+        """Ops that were done on the host in this process since its start, and which these were."""
+        stats = _metric("cpu_fallback")
+        return int(stats["TotalNumber"]), str(stats.get("FallbackOps", ""))
+
+
+def _metric(name: str) -> dict[str, Any]:
+    return dict(importlib.import_module(f"{PACKAGE}.torch.hpu.metrics").metric_global(name).stats())
 
 
 @contextmanager
@@ -114,7 +122,7 @@ def load_bridge(lazy: bool | None = None) -> Bridge:
         lazy=is_lazy,
         emulated=emulated,
         software=_version(),
-        device=torch.device("cpu" if emulated else "hpu"),
+        device=torch.device("hpu"),
         torch_hpu=parts["hpu"],
         core=parts["core"],
         kernels=parts["hpex.kernels"],

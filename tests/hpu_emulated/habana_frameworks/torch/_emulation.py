@@ -1,10 +1,11 @@
 """What the modules of the stand-in share: the mode, the card that is played, what is counted."""
 
-import gc
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import torch
+from habana_frameworks.torch._card import card
 
 # On some virtual machines oneDNN's AMX code for small bfloat16 products ends the process; it reads this at first use.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -18,43 +19,64 @@ warnings.filterwarnings("ignore", "index_reduce")  # torch's own op on the CPU a
 
 
 class Books:
-    """Counters of the process."""
+    """Counters of the process. What is about memory is counted by the card."""
 
     def __init__(self) -> None:
         self.limit = int(os.environ.get("EMULATED_HPU_BYTES", 16 << 30))
-        self.graph_bytes = 0  # workspaces of captured graphs
-        self.peak = 0
-        self._tensor_bytes = 0  # when last counted
         self.compilations = 0
-        self.recipes: dict[object, int] = {}  # passes compiled outside graphs, and the bytes that each takes
+        self.recipes: set[object] = set()  # passes compiled outside graphs
         self.mark_steps = 0
         self.recompute = False
-        self.capturing = False
+        self._capturing = False
+
+    @property
+    def limit(self) -> int:
+        return self._limit
+
+    @limit.setter
+    def limit(self, num_bytes: int) -> None:
+        self._limit = num_bytes
+        card.set("limit", num_bytes)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Workspaces of captured graphs."""
+        return card.get("graphs")
+
+    @property
+    def peak(self) -> int:
+        return card.get("peak")
+
+    @property
+    def capturing(self) -> bool:
+        return self._capturing
+
+    @capturing.setter
+    def capturing(self, value: bool) -> None:
+        """In this thread: a graph computes in its own memory, and cannot hold a look at a value."""
+        self._capturing = value
+        card.set("capturing", value)
+        card.set("uncounted", value)
+
+    @contextmanager
+    def in_a_graph(self) -> Iterator[None]:
+        """What ops of this thread make is in the graph's memory, which is counted already."""
+        card.set("uncounted", 1)
+        try:
+            yield
+        finally:
+            card.set("uncounted", 0)
 
     def in_use(self) -> int:
-        """Bytes of all tensors of the process, each storage once: the CPU's memory is the card's here."""
-        plain, parameter = torch.Tensor, torch.nn.Parameter
-        tensors = [found for found in gc.get_objects() if type(found) is plain or type(found) is parameter]
-        storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
-        self._tensor_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        self.peak = max(self.peak, self._tensor_bytes + self.graph_bytes)
-        return self._tensor_bytes + self.graph_bytes
+        """Bytes of graphs and of all tensors, with those whose ops were not launched yet."""
+        return card.get("in_use")
 
-    def check_memory(self, more: int) -> None:
-        """Before a graph or a pass takes memory. Far from the limit the last count will do."""
-        self.peak = max(self.peak, self._tensor_bytes + self.graph_bytes + more)
-        if 2 * (self._tensor_bytes + self.graph_bytes + more) < self.limit:
-            return
-        used = self.in_use() + more
-        if used > self.limit:
-            raise RuntimeError(
-                f"[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::{more} ({more >> 20})MB"
-            )
-
-    def compiled(self, key: object, num_bytes: int) -> None:
-        """A pass outside graphs, which is new, and what it holds at a time."""
-        self.recipes[key] = num_bytes
-        self.compilations += 1
+    def compiled(self, key: object) -> None:
+        """A pass outside graphs; each is compiled once."""
+        if key not in self.recipes:
+            self.recipes.add(key)
+            self.compilations += 1
 
 
+card.set("lazy", LAZY)
 books = Books()

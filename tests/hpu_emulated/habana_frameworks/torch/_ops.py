@@ -3,11 +3,32 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from habana_frameworks.torch._card import to_card, to_host
 from habana_frameworks.torch._emulation import FP8_MAX, GENERATION
 
 _library = torch.library.Library("hpu", "DEF")
 _E4M3 = torch.float8_e4m3fn
+
+
+def _on_card(name: str, function):
+    """Computed on the host in the card's memory."""
+
+    def given(value):
+        if not isinstance(value, Tensor):
+            return value
+        if value.device.type != "hpu":
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but hpu::{name} got one on {value.device}"
+            )
+        return to_host(value)
+
+    def run(*args, **kwargs):
+        out = function(*tree_map(given, args), **tree_map(given, kwargs))
+        return tree_map(lambda value: to_card(value) if isinstance(value, Tensor) else value, out)
+
+    return run
 
 
 def _op(schema: str):
@@ -15,6 +36,7 @@ def _op(schema: str):
         name = schema.split("(", 1)[0]
         _library.define(schema)
         _library.impl(name, function, "CompositeExplicitAutograd")  # so that torch.compile knows its shapes, too
+        _library.impl(name, _on_card(name, function), "HPU")
         return function
 
     return register

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from habana_frameworks.torch._card import card
 from habana_frameworks.torch._emulation import LAZY, books
 from habana_frameworks.torch.core import quantization
 
@@ -24,6 +25,7 @@ def mark_step(device_str: str = "", sync: bool = False) -> None:
             _warned = True
         return
     books.mark_steps += 1
+    card.mark_step()
     closures = _closures.copy()
     _closures.clear()
     for closure, args in closures:

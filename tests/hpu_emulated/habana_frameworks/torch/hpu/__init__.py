@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from habana_frameworks.torch._card import card
 from habana_frameworks.torch._emulation import GENERATION, LAZY, books
 from habana_frameworks.torch.hpu import metrics, random  # noqa: F401
 from habana_frameworks.torch.hpu.memory import (  # noqa: F401
@@ -55,6 +56,15 @@ def _check(device: Any) -> None:
 def synchronize() -> None:
     if books.capturing:
         raise RuntimeError("synchronize while a graph is captured")
+    card.settle()
+
+
+def _lazy_init() -> None:
+    """Called by torch before the first tensor."""
+
+
+def is_initialized() -> bool:
+    return True
 
 
 class Stream:

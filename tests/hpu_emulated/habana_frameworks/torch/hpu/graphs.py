@@ -13,16 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from habana_frameworks.torch._card import card
 from habana_frameworks.torch._emulation import books
 from habana_frameworks.torch.core import mark_step
 
-_ON_THE_HOST = {
-    getattr(Tensor, name)
-    for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
-}
 _SHAPE_FROM_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
@@ -64,13 +60,6 @@ def _replace(tree: Any, kind: type, new: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
         return {name: _replace(value, kind, new) for name, value in tree.items()}
     return tree
-
-
-class _NoHost(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _ON_THE_HOST:
-            raise CaptureError(f"{func.__name__} looks at a value on the host while a graph is captured")
-        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
@@ -123,7 +112,6 @@ class HPUGraph:
 
     def __init__(self) -> None:
         self._recorder: _Recorder | None = None
-        self._no_host: _NoHost | None = None
         self._marked: list[Tensor] = []
         self._outputs: list[Tensor] = []
         self._bytes = 0
@@ -132,9 +120,7 @@ class HPUGraph:
         assert not books.capturing, "one capture at a time"
         books.capturing = True
         self._recorder = _Recorder(self._marked)
-        self._no_host = _NoHost()
         self._recorder.__enter__()
-        self._no_host.__enter__()
 
     def mark_user_inputs(self, static_tlist: list[Tensor]) -> None:
         assert self._recorder is not None and not self._recorder.steps, "marked once the capture has begun, before work"
@@ -156,8 +142,7 @@ class HPUGraph:
         return any(number not in read for number in recorder.inputs[:num_inputs])
 
     def abandon(self) -> None:
-        assert self._recorder is not None and self._no_host is not None
-        self._no_host.__exit__(None, None, None)
+        assert self._recorder is not None
         self._recorder.__exit__(None, None, None)
         books.capturing = False
 
@@ -178,12 +163,12 @@ class HPUGraph:
         for number, step in last.items():
             if number not in recorder.constants and number not in self._output_slots:
                 step.freed.append(number)
-        self._bytes = _peak_bytes(recorder)
+        num_bytes = _peak_bytes(recorder)
         self._num_slots = len(recorder.kept)
         recorder.kept.clear()
         recorder.slots.clear()
-        books.check_memory(self._bytes)
-        books.graph_bytes += self._bytes
+        card.take_for_graph(num_bytes)
+        self._bytes = num_bytes
 
     def replay(self, asynchronous: bool = False) -> None:
         self.replayV3([], asynchronous)
@@ -191,6 +176,8 @@ class HPUGraph:
     def replayV3(self, tlistI: list[Tensor], asynchronous: bool = False) -> None:
         recorder = self._recorder
         assert recorder is not None and not books.capturing
+        if card.get("broken"):
+            return  # nothing is computed until somebody is told
         values: list[Tensor | None] = [None] * self._num_slots
         for number, tensor in recorder.constants.items():
             values[number] = tensor
@@ -200,6 +187,12 @@ class HPUGraph:
                     f"captured with {captured.dtype}, replayed with {tensor.dtype}: the key does not tell"
                 )
             values[number] = tensor
+        with books.in_a_graph():
+            self._run(values)
+
+    def _run(self, values: "list[Tensor | None]") -> None:
+        recorder = self._recorder
+        assert recorder is not None
         for step in recorder.steps:
             args, kwargs = _replace((step.args, step.kwargs), _Slot, lambda slot: values[slot.number])
             result = step.op(*args, **kwargs)
@@ -220,7 +213,7 @@ class HPUGraph:
     def clear_inputs(self) -> None: ...
 
     def reset(self) -> None:
-        books.graph_bytes -= self._bytes
+        card.take_for_graph(-self._bytes)
         self._bytes = 0
 
     def __del__(self) -> None:
@@ -325,17 +318,9 @@ def wrap_in_hpu_graph(
         return _Captured(recording, result, kept, unread)
 
     def run(key: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Without a graph; its memory is known once it has run."""
-        known = books.recipes.get((id(module), key))
-        if known is not None:
-            books.check_memory(known)
-            return original(*args, **kwargs)
-        with _Recorder([leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]) as recorder:
-            result = original(*args, **kwargs)
-        books.compiled((id(module), key), _peak_bytes(recorder))
-        del recorder  # has kept all results
-        books.check_memory(books.recipes[id(module), key])
-        return result
+        """Without a graph."""
+        books.compiled((id(module), key))
+        return original(*args, **kwargs)
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:

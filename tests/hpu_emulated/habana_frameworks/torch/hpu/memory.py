@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from habana_frameworks.torch._card import card
 from habana_frameworks.torch._emulation import books
 
 
@@ -40,7 +41,7 @@ def memory_reserved(device: Any = None) -> int:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    books.peak = 0
+    card.set("peak", card.get("in_use"))
 
 
 def memory_summary(device: Any = None) -> str:

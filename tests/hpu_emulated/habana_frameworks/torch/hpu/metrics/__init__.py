@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+from habana_frameworks.torch._bridge_ops import fall_backs
 from habana_frameworks.torch._emulation import books
 
 _NAMES = ("graph_compilation", "cpu_fallback", "memory_defragmentation", "recipe_cache")
@@ -18,8 +19,9 @@ class Metric:
         end = books.compilations if self._end is None else self._end
         if self._name == "graph_compilation":
             return [("TotalNumber", end - self._start), ("TotalTime", 0), ("AvgTime", 0)]
-        if self._name == "cpu_fallback":
-            return [("TotalNumber", 0), ("FallbackOps", "")]
+        if self._name == "cpu_fallback":  # since the process began
+            found = fall_backs()
+            return [("TotalNumber", sum(found.values())), ("FallbackOps", str(found) if found else "")]
         return [("TotalNumber", 0)]
 
     def reset(self) -> None:
