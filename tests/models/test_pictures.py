@@ -207,7 +207,10 @@ def test_buckets(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     check(served, run(engine, requests, arrivals=[0, 0, 2, 3, 5]))
     again = [served.request(10 + number, prompt) for number, prompt in enumerate(PROMPTS)]  # behind cached prefixes
     check(served, run(engine, again))
-    assert engine.rank.bucket_stats is not None
+    stats = engine.rank.bucket_stats
+    assert stats is not None
+    if served.oracle.name != "mllama":  # whose shapes depend on what pictures are there
+        assert stats.num_unplanned == 0, engine.rank.take_news()
     engine.close()
 
 

@@ -36,6 +36,11 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None  # requests keep the blocks of so many tokens only; None: of all
     reasons: dict[str, str]
 
+    @property
+    def max_features(self) -> int:
+        """Of pictures, that are kept: those of the longest prompt have room, and of the largest step."""
+        return max(self.max_input_tokens, self.max_batch_prefill_tokens)
+
     def explain(self) -> list[tuple[str, str]]:
         """Each derived number (or what has no effect) with its reason, for people."""
         values = {**msgspec.structs.asdict(self), "max_batch_total_tokens": (self.num_blocks - 1) * self.block_size}

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,13 @@ from text_generation_inference.devices.lack_of_memory import is_out_of_memory
 from text_generation_inference.engine.calibrate import Calibrated, choose_cache, make_recorder
 from text_generation_inference.engine.machines import find_interface
 from text_generation_inference.engine.memory import check_precision, check_weights_fit, hold_wide_copies
-from text_generation_inference.engine.picture_memory import BATCH_PIXELS, PictureMemory, measure_pictures
+from text_generation_inference.engine.picture_memory import (
+    BATCH_PIXELS,
+    PictureMemory,
+    example_shape,
+    measure_pictures,
+    plan_picture_sizes,
+)
 from text_generation_inference.engine.rank_channel import ProfileAnswer, ProfileAsked
 from text_generation_inference.errors import EngineError, ResourceError, StartError
 from text_generation_inference.layers.cache import bytes_per_picture_row, bytes_per_token, common_window
@@ -99,6 +106,7 @@ class RankFacts(msgspec.Struct, frozen=True):
     weight_bytes: int = 0  # on this rank
     pictures: PicturePolicy | None = None  # of a model that sees; how many features are kept is decided later
     feature_bytes: int = 0  # of one token's place
+    picture_sizes: list[int] = []  # of the tower's passes, where these are padded
 
 
 class RankMemory(msgspec.Struct, frozen=True):
@@ -141,6 +149,7 @@ class Rank:
         self._steps, self._pictures = StepBytes(), PictureMemory()
         self.sees = False  # the model, once it is loaded
         self._rule: PictureRule | None = None
+        self._picture_sizes: list[int] = []
 
     _collectives: CountedCollectives | None
 
@@ -199,8 +208,11 @@ class Rank:
                 model.sight = None
                 model.notes = (*model.notes, f"it sees no pictures: {blind}")
             elif rule is not None:
-                model.look_through(rule.normalisation)
+                model.look_through(rule.normalisation, example_shape(rule))
                 self._rule = rule
+                self._picture_sizes = self._plan_picture_sizes(model, rule)
+                if self._picture_sizes:  # a padded pass is not left before its end
+                    model.sight = replace(model.sight, num_parts=1)
         self._model, self.sees = model, model.sight is not None
         self._caches = model.caches(kv_cache.choose_dtype(cache_setting, dtype))
         precision = [
@@ -226,6 +238,7 @@ class Rank:
             weight_bytes=weight_bytes(model, dtype),
             pictures=_describe_sight(model.sight),
             feature_bytes=_feature_bytes(model.sight, dtype),
+            picture_sizes=self._picture_sizes,
         )
 
     def measure(self) -> RankMemory:
@@ -247,7 +260,9 @@ class Rank:
         rows, length = resolved.max_batch_size, resolved.max_total_tokens
         with self._explain_lack():
             own_pages = resolved.window is not None
-            self.runner = self._make_runner(self._model, cache, rows, length, grammars, plan, own_pages)
+            self.runner = self._make_runner(
+                self._model, cache, rows, length, grammars, plan, own_pages, resolved.max_features
+            )
 
     def warm(self) -> RankGraphs:
         """Meet the shapes of the plan."""
@@ -294,7 +309,7 @@ class Rank:
         config, device, model = self._config, self.device, self._model.shallow()
         cache = kv_cache.allocate(device, self._caches, num_blocks=1)
         limits = guess_limits(config, model.max_positions, device.limits)
-        about = (is_quantized(model), model.is_capturable, model.sight is not None)
+        about = (is_quantized(model), model.is_capturable, model.sight is not None, self._picture_sizes)
         plan = plan_shapes(config, device.limits, limits, *about)
         length = config.max_total_tokens or model.max_positions
         window = keeps_window(config, common_window(self._caches), device.limits, length)
@@ -303,6 +318,13 @@ class Rank:
             return self._make_runner(model, cache, rows, length, None, plan, window is not None)
 
         return measure_steps(device, plan, limits, length, make_runner)
+
+    def _plan_picture_sizes(self, model: Model, rule: PictureRule) -> list[int]:
+        config, tower = self._config, model.padded_tower
+        if tower is None or not uses_buckets(config, self.device.limits):
+            return []
+        limits = guess_limits(config, model.max_positions, self.device.limits)
+        return plan_picture_sizes(tower, rule, limits.max_input_tokens, config.max_image_pixels)
 
     def _measure_pictures(self) -> PictureMemory:
         if self._rule is None:
@@ -323,12 +345,13 @@ class Rank:
         grammars: GrammarCompiler | None,
         plan: ShapePlan,
         own_pages: bool,
+        max_features: int = 1,
     ) -> Runner:
         config = self._config
         watermark = (config.watermark_gamma, config.watermark_delta)
         folder = Path(config.picture_folder) if config.picture_folder is not None else None
         limited = limits_graphs(config, self.device.limits)
-        about = (grammars, plan, limited, own_pages, folder, config.max_images_per_request)
+        about = (grammars, plan, limited, own_pages, folder, config.max_images_per_request, max_features)
         return Runner(self.device, model, cache, num_slots, max_total_tokens, watermark, *about)
 
     @contextmanager

@@ -6,6 +6,7 @@ each other. Matrices are plain whatever method the decoder's have: none of them 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol, cast
 
 import torch
@@ -127,10 +128,20 @@ class PatchEmbedding(Module):
 
         Pixels beyond the last whole patch are left out.
         """
-        size, (count, height, width, _) = self.patch_size, pixels.shape
-        rows, columns = height // size, width // size
-        values = normalise(pixels[:, : rows * size, : columns * size], normalisation, self.dtype)
-        return values.view(count, rows, size, columns, size, 3).transpose(2, 3).reshape(count, rows, columns, -1)
+        return self._cut(normalise(self._whole(pixels), normalisation, self.dtype))
+
+    def cut_pixels(self, pixels: Tensor) -> Tensor:
+        """The same with pixels as they are."""
+        return self._cut(self._whole(pixels))
+
+    def _whole(self, pixels: Tensor) -> Tensor:
+        size, (_, height, width, _) = self.patch_size, pixels.shape
+        return pixels[:, : height // size * size, : width // size * size]
+
+    def _cut(self, values: Tensor) -> Tensor:
+        size, (count, height, width, _) = self.patch_size, values.shape
+        values = values.reshape(count, height // size, size, width // size, size, 3)
+        return values.transpose(2, 3).reshape(count, height // size, width // size, -1)
 
     def cut_frames(self, pixels: Tensor, normalisation: Normalisation) -> Tensor:
         """uint8 `[frames, height, width, 3]` -> patches `[moments, rows, columns, values]`, of several frames each."""
@@ -149,9 +160,15 @@ class PatchEmbedding(Module):
 
 def normalise(pixels: Tensor, normalisation: Normalisation, dtype: torch.dtype) -> Tensor:
     """uint8 `[..., 3]` -> what the tower was trained on."""
-    mean = torch.tensor(normalisation.mean, device=pixels.device)
-    std = torch.tensor(normalisation.std, device=pixels.device)
+    mean, std = scales_of(normalisation, pixels.device)
     return ((pixels.float() * normalisation.factor - mean) / std).to(dtype)
+
+
+@cache
+def scales_of(normalisation: Normalisation, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation, `[3]`."""
+    with torch.inference_mode(False):  # whoever asks first
+        return torch.tensor(normalisation.mean, device=device), torch.tensor(normalisation.std, device=device)
 
 
 class Segments:
@@ -194,6 +211,24 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, length: int, key_length: int) -> Te
     k, v = (each.view(-1, key_length, *each.shape[1:]).transpose(1, 2) for each in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != q.shape[1])
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+class MaskedRows:
+    """Rows that attend to each other in runs of one length, but for those that are padding: nobody sees these.
+
+    A run that is all padding sees itself, so that all that comes of it is finite.
+    """
+
+    def __init__(self, real: Tensor, length: int) -> None:
+        """real: `[rows]` bool."""
+        runs = real.view(-1, length)
+        self._seen = (runs | ~runs.any(1, keepdim=True))[:, None, None]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        runs, _, _, length = self._seen.shape
+        q, k, v = (each.view(runs, length, *each.shape[1:]).transpose(1, 2) for each in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._seen)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class Attends(Protocol):

@@ -39,6 +39,9 @@ class Tower(Module, ABC):
         yield
         return self.encode(pixels, grids)
 
+    def look_at(self, shape: Sequence[int]) -> None:
+        """The pixels of some picture have this shape."""
+
     @abstractmethod
     def adapt(self, names: Collection[str]) -> None:
         """A checkpoint has tensors of these names: settle which of the names that a family has had are meant."""
