@@ -3,10 +3,10 @@
     python bench/cuda_pictures.py [--shapes llava-next-7b,qwen2.5-vl-7b] [--requests 1,32,128] [--peer-path ~/site]
     python bench/cuda_pictures.py --tiny --device cpu          the script itself, tried out
 
-Random weights, no network. One picture of 672x672 and 64 tokens of text in, 128 tokens out, greedy, EOS ignored, no prefix
-reuse. Rows: each request with a picture of its own; all with the same one; texts of as many tokens. The engine without
-its front end: pictures are resized before the clock starts. `first`: all requests, one token each. `step`: the median
-of steps in which all of at most 32 requests decode; a picture in the prompt should not slow it by 2%.
+Random weights, no network. One picture of 672x672 and 64 tokens of text in, 128 tokens out, greedy, EOS ignored, no
+prefix reuse. Rows: each request with a picture of its own; all with the same one; texts of as many tokens. The engine
+without its front end: pictures are resized before the clock starts. `first`: all requests, one token each. `step`: the
+median of steps in which all of at most 32 requests decode; a picture in the prompt should not slow it by 2%.
 With --peer-path vLLM is run on the same pictures in a process of its own, which alone sees that folder.
 """
 
@@ -188,8 +188,17 @@ def run_peer(folder: Path, given: argparse.Namespace) -> list[dict]:
 def show(shape: str, ours: list[dict], peer: list[dict]) -> None:
     theirs = {(row["what"], row["requests"]): row for row in peer}
     texts = {row["requests"]: row for row in ours if row["what"] == TEXTS}
-    print(f"\n{shape}\n| what | requests | requests/s | first, s | step, ms | step / texts' | rate / peer's | first / peer's |")
-    print("|---|---|---|---|---|---|---|---|")
+    heads = [
+        "what",
+        "requests",
+        "requests/s",
+        "first, s",
+        "step, ms",
+        "step / texts'",
+        "rate / peer's",
+        "first / peer's",
+    ]
+    print(f"\n{shape}\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for row in ours:
         count, other = row["requests"], theirs.get((row["what"], row["requests"]))
         slower = row["step"] / texts[count]["step"]

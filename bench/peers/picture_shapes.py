@@ -1,4 +1,4 @@
-"""Folders of models that see, without weights: public facts of configs, settings of preprocessing, a tokenizer of bytes.
+"""Folders of models that see, without weights: public facts of configs, settings of preprocessing, a tokenizer.
 
 What ours and the peers read alike. Knows nothing of our packages.
 """
@@ -117,5 +117,10 @@ def _write_tokenizer(folder: Path, tokens: dict[str, int]) -> None:
     for name, place in tokens.items():
         assert tokenizer.token_to_id(name) == place, (name, place)
     tokenizer.save(str(folder / "tokenizer.json"))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(about))

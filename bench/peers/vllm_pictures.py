@@ -2,8 +2,8 @@
 
     python bench/peers/vllm_pictures.py FOLDER FILE TEXT OUT SIZE REQUESTS ...
 
-Knows nothing of our packages, which are not to be seen by this process. FILE is written anew after each row. Pictures are
-prepared before the clock starts as far as PIL is concerned; its own processor is inside.
+Knows nothing of our packages, which are not to be seen by this process. FILE is written anew after each row. Pictures
+are drawn before the clock starts; what its processor does with them is inside.
 """
 
 import json
@@ -67,7 +67,12 @@ def main() -> None:
     ask(4, 8, False)
     for count in map(int, counts):
         for what, equal in (("pictures", False), ("equal pictures", True)):
-            row = {"what": what, "requests": count, "first": ask(count, 1, equal), "seconds": ask(count, int(new), equal)}
+            row = {
+                "what": what,
+                "requests": count,
+                "first": ask(count, 1, equal),
+                "seconds": ask(count, int(new), equal),
+            }
             found["rows"].append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
             Path(file).write_text(json.dumps(found))

@@ -480,7 +480,7 @@ def load_model(
     if quantization is not None:
         quantization = quantization.named_as_in({name: checkpoint.shape(name) for name in checkpoint.names()})
     computed = device.ops.block_kinds if dtype is torch.float32 else ()  # products of blocks are in float32
-    assign_methods(model, quantization, checkpoint.block_types, computed)
+    assign_methods(model, quantization, checkpoint.block_types, computed, checkpoint.is_plain)
     hold_wide_copies(model, dtype, device)
     check_weights_fit(config, model, dtype, device)
     ignored = (*model.ignored, *(quantization.may_leave if quantization is not None else ()))

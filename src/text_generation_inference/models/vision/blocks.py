@@ -1,7 +1,7 @@
 """What towers are composed of: products, attention, feed-forwards and blocks of them, as a `BlockSpec` describes them.
 
 The rows of all pictures of a call lie one after the other, `[rows, hidden]`; `Segments` says which of them attend to
-each other. Matrices are plain whatever method the decoder's have: none of them is a `quant.Matrix`.
+each other.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels.matrices import Weight, plain
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.layers.linear import Linear
 from text_generation_inference.layers.norm import NormSpec, make_norm
 from text_generation_inference.models.config import Config
 from text_generation_inference.pictures.rule import Normalisation
@@ -41,32 +42,27 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by the names that conf
 }
 
 
-class PlainLinear(Module):
-    """A product with a matrix that no method quantises, stacked from its parts."""
+_RUN = 16
+
+
+class TowerLinear(Linear):
+    """A product of a tower, stacked from its parts. In few bits where its checkpoint has it so, and plain otherwise:
+    `quantize` leaves it alone."""
+
+    only_as_stored = True
+    is_measured = False
 
     def __init__(self, ops: Ops, parts: list[Part], biases: list[Part] | None = None) -> None:
-        self.ops = ops
-        self.parts = parts
-        self.biases = biases
-        self.weight: Weight
-        self.bias: Tensor | None = None
-
-    def declare(self) -> list[Declared]:
-        return [Declared("weight", self.parts), *([Declared("bias", self.biases)] if self.biases else [])]
-
-    def finish(self) -> None:
-        self.weight = self.ops.pack_linear(plain(self.weight))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[rows, in]` -> `[rows, out]`."""
-        return self.ops.linear(x, self.weight, self.bias)
+        super().__init__(ops, parts, biases)
+        # Kernels in FP8 multiply runs of 16 values: what has others is widened when it is read.
+        self.may_round = all(size % _RUN == 0 for part in parts for size in part.shape)
 
 
-def linear(ops: Ops, names: Sequence[str], sizes: Sequence[int], in_features: int, bias: bool) -> PlainLinear:
+def linear(ops: Ops, names: Sequence[str], sizes: Sequence[int], in_features: int, bias: bool) -> TowerLinear:
     """Weights `[size, in_features]` of these names, one below the other."""
     named = list(zip(names, sizes, strict=True))
     parts = [Part(f"{name}.weight", (size, in_features)) for name, size in named]
-    return PlainLinear(ops, parts, [Part(f"{name}.bias", (size,)) for name, size in named] if bias else None)
+    return TowerLinear(ops, parts, [Part(f"{name}.bias", (size,)) for name, size in named] if bias else None)
 
 
 class Parameter(Module):

@@ -12,7 +12,7 @@ from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
-from text_generation_inference.models.vision.blocks import PlainLinear, TowerNorm
+from text_generation_inference.models.vision.blocks import TowerLinear, TowerNorm
 from text_generation_inference.models.vision.llava import DECODERS as DECODERS
 from text_generation_inference.models.vision.llava import ENCODERS, PROJECTORS
 from text_generation_inference.models.vision.llava import HEADS as HEADS
@@ -44,7 +44,7 @@ class _Gemma3Projector(Module):
     def __init__(self, ops: Ops, hidden_size: int, width: int, eps: float) -> None:
         self.norm = TowerNorm(ops, NormSpec(eps=eps, plus=1.0), "mm_soft_emb_norm", hidden_size)
         stored = Part("mm_input_projection_weight", (hidden_size, width), transposed=True)
-        self.projection = PlainLinear(ops, [stored])
+        self.projection = TowerLinear(ops, [stored])
 
 
 class Gemma3Tower(TileTower):

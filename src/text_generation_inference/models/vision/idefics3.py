@@ -12,7 +12,7 @@ from torch import Tensor
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
-from text_generation_inference.models.vision.blocks import PlainLinear, linear
+from text_generation_inference.models.vision.blocks import TowerLinear, linear
 from text_generation_inference.models.vision.idefics_vision import IdeficsVision
 from text_generation_inference.models.vision.padded import TileTower
 from text_generation_inference.models.vision.see import see
@@ -48,7 +48,7 @@ class _Idefics3Connector(Module):
     name = "model.connector"
 
     def __init__(self, ops: Ops, in_features: int, width: int) -> None:
-        self.projection: PlainLinear = linear(ops, ["modality_projection.proj"], [width], in_features, bias=False)
+        self.projection: TowerLinear = linear(ops, ["modality_projection.proj"], [width], in_features, bias=False)
 
 
 class Idefics3Tower(TileTower):

@@ -14,7 +14,7 @@ Parts = Generator[None, None, T]  # work that can be left after each part of it,
 
 
 class Tower(Module, ABC):
-    """Declared by checkpoint names as all modules are, whole on every rank, never quantised by the decoder's method."""
+    """Declared by checkpoint names as all modules are, whole on every rank, in few bits where its checkpoint is."""
 
     width: int  # of features: that of the decoder's stream, `1 + num_levels` times
     num_levels: int = 0  # parts of a feature that are added behind the decoder's first layers, one behind each
