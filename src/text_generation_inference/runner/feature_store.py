@@ -15,8 +15,9 @@ from text_generation_inference.devices.device import Device
 class FeatureStore:
     def __init__(self, device: Device, capacity: int, width: int, dtype: torch.dtype) -> None:
         self._device = device.torch_device
-        # The last row is nobody's: padding is written there.
-        self.rows = torch.zeros((capacity + 1, width), dtype=dtype, device=device.torch_device)
+        # The last row is nobody's: padding is written there. Not filled: on a CPU what nobody writes takes no memory.
+        with device.stream():
+            self.rows = torch.empty((capacity + 1, width), dtype=dtype, device=device.torch_device)
         self._nobodys = capacity
         self._free = np.arange(capacity)[::-1].copy()
         self._num_free = capacity
