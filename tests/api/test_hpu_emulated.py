@@ -62,7 +62,7 @@ def test_llava_next_as_published(tmp_path: Path) -> None:
         passes, rest = divmod(metrics['tgi_bucket_tokens_computed{method="prefill"}'], 256)
         assert rest == 0 and passes >= 4
         assert metrics['tgi_bucket_tokens_needed{method="prefill"}'] < 128 * passes
-        assert re.search(r"shapes for prompts.*, 15 for pictures \(1 to 32 tiles or patches\)", running.log)
+        assert re.search(r"shapes for prompts.*, 13 for pictures \(1 to 32 tiles or patches\)", running.log)
         assert "BASE_IMAGE_TOKENS has no effect" not in running.log
     finally:
         status = running.stop()
