@@ -3,6 +3,7 @@
 import base64
 import io
 import os
+import re
 from pathlib import Path
 
 import httpx2 as httpx
@@ -53,8 +54,15 @@ def test_llava_next_as_published(tmp_path: Path) -> None:
                 assert [token["id"] for token in answer["details"]["tokens"]] == expected.token_ids
                 for token, logprob in zip(answer["details"]["tokens"], expected.logprobs, strict=True):
                     assert token["logprob"] == pytest.approx(logprob, abs=1e-3)
-        # Warming up meets no passes with pictures: each length of prompts is met once more, with the first of them.
-        assert running.metrics()["tgi_bucket_unplanned"] <= 1
+            client.post("/generate", json={"inputs": "No picture", "parameters": {"max_new_tokens": 1}}).json()
+        metrics = running.metrics()
+        assert metrics["tgi_bucket_unplanned"] == 0  # neither a prompt's pass nor one of the tower
+        assert metrics['tgi_bucket_shapes{state="captured"}'] > 0
+        # All prompts are shorter than BASE_IMAGE_TOKENS, texts too, and none is padded to less.
+        passes, rest = divmod(metrics['tgi_bucket_tokens_computed{method="prefill"}'], 256)
+        assert rest == 0 and passes >= 4
+        assert metrics['tgi_bucket_tokens_needed{method="prefill"}'] < 128 * passes
+        assert re.search(r"shapes for prompts.*, 13 for pictures \(1 to 32 tiles or patches\)", running.log)
         assert "BASE_IMAGE_TOKENS has no effect" not in running.log
     finally:
         status = running.stop()

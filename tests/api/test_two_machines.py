@@ -1,31 +1,44 @@
 """One model on two machines, which here are two loopback addresses: a launcher with the port, and one that follows it."""
 
+import base64
+import io
 import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recorded_http import FILE, ask, check
 from serving import Server, free_port
 from traffic import is_gone
+from vision_oracle import draw, make_oracle
 
 TOKEN = "a secret of both"
 
 
-@pytest.fixture(scope="module")
-def machines(model_cache: Path) -> Iterator[tuple[Server, Server]]:
+@contextmanager
+def start_both(*words: str, **about: Any) -> Iterator[tuple[Server, Server]]:
     together = ("--nnodes", "2", "--num-shard", "2", "--master-addr", "127.0.0.2", "--master-port", str(free_port()))
     limits = ("--device", "cpu", "--max-total-tokens", "1024", "--max-batch-total-tokens", "32768")
     first, second = (
-        Server(*limits, *together, "--node-rank", rank, wait=False, cache=model_cache, RANK_TOKEN=TOKEN)
+        Server(*limits, *together, *words, "--node-rank", rank, wait=False, RANK_TOKEN=TOKEN, **about)
         for rank in ("0", "1")
     )
-    first.wait_until_serving()
-    yield first, second
-    first.stop()
-    second.stop()
+    try:
+        first.wait_until_serving()
+        yield first, second
+    finally:
+        first.stop()
+        second.stop()
+
+
+@pytest.fixture(scope="module")
+def machines(model_cache: Path) -> Iterator[tuple[Server, Server]]:
+    with start_both(cache=model_cache) as both:
+        yield both
 
 
 def rank_of(server: Server) -> int | None:
@@ -79,3 +92,24 @@ def test_both_end_with_the_first(machines: tuple[Server, Server]) -> None:
     assert rank is not None
     assert first.stop() == 0, first.log[-2000:]
     second.wait_for(lambda: is_gone(rank), "the end of the other rank", timeout_s=20)
+
+
+def test_pictures_go_to_the_other_machine(tmp_path: Path) -> None:
+    """The second has no folder of pixels: they come on the channel of its orders. Were they others, tokens would be."""
+    oracle = make_oracle("llava_next", tmp_path / "model")
+    with (
+        start_both("--model-id", str(oracle.folder), "--dtype", "float32", cache=tmp_path / "cache") as (first, _),
+        first.client() as client,
+    ):
+        found: list[list[int]] = []
+        for width, height in ((90, 31), (31, 90)):
+            picture = draw(width, height, seed=width)
+            file = io.BytesIO()
+            picture.save(file, "PNG")
+            url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+            body = {"inputs": f"![]({url})What is this?\n\n", "parameters": {"max_new_tokens": 8, "details": True}}
+            answer = client.post("/generate", json=body)
+            assert answer.status_code == 200, answer.text
+            found.append([token["id"] for token in answer.json()["details"]["tokens"]])
+            assert found[-1] == oracle.generate([picture, "What is this?\n\n"], 8).token_ids
+        assert found[0] != found[1]

@@ -3,9 +3,12 @@
 import base64
 import hashlib
 import io
+import json
 import math
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,8 @@ import transformers
 from driving import Output, run, start
 from PIL import Image
 from torch import Tensor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 from vision_oracle import Oracle, draw, make_oracle
 
 from text_generation_inference.config import ServerConfig
@@ -43,7 +48,8 @@ def lay_out(oracle: Oracle, frames: list[Image.Image], fps: float) -> tuple[Pict
 
 def as_library_has_it(oracle: Oracle, layout: PictureLayout, pixels: np.ndarray) -> Tensor:
     """Patches of frames, two and two, as its video processor orders them (it wants torchvision)."""
-    rule, (moments, rows, columns), size = oracle.rule, layout.grid[:3], 14
+    rule, (moments, rows, columns) = oracle.rule, layout.grid[:3]
+    size = layout.shape[1] // rows
     mean, std = (torch.tensor(each) for each in (rule.normalisation.mean, rule.normalisation.std))
     values = (torch.from_numpy(pixels).float() * rule.normalisation.factor - mean) / std
     values = values.permute(0, 3, 1, 2).reshape(moments, 2, 3, rows // 2, 2, size, columns // 2, 2, size)
@@ -253,7 +259,76 @@ def test_a_chat_with_a_video(oracle: Oracle, tmp_path: Path) -> None:
 
 
 def test_other_families_take_none(tmp_path: Path) -> None:
-    for name in ("llava", "qwen3_vl"):
-        oracle = make_oracle(name, tmp_path / name)
-        with pytest.raises(ValidationError, match="this model takes no videos: send frames as pictures"):
-            oracle.rule.video_layout(100, 100, 4, 2.0)
+    oracle = make_oracle("llava", tmp_path)
+    with pytest.raises(ValidationError, match="this model takes no videos: send frames as pictures"):
+        oracle.rule.video_layout(100, 100, 4, 2.0)
+
+
+# -- Qwen3-VL: times in words --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    folder = tmp_path_factory.mktemp("qwen3_vl")
+    made = make_oracle("qwen3_vl", folder)
+    video = {"size": {"shortest_edge": 2 * 32 * 32, "longest_edge": 24 * 32 * 32}}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    return made
+
+
+@pytest.mark.parametrize("size", [(200, 45), (20, 90), (640, 480), (33, 32)])
+def test_times_and_sizes_are_those_of_the_library(qwen3: Oracle, size: tuple[int, int]) -> None:
+    """Of its processors, without what wants torchvision. Of one frame, which it refuses, ours are those of two."""
+    theirs = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
+    theirs.video_token, theirs.vision_start_token = "<|video_pad|>", "<|vision_start|>"
+    theirs.vision_end_token = "<|vision_end|>"
+    theirs.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    for count, fps in ((2, 2.0), (5, 2.0), (9, 30.0), (16, 0.7), (1, 3.0)):
+        layout = qwen3.rule.video_layout(*size, count, fps)
+        height, width = smart_resize(max(2, count), size[1], size[0], 2, 32, 2 * 32 * 32, 24 * 32 * 32)
+        moments = -(-count // 2)
+        assert layout.shape == (2 * moments, height, width, 3)
+        assert layout.grid == (moments, height // 16, width // 16)
+        metadata = SimpleNamespace(fps=fps, frames_indices=list(range(count)))
+        given = {"video_grid_thw": torch.tensor([layout.grid]), "video_metadata": [metadata]}
+        text = "".join(each if isinstance(each, str) else theirs.video_token * each for each in layout.expansion)
+        assert text == theirs.replace_video_token(given, 0)
+
+
+def test_times_in_words_are_answered_as_the_library_answers(qwen3: Oracle, tmp_path: Path) -> None:
+    """A chat with a video and a picture: ids, positions and tokens."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "see "}, {"type": "video", "video": FRAMES, "fps": 4}]
+    parts += [{"type": "image", "image": PICTURE}, {"type": "text", "text": " what?"}]
+    with LLM(str(qwen3.folder), progress=False, device="cpu", dtype="float32", max_total_tokens=400) as llm:
+        answer = llm.chat([{"role": "user", "content": parts}], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    layout, pixels = lay_out(qwen3, FRAMES, 4.0)
+    assert len(layout.expansion) == 9 and layout.expansion[0] == "<0.1 seconds><|vision_start|>"
+    image_id, video_id = (qwen3.tokenizer.token_to_id(f"<|{each}_pad|>") for each in ("image", "video"))
+    video = "".join(each if isinstance(each, str) else "<|video_pad|>" * each for each in layout.expansion)
+    picture = qwen3.rule.layout(*PICTURE.size)
+    shown = f"<|vision_start|>{'<|image_pad|>' * picture.num_features}<|vision_end|>"
+    ids = qwen3.tokenizer.encode(f"<s>user: see {video}{shown} what?assistant:").ids
+    assert answer.prompt_token_ids == [image_id if token == video_id else token for token in ids]
+    given = torch.tensor([ids])
+    inputs = {
+        "input_ids": given,
+        "attention_mask": torch.ones_like(given),
+        "mm_token_type_ids": (given == image_id).long() + 2 * (given == video_id).long(),
+        "pixel_values_videos": as_library_has_it(qwen3, layout, pixels),
+        "video_grid_thw": torch.tensor([layout.grid]),
+        **qwen3.pixels([PICTURE]),
+    }
+    settings = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=None)
+    with torch.no_grad():
+        found = qwen3.model.generate(**inputs, generation_config=settings)[0, len(ids) :].tolist()
+    assert answer.token_ids[: len(found)] == found
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
+    positions, shift = qwen3.model.model.get_rope_index(**{name: inputs[name] for name in names})
+    seen = [
+        list(run) for kind, run in groupby(range(len(ids)), lambda place: ids[place] in (image_id, video_id)) if kind
+    ]
+    runs = [(run[0], len(run)) for run in seen]
+    spans = [PictureSpan("", runs[:-1], list(layout.grid), list(layout.shape))]
+    spans.append(PictureSpan("", runs[-1:], list(picture.grid), list(picture.shape)))
+    ours, our_shift = place_pictures(len(ids), spans, 2)
+    assert ours.tolist() == positions[:, 0].tolist() and our_shift == int(shift[0, 0])

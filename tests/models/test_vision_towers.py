@@ -25,6 +25,7 @@ from text_generation_inference.models.model import Context
 from text_generation_inference.models.registry import SEEING as KNOWN
 from text_generation_inference.models.registry import build, read_config
 from text_generation_inference.models.vision.families import find_family
+from text_generation_inference.models.vision.padded import PaddedTower
 from text_generation_inference.models.vision.tower import Tower
 from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.quant.method import Matrix
@@ -402,6 +403,10 @@ FAMILIES = {
 }
 
 
+# Whose passes are not padded: they have the shapes of their pictures.
+UNPADDED = ("Idefics2ForConditionalGeneration", "MllamaForConditionalGeneration", "Mistral3ForConditionalGeneration")
+
+
 @dataclass
 class Made:
     family: Family
@@ -467,7 +472,7 @@ def test_features_are_those_of_transformers(made: Made) -> None:
     tower, (pixels, grids) = load(made), draw(made)
     expected = made.family.features(made.model, pixels, grids)
     found = tower.encode(pixels, grids)
-    assert not any(isinstance(module, Matrix) for _, module in tower.walk())  # which methods of quantisation look for
+    assert all(module.only_as_stored for _, module in tower.walk() if isinstance(module, Matrix))  # else it is rounded
     assert [each.shape for each in found] == [each.shape for each in expected]
     assert {each.shape[1] for each in found} == {tower.width}
     for ours, theirs in zip(found, expected, strict=True):
@@ -484,6 +489,32 @@ def test_pictures_together_are_pictures_alone(made: Made) -> None:
     for count in range(2, len(pixels) + 1):
         for ours, expected in zip(tower.encode(pixels[:count], grids[:count]), alone[:count], strict=True):
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_padding_changes_nothing(made: Made) -> None:
+    """Passes of sizes of a plan, through which pictures go piece by piece."""
+    tower, (pixels, grids) = load(made), draw(made)
+    if not isinstance(tower, PaddedTower):
+        assert made.family.architecture in UNPADDED or "pixtral" in str(made.family.config)
+        return
+    expected = tower.encode(pixels, grids)
+    for picture, grid, features in zip(pixels, grids, expected, strict=True):
+        tower.look_at(picture.shape)
+        tower.get_ready(picture.device)
+        sizes, pieces = tower.sizes_of(picture.shape, grid), tower.pieces_of(picture, grid)
+        assert sizes == [len(piece[-1]) for piece in pieces]
+        size = max(sizes) + tower.step * (2 if tower.shares_passes else 1)
+        rows = [
+            tower.run(*(torch.cat((x, x.new_zeros((size - len(x), *x.shape[1:])))) for x in piece)) for piece in pieces
+        ]
+        behind = rows[-1][-1:]
+        assert all(len(each) == tower.num_rows(size) + 1 and torch.equal(each[-1:], behind) for each in rows)
+        kept = [each[: tower.num_rows(count)] for each, count in zip(rows, sizes, strict=True)]
+        found = torch.cat((*kept, behind))[torch.from_numpy(tower.order_of(picture.shape, grid))]
+        torch.testing.assert_close(found, features, atol=2e-5, rtol=2e-5)
+        blank = [x.new_zeros((size, *x.shape[1:])) for x in tower.blank()]
+        assert bool(tower.run(*blank).isfinite().all())
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from torch import Tensor
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.cpu import CpuDevice
 from text_generation_inference.engine.loop import EngineLoop
+from text_generation_inference.engine.picture_memory import example_shape
 from text_generation_inference.engine.rank import load_model
 from text_generation_inference.models.model import Model
 from text_generation_inference.models.registry import read_config
@@ -95,7 +96,7 @@ class ThreadRunners:
             sizes = (limits.max_batch_size, limits.max_total_tokens)
             grammars = None if make_grammars is None else make_grammars()
             if model.sight is not None and (rule := find_rule(folder, found.fields)) is not None:
-                model.look_through(rule.normalisation)
+                model.look_through(rule.normalisation, example_shape(rule))
             pixels = Path(config.picture_folder) if config.picture_folder is not None else None
             runner = Runner(device, model, cache, *sizes, (0.5, 2.0), grammars, plan, picture_folder=pixels)
             for bucket in plan.shapes:

@@ -43,6 +43,11 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     num_window_blocks: int = 0  # of these layers, the padding block included; 0: they have the others' blocks
     reasons: dict[str, str]
 
+    @property
+    def max_features(self) -> int:
+        """Of pictures, that are kept: those of the longest prompt have room, and of the largest step."""
+        return max(self.max_input_tokens, self.max_batch_prefill_tokens)
+
     def explain(self) -> list[tuple[str, str]]:
         """Each derived number (or what has no effect) with its reason, for people."""
         values = {**msgspec.structs.asdict(self), "max_batch_total_tokens": (self.num_blocks - 1) * self.block_size}

@@ -1,6 +1,7 @@
 """Padded passes captured once for each shape and replayed, on a device that can capture what it queues.
 
-Inputs are copied to where the graph reads them; a result stays where the graph leaves it.
+Inputs are copied to where the graph reads them, but for those that live as long as it does (`LONG_LIVED`); a result
+stays where the graph leaves it.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
-from text_generation_inference.kernels.block_lists import key_of, put_together, take_apart
+from text_generation_inference.kernels.block_lists import LONG_LIVED, key_of, put_together, take_apart
 
 
 @dataclass(slots=True)
@@ -44,12 +45,15 @@ class CapturedForward:
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = self._capture(batch)
-        torch._foreach_copy_(graph.inputs, list(take_apart(batch).values()))  # pyright: ignore
+        given = [tensor for name, tensor in take_apart(batch).items() if name not in LONG_LIVED]
+        torch._foreach_copy_(graph.inputs, given)  # pyright: ignore
         graph.replay()
         return graph.result
 
     def _capture(self, batch: Batch) -> _Graph:
-        own = put_together({name: tensor.clone() for name, tensor in take_apart(batch).items()})
+        given = take_apart(batch)
+        inputs = {name: tensor.clone() for name, tensor in given.items() if name not in LONG_LIVED}
+        own = put_together({**given, **inputs})
         self._first(own)
         replay, result = self._device.capture(lambda: self._forward(own))
-        return _Graph(list(take_apart(own).values()), replay, result)
+        return _Graph(list(inputs.values()), replay, result)

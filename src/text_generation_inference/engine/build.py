@@ -108,7 +108,8 @@ def _bring_up(
                 feature_bytes = pictures.max_features * facts.feature_bytes
                 free_bytes = max(0, memory.cache_bytes - spare_bytes - feature_bytes)
                 resolved = resolve(config, facts.size, facts.limits, free_bytes)
-            about = (facts.quantized, facts.is_capturable, facts.pictures is not None)
+                pictures = _decide_pictures(facts, resolved, memory)
+            about = (facts.quantized, facts.is_capturable, facts.pictures is not None, facts.picture_sizes)
             plan = plan_shapes(config, facts.limits, limits_from(resolved), *about)
             rank.allocate(resolved, plan, grammars)
         with _timed(seconds, "prepare"):
@@ -160,17 +161,14 @@ def _bring_up(
 
 
 def _decide_pictures(facts: RankFacts, resolved: Resolved, memory: RankMemory) -> PicturePolicy | None:
-    """Features of the longest prompt have room, and of the largest step."""
     if facts.pictures is None:
         return None
     if facts.pictures.cross_rows:
         most = (resolved.num_picture_blocks - 1) * resolved.block_size
         each = most // resolved.max_cached_pictures
         return msgspec.structs.replace(facts.pictures, max_features=most, cross_rows=each)
-    most = max(resolved.max_input_tokens, resolved.max_batch_prefill_tokens)
-    return msgspec.structs.replace(
-        facts.pictures, max_features=most, max_each=memory.picture_tokens or 0, batch_pixels=memory.batch_pixels
-    )
+    most, each = resolved.max_features, memory.picture_tokens or 0
+    return msgspec.structs.replace(facts.pictures, max_features=most, max_each=each, batch_pixels=memory.batch_pixels)
 
 
 class _timed:

@@ -99,7 +99,11 @@ def choose_cache(config: ServerConfig, quantization: Quantization | None, model:
 
 def _list_matrices(model: Model) -> list[list[str]]:
     """The matrices of a checkpoint, each with those that it is multiplied at once with."""
-    return [module.names(prefix) for prefix, module in model.walk() if isinstance(module, Matrix) and module.may_round]
+    return [
+        module.names(prefix)
+        for prefix, module in model.walk()
+        if isinstance(module, Matrix) and module.may_round and not module.only_as_stored
+    ]
 
 
 def _describe_matrices(static: StaticScales, model: Model) -> str:

@@ -1,7 +1,7 @@
 """What computing pictures takes beside weights, cache and steps: measured with the largest that are permitted.
 
 Before there is a cache, so that it leaves as much. A picture that would take too much of the memory is not permitted:
-the measure says how many tokens those have that are.
+the measure says how many tokens those have that are. Where passes are padded, which sizes a tower's have.
 """
 
 import math
@@ -15,13 +15,17 @@ from text_generation_inference.devices.device import Device
 from text_generation_inference.devices.lack_of_memory import is_out_of_memory
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.models.model import Model
+from text_generation_inference.models.vision.padded import PaddedTower, pass_sizes
 from text_generation_inference.models.vision.tower import run_parts
 from text_generation_inference.pictures.rule import PictureLayout, PictureRule
 
 BATCH_PIXELS = 1 << 21  # of pictures that are computed together
 _SHARE = 4  # one in so many bytes of free memory may be taken
 _RATIOS = (1.0, 1.5, 2.0, 3.0, 4.0)  # of sides: families with tiles have most of them at some
+_ALL_RATIOS = (*_RATIOS, 8.0, 16.0, 32.0, 64.0, 128.0, 199.0)
 _SMALLEST = 28  # a side
+_EXAMPLE_PIXELS = 1 << 16
+_MOST_TILES = 32  # of a padded pass: more are no faster together
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +80,27 @@ def _try_largest(device: Device, model: Model, layouts: Sequence[PictureLayout],
         return None
 
 
-def _layouts(rule: PictureRule, most_pixels: int) -> set[PictureLayout]:
+def plan_picture_sizes(tower: PaddedTower, rule: PictureRule, most_tokens: int, most_pixels: int) -> list[int]:
+    """Of a tower's padded passes: those of tiles hold as many as are computed together, those of patches the largest
+    picture."""
+    layouts = [each for each in _layouts(rule, most_pixels, _ALL_RATIOS) if each.num_features <= most_tokens]
+    if not layouts:
+        return []
+    if tower.shares_passes:
+        height, width = layouts[0].shape[-3:-1]
+        return pass_sizes(tower, min(_MOST_TILES, max(1, BATCH_PIXELS // (height * width))))
+    return pass_sizes(tower, max(size for each in layouts for size in tower.sizes_of(each.shape, each.grid)))
+
+
+def example_shape(rule: PictureRule) -> tuple[int, ...]:
+    """Of the pixels of some picture."""
+    return next(iter(_layouts(rule, _EXAMPLE_PIXELS))).shape
+
+
+def _layouts(rule: PictureRule, most_pixels: int, ratios: Sequence[float] = _RATIOS) -> set[PictureLayout]:
     """Of many sizes up to so many pixels."""
     found: set[PictureLayout] = set()
-    for ratio in (*_RATIOS, *(1 / ratio for ratio in _RATIOS)):
+    for ratio in (*ratios, *(1 / ratio for ratio in ratios)):
         side = float(_SMALLEST)
         while True:
             side = min(side, math.sqrt(most_pixels))

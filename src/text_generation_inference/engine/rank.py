@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -33,7 +34,13 @@ from text_generation_inference.engine.memory import (
     explain_loading,
     hold_wide_copies,
 )
-from text_generation_inference.engine.picture_memory import BATCH_PIXELS, PictureMemory, measure_pictures
+from text_generation_inference.engine.picture_memory import (
+    BATCH_PIXELS,
+    PictureMemory,
+    example_shape,
+    measure_pictures,
+    plan_picture_sizes,
+)
 from text_generation_inference.engine.rank_channel import ProfileAnswer, ProfileAsked
 from text_generation_inference.errors import EngineError, ResourceError, StartError
 from text_generation_inference.layers.cache import (
@@ -116,6 +123,7 @@ class RankFacts(msgspec.Struct, frozen=True):
     weight_bytes: int = 0  # on this rank
     pictures: PicturePolicy | None = None  # of a model that sees; how many features are kept is decided later
     feature_bytes: int = 0  # of one token's place
+    picture_sizes: list[int] = []  # of the tower's passes, where these are padded
 
 
 class RankMemory(msgspec.Struct, frozen=True):
@@ -158,6 +166,7 @@ class Rank:
         self._steps, self._pictures = StepBytes(), PictureMemory()
         self.sees = False  # the model, once it is loaded
         self._rule: PictureRule | None = None
+        self._picture_sizes: list[int] = []
 
     _collectives: CountedCollectives | None
 
@@ -216,8 +225,11 @@ class Rank:
                 model.sight = None
                 model.notes = (*model.notes, f"it sees no pictures: {blind}")
             elif rule is not None:
-                model.look_through(rule.normalisation)
+                model.look_through(rule.normalisation, example_shape(rule))
                 self._rule = rule
+                self._picture_sizes = self._plan_picture_sizes(model, rule)
+                if self._picture_sizes:  # a padded pass is not left before its end
+                    model.sight = replace(model.sight, num_parts=1)
         self._model, self.sees = model, model.sight is not None
         self._caches = model.caches(kv_cache.choose_dtype(cache_setting, dtype))
         precision = [
@@ -245,6 +257,7 @@ class Rank:
             weight_bytes=weight_bytes(model, dtype),
             pictures=_describe_sight(model.sight),
             feature_bytes=_feature_bytes(model.sight, dtype),
+            picture_sizes=self._picture_sizes,
         )
 
     def measure(self) -> RankMemory:
@@ -268,7 +281,7 @@ class Rank:
             cache = kv_cache.allocate(self.device, self._caches, *counts)
             if self.device.settle is not None:
                 self.device.settle()  # a lack of memory is told now
-            about = (resolved.window is not None, resolved.partial_window is not None)
+            about = (resolved.window is not None, resolved.partial_window is not None, resolved.max_features)
             self.runner = self._make_runner(self._model, cache, rows, length, grammars, plan, *about)
 
     def warm(self) -> RankGraphs:
@@ -316,7 +329,7 @@ class Rank:
         config, device, model = self._config, self.device, self._model.shallow()
         cache = kv_cache.allocate(device, self._caches, num_blocks=1)
         limits = guess_limits(config, model.max_positions, device.limits)
-        about = (is_quantized(model), model.is_capturable, model.sight is not None)
+        about = (is_quantized(model), model.is_capturable, model.sight is not None, self._picture_sizes)
         plan = plan_shapes(config, device.limits, limits, *about)
         length = config.max_total_tokens or model.max_positions
         window, partial = (
@@ -327,6 +340,13 @@ class Rank:
             return self._make_runner(model, cache, rows, length, None, plan, window is not None, partial is not None)
 
         return measure_steps(device, plan, limits, length, make_runner)
+
+    def _plan_picture_sizes(self, model: Model, rule: PictureRule) -> list[int]:
+        config, tower = self._config, model.padded_tower
+        if tower is None or not uses_buckets(config, self.device.limits):
+            return []
+        limits = guess_limits(config, model.max_positions, self.device.limits)
+        return plan_picture_sizes(tower, rule, limits.max_input_tokens, config.max_image_pixels)
 
     def _measure_pictures(self) -> PictureMemory:
         if self._rule is None:
@@ -348,12 +368,13 @@ class Rank:
         plan: ShapePlan,
         own_pages: bool,
         has_beside: bool,
+        max_features: int = 1,
     ) -> Runner:
         config = self._config
         watermark = (config.watermark_gamma, config.watermark_delta)
         folder = Path(config.picture_folder) if config.picture_folder is not None else None
         limited = limits_graphs(config, self.device.limits)
-        about = (grammars, plan, limited, own_pages, folder, config.max_images_per_request, has_beside)
+        about = (grammars, plan, limited, own_pages, folder, config.max_images_per_request, has_beside, max_features)
         return Runner(self.device, model, cache, num_slots, max_total_tokens, watermark, *about)
 
     @contextmanager
@@ -484,7 +505,7 @@ def load_model(
     if quantization is not None:
         quantization = quantization.named_as_in({name: checkpoint.shape(name) for name in checkpoint.names()})
     computed = device.ops.block_kinds if dtype is torch.float32 else ()  # products of blocks are in float32
-    assign_methods(model, quantization, checkpoint.block_types, computed)
+    assign_methods(model, quantization, checkpoint.block_types, computed, checkpoint.is_plain)
     hold_wide_copies(model, dtype, device)
     check_weights_fit(config, model, dtype, device)
     ignored = (*model.ignored, *(quantization.may_leave if quantization is not None else ()))

@@ -63,6 +63,7 @@ class AllocateCache(msgspec.Struct, frozen=True, tag="allocate"):
     quantized: bool
     is_capturable: bool
     sees: bool
+    picture_sizes: list[int]
     vocab_size: int
 
 

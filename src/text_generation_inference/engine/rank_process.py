@@ -161,7 +161,8 @@ class RankWorker:
     def _allocate(self, order: AllocateCache) -> None:
         config, path = self._calibrated.config, self._source.path
         limits = limits_from(order.resolved)
-        plan = plan_shapes(config, order.limits, limits, order.quantized, order.is_capturable, order.sees)
+        about = (order.quantized, order.is_capturable, order.sees, order.picture_sizes)
+        plan = plan_shapes(config, order.limits, limits, *about)
         self._grammars = GrammarCompiler(lambda: Tokenizer.load(path), order.vocab_size)
         self._rank.allocate(order.resolved, plan, self._grammars)
 

@@ -169,8 +169,8 @@ class Ranks:
 
     def allocate(self, resolved: Resolved, plan: ShapePlan, grammars: GrammarCompiler | None) -> None:
         facts = self._facts
-        about = (facts.quantized, facts.is_capturable, facts.pictures is not None, facts.vocab_size)
-        order = AllocateCache(resolved, facts.limits, *about)
+        about = (facts.quantized, facts.is_capturable, facts.pictures is not None, facts.picture_sizes)
+        order = AllocateCache(resolved, facts.limits, *about, facts.vocab_size)
         self._call(order, lambda: self._rank.allocate(resolved, plan, grammars), type(None))
 
     def warm(self) -> RankGraphs:

@@ -22,7 +22,7 @@ class Batch:
     meta: Any  # what attention reads of the rows; a device's ops know which kind they are given
     logit_tokens: Tensor | None = None  # [logit rows] int64: tokens whose logits are needed; None: all, in order
     # Of passes with pictures:
-    features: Tensor | None = None  # [any number, width]
+    features: Tensor | None = None  # [any number, width]; the same tensor for all passes
     feature_index: Tensor | None = None  # [tokens] int64: which of them stands in a token's place; -1: none
     grid_positions: Tensor | None = None  # [3, tokens] int64: in time, row and column, where models tell them apart
     visible_ends: Tensor | None = (

@@ -19,6 +19,7 @@ from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, CrossMe
 _LEAST = -1e30  # below any score: whoever has seen nothing adds exp(-1e30) = 0
 
 Key = tuple[tuple[str, tuple[int, ...]], ...]
+LONG_LIVED = frozenset({"features"})  # tensors of a pass that are the same ones every time
 
 
 @dataclass(slots=True)

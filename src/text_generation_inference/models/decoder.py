@@ -26,6 +26,7 @@ from text_generation_inference.layers.rotary import RopeSpec, build_table, mix_a
 from text_generation_inference.models.layer import LAYERS, DecoderLayer, enter
 from text_generation_inference.models.model import Caches, Context, Model
 from text_generation_inference.models.spec import DecoderSpec, TensorNames
+from text_generation_inference.models.vision.padded import PaddedTower
 from text_generation_inference.models.vision.tower import Parts, Tower
 from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.sampling.vocabulary import VocabularyPart
@@ -232,9 +233,14 @@ class CausalLM(Model):
             activation=activation,
         )
 
-    def look_through(self, normalisation: Normalisation) -> None:
+    def look_through(self, normalisation: Normalisation, shape: Sequence[int]) -> None:
         assert self.tower is not None
         self.tower.normalisation = normalisation
+        self.tower.look_at(shape)
+
+    @property
+    def padded_tower(self) -> PaddedTower | None:
+        return self.tower if isinstance(self.tower, PaddedTower) else None
 
     def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
         assert self.tower is not None

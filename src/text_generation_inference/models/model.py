@@ -11,6 +11,7 @@ from torch import Tensor
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.layers.cache import AnyCacheSpec
+from text_generation_inference.models.vision.padded import PaddedTower
 from text_generation_inference.models.vision.sight import Sight
 from text_generation_inference.parallel import SINGLE, Parallel
 from text_generation_inference.pictures.rule import Normalisation
@@ -72,12 +73,18 @@ class Model(Module, ABC):
     def unbind(self) -> None:
         """Forget the caches: they will be allocated anew."""
 
-    def look_through(self, normalisation: Normalisation) -> None:
-        """How pixels are scaled before its tower sees them, of a model with `sight`."""
+    def look_through(self, normalisation: Normalisation, shape: Sequence[int]) -> None:
+        """How pixels are scaled before the tower of a model with `sight` sees them, and which shape those of some
+        picture have."""
 
     def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Generator[None, None, list[Tensor]]:
         """Features of pictures, of a model with `sight`, in `Sight.num_parts` parts: see `Tower.in_parts`."""
         raise NotImplementedError
+
+    @property
+    def padded_tower(self) -> PaddedTower | None:
+        """Its tower, where that has passes which can be padded."""
+        return None
 
     def keep_pictures(self, features: Tensor, blocks: Tensor, inside: Tensor, caches: Caches) -> None:
         """Keys and values of features `[rows, width]` go to these blocks `[rows]` of the caches of layers that read

@@ -4,7 +4,7 @@ A checkpoint says in config.json how it is stored (`detect`), a setting may ask 
 `assign_methods` hands the methods out before anything is loaded.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +115,20 @@ def assign_methods(
     quantization: Quantization | None,
     block_types: Mapping[str, str] | None = None,
     computed: Collection[str] = (),
+    is_plain: Callable[[str], bool] | None = None,
 ) -> None:
-    """Give each matrix its method. `block_types` are those that a file has matrices in, `computed` those of the ops."""
+    """Give each matrix its method. `block_types` are those that a file has matrices in, `computed` those of the ops;
+    `is_plain`: whether a checkpoint has the matrix of this name in a type that numbers are computed in."""
     if quantization is not None and not any(isinstance(module, Matrix) for _, module in model.walk()):
         raise StartError("a model that is served through transformers cannot be quantised: leave `quantize` out")
     for prefix, module in model.walk():
         if isinstance(module, Matrix):
-            method = quantization.choose(module, module.names(prefix)) if quantization is not None else None
+            names = module.names(prefix)
+            method = None
+            if quantization is not None and not (
+                module.only_as_stored and (is_plain is None or all(map(is_plain, names)))
+            ):
+                method = quantization.choose(module, names)
             if method is None and block_types:
                 method = gguf.detect(module, [prefix + part.name for part in module.parts], block_types, computed)
             module.method = as_held(method or PLAIN, module)

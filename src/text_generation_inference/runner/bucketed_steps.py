@@ -23,6 +23,7 @@ from text_generation_inference.runner.prompt_scores import OwedScores, PromptSco
 from text_generation_inference.runner.shapes import Bucket, BucketPlan
 from text_generation_inference.runner.slots import Slots
 from text_generation_inference.runner.step_pass import ScoredPrompt, StepPass
+from text_generation_inference.runner.tower_passes import TowerPasses
 from text_generation_inference.types import BucketStats, Chunk, StepPlan
 
 
@@ -51,10 +52,13 @@ class BucketedSteps:
                 self._prompt_logits = torch.zeros((most, width), device=device.torch_device)
             outputs = self._place_for
         self.passes = PaddedPasses(device, model, kv_cache, plan, limit_graphs, outputs)
+        self._tower = pictures.passes if pictures is not None else None
+        if self._tower is not None:
+            self._tower.stats = self.passes.shape_stats
 
     @property
     def stats(self) -> BucketStats:
-        return self.passes.stats
+        return self.passes.shape_stats.stats(self.num_captured)
 
     def take_news(self) -> list[str]:
         """Shapes that warming up has not met, once each."""
@@ -64,13 +68,16 @@ class BucketedSteps:
 
     @property
     def num_captured(self) -> int:
-        return self.passes.num_captured
+        return self.passes.num_captured + (self._tower.num_captured if self._tower is not None else 0)
 
     def captures(self, bucket: Bucket) -> bool:
-        return self.passes.captures(bucket)
+        return self._who_runs(bucket).captures(bucket)
 
     def go_without(self, bucket: Bucket) -> None:
-        self.passes.go_without(bucket)
+        self._who_runs(bucket).go_without(bucket)
+
+    def _who_runs(self, bucket: Bucket) -> PaddedPasses | TowerPasses:
+        return self._tower if self._tower is not None and bucket.phase == "picture" else self.passes
 
     def warm(self, bucket: Bucket, scored: bool = False) -> None:
         """Meet a shape with a pass that is all padding, and the choice of tokens that follows it.
@@ -81,18 +88,28 @@ class BucketedSteps:
         few_layers = self._slots.on_device or not self._device.limits.graphs
 
         def work() -> None:
-            batch = self._empty_batch(bucket)
-            self._sampling.warm(self.passes.warm(bucket, batch, few_layers))
-            if scored:
-                found = self.passes.warm_scores(self._prefill_batch(bucket, [], scored=True), few_layers)
-                if not self._slots.on_device:
-                    found.cpu()
+            for sees in self._kinds(bucket):
+                batch = self._empty_batch(bucket, sees)
+                self._sampling.warm(self.passes.warm(bucket, batch, few_layers))
+                if scored:
+                    prompt = self._prefill_batch(bucket, [], scored=True, sees=sees)
+                    found = self.passes.warm_scores(prompt, few_layers)
+                    if not self._slots.on_device:
+                        found.cpu()
 
-        self._run(work)
+        tower = self._tower
+        self._run(work if bucket.phase != "picture" or tower is None else lambda: tower.warm(bucket))
 
     def run_shallow(self, bucket: Bucket) -> None:
         """Run a shape through few layers, without a graph."""
-        self._run(lambda: self.passes.run_shallow(self._empty_batch(bucket)))
+        if bucket.phase != "picture":  # of towers nothing is compiled but what torch has
+            self._run(lambda: [self.passes.run_shallow(self._empty_batch(bucket, s)) for s in self._kinds(bucket)])
+
+    def _kinds(self, bucket: Bucket) -> tuple[bool, ...]:
+        """Whether passes of this shape read pictures: both ways, if need be."""
+        if self._pictures is None or bucket.phase != "prefill":
+            return (False,)
+        return self._pictures.padded_kinds
 
     def _run(self, work: Callable[[], object]) -> None:
         def in_step() -> Callable[[], None]:
@@ -102,8 +119,10 @@ class BucketedSteps:
 
         self._device.launch(in_step).result()
 
-    def _empty_batch(self, bucket: Bucket) -> Batch:
-        return self._prefill_batch(bucket, []) if bucket.phase == "prefill" else self._decode_batch(bucket, [])
+    def _empty_batch(self, bucket: Bucket, sees: bool) -> Batch:
+        if bucket.phase == "prefill":
+            return self._prefill_batch(bucket, [], sees=sees)
+        return self._decode_batch(bucket, [])
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -177,7 +196,8 @@ class BucketedSteps:
             scores = scores.cpu()  # its parts have shapes of their own
         return scores[None, bucket.length :], scores[: count - chunk.samples]  # nothing follows a prompt's last token
 
-    def _prefill_batch(self, bucket: Bucket, chunks: list[Chunk], scored: bool = False) -> Batch:
+    def _prefill_batch(self, bucket: Bucket, chunks: list[Chunk], scored: bool = False, sees: bool = False) -> Batch:
+        """`sees`: it reads pictures, although no prompt has one."""
         host = self._slots.host
         arrays = describe_prefill(bucket, chunks, host)
         self._slots.put(arrays.token_slots, arrays.positions, arrays.seq_lens, arrays.last_tokens)
@@ -193,16 +213,17 @@ class BucketedSteps:
             batch.meta = PromptParts(*self._slots.move((more[0].view(arrays.tables.shape), more[1])))
         if scored:
             batch.following = self._slots.gather(more[-2], more[-1])[0]
-        self._put_pictures(batch, bucket, chunks)
+        self._put_pictures(batch, bucket, chunks, sees)
         return batch
 
-    def _put_pictures(self, batch: Batch, bucket: Bucket, chunks: list[Chunk]) -> None:
+    def _put_pictures(self, batch: Batch, bucket: Bucket, chunks: list[Chunk], sees: bool) -> None:
         pictures = self._pictures
         if pictures is None:
             return
         seen = [Seen(chunk.slot, chunk.start, chunk.end, row * bucket.length) for row, chunk in enumerate(chunks)]
-        if any(pictures.concerns(row.slot, row.start, row.end) for row in seen):
-            pictures.put_into(batch, seen, bucket.num_tokens)
+        sees = sees or False not in pictures.padded_kinds
+        if sees or any(pictures.concerns(row.slot, row.start, row.end) for row in seen):
+            pictures.put_into(batch, seen)
             if isinstance(pictures, CrossPictures):
                 batch.cross = pictures.of_padded_prompts(seen, bucket.batch, bucket.length)
 

@@ -214,7 +214,12 @@ class CrossPictures(SlotPictures):
     def concerns(self, slot: int, start: int, end: int) -> bool:
         return slot in self._readers
 
-    def put_into(self, batch: Batch, chunks: Sequence[Seen], num_features: int | None = None) -> None:
+    @property
+    def padded_kinds(self) -> tuple[bool, ...]:
+        """Those that read pictures have shapes of their own, by what they read: none is met before."""
+        return (False,)
+
+    def put_into(self, batch: Batch, chunks: Sequence[Seen]) -> None:
         """The tokens that stand for pictures, whose ids slots do not know: see `Slots`."""
         ids = np.full(batch.input_ids.shape[0], -1, dtype=np.int64)
         for chunk in chunks:

@@ -15,7 +15,7 @@ from text_generation_inference.kernels.block_lists import Key, key_of, row_lengt
 from text_generation_inference.models.model import Model
 from text_generation_inference.runner.prompt_scores import LOGIT_ROWS
 from text_generation_inference.runner.shapes import Bucket, BucketPlan, ShapeStats
-from text_generation_inference.types import BucketStats, Chunk
+from text_generation_inference.types import Chunk
 
 GRAPH_TOKENS = 8192  # a pass of more is limited by computing, not by launching: a graph would only cost memory
 
@@ -70,9 +70,8 @@ class PaddedPasses:
 
         `needed` tokens are real.
         """
-        # Those with pictures read more than graphs were made for.
-        more = (batch.feature_index, batch.visible_ends, batch.cross)
-        bypass = not self.captures(bucket) or any(each is not None for each in more)
+        # Those with layers of cross-attention have shapes by what they read, which no graph was made for.
+        bypass = not self.captures(bucket) or batch.cross is not None
         self.shape_stats.on_pass(key_of(batch), bucket, needed, bypass and self._has_graphs)
         return self._graphs(batch, bypass)
 
@@ -104,10 +103,6 @@ class PaddedPasses:
     @property
     def num_captured(self) -> int:
         return self._graphs.num_captured
-
-    @property
-    def stats(self) -> BucketStats:
-        return self.shape_stats.stats(self.num_captured)
 
     def _forward(self, batch: Batch) -> Tensor:
         return self._logits(batch, self._model.forward(self._prepare(batch), self._kv_cache))

@@ -22,6 +22,9 @@ from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.models.model import Model
 from text_generation_inference.models.vision.sight import Sight, place_pictures
 from text_generation_inference.models.vision.tower import Parts, run_parts
+from text_generation_inference.runner.feature_store import FeatureStore
+from text_generation_inference.runner.shapes import EXACT, BucketPlan, ShapePlan
+from text_generation_inference.runner.tower_passes import TowerPasses
 from text_generation_inference.types import Admission, GenerationRequest, PictureSpan, StepPlan
 
 LOST = "an image of the request is not there any more"
@@ -62,10 +65,22 @@ class EncodeBatch:
 
 
 class SlotPictures:
-    def __init__(self, device: Device, model: Model, sight: Sight, folder: Path | None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        model: Model,
+        sight: Sight,
+        folder: Path | None,
+        max_features: int = 0,  # that are kept
+        plan: ShapePlan = EXACT,
+    ) -> None:
         self._device, self._model, self._sight, self._folder = device, model, sight, folder
         self._requests: dict[int, _Seeing] = {}  # by slot, of those with pictures, or all with `whole_prompts`
-        self._features: dict[str, Tensor] = {}
+        self._store = FeatureStore(device, max_features, sight.width, model.dtype)
+        self.passes: TowerPasses | None = None  # where those of the tower are padded
+        tower = model.padded_tower
+        if isinstance(plan, BucketPlan) and plan.pictures and tower is not None:
+            self.passes = TowerPasses(device, tower, self._store, plan)
         self._batch: EncodeBatch | None = None  # under way
         self._lost: set[str] = set()  # digests whose features are zeros
         self._shown: dict[str, bytes] = {}  # pixels that another has read
@@ -90,7 +105,7 @@ class SlotPictures:
 
     def forget(self) -> None:
         self._requests.clear()
-        self._features.clear()
+        self._store.clear()
         self._batch = None
         self._lost.clear()
         self._shown.clear()
@@ -115,19 +130,33 @@ class SlotPictures:
         self._keep(batch.spans, made)
 
     def _drop(self, digest: str) -> None:
-        if self._features.pop(digest, None) is None:
+        if not self._store.drop(digest):
             self._batch = None  # under way, and wanted by nobody any more
         self._lost.discard(digest)
 
     def _keep(self, spans: Sequence[PictureSpan], made: list[Tensor]) -> None:
         for span, features in zip(spans, made, strict=True):
             assert features.shape == (span.num_features, self._sight.width), (features.shape, span)
-            self._features[span.digest] = features
+            self._store.write(self._store.take(span.digest, span.num_features), features)
 
     def _begin(self, spans: list[PictureSpan]) -> EncodeBatch:
-        pixels = [each.to(self._device.torch_device) for each in self._take_pixels(spans)]
-        parts = self._model.encode(pixels, [tuple(span.grid) for span in spans])
+        pixels, grids = self._take_pixels(spans), [tuple(span.grid) for span in spans]
+        if (passes := self.passes) is not None and passes.hold(spans):
+            return EncodeBatch([], self._encode_padded(passes, spans, pixels, grids), self._sight.num_parts)
+        parts = self._model.encode([each.to(self._device.torch_device) for each in pixels], grids)
         return EncodeBatch(spans, parts, self._sight.num_parts)
+
+    def _encode_padded(
+        self,
+        passes: TowerPasses,
+        spans: Sequence[PictureSpan],
+        pixels: Sequence[Tensor],
+        grids: Sequence[tuple[int, ...]],
+    ) -> Parts[list[Tensor]]:
+        """In one part, into the store: nothing is left to keep."""
+        yield
+        passes.encode(pixels, grids, [self._store.take(span.digest, span.num_features) for span in spans])
+        return []
 
     def show(self, digest: str, pixels: bytes) -> None:
         """Instead of a file, in the step that begins to compute this picture; none: they are not there."""
@@ -169,17 +198,17 @@ class SlotPictures:
             return True
         return any(span.start < end and span.end > start for span in request.spans)
 
-    def put_into(self, batch: Batch, chunks: Sequence[Seen], num_features: int | None = None) -> None:
-        """What a pass over these chunks, at least one of which is concerned, reads of pictures.
+    @property
+    def padded_kinds(self) -> tuple[bool, ...]:
+        """Whether padded passes of prompts read pictures: always, but for models in which that takes a mask."""
+        return (False, True) if self._sight.whole_runs else (True,)
 
-        `num_features`: that there are to be, for passes that are padded.
-        """
+    def put_into(self, batch: Batch, chunks: Sequence[Seen]) -> None:
+        """What a pass over these chunks reads of pictures."""
         num_tokens = batch.input_ids.shape[0]
         index = np.full(num_tokens, -1, dtype=np.int64)
         ends = np.full(num_tokens, -1, dtype=np.int64)
         places = np.full((3, num_tokens), -1, dtype=np.int64)
-        parts: list[Tensor] = []
-        count = 0
         for chunk in chunks:
             request = self._requests.get(chunk.slot)
             ends[chunk.token : chunk.token + chunk.end - chunk.start] = np.arange(chunk.start + 1, chunk.end + 1)
@@ -197,18 +226,13 @@ class SlotPictures:
                     first, after = max(start, chunk.start), min(start + length, chunk.end)
                     if first < after:
                         wanted = slice(at + first - start, at + after - start)
-                        parts.append(self._features[span.digest][wanted])
-                        index[first + shift : after + shift] = np.arange(count, count + after - first)
-                        count += after - first
+                        index[first + shift : after + shift] = self._store.places_of(span.digest)[wanted]
                         if self._sight.whole_runs:
                             ends[first + shift : after + shift] = start + length
                     at += length
         device = self._device.torch_device
-        if parts:
-            if num_features is not None:
-                parts.append(parts[0].new_zeros((num_features - count, self._sight.width)))
-            batch.features = torch.cat(parts) if len(parts) > 1 else parts[0]
-            batch.feature_index = torch.from_numpy(index).to(device)  # pyright: ignore[reportUnknownMemberType]
+        batch.features = self._store.rows
+        batch.feature_index = torch.from_numpy(index).to(device)  # pyright: ignore[reportUnknownMemberType]
         if self._sight.whole_runs or self._sight.whole_prompts:
             batch.visible_ends = torch.from_numpy(ends).to(device)  # pyright: ignore[reportUnknownMemberType]
         if self._sight.rope_axes:

@@ -60,6 +60,7 @@ class Runner:
         picture_folder: Path | None = None,  # where pixels are
         max_pictures: int | None = None,  # of a request; None: as many as there is room for
         has_beside: bool = False,  # layers that read a window have blocks of their own: see `SlotState`
+        max_features: int | None = None,  # of pictures, that are kept; None: as many as the longest request has tokens
     ) -> None:
         self.device, self.model, self.kv_cache = device, model, kv_cache
         num_blocks, block_size = kv_cache[0][0].shape[:2]
@@ -70,7 +71,9 @@ class Runner:
             about = (device, model, model.sight, picture_folder)
             crosses = model.sight.cross_rows > 0
             self.pictures = (
-                CrossPictures(*about, kv_cache, num_slots, max_pictures) if crosses else SlotPictures(*about)
+                CrossPictures(*about, kv_cache, num_slots, max_pictures)
+                if crosses
+                else SlotPictures(*about, max_total_tokens if max_features is None else max_features, plan)
             )
         shift_of = self.pictures.shift_of if self.pictures is not None else None
         with device.stream():  # what is filled here is read in this queue

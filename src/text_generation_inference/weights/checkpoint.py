@@ -20,6 +20,7 @@ from text_generation_inference.kernels.fp8 import E8M0
 from text_generation_inference.weights.model_files import BLOCKS, INDEX, WEIGHTS, explain_pickles
 from text_generation_inference.weights.upload import FileSpan, Identity, Upload, identify
 
+_COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS_AT_ONCE = 4096
 DTYPES = {
     "F64": torch.float64,
@@ -118,6 +119,10 @@ class Checkpoint:
     def dtype(self, name: str) -> torch.dtype:
         """The stored type."""
         return self._find(name).dtype
+
+    def is_plain(self, matrix: str) -> bool:
+        """Whether it has this matrix (`.weight` left out) in a type that is computed in, rather than in fewer bits."""
+        return any(name in self and self.dtype(name) in _COMPUTED for name in (f"{matrix}.weight", matrix))
 
     def are_equal(self, one: str, other: str) -> bool:
         """Whether two tensors have the same values; those of different shapes or types are not compared."""

@@ -88,7 +88,8 @@ def make_config(task: StaticTask, model: Model, memory: int) -> ServerConfig:
 def step_bytes_per_token(model: Model) -> int:
     """What a token of a prefill step takes beside the KV cache, roughly and rather too much: what the matrices of a
     layer put out, twice, and the stream they add to."""
-    matrices = [module for _, module in model.walk() if isinstance(module, Matrix) and module.may_round]
+    found = [module for _, module in model.walk() if isinstance(module, Matrix)]
+    matrices = [matrix for matrix in found if matrix.may_round and not matrix.only_as_stored]
     outputs = sum(matrix.outputs_per_token for matrix in matrices) // len(model.caches(torch.float32))
     return 4 * 2 * (outputs + matrices[-1].outputs_per_token)
 

@@ -1,11 +1,12 @@
 """What towers are composed of: products, attention, feed-forwards and blocks of them, as a `BlockSpec` describes them.
 
 The rows of all pictures of a call lie one after the other, `[rows, hidden]`; `Segments` says which of them attend to
-each other. Matrices are plain whatever method the decoder's have: none of them is a `quant.Matrix`.
+each other.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels.matrices import Weight, plain
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.layers.linear import Linear
 from text_generation_inference.layers.norm import NormSpec, make_norm
 from text_generation_inference.models.config import Config
 from text_generation_inference.pictures.rule import Normalisation
@@ -40,32 +42,27 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by the names that conf
 }
 
 
-class PlainLinear(Module):
-    """A product with a matrix that no method quantises, stacked from its parts."""
+_RUN = 16
+
+
+class TowerLinear(Linear):
+    """A product of a tower, stacked from its parts. In few bits where its checkpoint has it so, and plain otherwise:
+    `quantize` leaves it alone."""
+
+    only_as_stored = True
+    is_measured = False
 
     def __init__(self, ops: Ops, parts: list[Part], biases: list[Part] | None = None) -> None:
-        self.ops = ops
-        self.parts = parts
-        self.biases = biases
-        self.weight: Weight
-        self.bias: Tensor | None = None
-
-    def declare(self) -> list[Declared]:
-        return [Declared("weight", self.parts), *([Declared("bias", self.biases)] if self.biases else [])]
-
-    def finish(self) -> None:
-        self.weight = self.ops.pack_linear(plain(self.weight))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[rows, in]` -> `[rows, out]`."""
-        return self.ops.linear(x, self.weight, self.bias)
+        super().__init__(ops, parts, biases)
+        # Kernels in FP8 multiply runs of 16 values: what has others is widened when it is read.
+        self.may_round = all(size % _RUN == 0 for part in parts for size in part.shape)
 
 
-def linear(ops: Ops, names: Sequence[str], sizes: Sequence[int], in_features: int, bias: bool) -> PlainLinear:
+def linear(ops: Ops, names: Sequence[str], sizes: Sequence[int], in_features: int, bias: bool) -> TowerLinear:
     """Weights `[size, in_features]` of these names, one below the other."""
     named = list(zip(names, sizes, strict=True))
     parts = [Part(f"{name}.weight", (size, in_features)) for name, size in named]
-    return PlainLinear(ops, parts, [Part(f"{name}.bias", (size,)) for name, size in named] if bias else None)
+    return TowerLinear(ops, parts, [Part(f"{name}.bias", (size,)) for name, size in named] if bias else None)
 
 
 class Parameter(Module):
@@ -127,10 +124,20 @@ class PatchEmbedding(Module):
 
         Pixels beyond the last whole patch are left out.
         """
-        size, (count, height, width, _) = self.patch_size, pixels.shape
-        rows, columns = height // size, width // size
-        values = normalise(pixels[:, : rows * size, : columns * size], normalisation, self.dtype)
-        return values.view(count, rows, size, columns, size, 3).transpose(2, 3).reshape(count, rows, columns, -1)
+        return self._cut(normalise(self._whole(pixels), normalisation, self.dtype))
+
+    def cut_pixels(self, pixels: Tensor) -> Tensor:
+        """The same with pixels as they are."""
+        return self._cut(self._whole(pixels))
+
+    def _whole(self, pixels: Tensor) -> Tensor:
+        size, (_, height, width, _) = self.patch_size, pixels.shape
+        return pixels[:, : height // size * size, : width // size * size]
+
+    def _cut(self, values: Tensor) -> Tensor:
+        size, (count, height, width, _) = self.patch_size, values.shape
+        values = values.reshape(count, height // size, size, width // size, size, 3)
+        return values.transpose(2, 3).reshape(count, height // size, width // size, -1)
 
     def cut_frames(self, pixels: Tensor, normalisation: Normalisation) -> Tensor:
         """uint8 `[frames, height, width, 3]` -> patches `[moments, rows, columns, values]`, of several frames each."""
@@ -149,9 +156,15 @@ class PatchEmbedding(Module):
 
 def normalise(pixels: Tensor, normalisation: Normalisation, dtype: torch.dtype) -> Tensor:
     """uint8 `[..., 3]` -> what the tower was trained on."""
-    mean = torch.tensor(normalisation.mean, device=pixels.device)
-    std = torch.tensor(normalisation.std, device=pixels.device)
+    mean, std = scales_of(normalisation, pixels.device)
     return ((pixels.float() * normalisation.factor - mean) / std).to(dtype)
+
+
+@cache
+def scales_of(normalisation: Normalisation, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation, `[3]`."""
+    with torch.inference_mode(False):  # whoever asks first
+        return torch.tensor(normalisation.mean, device=device), torch.tensor(normalisation.std, device=device)
 
 
 class Segments:
@@ -194,6 +207,24 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, length: int, key_length: int) -> Te
     k, v = (each.view(-1, key_length, *each.shape[1:]).transpose(1, 2) for each in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != q.shape[1])
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+class MaskedRows:
+    """Rows that attend to each other in runs of one length, but for those that are padding: nobody sees these.
+
+    A run that is all padding sees itself, so that all that comes of it is finite.
+    """
+
+    def __init__(self, real: Tensor, length: int) -> None:
+        """real: `[rows]` bool."""
+        runs = real.view(-1, length)
+        self._seen = (runs | ~runs.any(1, keepdim=True))[:, None, None]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        runs, _, _, length = self._seen.shape
+        q, k, v = (each.view(runs, length, *each.shape[1:]).transpose(1, 2) for each in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._seen)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class Attends(Protocol):

@@ -3,20 +3,20 @@
 pixels: `[1 + crops, side, side, 3]`. grid: (). Tokens of one square attend to each other both ways in the decoder.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
-from text_generation_inference.models.vision.blocks import PlainLinear, TowerNorm
+from text_generation_inference.models.vision.blocks import TowerLinear, TowerNorm
 from text_generation_inference.models.vision.llava import DECODERS as DECODERS
 from text_generation_inference.models.vision.llava import ENCODERS, PROJECTORS
 from text_generation_inference.models.vision.llava import HEADS as HEADS
+from text_generation_inference.models.vision.padded import TileTower
 from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.sight import Sight
 from text_generation_inference.models.vision.siglip import SiglipVision
@@ -44,10 +44,10 @@ class _Gemma3Projector(Module):
     def __init__(self, ops: Ops, hidden_size: int, width: int, eps: float) -> None:
         self.norm = TowerNorm(ops, NormSpec(eps=eps, plus=1.0), "mm_soft_emb_norm", hidden_size)
         stored = Part("mm_input_projection_weight", (hidden_size, width), transposed=True)
-        self.projection = PlainLinear(ops, [stored])
+        self.projection = TowerLinear(ops, [stored])
 
 
-class Gemma3Tower(Tower):
+class Gemma3Tower(TileTower):
     def __init__(self, config: Config, context: Context) -> None:
         self.width = Config(text_config(config), config.source).integer("hidden_size")
         vision = config.inner("vision_config")
@@ -59,6 +59,7 @@ class Gemma3Tower(Tower):
         if self.side**2 != num_tokens or self.encoder.side % self.side:
             patches = self.encoder.side**2
             raise config.wrong("mm_tokens_per_image", f"is {num_tokens}: no grid that {patches} patches divide into")
+        self.num_each = num_tokens
         eps = vision.positive("layer_norm_eps", 1e-6)
         self.projector = _Gemma3Projector(context.ops, self.encoder.hidden_size, self.width, eps)
 
@@ -66,10 +67,8 @@ class Gemma3Tower(Tower):
         self.ignored = self.encoder.adapt(ENCODERS, names)
         settle(self.projector, PROJECTORS, names)
 
-    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
-        squares = torch.cat(list(pixels))
-        (states,) = yield from self.encoder.states(squares, self.normalisation)
+    def see(self, tiles: Tensor) -> Parts[Tensor]:
+        (states,) = yield from self.encoder.states(tiles, self.normalisation)
         each = self.encoder.side // self.side
-        x = states.view(len(squares), self.side, each, self.side, each, -1).mean((2, 4)).flatten(0, 2)
-        features = self.projector.projection.forward(self.projector.norm.forward(x))
-        return list(features.split([len(picture) * self.side**2 for picture in pixels]))
+        x = states.view(len(tiles), self.side, each, self.side, each, -1).mean((2, 4)).flatten(0, 2)
+        return self.projector.projection.forward(self.projector.norm.forward(x))

@@ -12,8 +12,9 @@ from torch import Tensor
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
-from text_generation_inference.models.vision.blocks import PlainLinear, linear
+from text_generation_inference.models.vision.blocks import TowerLinear, linear
 from text_generation_inference.models.vision.idefics_vision import IdeficsVision
+from text_generation_inference.models.vision.padded import TileTower
 from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.text import read_text
 from text_generation_inference.models.vision.tower import Parts, Tower
@@ -47,10 +48,10 @@ class _Idefics3Connector(Module):
     name = "model.connector"
 
     def __init__(self, ops: Ops, in_features: int, width: int) -> None:
-        self.projection: PlainLinear = linear(ops, ["modality_projection.proj"], [width], in_features, bias=False)
+        self.projection: TowerLinear = linear(ops, ["modality_projection.proj"], [width], in_features, bias=False)
 
 
-class Idefics3Tower(Tower):
+class Idefics3Tower(TileTower):
     def __init__(self, config: Config, context: Context) -> None:
         self.width = Config(text_config(config), config.source).integer("hidden_size")
         self.scale = config.integer("scale_factor", 2)
@@ -61,10 +62,18 @@ class Idefics3Tower(Tower):
     def adapt(self, names: Collection[str]) -> None:
         """There is one spelling."""
 
-    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
-        tiles, scale = torch.cat(list(pixels)), self.scale
+    def look_at(self, shape: Sequence[int]) -> None:
+        super().look_at(shape)
+        self.num_each = (shape[1] // self.encoder.embeddings.patches.patch_size // self.scale) ** 2
+
+    def get_ready(self, device: torch.device) -> None:
+        super().get_ready(device)
+        sides = [side // self.encoder.embeddings.patches.patch_size for side in self.tile_shape[:2]]
+        self.encoder.places_of_grid(sides[0], sides[1], device)
+
+    def see(self, tiles: Tensor) -> Parts[Tensor]:
+        scale = self.scale
         x, lengths = yield from self.encoder.forward([tiles], self.normalisation)
         side = round(lengths[0] ** 0.5) // scale
         x = x.view(len(tiles), side, scale, side, scale, -1).transpose(2, 3).reshape(len(tiles) * side**2, -1)
-        features = self.connector.projection.forward(x)
-        return list(features.split([len(picture) * side**2 for picture in pixels]))
+        return self.connector.projection.forward(x)

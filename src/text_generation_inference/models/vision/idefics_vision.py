@@ -28,6 +28,8 @@ class IdeficsVision(Module):
         self.hidden_size = spec.hidden_size
         self.side = config.integer("image_size") // config.integer("patch_size")
         self.embeddings = SiglipEmbeddings(ops, self.hidden_size, config.integer("patch_size"), self.side**2)
+        self._placed_for: tuple[int, int, torch.device] | None = None
+        self._places: Tensor
         layers = range(config.integer("num_hidden_layers"))
         self.blocks = [Block(ops, f"encoder.layers.{number}", spec) for number in layers]
         self.norm = TowerNorm(ops, spec.norm, "post_layernorm", self.hidden_size)
@@ -40,7 +42,7 @@ class IdeficsVision(Module):
         for alike in pixels:
             patches = embeddings.patches.cut(alike, normalisation)
             count, rows, columns, _ = patches.shape
-            places = self._place(rows, columns).to(positions.device)
+            places = self.places_of_grid(rows, columns, positions.device)
             x = embeddings.patches.forward(patches.flatten(0, 2)).view(count, rows * columns, -1)
             embedded.append((x + positions[places]).flatten(0, 1))
             lengths += [rows * columns] * count
@@ -50,6 +52,12 @@ class IdeficsVision(Module):
             x = block.forward(x, segments)
             yield
         return self.norm.forward(x), lengths
+
+    def places_of_grid(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        """Of the patches of a picture; those of the last grid are kept."""
+        if (rows, columns, device) != self._placed_for:
+            self._placed_for, self._places = (rows, columns, device), self._place(rows, columns).to(device)
+        return self._places
 
     def _place(self, rows: int, columns: int) -> Tensor:
         """Row of the table of each patch. In float32, and by search: the rounding is what a model was trained with."""

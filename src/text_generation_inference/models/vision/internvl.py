@@ -29,6 +29,7 @@ from text_generation_inference.models.vision.encoder import Encoder, read_featur
 from text_generation_inference.models.vision.llava import DECODERS as DECODERS
 from text_generation_inference.models.vision.llava import HEADS as HEADS
 from text_generation_inference.models.vision.llava import PROJECTORS
+from text_generation_inference.models.vision.padded import TileTower
 from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.text import read_text
 from text_generation_inference.models.vision.tower import Parts, Tower, settle
@@ -130,7 +131,7 @@ class _InternVlProjector(Module):
         return self.mlp.forward(self.norm.forward(x))
 
 
-class InternTower(Tower):
+class InternTower(TileTower):
     def __init__(self, config: Config, context: Context) -> None:
         ratio = config.positive("downsample_ratio", 0.5)
         self.scale = int(1 / min(max(ratio, 1e-3), 1.0))
@@ -148,6 +149,7 @@ class InternTower(Tower):
             side = self.encoder.side
             raise config.wrong("downsample_ratio", f"is {ratio}: {side} rows of patches cannot be divided by 1 / that")
         self.num_parts = len(self.encoder.blocks)
+        self.num_each = (self.encoder.side // self.scale) ** 2
         activation = read_activation(config, "projector_hidden_act", "gelu")
         joined = self.encoder.hidden_size * self.scale**2
         self.projector = _InternVlProjector(context.ops, joined, self.width, activation)
@@ -156,12 +158,11 @@ class InternTower(Tower):
         self.ignored = self.encoder.adapt(_ENCODERS, names)
         settle(self.projector, PROJECTORS, names)
 
-    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
-        tiles, scale, side = torch.cat(list(pixels)), self.scale, self.encoder.side // self.scale
+    def see(self, tiles: Tensor) -> Parts[Tensor]:
+        scale, side = self.scale, self.encoder.side // self.scale
         (states,) = yield from self.encoder.states(tiles, self.normalisation)
         x = states[:, 1:].reshape(len(tiles), side, scale, side, scale, -1)
-        features = self.projector.forward(x.transpose(2, 3).reshape(len(tiles) * side**2, -1))
-        return list(features.split([len(picture) * side**2 for picture in pixels]))
+        return self.projector.forward(x.transpose(2, 3).reshape(len(tiles) * side**2, -1))
 
 
 def _read_side(config: Config, name: str) -> int:

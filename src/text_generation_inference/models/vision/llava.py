@@ -3,7 +3,7 @@
 pixels: `[1, side, side, 3]`. grid: ().
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from text_generation_inference.models.vision import pixtral
 from text_generation_inference.models.vision.blocks import TowerFeedForward, read_activation
 from text_generation_inference.models.vision.clip import ClipVision
 from text_generation_inference.models.vision.encoder import Encoder, read_feature_layers
+from text_generation_inference.models.vision.padded import TileTower
 from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.siglip import SiglipVision
 from text_generation_inference.models.vision.text import read_text
@@ -50,12 +51,13 @@ def tower(config: Config, context: Context) -> Tower:
     return LlavaTower(config, context)
 
 
-class LlavaTower(Tower):
+class LlavaTower(TileTower):
     def __init__(self, config: Config, context: Context) -> None:
         ops = context.ops
         self.encoder = read_encoder(config, ops)
         self.num_parts = len(self.encoder.blocks)
         self.keeps_first = config.choice("vision_feature_select_strategy", ("default", "full"), "default") == "full"
+        self.num_each = self.encoder.side**2 + self.encoder.num_class_tokens - (not self.keeps_first)
         self.width = Config(text_config(config), config.source).integer("hidden_size")
         self.projector = TowerFeedForward(
             ops,
@@ -71,16 +73,12 @@ class LlavaTower(Tower):
         self.ignored = self.encoder.adapt(ENCODERS, names)
         settle(self.projector, PROJECTORS, names)
 
-    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
-        return list((yield from self.project(torch.cat(list(pixels)))))
-
-    def project(self, pixels: Tensor) -> Parts[Tensor]:
-        """uint8 `[pictures, side, side, 3]` -> `[pictures, tokens, width]`."""
-        found = yield from self.encoder.states(pixels, self.normalisation)
+    def see(self, tiles: Tensor) -> Parts[Tensor]:
+        found = yield from self.encoder.states(tiles, self.normalisation)
         states = torch.cat(found, dim=-1)
         if not self.keeps_first:
             states = states[:, 1:]
-        return self.projector.forward(states.flatten(0, 1)).view(*states.shape[:2], -1)
+        return self.projector.forward(states.flatten(0, 1))
 
 
 def read_encoder(config: Config, ops: Ops) -> Encoder:

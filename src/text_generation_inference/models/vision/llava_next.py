@@ -6,7 +6,7 @@ features that are kept: what was padded to make the picture fit its tiles is cut
 
 from collections.abc import Collection, Sequence
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from text_generation_inference.models.config import Config
@@ -17,7 +17,7 @@ from text_generation_inference.models.vision.llava import HEADS as HEADS
 from text_generation_inference.models.vision.llava import LlavaTower
 from text_generation_inference.models.vision.llava import text_config as text_config
 from text_generation_inference.models.vision.see import see
-from text_generation_inference.models.vision.tower import Parts, Tower, settle
+from text_generation_inference.models.vision.tower import Tower, settle
 from text_generation_inference.weights.declare import Module
 
 
@@ -43,17 +43,17 @@ class LlavaNextTower(LlavaTower):
         super().adapt(names)
         settle(self.newline, ("", "model"), names)
 
-    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
-        features = yield from self.project(torch.cat(list(pixels)))
-        each = features.split([len(picture) for picture in pixels])
-        return [self._pack(found, *grid) for found, grid in zip(each, grids, strict=True)]
+    @property
+    def between(self) -> Tensor | None:
+        return self.newline.vector.value
 
-    def _pack(self, features: Tensor, rows: int, columns: int, kept_rows: int, kept_columns: int) -> Tensor:
-        """features `[1 + tiles, tokens, width]` -> `[num_features, width]`."""
-        side = self.encoder.side
-        tiles = features[1:].view(rows, columns, side, side, -1)
-        whole = tiles.transpose(1, 2).reshape(rows * side, columns * side, -1)
+    def order_of(self, shape: Sequence[int], grid: Sequence[int]) -> np.ndarray:
+        """The whole picture's features, then rows of the map that its tiles make, each with a newline behind it."""
+        side, (rows, columns, kept_rows, kept_columns) = self.encoder.side, grid
+        whole = np.arange(self.num_each)
+        tiles = self.num_each + np.arange(rows * columns * side**2).reshape(rows, columns, side, side)
+        joined = tiles.transpose(0, 2, 1, 3).reshape(rows * side, columns * side)
         top, left = (rows * side - kept_rows) // 2, (columns * side - kept_columns) // 2
-        whole = whole[top : top + kept_rows, left : left + kept_columns]
-        newlines = self.newline.vector.value.expand(kept_rows, 1, -1)
-        return torch.cat((features[0], torch.cat((whole, newlines), dim=1).flatten(0, 1)))
+        kept = joined[top : top + kept_rows, left : left + kept_columns]
+        newlines = np.full((kept_rows, 1), -1)
+        return np.concatenate((whole, np.concatenate((kept, newlines), axis=1).reshape(-1)))

@@ -3,10 +3,9 @@
 pixels: `[1, side, side, 3]`. grid: ().
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from text_generation_inference.kernels.ops import Ops
@@ -16,6 +15,7 @@ from text_generation_inference.models.vision.blocks import linear
 from text_generation_inference.models.vision.llava import DECODERS as DECODERS
 from text_generation_inference.models.vision.llava import ENCODERS, PROJECTORS
 from text_generation_inference.models.vision.llava import HEADS as HEADS
+from text_generation_inference.models.vision.padded import TileTower
 from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.sight import Sight
 from text_generation_inference.models.vision.siglip import SiglipVision
@@ -63,7 +63,7 @@ class _PaliGemmaProjector(Module):
         self.projection = linear(ops, ["linear"], [width], hidden_size, bias=True)
 
 
-class PaliGemmaTower(Tower):
+class PaliGemmaTower(TileTower):
     def __init__(self, config: Config, context: Context) -> None:
         self.width = config.integer("projection_dim", 2048)
         vision = config.inner("vision_config")
@@ -72,13 +72,13 @@ class PaliGemmaTower(Tower):
         vision.choice("model_type", ("siglip_vision_model",), "siglip_vision_model")
         self.encoder = SiglipVision(context.ops, vision)
         self.num_parts = len(self.encoder.blocks)
+        self.num_each = self.encoder.side**2
         self.projector = _PaliGemmaProjector(context.ops, self.encoder.hidden_size, self.width)
 
     def adapt(self, names: Collection[str]) -> None:
         self.ignored = self.encoder.adapt(ENCODERS, names)
         settle(self.projector, PROJECTORS, names)
 
-    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
-        (states,) = yield from self.encoder.states(torch.cat(list(pixels)), self.normalisation)
-        features = self.projector.projection.forward(states.flatten(0, 1))
-        return list(features.view(*states.shape[:2], -1))
+    def see(self, tiles: Tensor) -> Parts[Tensor]:
+        (states,) = yield from self.encoder.states(tiles, self.normalisation)
+        return self.projector.projection.forward(states.flatten(0, 1))

@@ -14,13 +14,15 @@ from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.models.vision.blocks import (
     Block,
     BlockSpec,
+    MaskedRows,
     PatchEmbedding,
     Segments,
     TowerFeedForward,
     TowerNorm,
 )
-from text_generation_inference.models.vision.grid import Sides, by_block, frequencies_of, places_of, rotation_of
-from text_generation_inference.models.vision.tower import Parts, Tower, settle
+from text_generation_inference.models.vision.grid import Sides, frequencies_of, places_of, rotation_of
+from text_generation_inference.models.vision.patches import PatchTower
+from text_generation_inference.models.vision.tower import Parts, settle
 from text_generation_inference.weights.declare import Module
 
 SPELLINGS = ("visual", "model.visual")
@@ -62,12 +64,17 @@ class _Qwen2Visual(Module):
         self.merger = _Qwen2Merger(ops, spec)
 
 
-class QwenTower(Tower):
+class QwenTower(PatchTower):
     def __init__(self, ops: Ops, spec: QwenVisionSpec) -> None:
         self.spec = spec
         self.width = spec.width
         self.visual = _Qwen2Visual(ops, spec)
+        self.merge, self.window = spec.merge_size, spec.window
         self.num_parts = spec.depth
+
+    @property
+    def patches(self) -> PatchEmbedding:
+        return self.visual.patches
 
     def adapt(self, names: Collection[str]) -> None:
         settle(self.visual, SPELLINGS, names)
@@ -75,7 +82,7 @@ class QwenTower(Tower):
     def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
         spec, visual, device = self.spec, self.visual, pixels[0].device
         merge = spec.merge_size
-        embedded = [self._embed(picture) for picture in pixels]
+        embedded = [self.embed(picture) for picture in pixels]
         x = torch.cat([rows for rows, _ in embedded])
         sides = [each for _, of_picture in embedded for each in of_picture]  # a video's moments are as pictures are
         frequencies = frequencies_of(spec.theta, spec.block.hidden_size // spec.block.num_heads // 2, device)
@@ -97,17 +104,18 @@ class QwenTower(Tower):
             features = torch.empty_like(features).index_copy_(0, order, features)
         return list(features.split([rows.shape[0] // merge**2 for rows, _ in embedded]))
 
-    def _embed(self, picture: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-        """Patches of a picture, or of a video's moments, in the order of blocks; rows and columns of each."""
-        patches, merge = self.visual.patches, self.spec.merge_size
-        is_video = picture.ndim == 4
-        if is_video:
-            cut = patches.cut_frames(picture, self.normalisation)
-        else:
-            cut = patches.cut(picture[None], self.normalisation)
-        rows = torch.cat([by_block(moment, merge) for moment in cut])
-        sides = [(cut.shape[1], cut.shape[2])] * cut.shape[0]
-        return (patches.forward_frames(rows) if is_video else patches.forward(rows)), sides
+    def run(self, *tensors: Tensor) -> Tensor:
+        spec, (patches, places, _, real) = self.spec, tensors
+        x = self.embed_padded(patches)
+        frequencies = frequencies_of(spec.theta, spec.block.hidden_size // spec.block.num_heads // 2, x.device)
+        rotation = rotation_of(places, frequencies, frequencies)
+        full = windowed = MaskedRows(real, x.shape[0])
+        if spec.window is not None:
+            windowed = MaskedRows(real, self.step)
+        for number, block in enumerate(self.visual.blocks):
+            x = block.forward(x, full if number in spec.full_blocks else windowed, rotation)
+        features = self.visual.merger.forward(x)
+        return torch.cat((features, torch.zeros_like(features[:1])))
 
 
 def _by_window(sides: Sides, merge: int, window: int) -> tuple[Tensor, list[int]]:

@@ -13,16 +13,20 @@ from torch import Tensor
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.vision.blocks import (
+    Attends,
     Block,
     BlockSpec,
+    MaskedRows,
     Parameter,
     PatchEmbedding,
+    Rotation,
     Segments,
     TowerFeedForward,
     TowerNorm,
 )
-from text_generation_inference.models.vision.grid import by_block, frequencies_of, places_of, rotation_of
-from text_generation_inference.models.vision.tower import Parts, Tower, settle
+from text_generation_inference.models.vision.grid import frequencies_of, places_of, rotation_of
+from text_generation_inference.models.vision.patches import PatchTower
+from text_generation_inference.models.vision.tower import Parts, run_parts, settle
 from text_generation_inference.weights.declare import Module
 
 _SPELLINGS = ("model.visual", "visual")
@@ -68,38 +72,57 @@ class _Qwen3Visual(Module):
         self.deep = [_Qwen3Merger(ops, f"deepstack_merger_list.{number}", spec, norms_joined=True) for number in levels]
 
 
-class Qwen3Tower(Tower):
+class Qwen3Tower(PatchTower):
     def __init__(self, ops: Ops, spec: Qwen3VisionSpec) -> None:
         self.spec = spec
         self.num_levels = len(spec.levels)
         self.width = spec.width * (1 + self.num_levels)
         self.visual = _Qwen3Visual(ops, spec)
+        self.merge = spec.merge_size
         self.num_parts = spec.depth
+
+    @property
+    def patches(self) -> PatchEmbedding:
+        return self.visual.patches
 
     def adapt(self, names: Collection[str]) -> None:
         settle(self.visual, _SPELLINGS, names)
 
     def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
-        spec, visual, device = self.spec, self.visual, pixels[0].device
-        merge = spec.merge_size
-        cut = [visual.patches.cut(picture[None], self.normalisation)[0] for picture in pixels]
-        sides = [(patches.shape[0], patches.shape[1]) for patches in cut]
+        device, merge = pixels[0].device, self.merge
+        embedded = [self.embed(picture) for picture in pixels]
+        sides = [each for _, of_picture in embedded for each in of_picture]  # a video's moments are as pictures are
         lengths = [rows * columns for rows, columns in sides]
         places = places_of(sides, merge).to(device)
         counts = torch.repeat_interleave(torch.tensor(sides), torch.tensor(lengths), dim=0).to(device)
-        frequencies = frequencies_of(spec.theta, spec.block.hidden_size // spec.block.num_heads // 2, device)
-        rotation = rotation_of(places, frequencies, frequencies)
-        segments = Segments(lengths, device)
-        x = visual.patches.forward(torch.cat([by_block(each, merge) for each in cut]))
+        rotation, segments = self._rotation(places), Segments(lengths, device)
+        x = torch.cat([rows for rows, _ in embedded])
         x = x + self._positions(places, counts).to(x.dtype)
+        features = yield from self._through(x, segments, rotation)
+        return list(features.split([rows.shape[0] // merge**2 for rows, _ in embedded]))
+
+    def run(self, *tensors: Tensor) -> Tensor:
+        patches, places, counts, real = tensors
+        x = self.embed_padded(patches)
+        x = x + self._positions(places, counts).to(x.dtype)
+        features = run_parts(self._through(x, MaskedRows(real, x.shape[0]), self._rotation(places)))
+        return torch.cat((features, torch.zeros_like(features[:1])))
+
+    def _rotation(self, places: Tensor) -> Rotation:
+        spec = self.spec
+        frequencies = frequencies_of(spec.theta, spec.block.hidden_size // spec.block.num_heads // 2, places.device)
+        return rotation_of(places, frequencies, frequencies)
+
+    def _through(self, x: Tensor, segments: Attends, rotation: Rotation) -> Parts[Tensor]:
+        """`[patches, hidden]` -> features of all levels."""
+        spec, visual = self.spec, self.visual
         deep: list[Tensor] = []
         for number, block in enumerate(visual.blocks):
             x = block.forward(x, segments, rotation)
             if number in spec.levels:
                 deep.append(visual.deep[spec.levels.index(number)].forward(x))
             yield
-        features = torch.cat((visual.merger.forward(x), *deep), dim=1)
-        return list(features.split([length // merge**2 for length in lengths]))
+        return torch.cat((visual.merger.forward(x), *deep), dim=1)
 
     def _positions(self, places: Tensor, counts: Tensor) -> Tensor:
         """Where a patch is between the four rows of the table around it; corners are corners.

@@ -31,14 +31,16 @@ def place_pictures(num_tokens: int, spans: Sequence[PictureSpan], merge: int) ->
 
     Text counts on by one in all three; a picture of r rows and c columns of features counts on by the larger of both.
     A video's grid says the times of its moments, and what follows it comes after all of them too, as models were
-    trained; `transformers` 5.22 counts on by rows and columns alone, which is the same for short ones.
+    trained; `transformers` 5.22 counts on by rows and columns alone, which is the same for short ones. Where words
+    stand between its moments, each of them is as a picture is.
     """
     positions = np.empty((3, num_tokens), dtype=np.int64)
     token = at = 0
-    for span in spans:
-        times, rows, columns = span.grid[0], span.grid[1] // merge, span.grid[2] // merge
-        start, count = span.start, times * rows * columns
-        assert span.runs == [(start, count)], "a picture's features stand together"
+    runs = [(span, *run) for span in spans for run in span.runs]
+    for span, start, count in runs:
+        rows, columns = span.grid[1] // merge, span.grid[2] // merge
+        times = span.grid[0] // len(span.runs)
+        assert count == times * rows * columns, "a moment's features stand together"
         positions[:, token:start] = np.arange(at, at + start - token)
         at += start - token
         inside = np.indices((times, rows, columns)).reshape(3, -1)

@@ -14,7 +14,7 @@ Parts = Generator[None, None, T]  # work that can be left after each part of it,
 
 
 class Tower(Module, ABC):
-    """Declared by checkpoint names as all modules are, whole on every rank, never quantised by the decoder's method."""
+    """Declared by checkpoint names as all modules are, whole on every rank, in few bits where its checkpoint is."""
 
     width: int  # of features: that of the decoder's stream, `1 + num_levels` times
     num_levels: int = 0  # parts of a feature that are added behind the decoder's first layers, one behind each
@@ -38,6 +38,9 @@ class Tower(Module, ABC):
         """
         yield
         return self.encode(pixels, grids)
+
+    def look_at(self, shape: Sequence[int]) -> None:
+        """The pixels of some picture have this shape."""
 
     @abstractmethod
     def adapt(self, names: Collection[str]) -> None:

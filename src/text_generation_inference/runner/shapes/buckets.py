@@ -34,7 +34,7 @@ class Bucket:
 
     `batch` rows; `length`: prompt tokens of each ("prefill"), cached blocks of all ("decode"; 0: any number), or prompt
     tokens in all beside rows that decode ("mixed"). `context`: tokens in the cache before those of each prompt, in
-    whole blocks.
+    whole blocks. Of a tower ("picture") rows are tiles or patches.
     """
 
     phase: str
@@ -44,7 +44,7 @@ class Bucket:
 
     @property
     def num_tokens(self) -> int:
-        if self.phase == "decode":
+        if self.phase in ("decode", "picture"):
             return self.batch
         return self.batch * self.length if self.phase == "prefill" else self.batch + self.length
 
@@ -61,6 +61,8 @@ class Bucket:
             return f"{self.batch} prompts of {self.length} tokens{after}"
         if self.phase == "mixed":
             return f"{self.length} prompt tokens beside {self.batch} requests"
+        if self.phase == "picture":
+            return f"pictures of {self.batch} tiles or patches"
         return f"{self.batch} requests" + (f" with {self.length} blocks" if self.length else "")
 
 
@@ -123,6 +125,7 @@ class BucketPlan:
         decode: Sequence[Bucket],
         longest: int | None = None,  # tokens of a prompt; None: of the longest shape
         pass_tokens: int = _PASS_TOKENS,
+        pictures: Sequence[Bucket] = (),
     ) -> None:
         self.pass_tokens = pass_tokens  # what a pass costs beside its tokens
         self.prefill = tuple(sorted(prefill, key=lambda b: (b.num_tokens, b.length, b.context)))
@@ -131,13 +134,16 @@ class BucketPlan:
         self.in_parts = any(bucket.context for bucket in self.prefill)  # prompts may follow tokens in the cache
         self.cuts = self.longest > longest_shape  # the longest must be computed in parts
         self.decode = tuple(sorted(decode, key=lambda b: (b.batch, b.length)))
+        self.pictures = tuple(sorted(pictures))
         # The smallest first: what the next one takes is told from those before it.
-        self.shapes = tuple(sorted(self.prefill + self.decode, key=lambda b: (b.cost, b)))
+        self.shapes = tuple(sorted(self.prefill + self.decode + self.pictures, key=lambda b: (b.cost, b)))
 
     def find(self, phase: str, rows: int, length: int, context: int = 0) -> Bucket | None:
         """The shape for so many prompts, the longest of so many tokens after at most so many in the cache, or for so
-        many rows with so many blocks in all; None if that is more than the limits allow, or prompts cannot share a
-        pass."""
+        many rows with so many blocks in all, or of a tower's pass; None if that is more than the limits allow, or
+        prompts cannot share a pass."""
+        if phase == "picture":
+            return next((bucket for bucket in self.pictures if bucket.batch >= rows), None)
         found = self._find_prefill(rows, length, context) if phase == "prefill" else self._find_decode(rows, length)
         return None if found is None else Bucket(phase, *found)
 
@@ -207,8 +213,8 @@ class BucketPlan:
         return list(lengths), lengths
 
 
-def plan_buckets(limits: PlanLimits, settings: BucketSettings) -> BucketPlan:
-    """Raises `ValueError` if there would be more shapes than anybody can use."""
+def plan_buckets(limits: PlanLimits, settings: BucketSettings, picture_sizes: Sequence[int] = ()) -> BucketPlan:
+    """`picture_sizes`: of a tower's passes. Raises `ValueError` if there would be more shapes than anybody can use."""
     if settings.strategy == LINEAR:
         prefill, decode = _linear_prefill(limits, settings), _linear_decode(limits, settings)
     else:
@@ -217,7 +223,8 @@ def plan_buckets(limits: PlanLimits, settings: BucketSettings) -> BucketPlan:
     after: list[Bucket] = []
     if settings.reuse or limits.longest_part < limits.max_input_tokens:
         after = _collect(_after_context(limits, settings, sorted({bucket.length for bucket in first})))
-    return BucketPlan(first + after, _collect(decode), limits.max_input_tokens)
+    pictures = [Bucket("picture", size, 0) for size in picture_sizes]
+    return BucketPlan(first + after, _collect(decode), limits.max_input_tokens, pictures=pictures)
 
 
 def _collect(shapes: Iterable[Bucket]) -> list[Bucket]:

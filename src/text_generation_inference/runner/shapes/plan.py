@@ -1,5 +1,6 @@
 """Which shapes follow from the settings: one plan, whatever the device."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from text_generation_inference.config import LONGEST_PADDED, Resolved, ServerConfig, choose_strategy, uses_buckets
@@ -52,10 +53,12 @@ def plan_shapes(
     quantized: bool,
     capturable: bool = True,
     sees: bool = False,
+    picture_sizes: Sequence[int] = (),
 ) -> ShapePlan:
-    """`quantized`: the model's matrices; `capturable`: whether its passes are; `sees`: pictures."""
+    """`quantized`: the model's matrices; `capturable`: whether its passes are; `sees`: pictures; `picture_sizes`: of
+    its tower's passes, where these are padded."""
     if uses_buckets(config, device):
-        return plan_padded(config, limits, sees)
+        return plan_padded(config, limits, sees, picture_sizes)
     if not device.captures_steps:
         return CapturedShapes()
     rows, prefill = limits.max_batch_size, limits.max_batch_prefill_tokens
@@ -107,9 +110,11 @@ def choose_settings(config: ServerConfig, sees: bool = False) -> BucketSettings:
     )
 
 
-def plan_padded(config: ServerConfig, limits: PlanLimits, sees: bool = False) -> BucketPlan:
+def plan_padded(
+    config: ServerConfig, limits: PlanLimits, sees: bool = False, picture_sizes: Sequence[int] = ()
+) -> BucketPlan:
     try:
-        return plan_buckets(limits, choose_settings(config, sees))
+        return plan_buckets(limits, choose_settings(config, sees), picture_sizes)
     except ValueError as error:
         raise StartError(
             f"The bucket plan is not usable: {error}. Use larger steps (`batch_bucket_size`,"
@@ -138,6 +143,9 @@ def describe_plan(config: ServerConfig, plan: ShapePlan, num_captured: int, num_
         after = sum(1 for bucket in plan.prefill if bucket.context)
         which = f" ({after} of them after cached tokens)" if after else ""
         shapes = f"{len(plan.prefill)} shapes for prompts{which}, {len(plan.decode)} for decoding"
+        if plan.pictures:
+            least, most = plan.pictures[0].batch, plan.pictures[-1].batch
+            shapes += f", {len(plan.pictures)} for pictures ({least} to {most} tiles or patches)"
         ready = f"{num_captured} graphs" if warms_up(config) else "not warmed up: each is met when it is first needed"
         notes.append(f"bucket plan, {choose_strategy(config)}: {shapes}, {ready}")
     if num_lacking:

@@ -184,7 +184,8 @@ class WarmUp:
 
     def _report(self, bucket: Bucket, needed: int, free: int) -> str:
         last = f", the last one {self.shapes[-1].bucket}" if self.shapes else ""
-        lower = "`max_batch_prefill_tokens` or `max_input_tokens`" if bucket.phase == "prefill" else "`max_batch_size`"
+        by_phase = {"prefill": "`max_batch_prefill_tokens` or `max_input_tokens`", "picture": "`max_input_tokens`"}
+        lower = by_phase.get(bucket.phase, "`max_batch_size`")
         amount = f"about {gigabytes(needed)}" if needed else "more memory than there is"
         return (
             f"Warm-up stopped before {bucket}: it needs {amount}, {gigabytes(free)} are free. Warm are"

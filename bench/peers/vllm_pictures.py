@@ -1,0 +1,82 @@
+"""vLLM through its public interface on the rows of `bench/cuda_pictures.py`: random weights, greedy, EOS ignored.
+
+    python bench/peers/vllm_pictures.py FOLDER FILE TEXT OUT SIZE REQUESTS ...
+
+Knows nothing of our packages, which are not to be seen by this process. FILE is written anew after each row. Pictures
+are drawn before the clock starts; what its processor does with them is inside.
+"""
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from picture_shapes import vocab_size
+from rows import process_age
+
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+MARKERS = {"llava_next": ["<image>"], "qwen2_5_vl": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]}
+
+
+def main() -> None:
+    folder, file, text, new, size, *counts = sys.argv[1:]
+    import vllm
+    from PIL import Image
+    from tokenizers import Tokenizer
+
+    side, most = int(size), max(map(int, counts))
+    llm = vllm.LLM(
+        model=folder,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=4096,
+        gpu_memory_utilization=0.92,
+        enable_prefix_caching=False,
+        max_num_seqs=max(128, most),
+        limit_mm_per_prompt={"image": 1},
+        disable_log_stats=True,
+    )
+    found = {"peer": f"vLLM {vllm.__version__}", "ready_seconds": round(process_age(), 2), "rows": []}
+    tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
+    kind = json.loads(Path(folder, "config.json").read_text())["model_type"]
+    marker = [tokenizer.token_to_id(word) for word in MARKERS[kind]]
+    rng, top, seed = random.Random(0), min(30000, vocab_size(folder)), 0
+
+    def ask(count: int, tokens: int, equal: bool) -> float:
+        nonlocal seed
+        prompts = []
+        for number in range(count):
+            seed += not equal or not number
+            picture = Image.effect_noise((side, side), 20 + seed % 200).convert("RGB")
+            picture.putpixel((0, 0), (seed % 256, seed // 256 % 256, 7))
+            ids = [*marker, *rng.choices(range(300, top), k=int(text))]
+            prompts.append({"prompt_token_ids": ids, "multi_modal_data": {"image": picture}})
+        params = vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        started = time.perf_counter()
+        answers = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        assert all(len(answer.outputs[0].token_ids) == tokens for answer in answers)
+        return seconds
+
+    ask(4, 8, False)
+    for count in map(int, counts):
+        for what, equal in (("pictures", False), ("equal pictures", True)):
+            row = {
+                "what": what,
+                "requests": count,
+                "first": ask(count, 1, equal),
+                "seconds": ask(count, int(new), equal),
+            }
+            found["rows"].append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            Path(file).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

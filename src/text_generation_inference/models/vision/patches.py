@@ -1,0 +1,116 @@
+"""`PatchTower`: pictures of any grid as rows of patches; those that become one feature follow each other.
+
+A still picture has moments that are alike; a video's moments are as pictures are. Where blocks attend within windows,
+passes that are padded have the rows of each window together, with padding where the picture ends.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_inference.models.vision.blocks import PatchEmbedding, normalise
+from text_generation_inference.models.vision.grid import by_block, places_of
+from text_generation_inference.models.vision.padded import PaddedTower, Piece
+
+_LEAST_PATCHES = 256
+
+
+class PatchTower(PaddedTower):
+    unit = "patches"
+    shares_passes = False
+    merge: int  # patches in each direction that become one feature
+    window: int | None = None  # features in each direction that are seen together; None: all
+
+    @property
+    @abstractmethod
+    def patches(self) -> PatchEmbedding: ...
+
+    @property
+    def step(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.merge**2 * (self.window or 1) ** 2
+
+    @property
+    def least(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return max(_LEAST_PATCHES, self.step)
+
+    def embed(self, picture: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+        """Patches of a picture, or of a video's moments, in the order of blocks; rows and columns of each."""
+        is_video = picture.ndim == 4
+        if is_video:
+            cut = self.patches.cut_frames(picture, self.normalisation)
+        else:
+            cut = self.patches.cut(picture[None], self.normalisation)
+        rows = torch.cat([by_block(moment, self.merge) for moment in cut])
+        sides = [(cut.shape[1], cut.shape[2])] * cut.shape[0]
+        return (self.patches.forward_frames(rows) if is_video else self.patches.forward(rows)), sides
+
+    # -- padded passes ---------------------------------------------------------------------------------------------
+
+    def embed_padded(self, patches: Tensor) -> Tensor:
+        """uint8 `[rows, values]` of `pieces_of` -> `[rows, hidden]`."""
+        values = normalise(patches.unflatten(1, (-1, 3)), self.normalisation, self.patches.dtype)
+        return self.patches.forward_frames(values.flatten(1))
+
+    def sizes_of(self, shape: Sequence[int], grid: Sequence[int]) -> list[int]:
+        rows, columns = self._sides(shape)
+        along = self.merge * (self.window or 1)
+        return [-(-rows // along) * -(-columns // along) * self.step] * self._num_moments(shape)
+
+    def num_rows(self, size: int) -> int:
+        return size // self.merge**2
+
+    def blank(self) -> Piece:
+        values = self._num_frames * self.patches.patch_size**2 * 3
+        places = torch.zeros((0, 2), dtype=torch.int32)
+        return [torch.zeros((0, values), dtype=torch.uint8), places, places, torch.zeros(0, dtype=torch.bool)]
+
+    def pieces_of(self, pixels: Tensor, grid: Sequence[int]) -> list[Piece]:
+        """Patches, uint8; the row and column of each; how many rows and columns there are; whether it is one."""
+        if pixels.ndim == 3:
+            pixels = pixels.expand(self._num_frames, *pixels.shape)
+        rows, columns = self._sides(pixels.shape)
+        cut = self.patches.cut_pixels(pixels).unflatten(0, (-1, self._num_frames)).permute(0, 2, 3, 1, 4).flatten(3)
+        order = torch.from_numpy(self._units(rows, columns))  # pyright: ignore[reportUnknownMemberType]
+        real = (order >= 0).repeat_interleave(self.merge**2)
+        places = self._by_unit(places_of([(rows, columns)], self.merge).int(), order)
+        counts = torch.tensor([(rows, columns)], dtype=torch.int32).expand(len(real), 2)
+        return [[self._by_unit(by_block(each, self.merge), order), places, counts, real] for each in cut]
+
+    def order_of(self, shape: Sequence[int], grid: Sequence[int]) -> np.ndarray:
+        units = self._units(*self._sides(shape))
+        there = np.flatnonzero(units >= 0)
+        order = np.empty(len(there), dtype=np.int64)
+        order[units[there]] = there
+        return np.concatenate([order + moment * len(units) for moment in range(self._num_moments(shape))])
+
+    @property
+    def _num_frames(self) -> int:
+        assert self.patches.num_frames is not None
+        return self.patches.num_frames
+
+    def _sides(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        return shape[-3] // self.patches.patch_size, shape[-2] // self.patches.patch_size
+
+    def _num_moments(self, shape: Sequence[int]) -> int:
+        return shape[0] // self._num_frames if len(shape) == 4 else 1
+
+    def _units(self, rows: int, columns: int) -> np.ndarray:
+        """Numbers of what becomes one feature, as a pass has them; -1: padding."""
+        rows, columns = rows // self.merge, columns // self.merge
+        numbers = np.arange(rows * columns).reshape(rows, columns)
+        if (window := self.window) is None:
+            return numbers.reshape(-1)
+        filled = np.pad(numbers, ((0, -rows % window), (0, -columns % window)), constant_values=-1)
+        bands = filled.reshape(filled.shape[0] // window, window, filled.shape[1] // window, window)
+        return bands.transpose(0, 2, 1, 3).reshape(-1)
+
+    def _by_unit(self, x: Tensor, order: Tensor) -> Tensor:
+        """x `[patches, ...]` in the order of blocks -> in that of a pass."""
+        units = x.unflatten(0, (-1, self.merge**2))
+        found = units[order.clamp(min=0)]
+        found[order < 0] = 0
+        return found.flatten(0, 1)
