@@ -25,20 +25,23 @@ BLOCK, KV_HEADS, HEAD_DIM, WIDTH = 128, 8, 128, 2  # WIDTH: bytes of a bfloat16
 VLLM_SENDS = "8 (ids, positions, logits indices, block list, usage, groups, number of tokens, slots)"
 
 
+def yaml_like(text: str) -> object:
+    return {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
+
+
 def count_steps(options: argparse.Namespace, folder: Path, **sampling: Any) -> list[tuple[str, Any, Any]]:
     """Of each step: what it did, its counts, its bucket of decoding."""
     from habana_frameworks.torch._traffic import Traffic  # once the stand-in is found
 
     settings = dict(setting.split("=", 1) for setting in options.setting)
-    chosen = {name: {"true": True, "false": False}.get(value, value) for name, value in settings.items()}
+    chosen = {name: yaml_like(value) for name, value in settings.items()}
     limits = {"max_input_tokens": 1024, "max_total_tokens": 2048, "max_batch_size": options.rows}
     prompts = {"max_batch_prefill_tokens": 2048, "max_batch_total_tokens": options.rows * 2048}
     engine = start(folder, device="hpu", dtype="bfloat16", warmup_enabled=False, **limits, **prompts, **chosen)
     runner, device = engine.rank.runner, engine.rank.device
     traffic = Traffic(device.torch_device, [tensor for layer in runner.kv_cache for tensor in layer])
     device.submit(traffic.start).result()
-    queue, found, buckets = runner._queue, [], []
-    find = runner.steps.passes.plan.find
+    queue, found, buckets, passes = runner._queue, [], [], runner.steps.passes
 
     def counted(plan: Any, previous: Any) -> Any:
         traffic.take()
@@ -54,11 +57,11 @@ def count_steps(options: argparse.Namespace, folder: Path, **sampling: Any) -> l
 
         return finish
 
-    def found_bucket(*about: Any) -> Any:
-        buckets.append(find(*about))
-        return buckets[-1]
+    def noted(find: Any) -> Any:
+        return lambda *about: buckets.append(find(*about)) or buckets[-1]
 
-    runner._queue, runner.steps.passes.plan.find = counted, found_bucket
+    runner._queue = counted
+    passes.find_decode, passes.find_prefill = noted(passes.find_decode), noted(passes.find_prefill)
     lengths = [options.length] * options.rows
     for number, prompt in enumerate(random_prompts(320, lengths, seed=1)):
         engine.loop.add(make_request(number, prompt, options.new, **sampling))
@@ -72,7 +75,7 @@ def count_steps(options: argparse.Namespace, folder: Path, **sampling: Any) -> l
 def show(name: str, counts: Any, layers: int) -> None:
     print(f"{name}: {counts.sends} copies to the card ({counts.bytes_sent:,} bytes),", end=" ")
     print(f"{counts.reads} reads by the host ({counts.bytes_fetched:,} bytes),", end=" ")
-    print(f"{counts.list_ops} ops on lists and masks alone")
+    print(f"{counts.list_ops} ops on lists alone")
     if counts.cache_read:
         each = tuple(number // layers for number in (counts.cache_read, counts.cache_copied, counts.cache_written))
         print(f"  cache, by layer: {each[0]:,} bytes read, {each[1]:,} copied, {each[2]:,} new ones written")
@@ -83,7 +86,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--new", type=int, default=8, help="tokens that each request is given")
+    parser.add_argument("--new", type=int, default=24, help="tokens that each request is given")
     parser.add_argument("--setting", action="append", default=[], help="of the server, NAME=VALUE")
     options = parser.parse_args()
     use_stand_in()

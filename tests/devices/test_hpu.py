@@ -208,13 +208,14 @@ def load_plain(device):
 
 
 def test_nan_of_one_row_stays_there(hpu):
-    """A block that was another's before may hold anything behind the row's end; a broken row breaks no other."""
+    """A block that was another's before may hold anything behind the row's end that is ever written there; a broken row
+    breaks no other."""
     made = Made(hpu, [5, 200, 40], 4, True, blocks=6, **HEADS)
     (q, k, v, _), batch, caches = made.on(hpu)
     blocks = batch.meta.block_list.tolist()
-    for cache in caches:
-        cache[blocks[0], 5:] = torch.nan
-        cache[0] = torch.nan
+    for cache, worst in zip(caches, (torch.nan, torch.finfo(torch.float32).max), strict=True):
+        cache[blocks[0], 5:] = worst
+        cache[0] = worst
     whole = hpu.ops.attention(q, k, v, *caches, batch, 0.25).cpu()
     assert torch.isfinite(whole).all()
     caches[0][blocks[1], 3] = torch.nan
@@ -222,6 +223,19 @@ def test_nan_of_one_row_stays_there(hpu):
     found = hpu.ops.attention(q, k, v, *caches, batch, 0.25).cpu()
     close(found[[0, 3]], whole[[0, 3]])
     assert found[1].isnan().any() and found[2].isnan().all()
+
+
+def test_what_is_no_number_is_cached_as_a_key(hpu):
+    """Values are read without a mask, so there is none among them; who looks at such a token learns it all the same."""
+    made = Made(hpu, [5, 200, 40], 4, True, blocks=6, **HEADS)
+    (q, k, v, table), batch, caches = made.on(hpu)
+    v[0, 0, 3], v[1, :, 0] = torch.inf, torch.nan
+    q = hpu.ops.rotary_and_cache(q, k, v, table, batch, *caches)
+    assert torch.isfinite(caches[1].cpu()).all()
+    found = hpu.ops.attention(q, k, v, *caches, batch, 0.25).cpu().view(4, HEADS["kv_heads"], -1)
+    broken = found.isnan().any(-1)
+    assert broken.any(-1).tolist() == [True, True, False, False]
+    assert broken[1].all()
 
 
 def test_partial_rotation(hpu):
@@ -460,17 +474,21 @@ def start_hpu(hpu) -> Iterator:
 
 SETTINGS = {
     "as it comes": {},
-    "prompts in graphs": {"limit_hpu_graph": False},
+    "prompts in graphs, blocks in place": {"limit_hpu_graph": False, "vllm_contiguous_pa": True},
     "no graphs": {"enable_hpu_graph": False},
-    "plain attention, narrow softmax": {"use_flash_attention": False, "vllm_fp32_softmax": False},
+    "plain attention, narrow softmax": {
+        "use_flash_attention": False,
+        "vllm_fp32_softmax": False,
+        "prefix_caching": False,
+    },
     "linear buckets": {
         "bucket_strategy": "linear",
         "batch_bucket_size": 2,
         "pad_sequence_to_multiple_of": 64,
         "flash_attention_recompute": False,
     },
-    "keys and values in FP8": {"kv_cache_dtype": "fp8_e4m3fn"},
-    "torch ops": {"custom_kernels": False},
+    "keys and values in FP8": {"kv_cache_dtype": "fp8_e4m3fn", "prefix_caching": False},
+    "torch ops": {"custom_kernels": False, "prefix_caching": False},
 }
 
 
@@ -487,6 +505,8 @@ def test_tokens_are_those_of_the_cpu_and_nothing_is_compiled_late(hpu, start_hpu
     assert found == on_cpu["fp8" if "kv_cache_dtype" in chosen else "plain"]
     stats = engine.rank.bucket_stats
     assert stats.num_unplanned == 0
+    in_place = chosen.get("vllm_contiguous_pa", not chosen.get("prefix_caching", True))
+    assert engine.rank.runner.steps.plan.has_contiguous is in_place  # as vllm-gaudi has it by default
     assert late == 0, f"{late} graphs were compiled after warm-up"
     if chosen.get("enable_hpu_graph", True):
         assert stats.num_captured > 0
@@ -580,17 +600,18 @@ def test_nothing_new_is_gathered_after_warm_up(hpu, start_hpu, tiny, monkeypatch
     from habana_frameworks.torch._emulation import books
     from habana_frameworks.torch.hpu.graphs import HPUGraph
 
+    from text_generation_inference.devices import hpu_graphs
+
     engine = start_hpu(tiny.folder)  # with its own warm-up, and once more below where everything is seen
     runner, submit = engine.rank.runner, engine.rank.device.submit
     caches = [tensor for pair in runner.kv_cache for tensor in pair]
     weights = [*runner.model.tables, *(w for _, module in runner.model.walk() for w in vars(module).values() if isinstance(w, Tensor))]  # fmt: skip
     pieces = Pieces(books, [*caches, *(t._base for t in caches if t._base is not None), *weights])
-    send, replay = runner.slots.move, HPUGraph.replayV3
+    take_words, replay = hpu_graphs.unpack, HPUGraph.replayV3
 
-    def send_to_card(tensors):
-        sent = send(tensors)
-        pieces.send(*sent)
-        return sent
+    def take_sent_words(words, layout):
+        pieces.send(words)
+        return take_words(words, layout)
 
     def replay_quietly(graph, *inputs):
         pieces.close()
@@ -599,7 +620,7 @@ def test_nothing_new_is_gathered_after_warm_up(hpu, start_hpu, tiny, monkeypatch
         pieces.quiet = False
         pieces.send(*graph._outputs)
 
-    monkeypatch.setattr(runner.slots, "move", send_to_card)
+    monkeypatch.setattr(hpu_graphs, "unpack", take_sent_words)
     monkeypatch.setattr(HPUGraph, "replayV3", replay_quietly)
     submit(pieces.start).result()
     WarmUp(runner.steps).run()

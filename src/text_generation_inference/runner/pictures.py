@@ -203,7 +203,7 @@ class SlotPictures:
                         if self._sight.whole_runs:
                             ends[first + shift : after + shift] = start + length
                     at += length
-        device = self._device.torch_device
+        device = batch.positions.device  # the host, where a pass is still to be sent
         if parts:
             if num_features is not None:
                 parts.append(parts[0].new_zeros((num_features - count, self._sight.width)))

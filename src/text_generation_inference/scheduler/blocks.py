@@ -11,6 +11,7 @@ block 0 in its table, which nobody reads.
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
 
 from text_generation_inference.config import least_blocks
 from text_generation_inference.scheduler.prefix import PrefixIndex, PrefixRoot, WindowPrefixIndex
@@ -27,14 +28,19 @@ class BlockPool:
         block_size: int,
         prefix_caching: bool = True,
         window: int | None = None,  # a token reads itself and the `window - 1` tokens before it; None: all before it
+        lowest_first: bool = False,  # of empty blocks: those in use stay among the first of the cache
     ) -> None:
         assert num_blocks >= 2 and block_size >= 1 and (window is None or window >= 1)
+        self.lowest_first = lowest_first
         self.window = window
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._holders = [0] * num_blocks
-        self._empty = list(range(num_blocks - 1, PADDING_BLOCK, -1))  # free and not published; taken from the end
+        # Free and not published; taken from the end, or the lowest first (then a heap).
+        self._empty = list(range(num_blocks - 1, PADDING_BLOCK, -1))
+        if lowest_first:
+            self._empty.reverse()
         self._cached: OrderedDict[int, None] = OrderedDict()  # free but published; least recently used first
         self._index = self._make_index()
 
@@ -113,7 +119,7 @@ class BlockPool:
             if not self._holders[block]:
                 del self._cached[block]
             self._holders[block] += 1
-        if num_new <= len(self._empty):
+        if num_new <= len(self._empty) and not self.lowest_first:
             first = len(self._empty) - num_new
             taken = self._empty[first:]
             del self._empty[first:]
@@ -124,7 +130,7 @@ class BlockPool:
 
     def _take_one(self) -> int:
         if self._empty:
-            block = self._empty.pop()
+            block = heappop(self._empty) if self.lowest_first else self._empty.pop()
         else:
             block, _ = self._cached.popitem(last=False)
             self._index.remove(block)
@@ -163,7 +169,13 @@ class BlockPool:
                 if block in self._index:
                     self._cached[block] = None
                 else:
-                    self._empty.append(block)
+                    self._put_empty(block)
+
+    def _put_empty(self, block: int) -> None:
+        if self.lowest_first:
+            heappush(self._empty, block)
+        else:
+            self._empty.append(block)
 
     def forget_behind(self, request: Request) -> None:
         """What a request has given back while it ran cannot be found again: it is not trusted."""
@@ -172,12 +184,14 @@ class BlockPool:
                 self._index.remove(block)
                 if not self._holders[block]:
                     del self._cached[block]
-                    self._empty.append(block)
+                    self._put_empty(block)
 
     def forget(self) -> None:
         """No block can be found again: what they hold is not trusted."""
         self._index = self._make_index()
         self._empty += reversed(self._cached)
+        if self.lowest_first:
+            heapify(self._empty)
         self._cached.clear()
 
     def check(self, held: Iterable[Sequence[int]]) -> None:

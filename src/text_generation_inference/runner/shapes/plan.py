@@ -2,7 +2,14 @@
 
 from typing import Protocol
 
-from text_generation_inference.config import LONGEST_PADDED, Resolved, ServerConfig, choose_strategy, uses_buckets
+from text_generation_inference.config import (
+    LONGEST_PADDED,
+    Resolved,
+    ServerConfig,
+    choose_strategy,
+    reads_in_place,
+    uses_buckets,
+)
 from text_generation_inference.errors import StartError
 from text_generation_inference.runner.shapes.buckets import (
     Axis,
@@ -55,7 +62,7 @@ def plan_shapes(
 ) -> ShapePlan:
     """`quantized`: the model's matrices; `capturable`: whether its passes are; `sees`: pictures."""
     if uses_buckets(config, device):
-        return plan_padded(config, limits, sees)
+        return plan_padded(config, limits, sees, reads_in_place(config, device))
     if not device.captures_steps:
         return CapturedShapes()
     rows, prefill = limits.max_batch_size, limits.max_batch_prefill_tokens
@@ -89,7 +96,7 @@ def limits_from(resolved: Resolved) -> PlanLimits:
 # -- buckets -------------------------------------------------------------------------------------------------------
 
 
-def choose_settings(config: ServerConfig, sees: bool = False) -> BucketSettings:
+def choose_settings(config: ServerConfig, sees: bool = False, contiguous: bool = False) -> BucketSettings:
     axes = [
         Axis(*(getattr(config, f"vllm_{name}_bucket_{part}") for part in ("min", "step", "max", "limit")))
         for name in _AXES
@@ -104,12 +111,13 @@ def choose_settings(config: ServerConfig, sees: bool = False) -> BucketSettings:
         *axes,
         reuse=config.prefix_caching,
         base_length=config.base_image_tokens if sees else None,
+        contiguous=contiguous,
     )
 
 
-def plan_padded(config: ServerConfig, limits: PlanLimits, sees: bool = False) -> BucketPlan:
+def plan_padded(config: ServerConfig, limits: PlanLimits, sees: bool = False, contiguous: bool = False) -> BucketPlan:
     try:
-        return plan_buckets(limits, choose_settings(config, sees))
+        return plan_buckets(limits, choose_settings(config, sees, contiguous))
     except ValueError as error:
         raise StartError(
             f"The bucket plan is not usable: {error}. Use larger steps (`batch_bucket_size`,"
@@ -137,7 +145,9 @@ def describe_plan(config: ServerConfig, plan: ShapePlan, num_captured: int, num_
     if isinstance(plan, BucketPlan):
         after = sum(1 for bucket in plan.prefill if bucket.context)
         which = f" ({after} of them after cached tokens)" if after else ""
-        shapes = f"{len(plan.prefill)} shapes for prompts{which}, {len(plan.decode)} for decoding"
+        in_place = sum(1 for bucket in plan.decode if bucket.contiguous)
+        how = f" ({in_place} of them over blocks in place)" if in_place else ""
+        shapes = f"{len(plan.prefill)} shapes for prompts{which}, {len(plan.decode)} for decoding{how}"
         ready = f"{num_captured} graphs" if warms_up(config) else "not warmed up: each is met when it is first needed"
         notes.append(f"bucket plan, {choose_strategy(config)}: {shapes}, {ready}")
     if num_lacking:

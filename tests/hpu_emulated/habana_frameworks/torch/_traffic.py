@@ -34,7 +34,7 @@ class Counts:
     cache_read: int = 0  # bytes of keys and values, or of copies of them, that ops read
     cache_copied: int = 0  # bytes of such copies that are written
     cache_written: int = 0  # bytes of new keys and values
-    list_ops: int = 0  # ops on nothing but integers and masks: block lists, positions
+    list_ops: int = 0  # ops on integers, with no number among them: block lists, positions, masks made of these
 
     def add(self, other: "Counts", sign: int = 1) -> "Counts":
         values = (getattr(self, field.name) + sign * getattr(other, field.name) for field in fields(self))
@@ -111,8 +111,10 @@ class Traffic(TorchFunctionMode):
             for tensor in made:
                 self._card[tensor] = True
             self._count_cache(name, args, given, made)
-            if name not in _READS and given and not any(tensor.is_floating_point() for tensor in given):
-                # A view is no work, nor is a question about a tensor.
+            numbers, integers = (
+                any(test(tensor) for tensor in given) for test in (torch.is_floating_point, _is_integer)
+            )
+            if integers and not numbers:  # a view is no work, nor is a question about a tensor
                 self._count(list_ops=any(not _shares(tensor, given) for tensor in made))
         return out
 
@@ -154,6 +156,10 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, dict):
         for value in tree.values():
             yield from _tensors(value)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.int32, torch.int64)
 
 
 def _size(tensor: Any) -> int:
