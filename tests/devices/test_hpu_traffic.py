@@ -13,8 +13,9 @@ from driving import make_request, make_tiny, random_prompts, run, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_hpu import HEADS, SIZE, Made, close, hpu, start_hpu  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from text_generation_inference.kernels import block_lists
+from text_generation_inference.kernels import block_lists, fp8
 from text_generation_inference.kernels.block_lists import BlockLists
 
 LIMITS = {"max_batch_size": 2, "max_total_tokens": 400, "max_batch_total_tokens": 4096}
@@ -139,3 +140,28 @@ def test_prefixes_that_are_shared_are_read_by_their_list(hpu, start_hpu, folder)
     assert [output.token_ids for output in run(engine, alone)] == expected[1]
     assert set(met) == {(1, True)}
     assert hpu.bridge.count_compilations() == compiled and engine.rank.bucket_stats.num_unplanned == 0
+
+
+class Called(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_scales_that_are_known_are_constants_of_graphs(hpu):  # noqa: F811
+    """Those of weights and measured ones of inputs; the cast of inputs takes its scale as a number."""
+    if not hpu.bridge.emulated or not hpu.bridge.lazy or not hpu.supports_fp8:
+        pytest.skip("the stand-in tells what is marked, where there is something to mark")
+    data = torch.full((4, 8), 120.0).to(fp8.FP8)
+    weight = hpu.ops.pack_fp8(fp8.Fp8Weight(data, torch.full((4,), 0.5), torch.tensor(0.25), torch.float32))
+    hpu.wrap_graphs(lambda batch: batch.input_ids)
+    assert weight.scale.is_const and weight.input_scale.is_const
+    with Called() as called:
+        found = hpu.ops.linear(torch.ones(3, 8).to(hpu.torch_device), weight)
+    close(found, torch.full((3, 4), 8 * 60.0))
+    assert "hpu.cast_to_fp8_v2.scalar" in called.names
+    assert not {"aten.reciprocal.default", "aten.minimum.default"} & set(called.names)

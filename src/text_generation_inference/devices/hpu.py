@@ -37,6 +37,7 @@ from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import put_together, take_apart
 from text_generation_inference.kernels.fp8 import FP8_MAX
 from text_generation_inference.kernels.hpu.bridge import is_present, load_bridge, memory_errors
+from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
 from text_generation_inference.kernels.hpu.ops import load_ops
 from text_generation_inference.kernels.hpu.pass_memo import PassMemo
 from text_generation_inference.kernels.ops import Ops
@@ -113,8 +114,8 @@ class HpuDevice(AtOnce):
         if not custom_kernels and 0 < bridge.fp8_max < FP8_MAX:  # torch's own ops reckon with FP8 up to 448
             self.fp8_max, self.fp8_needs = 0.0, "the card's own kernels (without `disable_custom_kernels`) on Gaudi 2"
         self.holds_fp8 = not bridge.emulated  # in-place writes to bytes seen as numbers would copy the cache
-        prepare = getattr(bridge.core, "hpu_set_inference_env", None) or bridge.core.hpu_set_env
-        prepare()
+        names = ("hpu_inference_set_env", "hpu_set_inference_env", "hpu_set_env")  # newest first
+        next(getattr(bridge.core, name) for name in names if hasattr(bridge.core, name))()
         captures = self.settings.graphs and bridge.lazy
         self.limits = Limits(
             block_size=BLOCK_SIZE,
@@ -130,7 +131,7 @@ class HpuDevice(AtOnce):
             reads_in_place=True,
             step_timeout_s=1800.0,  # a shape that was not warmed up is compiled
         )
-        self._memo = PassMemo()
+        self._memo, self._fp8 = PassMemo(), Fp8Ops(bridge)
         self.ops = self._load_ops(custom_kernels)
         self._layers = None if bridge.lazy else CompiledLayers()
         self.ops.run_layer = self._layers
@@ -154,6 +155,7 @@ class HpuDevice(AtOnce):
             settings.flash_attention_recompute,
             settings.wide_softmax,
             self._memo,
+            self._fp8,
         )
         ops.by_shape = self._by_shape
         return ops
@@ -218,6 +220,7 @@ class HpuDevice(AtOnce):
         self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
     ) -> GraphForward:
         self.bridge.synchronize()  # weights and caches were filled by another thread
+        self._fp8.mark_constants()
         layers = self._layers if self.settings.graphs else None
         if layers is not None:
             call = PackedInputs(by_layer(layers, PaddedPass(forward)), self.torch_device)

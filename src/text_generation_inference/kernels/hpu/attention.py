@@ -79,8 +79,8 @@ class HpuAttention:
         if norms is not None:
             q, k = norms.apply(q, k)
         self._bridge.mark_step()  # once in a layer: all layers are then the same piece
-        named = (cos_sin, batch.positions)
-        cos, sin = self._once(batch.meta, tuple(map(id, named)), lambda: _angles(cos_sin, batch, q.dtype), named)
+        angles = lambda: _angles(cos_sin, batch, q.dtype)  # noqa: E731
+        cos, sin = self._once(batch.meta, "angles", angles, (cos_sin, batch.positions))
         finite = torch.isfinite(v)
         k = self._rotate(k, cos, sin).masked_fill(~finite.all(-1, keepdim=True), math.nan)
         keys = self._write(k, k_cache, batch.kv_index, kv_scales[0])

@@ -84,9 +84,11 @@ def load_ops(
     recompute: bool = True,
     wide_softmax: bool = True,
     memo: PassMemo | None = None,
+    fp8: Fp8Ops | None = None,
 ) -> Ops:
-    """`flash`: prompts through the fused attention op, which may `recompute`. `memo` is cleared after each pass."""
-    fp8 = Fp8Ops(bridge)
+    """`flash`: prompts through the fused attention op, which may `recompute`. `memo` is cleared after each pass, and
+    the constants of `fp8` are marked before graphs are captured."""
+    fp8 = fp8 or Fp8Ops(bridge)
     uint4 = Uint4Ops(fp8.linear)
     norms = _Norms(bridge, fp8)
     attention = HpuAttention(bridge, fp8, memo or PassMemo(), flash, recompute, wide_softmax)

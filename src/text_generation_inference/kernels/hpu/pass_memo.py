@@ -13,11 +13,12 @@ class PassMemo:
     def __init__(self) -> None:
         self._passes: dict[int, tuple[object, dict[object, tuple[object, Any]]]] = {}
 
-    def once(self, meta: object, key: object, make: Callable[[], _Found], held: object = None) -> _Found:
-        """`meta`: whose pass it is. `held`: what the key names by its address. A layer that is compiled by itself
-        computes its own: what it left elsewhere would be no part of its program."""
+    def once(self, meta: object, key: object, make: Callable[[], _Found], named: tuple[object, ...] = ()) -> _Found:
+        """`meta`: whose pass it is. `named`: objects that are part of the key. A layer that is compiled by itself
+        computes its own: what it left elsewhere, and where objects lie, would be no part of its program."""
         if torch.compiler.is_compiling():
             return make()
+        key = (key, *map(id, named))
         known = self._passes.get(id(meta))
         if known is None:
             if len(self._passes) >= _MOST_PASSES:
@@ -25,7 +26,7 @@ class PassMemo:
             known = self._passes[id(meta)] = (meta, {})
         found = known[1].get(key)
         if found is None:
-            found = known[1][key] = (held, make())
+            found = known[1][key] = (named, make())
         return found[1]
 
     def clear(self) -> None:
