@@ -1,8 +1,8 @@
 """The books of the KV cache: who holds which block, which blocks are free, which can be found again.
 
-Five calls: `match` reads, `take` and `free` change, `publish` makes a request's full blocks findable (`forget`
-undoes that for all), `check` proves that the books balance. Block 0 belongs to nobody: padding writes go there. The
-tensors live on the device; this module knows numbers only.
+Five calls: `match` reads, `take` and `free` change (`take_promised`: what `take` has kept for later), `publish` makes a
+request's full blocks findable (`forget` undoes that for all), `check` proves that the books balance. Block 0 belongs to
+nobody: padding writes go there. The tensors live on the device; this module knows numbers only.
 
 Where all layers read a window of tokens only, a request gives the blocks behind it back while it runs: they stand as
 block 0 in its table, which nobody reads.
@@ -42,6 +42,7 @@ class BlockPool:
         if lowest_first:
             self._empty.reverse()
         self._cached: OrderedDict[int, None] = OrderedDict()  # free but published; least recently used first
+        self.num_promised = 0  # free blocks that nobody may take but those to whom they were promised
         self._index = self._make_index()
 
     def _make_index(self) -> PrefixIndex | WindowPrefixIndex:
@@ -49,7 +50,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._empty) + len(self._cached)
+        return len(self._empty) + len(self._cached) - self.num_promised
 
     @property
     def num_usable(self) -> int:
@@ -107,14 +108,17 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def try_take(self, num_new: int, shared: Sequence[int] = (), num_spare: int = 0) -> list[int] | None:
-        """Hold `shared` (from `match`) and `num_new` other blocks.
+    def try_take(
+        self, num_new: int, shared: Sequence[int] = (), num_spare: int = 0, num_later: int = 0
+    ) -> list[int] | None:
+        """Hold `shared` (from `match`) and `num_new` other blocks; `num_later` more are promised.
 
         None, with nothing changed, if fewer than `num_spare` blocks would then be free.
         """
         shared_free = sum(1 for block in shared if not self._holders[block])
-        if self.num_free - shared_free < num_new + num_spare:
+        if self.num_free - shared_free < num_new + num_spare + num_later:
             return None
+        self.num_promised += num_later
         for block in shared:
             if not self._holders[block]:
                 del self._cached[block]
@@ -127,6 +131,15 @@ class BlockPool:
                 self._holders[block] = 1
             return [*shared, *taken]
         return [*shared, *(self._take_one() for _ in range(num_new))]
+
+    def take_promised(self, count: int) -> list[int]:
+        self.break_promise(count)
+        return [self._take_one() for _ in range(count)]
+
+    def break_promise(self, count: int) -> None:
+        """So many of the promised blocks are anybody's."""
+        assert 0 <= count <= self.num_promised
+        self.num_promised -= count
 
     def _take_one(self) -> int:
         if self._empty:
@@ -198,6 +211,7 @@ class BlockPool:
         """Raise AssertionError unless every block is exactly one of padding, empty, cached or held as `held` says."""
         held_count = Counter(block for blocks in held for block in blocks)
         empty, cached = set(self._empty), set(self._cached)
+        assert 0 <= self.num_promised <= len(empty) + len(cached), "more is promised than there is"
         assert len(empty) == len(self._empty), "a block is on the empty list twice"
         assert PADDING_BLOCK not in empty | cached | held_count.keys(), "the padding block is in use"
         for block in range(1, self.num_blocks):

@@ -28,6 +28,7 @@ class Request:
         "next_event",
         "num_behind",
         "num_cached_tokens",
+        "num_promised",
         "num_prompt",
         "num_published",
         "order",
@@ -60,6 +61,7 @@ class Request:
         self.stop_ids = frozenset(source.stop_token_ids)
         self.slot = -1
         self.blocks: list[int] = []  # its table: block 0 where one was given back, or not needed
+        self.num_promised = 0  # blocks that it can have whenever it wants
         self.num_behind = 0  # leading blocks of the table that are such
         self.reserved = 0  # as of `join_clock` while in the decode set
         self.join_clock = -1  # decode clock at which it entered the decode set; -1 outside

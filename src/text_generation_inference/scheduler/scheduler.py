@@ -276,6 +276,7 @@ class Scheduler:
         """Raise AssertionError unless slots and blocks balance."""
         running = [*self._decode_rows, *self._prefilling, *self._join]
         self.pool.check(request.held for request in running)
+        assert self.pool.num_promised == sum(request.num_promised for request in running), "promises do not balance"
         self._features.verify(set(self._requests.values()))
         assert all(not request.running and not request.finished for request in self._awaiting)
         slots = [request.slot for request in running if not request.finished]
@@ -365,8 +366,12 @@ class Scheduler:
         Where empty blocks abound more are taken at once, up to a fair share of half of them, so that the next visit
         comes later. Where blocks lack, those taken ahead are given back, then the newest requests are preempted.
         """
-        share = self.pool.num_empty // (2 * self.num_running)
         size = self.pool.block_size
+        if request.num_promised:
+            count = min(request.num_promised, -(-least_tokens // size))
+            request.num_promised -= count
+            return self.pool.take_promised(count)
+        share = self.pool.num_empty // (2 * self.num_running)
         count = max(-(-least_tokens // size), min(share, _MAX_BLOCKS_AHEAD, -(-most_tokens // size)))
         while (taken := self.pool.try_take(count)) is None:
             if self._give_back_ahead():
@@ -598,6 +603,8 @@ class Scheduler:
             self._drop_row(request)
         if not forget:
             self.pool.publish(request, request.computed)
+        self.pool.break_promise(request.num_promised)
+        request.num_promised = 0
         self.pool.free(request.held, forget)
         if forget and request.num_behind:
             self.pool.forget_behind(request)

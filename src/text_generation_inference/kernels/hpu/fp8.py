@@ -76,7 +76,7 @@ class Fp8Ops:
         return there
 
     def mark_constants(self) -> None:
-        """Before a graph is captured: scales that have come since are constants of it. Lazy mode alone has such marks."""
+        """Before a graph is captured: scales that have come since are constants of it. Lazy mode has such marks."""
         if not self._bridge.lazy or self._num_marked == self._num_constants:
             return
         core = self._bridge.core

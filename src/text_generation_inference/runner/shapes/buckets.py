@@ -239,7 +239,8 @@ def plan_buckets(limits: PlanLimits, settings: BucketSettings) -> BucketPlan:
         after = _collect(_after_context(limits, settings, sorted({bucket.length for bucket in first})))
     listed = _collect(decode)
     in_place = _in_place(limits, settings, listed) if settings.contiguous else []
-    return BucketPlan(first + after, listed + in_place, limits.max_input_tokens)
+    shared = _shared(limits, listed) if settings.reuse else []
+    return BucketPlan(first + after, listed + in_place + shared, limits.max_input_tokens)
 
 
 def _collect(shapes: Iterable[Bucket]) -> list[Bucket]:
@@ -443,6 +444,13 @@ def _reachable(limits: PlanLimits, batches: Sequence[int], blocks: Sequence[int]
         first = bisect_left(blocks, before + 1)
         last = bisect_left(blocks, min(blocks[-1], batch * limits.blocks_per_row))
         yield from (Bucket("decode", batch, length) for length in blocks[first : last + 1])
+
+
+def _shared(limits: PlanLimits, listed: Sequence[Bucket]) -> list[Bucket]:
+    """Rows that share blocks list each of them: together they may list more than there are."""
+    largest = {bucket.batch: bucket.length for bucket in sorted(listed)}
+    most = {batch: batch * limits.blocks_per_row for batch in largest}
+    return [Bucket("decode", batch, most[batch]) for batch, length in largest.items() if length < most[batch]]
 
 
 def _in_place(limits: PlanLimits, settings: BucketSettings, listed: Sequence[Bucket]) -> list[Bucket]:
