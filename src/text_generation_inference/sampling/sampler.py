@@ -11,6 +11,7 @@ from parts (`vocabulary`), and rows that need all of their scores (filters, best
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 
 import numpy as np
 import torch
@@ -384,6 +385,7 @@ def _as_it_is(function: Callable[..., Result], keeps: bool = False) -> Callable[
 def _together(function: Callable[Arguments, Sequence[Tensor]]) -> Callable[Arguments, Tensor]:
     """What it finds for rows, each `[rows]`, as one float32 tensor, which holds ids exactly."""
 
+    @wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Tensor:
         return torch.stack([each.float() for each in function(*args, **kwargs)])
 
