@@ -543,4 +543,5 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     measures_steps: bool = False  # all free memory goes to the KV cache: what steps take is measured before
     meters_memory: bool = False  # it can be told how much memory work takes
     buckets: bool = False  # every step has a shape of the bucket plan, unless the user says otherwise
+    reads_in_place: bool = False  # padded decode steps may read the first blocks of the cache where they are
     step_timeout_s: float = 60.0  # a step that takes longer never ends, unless the user says otherwise

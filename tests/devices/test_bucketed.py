@@ -434,10 +434,11 @@ def places(books: HostTables, slots: np.ndarray, positions: np.ndarray) -> Tenso
 def decode_batch(bucket: Bucket, books: HostTables) -> Batch:
     arrays = describe_decode(bucket, range(len(books.lengths)), books)
     seq_lens = np.where(arrays.slots < 0, 0, books.lengths[arrays.slots])
-    blocks = (seq_lens, arrays.block_list, arrays.block_groups, arrays.block_usage, arrays.row_starts)
-    lengths, *flat = (torch.from_numpy(array.astype(np.int32)) for array in blocks)
+    lists = {name: torch.from_numpy(array.astype(np.int32)) for name, array in arrays.lists.items()}
+    lengths = torch.from_numpy(seq_lens.astype(np.int32))
     ids = torch.zeros(bucket.batch, dtype=torch.int64)
-    return Batch(ids, ids, places(books, arrays.slots, np.maximum(seq_lens - 1, 0)), lengths, BlockLists(*flat))
+    meta = BlockLists(**{"block_list": None, "row_starts": None, **lists})
+    return Batch(ids, ids, places(books, arrays.slots, np.maximum(seq_lens - 1, 0)), lengths, meta)
 
 
 def prefill_batch(bucket: Bucket, books: HostTables) -> Batch:
@@ -479,6 +480,11 @@ def test_decode_attention(how: str) -> None:
     expected = reference.attention(q[:5], None, None, k_cache, v_cache, as_unpadded(books, lengths, 5), 0.3, **HOW[how])
     torch.testing.assert_close(ours[:5], expected, atol=2e-6, rtol=1e-5)
     assert (ours[5:] == 0).all()
+    in_place = decode_batch(Bucket("decode", 8, 50, contiguous=True), books)  # all of the cache, as it lies
+    assert in_place.meta.block_list is None
+    torch.testing.assert_close(
+        reference.attention(q, None, None, k_cache, v_cache, in_place, 0.3, **HOW[how]), ours, atol=2e-6, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("how", list(HOW))

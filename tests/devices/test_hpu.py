@@ -206,13 +206,14 @@ def load_plain(device):
 
 
 def test_nan_of_one_row_stays_there(hpu):
-    """A block that was another's before may hold anything behind the row's end; a broken row breaks no other."""
+    """A block that was another's before may hold anything behind the row's end that is ever written there; a broken row
+    breaks no other."""
     made = Made(hpu, [5, 200, 40], 4, True, blocks=6, **HEADS)
     (q, k, v, _), batch, caches = made.on(hpu)
     blocks = batch.meta.block_list.tolist()
-    for cache in caches:
-        cache[blocks[0], 5:] = torch.nan
-        cache[0] = torch.nan
+    for cache, worst in zip(caches, (torch.nan, torch.finfo(torch.float32).max), strict=True):
+        cache[blocks[0], 5:] = worst
+        cache[0] = worst
     whole = hpu.ops.attention(q, k, v, *caches, batch, 0.25).cpu()
     assert torch.isfinite(whole).all()
     caches[0][blocks[1], 3] = torch.nan
@@ -220,6 +221,19 @@ def test_nan_of_one_row_stays_there(hpu):
     found = hpu.ops.attention(q, k, v, *caches, batch, 0.25).cpu()
     close(found[[0, 3]], whole[[0, 3]])
     assert found[1].isnan().any() and found[2].isnan().all()
+
+
+def test_what_is_no_number_is_cached_as_a_key(hpu):
+    """Values are read without a mask, so there is none among them; who looks at such a token learns it all the same."""
+    made = Made(hpu, [5, 200, 40], 4, True, blocks=6, **HEADS)
+    (q, k, v, table), batch, caches = made.on(hpu)
+    v[0, 0, 3], v[1, :, 0] = torch.inf, torch.nan
+    q = hpu.ops.rotary_and_cache(q, k, v, table, batch, *caches)
+    assert torch.isfinite(caches[1].cpu()).all()
+    found = hpu.ops.attention(q, k, v, *caches, batch, 0.25).cpu().view(4, HEADS["kv_heads"], -1)
+    broken = found.isnan().any(-1)
+    assert broken.any(-1).tolist() == [True, True, False, False]
+    assert broken[1].all()
 
 
 def test_partial_rotation(hpu):
@@ -308,9 +322,10 @@ def test_a_decode_graph_has_no_input_that_it_does_not_read(hpu, start_hpu, tmp_p
 
 def test_what_fits_is_left_alone(hpu, fp8_ops):
     """Scales that were measured for this card stay as they are."""
-    parts = torch.full((4, 8), 120.0).to(fp8.FP8), torch.full((4,), 0.5), torch.tensor(0.25)
-    weight = fp8.Fp8Weight(*(part.to(hpu.torch_device) for part in parts))
-    assert fp8_ops.pack_fp8(weight) is weight
+    data = torch.full((4, 8), 120.0).to(fp8.FP8)
+    packed = fp8_ops.pack_fp8(fp8.Fp8Weight(data, torch.full((4,), 0.5), torch.tensor(0.25)))
+    assert packed.data.cpu().view(torch.uint8).equal(data.view(torch.uint8))
+    assert packed.scale.tolist() == [0.5] * 4 and packed.input_scale.item() == 0.25
 
 
 def test_fp8_cache(hpu, fp8_ops):
@@ -459,17 +474,21 @@ def start_hpu(hpu) -> Iterator:
 
 SETTINGS = {
     "as it comes": {},
-    "prompts in graphs": {"limit_hpu_graph": False},
+    "prompts in graphs, blocks in place": {"limit_hpu_graph": False, "vllm_contiguous_pa": True},
     "no graphs": {"enable_hpu_graph": False},
-    "plain attention, narrow softmax": {"use_flash_attention": False, "vllm_fp32_softmax": False},
+    "plain attention, narrow softmax": {
+        "use_flash_attention": False,
+        "vllm_fp32_softmax": False,
+        "prefix_caching": False,
+    },
     "linear buckets": {
         "bucket_strategy": "linear",
         "batch_bucket_size": 2,
         "pad_sequence_to_multiple_of": 64,
         "flash_attention_recompute": False,
     },
-    "keys and values in FP8": {"kv_cache_dtype": "fp8_e4m3fn"},
-    "torch ops": {"custom_kernels": False},
+    "keys and values in FP8": {"kv_cache_dtype": "fp8_e4m3fn", "prefix_caching": False},
+    "torch ops": {"custom_kernels": False, "prefix_caching": False},
 }
 
 
@@ -488,6 +507,8 @@ def test_tokens_are_those_of_the_cpu_and_nothing_is_compiled_late(hpu, start_hpu
     assert found == on_cpu["fp8" if "kv_cache_dtype" in chosen else "plain"]
     stats = engine.rank.bucket_stats
     assert stats.num_unplanned == 0
+    in_place = chosen.get("vllm_contiguous_pa", not chosen.get("prefix_caching", True))
+    assert engine.rank.runner.steps.plan.has_contiguous is in_place  # as vllm-gaudi has it by default
     assert late == 0, f"{late} graphs were compiled after warm-up"
     if hpu.bridge.emulated:  # a card's own count is in the report
         assert fallen_now == fallen, which
@@ -727,7 +748,7 @@ def test_eager_mode_and_matrices_in_fp8(hpu, tiny, on_cpu):
         pytest.skip("this process has the card already, or it has no FP8")
     program = f"import test_hpu; test_hpu.run_eager({str(tiny.folder)!r})"
     first, second = run_with_stand_in(program, PT_HPU_LAZY_MODE="0").splitlines()[-2:]
-    assert first == f"{[on_cpu['plain'][:5], on_cpu['sampled'][:5]]} 17 3 True 0"
+    assert first == f"{[on_cpu['plain'][:5], on_cpu['sampled'][:5]]} 18 3 True 0"
     assert second.startswith("[] ")
     engine = start(tiny.folder, device="cpu", **LIMITS)
     expected = [output.logprobs[0] for output in run(engine, requests()[:5])]

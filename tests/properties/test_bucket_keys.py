@@ -85,7 +85,8 @@ class OracleModel:
                 sums = sums + before.where(context.seen, 0.0).sum(1, keepdim=True)
             return sums.flatten()[batch.logit_tokens][:, None]
         lists = batch.meta
-        found = cache[lists.block_list.long(), :, 0, 0]
+        blocks = slice(len(lists.block_groups)) if lists.block_list is None else lists.block_list.long()
+        found = cache[blocks, :, 0, 0]
         used = (torch.arange(size) < lists.block_usage[:, None]) & (lists.block_groups >= 0)[:, None]
         sums = torch.zeros(len(batch.seq_lens), dtype=torch.float64)
         return sums.index_add(0, lists.block_groups.clamp(min=0).long(), found.where(used, 0.0).sum(1))[:, None]
@@ -165,6 +166,7 @@ def traffic(draw: st.DrawFn) -> Traffic:
         draw(st.integers(0, 24)),
         *(draw(axis) for _ in range(5)),
         reuse=draw(st.booleans()),
+        contiguous=draw(st.booleans()),
     )
     count = draw(st.integers(1, 60))
     known = [[draw(st.integers(0, VOCAB - 1)) for _ in range(longest)] for _ in range(2)]  # what prompts begin with
@@ -220,7 +222,8 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
         max_total_tokens=limits.max_total_tokens,
     )
     assert limits.num_blocks is not None
-    pool = BlockPool(limits.num_blocks + 1, limits.block_size, asked.wanted.reuse)
+    in_place = asked.wanted.contiguous
+    pool = BlockPool(limits.num_blocks + 1, limits.block_size, asked.wanted.reuse, lowest_first=in_place)
     scheduler = Scheduler(policy, pool, clock=lambda: 0, shapes=plan)
     outputs: dict[int, list[int]] = {}
     prompts: dict[int, int] = {}

@@ -189,6 +189,7 @@ MEANINGS: list[tuple[str, str, str, Any]] = [
     ("BUCKETING", "true", "bucketing", True),
     ("VLLM_PROMPT_QUERY_BUCKET_MIN", "64", "vllm_prompt_seq_bucket_min", 64),
     ("VLLM_FP32_SOFTMAX", "true", "vllm_fp32_softmax", True),
+    ("VLLM_CONTIGUOUS_PA", "false", "vllm_contiguous_pa", False),
     ("PT_HPU_LAZY_MODE", "0", "pt_hpu_lazy_mode", False),
     ("PT_HPU_LAZY_MODE", "1", "pt_hpu_lazy_mode", True),
     *((name.upper(), "7", name, 7) for name in BUCKET_RANGES),
@@ -232,7 +233,12 @@ def test_a_setting_that_is_not_explained_is_read_somewhere() -> None:
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     read_names = {word.strip('"').rpartition(".")[2] for word in found.split()}
     promised = {field for _, _, field, _ in MEANINGS} - {name.lower() for name in variables.NO_EFFECT}
-    through_helpers = {*BUCKET_RANGES, "vllm_exponential_bucketing", "bucket_strategy"}  # by `choose_strategy`, by axis
+    through_helpers = {
+        *BUCKET_RANGES,
+        "vllm_exponential_bucketing",
+        "bucket_strategy",
+        "vllm_contiguous_pa",
+    }  # of `config`
     assert promised - read_names - through_helpers == set()
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_cases import MAX_TOKENS, MIXED, NUM_SLOTS, VOCAB, admission, bf16_logits, make_known, make_sampler
+from torch import Tensor
 
 from text_generation_inference.kernels.choice import choose_into
 from text_generation_inference.kernels.ops import Ops
@@ -137,10 +138,17 @@ class Shapes:
     def __init__(self) -> None:
         self.met: set[tuple] = set()
 
-    def by_shape(self, function):
-        def run(scores, *tensors):
-            self.met.add((function.__qualname__, *(tuple(tensor.shape) for tensor in (scores, *tensors))))
-            return function(scores.clone(), *tensors)
+    def by_shape(self, function, keeps=False):
+        def run(scores, *given):
+            sent = [each for each in given if isinstance(each, np.ndarray)]
+            assert all(each.dtype == np.int32 for each in sent), "what is sent together is int32"
+            assert all(isinstance(each, Tensor) for each in given[: len(given) - len(sent)]), "and comes last"
+            shapes = (tuple(each.shape) for each in (scores, *given))
+            self.met.add((function.__qualname__, len(sent), *shapes))
+            before = scores.clone()
+            found = function(scores if keeps else scores.clone(), *(torch.as_tensor(each) for each in given))
+            assert scores.equal(before)
+            return found
 
         return run
 

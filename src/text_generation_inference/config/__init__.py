@@ -16,6 +16,7 @@ from text_generation_inference.config.derived import (
     keeps_window,
     least_blocks,
     payload_limit,
+    reads_in_place,
     resolve,
     uses_buckets,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "parse_value",
     "payload_limit",
     "read_environment",
+    "reads_in_place",
     "resolve",
     "uses_buckets",
     "variable_of",

@@ -70,6 +70,15 @@ def uses_buckets(config: ServerConfig, limits: Limits) -> bool:
     return limits.buckets if config.bucketing is None else config.bucketing
 
 
+def reads_in_place(config: ServerConfig, limits: Limits) -> bool:
+    """Whether decode steps read the first blocks of the cache as they lie, where those of their requests are among few.
+    By default as vllm-gaudi has it: blocks that several requests share, or that wait to be found again, stand against
+    it, and it takes shapes of its own."""
+    if not limits.reads_in_place or not uses_buckets(config, limits):
+        return False
+    return not config.prefix_caching if config.vllm_contiguous_pa is None else config.vllm_contiguous_pa
+
+
 def keeps_window(config: ServerConfig, window: int | None, limits: Limits, longest: int) -> int | None:
     """The window that requests of so many tokens keep of their cache, if there is one. Padded steps keep all: a request
     holds its blocks from the start."""

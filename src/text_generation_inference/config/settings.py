@@ -557,6 +557,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     vllm_fp32_softmax: Annotated[
         bool | None, _gaudi("decode attention keeps its scores in float32", "true|false", default="true")
     ] = None  # False: decode attention in the model's type
+    vllm_contiguous_pa: Annotated[
+        bool | None,
+        _gaudi(
+            "decode attention reads the first blocks of the cache in place; takes graphs of its own",
+            "true|false",
+            default="true without prefix caching",
+            elsewhere="the device reads blocks where they are",
+        ),
+    ] = None
 
     # profiler
     prof_step: Annotated[

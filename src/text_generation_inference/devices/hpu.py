@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from text_generation_inference.devices.hpu_graphs import (
     Call,
     CompiledLayers,
     GraphPasses,
+    PackedInputs,
     PaddedPass,
     PureFunction,
     ReadInputs,
@@ -33,10 +35,14 @@ from text_generation_inference.devices.hpu_graphs import (
     ungraphed,
 )
 from text_generation_inference.kernels.batch import Batch
+from text_generation_inference.kernels.block_lists import put_together, take_apart
 from text_generation_inference.kernels.fp8 import FP8_MAX
 from text_generation_inference.kernels.hpu.bridge import is_present, load_bridge, memory_errors
-from text_generation_inference.kernels.hpu.ops import HpuGreedy, load_ops
+from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
+from text_generation_inference.kernels.hpu.ops import load_ops
+from text_generation_inference.kernels.hpu.pass_memo import PassMemo
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.packed import Layout, pack
 from text_generation_inference.parallel.collectives import Collectives, Meeting
 from text_generation_inference.types import ALONE, DeviceMemory, Limits, Place
 
@@ -109,8 +115,8 @@ class HpuDevice(AtOnce):
         self.fp8_max = bridge.fp8_max
         if not custom_kernels and 0 < bridge.fp8_max < FP8_MAX:  # torch's own ops reckon with FP8 up to 448
             self.fp8_max, self.fp8_needs = 0.0, "the card's own kernels (without `disable_custom_kernels`) on Gaudi 2"
-        prepare = getattr(bridge.core, "hpu_set_inference_env", None) or bridge.core.hpu_set_env
-        prepare()
+        names = ("hpu_inference_set_env", "hpu_set_inference_env", "hpu_set_env")  # newest first
+        next(getattr(bridge.core, name) for name in names if hasattr(bridge.core, name))()
         captures = self.settings.graphs and bridge.lazy
         self.limits = Limits(
             block_size=BLOCK_SIZE,
@@ -123,8 +129,10 @@ class HpuDevice(AtOnce):
             max_batch_prefill_tokens=4096,
             memory_share=1 - self.settings.graph_share if captures else 1.0,
             buckets=True,
+            reads_in_place=True,
             step_timeout_s=1800.0,  # a shape that was not warmed up is compiled
         )
+        self._memo, self._fp8 = PassMemo(), Fp8Ops(bridge)
         self.ops = self._load_ops(custom_kernels)
         self._layers = None if bridge.lazy else CompiledLayers()
         self.ops.run_layer = self._layers
@@ -140,13 +148,15 @@ class HpuDevice(AtOnce):
             mode = "eager mode, torch.compile"
         if not custom_kernels:
             slower = f"torch ops on {self.description}, {mode}: slower than the card's own kernels"
-            return Ops(slower, low_bit_ops=frozenset(), greedy=HpuGreedy(bridge).greedy, by_shape=self._by_shape)
+            return Ops(slower, low_bit_ops=frozenset(), by_shape=self._by_shape)
         ops = load_ops(
             bridge,
             f"fused kernels on {self.description}, {mode}",
             settings.flash_attention,
             settings.flash_attention_recompute,
             settings.wide_softmax,
+            self._memo,
+            self._fp8,
         )
         ops.by_shape = self._by_shape
         return ops
@@ -193,7 +203,10 @@ class HpuDevice(AtOnce):
         return torch.zeros((blocks * block_size, *rest), dtype=dtype, device=self.torch_device).view(shape)
 
     def prepare(self, batch: Batch) -> Batch:
-        return batch
+        """What is still on the host goes to the card, where graphs have not brought it."""
+        if batch.input_ids.device.type == self.torch_device.type:
+            return batch
+        return put_together({name: tensor.to(self.torch_device) for name, tensor in take_apart(batch).items()})
 
     def join_ranks(self, meeting: Meeting) -> Collectives:
         """Lazily gathered ops are launched before each: a sum takes what was computed, not what is still to be."""
@@ -220,26 +233,34 @@ class HpuDevice(AtOnce):
         self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
     ) -> GraphForward:
         self.bridge.synchronize()  # weights and caches were filled by another thread
+        self._fp8.mark_constants()
         layers = self._layers if self.settings.graphs else None
         if layers is not None:
-            return GraphPasses(self.bridge, by_layer(layers, PaddedPass(forward)), True)
-        call = self._graphs_of(PaddedPass(forward))
+            call = PackedInputs(by_layer(layers, PaddedPass(forward)), self.torch_device)
+            return GraphPasses(self.bridge, call, True, self._memo.clear)
+        call = PackedInputs(self._graphs_of(PaddedPass(forward)), self.torch_device)
         if self.settings.graphs and first is not None:
             call = ReadInputs(call, first)
-        return GraphPasses(self.bridge, call, self.settings.graphs)
+        return GraphPasses(self.bridge, call, self.settings.graphs, self._memo.clear)
 
     def _graphs_of(self, module: nn.Module) -> Call:
         if not self.settings.graphs:
             return ungraphed(module)
         return hpu_graphs(self.bridge, module) if self.bridge.lazy else compiled(module)
 
-    def _by_shape(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _by_shape(self, function: Callable[..., Any], keeps: bool = False) -> Callable[..., Any]:
         """See `Ops.by_shape`."""
-        call = self._graphs_of(PureFunction(function))
+        call = self._graphs_of(PureFunction(function, keeps))
 
-        def run(*tensors: Tensor) -> Any:
+        def run(*given: Tensor | np.ndarray) -> Any:
+            there = [each for each in given if isinstance(each, Tensor)]
+            sent = given[len(there) :]
             with memory_errors():
-                out = call(list(tensors), False)
+                about: tuple[Layout, ...] = ()
+                if sent:
+                    words, layout = pack({str(n): torch.as_tensor(each) for n, each in enumerate(sent)})
+                    there, about = [*there, words.to(self.torch_device, non_blocking=True)], (layout,)
+                out = call(there, False, *about)
                 self.bridge.mark_step()
             return out
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import key_of, put_together, take_apart
 from text_generation_inference.kernels.hpu.bridge import Bridge, memory_errors
+from text_generation_inference.kernels.packed import Layout, can_pack, pack, unpack
 
 _torch: Any = torch  # for what torch leaves without types
 _COMPILED_SHAPES = 4096  # torch.compile gives up on a function with more; the bucket plan says how many there are
@@ -21,6 +22,7 @@ _SHAPE_LIMITS = (
 )
 Call = Callable[..., Any]  # (tensors in a dict or list, bypass, what else a graph is found by) -> tensors
 _Unread = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # names, shapes and types
+_PACKED = "words"  # the tensor that holds others
 _GRAPH_CALLS = 3  # until a graph meets nothing new: capturing, the first replay, and what that copies
 
 
@@ -30,14 +32,19 @@ def _shapes_of(tensors: dict[str, Tensor] | list[Tensor]) -> tuple[object, ...]:
 
 
 class PureFunction(nn.Module):
-    """A function that may overwrite the first of its tensors: a graph changes none of its inputs."""
+    """A function that may overwrite the first of its tensors, unless it `keeps` it: a graph changes none of its
+    inputs."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], keeps: bool = False) -> None:
         super().__init__()
-        self._function = function
+        self._function, self._keeps = function, keeps
 
-    def forward(self, tensors: list[Tensor]) -> Any:
-        return self._function(tensors[0].clone(), *tensors[1:])
+    def forward(self, tensors: list[Tensor], layout: Layout = ()) -> Any:
+        """`layout`: of the last tensor, which holds the last arguments."""
+        if layout:
+            tensors = [*tensors[:-1], *unpack(tensors[-1], layout).values()]
+        first = tensors[0] if self._keeps else tensors[0].clone()
+        return self._function(first, *tensors[1:])
 
 
 class PaddedPass(nn.Module):
@@ -47,9 +54,13 @@ class PaddedPass(nn.Module):
         super().__init__()
         self._pass = forward
 
-    def forward(self, tensors: dict[str, Tensor], unread: "_Unread" = ()) -> Tensor:
-        """`unread`: tensors of which no op reads anything but their shape, which is part of what a graph is found by.
-        As a tensor without memory each can be asked for that, and for nothing else."""
+    def forward(self, tensors: dict[str, Tensor], layout: Layout = (), unread: "_Unread" = ()) -> Tensor:
+        """`layout`: what the packed tensor holds. `unread`: tensors of which no op reads anything but the shape, which
+        is part of what a graph is found by. As a tensor without memory each can be asked for that, and for nothing
+        else."""
+        if layout:
+            rest = {name: tensor for name, tensor in tensors.items() if name != _PACKED}
+            tensors = {**unpack(tensors[_PACKED], layout), **rest}
         if unread:
             shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in unread}
             tensors = {**tensors, **shapes}
@@ -83,7 +94,7 @@ class ReadInputs:
         self._read: dict[object, set[str]] = {}
 
     def __call__(self, tensors: dict[str, Tensor], bypass: bool, *_: Any) -> Any:
-        if bypass or "block_list" not in tensors:
+        if bypass or "block_groups" not in tensors:
             return self._call(tensors, bypass)
         key = tuple(tensors)
         if key not in self._read:
@@ -95,11 +106,27 @@ class ReadInputs:
         return self._call({name: x for name, x in tensors.items() if name in read}, False, unread)
 
 
+class PackedInputs:
+    """Sends what a pass reads of the host in one copy."""
+
+    def __init__(self, call: "Call", device: torch.device) -> None:
+        self._call, self._device = call, device
+
+    def __call__(self, tensors: dict[str, Tensor], bypass: bool, unread: _Unread = ()) -> Any:
+        on_host = {name: tensor for name, tensor in tensors.items() if can_pack(tensor)}
+        if not on_host:
+            return self._call(tensors, bypass, (), unread)
+        words, layout = pack(on_host)
+        rest = {name: tensor for name, tensor in tensors.items() if name not in on_host}
+        return self._call({_PACKED: words.to(self._device, non_blocking=True), **rest}, bypass, layout, unread)
+
+
 class GraphPasses:
     """Runs passes by the given call: (tensors, bypass) -> logits. On one thread, as ops are gathered by thread."""
 
-    def __init__(self, bridge: Bridge, call: Call, captures: bool) -> None:
-        self._bridge, self._call, self._captures = bridge, call, captures
+    def __init__(self, bridge: Bridge, call: Call, captures: bool, forget: Callable[[], None]) -> None:
+        """`forget`: what is known of a pass, once it is over."""
+        self._bridge, self._call, self._captures, self._forget = bridge, call, captures, forget
         self._captured: set[object] = set()  # keys
 
     @property
@@ -107,17 +134,20 @@ class GraphPasses:
         return len(self._captured)
 
     def __call__(self, batch: Batch, bypass: bool = False) -> Tensor:
-        with memory_errors():
-            out = self._call(take_apart(batch), bypass)
-            self._bridge.mark_step()
+        try:
+            with memory_errors():
+                out = self._call(take_apart(batch), bypass)
+                self._bridge.mark_step()
+        finally:
+            self._forget()
         if self._captures and not bypass:
             self._captured.add(key_of(batch))
         return out
 
 
 def ungraphed(module: nn.Module) -> Call:
-    def call(tensors: Any, bypass: bool) -> Any:
-        return module(tensors)
+    def call(tensors: Any, bypass: bool, *about: Any) -> Any:
+        return module(tensors, *about)
 
     return call
 
@@ -130,7 +160,7 @@ def hpu_graphs(bridge: Bridge, module: nn.Module) -> Call:
 
     def call(tensors: Any, bypass: bool, *about: Any) -> Any:
         if bypass:
-            return graphed(tensors, bypass_hpu_graphs=True)
+            return graphed(tensors, *about, bypass_hpu_graphs=True)
         out = graphed(tensors, *about)
         key = (_shapes_of(tensors), about)
         if key not in met:  # a pass changes nothing if it is done again
@@ -157,8 +187,8 @@ def compiled(module: nn.Module) -> Call:
     options = {"keep_input_mutations": True}
     program = _torch.compile(module, backend="hpu_backend", dynamic=False, options=options)
 
-    def call(tensors: Any, bypass: bool) -> Any:
-        return (module if bypass else program)(tensors)
+    def call(tensors: Any, bypass: bool, *about: Any) -> Any:
+        return (module if bypass else program)(tensors, *about)
 
     return call
 
@@ -181,10 +211,10 @@ def _run_layer(layer: Any, *about: Any) -> Any:
 
 
 def by_layer(layers: CompiledLayers, module: nn.Module) -> Call:
-    def call(tensors: Any, bypass: bool) -> Any:
+    def call(tensors: Any, bypass: bool, *about: Any) -> Any:
         layers.is_on = not bypass
         try:
-            return module(tensors)
+            return module(tensors, *about)
         finally:
             layers.is_on = False
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from text_generation_inference.config import Resolved, ServerConfig, resolve
+from text_generation_inference.config import Resolved, ServerConfig, reads_in_place, resolve
 from text_generation_inference.devices.device import check_present
 from text_generation_inference.engine.calibrate import read_quant_config
 from text_generation_inference.engine.loop import EngineLoop
@@ -127,7 +127,9 @@ def _bring_up(
     beside = None
     if resolved.partial_window is not None:
         beside = WindowBlocks(resolved.num_window_blocks, resolved.block_size, resolved.partial_window)
-    pool = BlockPool(resolved.num_blocks, resolved.block_size, config.prefix_caching, resolved.window, beside)
+    in_place = reads_in_place(config, facts.limits)
+    about = (config.prefix_caching, resolved.window, beside, in_place)
+    pool = BlockPool(resolved.num_blocks, resolved.block_size, *about)
     notes = [note for note in (source.note, *facts.notes) if note]
     if spare_bytes:
         notes.append(f"{gigabytes(spare_bytes)} less for the KV cache: graphs or the largest step did not fit")

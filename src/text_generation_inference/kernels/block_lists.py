@@ -40,12 +40,25 @@ class PromptParts:
 
 @dataclass(slots=True)
 class BlockLists:
-    """One token of each row, over the blocks of all rows as one list."""
+    """One token of each row, over the blocks of all rows as one list.
 
-    block_list: Tensor  # [blocks] int32: what rows have in the cache, row after row; filler 0
+    Either these are listed, row after row (`block_list`, `row_starts`), or they are the first blocks of the cache, in
+    its order (`block_numbers`): these can be read where they are, and those of nobody in the pass are fillers.
+    """
+
+    block_list: Tensor | None  # [blocks] int32: what rows have in the cache, row after row; filler 0
     block_groups: Tensor  # [blocks] int32: the row each belongs to; filler -1
     block_usage: Tensor  # [blocks] int32: filled places of each; filler 1
-    row_starts: Tensor  # [rows] int32: where in `block_list` a row begins; padding -1
+    row_starts: Tensor | None  # [rows] int32: where in `block_list` a row begins; padding -1
+    block_numbers: Tensor | None = None  # [blocks] int32: which of its row's blocks each is; filler 0
+
+    def numbers(self) -> Tensor:
+        """`[blocks]`: which of its row's blocks each is; of fillers: anything."""
+        if self.block_numbers is not None:
+            return self.block_numbers
+        assert self.row_starts is not None
+        place = torch.arange(self.block_groups.shape[0], device=self.block_groups.device)
+        return place - self.row_starts[self.block_groups.clamp(min=0).long()]
 
 
 def is_padded(batch: Batch) -> bool:
@@ -75,8 +88,14 @@ def put_together(tensors: dict[str, Tensor]) -> Batch:
     meta = WholePrompts()  # said at length: torch.compile follows no loop over a dataclass's fields
     if "tables" in tensors:
         meta = PromptParts(tensors["tables"], tensors["starts"])
-    if "block_list" in tensors:
-        meta = BlockLists(tensors["block_list"], tensors["block_groups"], tensors["block_usage"], tensors["row_starts"])
+    if "block_groups" in tensors:
+        meta = BlockLists(
+            tensors.get("block_list"),
+            tensors["block_groups"],
+            tensors["block_usage"],
+            tensors.get("row_starts"),
+            tensors.get("block_numbers"),
+        )
     return Batch(
         tensors["input_ids"],
         tensors["positions"],
@@ -253,12 +272,11 @@ def decode_attention(
     """
     lists: BlockLists = batch.meta
     rows, size, kv_heads = batch.seq_lens.shape[0], k_cache.shape[1], k_cache.shape[2]
-    blocks = lists.block_list.long()
     filler = lists.block_groups < 0
     owner = lists.block_groups.clamp(min=0).long()
     place = torch.arange(size, device=q.device)
     seen = (place < lists.block_usage[:, None]) & ~filler[:, None]  # [blocks, block_size]
-    number = torch.arange(blocks.shape[0], device=q.device) - lists.row_starts[owner]
+    number = lists.numbers()
     own = batch.seq_lens[owner, None] - 1  # the query's position
     position = number[:, None] * size + place
     distance = position - own
@@ -268,6 +286,7 @@ def decode_attention(
         seen = seen & (position >= own // attention_chunk * attention_chunk)
     # What is not seen may be anything, even NaN, and a weight of zero does not undo that.
     unseen = ~seen[..., None, None]
+    blocks = slice(filler.shape[0]) if lists.block_list is None else lists.block_list.long()
     keys = _read(k_cache, blocks, None, kv_scales[0], q.dtype).masked_fill(unseen, 0).float()
     values = _read(v_cache, blocks, None, kv_scales[1], q.dtype).masked_fill(unseen, 0).float()
     grouped = q.float().reshape(rows, kv_heads, -1, q.shape[2]) * scale
@@ -299,7 +318,7 @@ def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
 
-def _read(cache: Tensor, block: Tensor, place: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+def _read(cache: Tensor, block: Tensor | slice, place: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
     """Whole blocks of a cache, or one place in each, in the type that attention computes in."""
     stored = cache.view(torch.uint8) if cache.dtype is fp8.FP8 else cache
     found = stored[block] if place is None else stored[block, place]
@@ -312,6 +331,7 @@ def as_paged(batch: Batch) -> Batch:
     if batch.cross is not None and batch.cross.decode is not None:
         batch = replace(batch, cross=replace(batch.cross, decode=as_paged(batch.cross.decode)))
     if isinstance(lists, BlockLists):
+        assert lists.block_list is not None, "kernels that follow tables gain nothing from reading blocks in order"
         tables = lists.block_list[:, None]  # a row's table is what follows its start
         return replace(batch, meta=PagedMeta(tables, rows, [], [], 0, table_rows=lists.row_starts))
     length = row_length(batch)

@@ -1,7 +1,8 @@
 """Steps whose passes all have shapes of a bucket plan, for devices that make one graph for each shape.
 
 Prompts and decode rows of a step are padded passes of their own. Prompts with tokens in the cache before them (a
-prefix, or their parts before) are in passes that read those too. What a pass reads beside the slots goes in one copy.
+prefix, or their parts before) are in passes that read those too. A pass is described where the slots are; what of it is
+on the host then goes to the device in one copy.
 """
 
 from collections.abc import Callable, Iterator
@@ -147,7 +148,7 @@ class BucketedSteps:
         nothing = self._slots.state.rows[:0]
         if plan.decode and self._slots.decode_slots:
             slots = self._slots.decode_slots
-            bucket = self.passes.find_decode(len(slots), self._slots.host.num_blocks(slots))
+            bucket = self.passes.find_decode(len(slots), self._slots.host.used_blocks(slots)[0])
             logits = self.passes.logits(bucket, self._decode_batch(bucket, slots), len(slots))
             yield StepPass(slots, logits, nothing, is_decode=True)
         plain = [chunk for chunk in plan.chunks if chunk.slot not in self._owed]
@@ -206,13 +207,12 @@ class BucketedSteps:
         if scored:
             self._slots.put(*describe_following(bucket, chunks[0] if chunks else None, host))
         token_slots, at, seq_lens, last_tokens, *more = self._slots.send()
-        ids, positions, kv_index, _ = self._slots.gather(token_slots, at)
-        seq_lens, last_tokens = self._slots.move((seq_lens, last_tokens.long()))
-        batch = Batch(ids, positions, kv_index, seq_lens, WholePrompts(), last_tokens)
+        ids, positions, kv_index, _ = self._slots.look_up(token_slots, at)
+        batch = Batch(ids, positions, kv_index, seq_lens, WholePrompts(), last_tokens.long())
         if arrays.tables is not None:
-            batch.meta = PromptParts(*self._slots.move((more[0].view(arrays.tables.shape), more[1])))
+            batch.meta = PromptParts(more[0].view(arrays.tables.shape), more[1])
         if scored:
-            batch.following = self._slots.gather(more[-2], more[-1])[0]
+            batch.following = self._slots.look_up(more[-2], more[-1])[0]
         self._put_pictures(batch, bucket, chunks, sees)
         return batch
 
@@ -229,10 +229,18 @@ class BucketedSteps:
 
     def _decode_batch(self, bucket: Bucket, slots: list[int]) -> Batch:
         arrays = describe_decode(bucket, slots, self._slots.host)
-        self._slots.put(arrays.slots, arrays.block_list, arrays.block_groups, arrays.block_usage, arrays.row_starts)
+        self._slots.put(arrays.slots, *arrays.lists.values())
         rows, *lists = self._slots.send()
-        ids, positions, kv_index, seq_lens = self._slots.gather(rows, None)
-        batch = Batch(ids, positions, kv_index, seq_lens, BlockLists(*self._slots.move(lists)))
+        ids, positions, kv_index, seq_lens = self._slots.look_up(rows, None)
+        named = dict(zip(arrays.lists, lists, strict=True))
+        meta = BlockLists(
+            named.get("block_list"),
+            named["block_groups"],
+            named["block_usage"],
+            named.get("row_starts"),
+            named.get("block_numbers"),
+        )
+        batch = Batch(ids, positions, kv_index, seq_lens, meta)
         if isinstance(self._pictures, CrossPictures) and self._pictures.reads(slots):
             batch.cross = self._pictures.of_padded_rows(slots, bucket.batch)
         return batch

@@ -65,34 +65,28 @@ class DecodeArrays:
     """One token of each row; see `BlockLists`."""
 
     slots: np.ndarray  # [batch]: -1 for padding
-    block_list: np.ndarray  # [blocks]
-    block_groups: np.ndarray  # [blocks]
-    block_usage: np.ndarray  # [blocks]
-    row_starts: np.ndarray  # [batch]
+    lists: dict[str, np.ndarray]
 
 
 def describe_decode(bucket: Bucket, slots: Sequence[int], host: HostTables) -> DecodeArrays:
-    rows, size = bucket.batch, host.block_size
-    index = np.array(slots, dtype=np.int64)
-    count = len(index)
-    lengths = host.lengths[index]
-    counts = -(-lengths // size)
+    rows, size = np.full(bucket.batch, -1, dtype=np.int64), host.block_size
+    rows[: len(slots)] = slots
+    groups = np.full(bucket.length, -1, dtype=np.int64)
+    usage = np.ones(bucket.length, dtype=np.int64)
+    blocks, counts = host.used_blocks(slots)
     ends = np.cumsum(counts)
-    found = DecodeArrays(
-        slots=np.full(rows, -1, dtype=np.int64),
-        block_list=np.zeros(bucket.length, dtype=np.int64),
-        block_groups=np.full(bucket.length, -1, dtype=np.int64),
-        block_usage=np.ones(bucket.length, dtype=np.int64),
-        row_starts=np.full(rows, -1, dtype=np.int64),
-    )
-    if not count:
-        return found
-    total = int(ends[-1])
-    found.slots[:count] = index
-    tables = host.tables[index, : int(counts.max())]
-    found.block_list[:total] = tables[np.arange(tables.shape[1]) < counts[:, None]]
-    found.block_groups[:total] = np.repeat(np.arange(count), counts)
-    found.block_usage[:total] = size
-    found.block_usage[ends - 1] = (lengths - 1) % size + 1
-    found.row_starts[:count] = ends - counts
-    return found
+    # Where each block is described: in its own place among all, or in the order of the list.
+    places = blocks if bucket.contiguous else np.arange(len(blocks))
+    groups[places] = np.repeat(np.arange(len(counts)), counts)
+    usage[places] = size
+    usage[places[ends - 1]] = (host.lengths[list(slots)] - 1) % size + 1
+    if bucket.contiguous:
+        numbers = np.zeros(bucket.length, dtype=np.int64)
+        numbers[places] = np.arange(len(blocks)) - np.repeat(ends - counts, counts)
+        return DecodeArrays(rows, {"block_groups": groups, "block_usage": usage, "block_numbers": numbers})
+    block_list = np.zeros(bucket.length, dtype=np.int64)
+    block_list[: len(blocks)] = blocks
+    starts = np.full(bucket.batch, -1, dtype=np.int64)
+    starts[: len(counts)] = ends - counts
+    lists = {"block_list": block_list, "block_groups": groups, "block_usage": usage, "row_starts": starts}
+    return DecodeArrays(rows, lists)

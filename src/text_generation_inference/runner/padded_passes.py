@@ -6,6 +6,7 @@ Shared by the runners of devices that run ahead and of those that do not.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,8 +53,13 @@ class PaddedPasses:
         places = self.plan.group([(chunk.end - chunk.start, chunk.start) for chunk in chunks])
         return [[chunks[place] for place in together] for together in places]
 
-    def find_decode(self, rows: int, blocks: int) -> Bucket:
-        return self.plan.find("decode", rows, blocks) or Bucket("decode", rows, blocks)
+    def find_decode(self, rows: int, blocks: np.ndarray) -> Bucket:
+        """The shape for so many rows whose tokens are in these blocks."""
+        count = len(blocks)
+        listed = self.plan.find("decode", rows, count) or Bucket("decode", rows, count)
+        if not self.plan.has_contiguous or len(np.unique(blocks)) < count:  # of two rows: looked at by each
+            return listed
+        return self.plan.choose_contiguous(listed, rows, int(blocks.max(initial=0)) + 1) or listed
 
     def captures(self, bucket: Bucket) -> bool:
         """Whether the shape has, or will have, a graph. What is not planned comes once."""

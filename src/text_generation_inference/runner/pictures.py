@@ -230,7 +230,7 @@ class SlotPictures:
                         if self._sight.whole_runs:
                             ends[first + shift : after + shift] = start + length
                     at += length
-        device = self._device.torch_device
+        device = batch.positions.device  # the host, where a pass is still to be sent
         batch.features = self._store.rows
         batch.feature_index = torch.from_numpy(index).to(device)  # pyright: ignore[reportUnknownMemberType]
         if self._sight.whole_runs or self._sight.whole_prompts:

@@ -27,9 +27,12 @@ class HostTables:
     tables: np.ndarray  # [slots, max_blocks]: blocks
     block_size: int
 
-    def num_blocks(self, slots: Sequence[int]) -> int:
-        """Blocks that the slots' known tokens are in."""
-        return int((-(-self.lengths[list(slots)] // self.block_size)).sum())
+    def used_blocks(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the blocks that the slots' known tokens are in, slot after slot; how many are whose."""
+        index = np.array(slots, dtype=np.int64)
+        counts = -(-self.lengths[index] // self.block_size)
+        tables = self.tables[index, : int(counts.max(initial=0))]
+        return tables[np.arange(tables.shape[1]) < counts[:, None]], counts
 
 
 class Slots:
@@ -94,9 +97,13 @@ class Slots:
         """Make the changes; what was `put`, where the slots are, good until the next `send`."""
         return self._staging.send(self.state)
 
+    def look_up(self, token_slots: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """input_ids, positions, kv_index and seq_lens where the slots are: see `kernels.slot_state.gather_inputs`."""
+        return self._device.ops.gather_inputs(self.state, token_slots, at)
+
     def gather(self, token_slots: Tensor, at: Tensor | None) -> list[Tensor]:
-        """input_ids, positions, kv_index and seq_lens on the device: see `kernels.slot_state.gather_inputs`."""
-        return self.move(self._device.ops.gather_inputs(self.state, token_slots, at))
+        """The same on the device."""
+        return self.move(self.look_up(token_slots, at))
 
     def find_tables(self, row_slots: Tensor, max_seq_len: int) -> tuple[Tensor, Tensor | None]:
         """Block tables on the device, and the row of each among them; None: in order."""

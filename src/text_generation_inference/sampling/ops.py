@@ -16,9 +16,10 @@ class GreedyOp(Protocol):
 
 
 class ByShapeOp(Protocol):
-    def __call__(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    def __call__(self, function: Callable[..., Result], keeps: bool = False) -> Callable[..., Result]:
         """A function of tensors alone -> the same, through a graph for each shape. A result is good until the next
-        call."""
+        call. The last arguments may be arrays of int32 on the host, which are sent together. `keeps`: the function
+        never overwrites its first tensor."""
         ...
 
 

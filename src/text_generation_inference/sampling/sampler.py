@@ -11,6 +11,7 @@ from parts (`vocabulary`), and rows that need all of their scores (filters, best
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from text_generation_inference.sampling.watermark import Watermark
 from text_generation_inference.types import Admission, SamplingParams
 
 _NEUTRAL = SamplingParams()
+_LARGEST_ID = 1 << 24  # that a float32 tells from all others
 _TOP_ROOM = 16  # best ids that padded rows report at least: up to 8 wanted ones, and ties
 
 
@@ -103,14 +105,17 @@ class Sampler:
         by_shape = ops.by_shape if pads and ops.by_shape is not None else _as_it_is
         self._apply = {id(part): by_shape(part.apply) for part in self._parts}
         self._allow_only = by_shape(allow_only)
-        self._draw_unfiltered, self._draw_filtered = by_shape(_draw_unfiltered), by_shape(_draw_filtered)
-        self._draw_unsorted, self._draw_from_best = by_shape(_draw_unsorted), by_shape(_draw_from_best)
-        self._find_tops = by_shape(_find_tops)
-        self._best_here, self._drawn_here, self._join = (
-            by_shape(self._look_best),
-            by_shape(self._look_drawn),
-            by_shape(join),
+        # What is found for padded rows goes to the host as one tensor.
+        assert not pads or vocabulary.size <= _LARGEST_ID
+        self._best, self._join_parts = by_shape(_together(self._greedy), True), by_shape(_together(join), True)
+        self._draw_unfiltered, self._draw_filtered, self._draw_unsorted, self._draw_from_best = (
+            by_shape(_together(_draw_unfiltered)),
+            by_shape(_together(_draw_filtered)),
+            by_shape(_together(_draw_unsorted)),
+            by_shape(_together(_draw_from_best)),
         )
+        self._find_tops = by_shape(_find_tops)
+        self._best_here, self._drawn_here = by_shape(self._look_best, True), by_shape(self._look_drawn)
         self._warmed: set[int] = set()  # numbers of rows
         self._key: tuple[int, list[int]] | None = None
         self._batch: _Batch | None = None
@@ -134,7 +139,7 @@ class Sampler:
         batch = self._look_up(rows, logits.shape[0])
         scores = self._here(logits)
         for part, group in batch.adjusting:
-            arrays = [*group.kept, *self._send(part.step(group.slots))]
+            arrays = [*group.kept, *self._bring(part.step(group.slots))]
             scores = self._touch(scores, group.rows, lambda part_of, a=arrays, p=part: self._apply[id(p)](part_of, *a))
         if masks is not None and masks.rows:
             scores = self._mask(scores, masks)
@@ -143,9 +148,9 @@ class Sampler:
     def _choose_whole(self, scores: Tensor, batch: _Batch) -> SampledTokens:
         """From the adjusted scores of all ids."""
         tops = self._report_best(scores, batch) if batch.tops is not None else None
-        if self._pads and batch.draws:
-            token_ids, logprobs = self._draw_padded(scores, batch.draws[0])
-            return SampledTokens(token_ids, logprobs, tops)
+        if self._pads:
+            found = self._draw_padded(scores, batch.draws[0]) if batch.draws else _fetch(self._best(scores))
+            return SampledTokens(found[0].long(), found[1], tops)
         if batch.all_draw and scores.shape[0]:
             shape = (scores.shape[0],)
             token_ids = torch.empty(shape, dtype=torch.int64, device=scores.device)
@@ -164,9 +169,11 @@ class Sampler:
             return self._choose_whole(self._vocabulary.gather(scores), shared.whole)
         assert self._vocabulary.exchange is not None
         parts = self._look(scores, shared.drawing)
-        token_ids, logprobs = self._join(self._vocabulary.exchange(parts))
-        if self._has_graphs:
-            token_ids, logprobs = _fetch((token_ids, logprobs))
+        if self._pads:
+            found = _fetch(self._join_parts(self._vocabulary.exchange(parts)))
+            token_ids, logprobs = found[0].long(), found[1]
+        else:
+            token_ids, logprobs = join(self._vocabulary.exchange(parts))
         if shared.whole is None:
             return SampledTokens(token_ids, logprobs)
         rows = shared.gathered
@@ -181,7 +188,7 @@ class Sampler:
         """What this rank says of its part of every row."""
         if drawing is None:
             return self._best_here(scores)
-        return self._drawn_here(scores, *drawing.kept, *self._send(self._keys(drawing.slots)))
+        return self._drawn_here(scores, *drawing.kept, *self._bring(self._keys(drawing.slots)))
 
     def _look_best(self, scores: Tensor) -> Tensor:
         return look(scores, scores, self._vocabulary.start)
@@ -201,15 +208,17 @@ class Sampler:
         self._warmed.add(num_rows)
         slots = np.full(num_rows, -1)
         for part in self._parts:
+            num_kept = len(part.keep(slots))
             for arrays in part.shapes(num_rows):
-                self._apply[id(part)](scores, *self._send(arrays))
+                kept, of_step = self._send(arrays[:num_kept]), self._bring(arrays[num_kept:])
+                self._apply[id(part)](scores, *kept, *of_step)
         words = np.full((num_rows, self._num_words), -1, dtype=np.int32)
-        self._allow_only(scores, *self._send([words]))
-        kept, keys = self._send(self._draw_numbers(slots)), self._send(self._keys(slots))
+        self._allow_only(scores, *self._bring([words]))
+        kept, keys = self._send(self._draw_numbers(slots)), self._bring(self._keys(slots))
         if self._vocabulary.exchange is not None:
-            _fetch(self._join(self._vocabulary.exchange(self._drawn_here(scores, *kept[:2], *keys))))
+            _fetch(self._join_parts(self._vocabulary.exchange(self._drawn_here(scores, *kept[:2], *keys))))
             scores = self._vocabulary.gather(scores)
-            _fetch(self._greedy(scores))
+            _fetch(self._best(scores))
         _fetch(self._draw_unfiltered(scores, *kept[:2], *keys))
         for draw_rows in (self._draw_filtered, self._draw_unsorted, self._draw_from_best):
             _fetch(draw_rows(scores, *kept, *keys))
@@ -306,7 +315,7 @@ class Sampler:
     def _mask(self, scores: Tensor, masks: RowMasks) -> Tensor:
         masks = masks.of(self._vocabulary)
         if self._pads:
-            return self._allow_only(scores, *self._send([masks.for_all(scores.shape[0], self._num_words)]))
+            return self._allow_only(scores, *self._bring([masks.for_all(scores.shape[0], self._num_words)]))
         (allowed,) = self._send([masks.allowed])
         return self._touch(scores, _as_slice(masks.rows, scores.shape[0]), lambda some: allow_only(some, allowed))
 
@@ -326,13 +335,14 @@ class Sampler:
             token_ids = draw(filters.keep(scores, named, draws.filters), low, high)
         return token_ids, scores.gather(1, token_ids[:, None])[:, 0] - scores.logsumexp(dim=-1)
 
-    def _draw_padded(self, scores: Tensor, draws: _Draws) -> list[Tensor]:
-        """Rows of which some draw: one of four functions, each of them a graph of its own. On the host."""
-        arrays = [*draws.group.kept, *self._send(self._keys(draws.group.slots))]
+    def _draw_padded(self, scores: Tensor, draws: _Draws) -> Tensor:
+        """Rows of which some draw: one of four functions, each of them a graph of its own. On the host, see
+        `_together`."""
+        arrays = [*draws.group.kept, *self._bring(self._keys(draws.group.slots))]
         if draws.keep_few:
-            *sampled, enough = _fetch(self._draw_from_best(scores, *arrays))
-            if bool(enough.all()):
-                return sampled
+            found = _fetch(self._draw_from_best(scores, *arrays))
+            if bool(found[2].all()):  # enough
+                return found
         if not draws.filters:
             return _fetch(self._draw_unfiltered(scores, *arrays[:2], *arrays[-2:]))
         if all(name in filters.UNSORTED for name in draws.filters):
@@ -342,8 +352,9 @@ class Sampler:
     def _report_best(self, scores: Tensor, batch: _Batch) -> BestIds:
         assert batch.tops is not None
         if self._pads:
-            found = _fetch(self._find_tops(scores, *batch.tops.kept))
-            counts, ids, values = (of_all[batch.top_rows] for of_all in found)
+            found = _fetch(self._find_tops(scores, *batch.tops.kept))[batch.top_rows]
+            counts, room = found[:, 0].long(), found.shape[1] // 2
+            ids, values = found[:, 1 : 1 + room].long(), found[:, 1 + room :]
         else:
             warmth, wanted, places = batch.tops.kept
             warm = temperature.apply(batch.tops.take(scores), warmth)
@@ -358,18 +369,32 @@ class Sampler:
     def _send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         return [_tensor(array).to(self._device) for array in arrays]
 
+    def _bring(self, arrays: Sequence[np.ndarray]) -> "list[Tensor] | list[np.ndarray]":
+        """What differs from step to step. Who makes graphs sends such arrays together."""
+        return list(arrays) if self._has_graphs else self._send(arrays)
+
 
 def _tensor(array: np.ndarray) -> Tensor:
     return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _as_it_is(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def _as_it_is(function: Callable[..., Result], keeps: bool = False) -> Callable[..., Result]:
     return function
 
 
-def _fetch(found: Sequence[Tensor]) -> list[Tensor]:
+def _together(function: Callable[Arguments, Sequence[Tensor]]) -> Callable[Arguments, Tensor]:
+    """What it finds for rows, each `[rows]`, as one float32 tensor, which holds ids exactly."""
+
+    @wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Tensor:
+        return torch.stack([each.float() for each in function(*args, **kwargs)])
+
+    return run
+
+
+def _fetch(found: Tensor) -> Tensor:
     """To the host: the next call of a graph overwrites what the one before has found."""
-    return [tensor.cpu().clone() for tensor in found]
+    return found.cpu().clone()
 
 
 def keeps_few(params: SamplingParams) -> bool:
@@ -435,7 +460,8 @@ def _draw_from_best(scores: Tensor, warmth: Tensor, samples: Tensor, *arrays: Te
     return *_take(scores, samples, drawn), enough | ~samples
 
 
-def _find_tops(scores: Tensor, warmth: Tensor, wanted: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _find_tops(scores: Tensor, warmth: Tensor, wanted: Tensor, places: Tensor) -> Tensor:
+    """`[rows, 1 + 2 * places]` float32: how many there are, ids, log-probabilities."""
     scores = temperature.apply(scores, warmth)
     ids, values = best_ids(scores - scores.logsumexp(dim=-1, keepdim=True), places.shape[0])
-    return count_kept(values, wanted), ids, values
+    return torch.cat((count_kept(values, wanted)[:, None].float(), ids.float(), values.float()), 1)

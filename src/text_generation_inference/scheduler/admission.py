@@ -224,12 +224,15 @@ class AdmissionByShapes(_Admission):
         return self._room.reach(start, len(request.tokens), not request.wants_prompt_logprobs) > start
 
     def _try_hold(self, request: Request, num_running: int) -> bool:
-        """Blocks for all tokens that the request may compute, shared ones first: its last one is not computed."""
+        """Blocks for all known tokens, shared ones first, and the promise of those for all that it may compute (its
+        last one is not): who would lay hands on them now would part the blocks of others that are in use."""
         shared, size = self._shared, self._pool.block_size
-        blocks = self._pool.try_take(-(-(request.total_limit - 1) // size) - len(shared), shared)
+        num_known = -(-len(request.tokens) // size)
+        later = max(0, -(-(request.total_limit - 1) // size) - num_known)
+        blocks = self._pool.try_take(num_known - len(shared), shared, num_later=later)
         if blocks is None:
             return False
-        request.blocks = blocks
+        request.blocks, request.num_promised = blocks, later
         request.reserved = len(shared) * size
         return True
 

@@ -1,8 +1,8 @@
 """The books of the KV cache: who holds which block, which blocks are free, which can be found again.
 
-Five calls: `match` reads, `take` and `free` change, `publish` makes a request's full blocks findable (`forget`
-undoes that for all), `check` proves that the books balance. Block 0 belongs to nobody: padding writes go there. The
-tensors live on the device; this module knows numbers only.
+Five calls: `match` reads, `take` and `free` change (`take_promised`: what `take` has kept for later), `publish` makes a
+request's full blocks findable (`forget` undoes that for all), `check` proves that the books balance. Block 0 belongs to
+nobody: padding writes go there. The tensors live on the device; this module knows numbers only.
 
 Where all layers read a window of tokens only, a request gives the blocks behind it back while it runs: they stand as
 block 0 in its table, which nobody reads. Where some layers do and others keep all, those have blocks of their own
@@ -12,6 +12,7 @@ block 0 in its table, which nobody reads. Where some layers do and others keep a
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
 
 from text_generation_inference.config import least_blocks
 from text_generation_inference.scheduler.prefix import BesideIndex, PrefixIndex, PrefixRoot, WindowPrefixIndex
@@ -30,19 +31,25 @@ class BlockBooks:
         block_size: int,
         window: int | None,  # a token reads itself and the `window - 1` tokens before it; None: all before it
         index: PrefixIndex | WindowPrefixIndex | BesideIndex,
+        lowest_first: bool = False,  # of empty blocks: those in use stay among the first of the cache
     ) -> None:
         assert num_blocks >= 2 and block_size >= 1 and (window is None or window >= 1)
+        self.lowest_first = lowest_first
         self.window = window
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._holders = [0] * num_blocks
-        self._empty = list(range(num_blocks - 1, PADDING_BLOCK, -1))  # free and not published; taken from the end
+        # Free and not published; taken from the end, or the lowest first (then a heap).
+        self._empty = list(range(num_blocks - 1, PADDING_BLOCK, -1))
+        if lowest_first:
+            self._empty.reverse()
         self._cached: OrderedDict[int, None] = OrderedDict()  # free but published; least recently used first
+        self.num_promised = 0  # free blocks that nobody may take but those to whom they were promised
         self._index = index
 
     @property
     def num_free(self) -> int:
-        return len(self._empty) + len(self._cached)
+        return len(self._empty) + len(self._cached) - self.num_promised
 
     @property
     def num_usable(self) -> int:
@@ -77,18 +84,21 @@ class BlockBooks:
         shared_free = sum(1 for block in shared if not self._holders[block])
         return self.num_free - shared_free >= num_new + num_spare
 
-    def try_take(self, num_new: int, shared: Sequence[int] = (), num_spare: int = 0) -> list[int] | None:
-        """Hold `shared` (from `match`) and `num_new` other blocks.
+    def try_take(
+        self, num_new: int, shared: Sequence[int] = (), num_spare: int = 0, num_later: int = 0
+    ) -> list[int] | None:
+        """Hold `shared` (from `match`) and `num_new` other blocks; `num_later` more are promised.
 
         None, with nothing changed, if fewer than `num_spare` blocks would then be free.
         """
-        if not self.has_room(num_new, shared, num_spare):
+        if not self.has_room(num_new, shared, num_spare + num_later):
             return None
+        self.num_promised += num_later
         for block in shared:
             if not self._holders[block]:
                 del self._cached[block]
             self._holders[block] += 1
-        if num_new <= len(self._empty):
+        if num_new <= len(self._empty) and not self.lowest_first:
             first = len(self._empty) - num_new
             taken = self._empty[first:]
             del self._empty[first:]
@@ -97,9 +107,18 @@ class BlockBooks:
             return [*shared, *taken]
         return [*shared, *(self._take_one() for _ in range(num_new))]
 
+    def take_promised(self, count: int) -> list[int]:
+        self.break_promise(count)
+        return [self._take_one() for _ in range(count)]
+
+    def break_promise(self, count: int) -> None:
+        """So many of the promised blocks are anybody's."""
+        assert 0 <= count <= self.num_promised
+        self.num_promised -= count
+
     def _take_one(self) -> int:
         if self._empty:
-            block = self._empty.pop()
+            block = heappop(self._empty) if self.lowest_first else self._empty.pop()
         else:
             block, _ = self._cached.popitem(last=False)
             self._unpublish(block)
@@ -123,17 +142,26 @@ class BlockBooks:
                 if block in self._index:
                     self._cached[block] = None
                 else:
-                    self._empty.append(block)
+                    self._put_empty(block)
+
+    def _put_empty(self, block: int) -> None:
+        if self.lowest_first:
+            heappush(self._empty, block)
+        else:
+            self._empty.append(block)
 
     def _empty_cached(self) -> None:
         """Nothing is published any more."""
         self._empty += reversed(self._cached)
+        if self.lowest_first:
+            heapify(self._empty)
         self._cached.clear()
 
     def verify(self, held: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless every block is exactly one of padding, empty, cached or held as `held` says."""
         held_count = Counter(block for blocks in held for block in blocks)
         empty, cached = set(self._empty), set(self._cached)
+        assert 0 <= self.num_promised <= len(empty) + len(cached), "more is promised than there is"
         assert len(empty) == len(self._empty), "a block is on the empty list twice"
         assert PADDING_BLOCK not in empty | cached | held_count.keys(), "the padding block is in use"
         for block in range(1, self.num_blocks):
@@ -179,7 +207,7 @@ class WindowBlocks(BlockBooks):
             self._index.remove(block)
             if not self._holders[block]:
                 del self._cached[block]
-                self._empty.append(block)
+                self._put_empty(block)
 
     def forget(self) -> None:
         self._index = BesideIndex()
@@ -196,9 +224,11 @@ class BlockPool(BlockBooks):
         prefix_caching: bool = True,
         window: int | None = None,
         beside: WindowBlocks | None = None,  # of layers that read a window, where this pool's keep all
+        lowest_first: bool = False,
     ) -> None:
         assert beside is None or (window is None and beside.block_size == block_size)
-        super().__init__(num_blocks, block_size, window, PrefixIndex() if window is None else WindowPrefixIndex())
+        index = PrefixIndex() if window is None else WindowPrefixIndex()
+        super().__init__(num_blocks, block_size, window, index, lowest_first)
         self.prefix_caching = prefix_caching
         self.beside = beside
 
@@ -301,7 +331,7 @@ class BlockPool(BlockBooks):
                 self._index.remove(block)
                 if not self._holders[block]:
                     del self._cached[block]
-                    self._empty.append(block)
+                    self._put_empty(block)
 
     def forget(self) -> None:
         """No block can be found again: what they hold is not trusted."""

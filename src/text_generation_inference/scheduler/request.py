@@ -30,6 +30,7 @@ class Request:
         "num_behind",
         "num_beside_behind",
         "num_cached_tokens",
+        "num_promised",
         "num_prompt",
         "num_published",
         "order",
@@ -62,6 +63,7 @@ class Request:
         self.stop_ids = frozenset(source.stop_token_ids)
         self.slot = -1
         self.blocks: list[int] = []  # its table: block 0 where one was given back, or not needed
+        self.num_promised = 0  # blocks that it can have whenever it wants
         self.num_behind = 0  # leading blocks of the table that are such
         self.beside: list[int] = []  # its table in layers that read a window, where others keep all: likewise
         self.num_beside_behind = 0

@@ -281,6 +281,7 @@ class Scheduler:
         """Raise AssertionError unless slots and blocks balance."""
         running = [*self._decode_rows, *self._prefilling, *self._join]
         self.pool.check(running)
+        assert self.pool.num_promised == sum(request.num_promised for request in running), "promises do not balance"
         self._features.verify(set(self._requests.values()))
         assert all(not request.running and not request.finished for request in self._awaiting)
         slots = [request.slot for request in running if not request.finished]
@@ -382,7 +383,12 @@ class Scheduler:
         Where empty blocks abound more are taken at once, up to a fair share of half of them, so that the next visit
         comes later. Where blocks lack, those taken ahead are given back, then the newest requests are preempted.
         """
-        empty, size = self.pool.num_empty, self.pool.block_size
+        size = self.pool.block_size
+        if request.num_promised:
+            count = min(request.num_promised, -(-least_tokens // size))
+            request.num_promised -= count
+            return self.pool.take_promised(count), []
+        empty = self.pool.num_empty
         if self._beside is not None:
             empty = min(empty, self._beside.num_empty)
         share = empty // (2 * self.num_running)
@@ -665,6 +671,8 @@ class Scheduler:
             self.pool.publish(request, request.computed)
         elif request.num_behind or request.num_beside_behind:
             self.pool.forget_behind(request)
+        self.pool.break_promise(request.num_promised)
+        request.num_promised = 0
         self.pool.free(request.held, forget)
         if self._beside is not None:
             self._beside.free(request.held_beside, forget)

@@ -5,6 +5,9 @@ at each cached block by itself with the query of the row that owns it, then adds
 a 0/1 matrix, which keeps the matrix engine busy where a scatter would not. In memory a cache is
 `[blocks * block_size, kv_heads, head_dim]`, written by `index_copy_` on the whole tensor: in-place writes to a view of
 it would copy it.
+
+A cache holds no value that is no number: a token with such a value has a key that is none, so that whoever looks at it
+learns. So values need no mask, which would write all of them once more: what is not seen counts nothing.
 """
 
 import math
@@ -29,6 +32,7 @@ from text_generation_inference.kernels.fp8 import FP8, apply_scales_to_heads
 from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.hpu.bridge import Bridge
 from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
+from text_generation_inference.kernels.hpu.pass_memo import PassMemo
 
 _LEAST = -1e30  # below any score. Not -inf: a block outside the window has nothing else, and inf - inf is no number
 _ADJUSTS_SINCE = (1, 22, 0, 494)  # vLLM takes the op from this release on
@@ -36,9 +40,16 @@ _ADJUSTS_SINCE = (1, 22, 0, 494)  # vLLM takes the op from this release on
 
 class HpuAttention:
     def __init__(
-        self, bridge: Bridge, fp8: Fp8Ops, flash: bool = True, recompute: bool = True, wide_softmax: bool = True
+        self,
+        bridge: Bridge,
+        fp8: Fp8Ops,
+        memo: PassMemo,
+        flash: bool = True,
+        recompute: bool = True,
+        wide_softmax: bool = True,
     ) -> None:
         self._bridge = bridge
+        self._once = memo.once
         self._fp8 = fp8
         self._flash = flash
         self._recompute = recompute
@@ -68,10 +79,12 @@ class HpuAttention:
         if norms is not None:
             q, k = norms.apply(q, k)
         self._bridge.mark_step()  # once in a layer: all layers are then the same piece
-        cos, sin = cos_sin.index_select(0, batch.positions).to(q.dtype)[:, None, :].chunk(2, dim=-1)
-        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-        keys = self._write(self._rotate(k, cos, sin), k_cache, batch.kv_index, kv_scales[0])
-        values = self._write(v, v_cache, batch.kv_index, kv_scales[1])
+        angles = lambda: _angles(cos_sin, batch, q.dtype)  # noqa: E731
+        cos, sin = self._once(batch.meta, "angles", angles, (cos_sin, batch.positions))
+        finite = torch.isfinite(v)
+        k = self._rotate(k, cos, sin).masked_fill(~finite.all(-1, keepdim=True), math.nan)
+        keys = self._write(k, k_cache, batch.kv_index, kv_scales[0])
+        values = self._write(torch.where(finite, v, 0), v_cache, batch.kv_index, kv_scales[1])
         self._own = None if isinstance(batch.meta, BlockLists) else (keys, values)
         return self._rotate(q, cos, sin)
 
@@ -105,10 +118,11 @@ class HpuAttention:
         flat.index_copy_(0, index, stored.view(flat.dtype))
         return values if cache.dtype is not FP8 else self._fp8.from_cache(stored, scale, values.dtype)
 
-    def _read(self, cache: Tensor, blocks: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        """-> `[len(blocks), kv_heads, block_size, head_dim]`"""
+    def _read(self, cache: Tensor, blocks: Tensor | int, scale: float, dtype: torch.dtype) -> Tensor:
+        """These blocks, or so many of the first -> `[blocks, kv_heads, block_size, head_dim]`"""
         flat = _flat(cache)
-        found = flat.view(-1, cache.shape[1], *flat.shape[1:]).index_select(0, blocks)
+        whole = flat.view(-1, cache.shape[1], *flat.shape[1:])
+        found = whole[:blocks] if isinstance(blocks, int) else whole.index_select(0, blocks)
         found = found.to(dtype) if cache.dtype is not FP8 else self._fp8.from_cache(found.view(FP8), scale, dtype)
         return found.transpose(1, 2)
 
@@ -137,7 +151,8 @@ class HpuAttention:
                 q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
             )
         if isinstance(batch.meta, BlockLists):
-            return self._decode_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+            of_tokens = k is not None  # values of pictures are not written here
+            return self._decode_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales, of_tokens)
         if isinstance(batch.meta, WholePrompts | PromptParts):
             return self._prefill_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
         return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
@@ -159,7 +174,7 @@ class HpuAttention:
         self._own = None
         rows, length, size = batch.seq_lens.shape[0], row_length(batch), k_cache.shape[1]
         q, keys, values = (x.reshape(rows, length, *x.shape[1:]).transpose(1, 2) for x in (q, keys, values))
-        context = context_of(batch, size)
+        context = self._once(batch.meta, "context", lambda: context_of(batch, size))
         if context is not None:
             blocks, seen = context.blocks.reshape(-1), context.seen[:, None, :, None]
             before = [
@@ -171,15 +186,16 @@ class HpuAttention:
                 torch.cat((torch.where(seen, x, 0), own), dim=2) for x, own in zip(before, (keys, values), strict=True)
             )
         narrow = context is not None or (window is not None and window < length)
-        if softcap is not None or not self._flash:
-            mask = prompt_mask(batch, size, window)[0][:, None, None]
-            out = _matmul_attention(q, keys, values, mask, scale, softcap)
-        elif narrow:  # the op takes lengths with the causal mask alone
-            mask = prompt_mask(batch, size, window)[0][:, None].expand(rows, 1, -1, -1)
-            out = self._sdpa(q, keys, values, mask, False, scale, None)
+        if softcap is not None or not self._flash or narrow:  # the op takes lengths with the causal mask alone
+            mask = self._once(batch.meta, ("mask", window), lambda: prompt_mask(batch, size, window)[0])
+            if softcap is not None or not self._flash:
+                out = _matmul_attention(q, keys, values, mask[:, None, None], scale, softcap)
+            else:
+                out = self._sdpa(q, keys, values, mask[:, None].expand(rows, 1, -1, -1), False, scale, None)
         else:
             # Rows of padding look at their first token: with nothing to look at, they would have no numbers.
-            out = self._sdpa(q, keys, values, None, True, scale, batch.seq_lens.clamp(min=1))
+            lengths = self._once(batch.meta, "lengths", lambda: batch.seq_lens.clamp(min=1))
+            out = self._sdpa(q, keys, values, None, True, scale, lengths)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _sdpa(
@@ -205,17 +221,19 @@ class HpuAttention:
         window: int | None,
         softcap: float | None,
         kv_scales: tuple[float, float],
+        of_tokens: bool,
     ) -> Tensor:
         """Attention of each row's one token over its blocks -> `[rows, heads * head_dim]`; padding gets 0."""
         lists: BlockLists = batch.meta
         kv_heads, rows, groups = k_cache.shape[2], batch.seq_lens.shape[0], lists.block_groups
-        mapping = (groups[:, None] == torch.arange(rows, device=q.device)).to(q.dtype)  # [blocks, rows]
-        seen = _seen(batch, mapping, k_cache.shape[1], window)  # [blocks, block_size]
-        keys = self._read(k_cache, lists.block_list, kv_scales[0], q.dtype)
-        values = self._read(v_cache, lists.block_list, kv_scales[1], q.dtype)
-        # What is not seen may be anything, even no number, and a weight of zero does not undo that.
-        values = torch.where(seen[:, None, :, None], values, 0)
-        queries = (q * scale).index_select(0, groups.clamp(min=0)).view(len(groups), kv_heads, -1, q.shape[-1])
+        about = self._once(batch.meta, q.dtype, lambda: _Owners(groups, rows, q.dtype))
+        seen = self._once(batch.meta, ("seen", window), lambda: _seen(batch, about, k_cache.shape[1], window))
+        blocks = groups.shape[0] if lists.block_list is None else lists.block_list
+        keys = self._read(k_cache, blocks, kv_scales[0], q.dtype)
+        values = self._read(v_cache, blocks, kv_scales[1], q.dtype)
+        if not of_tokens:  # what is not seen may be anything, even no number, and a weight of zero does not undo that
+            values = torch.where(seen[:, None, :, None], values, 0)
+        queries = (q * scale).index_select(0, about.rows).view(len(groups), kv_heads, -1, q.shape[-1])
         scores = queries @ keys.transpose(-1, -2)  # [blocks, kv_heads, group, block_size]
         scores = scores.float() if self._wide_softmax else scores
         if softcap is not None:
@@ -227,15 +245,14 @@ class HpuAttention:
             largest = largest.bfloat16()
         weights = torch.exp(scores - largest)
         sums = weights.sum(-1, keepdim=True)
-        factors = self._adjusted(largest, sums, groups, rows) if adjusts else _join(largest, sums, groups, mapping)
+        factors = self._adjusted(largest, sums, about) if adjusts else _join(largest, sums, about)
         mixed = (weights.to(q.dtype) @ values) * factors.to(q.dtype)
-        return _add_up(mixed.flatten(1), mapping)
+        return _add_up(mixed.flatten(1), about)
 
-    def _adjusted(self, largest: Tensor, sums: Tensor, groups: Tensor, rows: int) -> Tensor:
+    def _adjusted(self, largest: Tensor, sums: Tensor, about: "_Owners") -> Tensor:
         """See `_join`, by the card's op. It is tested in bfloat16: its float32 is not, by those who make it."""
-        owner = torch.where(groups < 0, rows, groups)  # fillers have a group of their own
-        shape = (*largest.shape, 1)  # the op wants five dimensions
-        return self._adjust(largest.view(shape), sums.bfloat16().view(shape), owner, rows + 1).view(largest.shape)
+        shape, count = (*largest.shape, 1), about.num_rows + 1  # the op wants five dimensions
+        return self._adjust(largest.view(shape), sums.bfloat16().view(shape), about.groups, count).view(largest.shape)
 
 
 def _find_adjustment(bridge: Bridge) -> Any:
@@ -245,28 +262,49 @@ def _find_adjustment(bridge: Bridge) -> Any:
     return getattr(torch.ops.hpu, "block_softmax_adjustment", None)
 
 
-def _join(largest: Tensor, sums: Tensor, groups: Tensor, mapping: Tensor) -> Tensor:
+class _Owners:
+    """Whose the blocks of a pass are, in the forms that decode attention needs."""
+
+    def __init__(self, groups: Tensor, num_rows: int, dtype: torch.dtype) -> None:
+        self.num_rows = num_rows
+        self.rows = groups.clamp(min=0)  # whose query looks at each; at fillers anybody's
+        self.groups = torch.where(groups < 0, num_rows, groups)  # fillers have a group of their own
+        self.wide_groups = self.groups.long()
+        self.mapping = (groups[:, None] == torch.arange(num_rows, device=groups.device)).to(dtype)  # [blocks, rows]
+        self._wide = self.mapping.float()
+
+    def mapping_in(self, dtype: torch.dtype) -> Tensor:
+        if dtype is self.mapping.dtype:
+            return self.mapping
+        return self._wide if dtype is torch.float32 else self._wide.to(dtype)
+
+
+def _angles(cos_sin: Tensor, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the tokens, in full width."""
+    cos, sin = cos_sin.index_select(0, batch.positions).to(dtype)[:, None, :].chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
+def _join(largest: Tensor, sums: Tensor, about: _Owners) -> Tensor:
     """What each block's result is multiplied with so that the blocks of a row add up to a softmax."""
-    blocks, rows = mapping.shape
-    owner = torch.where(groups < 0, rows, groups)  # fillers have a group of their own
-    best = torch.full((rows + 1, *largest.shape[1:]), _LEAST, dtype=largest.dtype, device=largest.device)
-    best = best.index_reduce_(0, owner.long(), largest, "amax")
-    change = torch.exp(largest - best.index_select(0, owner))
-    scaled = (sums * change).view(blocks, -1)
-    total = mapping.to(scaled.dtype) @ _sum_rows(scaled, mapping)
+    best = torch.full((about.num_rows + 1, *largest.shape[1:]), _LEAST, dtype=largest.dtype, device=largest.device)
+    best = best.index_reduce_(0, about.wide_groups, largest, "amax")
+    change = torch.exp(largest - best.index_select(0, about.groups))
+    scaled = (sums * change).flatten(1)
+    total = about.mapping_in(scaled.dtype) @ _sum_rows(scaled, about)
     return change / torch.maximum(total, scaled).view(change.shape)  # a filler's total is 0 by itself
 
 
-def _sum_rows(x: Tensor, mapping: Tensor) -> Tensor:
+def _sum_rows(x: Tensor, about: _Owners) -> Tensor:
     """x `[blocks, width]` added up by row; what is no number counts nothing."""
-    return mapping.transpose(0, 1).to(x.dtype) @ torch.where(torch.isfinite(x), x, 0)
+    return about.mapping_in(x.dtype).transpose(0, 1) @ torch.where(torch.isfinite(x), x, 0)
 
 
-def _add_up(x: Tensor, mapping: Tensor) -> Tensor:
+def _add_up(x: Tensor, about: _Owners) -> Tensor:
     """x `[blocks, width]` -> `[rows, width]`. A row that has something that is no number becomes that, no other does:
     zero times it is not zero, and every row's sum runs over all blocks."""
     broken = (~torch.isfinite(x)).any(-1, keepdim=True).to(x.dtype)
-    return _sum_rows(x, mapping).masked_fill(_sum_rows(broken, mapping) > 0, math.nan)
+    return _sum_rows(x, about).masked_fill(_sum_rows(broken, about) > 0, math.nan)
 
 
 def _flat(cache: Tensor) -> Tensor:
@@ -275,18 +313,22 @@ def _flat(cache: Tensor) -> Tensor:
     return base if base is not None and base.dim() == 3 and base.dtype is cache.dtype else cache.flatten(0, 1)
 
 
-def _seen(batch: Batch, mapping: Tensor, block_size: int, window: int | None) -> Tensor:
+def _seen(batch: Batch, about: _Owners, block_size: int, window: int | None) -> Tensor:
     """bool `[blocks, block_size]`: which places of its blocks a row's token looks at."""
     lists: BlockLists = batch.meta
+    mapping = about.mapping_in(torch.float32)
     place = torch.arange(block_size, device=mapping.device)
     seen = (place < lists.block_usage[:, None]) & (lists.block_groups >= 0)[:, None]
-    if window is not None:
-        number = torch.arange(mapping.shape[0], device=mapping.device)
-        # Products with the mapping rather than look-ups by -1. float32 holds these integers exactly.
-        facts = torch.stack((lists.row_starts, batch.seq_lens), dim=-1).float()
-        start, length = (mapping.float() @ facts).unbind(-1)
-        seen = seen & ((number - start)[:, None] * block_size + place >= (length - window)[:, None])
-    return seen
+    if window is None:
+        return seen
+    # Products with the mapping rather than look-ups by -1. float32 holds these integers exactly.
+    length = mapping @ batch.seq_lens.float()
+    if lists.block_numbers is not None:
+        number = lists.block_numbers
+    else:
+        assert lists.row_starts is not None
+        number = torch.arange(mapping.shape[0], device=mapping.device) - mapping @ lists.row_starts.float()
+    return seen & (number[:, None] * block_size + place >= (length - window)[:, None])
 
 
 def _join_blocks(x: Tensor, rows: int) -> Tensor:

@@ -4,12 +4,16 @@ The card's e4m3 ends at 240 (Gaudi 2) or 448 (Gaudi 3). On Gaudi 2 a cast beyond
 does widening bits that mean more. So weights are quantised, widened and fitted on the host there, and what is cast on
 the card is brought into range first. Weights have a scale per output row; those with a scale per square are brought to
 that form when they are loaded.
+
+Scales that are known when a model is loaded are constants to the card's compiler, which then chooses the products that
+take them at no cost: numbers where an op takes numbers, else tensors that are marked before any graph is captured.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from text_generation_inference.kernels import fp8, reference
 from text_generation_inference.kernels.fp8 import FP8, FP8_MAX, Fp8Rows, Fp8Weight
@@ -20,8 +24,18 @@ _SMALLEST = 1e-8  # of a row of zeros
 _ROWS_AT_A_TIME = 1024
 
 
+@dataclass(slots=True)
+class StaticFp8Weight(Fp8Weight):
+    """With the scale of its inputs as a number, too."""
+
+    known_scale: float = 1.0
+
+
 class Fp8Ops:
     def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+        self._constants = nn.Module()
+        self._num_marked = self._num_constants = 0
         self._full_scale = bridge.fp8_max
         self._device = bridge.device
         self._ops: Any = torch.ops.hpu
@@ -47,17 +61,38 @@ class Fp8Ops:
         return self._send(Fp8Weight(data, torch.cat(scales), input_scale, weight.dtype, weight.input_bound))
 
     def _send(self, weight: Fp8Weight) -> Fp8Weight:
-        if weight.data.device.type == self._device.type:
-            return weight
-        input_scale = None if weight.input_scale is None else weight.input_scale.to(self._device)
-        data, scale = weight.data.to(self._device), weight.scale.to(self._device)
-        return Fp8Weight(data, scale, input_scale, weight.dtype, weight.input_bound)
+        data, scale = weight.data.to(self._device), self._constant(weight.scale)
+        if weight.input_scale is None:
+            return Fp8Weight(data, scale, None, weight.dtype, weight.input_bound)
+        known = float(weight.input_scale)
+        about = (self._constant(weight.input_scale), weight.dtype, weight.input_bound)
+        return StaticFp8Weight(data, scale, *about, known_scale=known)
+
+    def _constant(self, scale: Tensor) -> Tensor:
+        """On the card, under a name by which the software knows what it is."""
+        there = nn.Parameter(scale.to(self._device), requires_grad=False)
+        self._constants.register_parameter(f"scale_{self._num_constants}", there)
+        self._num_constants += 1
+        return there
+
+    def mark_constants(self) -> None:
+        """Before a graph is captured: scales that have come since are constants of it. Lazy mode has such marks."""
+        if not self._bridge.lazy or self._num_marked == self._num_constants:
+            return
+        core = self._bridge.core
+        initialize = getattr(core, "hpu_inference_initialize", None) or core.hpu_initialize
+        initialize(self._constants, mark_only_scales_as_const=True)
+        self._num_marked = self._num_constants
 
     def quantize_rows(self, x: Tensor, quantize_for: Fp8Weight) -> Fp8Rows:
         """x `[tokens, in]`, with the one scale that was measured for this weight's inputs, else one per row."""
+        if isinstance(quantize_for, StaticFp8Weight):
+            assert quantize_for.input_scale is not None
+            bound = quantize_for.known_scale * self._full_scale  # inputs may be larger than those that were measured
+            return Fp8Rows(self._cast(x.clamp(-bound, bound), 1 / quantize_for.known_scale), quantize_for.input_scale)
         if quantize_for.input_scale is not None:
             scale = quantize_for.input_scale
-            bound = scale * self._full_scale  # inputs may be larger than those that were measured
+            bound = scale * self._full_scale
             x = torch.minimum(torch.maximum(x.float(), -bound), bound).to(x.dtype)
         else:
             scale = (x.float().abs().amax(-1, keepdim=True) + _SMALLEST) / self._full_scale

@@ -14,6 +14,7 @@ from text_generation_inference.kernels.hpu.attention import HpuAttention
 from text_generation_inference.kernels.hpu.bridge import Bridge
 from text_generation_inference.kernels.hpu.experts import experts
 from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
+from text_generation_inference.kernels.hpu.pass_memo import PassMemo
 from text_generation_inference.kernels.hpu.uint4 import KINDS, Uint4Ops, has_uint4
 from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.kernels.ops import ActivationOp, Ops
@@ -76,28 +77,23 @@ class _Norms:
         return x if quantize_for is None else self._fp8.quantize_rows(x, quantize_for)
 
 
-class HpuGreedy:
-    def __init__(self, bridge: Bridge) -> None:
-        self._bridge = bridge
-
-    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Launched at once: gathered with what the next pass begins with, it would be a new piece for each pair."""
-        chosen = reference.greedy(logits)
-        self._bridge.mark_step()
-        return chosen
-
-
 def load_ops(
-    bridge: Bridge, description: str = "", flash: bool = True, recompute: bool = True, wide_softmax: bool = True
+    bridge: Bridge,
+    description: str = "",
+    flash: bool = True,
+    recompute: bool = True,
+    wide_softmax: bool = True,
+    memo: PassMemo | None = None,
+    fp8: Fp8Ops | None = None,
 ) -> Ops:
-    """`flash`: prompts through the fused attention op, which may `recompute`."""
-    fp8 = Fp8Ops(bridge)
+    """`flash`: prompts through the fused attention op, which may `recompute`. `memo` is cleared after each pass, and
+    the constants of `fp8` are marked before graphs are captured."""
+    fp8 = fp8 or Fp8Ops(bridge)
     uint4 = Uint4Ops(fp8.linear)
     norms = _Norms(bridge, fp8)
-    attention = HpuAttention(bridge, fp8, flash, recompute, wide_softmax)
+    attention = HpuAttention(bridge, fp8, memo or PassMemo(), flash, recompute, wide_softmax)
     return Ops(
         description,
-        greedy=HpuGreedy(bridge).greedy,
         pack_fp8=fp8.pack_fp8,
         fp8_max=bridge.fp8_max or FP8_MAX,
         fp8_on_host=bridge.fp8_max < FP8_MAX,

@@ -25,6 +25,7 @@ MOST_SHAPES = 20_000  # of a phase; nobody would wait for more
 _PASS_TOKENS = 256  # a pass reads all weights, which takes about as long as computing so many tokens
 _READ_SHARE = 8  # so many tokens that are only read count as one that is computed
 _CONTEXT_FACTOR, _SMALLEST_CONTEXT = 4, 4  # of the numbers of blocks before prompts: between two, and where it ends
+_GATHER_COST = 3  # a block that is gathered is read, written, and read again
 _MOST_AFTER_CONTEXT = 4096  # tokens of several prompts in a pass: more of them are no faster together
 
 
@@ -34,13 +35,15 @@ class Bucket:
 
     `batch` rows; `length`: prompt tokens of each ("prefill"), cached blocks of all ("decode"; 0: any number), or prompt
     tokens in all beside rows that decode ("mixed"). `context`: tokens in the cache before those of each prompt, in
-    whole blocks. Of a tower ("picture") rows are tiles or patches.
+    whole blocks. `contiguous`: the blocks are the first ones of the cache, whosever they are. Of a tower ("picture")
+    rows are tiles or patches.
     """
 
     phase: str
     batch: int
     length: int
     context: int = 0
+    contiguous: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -63,7 +66,8 @@ class Bucket:
             return f"{self.length} prompt tokens beside {self.batch} requests"
         if self.phase == "picture":
             return f"pictures of {self.batch} tiles or patches"
-        return f"{self.batch} requests" + (f" with {self.length} blocks" if self.length else "")
+        which = "the first " if self.contiguous else ""
+        return f"{self.batch} requests" + (f" with {which}{self.length} blocks" if self.length else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,7 @@ class BucketSettings:
     prompt_contexts: Axis = Axis()  # blocks before a prompt
     reuse: bool = False  # prefixes that others have computed
     base_length: int | None = None  # the shortest prompts are padded to it; linear: steps from there on double
+    contiguous: bool = False  # decode steps may read the first blocks of the cache where they are
 
 
 class BucketPlan:
@@ -133,7 +138,8 @@ class BucketPlan:
         self.longest = longest_shape if longest is None else longest
         self.in_parts = any(bucket.context for bucket in self.prefill)  # prompts may follow tokens in the cache
         self.cuts = self.longest > longest_shape  # the longest must be computed in parts
-        self.decode = tuple(sorted(decode, key=lambda b: (b.batch, b.length)))
+        self.decode = tuple(sorted(decode, key=lambda b: (b.contiguous, b.batch, b.length)))
+        self.has_contiguous = any(bucket.contiguous for bucket in self.decode)
         self.pictures = tuple(sorted(pictures))
         # The smallest first: what the next one takes is told from those before it.
         self.shapes = tuple(sorted(self.prefill + self.decode + self.pictures, key=lambda b: (b.cost, b)))
@@ -144,7 +150,10 @@ class BucketPlan:
         prompts cannot share a pass."""
         if phase == "picture":
             return next((bucket for bucket in self.pictures if bucket.batch >= rows), None)
-        found = self._find_prefill(rows, length, context) if phase == "prefill" else self._find_decode(rows, length)
+        if phase == "prefill":
+            prompts = self._find_prefill(rows, length, context)
+            return None if prompts is None else Bucket(phase, *prompts)
+        found = self._find_decode(rows, length)
         return None if found is None else Bucket(phase, *found)
 
     def _find_prefill(self, rows: int, longest: int, before: int) -> tuple[int, int, int] | None:
@@ -156,8 +165,16 @@ class BucketPlan:
         batch = _at_least(batches[length], rows) if length is not None else None
         return None if length is None or batch is None else (batch, length, context)
 
-    def _find_decode(self, rows: int, blocks: int) -> tuple[int, int] | None:
-        batches, lengths = self._decode_axes
+    def choose_contiguous(self, listed: Bucket, rows: int, span: int) -> Bucket | None:
+        """The shape for rows whose blocks are among so many of the first, where it moves fewer bytes than the one for
+        the blocks as a list."""
+        found = self._find_decode(rows, span, True)
+        if found is None or found[1] >= _GATHER_COST * listed.length:
+            return None
+        return Bucket("decode", found[0], found[1], contiguous=True)
+
+    def _find_decode(self, rows: int, blocks: int, contiguous: bool = False) -> tuple[int, int] | None:
+        batches, lengths = self._decode_axes[contiguous]
         batch = _at_least(batches, rows)
         length = _at_least(lengths[batch], blocks) if batch is not None else None
         return None if length is None or batch is None else (batch, length)
@@ -208,9 +225,13 @@ class BucketPlan:
         return found
 
     @cached_property
-    def _decode_axes(self) -> tuple[list[int], dict[int, list[int]]]:
-        lengths = {batch: [b.length for b in group] for batch, group in groupby(self.decode, lambda b: b.batch)}
-        return list(lengths), lengths
+    def _decode_axes(self) -> dict[bool, tuple[list[int], dict[int, list[int]]]]:
+        found: dict[bool, tuple[list[int], dict[int, list[int]]]] = {}
+        for contiguous in (False, True):
+            shapes = [bucket for bucket in self.decode if bucket.contiguous is contiguous]
+            lengths = {batch: [b.length for b in group] for batch, group in groupby(shapes, lambda b: b.batch)}
+            found[contiguous] = (list(lengths), lengths)
+        return found
 
 
 def plan_buckets(limits: PlanLimits, settings: BucketSettings, picture_sizes: Sequence[int] = ()) -> BucketPlan:
@@ -223,8 +244,11 @@ def plan_buckets(limits: PlanLimits, settings: BucketSettings, picture_sizes: Se
     after: list[Bucket] = []
     if settings.reuse or limits.longest_part < limits.max_input_tokens:
         after = _collect(_after_context(limits, settings, sorted({bucket.length for bucket in first})))
+    listed = _collect(decode)
+    in_place = _in_place(limits, settings, listed) if settings.contiguous else []
+    shared = _shared(limits, listed) if settings.reuse else []
     pictures = [Bucket("picture", size, 0) for size in picture_sizes]
-    return BucketPlan(first + after, _collect(decode), limits.max_input_tokens, pictures=pictures)
+    return BucketPlan(first + after, listed + in_place + shared, limits.max_input_tokens, pictures=pictures)
 
 
 def _collect(shapes: Iterable[Bucket]) -> list[Bucket]:
@@ -428,6 +452,20 @@ def _reachable(limits: PlanLimits, batches: Sequence[int], blocks: Sequence[int]
         first = bisect_left(blocks, before + 1)
         last = bisect_left(blocks, min(blocks[-1], batch * limits.blocks_per_row))
         yield from (Bucket("decode", batch, length) for length in blocks[first : last + 1])
+
+
+def _shared(limits: PlanLimits, listed: Sequence[Bucket]) -> list[Bucket]:
+    """Rows that share blocks list each of them: together they may list more than there are."""
+    largest = {bucket.batch: bucket.length for bucket in sorted(listed)}
+    most = {batch: batch * limits.blocks_per_row for batch in largest}
+    return [Bucket("decode", batch, most[batch]) for batch, length in largest.items() if length < most[batch]]
+
+
+def _in_place(limits: PlanLimits, settings: BucketSettings, listed: Sequence[Bucket]) -> list[Bucket]:
+    """As many shapes for blocks that are read where they are. Block 0 is one of the first, so the largest has one more:
+    it covers all that requests can hold."""
+    usable = _usable_blocks(limits, settings.decode_blocks)
+    return [Bucket("decode", each.batch, each.length + (each.length == usable), contiguous=True) for each in listed]
 
 
 def _at_least(sizes: Sequence[int], size: int) -> int | None:

@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from text_generation_inference.config import LONGEST_PADDED, Resolved, ServerConfig, choose_strategy, uses_buckets
+from text_generation_inference.config import (
+    LONGEST_PADDED,
+    Resolved,
+    ServerConfig,
+    choose_strategy,
+    reads_in_place,
+    uses_buckets,
+)
 from text_generation_inference.errors import StartError
 from text_generation_inference.runner.shapes.buckets import (
     Axis,
@@ -58,7 +65,7 @@ def plan_shapes(
     """`quantized`: the model's matrices; `capturable`: whether its passes are; `sees`: pictures; `picture_sizes`: of
     its tower's passes, where these are padded."""
     if uses_buckets(config, device):
-        return plan_padded(config, limits, sees, picture_sizes)
+        return plan_padded(config, limits, sees, reads_in_place(config, device), picture_sizes)
     if not device.captures_steps:
         return CapturedShapes()
     rows, prefill = limits.max_batch_size, limits.max_batch_prefill_tokens
@@ -92,7 +99,7 @@ def limits_from(resolved: Resolved) -> PlanLimits:
 # -- buckets -------------------------------------------------------------------------------------------------------
 
 
-def choose_settings(config: ServerConfig, sees: bool = False) -> BucketSettings:
+def choose_settings(config: ServerConfig, sees: bool = False, contiguous: bool = False) -> BucketSettings:
     axes = [
         Axis(*(getattr(config, f"vllm_{name}_bucket_{part}") for part in ("min", "step", "max", "limit")))
         for name in _AXES
@@ -107,14 +114,19 @@ def choose_settings(config: ServerConfig, sees: bool = False) -> BucketSettings:
         *axes,
         reuse=config.prefix_caching,
         base_length=config.base_image_tokens if sees else None,
+        contiguous=contiguous,
     )
 
 
 def plan_padded(
-    config: ServerConfig, limits: PlanLimits, sees: bool = False, picture_sizes: Sequence[int] = ()
+    config: ServerConfig,
+    limits: PlanLimits,
+    sees: bool = False,
+    contiguous: bool = False,
+    picture_sizes: Sequence[int] = (),
 ) -> BucketPlan:
     try:
-        return plan_buckets(limits, choose_settings(config, sees), picture_sizes)
+        return plan_buckets(limits, choose_settings(config, sees, contiguous), picture_sizes)
     except ValueError as error:
         raise StartError(
             f"The bucket plan is not usable: {error}. Use larger steps (`batch_bucket_size`,"
@@ -142,7 +154,9 @@ def describe_plan(config: ServerConfig, plan: ShapePlan, num_captured: int, num_
     if isinstance(plan, BucketPlan):
         after = sum(1 for bucket in plan.prefill if bucket.context)
         which = f" ({after} of them after cached tokens)" if after else ""
-        shapes = f"{len(plan.prefill)} shapes for prompts{which}, {len(plan.decode)} for decoding"
+        in_place = sum(1 for bucket in plan.decode if bucket.contiguous)
+        how = f" ({in_place} of them over blocks in place)" if in_place else ""
+        shapes = f"{len(plan.prefill)} shapes for prompts{which}, {len(plan.decode)} for decoding{how}"
         if plan.pictures:
             least, most = plan.pictures[0].batch, plan.pictures[-1].batch
             shapes += f", {len(plan.pictures)} for pictures ({least} to {most} tiles or patches)"

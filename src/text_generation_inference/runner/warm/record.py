@@ -17,13 +17,14 @@ class WarmedShape(msgspec.Struct, array_like=True):
     batch: int
     length: int
     context: int
+    contiguous: bool
     seconds: float
     num_bytes: int  # 0: not measured
     captured: bool
 
     @property
     def bucket(self) -> Bucket:
-        return Bucket(self.phase, self.batch, self.length, self.context)
+        return Bucket(self.phase, self.batch, self.length, self.context, self.contiguous)
 
 
 class WarmRecord(msgspec.Struct):

@@ -128,7 +128,8 @@ class WarmUp:
         num_bytes = self._meet(bucket, scored)
         seconds = round(time.perf_counter() - started, 4)
         captured = self.steps.captures(bucket)
-        return WarmedShape(bucket.phase, bucket.batch, bucket.length, bucket.context, seconds, num_bytes, captured)
+        shape = (bucket.phase, bucket.batch, bucket.length, bucket.context, bucket.contiguous)
+        return WarmedShape(*shape, seconds, num_bytes, captured)
 
     def _make_room(self, bucket: Bucket, known_bytes: int, meter: Meter) -> None:
         """Go without a graph, or not at all, if what the shape is predicted to take is more than there is."""

@@ -42,7 +42,7 @@ def hpu_set_env(model: torch.nn.Module | None = None) -> torch.nn.Module | None:
     return model
 
 
-hpu_set_inference_env = hpu_set_env
+hpu_set_inference_env = hpu_inference_set_env = hpu_set_env
 
 
 def hpu_initialize(model: torch.nn.Module | None = None, mark_only_scales_as_const: bool = False) -> None:
