@@ -1,6 +1,7 @@
 """The passes of a plan on a Gaudi card: captured as HPU graphs in lazy mode, compiled layer by layer without it."""
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -30,14 +31,17 @@ def _shapes_of(tensors: dict[str, Tensor] | list[Tensor]) -> tuple[object, ...]:
 
 
 class PureFunction(nn.Module):
-    """A function that may overwrite the first of its tensors: a graph changes none of its inputs."""
+    """A function that may overwrite the first of its tensors: a graph changes none of its inputs.
+
+    Of a method the object is kept by itself: the compiler of torch 2.7 loses it, and what it has, when it is bound."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self._function = function
+        self._about = (function.__self__,) if isinstance(function, MethodType) else ()
+        self._function = function.__func__ if isinstance(function, MethodType) else function
 
     def forward(self, tensors: list[Tensor]) -> Any:
-        return self._function(tensors[0].clone(), *tensors[1:])
+        return self._function(*self._about, tensors[0].clone(), *tensors[1:])
 
 
 class PaddedPass(nn.Module):

@@ -138,7 +138,7 @@ class HpuAttention:
             )
         if isinstance(batch.meta, BlockLists):
             return self._decode_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
-        if isinstance(batch.meta, WholePrompts | PromptParts):
+        if isinstance(batch.meta, (WholePrompts, PromptParts)):  # of a union torch 2.7's compiler can make nothing
             return self._prefill_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
         return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
 
