@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,7 +69,9 @@ def run(command: Command, model: Path, folder: Path, timeout: float, card: bool)
                 answer = client.post("/generate", json=body, timeout=timeout)
                 if answer.status_code != 200 or not answer.json()["details"]["generated_tokens"]:
                     return Found(answer.text)
-        metrics = running.metrics()
+        deadline = time.monotonic() + 30
+        while "tgi_bucket_unplanned" not in (metrics := running.metrics()) and time.monotonic() < deadline:
+            time.sleep(0.5)  # the engine tells its figures now and then
         unplanned = metrics["tgi_bucket_unplanned"]
         shapes = [int(metrics[f'tgi_bucket_shapes{{state="{state}"}}']) for state in ("planned", "captured")]
         return Found(f"{unplanned} shapes were not warmed up" if unplanned else "", *shapes)
