@@ -9,6 +9,7 @@ is timed: the stand-in says nothing about a card's speed.
 """
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -35,9 +36,20 @@ def find_model(known: dict[str, Path], architecture: str, folder: Path) -> Path:
         overrides = {"n_positions": 8192} if architecture == "GPTBigCode" else dict(POSITIONS)
         if architecture in ("Llama", "Falcon", "Qwen2"):
             overrides |= {"num_attention_heads": 8, "hidden_size": 64}  # a head for each of eight cards
-        made = make_oracle("llava_next", folder) if architecture == "LlavaNext" else None
-        known[architecture] = made.folder if made else make_tiny(architecture, overrides, folder / architecture).folder
+        if architecture == "LlavaNext":
+            known[architecture] = with_positions(make_oracle("llava_next", folder / architecture).folder)
+        else:
+            known[architecture] = make_tiny(architecture, overrides, folder / architecture).folder
     return known[architecture]
+
+
+def with_positions(folder: Path) -> Path:
+    """As many as the line asks for: rotations have no weights."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"] |= POSITIONS
+    path.write_text(json.dumps(config))
+    return folder
 
 
 class Found(NamedTuple):
