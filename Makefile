@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PORT ?= 8080
 ARGS ?=
 
-.PHONY: serve try check coverage test test-ranks test-cuda test-hpu test-gaudi-torch lint format bench docs image clean help
+.PHONY: serve try check coverage test test-ranks test-cuda test-hpu test-gaudi-torch check-gaudi-torch gaudi-torches lint format bench docs image clean help
 
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -56,14 +56,26 @@ test-cuda:  ## run the device suite on a GPU (PYTHON: one with torch for CUDA, T
 test-hpu:  ## run the device suite on Gaudi cards, write hpu-report.txt (PYTHON: one with Intel's software and the test packages)
 	$(PYTHON) tests/devices/hpu_report.py
 
+# What CI runs of it, in seconds: every module is imported, a model answers in lazy mode, without it and in FP8.
 GAUDI_TORCHES ?= 2.7.1 2.9.0
 GAUDI_TESTS ?= tests/unit/test_gaudi_right.py tests/devices/test_hpu_stand_in.py tests/devices/test_hpu.py
+GAUDI_CHECKS := tests/unit/test_gaudi_right.py tests/devices/test_hpu.py -k "gaudi_right or comes or fp8 or experts"
+WITH_TORCH = PYTHONPATH=src $(BIN)/python tools/gaudi_torch.py .venv-torch-$* $*
 
-test-gaudi-torch: $(READY)  ## the stand-in's tests with the torch of Gaudi's releases and NumPy 1.26 (0.8 GB each; GAUDI_TORCHES="2.6.0 ...")
-	for torch in $(GAUDI_TORCHES); do \
-		$(BIN)/python tools/gaudi_torch.py .venv-torch-$$torch $$torch && \
-		PYTHONPATH=src .venv-torch-$$torch/bin/python -m pytest $(GAUDI_TESTS) || exit 1; \
-	done
+test-gaudi-torch: $(addprefix test-with-torch-,$(GAUDI_TORCHES))  ## the stand-in's tests with the torch of Gaudi's releases and NumPy 1.26 (0.8 GB each; GAUDI_TORCHES="2.6.0 ...")
+
+check-gaudi-torch: $(addprefix check-with-torch-,$(GAUDI_TORCHES))  ## a few of them, in seconds each
+
+gaudi-torches: $(addprefix install-torch-,$(GAUDI_TORCHES))  ## install these alone
+
+test-with-torch-%: $(READY)
+	$(WITH_TORCH) -m pytest $(GAUDI_TESTS)
+
+check-with-torch-%: $(READY)
+	$(WITH_TORCH) -m pytest -p no:cacheprovider $(GAUDI_CHECKS)
+
+install-torch-%: $(READY)
+	$(WITH_TORCH)
 
 DEVICE ?= cpu
 IMAGE ?= tgi-$(DEVICE)

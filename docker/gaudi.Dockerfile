@@ -1,9 +1,9 @@
 # A server for Intel Gaudi. Build from the root of the repository: make image DEVICE=gaudi
 # The base brings the driver's libraries, Gaudi's own build of PyTorch with its NumPy, and Python 3.12: neither torch nor
 # NumPy is replaced. Other releases, from 1.21 with torch 2.6.0 on, by the three arguments (docs/gaudi.md lists them).
-ARG HABANA_VERSION=1.24.0
-ARG HABANA_BUILD=1007
-ARG PYTORCH_VERSION=2.10.0
+ARG HABANA_VERSION=1.24.1
+ARG HABANA_BUILD=482
+ARG PYTORCH_VERSION=2.11.0
 # BASE_IMAGE takes a digest (name:tag@sha256:...): docs/images.md says how to find it and check it.
 ARG BASE_IMAGE=vault.habana.ai/gaudi-docker/${HABANA_VERSION}/ubuntu24.04/habanalabs/pytorch-installer-${PYTORCH_VERSION}:${HABANA_VERSION}-${HABANA_BUILD}
 

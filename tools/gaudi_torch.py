@@ -1,15 +1,20 @@
 #!/usr/bin/env python3
 """An environment with the torch of one of Gaudi's releases and NumPy 1.26, on a machine without any card: what
-`make test-gaudi-torch` runs the stand-in's tests in.
+`make test-gaudi-torch` and `make check-gaudi-torch` run the stand-in's tests in.
 
 torch's public wheels for x86-64 are builds for CUDA and want gigabytes of libraries that nothing here calls. So torch
 is installed alone; of those libraries it gets the one that is called as torch is imported (CUDA's run time, 1 MB), and
 for the others empty ones of the same names, which a C compiler makes. Functions are looked up when they are first
-called, so what would be missing is never asked for. All other packages are those of .venv.
+called, so what would be missing is never asked for. All other packages are those of .venv. What CI installs has its
+hashes in tests/devices/torch-VERSION.lock.
 
-    gaudi_torch.py FOLDER TORCH [NUMPY]
+Where no such torch is offered (another machine or Python, no network) that is said, and nothing is run. In CI that is a
+failure if the index answers at all.
+
+    gaudi_torch.py FOLDER TORCH [arguments of its Python ...]
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -18,26 +23,61 @@ import venv
 from importlib.metadata import Distribution
 from pathlib import Path
 
+NUMPY = "1.26.4"
+LOCKS = Path(__file__).parents[1] / "tests" / "devices"
 OF_THE_SYSTEM = re.compile(rb"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)\.so|ld-linux")
+CHECK = "import numpy, torch; print(torch.__version__, numpy.__version__, torch.from_numpy(numpy.ones(1)).item())"
 
 
-def main(folder: Path, torch: str, numpy: str = "1.26.4") -> None:
+class NotOfferedError(Exception):
+    """pip knows of no such file for this machine."""
+
+    def __init__(self, said: str) -> None:
+        listed = re.search(r"\(from versions: ([^)]*)\)", said)
+        self.offered = [] if listed is None else [each for each in listed[1].split(", ") if each != "none"]
+        self.index_answers = len(self.offered) > 5  # an index has dozens of versions, a folder of files a few
+        super().__init__(", ".join(self.offered) or "nothing")
+
+
+def main(folder: Path, torch: str, *arguments: str) -> int:
+    try:
+        make_environment(folder, torch)
+    except NotOfferedError as error:
+        print(f"torch {torch} with NumPy {NUMPY} is not offered for this machine and Python; offered: {error}")
+        print("Nothing was tested with it.")
+        return 1 if error.index_answers and os.environ.get("CI") == "true" else 0
+    python = folder / "bin" / "python"
+    subprocess.run([python, "-c", CHECK], check=True)
+    return subprocess.run([python, *arguments], check=False).returncode if arguments else 0
+
+
+def make_environment(folder: Path, torch: str) -> None:
     packages = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
-    if not (folder / ".ready").exists():
-        venv.create(folder, with_pip=True)
-        install(folder, f"torch=={torch}", f"numpy=={numpy}")
-        install(folder, *runtime_of(packages))
-        make_empty_libraries(packages)
-        (packages / "a_lazy.pth").write_text("import sys; sys.setdlopenflags(1)\n")  # functions by their first call
-        (packages / "z_others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-        (folder / ".ready").touch()
-    check = "import numpy, torch; print(torch.__version__, numpy.__version__, torch.from_numpy(numpy.ones(1)).item())"
-    subprocess.run([folder / "bin" / "python", "-c", check], check=True)
+    if (folder / ".ready").exists():
+        return
+    venv.create(folder, clear=True, symlinks=True, with_pip=False)
+    lock = LOCKS / f"torch-{torch}.lock"
+    if lock.exists():
+        install(packages, "--require-hashes", "-r", str(lock))
+    else:
+        install(packages, f"torch=={torch}", f"numpy=={NUMPY}")
+        install(packages, *runtime_of(packages))
+    make_empty_libraries(packages)
+    (packages / "a_lazy.pth").write_text("import sys; sys.setdlopenflags(1)\n")  # functions by their first call
+    (packages / "z_others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    (folder / ".ready").touch()
 
 
-def install(folder: Path, *requirements: str) -> None:
-    command = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*command, *requirements], check=True)
+def install(packages: Path, *requirements: str) -> None:
+    """By the pip of this Python, which is the same version."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    options = ["--no-compile", "--ignore-installed", "--target", str(packages)]
+    done = subprocess.run([*command, *options, *requirements], stderr=subprocess.PIPE, text=True, check=False)
+    if "No matching distribution found" in done.stderr:
+        raise NotOfferedError(done.stderr)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        raise SystemExit(done.returncode)
 
 
 def runtime_of(packages: Path) -> list[str]:
@@ -68,4 +108,4 @@ def needed_by(library: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).absolute(), *sys.argv[2:])
+    sys.exit(main(Path(sys.argv[1]).absolute(), *sys.argv[2:]))

@@ -7,6 +7,7 @@
     requirements-cuda.lock   what torch for CUDA needs beside it
     tests/clients/python/    NAME.lock, from NAME.in
     tests/ray_serve/         ray.lock, from ray.in: what Ray needs beyond requirements.lock
+    tests/devices/           torch-VERSION.lock: the torch of Gaudi's releases that CI runs the stand-in's tests with
 
 Versions stay: to change one, change its line and run this; for clients, run it with --upgrade.
 """
@@ -23,6 +24,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 CLIENTS = ROOT / "tests" / "clients" / "python"
 RAY = ROOT / "tests" / "ray_serve" / "ray.in"
+GAUDI = ROOT / "tests" / "devices"
+GAUDI_TORCHES = ("2.7.1", "2.9.0")
 OLDEST = "3.11"
 # torch without CUDA is a build of its own (2.13.0+cpu), which the public index has not: the files whose hash is known.
 WITHOUT_CUDA = {
@@ -138,6 +141,16 @@ def write_lock(source: Path, upgrade: bool, there: list[tuple[str, str]]) -> Non
     lock.write_text(HEADER + COMPLETE + "\n".join(blocks) + "\n")
 
 
+def gaudi_torch_locks() -> None:
+    """torch, the NumPy of Intel's images, and of torch's libraries the one that is called: see `gaudi_torch.py`."""
+    for version in GAUDI_TORCHES:
+        wanted = f"torch=={version}\nnumpy==1.26.4"
+        packages = resolve(wanted, "--universal")
+        kept = [each for each in packages if each["name"] in ("torch", "numpy") or "cuda-runtime" in each["name"]]
+        blocks = [block(package, package.get("marker", "")) for package in kept]
+        (GAUDI / f"torch-{version}.lock").write_text(HEADER + COMPLETE + "\n".join(blocks) + "\n")
+
+
 def usable(package: dict[str, Any]) -> bool:
     return not re.search(r"sys_platform == '(win32|emscripten)'", package.get("marker", ""))
 
@@ -145,3 +158,4 @@ def usable(package: dict[str, Any]) -> bool:
 if __name__ == "__main__":
     main_locks()
     client_locks("--upgrade" in sys.argv[1:])
+    gaudi_torch_locks()

@@ -65,7 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     best_of: int = 1
     top_n_tokens: int = 0
     decoder_input_details: bool = False  # log-probabilities of the prompt
-    prompt_top_n_tokens: int = 0  # and so many of the best ids in the place of each of its tokens, where a device can
+    prompt_top_n_tokens: int = 0  # and so many of the best ids in the place of each of its tokens
 
     @property
     def samples(self) -> bool:

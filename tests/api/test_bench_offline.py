@@ -140,3 +140,23 @@ def test_ctrl_c_shows_what_was_measured(tiny: Path, tmp_path: Path) -> None:
     assert "1 of 2 rows" in told and "Traceback" not in told
     found = json.loads(file.read_text())
     assert not found["complete"] and len(found["rows"]) == 1
+
+
+def test_rows_of_several_cards_on_the_stand_in(tiny: Path) -> None:
+    """The flags of gaudi_spawn. A stand-in's speed says nothing, so nothing is timed there."""
+    emulated = os.pathsep.join([str(Path(__file__).parents[1] / "hpu_emulated"), os.environ.get("PYTHONPATH", "")])
+    words = "--use_deepspeed --world_size 2 --batch_size 2 --max_input_tokens 16 --max_new_tokens 4 --dry-run"
+    more = [
+        "--load-format",
+        "dummy",
+        "--device",
+        "hpu",
+        "--quantize",
+        "fp8",
+        "--kv-cache-dtype",
+        "fp8_e4m3fn",
+        "--quiet",
+    ]
+    done = bench(*words.split(), "--model_name_or_path", str(tiny), *more, PYTHONPATH=emulated, PT_HPU_LAZY_MODE="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "16/4 x2: 8 tokens on hpu (emulated), not timed\n"

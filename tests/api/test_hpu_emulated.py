@@ -26,6 +26,14 @@ def answers(client: httpx.Client) -> list[list[int]]:
     return found
 
 
+def likely(client: httpx.Client) -> list[dict[str, float] | None]:
+    """The best ids in the places of a prompt."""
+    body = {"model": "tgi", "prompt": PROMPTS[1], "echo": True, "logprobs": 2, "max_tokens": 0}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["logprobs"]["top_logprobs"]
+
+
 def test_llava_next_as_published(tmp_path: Path) -> None:
     """The variables of tgi-gaudi's command lines, with sizes of a tiny model: the tokens of `transformers`."""
     oracle = make_oracle("llava_next", tmp_path / "model")
@@ -84,6 +92,9 @@ def test_the_product_on_an_emulated_card(http: httpx.Client, model_cache: Path) 
         assert "fused kernels on hpu (emulated): Gaudi2" in running.log
         with running.client() as client:
             assert answers(client) == answers(http), "the tokens of the CPU"
+            for ours, theirs in zip(likely(client), likely(http), strict=True):
+                assert (ours is None) == (theirs is None) and list(ours or {}) == list(theirs or {})
+                assert list((ours or {}).values()) == pytest.approx(list((theirs or {}).values()), abs=1e-3)
             assert client.get("/info").json()["model_device_type"] == "hpu (emulated)"
             streamed = client.post("/generate", json={"inputs": PROMPTS[0], "parameters": {"max_new_tokens": 1}})
             assert streamed.headers["x-compute-type"] == f"{NUM_RANKS}-hpu (emulated)"

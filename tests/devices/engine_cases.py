@@ -60,6 +60,10 @@ def same(ours: list[Output], expected: list[Output], tolerance: float = 2e-4) ->
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=tolerance)
         assert mine.prompt_logprobs == pytest.approx(theirs.prompt_logprobs, abs=tolerance)
         assert [list(top) for top in mine.top_tokens] == [list(top) for top in theirs.top_tokens]
+        assert sorted(mine.prompt_tops) == sorted(theirs.prompt_tops)
+        for place, tops in mine.prompt_tops.items():
+            assert list(tops) == list(theirs.prompt_tops[place])
+            assert list(tops.values()) == pytest.approx(list(theirs.prompt_tops[place].values()), abs=tolerance)
 
 
 def wait_for_device(device_name: str) -> None:

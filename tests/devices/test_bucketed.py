@@ -279,7 +279,8 @@ def test_equal_prompts_of_a_step_are_computed_once(tiny_llama: Tiny, start_bucke
 def test_prompts_in_parts(tiny_llama: Tiny, start_bucketed: Start, settings: dict[str, object]) -> None:
     """Longer ones than a step; those that are scored, too."""
     limits = {"max_input_tokens": 180, "max_total_tokens": 200, "max_batch_prefill_tokens": 48}
-    asked = requests([{}, {"decoder_input_details": True}, {"repetition_penalty": 1.4}], [150, 49, 3, 180, 48, 97, 130])
+    scored = {"decoder_input_details": True, "prompt_top_n_tokens": 3}
+    asked = requests([{}, scored, {"repetition_penalty": 1.4}], [150, 49, 3, 180, 48, 97, 130])
     expected = on_cpu(tiny_llama.folder, asked)
     engine = start_bucketed(tiny_llama.folder, **limits, **settings)
     same(run(engine, asked), expected)
@@ -287,6 +288,18 @@ def test_prompts_in_parts(tiny_llama: Tiny, start_bucketed: Start, settings: dic
     check_shapes(engine)
     with pytest.raises(ValidationError, match="max_input_tokens"):
         engine.loop.add(make_request(100, [5] * 181, 4))
+
+
+def test_more_best_ids_in_a_prompt_than_were_met(tiny_llama: Tiny, start_bucketed: Start) -> None:
+    """As many as a request may ask for; the others of a batch have what they asked for."""
+    scored = {"decoder_input_details": True}
+    asked = requests(
+        [{**scored, "prompt_top_n_tokens": 100}, scored, {**scored, "prompt_top_n_tokens": 8}], [20, 9, 50]
+    )
+    engine = start_bucketed(tiny_llama.folder)
+    found = run(engine, asked)
+    same(found, on_cpu(tiny_llama.folder, asked))
+    assert [{len(tops) for tops in output.prompt_tops.values()} for output in found] == [{100}, set(), {8}]
 
 
 def test_whole_prompts_for_who_wants_them(tiny_llama: Tiny, start_bucketed: Start) -> None:

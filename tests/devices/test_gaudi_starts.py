@@ -67,8 +67,7 @@ def write_quant_config(model: Path, folder: Path) -> str:
     for mode, name in (("MEASURE", "maxabs_measure"), ("QUANTIZE", "maxabs_quant")):
         fields = {"method": "HOOKS", "mode": mode, "observer": "maxabs", "scale_method": "maxabs_hw"}
         lists = {"allowlist": {"types": [], "names": []}, "blocklist": {"types": [], "names": blocked}}
-        more = {"dump_stats_path": stats, "ignore_modules_wo_measures": True}  # experts are not measured
-        (folder / f"{name}.json").write_text(json.dumps({**fields, **lists, **more}))
+        (folder / f"{name}.json").write_text(json.dumps({**fields, **lists, "dump_stats_path": stats}))
     engine = start(model, device="cpu", quant_config=str(folder / "maxabs_measure.json"))
     run(engine, [make_request(n, prompt, NEW) for n, prompt in enumerate(PROMPTS)])
     engine.close()

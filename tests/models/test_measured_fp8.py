@@ -15,6 +15,7 @@ import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start
 from fp8_writing import by_row, is_matrix, make_oracle, prompt_scores, round_fp8, write_fp8
 from ranks import check_near_ranks, logits_of_threads
+from safetensors.torch import load_file
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -123,6 +124,46 @@ def test_maxima_are_those_of_transformers(biased: Tiny, tmp_path: Path, settings
     assert all("outputs" not in node for node in nodes.values())
     listed = json.loads((tmp_path / "m_hooks_maxabs_mod_list.json").read_text())
     assert listed == list(nodes)
+
+
+@torch.no_grad()
+def test_experts_are_measured_and_quantised(tmp_path: Path) -> None:
+    """As published: a pair of files without lists. Maxima are those of the tokens that experts were chosen for."""
+    tiny = make_tiny("Mixtral", {}, tmp_path / "mixtral")
+    nodes = measure(tiny, tmp_path)
+    weights = load_file(tiny.folder / "model.safetensors")
+    config, expected = tiny.model.config, {}
+    blocks = [layer for layer in tiny.model.modules() if type(layer).__name__ == "MixtralSparseMoeBlock"]
+    sequences = [prompt + reference(tiny.model, prompt, NEW)[0][:-1] for prompt in PROMPTS]
+    for number, block in enumerate(blocks):
+        seen: list[torch.Tensor] = []
+        handle = block.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0].flatten(0, -2)))
+        for sequence in sequences:
+            tiny.model(torch.tensor([sequence]))
+        handle.remove()
+        x, at = torch.cat(seen), f"model.layers.{number}.block_sparse_moe"
+        chosen = (x @ weights[f"{at}.gate.weight"].T).topk(config.num_experts_per_tok).indices
+        gated = [
+            torch.nn.functional.silu(x @ weights[f"{at}.experts.{e}.w1.weight"].T)
+            * (x @ weights[f"{at}.experts.{e}.w3.weight"].T)
+            * (chosen == e).any(1, keepdim=True)
+            for e in range(config.num_local_experts)
+        ]
+        for e in range(config.num_local_experts):
+            inputs = {"w1": x.abs().amax(), "w3": x.abs().amax(), "w2": torch.stack(gated).abs().amax()}
+            expected |= {f"{at}.experts.{e}.{name}": float(value) for name, value in inputs.items()}
+    found = {name: node["inputs"][0][0][0] for name, node in nodes.items() if ".experts." in name}
+    assert found == pytest.approx(expected, rel=2e-3)
+    engine = start(tiny.folder)
+    plain = scores(engine)
+    engine.close()
+    engine = start(tiny.folder, quant_config=write_config(tmp_path, "QUANTIZE"))
+    stacked = [module.weight for _, module in engine.rank.runner.model.walk() if getattr(module, "is_stacked", False)]
+    assert len(stacked) == 2 * len(blocks)
+    assert all(isinstance(each, Fp8Weight) and each.input_scale is not None for each in stacked)
+    rounded = scores(engine)
+    engine.close()
+    assert 0 < float((rounded - plain).abs().mean()) < 0.3
 
 
 def test_maxima_by_channel(tiny_llama: Tiny, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """What a Gaudi card needs that can be told without one, and without the stand-in for its software."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,30 @@ LLAMA = """{"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermedi
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(LLAMA)
     return tmp_path
+
+
+# None in sys.modules makes every import of that name fail. Images for Gaudi have neither Triton nor Ray.
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+sys.modules["triton"] = sys.modules["ray"] = None
+import text_generation_inference as package
+for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=lambda name: None):
+    if found.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(found.name)
+    except ImportError as error:
+        print(found.name, error.name, sep=",")
+"""
+
+
+def test_every_module_can_be_imported_with_this_torch() -> None:
+    """CI runs this with the torch of Gaudi's releases too (`make check-gaudi-torch`)."""
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, check=True)
+    failed = dict(line.split(",") for line in done.stdout.splitlines())
+    assert {lacks.partition(".")[0] for lacks in failed.values()} == {"triton", "ray"}
+    elsewhere = [name for name in failed if not name.startswith(("text_generation_inference.kernels.triton", "text_generation_inference.ray_serve"))]  # fmt: skip
+    assert elsewhere == []
 
 
 def test_matrices_are_put_into_fp8_on_the_host_and_each_is_waited_for(folder: Path) -> None:

@@ -25,8 +25,11 @@ MISTRAL = (
     " --bucket_size 128"
 )
 PUBLISHED = {"gaudi2-llama-2-7b": LLAMA, "gaudi2-llama-2-70b": f"{LLAMA} --disk_offload", "gaudi2-mistral-7b": MISTRAL}
-# Every flag of section 8.1.
+# Every flag of section 8.1, and those of gaudi_spawn.
 REFERENCE = [
+    "world_size",
+    "use_deepspeed",
+    "use_mpi",
     "model_name_or_path",
     "bf16",
     "batch_size",
@@ -93,11 +96,13 @@ def read(line: str) -> OfflineTask:
 def test_published_lines(preset: str) -> None:
     for found in PRESETS[preset].rows:
         row = found.row
+        cards = found.published.cards if found.published else 1
+        spawned = f"--use_deepspeed --world_size {cards} " if cards > 1 else ""
         task = read(
-            f"--model_name_or_path some/model {PUBLISHED[preset]} --max_new_tokens {row.outputs}"
+            f"{spawned}--model_name_or_path some/model {PUBLISHED[preset]} --max_new_tokens {row.outputs}"
             f" --max_input_tokens {row.inputs} --batch_size {row.requests} --warmup 2 --n_iterations 3"
         )
-        assert task.rows == [row]
+        assert task.rows == [row] and task.settings.get("num_shard", 1) == cards
         assert (task.iterations, task.warmups, task.whole_warmups) == (3, 2, True)
         settings = {name: task.settings[name] for name in ("model_id", "dtype", "enable_hpu_graph", "limit_hpu_graph")}
         assert settings == {
@@ -196,3 +201,14 @@ def test_a_run(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out" / "results.json").read_text())
     row = report["rows"][0]
     assert (row["iterations"], row["requests"], row["outputs"]) == (2, 2, 4)
+
+
+def test_figures_of_one_gpu_and_no_figures() -> None:
+    for line, text in {
+        "--num-shard 2 --floor 16/4/1": "--floor is about one GPU: leave --num-shard out",
+        "--num-shard 2 --profile 2/16": "--profile is about one GPU: leave --num-shard out",
+        "--dry-run --json x.json": "--dry-run takes no figures: leave --json out",
+        "--world_size 0": "`num_shard` cannot be < 1",
+    }.items():
+        with pytest.raises(StartError, match=re.escape(text)):
+            read(line)

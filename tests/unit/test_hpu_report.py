@@ -1,10 +1,12 @@
 """The report of `make test-hpu`: a card that hangs, and tests that were all skipped, are not told as a success."""
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hpu_questions import FROM_SUITE, QUESTIONS
 
 REPORT = Path(__file__).parents[1] / "devices" / "hpu_report.py"
 
@@ -50,3 +52,28 @@ def test_a_python_without_the_packages(
     assert "lacks no_such_package. Install this project" in said
     installs = [line for line in said.splitlines() if "pip install" in line]
     assert installs and all("--no-deps" in line for line in installs), "else torch is replaced"
+
+
+def test_the_open_questions_of_the_documentation_are_those_of_the_report(report: dict[str, Any]) -> None:
+    text = (REPORT.parents[2] / "docs" / "gaudi.md").read_text()
+    section = text.partition("## Open questions\n")[2].partition("\n## ")[0]
+    listed = re.findall(r"^(\d+)\. (.*\?)", section, re.MULTILINE)
+    assert [(int(number), question) for number, question in listed] == list(QUESTIONS.items())
+
+
+def test_what_the_stand_in_says_is_no_answer(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    result, answer = report["Result"], report["answer_questions"]
+    pair, passed = result("two cards add up", "passed"), result("a", "passed", late=0)
+    late, failed = result("b", "passed", late=2), result("c", "failed", "x")
+    done = report["subprocess"].CompletedProcess([], 0, "a warning\nwhat the card said\n", "")
+    monkeypatch.setitem(answer.__globals__, "run", lambda program: done)
+    lines = answer(False, pair, [passed, failed], [late])
+    answers = {int(a.split(".")[0]): b.strip() for a, b in zip(lines[2::2], lines[3::2], strict=True)}
+    assert sorted(answers) == sorted(QUESTIONS)
+    assert answers[1] == "0 in lazy mode, 2 without, were compiled after warm-up"
+    assert answers[14] == "in lazy mode 1 passed, 1 failed; without 1 passed, 0 failed"
+    assert {answers[number] for number in QUESTIONS if number not in FROM_SUITE} == {"what the card said"}
+    emulated = answer(True, pair, [passed], [passed])
+    assert all(line.strip().startswith("emulated, not an answer: ") for line in emulated[3::2])
+    done.returncode, done.stderr = 1, "no card"
+    assert "     the probe failed: no card" in answer(False, pair, [passed], [passed])

@@ -33,10 +33,21 @@ def test_check_is_lint_and_the_fast_tests():
     assert folders_of_tests("check") == {"tests/unit", "tests/properties"}
 
 
+def test_the_torch_of_gaudi_in_ci_is_one_of_these_versions():
+    """Checked with hashes: each has a lock file."""
+    shown = [command for command in commands("check-gaudi-torch") if "tools/gaudi_torch.py" in command]
+    versions = [command[command.index("tools/gaudi_torch.py") + 2] for command in shown]
+    assert versions == ["2.7.1", "2.9.0"]
+    for version in versions:
+        lock = (ROOT / "tests" / "devices" / f"torch-{version}.lock").read_text()
+        assert f"torch=={version} " in lock and "numpy==1.26.4 " in lock and "--hash=sha256:" in lock
+
+
 def test_ci_runs_what_the_readme_says():
     run = (ROOT / ".ci" / "run").read_text()
     readme = (ROOT / "README.md").read_text()
     for target in ("lint", "test"):
         assert re.search(rf"^make {target}$", run, re.MULTILINE)
         assert f"make {target}" in readme
+    assert re.search(r"^make --jobs 2 check-gaudi-torch$", run, re.MULTILINE)
     assert "make check" in readme and (ROOT / ".ci" / "run").stat().st_mode & 0o100

@@ -18,7 +18,7 @@ from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.slot_state import DRAWS, NUMBER_FIELDS, PLAIN, SlotState
 from text_generation_inference.layers.embedding import VocabWeight
 from text_generation_inference.parallel import Parallel
-from text_generation_inference.runner.prompt_scores import PromptScores, score
+from text_generation_inference.runner.prompt_scores import PromptScores, read_scores, score, score_padded, take_padded
 from text_generation_inference.sampling.bits import cut, pack
 from text_generation_inference.sampling.mask import RowMasks
 from text_generation_inference.sampling.sampled_tokens import SampledTokens
@@ -220,22 +220,30 @@ def test_scores_of_ranks_are_not_rounded() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("num_top", [0, 3])
+@pytest.mark.parametrize("num_top", [0, 3, 8])
 def test_prompts_are_scored_as_by_one_rank(world: int, num_top: int) -> None:
     logits, targets = bf16_logits(5, 1), torch.tensor([0, 133, 134, 399, 200])
+    logits[3, [399, 150, 140, 2]] = 30.0  # equals, of several ranks and of one
     logits[4, 30] = math.nan
     expected = score(logits, targets, num_top, WHOLE)
 
-    def compute(parallel: Parallel) -> PromptScores:
+    def compute(parallel: Parallel) -> tuple[PromptScores, PromptScores]:
         part = part_of(parallel)
-        return score(of_part(logits, part), targets, num_top, part)
+        own = of_part(logits, part)
+        padded = score_padded(own, targets, 8, part)
+        return score(own, targets, num_top, part), take_padded(padded, num_top)
 
     assert expected.logprobs.isnan().tolist() == [False] * 4 + [True]
-    for found in as_ranks(world, compute):
-        torch.testing.assert_close(found.logprobs, expected.logprobs, equal_nan=True)
-        if num_top:
-            assert found.top_ids is not None and expected.top_ids is not None
-            assert torch.equal(found.top_ids, expected.top_ids)
+    wanted = read_scores(0, 0, [expected])
+    if num_top:
+        assert wanted.top_ids[3][:4] == [2, 140, 150, 399][:num_top]
+    for both in as_ranks(world, compute):
+        for found in both:
+            torch.testing.assert_close(found.logprobs, expected.logprobs, equal_nan=True)
+            read = read_scores(0, 0, [found])
+            assert read.top_ids[:4] == wanted.top_ids[:4]
+            for ours, theirs in zip(read.top_logprobs[:4], wanted.top_logprobs[:4], strict=True):
+                assert ours == pytest.approx(theirs, abs=1e-5)
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 64), (32, 70), (33, 64), (1, 2), (90, 100), (64, 130)])

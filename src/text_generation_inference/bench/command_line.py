@@ -21,6 +21,7 @@ ENGINE_FLAGS = {
     "--revision": ("NAME", "commit, branch or tag on the hub (default: main)"),
     "--load-format": ("FORMAT", f"{' or '.join(CHOICES['load_format'])}: random weights from config.json alone"),
     "--device": ("NAME", SETTINGS["device"].help),
+    "--num-shard": ("N", "ranks that the model is split over, each with a card of its own (default: 1)"),
     "--dtype": ("TYPE", "of the weights: " + ", ".join(CHOICES["dtype"])),
     "--quantize": ("METHOD", "such as fp8; with random weights gptq is 4 bits in groups of 128"),
     "--kv-cache-dtype": ("TYPE", "of the KV cache: " + ", ".join(CHOICES["kv_cache_dtype"])),

@@ -1,4 +1,5 @@
-"""The flags of the program behind the published offline figures (`run_generation`), and what each does here.
+"""The flags of the program behind the published offline figures (`run_generation`) and of the one that starts it on
+several cards (`gaudi_spawn`), and what each does here.
 
 With any of them `tgi bench offline` measures one row by that program's
 method: whole warm-up runs, then iterations, and throughput as iterations x batch x new tokens / seconds of all
@@ -87,9 +88,12 @@ _FLAGS = (
     _Flag("disk_offload", "no effect: weights are read from disk in slices anyway"),
     _Flag("const_serialization_path", "no effect: weights stay on the device", "DIR"),
     _Flag("attn_batch_split", "no effect: a step is computed whole", "N", int),
-    _Flag("parallel_strategy", "no effect: one device computes the model", "NAME"),
+    _Flag("world_size", "as --num-shard: the cards of gaudi_spawn", "N", int, lambda value: {"num_shard": value}),
+    _Flag("use_deepspeed", "no effect: ranks split the model themselves"),
+    _Flag("use_mpi", "no effect: ranks split the model themselves"),
+    _Flag("parallel_strategy", "no effect: ranks split every matrix", "NAME"),
     _Flag("output_dir", "as --json DIR/results.json", "DIR"),
-    _Flag("verbose_workers", "no effect: there is one process"),
+    _Flag("verbose_workers", "no effect: ranks log what goes wrong"),
     _Flag("show_graphs_count", "no effect: the notes of the report tell"),
     _Flag("profiling_warmup_steps", "no effect: use --profile ROWS/CONTEXT", "N", int),
     _Flag("profiling_steps", "no effect: use --profile ROWS/CONTEXT", "N", int),

@@ -45,6 +45,7 @@ class OfflineTask(msgspec.Struct, kw_only=True):
     floor: bool
     profile: Shown | None
     json_path: str | None
+    dry_run: bool = False  # rows are computed, nothing is timed
     quiet: bool
 
 
@@ -95,6 +96,12 @@ def read_task(arguments: list[str], prog: str = "tgi bench offline") -> OfflineT
         if found is None:
             raise StartError(f"--profile {options.profile!r} is not ROWS/CONTEXT: two numbers above 0, such as 256/600")
         profile = Shown(int(found[1]), int(found[2]))
+    for flag, given in (("--floor", options.floor), ("--profile", profile is not None)):
+        if given and (settings.get("num_shard") or 1) > 1:
+            raise StartError(f"{flag} is about one GPU: leave --num-shard out")
+    for flag, given in (("--floor", options.floor), ("--profile", profile), ("--json", options.json)):
+        if given and options.dry_run:
+            raise StartError(f"--dry-run takes no figures: leave {flag} out")
     ServerConfig(**settings).check()
     return OfflineTask(
         rows=_choose_rows(options, preset) if asked is None else [asked.row],
@@ -110,6 +117,7 @@ def read_task(arguments: list[str], prog: str = "tgi bench offline") -> OfflineT
         floor=options.floor,
         profile=profile,
         json_path=options.json or (asked.json_path if asked is not None else None),
+        dry_run=options.dry_run,
         quiet=options.quiet,
     )
 
@@ -168,6 +176,9 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     )
     measuring.add_argument("--profile", metavar="ROWS/CONTEXT", help="take a decode step on a GPU apart")
     measuring.add_argument("--json", metavar="FILE", help="also write everything there, after each row")
+    measuring.add_argument(
+        "--dry-run", action="store_true", help="compute each row once and time nothing: whether it runs"
+    )
     measuring.add_argument("-q", "--quiet", action="store_true", help="no progress")
     generation_flags.add_flags(parser)
     return parser

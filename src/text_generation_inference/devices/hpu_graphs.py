@@ -1,6 +1,7 @@
 """The passes of a plan on a Gaudi card: captured as HPU graphs in lazy mode, compiled layer by layer without it."""
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -33,18 +34,22 @@ def _shapes_of(tensors: dict[str, Tensor] | list[Tensor]) -> tuple[object, ...]:
 
 class PureFunction(nn.Module):
     """A function that may overwrite the first of its tensors, unless it `keeps` it: a graph changes none of its
-    inputs."""
+    inputs.
+
+    Of a method the object is kept by itself: the compiler of torch 2.7 loses it, and what it has, when it is bound."""
 
     def __init__(self, function: Callable[..., Any], keeps: bool = False) -> None:
         super().__init__()
-        self._function, self._keeps = function, keeps
+        self._about = (function.__self__,) if isinstance(function, MethodType) else ()
+        self._function = function.__func__ if isinstance(function, MethodType) else function
+        self._keeps = keeps
 
     def forward(self, tensors: list[Tensor], layout: Layout = ()) -> Any:
         """`layout`: of the last tensor, which holds the last arguments."""
         if layout:
             tensors = [*tensors[:-1], *unpack(tensors[-1], layout).values()]
         first = tensors[0] if self._keeps else tensors[0].clone()
-        return self._function(first, *tensors[1:])
+        return self._function(*self._about, first, *tensors[1:])
 
 
 class PaddedPass(nn.Module):

@@ -6,7 +6,7 @@ are always taken in the same order.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,39 @@ def pack_experts(weight: Tensor | BlockPieces, num_experts: int) -> Weight:
     return weight
 
 
+class Within(NamedTuple):
+    """A row for each token and expert of it, in the order of experts."""
+
+    order: Tensor  # [pairs]: which of `[tokens, k]` each is
+    ends: Tensor  # [experts]: of each expert's rows
+    rows: Tensor  # [pairs, hidden]: what goes in
+    gated: Tensor  # [pairs, width]: what goes into the second product
+
+
+def look_within(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    num_experts: int,
+    gate: str,
+    bias: Tensor | None,  # of the first product
+    scale_inputs: bool,
+) -> Within:
+    """The first half of `experts`, with its arguments."""
+    pairs = ids.reshape(-1)
+    order = pairs.sort().indices  # of an expert's tokens any may come first; a stable sort runs on the host on Gaudi
+    numbers = torch.arange(num_experts, device=x.device)
+    ends = (pairs[:, None] == numbers).sum(0).cumsum(0)
+    rows = x[order // ids.shape[1]]
+    if scale_inputs:
+        rows = (rows.float() * weights.reshape(-1)[order, None]).to(x.dtype)
+    product = _multiply(rows, gate_up, ends)
+    if bias is not None:
+        product = product + bias[pairs[order]]
+    return Within(order, ends, rows, GATES[gate](*product.chunk(2, -1)))
+
+
 def experts(
     x: Tensor,  # [tokens, hidden]
     ids: Tensor,  # [tokens, k]: experts of each token
@@ -64,20 +97,11 @@ def experts(
     """-> `[tokens, hidden]`: the weighted sum of what each token's experts make of it."""
     tokens, hidden = x.shape
     count, top_k = down.shape[0] // hidden, ids.shape[1]
-    pairs = ids.reshape(-1)
-    order = pairs.sort().indices  # of an expert's tokens any may come first; a stable sort runs on the host on Gaudi
-    numbers = torch.arange(count, device=x.device)
-    ends = (pairs[:, None] == numbers).sum(0).cumsum(0)
-    rows = x[order // top_k]
-    if scale_inputs:
-        rows = (rows.float() * weights.reshape(-1)[order, None]).to(x.dtype)
-    product = _multiply(rows, gate_up, ends)
-    owners = pairs[order]
+    within = look_within(x, ids, weights, gate_up, count, gate, None if biases is None else biases[0], scale_inputs)
+    order = within.order
+    product = _multiply(within.gated, down, within.ends)
     if biases is not None:
-        product = product + biases[0][owners]
-    product = _multiply(GATES[gate](*product.chunk(2, -1)), down, ends)
-    if biases is not None:
-        product = product + biases[1][owners]
+        product = product + biases[1][ids.reshape(-1)[order]]
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     found = product[back].view(tokens, top_k, hidden).float()
     return (found.sum(1) if scale_inputs else (found * weights[..., None]).sum(1)).to(x.dtype)

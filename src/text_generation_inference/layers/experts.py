@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from text_generation_inference.kernels.experts import look_within
 from text_generation_inference.kernels.fp8 import apply_scales
 from text_generation_inference.kernels.fused_decode import FusedExperts
 from text_generation_inference.kernels.low_bit import LowBitWeight
@@ -41,7 +42,7 @@ class StackedMatrix(Matrix):
     """The matrices of all experts, one below the other: any method that stores a matrix stores these."""
 
     is_stacked = True
-    is_measured = False
+    is_measured = False  # by itself: see `Experts.look_within`
 
     def __init__(
         self,
@@ -198,15 +199,29 @@ class Experts(FeedForward):
 
     def forward(self, x: Rows) -> Product:
         assert isinstance(x, Tensor)
-        ids, weights = self.router.forward(x)
-        if not self._has_all:
-            ids, weights = self._own(ids, weights)
+        ids, weights = self._route(x)
         gate_up, down = self.gate_up, self.down
         biases = None if gate_up.bias is None or down.bias is None else (gate_up.bias, down.bias)
         out = self.ops.experts(x, ids, weights, gate_up.weight, down.weight, self.gate, biases, self.scale_inputs)
         if self.shared is not None:
             out = out + self.shared.forward(x)
         return out if self.parallel.world == 1 else PartialSum(out, self.parallel)
+
+    def look_within(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For those who measure: what goes into the first matrices of this rank's experts and into the second, a row
+        for each token and expert, and whose token each row is; -1 where it is another rank's."""
+        ids, weights = self._route(x)
+        gate_up = self.gate_up
+        about = (gate_up.weight, gate_up.num_experts, self.gate, gate_up.bias, self.scale_inputs)
+        within = look_within(x, ids, weights, *about)
+        tokens = within.order // ids.shape[1]
+        if not self._has_all:
+            tokens = torch.where(weights.reshape(-1)[within.order] > 0, tokens, -1)
+        return within.rows, within.gated, tokens
+
+    def _route(self, x: Tensor) -> Routed:
+        ids, weights = self.router.forward(x)
+        return (ids, weights) if self._has_all else self._own(ids, weights)
 
     def _own(self, ids: Tensor, weights: Tensor) -> Routed:
         """By the numbers that experts have on this rank; nothing is wanted of those that others have."""

@@ -159,8 +159,8 @@ class BucketedSteps:
             logits = self._prompt_pass(chunks)
             yield StepPass(sampling, logits if sampling else None, nothing)
         for chunk in scored:
-            logits, logprobs = self._scored_pass(chunk)
-            prompt = ScoredPrompt(chunk.slot, chunk.start + 1, [PromptScores(logprobs)])
+            logits, scores = self._scored_pass(chunk)
+            prompt = ScoredPrompt(chunk.slot, chunk.start + 1, [scores])
             if chunk.samples:
                 self._owed.release([chunk.slot])
             yield StepPass([chunk.slot][: chunk.samples], logits if chunk.samples else None, nothing, [prompt])
@@ -189,13 +189,15 @@ class BucketedSteps:
         batch = self._prefill_batch(bucket, chunks)
         return self.passes.logits(bucket, batch, sum(chunk.end - chunk.start for chunk in chunks))
 
-    def _scored_pass(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Logits of a chunk's last token `[1, vocab]`, and the log-probabilities of what follows its tokens."""
+    def _scored_pass(self, chunk: Chunk) -> tuple[Tensor, PromptScores]:
+        """Logits of a chunk's last token `[1, vocab]`, and how likely what follows its tokens is."""
         bucket, count = self.passes.find_prefill([chunk]), chunk.end - chunk.start
-        scores = self.passes.score(bucket, self._prefill_batch(bucket, [chunk], scored=True), count)
+        num_top = self._owed.num_top(chunk.slot)
+        scores = self.passes.score(bucket, self._prefill_batch(bucket, [chunk], scored=True), count, num_top)
         if not self._slots.on_device:
             scores = scores.cpu()  # its parts have shapes of their own
-        return scores[None, bucket.length :], scores[: count - chunk.samples]  # nothing follows a prompt's last token
+        count -= chunk.samples  # nothing follows a prompt's last token
+        return self.passes.read_scores(scores, bucket.length, count, num_top)
 
     def _prefill_batch(self, bucket: Bucket, chunks: list[Chunk], scored: bool = False, sees: bool = False) -> Batch:
         """`sees`: it reads pictures, although no prompt has one."""

@@ -5,6 +5,7 @@ Shared by the runners of devices that run ahead and of those that do not.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,10 +15,11 @@ from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import Key, key_of, row_length
 from text_generation_inference.models.model import Model
-from text_generation_inference.runner.prompt_scores import LOGIT_ROWS
+from text_generation_inference.runner.prompt_scores import LOGIT_ROWS, PromptScores, score_padded, take_padded
 from text_generation_inference.runner.shapes import Bucket, BucketPlan, ShapeStats
 from text_generation_inference.types import Chunk
 
+SCORED_TOPS = (8, 100)  # best ids that are found in each place of a prompt that is scored; met in warming up: the first
 GRAPH_TOKENS = 8192  # a pass of more is limited by computing, not by launching: a graph would only cost memory
 
 
@@ -40,7 +42,7 @@ class PaddedPasses:
         self._has_graphs = device.limits.graphs
         self._without: set[Bucket] = set()  # shapes for whose graphs there was no room
         self._graphs = device.wrap_graphs(self._forward, self._first)
-        self._scores = device.wrap_graphs(self._score)  # always without a graph
+        self._scores = [device.wrap_graphs(partial(self._score, tops)) for tops in SCORED_TOPS]  # without graphs
 
     def find_prefill(self, chunks: Sequence[Chunk]) -> Bucket:
         """The shape for prompts that share a pass; a longer one than planned has a shape of its own."""
@@ -81,11 +83,17 @@ class PaddedPasses:
         self.shape_stats.on_pass(key_of(batch), bucket, needed, bypass and self._has_graphs)
         return self._graphs(batch, bypass)
 
-    def score(self, bucket: Bucket, batch: Batch, needed: int) -> Tensor:
-        """`[length + vocab]` float32: log-probabilities of what follows each token of the pass's first prompt, then
-        the logits of its last one. Without a graph; one tensor, so that all there is to compute is in the pass."""
-        self.shape_stats.on_pass(_key_of_scores(batch), bucket, needed, self._has_graphs)
-        return self._scores(batch, True)
+    def score(self, bucket: Bucket, batch: Batch, needed: int, num_top: int) -> Tensor:
+        """float32: how likely what follows each token of the pass's first prompt is, and the best ids there, then the
+        logits of its last one. Without a graph; one tensor, so that all there is to compute is in the pass."""
+        size = next(size for size, tops in enumerate(SCORED_TOPS) if num_top <= tops)
+        self.shape_stats.on_pass(_key_of_scores(batch, size), bucket, needed, self._has_graphs)
+        return self._scores[size](batch, True)
+
+    def read_scores(self, found: Tensor, length: int, count: int, num_top: int) -> tuple[Tensor, PromptScores]:
+        """Of what `score` has found: logits of the last token `[1, vocab]`, and the first `count` tokens' scores."""
+        end = found.shape[0] - self._model.vocabulary.width
+        return found[None, end:], take_padded(found[:end].view(length, -1)[:count], num_top)
 
     def warm(self, bucket: Bucket, batch: Batch, few_layers: bool) -> Tensor:
         """Meet a shape for the first time.
@@ -99,8 +107,8 @@ class PaddedPasses:
 
     def warm_scores(self, batch: Batch, few_layers: bool) -> Tensor:
         """The same for a prompt whose tokens are scored."""
-        self.shape_stats.warmed.add(_key_of_scores(batch))
-        return self._score(batch, few_layers) if few_layers else self._scores(batch, True)
+        self.shape_stats.warmed.add(_key_of_scores(batch, 0))
+        return self._score(SCORED_TOPS[0], batch, few_layers) if few_layers else self._scores[0](batch, True)
 
     def run_shallow(self, batch: Batch) -> None:
         """Run a shape through few layers, without a graph: to compile and load what it needs."""
@@ -113,8 +121,8 @@ class PaddedPasses:
     def _forward(self, batch: Batch) -> Tensor:
         return self._logits(batch, self._model.forward(self._prepare(batch), self._kv_cache))
 
-    def _score(self, batch: Batch, few_layers: bool = False) -> Tensor:
-        """`[length + vocab]`: see `score`."""
+    def _score(self, num_top: int, batch: Batch, few_layers: bool = False) -> Tensor:
+        """`[length * (1 + 2 * num_top) + vocab]`: see `score`."""
         model = self._shallow if few_layers else self._model
         length = row_length(batch)
         wanted = torch.arange(length, device=batch.input_ids.device)  # all tokens of the first prompt
@@ -124,7 +132,7 @@ class PaddedPasses:
         for start in range(0, length, LOGIT_ROWS):
             rows = slice(start, min(start + LOGIT_ROWS, length))
             scores = model.logits(hidden[rows]).float()
-            found.append(model.vocabulary.score(scores, batch.following[rows]))
+            found.append(score_padded(scores, batch.following[rows], num_top, model.vocabulary).flatten())
         last = hidden.index_select(0, batch.logit_tokens[:1])
         return torch.cat((*found, model.logits(last).float()[0]))
 
@@ -137,6 +145,6 @@ class PaddedPasses:
         return self._model.logits(hidden).float()
 
 
-def _key_of_scores(batch: Batch) -> Key:
-    """That of a pass which wants as many logits as a prompt has tokens."""
-    return tuple({**dict(key_of(batch)), "logit_tokens": (row_length(batch),)}.items())
+def _key_of_scores(batch: Batch, size: int) -> Key:
+    """That of a pass which wants as many logits as a prompt has tokens, and how many of the best ids."""
+    return tuple({**dict(key_of(batch)), "logit_tokens": (row_length(batch), SCORED_TOPS[size])}.items())

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from text_generation_inference.sampling.tops import in_order
 from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.types import Admission, Chunk, PromptLogprobs
 
@@ -15,19 +17,29 @@ class PromptScores(NamedTuple):
     """Of some tokens of a prompt, on the device."""
 
     logprobs: Tensor  # [tokens]
-    top_ids: Tensor | None = None  # [tokens, asked for]
+    num_top: int = 0  # best ids that were asked for
+    top_ids: Tensor | None = None  # [tokens, so many or more], equals in any order
     top_logprobs: Tensor | None = None  # the same
 
 
 def score(scores: Tensor, targets: Tensor, num_top: int, vocabulary: VocabularyPart) -> PromptScores:
     """scores `[tokens, vocab]` float32 of this rank's ids, targets `[tokens]`: what came in each place."""
+    logprobs = vocabulary.score(scores, targets)
+    return PromptScores(logprobs, num_top, *vocabulary.tops(scores, num_top)) if num_top else PromptScores(logprobs)
+
+
+def score_padded(scores: Tensor, targets: Tensor, num_top: int, vocabulary: VocabularyPart) -> Tensor:
+    """`score` as one tensor `[tokens, 1 + 2 * num_top]` float32, which holds ids up to 2^24: see `take_padded`."""
+    ids, logprobs = vocabulary.tops(scores, num_top)
+    return torch.cat((vocabulary.score(scores, targets)[:, None], logprobs, ids.to(logprobs.dtype)), dim=-1)
+
+
+def take_padded(found: Tensor, num_top: int) -> PromptScores:
+    """What was asked for of what `score_padded` found."""
+    most = (found.shape[1] - 1) // 2
     if not num_top:
-        return PromptScores(vocabulary.score(scores, targets))
-    scores = vocabulary.gather(scores)
-    totals = scores.logsumexp(dim=-1)
-    logprobs = scores.gather(1, targets[:, None])[:, 0] - totals
-    best = scores.topk(min(num_top, scores.shape[1]), dim=-1)
-    return PromptScores(logprobs, best.indices, best.values - totals[:, None])
+        return PromptScores(found[:, 0])
+    return PromptScores(found[:, 0], num_top, found[:, 1 + most :].long(), found[:, 1 : 1 + most])
 
 
 def read_scores(row: int, start: int, parts: list[PromptScores]) -> PromptLogprobs:
@@ -36,8 +48,9 @@ def read_scores(row: int, start: int, parts: list[PromptScores]) -> PromptLogpro
     for part in parts:
         result.logprobs.extend(part.logprobs.tolist())
         if part.top_ids is not None and part.top_logprobs is not None:
-            result.top_ids.extend(part.top_ids.tolist())
-            result.top_logprobs.extend(part.top_logprobs.tolist())
+            ids, logprobs = in_order(part.top_ids.cpu(), part.top_logprobs.cpu())
+            result.top_ids.extend(ids[:, : part.num_top].tolist())
+            result.top_logprobs.extend(logprobs[:, : part.num_top].tolist())
     return result
 
 
@@ -54,6 +67,9 @@ class OwedScores:
         request = admission.request
         if request.sampling.decoder_input_details and not admission.output_ids:
             self._owed[admission.slot] = (len(request.token_ids), request.sampling.prompt_top_n_tokens)
+
+    def num_top(self, slot: int) -> int:
+        return self._owed[slot][1]
 
     def release(self, slots: Iterable[int]) -> None:
         for slot in slots:

@@ -12,12 +12,14 @@ from torch import Tensor
 MORE_TIES = 8
 
 
-def best_ids(logprobs: Tensor, room: int) -> tuple[Tensor, Tensor]:
+def best_ids(logprobs: Tensor, room: int, named: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The `room` best ids of each row `[rows, vocab]`, lower ones among equals: ids int64 and log-probabilities,
-    `[rows, room]`. The best come first, equals in any order: see `in_order`."""
+    `[rows, room]`. The best come first, equals in any order: see `in_order`. `named`: which ids the columns are, in
+    float32 like the scores; all, otherwise."""
     values, ids = logprobs.topk(room, dim=-1)  # leaves open which of equals it takes
     last = values[:, -1:]
-    every = torch.arange(logprobs.shape[1], dtype=torch.float32, device=logprobs.device)
+    every = torch.arange(logprobs.shape[1], dtype=torch.float32, device=logprobs.device) if named is None else named
+    ids = ids if named is None else named.gather(1, ids).long()
     lowest = torch.where(logprobs == last, -every, -math.inf).topk(room, dim=-1).values
     num_better = (values > last).sum(dim=-1, keepdim=True)
     place = torch.arange(room, device=logprobs.device)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from text_generation_inference.sampling.bits import cut
+from text_generation_inference.sampling.tops import best_ids
 
 COLUMNS = 5  # of what `look` finds
 
@@ -83,6 +84,22 @@ class VocabularyPart:
         found = torch.where(own < self.width, found, -math.inf)
         parts = self.exchange(torch.stack((totals, found), dim=-1)).view(ids.shape[0], -1, 2)
         return parts[:, :, 1].amax(dim=-1) - parts[:, :, 0].logsumexp(dim=-1)
+
+    def tops(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The best ids of each row and their log-probabilities, `[rows, count]` or as many as there are, from this
+        rank's scores `[rows, width]`. See `best_ids`."""
+        count = min(count, self.size)
+        totals = scores.logsumexp(dim=-1, keepdim=True)
+        if self.exchange is None:
+            ids, values = best_ids(scores, count)
+            return ids, values - totals
+        if self.width < count:
+            scores = F.pad(scores, (0, count - self.width), value=-math.inf)
+        ids, values = best_ids(scores, count)
+        said = torch.cat((totals, values, (ids + self.start).to(totals.dtype)), dim=-1)
+        parts = self.exchange(said).view(scores.shape[0], -1, 1 + 2 * count)  # [rows, ranks, ...]
+        ids, values = best_ids(parts[:, :, 1 : 1 + count].flatten(1), count, parts[:, :, 1 + count :].flatten(1))
+        return ids, values - parts[:, :, 0].logsumexp(dim=-1, keepdim=True)
 
 
 def look(scores: Tensor, values: Tensor, start: int) -> Tensor:

@@ -106,7 +106,7 @@ _SAMPLING = [
 _UDS = _StaticFlag("-m --master-shard-uds-path", "text", None, "no effect: the engine runs in this process", "PATH")
 
 # Flags that set fields of `ServerConfig`; what the batches decide has none.
-_DECIDED = ("--model-id", "--max-batch-size", "--max-total-tokens", "--bucketing", "--bucket-strategy")
+_DECIDED = ("--model-id", "--num-shard", "--max-batch-size", "--max-total-tokens", "--bucketing", "--bucket-strategy")
 _ENGINE = {flag: words for flag, words in ENGINE_FLAGS.items() if flag not in _DECIDED} | {
     "--max-batch-prefill-tokens": ("N", "prompt tokens computed in a step (default: a whole batch, if memory allows)"),
     "--max-batch-total-tokens": ("N", "tokens in the KV cache (default: what the largest batch needs)"),

@@ -153,7 +153,7 @@ class HpuAttention:
         if isinstance(batch.meta, BlockLists):
             of_tokens = k is not None  # values of pictures are not written here
             return self._decode_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales, of_tokens)
-        if isinstance(batch.meta, WholePrompts | PromptParts):
+        if isinstance(batch.meta, (WholePrompts, PromptParts)):  # of a union torch 2.7's compiler can make nothing
             return self._prefill_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
         return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
 

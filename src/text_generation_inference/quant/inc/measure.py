@@ -126,6 +126,8 @@ class Recorder:
                 self._watch_matrix(module, prefix)
             elif any(isinstance(child, CacheScales) for child in module.children()):
                 self._watch_cache(module, prefix + module.name)
+            elif hasattr(module, "look_within"):
+                self._watch_experts(module, prefix + module.name)
         forward = model.forward
 
         def counted(batch: Any, kv_cache: list[tuple[Tensor, ...]]) -> Tensor:
@@ -150,6 +152,31 @@ class Recorder:
         for node, rows in zip(nodes, plain(matrix.weight).split(sizes), strict=True):
             self._take_weight(node, rows)
         matrix.method = _Observed(matrix.method, self, nodes, sizes)
+
+    def _watch_experts(self, experts: Any, path: str) -> None:
+        """All experts of a layer share one scale of inputs, so what goes into any counts for each: those that no token
+        was for have one, too."""
+        watched: list[list[_Measured]] = []
+        for matrix in (experts.gate_up, experts.down):
+            sizes = [part.local_shape[0] for part in matrix.parts]
+            found = [self._add(LINEAR, name) for name in matrix.names(f"{path}.")]
+            for node, rows in zip(found, plain(matrix.weight).split(sizes), strict=True):
+                self._take_weight(node, rows)
+            watched.append([node for node in found if node is not None])
+        forward = experts.forward
+
+        def measured(x: Tensor) -> Any:
+            out = forward(x)
+            *inputs, tokens = experts.look_within(x)
+            real = self._real if self._real.shape[0] == x.shape[0] else torch.ones_like(x[:, 0], dtype=torch.bool)
+            real = real[tokens.clamp(min=0)] & (tokens >= 0)
+            for nodes, rows in zip(watched, inputs, strict=True):
+                for node in nodes:
+                    if node.inputs is not None:
+                        node.inputs.add(rows, real)
+            return out
+
+        experts.forward = measured
 
     def _watch_cache(self, attention: Any, path: str) -> None:
         nodes = [self._add(KV_CACHE, f"{path}.{side}_cache") for side in ("k", "v")]
