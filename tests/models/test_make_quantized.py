@@ -305,7 +305,8 @@ def test_command(
         assert main(arguments) == 130
     error = capsys.readouterr().err
     assert "90 tokens of" in error and "in 3 windows" in error and "layer 1 of 3: most is lost in" in error
-    assert error.endswith("interrupted\n") and "Traceback" not in error
+    stands = f"1 of 3 layers are finished, in {tmp_path}/out; the same command goes on after them"
+    assert error.endswith(f"\ninterrupted: {stands}\n") and "Traceback" not in error
     assert main([*arguments, "--json-output"]) == 0
     found = capsys.readouterr()
     lines = [json.loads(line)["message"] for line in found.err.splitlines()]
@@ -315,6 +316,24 @@ def test_command(
     assert json.loads((tmp_path / "out/quantize_config.json").read_text())["desc_act"] is True
     assert main(arguments) == 1
     assert "holds a model already" in capsys.readouterr().err
+
+
+def test_windows_that_the_model_has_no_positions_for(
+    with_words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("1 2 3")
+
+    def interrupt(maker: Maker, windows: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Maker, "run", interrupt)
+    arguments = ["quantize", str(with_words), str(tmp_path / "out"), "--calibration", str(text), "--device", "cpu"]
+    assert main([*arguments, "--sequence-length", "1000", "--json-output"]) == 130
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    said = "--sequence-length is 512 instead of 1000: the model has no more positions"
+    assert lines[0] == {"level": "WARN", "message": said}
+    assert "interrupted: 0 of 3 layers are finished" in lines[-1]["message"]
 
 
 def test_the_text_that_comes_along() -> None:

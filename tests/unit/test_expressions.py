@@ -182,7 +182,5 @@ def test_config_json_is_named() -> None:
     with pytest.raises(ModelFormatError, match=r"`dynamic` has '\+:.*takes too much work"):
         found.rule("model.layers.0.mlp.down_proj" * 3)
     fp8 = {"quant_method": "fp8", "ignored_layers": ["re:" + "a" * 20_000]}
-    with pytest.raises(
-        ModelFormatError, match=r"`ignored_layers` has 're:a+'\.\.\. \(20003 characters\): it has 20000"
-    ):
+    with pytest.raises(ModelFormatError, match=r"`ignored_layers` has 're:a+\.\.\.: it has 20000"):
         detect({"quantization_config": fp8}, "config.json")

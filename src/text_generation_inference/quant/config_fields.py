@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.files import shorten
 from text_generation_inference.quant.expressions import Expression, PatternError, Work
-
-_SHOWN = 200  # characters of a pattern, in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +35,7 @@ class NamePattern:
             raise self._refuse(error) from None
 
     def _refuse(self, error: PatternError) -> ModelFormatError:
-        return ModelFormatError(f"{self.place} has {_shorten(self.text)}: {error}")
-
-
-def _shorten(text: str) -> str:
-    """For a message."""
-    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}... ({len(text)} characters)"
+        return ModelFormatError(f"{self.place} has {shorten(self.text)}: {error}")
 
 
 class Fields:
