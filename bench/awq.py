@@ -100,7 +100,7 @@ def nearest(weight: torch.Tensor, hessian: torch.Tensor | None, settings: AwqSet
         if settings.symmetric:
             high = torch.maximum(-low, high)
             low = -high
-        least = torch.full((len(group), 1), torch.inf)
+        least = torch.full_like(high, torch.inf)
         for share in SHARES if hessian is not None else [1.0]:
             scale = ((high - low) * share / top).half().float().clamp(min=2.0**-24)
             zero = (-low * share / scale).round().clamp(0, top)

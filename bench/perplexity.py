@@ -100,7 +100,8 @@ def nearest(**settings: Any) -> Quantization:
 
 def blocks(kind: Kind) -> Quantization:
     def round_matrix(weight: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(dequantize(quantize(weight.numpy().astype(np.float32), kind), kind))
+        values = dequantize(quantize(weight.cpu().numpy().astype(np.float32), kind), kind)
+        return torch.from_numpy(values).to(weight.device)
 
     return RoundedMatrices(round_matrix)
 
