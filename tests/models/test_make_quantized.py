@@ -180,7 +180,12 @@ def test_tensors_are_those_that_readers_want(tiny_llama: Tiny, tmp_path: Path, b
     said = json.loads((tmp_path / "made/config.json").read_text())["quantization_config"]
     assert said == json.loads((tmp_path / "made/quantize_config.json").read_text())
     fields = {"bits": bits, "group_size": size, "desc_act": act_order, "sym": True, "lm_head": False}
-    assert {**fields, "quant_method": "gptq", "checkpoint_format": "gptq", "pack_dtype": "int32"}.items() <= said.items()
+    assert {
+        **fields,
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq",
+        "pack_dtype": "int32",
+    }.items() <= said.items()
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mixtral"])
