@@ -1,6 +1,6 @@
 """Safetensors files to a GPU: what the engine takes, beside what the disk, the page cache and the bus alone would.
 
-    python bench/cuda_load.py [--shape llama-3.1-8b] [--layers 32] [--folder DIR] [--device cuda] [--json FILE]
+    python bench/cuda_load.py [--shape llama-3.1-8b] [--layers 32] [--quantize gptq] [--folder DIR] [--json FILE]
 
 Writes a checkpoint of that shape with random numbers, then loads it twice, each time in a new process: with cold pages
 where this user may drop them (root), and with warm ones. The ceiling is the slower one of reading the files (into a
@@ -27,6 +27,7 @@ from text_generation_inference.bench.tables import markdown
 
 LAYERS_PER_FILE = 4
 PIECE = 16 << 20
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 THREADS = min(16, max(8, os.cpu_count() or 1))
 # The stage of a whole start of the engine, in a process that has loaded nothing before.
 ENGINE = """
@@ -57,11 +58,13 @@ print("upload", time.perf_counter() - began)
 """
 
 
-def write_checkpoint(folder: Path, shape: str, num_layers: int) -> int:
+def write_checkpoint(folder: Path, shape: str, num_layers: int, is_gptq: bool = False) -> int:
     """-> bytes."""
     write_shape(shape, folder)
     path = folder / "config.json"
     config = {**json.loads(path.read_text()), "num_hidden_layers": num_layers}
+    if is_gptq:
+        config["quantization_config"] = GPTQ
     path.write_text(json.dumps(config))
     hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -78,7 +81,24 @@ def write_checkpoint(folder: Path, shape: str, num_layers: int) -> int:
             "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (width, hidden), "mlp.up_proj": (width, hidden),
             "mlp.down_proj": (hidden, width), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
         }  # fmt: skip
-        return {f"model.layers.{number}.{name}.weight": tensor(*size) for name, size in sizes.items()}
+        prefix = f"model.layers.{number}."
+        made: dict[str, torch.Tensor] = {}
+        for name, size in sizes.items():
+            if is_gptq and name.endswith("_proj"):
+                made |= {f"{prefix}{name}.{each}": part for each, part in gptq(*size).items()}
+            else:
+                made[f"{prefix}{name}.weight"] = tensor(*size)
+        return made
+
+    def gptq(rows: int, columns: int) -> dict[str, torch.Tensor]:
+        """4 bits in groups of 128: any words are codes."""
+        groups = -(-columns // GPTQ["group_size"])
+        return {
+            "qweight": tensor(columns // 8 * 2, rows).view(torch.int32).view(columns // 8, rows),
+            "qzeros": torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32),
+            "scales": tensor(groups, rows).abs().half() * 0.1,
+            "g_idx": torch.arange(columns, dtype=torch.int32) // GPTQ["group_size"],
+        }
 
     parts = {"model.embed_tokens.weight": tensor(vocab, hidden), "model.norm.weight": tensor(hidden)}
     if not config.get("tie_word_embeddings"):
@@ -154,13 +174,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=32, help="of the checkpoint; fewer take less room and time")
+    parser.add_argument("--quantize", choices=["gptq"], help="matrices of layers in 4 bits, groups of 128")
     parser.add_argument("--folder", help="where the files go (default: a temporary folder, removed at the end)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", help="also write the figures there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="load-", dir=options.folder) as name:
         folder = Path(name)
-        num_bytes = write_checkpoint(folder, options.shape, options.layers)
+        num_bytes = write_checkpoint(folder, options.shape, options.layers, options.quantize == "gptq")
         size = num_bytes / 1e9
         print(f"{size:.2f} GB in {len(list(folder.glob('*.safetensors')))} files", flush=True)
         found: dict[str, float | None] = {"gigabytes": size, "bus_gb_s": bus_rate(options.device)}

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from awq import AwqSettings, make_awq
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 
@@ -74,6 +75,24 @@ class RoundedMatrices(Quantization):
         return self._method if matrix.may_round and matrix.is_multiplied else None
 
 
+class Given(Method):
+    """Values by the names of their tensors."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self._values = values
+
+    def read(self, parts: Parts, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
+        return torch.cat([part.arrange_rows(self._values[name]).to(device, dtype) for name, part in parts])
+
+
+class GivenMatrices(Quantization):
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self._values, self._method = values, Given(values)
+
+    def choose(self, matrix: Matrix, names: Sequence[str]) -> Method | None:
+        return self._method if all(f"{name}.weight" in self._values for name in names) else None
+
+
 def nearest(**settings: Any) -> Quantization:
     chosen = MakingSettings(**settings)
     return RoundedMatrices(lambda weight: round_to_nearest(weight, chosen).widen())
@@ -81,7 +100,8 @@ def nearest(**settings: Any) -> Quantization:
 
 def blocks(kind: Kind) -> Quantization:
     def round_matrix(weight: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(dequantize(quantize(weight.numpy().astype(np.float32), kind), kind))
+        values = dequantize(quantize(weight.cpu().numpy().astype(np.float32), kind), kind)
+        return torch.from_numpy(values).to(weight.device)
 
     return RoundedMatrices(round_matrix)
 
@@ -110,6 +130,13 @@ GPTQ: dict[str, dict[str, Any]] = {
     "GPTQ int3 g128 act-order": {"bits": 3, "act_order": True},
     "GPTQ int2 g128": {"bits": 2},
     "GPTQ int2 g128 act-order": {"bits": 2, "act_order": True},
+}
+# Nothing but measured: bench/awq.py.
+AWQ = {
+    "AWQ int4 g128, zero points": AwqSettings(),
+    "AWQ int4 g128, symmetric": AwqSettings(symmetric=True),
+    "AWQ int4 g128, no clipping": AwqSettings(clip=False),
+    "AWQ and GPTQ act-order int4 g128": AwqSettings(symmetric=True, fits=True, act_order=True),
 }
 BLOCKS = {"Q4_0": Kind.Q4_0, "Q5_0": Kind.Q5_0, "Q8_0": Kind.Q8_0}
 ON_LOADING = ("fp8", "eetq", "bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4")
@@ -196,6 +223,9 @@ def main() -> int:
             add(name, lambda settings=settings: (source.weights_path, nearest(**settings)))
         for name, settings in GPTQ.items():
             add(name, lambda name=name, settings=settings: load_made(out, name, settings))
+        for name, chosen in AWQ.items():
+            made = lambda chosen=chosen: GivenMatrices(make_awq(source, calibration, device, chosen))  # noqa: E731
+            add(name, lambda made=made: (source.weights_path, made()))
         for name, kind in BLOCKS.items():
             add(name, lambda kind=kind: (source.weights_path, blocks(kind)))
         for name in ON_LOADING:

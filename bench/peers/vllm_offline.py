@@ -1,8 +1,9 @@
 """vLLM through its public interface on the rows that `tgi bench offline` runs: random weights, greedy, EOS ignored.
 
-    python bench/peers/vllm_offline.py SHAPE bf16|fp8 FILE IN/OUT/REQUESTS ...
+    python bench/peers/vllm_offline.py FOLDER bf16|fp8|gptq|awq FILE IN/OUT/REQUESTS ...
 
-Knows nothing of our packages, which are not to be seen by this process. FILE is written anew after each row.
+Knows nothing of our packages, which are not to be seen by this process. FILE is written anew after each row. That a
+model is in GPTQ or AWQ its config.json says.
 """
 
 import os
@@ -23,7 +24,7 @@ def main() -> None:
     llm = vllm.LLM(
         model=folder,
         load_format="dummy",
-        dtype="bfloat16",
+        dtype="float16" if precision == "awq" else "bfloat16",  # the only type that its AWQ is made for
         skip_tokenizer_init=True,
         max_model_len=max(inputs + outputs for inputs, outputs, _ in rows),
         gpu_memory_utilization=0.92,

@@ -27,6 +27,10 @@ class _Bars:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """What is printed afterwards is below the bars."""
         if self._display is not None:
             self._display.stop()
 

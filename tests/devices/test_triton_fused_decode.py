@@ -20,6 +20,7 @@ from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.model import Context
 from text_generation_inference.quant.choose import assign_methods
+from text_generation_inference.quant.config_fields import NamePattern
 from text_generation_inference.quant.fp8 import ON_LOADING, Fp8Scheme
 from text_generation_inference.quant.fp8_formats import StoredQuantization
 from text_generation_inference.quant.low_bit import LowBit, LowBitScheme
@@ -38,7 +39,7 @@ from text_generation_inference.kernels.triton.ops import load_ops
 
 CPU = torch.device("cpu")
 STATIC = Fp8Scheme(input_scale_name="input_scale")
-IN_PARTS = StoredQuantization("fp8", ((("Linear",), STATIC),), ignored=("o_proj",))
+IN_PARTS = StoredQuantization("fp8", STATIC, ignored=(NamePattern("o_proj"),))
 QWEN3 = {
     "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,

@@ -11,6 +11,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from gguf_blocks import random_blocks
+from text_generation_inference.weights.convert import convert_gguf
+
 SIZES = {
     "vocab_size": len(tiny_gguf.TOKENS),
     "hidden_size": 64,
@@ -169,3 +172,25 @@ def _metadata(arch: str, config: Any) -> dict[str, Any]:
         if getattr(config, name, None) is not None:
             values[key] = getattr(config, name)
     return tiny_gguf.metadata({f"{arch}.{key}": value for key, value in values.items()}, arch)
+
+
+# Which type the matrices of a file have; those not named have the first.
+MIXES = {
+    "Q4_K_M": {"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"},
+    "Q5_K_S": {"": "Q5_K", "token_embd": "Q8_0"},
+    "small blocks": {"": "Q5_0", "attn_v": "Q5_1", "ffn_down": "IQ4_NL", "token_embd": "Q4_1"},
+    "few bits": {"": "Q2_K", "attn_v": "Q3_K", "ffn_down": "Q3_K", "token_embd": "Q6_K"},
+}
+
+
+def write_mix(name: str, folder: Path) -> Path:
+    """A converted Llama with random blocks of these types."""
+    kinds, blocks = MIXES[name], {}
+    tensors = tiny_gguf.weights(hidden=256, inner=512)
+    for seed, each in enumerate([each for each, value in tensors.items() if value.ndim == 2]):
+        kind = next((kinds[part] for part in kinds if part and part in each), kinds[""])
+        blocks[each] = (kind, random_blocks(kind, *tensors.pop(each).shape, seed=seed, largest=0.2))
+    sizes = {"llama.embedding_length": 256, "llama.feed_forward_length": 512}
+    path = tiny_gguf.write(folder / "a.gguf", tiny_gguf.metadata(sizes), tensors, blocks=blocks)
+    convert_gguf(path, folder / "out")
+    return folder / "out"

@@ -181,15 +181,25 @@ def load_matrices(folder: Path, rank: int = 0, world: int = 1, quantize: str | N
     return {f"{prefix}{module.parts[0].name}": module for prefix, module in model.walk() if isinstance(module, Matrix)}
 
 
+def _storage_bytes(weight: object) -> int:
+    """What is really held; tensors that are parts of larger ones hold those."""
+    if isinstance(weight, Tensor):  # as it lies in the file
+        return weight.nbytes
+    assert isinstance(weight, LowBitWeight)
+    parts = (weight.codes, weight.scale, weight.offset, weight.order)
+    return sum(part.untyped_storage().nbytes() for part in parts if part is not None)
+
+
 def check_same(
     written: Written, worlds: tuple[int, ...] = (1, 2, 4), quantize: str | None = None
 ) -> list[LowBitWeight]:
-    """Bit for bit on every rank; what is held in few bits."""
+    """Bit for bit on every rank, and as large as is said; what is held in few bits."""
     held: list[LowBitWeight] = []
     for rank, world in [(rank, count) for count in worlds for rank in range(count)]:
         plain = load_matrices(written.plain, rank, world)
         for name, matrix in load_matrices(written.folder, rank, world, quantize).items():
             weight = matrix.weight
+            assert matrix.method.bytes(matrix.shape, torch.float32) == _storage_bytes(weight), name
             if isinstance(weight, LowBitWeight):
                 held.append(weight)
                 weight = low_bit.dequantize(weight)

@@ -15,7 +15,6 @@ from ranks import PROMPT, check_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from gguf_blocks import random_blocks
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.quant.gguf import GgufBlocks
 from text_generation_inference.quant.method import Matrix
@@ -62,30 +61,15 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert all(name.endswith("gate.weight") for name in plain), plain  # which are stored plainly
 
 
-# Which type the matrices of a file have; those not named have the first.
-MIXES = {
-    "Q4_K_M": {"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"},
-    "Q5_K_S": {"": "Q5_K", "token_embd": "Q8_0"},
-    "small blocks": {"": "Q5_0", "attn_v": "Q5_1", "ffn_down": "IQ4_NL", "token_embd": "Q4_1"},
-    "few bits": {"": "Q2_K", "attn_v": "Q3_K", "ffn_down": "Q3_K", "token_embd": "Q6_K"},
-}
-
-
 FORMS = {"Q4_K": (4, 32), "Q5_K": (8, 32), "Q5_0": (8, 32), "IQ4_NL": (4, 32), "Q6_K": (8, 16), "Q3_K": (4, 16)}
 
 
-@pytest.fixture(scope="module", params=MIXES)
+@pytest.fixture(scope="module", params=gguf_writing.MIXES)
 def mix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Path, Any]:
     """The types of a file's matrices, its folder, and the model that it stands for."""
-    folder, kinds, blocks = tmp_path_factory.mktemp("mix"), MIXES[request.param], {}
-    tensors = tiny_gguf.weights(hidden=256, inner=512)
-    for seed, name in enumerate([name for name, value in tensors.items() if value.ndim == 2]):
-        kind = next((kinds[part] for part in kinds if part and part in name), kinds[""])
-        blocks[name] = (kind, random_blocks(kind, *tensors.pop(name).shape, seed=seed, largest=0.2))
-    sizes = {"llama.embedding_length": 256, "llama.feed_forward_length": 512}
-    path = tiny_gguf.write(folder / "a.gguf", tiny_gguf.metadata(sizes), tensors, blocks=blocks)
-    convert_gguf(path, folder / "out")
-    return kinds, folder / "out", AutoModelForCausalLM.from_pretrained(folder / "out").eval().float()
+    folder = gguf_writing.write_mix(request.param, tmp_path_factory.mktemp("mix"))
+    oracle = AutoModelForCausalLM.from_pretrained(folder).eval().float()
+    return gguf_writing.MIXES[request.param], folder, oracle
 
 
 def test_blocks(mix: tuple[dict[str, str], Path, Any]) -> None:

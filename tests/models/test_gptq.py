@@ -190,6 +190,10 @@ def test_activations_that_are_divided(tmp_path: Path) -> None:
     divisors = {name.replace("act.scales", "c_proj.weight"): value.float() for name, value in extra.items()}
     written = write(tiny.folder, tmp_path, AWQ, quantize, extra, divisors)
     assert len(check_same(written)) == 7 * 2 * 3
+    extra["model.layers.1.mlp.act.scales"][3] = 0
+    damaged = write(tiny.folder, tmp_path / "damaged", AWQ, quantize, extra)
+    with pytest.raises(ModelFormatError, match=r"model\.layers\.1\.mlp\.act\.scales in .* holds a divisor that is 0"):
+        check_same(damaged)
 
 
 @pytest.mark.parametrize("size", [-1, 64])

@@ -154,6 +154,40 @@ def test_settings_are_told(tiny_llama: Tiny, tmp_path: Path) -> None:
     assert not (tmp_path / "made/.making").exists()
 
 
+@pytest.mark.parametrize(("bits", "act_order"), [(2, False), (3, True), (4, False), (8, True)])
+def test_tensors_are_those_that_readers_want(tiny_llama: Tiny, tmp_path: Path, bits: int, act_order: bool) -> None:
+    """Names, types, shapes and words of config.json, as the loaders of vLLM, gptqmodel and TGI have them."""
+    size = 32
+    make(tiny_llama.folder, tmp_path / "made", MakingSettings(bits=bits, group_size=size, act_order=act_order))
+    before, after = read_weights(tiny_llama.folder), read_weights(tmp_path / "made")
+    matrices = {name.removesuffix(".weight"): tuple(weight.shape) for name, weight in before.items() if "_proj" in name}
+    assert len(matrices) == 7 * 3
+    for name, (outputs, inputs) in matrices.items():
+        groups = -(-inputs // size)
+        wanted = {
+            "qweight": (torch.int32, (inputs * bits // 32, outputs)),
+            "qzeros": (torch.int32, (groups, outputs * bits // 32)),
+            "scales": (torch.float16, (groups, outputs)),
+            "g_idx": (torch.int32, (inputs,)),
+        }
+        found = {each: (after[f"{name}.{each}"].dtype, tuple(after[f"{name}.{each}"].shape)) for each in wanted}
+        assert found == wanted
+        assert all(after[f"{name}.{each}"].is_contiguous() for each in wanted)
+        counts = after[f"{name}.g_idx"].bincount(minlength=groups)
+        assert counts.tolist() == [min(size, inputs - first) for first in range(0, inputs, size)]
+        if bits in (4, 8):  # symmetric: every zero point less 1 is one word, which Marlin takes for granted
+            assert set(after[f"{name}.qzeros"].unique().tolist()) == {0x77777777 if bits == 4 else 0x7F7F7F7F}
+    said = json.loads((tmp_path / "made/config.json").read_text())["quantization_config"]
+    assert said == json.loads((tmp_path / "made/quantize_config.json").read_text())
+    fields = {"bits": bits, "group_size": size, "desc_act": act_order, "sym": True, "lm_head": False}
+    assert {
+        **fields,
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq",
+        "pack_dtype": "int32",
+    }.items() <= said.items()
+
+
 @pytest.mark.parametrize("family", ["Llama", "Mixtral"])
 def test_served_as_the_values_it_stands_for(family: str, tmp_path: Path) -> None:
     tiny = make_tiny(family, {}, tmp_path / "plain")
@@ -305,7 +339,8 @@ def test_command(
         assert main(arguments) == 130
     error = capsys.readouterr().err
     assert "90 tokens of" in error and "in 3 windows" in error and "layer 1 of 3: most is lost in" in error
-    assert error.endswith("interrupted\n") and "Traceback" not in error
+    stands = f"1 of 3 layers are finished, in {tmp_path}/out; the same command goes on after them"
+    assert error.endswith(f"\ninterrupted: {stands}\n") and "Traceback" not in error
     assert main([*arguments, "--json-output"]) == 0
     found = capsys.readouterr()
     lines = [json.loads(line)["message"] for line in found.err.splitlines()]
@@ -315,6 +350,24 @@ def test_command(
     assert json.loads((tmp_path / "out/quantize_config.json").read_text())["desc_act"] is True
     assert main(arguments) == 1
     assert "holds a model already" in capsys.readouterr().err
+
+
+def test_windows_that_the_model_has_no_positions_for(
+    with_words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("1 2 3")
+
+    def interrupt(maker: Maker, windows: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Maker, "run", interrupt)
+    arguments = ["quantize", str(with_words), str(tmp_path / "out"), "--calibration", str(text), "--device", "cpu"]
+    assert main([*arguments, "--sequence-length", "1000", "--json-output"]) == 130
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    said = "--sequence-length is 512 instead of 1000: the model has no more positions"
+    assert lines[0] == {"level": "WARN", "message": said}
+    assert "interrupted: 0 of 3 layers are finished" in lines[-1]["message"]
 
 
 def test_the_text_that_comes_along() -> None:

@@ -182,7 +182,7 @@ def test_classes() -> None:
         (compressed(inputs={**TOKEN, "num_bits": 16}), "`num_bits` 16 is not supported"),
         (compressed(INT8, {**ROWS, "dynamic": False}), "input_activations: `strategy` 'token' is not supported, tensor"),
         (compressed(INT8, {**ROWS, "num_bits": 16}), "input_activations: `num_bits` 16 is not supported, 4 or 8"),
-        (compressed(ignore=["re:("]), "`ignore` has 're:(', which is no pattern"),
+        (compressed(ignore=["re:("]), "`ignore` has 're:(': it is no pattern"),
         (compressed(kv_cache_scheme={**FLOAT8, "num_bits": 4}), "kv_cache_scheme: `num_bits` 4 is not supported"),
         (compressed(kv_cache_scheme={**FLOAT8, "strategy": "attn_head"}), "kv_cache_scheme: `strategy` 'attn_head'"),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "`format` 'sparse-24-bitmask' is not supported"),

@@ -83,7 +83,7 @@ def test_matrices_that_lie_the_other_way_round(checkpoint: Checkpoint) -> None:
         ({**AWQ, "q_group_size": 10**40}, "-1 or a number from 1 to 1073741824 is"),
         ({**GPTQ, "sym": "yes"}, "`sym` must be true or false"),
         ({**GPTQ, "pack_dtype": "int64"}, "`pack_dtype` 'int64' is not supported, int32 is"),
-        ({**GPTQ, "dynamic": {"+:(": {}}}, "'+:(' is no pattern"),
+        ({**GPTQ, "dynamic": {"+:(": {}}}, "`dynamic` has '+:(': it is no pattern"),
         ({**GPTQ, "dynamic": {"+:a": {"bits": 7}}}, "dynamic.+:a: `bits` 7 is not supported"),
         ({**GPTQ, "dynamic": {"+:a": 4}}, "dynamic.+:a must be an object"),
         ({**GPTQ, "modules_to_not_convert": "lm_head"}, "`modules_to_not_convert` must be a list of names"),

@@ -300,7 +300,7 @@ class Stack(Module):
         self.layers = [Layer(f"layers.{number}") for number in range(6)]
 
 
-STORED = StoredQuantization("compressed-tensors", ((("re:.*",), Fp8Scheme(input_scale_name="input_scale")),))
+STORED = StoredQuantization("compressed-tensors", Fp8Scheme(input_scale_name="input_scale"))
 LISTED = GptqQuantization(Stored(bits=4, group_size=16, is_symmetric=False, has_index=True))
 
 

@@ -51,6 +51,11 @@ class LowBitWeight:
         return 0 if self.table is not None else 1 << (self.bits - 1)
 
     @property
+    def num_bytes(self) -> int:
+        parts = (self.codes, self.scale, self.offset, self.order)
+        return sum(each.nbytes for each in parts if each is not None)
+
+    @property
     def form(self) -> tuple[object, ...]:
         """What kernels are compiled for: those of matrices of one shape and form are the same."""
         has = tuple(each is not None for each in (self.offset, self.table, self.input_scale))

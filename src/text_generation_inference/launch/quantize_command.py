@@ -22,7 +22,7 @@ from text_generation_inference.config import (
     read_environment,
 )
 from text_generation_inference.errors import StartError
-from text_generation_inference.launch.command import EXIT_USAGE, run_guarded
+from text_generation_inference.launch.command import EXIT_INTERRUPTED, EXIT_USAGE, run_guarded
 from text_generation_inference.make_quantized.settings import MakingSettings
 from text_generation_inference.progress import StageBars
 
@@ -133,9 +133,15 @@ class _Lines:
         self._bars = bars
 
     def tell(self, text: str) -> None:
-        if not self._enabled or (sys.stderr.isatty() and not self._as_json):
-            return
-        line = msgspec.json.encode({"level": "INFO", "message": text}).decode() if self._as_json else text
+        """Of how far it is."""
+        if self._enabled and (self._as_json or not sys.stderr.isatty()):
+            self._print("INFO", text)
+
+    def warn(self, text: str) -> None:
+        self._print("WARN", text)
+
+    def _print(self, level: str, text: str) -> None:
+        line = msgspec.json.encode({"level": level, "message": text}).decode() if self._as_json else text
         print(line, file=sys.stderr, flush=True)
 
     def progress(self, stage: str, done: int, total: int) -> None:
@@ -180,10 +186,19 @@ def _run(config: ServerConfig, options: argparse.Namespace) -> int:
             lines.progress,
             lines.tell,
         )
-        windows = cut(Tokenizer.load(source.path), text, min(settings.sequence_length, maker.max_positions))
-        windows = windows[: settings.num_samples]
+        length = min(settings.sequence_length, maker.max_positions)
+        if length < settings.sequence_length:
+            lines.warn(
+                f"--sequence-length is {length} instead of {settings.sequence_length}: the model has no more positions"
+            )
+        windows = cut(Tokenizer.load(source.path), text, length)[: settings.num_samples]
         lines.tell(f"{sum(map(len, windows))} tokens of {given}, in {len(windows)} windows")
-        made = maker.run(windows)
+        try:
+            made = maker.run(windows)
+        except KeyboardInterrupt:
+            bars.stop()
+            lines.warn(f"interrupted: {maker.describe_progress()}")
+            return EXIT_INTERRUPTED
         device.close()
     _say(made, options.output_dir)
     return 0

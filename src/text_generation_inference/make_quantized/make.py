@@ -93,6 +93,12 @@ class Maker:
     def max_positions(self) -> int:
         return self._model.max_positions
 
+    def describe_progress(self) -> str:
+        """Of a run that was ended early."""
+        count = len(self._model.model.layers)
+        done = sum(map(self._output.has_layer, range(count)))
+        return f"{done} of {count} layers are finished, in {self._output.folder}; the same command goes on after them"
+
     def run(self, windows: Sequence[Sequence[int]]) -> Made:
         """`windows` are token ids of the text, none longer than the model's positions."""
         digest = hashlib.sha256(msgspec.json.encode(windows)).hexdigest()

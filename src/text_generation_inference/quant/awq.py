@@ -145,6 +145,8 @@ class DividedAwq(Method):
         def widen(name: str, part: Part) -> Tensor:
             wide = low_bit.widen(self._stored.read_part(name, part, checkpoint, device))
             divisor = read_scale(Wanted(self._name(name)), checkpoint, device)
+            if not bool(divisor.all()):
+                raise ModelFormatError(f"tensor {self._name(name)} in {checkpoint.folder} holds a divisor that is 0")
             return wide / divisor[slice(*KeptSlice.of(part).columns)].float()
 
         return stack(parts, widen, dtype, device)

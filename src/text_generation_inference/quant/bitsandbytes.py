@@ -97,7 +97,7 @@ def detect(config: Mapping[str, Any], source: str) -> BitsAndBytes:
     kind = fields.text("bnb_4bit_quant_type", "fp4")
     if four and kind not in TABLES:
         raise fields.refuse("bnb_4bit_quant_type", "nf4 or fp4")
-    skipped = fields.patterns("llm_int8_skip_modules") or ("lm_head",)
+    skipped = fields.names("llm_int8_skip_modules") or ("lm_head",)
     return BitsAndBytes(BlockScheme(table=TABLES[kind]) if four else Int8Scheme(), skipped)
 
 

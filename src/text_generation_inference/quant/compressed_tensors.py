@@ -17,7 +17,7 @@ import torch
 
 from text_generation_inference.kernels.fp8 import SQUARE
 from text_generation_inference.quant import fp8, low_bit
-from text_generation_inference.quant.config_fields import Fields
+from text_generation_inference.quant.config_fields import Fields, NamePattern
 from text_generation_inference.quant.fp4 import MXFP4, MXFP4_GROUP, NVFP4, NVFP4_GROUP, StoredFp4
 from text_generation_inference.quant.fp8 import Fp8Scheme, WidenedFp8
 from text_generation_inference.quant.integer_fields import MAX_GROUP_SIZE
@@ -50,8 +50,8 @@ _INPUTS_STAY = "inputs stay in the type of the model, which is more precise than
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors(Quantization):
-    targets: tuple[tuple[str, Scheme | None], ...]  # names, expressions, classes: the first that fits counts
-    ignored: tuple[str, ...] = ()
+    targets: tuple[tuple[NamePattern, Scheme | None], ...]  # names, expressions, classes: the first that fits counts
+    ignored: tuple[NamePattern, ...] = ()
     has_cache_scales: bool = False
     stored: frozenset[str] | None = None  # names of the checkpoint's tensors; None: not known yet
     method: str = "compressed-tensors"
@@ -131,10 +131,8 @@ def _widened(part: Part, scheme: Scheme | None) -> Method:
 # -- names -----------------------------------------------------------------------------------------------------------
 
 
-def _is_named(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), name) is not None
-    return pattern == name
+def _is_named(pattern: NamePattern, name: str) -> bool:
+    return pattern.text == name or pattern.matches(name)
 
 
 def _width_step(scheme: Scheme | None) -> int:
@@ -143,13 +141,13 @@ def _width_step(scheme: Scheme | None) -> int:
     return SQUARE if isinstance(scheme, Fp8Scheme) and scheme.by_square else 1
 
 
-def _is_class(pattern: str, kind: str) -> bool:
-    return pattern in (kind, "Module")
+def _is_class(pattern: NamePattern, kind: str) -> bool:
+    return pattern.text in (kind, "Module")
 
 
-def _sort_targets(schemes: Mapping[str, Scheme | None]) -> tuple[tuple[str, Scheme | None], ...]:
+def _sort_targets(schemes: Mapping[NamePattern, Scheme | None]) -> tuple[tuple[NamePattern, Scheme | None], ...]:
     """Whole names before expressions, each in the order of the alphabet, as the library looks at them."""
-    return tuple(sorted(schemes.items(), key=lambda item: ("re:" in item[0], item[0])))
+    return tuple(sorted(schemes.items(), key=lambda item: ("re:" in item[0].text, item[0].text)))
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
@@ -186,7 +184,7 @@ def detect(config: Mapping[str, Any], source: str) -> CompressedTensors:
     if fields.text("quantization_status", "compressed") not in ("compressed", "frozen"):
         raise fields.refuse("quantization_status", "compressed")
     groups = fields.below("config_groups")
-    schemes: dict[str, Scheme | None] = {}
+    schemes: dict[NamePattern, Scheme | None] = {}
     for name in groups.value:
         group = _preset(groups, name) if isinstance(groups.get(name), list) else groups.below(name)
         scheme = _read_group(group, fields)
@@ -392,4 +390,4 @@ def _preset(groups: Fields, name: str) -> Fields:
         raise groups.refuse(name, f"a group as an object or one of {', '.join(_NAMED)}, W4A16 and its like")
     weights, inputs = found
     value = {"targets": groups.get(name), "weights": weights, "input_activations": inputs}
-    return Fields(value, f"{groups.place}.{name}", groups.way_out)
+    return Fields(value, f"{groups.place}.{name}", groups.way_out, groups.work)

@@ -1,19 +1,51 @@
 """`Fields`: an object of config.json whose wrong members are named in the error, and the names it lists of matrices."""
 
-import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.files import shorten
+from text_generation_inference.quant.expressions import Expression, PatternError, Work
+
+
+@dataclass(frozen=True, slots=True)
+class NamePattern:
+    """Matrices: by a name, or by an expression (`re:`) that matches from the start of a name."""
+
+    text: str
+    place: str = field(default="", compare=False)  # where it stands
+    work: Work = field(default_factory=Work, compare=False, repr=False)
+    source: str | None = None  # of the expression, where it has no `re:` before it
+    expression: Expression | None = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        source = self.text.removeprefix("re:") if self.text.startswith("re:") else self.source
+        try:
+            made = None if source is None else Expression(source, self.work)
+        except PatternError as error:
+            raise self._refuse(error) from None
+        object.__setattr__(self, "expression", made)
+
+    def matches(self, name: str) -> bool:
+        """Whether the expression does. A plain name says nothing here: formats differ in what it stands for."""
+        try:
+            return self.expression is not None and self.expression.matches(name)
+        except PatternError as error:
+            raise self._refuse(error) from None
+
+    def _refuse(self, error: PatternError) -> ModelFormatError:
+        return ModelFormatError(f"{self.place} has {shorten(self.text)}: {error}")
 
 
 class Fields:
-    def __init__(self, value: Any, place: str, way_out: str = "") -> None:
+    def __init__(self, value: Any, place: str, way_out: str = "", work: Work | None = None) -> None:
         if not isinstance(value, Mapping):
             raise ModelFormatError(f"{place} must be an object, it is {value!r}")
         self.value: Mapping[str, Any] = value
         self.place = place
         self.way_out = way_out  # what to do instead, said wherever something is refused
+        self.work = work or Work()
 
     def refuse(self, name: str, supported: str) -> ModelFormatError:
         given = self.value.get(name)
@@ -43,16 +75,14 @@ class Fields:
         return default if value is None else value
 
     def below(self, name: str) -> "Fields":
-        return Fields(self.value.get(name), f"{self.place}.{name}", self.way_out)
+        return Fields(self.value.get(name), f"{self.place}.{name}", self.way_out, self.work)
 
-    def patterns(self, name: str) -> tuple[str, ...]:
+    def names(self, name: str) -> tuple[str, ...]:
         value = self.value.get(name)
         value = [] if value is None else value
         if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
             raise ModelFormatError(f"{self.place}: `{name}` must be a list of names, it is {value!r}")
-        for item in value:
-            try:
-                re.compile(item.removeprefix("re:") if item.startswith("re:") else "")
-            except (re.error, RecursionError, OverflowError) as error:
-                raise ModelFormatError(f"{self.place}: `{name}` has {item!r}, which is no pattern: {error}") from None
         return tuple(value)
+
+    def patterns(self, name: str) -> tuple[NamePattern, ...]:
+        return tuple(NamePattern(item, f"{self.place}: `{name}`", self.work) for item in self.names(name))

@@ -5,14 +5,13 @@ Two ways to write the same thing down (`fp8`, `fbgemm_fp8`) become one `StoredQu
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.fp8 import SQUARE
-from text_generation_inference.quant.config_fields import Fields
+from text_generation_inference.quant.config_fields import Fields, NamePattern
 from text_generation_inference.quant.fp8 import Fp8Scheme, choose_stored
 from text_generation_inference.quant.method import Matrix, Method
 from text_generation_inference.quant.quantization import Quantization
@@ -27,8 +26,8 @@ _WAY_OUT = (
 @dataclass(frozen=True, slots=True)
 class StoredQuantization(Quantization):
     method: str
-    groups: tuple[tuple[tuple[str, ...], Fp8Scheme], ...] = ()  # patterns of matrices, and how those are stored
-    ignored: tuple[str, ...] = ()  # patterns of matrices that are stored plainly
+    scheme: Fp8Scheme
+    ignored: tuple[NamePattern, ...] = ()  # matrices that are stored plainly
     has_cache_scales: bool = False
     may_leave: tuple[str, ...] = ()
     origin: str = "this checkpoint, whose matrices are in FP8,"
@@ -36,7 +35,7 @@ class StoredQuantization(Quantization):
 
     @property
     def width_step(self) -> int:
-        return SQUARE if any(scheme.by_square for _, scheme in self.groups) else 1
+        return SQUARE if self.scheme.by_square else 1
 
     @property
     def description(self) -> str:
@@ -47,27 +46,18 @@ class StoredQuantization(Quantization):
 
     def scheme_of(self, matrix: str) -> Fp8Scheme | None:
         """`matrix` is the name of its tensor without `.weight`."""
-        if any(_matches(pattern, matrix) for pattern in self.ignored):
-            return None
-        for patterns, scheme in self.groups:
-            if any(_matches(pattern, matrix) for pattern in patterns):
-                return scheme
-        return None
+        return None if any(_matches(pattern, matrix) for pattern in self.ignored) else self.scheme
 
     def named_as_in(self, stored: Mapping[str, tuple[int, ...]]) -> "StoredQuantization":
         """`fp8` was written by several tools, each with its own words."""
         if self.method != "fp8":
             return self
-        last = {name.rpartition(".")[2] for name in stored}
-
-        def rename(scheme: Fp8Scheme) -> Fp8Scheme:
-            if "weight_scale_inv" in last:
-                scheme = replace(scheme, scale_name="weight_scale_inv")
-            if scheme.input_scale_name is not None and "activation_scale" in last:
-                scheme = replace(scheme, input_scale_name="activation_scale")
-            return scheme
-
-        return replace(self, groups=tuple((patterns, rename(scheme)) for patterns, scheme in self.groups))
+        last, scheme = {name.rpartition(".")[2] for name in stored}, self.scheme
+        if "weight_scale_inv" in last:
+            scheme = replace(scheme, scale_name="weight_scale_inv")
+        if scheme.input_scale_name is not None and "activation_scale" in last:
+            scheme = replace(scheme, input_scale_name="activation_scale")
+        return replace(self, scheme=scheme)
 
 
 def detect(config: Mapping[str, Any], source: str) -> StoredQuantization:
@@ -101,7 +91,7 @@ def _read_fp8(fields: Fields) -> StoredQuantization:
         input_scale_name="input_scale" if activations == "static" else None,
     )
     ignored = (*fields.patterns("ignored_layers"), *fields.patterns("modules_to_not_convert"))
-    return StoredQuantization("fp8", ((("Linear",), scheme),), ignored, fields.get("kv_cache_scheme") == "static")
+    return StoredQuantization("fp8", scheme, ignored, fields.get("kv_cache_scheme") == "static")
 
 
 def _read_fbgemm(fields: Fields) -> StoredQuantization:
@@ -112,13 +102,9 @@ def _read_fbgemm(fields: Fields) -> StoredQuantization:
         raise fields.refuse("activation_scale_ub", "a number above 0")
     scheme = Fp8Scheme(input_bound=None if bound is None else float(bound))
     ignored = fields.patterns("modules_to_not_convert")
-    return StoredQuantization("fbgemm_fp8", ((("Linear",), scheme),), ignored, may_leave=("*.input_scale_ub",))
+    return StoredQuantization("fbgemm_fp8", scheme, ignored, may_leave=("*.input_scale_ub",))
 
 
-def _matches(pattern: str, matrix: str) -> bool:
+def _matches(pattern: NamePattern, matrix: str) -> bool:
     """A kind of layer, a regular expression, or some successive components of a name."""
-    if pattern == "Linear":
-        return True
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), matrix) is not None
-    return f".{pattern}." in f".{matrix}."
+    return pattern.text == "Linear" or pattern.matches(matrix) or f".{pattern.text}." in f".{matrix}."

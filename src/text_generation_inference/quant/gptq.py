@@ -4,7 +4,6 @@ Which matrices are stored so is told by the names that a checkpoint has; config.
 config.json (those of TGI's own `quantize`) are told by the shapes of their tensors.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.quant import awq, marlin
-from text_generation_inference.quant.config_fields import Fields
+from text_generation_inference.quant.config_fields import Fields, NamePattern
 from text_generation_inference.quant.groups import (
     InputGroups,
     KeptSlice,
@@ -37,6 +36,7 @@ from text_generation_inference.weights.declare import Beside, Part, Parts
 _BITS = (2, 3, 4, 8)
 _WORD = 32
 _OF_TGI = "gptq_bits"  # a tensor of files that TGI's `quantize` wrote
+Rule = tuple[NamePattern, bool, Mapping[str, Any]]  # a pattern, whether it names plain ones, what differs
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class GptqQuantization(Quantization):
     method: str = "gptq"
     origin: str = "this checkpoint, whose matrices are in GPTQ,"
     may_leave: tuple[str, ...] = ("gptq_*",)
-    rules: tuple[tuple[str, bool, Mapping[str, Any]], ...] = ()  # a pattern, whether it names plain ones, what differs
+    rules: tuple[Rule, ...] = ()
     only: tuple[str, ...] = ()  # parts of the names of all that are stored so; none: all
     plain: tuple[str, ...] = ()  # parts of the names of those that are not
     has_head: bool = False
@@ -239,7 +239,7 @@ class GptqQuantization(Quantization):
     def rule(self, name: str) -> Stored | None:
         """What the first rule that names it says; None: it is plain."""
         for pattern, is_plain, changes in self.rules:
-            if re.match(pattern, name):
+            if pattern.matches(name):
                 return None if is_plain else replace(self.stored, **changes)
         return self.stored
 
@@ -294,17 +294,14 @@ def detect(config: Mapping[str, Any], source: str) -> Quantization:
     )
 
 
-def _read_rules(fields: Fields) -> tuple[tuple[str, bool, Mapping[str, Any]], ...]:
+def _read_rules(fields: Fields) -> tuple[Rule, ...]:
     if not fields.get("dynamic"):
         return ()
     dynamic = fields.below("dynamic")
-    found: list[tuple[str, bool, Mapping[str, Any]]] = []
+    found: list[Rule] = []
     for name in dynamic.value:
-        pattern = name.removeprefix("-:").removeprefix("+:")
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ModelFormatError(f"{dynamic.place}: {name!r} is no pattern: {error}") from None
+        expression: str = name.removeprefix("-:").removeprefix("+:")
+        pattern = NamePattern(name, f"{fields.place}: `dynamic`", fields.work, expression)
         if name.startswith("-:"):
             found.append((pattern, True, {}))
             continue

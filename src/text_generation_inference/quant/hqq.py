@@ -93,7 +93,7 @@ def detect(config: Mapping[str, Any], source: str) -> Hqq:
     held = 8 if isinstance(bits, int) and bits > 4 else 4
     group_size = size if isinstance(size, int) and size > 0 else 64
     scheme = LowBitScheme(held, group_size, is_symmetric=False, has_whole_zeros=False)
-    return Hqq(scheme, fields.patterns("skip_modules") or ("lm_head",))
+    return Hqq(scheme, fields.names("skip_modules") or ("lm_head",))
 
 
 class HqqCodes(StoredLowBit):

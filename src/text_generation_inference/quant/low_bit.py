@@ -94,6 +94,7 @@ class LowBit(Method):
     num_experts = 1  # of the matrix
     keeps_wide = False  # its values are held beside the codes: see `keep_wide_copies`
     form: tuple[object, ...] = ()  # of the weight, before it is packed
+    num_bytes: int | None = None  # of it, once it has been read; before that a checkpoint's scales may be of any type
 
     def __init__(self, scheme: LowBitScheme) -> None:
         self.scheme = scheme
@@ -132,8 +133,12 @@ class LowBit(Method):
         for each in read:
             each.dtype = dtype
         if low_bit.can_join(read, self.num_experts):
-            return low_bit.join(read, self.num_experts)
-        return torch.cat([low_bit.widen(each) for each in read])  # such as queries and keys with orders of their own
+            joined = low_bit.join(read, self.num_experts)
+            self.num_bytes = joined.num_bytes
+            return joined
+        wide = torch.cat([low_bit.widen(each) for each in read])  # such as queries and keys with orders of their own
+        self.num_bytes = wide.nbytes
+        return wide
 
     def make(self, parts: Parts, make: Read, dtype: torch.dtype) -> Any:
         made = low_bit.join([self.scheme.quantize(make(name, part)) for name, part in parts])
@@ -142,7 +147,8 @@ class LowBit(Method):
 
     def bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         copy_bytes = math.prod(shape) * dtype.itemsize if self.keeps_wide else 0
-        return self.scheme.bytes(shape[0], math.prod(shape[1:])) + copy_bytes
+        held = self.scheme.bytes(shape[0], math.prod(shape[1:])) if self.num_bytes is None else self.num_bytes
+        return held + copy_bytes
 
     def finish(self, matrix: Matrix) -> None:
         weight = matrix.weight

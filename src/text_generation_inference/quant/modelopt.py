@@ -76,5 +76,5 @@ def detect(config: Mapping[str, Any], source: str) -> ModelOpt:
         raise cache.refuse("num_bits", "8, of type float,")
     if algorithm == "NVFP4" and fields.integer("group_size", NVFP4_GROUP) != NVFP4_GROUP:
         raise fields.refuse("group_size", str(NVFP4_GROUP))
-    excluded = (*fields.patterns("exclude_modules"), *fields.patterns("ignore"))
+    excluded = (*fields.names("exclude_modules"), *fields.names("ignore"))
     return ModelOpt(algorithm, excluded, needs_fp8=algorithm == "FP8")

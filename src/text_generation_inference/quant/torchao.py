@@ -113,7 +113,7 @@ def detect(config: Mapping[str, Any], source: str) -> TorchAo:
         raise ModelFormatError(
             f"{fields.place}: `int4_packing_format` {other[:40]} is one for the kind of device that made it. {_WAY_OUT}"
         )
-    return TorchAo(4 if max(widths) <= 4 else 8, fields.patterns("modules_to_not_convert") or ("lm_head",))
+    return TorchAo(4 if max(widths) <= 4 else 8, fields.names("modules_to_not_convert") or ("lm_head",))
 
 
 def _configs(value: Any) -> Iterator[Mapping[str, Any]]:
