@@ -10,6 +10,9 @@ and take turns, batch by batch, so that a slow moment of the machine hits both; 
 within a turn. PYTHON has `xllamacpp` and `aiohttp` (keep it in an environment of its own). llama.cpp rounds activations
 to 8 bits, so answers part after a while; the table says how many first tokens are equal. Ours runs offline, llama.cpp
 over HTTP.
+
+On a machine that others use, `--threads 1 --processor-time` counts the processor time of each side in place of the time
+that passes: neither waits for a thread that does not run, but nothing is said of how well two threads share the work.
 """
 
 import argparse
@@ -27,7 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-THREADS = 2
+THREADS = int(os.environ.get("BENCH_THREADS", "2"))
+clock = time.process_time if os.environ.get("BENCH_CLOCK") == "processor" else time.perf_counter
 GOALS = {1: 1.2, 4: 1.5, 16: 2.0}
 
 
@@ -221,9 +225,9 @@ def run_ours(name: str, path: str) -> None:
         level, seed, out = map(int, line.split())
         params = SamplingParams(max_new_tokens=out, ignore_eos=True)
         batch = prompts(name, level, seed)
-        start = time.perf_counter()
+        start = clock()
         answers = llm.generate(batch, params)
-        took = time.perf_counter() - start
+        took = clock() - start
         assert all(len(each.token_ids) == out for each in answers)
         answer(took, [each.token_ids[:1] for each in answers], 0)
     llm.close()
@@ -264,9 +268,9 @@ def run_llamacpp(name: str, path: str) -> None:
             for line in sys.stdin:
                 level, seed, out = map(int, line.split())
                 batch = prompts(name, level, seed)
-                start = time.perf_counter()
+                start = clock()
                 found = await asyncio.gather(*(one(http, prompt, out) for prompt in batch))
-                took = time.perf_counter() - start
+                took = clock() - start
                 answer(took, [each[0] for each in found], statistics.mean(each[1] for each in found))
 
     asyncio.run(run())
@@ -285,7 +289,7 @@ class Side:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(THREADS)},
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": os.environ["BENCH_THREADS"]},
         )
         self.side = side
         self.read()
@@ -364,6 +368,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="turns at concurrency 1, fewer above")
     parser.add_argument("--all", action="store_true", help="as many turns above")
     parser.add_argument("--out", type=int, help="tokens of each answer, if not as many as each model's work says")
+    parser.add_argument("--threads", type=int, default=THREADS, help="of each side")
+    parser.add_argument("--processor-time", action="store_true", help="tokens per second of processor time")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "tgi-bench-gguf")
     parser.add_argument("--json", help="also write everything measured to this file")
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -372,6 +378,8 @@ def main() -> None:
     if options.run:
         {"ours": run_ours, "llamacpp": run_llamacpp}[options.run](options.models[0], options.file)
         return
+    os.environ["BENCH_THREADS"] = str(options.threads)  # which both sides read when they start
+    os.environ["BENCH_CLOCK"] = "processor" if options.processor_time else "wall"
     rows: list[dict[str, Any]] = []
     for name in options.models:
         rows += measure(name, find_file(name, options.folder), options)

@@ -383,7 +383,7 @@ BATCHES: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 64), (4, 80), (8, 96), (3, 128), (10, 72)])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 64), (4, 80), (8, 96), (2, 128), (3, 128), (10, 72)])
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_attention(ops: NativeOps, name: str, group: int, head_dim: int, block_size: int) -> None:
     batch = make_batch(*BATCHES[name], block_size)

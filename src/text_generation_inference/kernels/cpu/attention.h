@@ -2,8 +2,9 @@
 // what lies in their place, as those of latents are, which are the keys at the same time.
 //
 // A query is one (token, head) pair. Pairs that share a KV head and a row of the batch differ only in position, so
-//   - a row that decodes (one token) is cut into pieces of PIECE_KEYS keys; each (row, kv head, piece) is a task that
-//     takes dot products along head_dim, and pieces are merged in order afterwards;
+//   - a row that decodes (one token) is cut into pieces of PIECE_KEYS keys; each (row, some kv heads, piece) is a task that
+//     takes dot products along head_dim, and pieces are merged in order afterwards. It is reading that takes the time: what a
+//     key has for the next KV heads lies behind what it has for this one, and is asked for while this one is computed;
 //   - a chunk is cut into panels of PANEL pairs, one pair per vector lane. Scores are kept as [key][pair]: keys and
 //     values are read in place, one broadcast at a time, and maximum, exponential and sum run down the lanes.
 #ifndef TGI_ATTENTION_H
@@ -12,6 +13,7 @@
 #include "team.h"
 
 enum { PIECE_KEYS = 256, TILE_KEYS = 64, MAX_HEAD_DIM = 576 };
+enum { DECODE_AHEAD = 2 };  // steps of a decoding row between asking and reading
 
 typedef struct {
   tasks all;
@@ -24,6 +26,7 @@ typedef struct {
   const float *sinks;  // [heads]: one more score for each query, without a value; or NULL
   long num_decode, num_chunks, block_size, heads, kv_heads, head_dim, value_dim, window, span;
   long pieces;        // per decoding row
+  long kv_share;      // KV heads of a task of it
   long chunk_tasks;
   float *partial;     // [num_decode][kv_heads][pieces][group][value_dim + 2]
   float scale, softcap;
@@ -40,75 +43,90 @@ INLINE void locate(const attention_call *call, long row, long start, long count,
   }
 }
 
-// Bring what `locate` found into the cache: whole lines of one KV head, too far apart for the hardware to guess.
-INLINE void prefetch(const float *cache, const int64_t *offsets, long count, long d) {
-  for (long i = 0; i < count; i++)
-    for (long e = 0; e < d; e += 16) __builtin_prefetch(cache + offsets[i] + e, 0, 3);
-}
-
 // Decode -------------------------------------------------------------------------------------------------------
 
-// out [heads][4 vectors] += weights [heads][TILE_KEYS] times values; `heads` and `vectors` are constants.
-INLINE void add_values(const int heads, const int vectors, const float *values, const int64_t *offsets, long count,
-                       const float *weights, float *out, long ld) {
+// Keys or values: where they lie, and where those lie that are asked for while these are read, line by line, so that asking
+// never waits.
+typedef struct {
+  const float *now, *next;
+  const int64_t *offsets, *next_offsets;
+  long count;
+} key_run;
+INLINE key_run plain_run(const float *now, const int64_t *offsets, long count) {
+  return (key_run){now, now, offsets, offsets, count};
+}
+
+// out [heads][4 vectors] += weights [heads][ldw] times values; `heads` and `vectors` are constants.
+INLINE void add_values(const int heads, const int vectors, key_run run, const float *weights, long ldw, float *out, long ld) {
   vf sums[4][4];
   UNROLL for (int h = 0; h < heads; h++) UNROLL for (int v = 0; v < vectors; v++) sums[h][v] = v_load(out + h * ld + v * VL);
-  for (long i = 0; i < count; i++) {
+  for (long i = 0; i < run.count; i++) {
     vf value[4];
-    UNROLL for (int v = 0; v < vectors; v++) value[v] = v_load(values + offsets[i] + v * VL);
+    UNROLL for (int v = 0; v < vectors; v++) value[v] = v_load(run.now + run.offsets[i] + v * VL);
+    UNROLL for (int v = 0; v < vectors; v += 16 / VL) __builtin_prefetch(run.next + run.next_offsets[i] + v * VL, 0, 3);
     UNROLL for (int h = 0; h < heads; h++) {
-      vf w = v_set(weights[h * TILE_KEYS + i]);
+      vf w = v_set(weights[h * ldw + i]);
       UNROLL for (int v = 0; v < vectors; v++) sums[h][v] = v_fma(w, value[v], sums[h][v]);
     }
   }
   UNROLL for (int h = 0; h < heads; h++) UNROLL for (int v = 0; v < vectors; v++) v_store(out + h * ld + v * VL, sums[h][v]);
 }
 
-static void add_all_values(long heads, long d, const float *values, const int64_t *offsets, long count, const float *weights,
-                           float *out, long ld) {
+static void add_all_values(long heads, long d, key_run run, const float *weights, long ldw, float *out, long ld) {
   long v = 0;
-  for (; v + 4 * VL <= d; v += 4 * VL) {
+  for (; v + 4 * VL <= d; v += 4 * VL, run.now += 4 * VL, run.next += 4 * VL) {
     long h = 0;
-    for (; h + 3 <= heads; h += 3)
-      add_values(3, 4, values + v, offsets, count, weights + h * TILE_KEYS, out + h * ld + v, ld);
-    for (; h + 2 <= heads; h += 2)
-      add_values(2, 4, values + v, offsets, count, weights + h * TILE_KEYS, out + h * ld + v, ld);
-    for (; h < heads; h++) add_values(1, 4, values + v, offsets, count, weights + h * TILE_KEYS, out + h * ld + v, ld);
+    for (; h + 3 <= heads; h += 3) add_values(3, 4, run, weights + h * ldw, ldw, out + h * ld + v, ld);
+    for (; h + 2 <= heads; h += 2) add_values(2, 4, run, weights + h * ldw, ldw, out + h * ld + v, ld);
+    for (; h < heads; h++) add_values(1, 4, run, weights + h * ldw, ldw, out + h * ld + v, ld);
   }
-  for (; v + VL <= d; v += VL)
-    for (long h = 0; h < heads; h++) add_values(1, 1, values + v, offsets, count, weights + h * TILE_KEYS, out + h * ld + v, ld);
+  for (; v + VL <= d; v += VL, run.now += VL, run.next += VL)
+    for (long h = 0; h < heads; h++) add_values(1, 1, run, weights + h * ldw, ldw, out + h * ld + v, ld);
   for (long h = 0; v < d && h < heads; h++) {
     vf sum = v_load_n(out + h * ld + v, d - v);
-    for (long i = 0; i < count; i++)
-      sum = v_fma(v_set(weights[h * TILE_KEYS + i]), v_load_n(values + offsets[i] + v, d - v), sum);
+    for (long i = 0; i < run.count; i++)
+      sum = v_fma(v_set(weights[h * ldw + i]), v_load_n(run.now + run.offsets[i], d - v), sum);
     v_store_n(out + h * ld + v, sum, d - v);
   }
 }
 
-// scores [count rounded up to VL] = dot products of one query with the keys.
-INLINE void dot_keys(long d, const float *q, const float *keys, const int64_t *offsets, long count, float *scores) {
-  for (long i = 0; i < count; i += VL) {
-    vf partial[VL];
-    UNROLL for (int u = 0; u < VL; u++) {
-      const float *key = keys + offsets[i + u < count ? i + u : count - 1];
-      vf sum = v_set(0.0f);
-      long e = 0;
-      for (; e + VL <= d; e += VL) sum = v_fma(v_load(q + e), v_load(key + e), sum);
-      if (e < d) sum = v_fma(v_load_n(q + e, d - e), v_load_n(key + e, d - e), sum);
-      partial[u] = sum;
+// scores [heads][lds] = dot products of `heads` queries (a constant, a power of two) with the keys, and some more.
+// A piece of a key that is read is multiplied with all of them.
+INLINE void dot_keys(const int heads, long d, const float *q, long q_head, key_run run, float *scores, long lds) {
+  const int width = VL / heads, pass = width < 8 ? width : 8;  // keys of a vector of sums, and those that are read together
+  for (long i = 0; i < run.count; i += width) {
+    vf sums[VL];
+    UNROLL for (int u0 = 0; u0 < width; u0 += pass) {
+      const float *key[8], *next[8];
+      UNROLL for (int u = 0; u < pass; u++) {
+        const long number = i + u0 + u < run.count ? i + u0 + u : run.count - 1;
+        key[u] = run.now + run.offsets[number];
+        next[u] = run.next + run.next_offsets[number];
+        UNROLL for (int h = 0; h < heads; h++) sums[h * width + u0 + u] = v_set(0.0f);
+      }
+      for (long e = 0; e < d; e += VL) {
+        const long n = d - e < VL ? d - e : VL;
+        UNROLL for (int u = 0; u < pass; u++) {
+          const vf part = n == VL ? v_load(key[u] + e) : v_load_n(key[u] + e, n);
+          __builtin_prefetch(next[u] + e, 0, 3);
+          UNROLL for (int h = 0; h < heads; h++) {
+            const float *at = q + h * q_head + e;
+            sums[h * width + u0 + u] = v_fma(n == VL ? v_load(at) : v_load_n(at, n), part, sums[h * width + u0 + u]);
+          }
+        }
+      }
     }
-    v_store(scores + i, v_sums(partial));
+    float found[VL];
+    v_store(found, v_sums(sums));
+    UNROLL for (int h = 0; h < heads; h++) memcpy(scores + h * lds + i, found + h * width, (size_t)width * 4);
   }
 }
 
-static void dot_keys_64(const float *q, const float *keys, const int64_t *offsets, long count, float *scores) {
-  dot_keys(64, q, keys, offsets, count, scores);
-}
-static void dot_keys_128(const float *q, const float *keys, const int64_t *offsets, long count, float *scores) {
-  dot_keys(128, q, keys, offsets, count, scores);
-}
-static void dot_keys_any(long d, const float *q, const float *keys, const int64_t *offsets, long count, float *scores) {
-  dot_keys(d, q, keys, offsets, count, scores);
+static void dot_all_keys(long heads, long d, const float *q, long q_head, key_run run, float *scores, long lds) {
+  long h = 0;
+  for (; h + 4 <= heads; h += 4) dot_keys(4, d, q + h * q_head, q_head, run, scores + h * lds, lds);
+  for (; h + 2 <= heads; h += 2) dot_keys(2, d, q + h * q_head, q_head, run, scores + h * lds, lds);
+  for (; h < heads; h++) dot_keys(1, d, q + h * q_head, q_head, run, scores + h * lds, lds);
 }
 
 #define LOG2_E 1.44269504088896341f  // scores are kept times this, so that a weight is a power of two
@@ -138,77 +156,29 @@ INLINE float sink_score(const attention_call *call, long head) {
   return call->sinks ? fmaxf(call->sinks[head] * LOG2_E, -FLT_MAX) : -FLT_MAX;
 }
 
-static void decode_task(const attention_call *call, long task) {
-  const long pieces = call->pieces, kv = task / pieces % call->kv_heads, row = task / pieces / call->kv_heads;
-  const long d = call->head_dim, values = call->value_dim, group = call->heads / call->kv_heads, ld = values + 2;
-  long first, end;
-  decode_range(call, row, &first, &end);
-  first += task % pieces * PIECE_KEYS;
-  if (first >= end) return;
-  if (end > first + PIECE_KEYS) end = first + PIECE_KEYS;
-  float *out = call->partial + task * group * ld;
-  for (long h = 0; h < group; h++) {
-    memset(out + h * ld, 0, (size_t)values * 4);
-    out[h * ld + values] = -FLT_MAX;
-    out[h * ld + values + 1] = 0.0f;
-  }
-  for (long start = first; start < end; start += TILE_KEYS) {
-    int64_t offsets[TILE_KEYS];
-    const long count = end - start < TILE_KEYS ? end - start : TILE_KEYS, padded = (count + VL - 1) / VL * VL;
-    locate(call, row, start, count, offsets);
-    prefetch(call->k_cache + kv * d, offsets, count, d);
-    if (call->v_cache != call->k_cache) prefetch(call->v_cache + kv * d, offsets, count, d);
-    for (long h0 = 0; h0 < group; h0 += 8) {
-      const long heads = group - h0 < 8 ? group - h0 : 8;
-      float scores[8 * TILE_KEYS] __attribute__((aligned(64)));
-      for (long h = 0; h < heads; h++) {
-        float *s = scores + h * TILE_KEYS, *sums = out + (h0 + h) * ld;
-        const float *q = call->q + row * call->q_token + (kv * group + h0 + h) * call->q_head;
-        if (d == 64)
-          dot_keys_64(q, call->k_cache + kv * d, offsets, count, s);
-        else if (d == 128)
-          dot_keys_128(q, call->k_cache + kv * d, offsets, count, s);
-        else
-          dot_keys_any(d, q, call->k_cache + kv * d, offsets, count, s);
-        vf top = v_set(-FLT_MAX), total = v_set(0.0f);
-        for (long i = 0; i < padded; i += VL) {
-          vf score = cap(v_mul(v_load(s + i), v_set(score_factor(call))), call->softcap);
-          v_store(s + i, score);
-          top = v_max(score, top);
-        }
-        const float old = sums[values], max = fmaxf(old, v_max_of(top));
-        for (long i = 0; i < padded; i += VL) {
-          vf weight = v_exp2_down(v_sub(v_load(s + i), v_set(max)));
-          v_store(s + i, weight);
-          total = count - i < VL ? v_add(total, v_load_n(s + i, count - i)) : v_add(total, weight);
-        }
-        const float keep = exp2f(old - max);
-        sums[values] = max;
-        sums[values + 1] = sums[values + 1] * keep + v_sum(total);
-        if (start > first && keep != 1.0f)
-          for (long e = 0; e < values; e += 8) _mm256_storeu_ps(sums + e, _mm256_mul_ps(_mm256_loadu_ps(sums + e), _mm256_set1_ps(keep)));
-      }
-      add_all_values(heads, values, call->v_cache + kv * d, offsets, count, scores, out + h0 * ld, ld);
-    }
-  }
+// What decoding rows are cut into, and where the heads of a KV head put what a piece gives: [group][value_dim + 2].
+INLINE long decode_parts(const attention_call *call) { return (call->kv_heads + call->kv_share - 1) / call->kv_share; }
+INLINE float *partial_at(const attention_call *call, long row, long kv, long piece) {
+  const long group = call->heads / call->kv_heads;
+  return call->partial + ((row * call->kv_heads + kv) * call->pieces + piece) * group * (call->value_dim + 2);
 }
 
-// Merge the pieces of one (row, kv head) and write its heads.
-static void merge_pieces(const attention_call *call, long row, long kv) {
+// Merge the pieces of some KV heads of a row and write their heads.
+static void merge_pieces(const attention_call *call, long row, long kv0, long kv1) {
   const long d = call->value_dim, group = call->heads / call->kv_heads, ld = d + 2;
   long first, end;
   decode_range(call, row, &first, &end);
   const long pieces = (end - first + PIECE_KEYS - 1) / PIECE_KEYS;
-  const float *partial = call->partial + (row * call->kv_heads + kv) * call->pieces * group * ld;
-  for (long h = 0; h < group; h++) {
-    float *out = call->out + (row * call->heads + kv * group + h) * d;
-    const float sink = sink_score(call, kv * group + h);
+  for (long head = kv0 * group; head < kv1 * group; head++) {
+    const float *partial = partial_at(call, row, head / group, 0) + head % group * ld;
+    float *out = call->out + (row * call->heads + head) * d;
+    const float sink = sink_score(call, head);
     float max = sink;
-    for (long p = 0; p < pieces; p++) max = fmaxf(max, partial[(p * group + h) * ld + d]);
+    for (long p = 0; p < pieces; p++) max = fmaxf(max, partial[p * group * ld + d]);
     float total = call->sinks ? exp2f(sink - max) : 0.0f;
     for (long e = 0; e < d; e += 8) _mm256_storeu_ps(out + e, _mm256_setzero_ps());
     for (long p = 0; p < pieces; p++) {
-      const float *piece = partial + (p * group + h) * ld;
+      const float *piece = partial + p * group * ld;
       const float weight = exp2f(piece[d] - max);
       total += weight * piece[d + 1];
       for (long e = 0; e < d; e += 8)
@@ -217,6 +187,85 @@ static void merge_pieces(const attention_call *call, long row, long kv) {
     const __m256 factor = _mm256_set1_ps(pieces ? 1.0f / total : 0.0f);
     for (long e = 0; e < d; e += 8) _mm256_storeu_ps(out + e, _mm256_mul_ps(_mm256_loadu_ps(out + e), factor));
   }
+}
+
+// Scores [count] -> weights, with their maximum and sum.
+INLINE void weigh(const attention_call *call, float *scores, long count, float *max, float *sum) {
+  vf top = v_set(-FLT_MAX), total = v_set(0.0f);
+  for (long i = count; i % VL; i++) scores[i] = scores[count - 1];
+  for (long i = 0; i < count; i += VL) {
+    const vf score = cap(v_mul(v_load(scores + i), v_set(score_factor(call))), call->softcap);
+    v_store(scores + i, score);
+    top = v_max(score, top);
+  }
+  *max = v_max_of(top);
+  for (long i = 0; i < count; i += VL) {
+    const vf weight = v_exp2_down(v_sub(v_load(scores + i), v_set(*max)));
+    v_store(scores + i, weight);
+    total = v_add(total, count - i < VL ? v_load_n(scores + i, count - i) : weight);
+  }
+  *sum = v_sum(total);
+}
+
+// A run of keys of a decoding row, as some KV heads see it: first all of their keys, then all of their values, in steps of
+// `keys` keys of one KV head.
+typedef struct {
+  const attention_call *call;
+  int64_t offsets[PIECE_KEYS];
+  long count, keys, kv0, kvs, steps;
+} decode_run;
+
+INLINE long step_start(const decode_run *run, long step) { return step % run->steps / run->kvs * run->keys; }
+INLINE const float *step_at(const decode_run *run, long step) {
+  const attention_call *call = run->call;
+  return (step < run->steps ? call->k_cache : call->v_cache) + (run->kv0 + step % run->kvs) * call->head_dim;
+}
+
+// What a step reads, beside what is read DECODE_AHEAD steps later.
+INLINE key_run step_run(const decode_run *run, long step) {
+  const long start = step_start(run, step), left = run->count - start;
+  const long later = step + DECODE_AHEAD < 2 * run->steps ? step + DECODE_AHEAD : step;
+  return (key_run){step_at(run, step), step_at(run, later), run->offsets + start, run->offsets + step_start(run, later),
+                   left < run->keys ? left : run->keys};
+}
+
+static void decode_task(const attention_call *call, long task) {
+  static __thread scratch memory;
+  const long pieces = call->pieces, parts = decode_parts(call), row = task / pieces / parts;
+  const long d = call->head_dim, values = call->value_dim, group = call->heads / call->kv_heads, ld = values + 2;
+  decode_run run = {.call = call, .kv0 = task / pieces % parts * call->kv_share};
+  run.kvs = call->kv_heads - run.kv0 < call->kv_share ? call->kv_heads - run.kv0 : call->kv_share;
+  long first, end;
+  decode_range(call, row, &first, &end);
+  first += task % pieces * PIECE_KEYS;
+  if (first >= end) {
+    if (pieces == 1) merge_pieces(call, row, run.kv0, run.kv0 + run.kvs);
+    return;
+  }
+  run.count = end - first < PIECE_KEYS ? end - first : PIECE_KEYS;
+  // About 4 KiB, which the first level keeps even of rows that lie 4 KiB apart; a query alone takes VL keys at a time.
+  run.keys = group % 2 == 0 && d > 64 ? 8 : 16;
+  run.steps = (run.count + run.keys - 1) / run.keys * run.kvs;
+  locate(call, row, first, run.count, run.offsets);
+  for (long i = run.count; i % run.keys; i++) run.offsets[i] = run.offsets[run.count - 1];
+  float *scores = reserve(&memory, (size_t)(run.kvs * group * PIECE_KEYS) * 4);
+  const float *q = call->q + row * call->q_token + run.kv0 * group * call->q_head;
+  for (long step = 0; step < run.steps; step++) {
+    const long head = step % run.kvs * group;
+    dot_all_keys(group, d, q + head * call->q_head, call->q_head, step_run(&run, step),
+                 scores + head * PIECE_KEYS + step_start(&run, step), PIECE_KEYS);
+  }
+  for (long h = 0; h < run.kvs * group; h++) {
+    float *out = partial_at(call, row, run.kv0 + h / group, task % pieces) + h % group * ld;
+    weigh(call, scores + h * PIECE_KEYS, run.count, out + values, out + values + 1);
+    memset(out, 0, (size_t)values * 4);
+  }
+  for (long step = 0; step < run.steps; step++) {
+    const long kv = step % run.kvs;
+    add_all_values(group, values, step_run(&run, run.steps + step), scores + kv * group * PIECE_KEYS + step_start(&run, step),
+                   PIECE_KEYS, partial_at(call, row, run.kv0 + kv, task % pieces), ld);
+  }
+  if (pieces == 1) merge_pieces(call, row, run.kv0, run.kv0 + run.kvs);
 }
 
 // Chunks -------------------------------------------------------------------------------------------------------
@@ -359,8 +408,8 @@ static void chunk_task(const attention_call *call, long task) {
 
 static void attention_body(void *context) {
   attention_call *call = context;
-  const long pieces = call->num_decode * call->kv_heads * call->pieces;
-  for (long t; (t = claim(&call->all)) < call->chunk_tasks + pieces;) {
+  const long decode_tasks = call->num_decode * decode_parts(call) * call->pieces;
+  for (long t; (t = claim(&call->all)) < call->chunk_tasks + decode_tasks;) {
     if (t < call->chunk_tasks)
       chunk_task(call, t);
     else
@@ -403,9 +452,11 @@ static int run_attention(attention_call call, long max_blocks, int threads) {
   call.chunk_tasks = first[call.num_chunks];
   call.partial = reserve(&partial_memory, (size_t)(call.num_decode * call.pieces * call.heads * (call.value_dim + 2) + VL) * 4);
   if (!call.num_chunks && keys * call.heads * call.head_dim < 1 << 16) threads = 1;
-  run_team(attention_body, &call, call.chunk_tasks + call.num_decode * call.kv_heads * call.pieces, threads);
-  for (long row = 0; row < call.num_decode; row++)
-    for (long kv = 0; kv < call.kv_heads; kv++) merge_pieces(&call, row, kv);
+  // As many KV heads together as leave two tasks for each thread.
+  const long parts = call.num_decode * call.pieces ? (2 * threads - 1) / (call.num_decode * call.pieces) + 1 : 1;
+  call.kv_share = parts < call.kv_heads ? call.kv_heads / parts : 1;
+  run_team(attention_body, &call, call.chunk_tasks + call.num_decode * decode_parts(&call) * call.pieces, threads);
+  for (long row = 0; row < call.num_decode && call.pieces != 1; row++) merge_pieces(&call, row, 0, call.kv_heads);
   return 0;
 }
 

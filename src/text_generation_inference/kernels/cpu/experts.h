@@ -6,41 +6,25 @@
 #include "linear.h"
 #include "rows.h"
 
-// Products that do not wait for each other: threads go from one to the next.
-typedef struct {
-  linear_call *calls;
-  long count;
-} product_list;
-
-static void products_body(void *context) {
-  const product_list *list = context;
-  for (long i = 0; i < list->count; i++) linear_body(&list->calls[i]);
-}
-
 // Rows starts[e] to starts[e + 1] of x times the matrix of expert e, for all experts -> out [rows][outputs].
 static void multiply_groups(const float *x, const packed_weight *const *matrices, const long *starts, long experts, float *out,
                             int threads) {
-  static __thread scratch calls_memory, packed_memory;
+  static __thread scratch memory;
   const long k = matrices[0]->in_features, width = whole_features(matrices[0]);
-  long count = 0, bytes = 0, work = 0;
+  long count = 0;
   for (long e = 0; e < experts; e++)
     for (const packed_weight *piece = matrices[e]; piece && starts[e + 1] > starts[e]; piece = piece->next) count++;
-  product_list list = {.calls = reserve(&calls_memory, (size_t)count * (sizeof(linear_call) + sizeof(long)))};
+  product_list list = {.calls = reserve(&memory, (size_t)count * (sizeof(linear_call) + sizeof(long)))};
   long *sizes = (long *)(list.calls + count);
   for (long e = 0; e < experts; e++) {
     float *to = out + starts[e] * width;
     for (const packed_weight *piece = matrices[e]; piece && starts[e + 1] > starts[e]; piece = piece->next, list.count++) {
       linear_call *call = &list.calls[list.count];
       sizes[list.count] = prepare_linear(call, x + starts[e] * k, starts[e + 1] - starts[e], k, piece, 0, to, width, threads);
-      bytes += sizes[list.count];
-      work += call->work;
       to += piece->out_features;
     }
   }
-  char *packed = reserve(&packed_memory, (size_t)bytes + 64);
-  for (long i = 0; i < list.count; packed += sizes[i++])
-    if (sizes[i]) list.calls[i].packed_x = (float *)packed;
-  run_team(products_body, &list, work, threads);
+  run_products(list, sizes, threads);
 }
 
 // x [tokens][hidden], ids and weights [tokens][k] -> out [tokens][hidden]. `scale_inputs`: weights are multiplied with what

@@ -97,12 +97,12 @@ INLINE void fixed_pack_span(int kind, const float *x, long groups, const long ro
   memcpy(out + 27 * rows, &sum, 4);
 }
 
-// x [rows][k], FIXED_ROWS rows or fewer.
-static void fixed_pack(int kind, long shift, const float *x, long ldx, long rows, long k, int32_t *out) {
-  const long groups = k / GROUP, span = fixed_span(kind, shift);
+// Groups `first` to `end` of x [rows][k], FIXED_ROWS rows or fewer; `first` is a multiple of FIXED_SPAN.
+static void fixed_pack(int kind, long shift, const float *x, long ldx, long rows, long k, long first, long end, int32_t *out) {
+  const long span = fixed_span(kind, shift);
   for (long r = 0; r < rows; r++)
-    for (long g = 0; g < groups; g += span) {
-      const long count = groups - g < span ? groups - g : span;
+    for (long g = first; g < end; g += span) {
+      const long count = end - g < span ? end - g : span;
       const float *from = x + r * ldx + g * GROUP;
       if (rows == FIXED_ROWS)
         fixed_pack_span(kind, from, count, FIXED_ROWS, out + r + g * FIXED_ROWS * FIXED_WORDS);
@@ -310,8 +310,8 @@ static void fixed_product(int kind, const char *panel, long k, const int32_t *x,
 
 INLINE int fixed_allowed(int kind) { return 0 * kind; }
 static long fixed_row_words(long k) { return 0 * k; }
-static void fixed_pack(int kind, long shift, const float *x, long ldx, long rows, long k, int32_t *out) {
-  (void)kind, (void)shift, (void)x, (void)ldx, (void)rows, (void)k, (void)out;
+static void fixed_pack(int kind, long shift, const float *x, long ldx, long rows, long k, long first, long end, int32_t *out) {
+  (void)kind, (void)shift, (void)x, (void)ldx, (void)rows, (void)k, (void)first, (void)end, (void)out;
 }
 static void fixed_product(int kind, const char *panel, long k, const int32_t *x, long rows, float *sums) {
   (void)kind, (void)panel, (void)k, (void)x, (void)rows, (void)sums;

@@ -76,7 +76,7 @@ static void absorb_body(void *context) {
         for (long i = 0; i < count; i++) offsets[i] = (row + i) * c;
         for (long t = 0; t < tokens; t++)
           memcpy(weights + t * TILE_KEYS, x + t * call->x_token + row, (size_t)count * 4);
-        add_all_values(tokens, c, call->up + h * call->up_head, offsets, count, weights, out, ld);
+        add_all_values(tokens, c, plain_run(call->up + h * call->up_head, offsets, count), weights, TILE_KEYS, out, ld);
       }
     }
 }
@@ -92,7 +92,7 @@ static void expand_body(void *context) {
       float sums[TILE_KEYS] __attribute__((aligned(64)));
       for (long i = 0; i < count; i++) offsets[i] = (row + i) * c;
       for (long t = 0; t < call->tokens; t++) {
-        dot_keys_any(c, call->x + (t * call->heads + h) * c, call->up + h * call->up_head, offsets, count, sums);
+        dot_all_keys(1, c, call->x + (t * call->heads + h) * c, 0, plain_run(call->up + h * call->up_head, offsets, count), sums, 0);
         memcpy(call->out + (t * call->heads + h) * v + row, sums, (size_t)count * 4);
       }
     }

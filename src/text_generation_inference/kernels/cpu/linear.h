@@ -16,6 +16,7 @@
 enum { DEPTH = 192 };       // inputs whose weights stay in the first-level cache while rows pass over them
 enum { CHUNK_ROWS = 256, CHUNK_BYTES = 1 << 20 };  // rows one task carries through a panel, and what they may occupy
 enum { MAX_RUN = 16 };      // panels
+enum { PACK_GROUPS = 16 };  // groups of a run of columns whose rows a task packs
 enum { DIRECT_ROWS = 4 };   // up to here quantised weights go from memory to registers
 
 // Rows of `a` [in][rows] times one panel, weights going straight to registers.
@@ -226,6 +227,7 @@ typedef struct {
   const packed_weight *weight;
   long rows, ldx, ldo;
   long tiles, tiles_per_chunk, chunks;
+  long pack_parts;  // runs of columns that rows are packed in
   long run;  // panels that a thread takes one after the other, so that what it asks for ahead is its own
   long work; // tasks
 } linear_call;
@@ -358,36 +360,44 @@ static void product_task(const linear_call *call, long chunk, long p) {
       memcpy(call->out + r * call->ldo + p * PANEL, edge + (r - row0) * PANEL, (size_t)columns * 4);
 }
 
-static void linear_body(void *context) {
-  linear_call *call = context;
+// Rows are packed in runs of columns, so that few of them keep several threads busy.
+static void pack_rows(const linear_call *call, long tile, long part) {
   const packed_weight *weight = call->weight;
-  const long k = weight->columns;
-  if (call->packed_x != call->x) {
-    for (long t; (t = claim(&call->packing)) < call->tiles;) {
-      const long row = tile_start(call, t), rows = tile_start(call, t + 1) - row;
-      const float *x = call->x + row * call->ldx;
-      long ldx = call->ldx;
-      float scales[AMX_ROWS];
-      if (is_arranged(weight)) {
-        x = arrange_rows(weight, x, ldx, rows, scales);
-        ldx = k;
-      }
-      if (call->int8)
-        int8_pack(x, scales, rows, k, (int32_t *)call->packed_x + row * int8_row_words(k));
-      else if (call->fixed)
-        fixed_pack((int)weight->kind, weight->shift, x, ldx, rows, k, (int32_t *)call->packed_x + row * fixed_row_words(k));
-      else if (call->amx)
-        amx_pack(x, ldx, rows, k, (char *)call->packed_x + amx_packed_bytes(t, k));
-#if VL == 8
-      else if (!is_plain((int)weight->kind) && call->rows <= DIRECT_ROWS)
-        pack_grouped((int)weight->kind, x, ldx, rows, k, call->packed_x);
-#endif
-      else
-        pack_tile(x, ldx, rows, k, call->packed_x + row * k);
-      finish(&call->packing);
-    }
-    wait_for(&call->packing, call->tiles);
+  const long k = weight->columns, row = tile_start(call, tile), rows = tile_start(call, tile + 1) - row;
+  const float *x = call->x + row * call->ldx;
+  long ldx = call->ldx;
+  float scales[AMX_ROWS];
+  if (is_arranged(weight)) {
+    x = arrange_rows(weight, x, ldx, rows, scales);
+    ldx = k;
   }
+  if (call->int8)
+    int8_pack(x, scales, rows, k, (int32_t *)call->packed_x + row * int8_row_words(k));
+  else if (call->fixed)
+    fixed_pack((int)weight->kind, weight->shift, x, ldx, rows, k, part * PACK_GROUPS,
+               part + 1 < call->pack_parts ? (part + 1) * PACK_GROUPS : k / GROUP,
+               (int32_t *)call->packed_x + row * fixed_row_words(k));
+  else if (call->amx)
+    amx_pack(x, ldx, rows, k, (char *)call->packed_x + amx_packed_bytes(tile, k));
+#if VL == 8
+  else if (!is_plain((int)weight->kind) && call->rows <= DIRECT_ROWS)
+    pack_grouped((int)weight->kind, x, ldx, rows, k, call->packed_x);
+#endif
+  else
+    pack_tile(x, ldx, rows, k, call->packed_x + row * k);
+}
+
+static void pack_all_rows(linear_call *call) {
+  const long count = call->packed_x == call->x ? 0 : call->tiles * call->pack_parts;
+  for (long t; count && (t = claim(&call->packing)) < count;) {
+    pack_rows(call, t / call->pack_parts, t % call->pack_parts);
+    finish(&call->packing);
+  }
+}
+
+static void multiply_rows(linear_call *call) {
+  const packed_weight *weight = call->weight;
+  if (call->packed_x != call->x) wait_for(&call->packing, call->tiles * call->pack_parts);
   if (call->amx) amx_configure((int)weight->kind, (call->rows + call->tiles - 1) / call->tiles);
   const long panels = panel_count(weight->out_features), runs = (panels + call->run - 1) / call->run;
   for (long t; (t = claim(&call->products)) < call->chunks * runs;) {
@@ -395,6 +405,18 @@ static void linear_body(void *context) {
     for (long p = first; p < last; p++) product_task(call, t / runs, p);
   }
   if (call->amx) amx_release();
+}
+
+// Products that do not wait for each other: threads pack the rows of all, and go from one to the next.
+typedef struct {
+  linear_call *calls;
+  long count;
+} product_list;
+
+static void products_body(void *context) {
+  const product_list *list = context;
+  for (long i = 0; i < list->count; i++) pack_all_rows(&list->calls[i]);
+  for (long i = 0; i < list->count; i++) multiply_rows(&list->calls[i]);
 }
 
 // Describe the product with one piece of a weight. Returns the bytes that packed rows need, which `packed_x` is to be set
@@ -412,6 +434,7 @@ static long prepare_linear(linear_call *call, const float *x, long rows, long ld
   chunk_rows = chunk_rows < 64 ? 64 : chunk_rows > CHUNK_ROWS ? CHUNK_ROWS : chunk_rows;
   call->chunks = (call->tiles * tile_rows + chunk_rows - 1) / chunk_rows;
   call->tiles_per_chunk = (call->tiles + call->chunks - 1) / call->chunks;
+  call->pack_parts = call->fixed && !is_arranged(weight) && threads > 1 && k > PACK_GROUPS * GROUP ? k / GROUP / PACK_GROUPS : 1;
   const long panels = panel_count(weight->out_features);
   call->run = panels * call->chunks / (8 * threads);
   if (call->run < 1) call->run = 1;
@@ -426,24 +449,38 @@ static long prepare_linear(linear_call *call, const float *x, long rows, long ld
   return call->amx ? amx_packed_bytes(call->tiles, k) : align64(rows * (k + k / GROUP) * 4);
 }
 
-static void linear_piece(const float *x, long rows, long ldx, const packed_weight *weight, const float *bias, float *out, long ldo,
-                         int threads) {
-  static __thread scratch packed;
-  if (rows <= 0) return;
-  if (rows * weight->out_features * weight->in_features < 1 << 15) threads = 1;
-  linear_call call;
-  const long bytes = prepare_linear(&call, x, rows, ldx, weight, bias, out, ldo, threads);
-  if (bytes) call.packed_x = reserve(&packed, (size_t)bytes);
-  run_team(linear_body, &call, call.work, threads);
+// Room for the packed rows of products, then the products.
+static void run_products(product_list list, const long *sizes, int threads) {
+  static __thread scratch memory;
+  long bytes = 0, work = 0;
+  for (long i = 0; i < list.count; i++) {
+    bytes += sizes[i];
+    work += list.calls[i].work;
+  }
+  char *packed = reserve(&memory, (size_t)bytes + 64);
+  for (long i = 0; i < list.count; packed += sizes[i++])
+    if (sizes[i]) list.calls[i].packed_x = (float *)packed;
+  run_team(products_body, &list, work, threads);
 }
 
 // out [rows][outputs of all pieces of the weight]
 void tgi_linear(const float *x, long rows, long ldx, const packed_weight *weight, const float *bias, float *out, long ldo,
                 int threads) {
-  for (; weight; weight = weight->next) {
-    linear_piece(x, rows, ldx, weight, bias, out, ldo, threads);
-    out += weight->out_features;
-    if (bias) bias += weight->out_features;
+  enum { MOST = 8 };  // pieces at a time
+  if (rows <= 0) return;
+  while (weight) {
+    linear_call calls[MOST];
+    long sizes[MOST], outputs = 0;
+    product_list list = {.calls = calls};
+    for (; weight && list.count < MOST; weight = weight->next, list.count++) {
+      const long first = outputs;
+      sizes[list.count] = prepare_linear(&calls[list.count], x, rows, ldx, weight, bias ? bias + first : 0, out + first, ldo, threads);
+      outputs += weight->out_features;
+    }
+    const int serial = rows * outputs * calls[0].weight->in_features < 1 << 15;
+    run_products(list, sizes, serial ? 1 : threads);
+    out += outputs;
+    if (bias) bias += outputs;
   }
 }
 

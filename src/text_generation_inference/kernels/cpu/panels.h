@@ -30,7 +30,7 @@ enum {
   DO(Q4_0) DO(Q4_1) DO(Q8_0) DO(Q5_0) DO(Q5_1) DO(IQ4_NL) DO(Q4_K) DO(Q5_K) DO(Q6_K) EACH_LOW(DO)
 enum { GROUP = 32 };    // inputs that are read together; they share one scale, or two
 enum { SUPER = 8 };     // groups behind one header of a k-quant
-enum { AHEAD = 3072 };  // bytes between what is read and what is asked for
+enum { AHEAD = 6144 };  // bytes between what is read and what is asked for
 
 typedef struct packed_weight {
   int64_t kind, out_features, in_features;
