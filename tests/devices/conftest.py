@@ -2,11 +2,17 @@
 GPU, when every later call in the process fails, no other test may run in it."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from driving import start
+from gaudi import use_stand_in
+from hpu_batches import LIMITS
 
+from text_generation_inference.engine.build import Engine
 from text_generation_inference.kernels.cpu import build
 from text_generation_inference.kernels.cpu.ops import NativeOps, load_ops
 
@@ -64,3 +70,31 @@ def tiled(cache_dir: Path) -> NativeOps:
         pytest.skip(loaded)
     assert loaded.uses_amx
     return loaded
+
+
+@pytest.fixture(scope="module")
+def hpu(device_name: str) -> Iterator[Any]:
+    """A Gaudi card, or the CPU in its role."""
+    if device_name not in ("cpu", "hpu"):
+        pytest.skip("needs Gaudi, or the CPU in its role")
+    if device_name == "cpu":
+        use_stand_in()
+    from text_generation_inference.devices.hpu import HpuDevice
+
+    device = HpuDevice()
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def start_hpu(hpu: Any) -> Iterator[Any]:
+    """Engines on it, closed at the end."""
+    engines: list[Engine] = []
+
+    def begin(folder: Path, **chosen: Any) -> Engine:
+        engines.append(start(folder, device="hpu", **{**LIMITS, **chosen}))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.close()

@@ -50,7 +50,7 @@ def ask_graph_bytes(bridge: Bridge) -> str:
     with tempfile.TemporaryDirectory() as folder:
         started(folder).close()
         warmed = json.loads(next((Path(folder) / "warmed").glob("*.json")).read_text())["shapes"]
-    shown = [f"{phase} {batch}x{length}+{context}: {size}{' graph' * graph}" for phase, batch, length, context, _, size, graph in warmed]  # fmt: skip
+    shown = [f"{phase} {batch}x{length}+{context}: {size}{' graph' * graph}" for phase, batch, length, context, _, _, size, graph in warmed]  # fmt: skip
     return f"bytes that a shape was seen to take, of a tiny model: {', '.join(shown)}"
 
 

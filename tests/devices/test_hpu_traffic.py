@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 from driving import make_request, make_tiny, random_prompts, run, start
+from hpu_batches import HEADS, SIZE, Made, close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_hpu import HEADS, SIZE, Made, close, hpu, start_hpu  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from text_generation_inference.kernels import block_lists, fp8
@@ -40,7 +40,7 @@ def in_place(made: Made, more: int, stranger: int) -> BlockLists:
 
 @settings(max_examples=15, deadline=None)
 @given(st.data())
-def test_blocks_in_place_are_those_of_the_list(hpu, data):  # noqa: F811
+def test_blocks_in_place_are_those_of_the_list(hpu, data):
     """Whatever lies between them, even keys that are no numbers."""
     rows = data.draw(st.integers(1, 4))
     lens = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=rows))
@@ -91,7 +91,7 @@ def count(engine, requests) -> dict[str, list]:
     return found
 
 
-def test_a_step_is_one_copy_in_and_one_out(hpu, start_hpu, folder):  # noqa: F811
+def test_a_step_is_one_copy_in_and_one_out(hpu, start_hpu, folder):
     """And lists, masks and mappings are computed once for all layers, as many as there may be."""
     if not hpu.bridge.emulated or not hpu.bridge.lazy:
         pytest.skip("the stand-in counts")
@@ -113,7 +113,7 @@ def test_a_step_is_one_copy_in_and_one_out(hpu, start_hpu, folder):  # noqa: F81
     assert fewer["prompts"][0].list_ops == found["prompts"][0].list_ops > 0
 
 
-def test_a_drawn_token_is_read_once_too(hpu, start_hpu, folder):  # noqa: F811
+def test_a_drawn_token_is_read_once_too(hpu, start_hpu, folder):
     if not hpu.bridge.emulated or not hpu.bridge.lazy:
         pytest.skip("the stand-in counts")
     asked = [make_request(0, list(range(9)), 5, temperature=0.8, top_k=7, seed=3)]
@@ -121,7 +121,7 @@ def test_a_drawn_token_is_read_once_too(hpu, start_hpu, folder):  # noqa: F811
     assert {(step.sends, step.reads) for step in found[1:]} == {(2, 1)}  # the noise of a step follows from two words
 
 
-def test_prefixes_that_are_shared_are_read_by_their_list(hpu, start_hpu, folder):  # noqa: F811
+def test_prefixes_that_are_shared_are_read_by_their_list(hpu, start_hpu, folder):
     """A block in place has one row that looks at it. The shapes of both ways are warm."""
     shared = random_prompts(320, [140], seed=2)[0]
     asked = [make_request(n, [*shared, 7 + n], 8) for n in range(2)]
@@ -152,7 +152,7 @@ class Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_scales_that_are_known_are_constants_of_graphs(hpu):  # noqa: F811
+def test_scales_that_are_known_are_constants_of_graphs(hpu):
     """Those of weights and measured ones of inputs; the cast of inputs takes its scale as a number."""
     if not hpu.bridge.emulated or not hpu.bridge.lazy or not hpu.supports_fp8:
         pytest.skip("the stand-in tells what is marked, where there is something to mark")

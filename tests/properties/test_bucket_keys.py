@@ -205,6 +205,11 @@ def make_runner(asked: Traffic, plan: BucketPlan) -> tuple[Any, OracleModel]:
     return runner, model
 
 
+def _as_met(key: Any) -> Any:
+    """As the model meets it: how many of the best ids a scored prompt wants is not its concern."""
+    return tuple((name, shape[:1] if name == "logit_tokens" else shape) for name, shape in key)
+
+
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(traffic())
 def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
@@ -215,7 +220,7 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
     WarmUp(runner.steps).run()
     warmed, num_captured = set(model.keys), runner.steps.stats.num_captured
     assert num_captured == sum(runner.steps.passes.captures(bucket) for bucket in plan.shapes)
-    assert warmed == runner.steps.passes.shape_stats.warmed
+    assert warmed == {_as_met(key) for key in runner.steps.passes.shape_stats.warmed}
     policy = BatchPolicy(
         max_batch_prefill_tokens=limits.max_batch_prefill_tokens,
         max_batch_size=limits.max_batch_size,

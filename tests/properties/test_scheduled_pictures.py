@@ -139,13 +139,14 @@ class PictureHarness(Harness):
         by_shapes: bool = False,
         in_parts: bool = True,
         beside: tuple[int, int] | None = None,
+        window: int | None = None,
         **more: int,
     ) -> None:
         about = policy(max_batch_prefill_tokens=tokens, max_batch_size=4, **more)
-        super().__init__(num_blocks, block_size, in_parts, overlap, about, None, beside)
+        super().__init__(num_blocks, block_size, in_parts, overlap, about, window, beside)
         shapes = _AreaShapes(tokens, in_parts) if by_shapes else None
         self.scheduler = Scheduler(about, self.pool, clock=lambda: 0, pictures=rules, shapes=shapes)
-        self.runner = PictureRunner(num_blocks, block_size, about.max_batch_size, beside=beside)
+        self.runner = PictureRunner(num_blocks, block_size, about.max_batch_size, window=window, beside=beside)
         self.runner.pictures, self.runner.features, self.runner.rules = {}, {}, rules
         self.runner.batch, self.plans = {}, []
         self.fails: set[int] = set()  # steps for which the device has no memory
@@ -210,20 +211,25 @@ def test_pictures_in_random_traffic(data: st.DataObject) -> None:
         batch_pixels=data.draw(st.integers(0, 200), "pixels of a batch"),
     )
     limits = {"max_step_ms": data.draw(st.sampled_from([0, 20, 100]), "ms of a step")}
-    window = None if by_shapes else data.draw(st.sampled_from([None, 1, 4, 9]), "window of some layers")
+    every = None if kind else data.draw(st.sampled_from([None, None, 2, 4, 9]), "window of all layers")
+    window = None
+    if not by_shapes and every is None:
+        window = data.draw(st.sampled_from([None, 1, 4, 9]), "window of some layers")
+    if every is not None:  # a request holds no more than its window and a chunk
+        num_blocks = 2 + least_blocks(every, size) + data.draw(st.integers(0, 12), "spare blocks of windows")
     beside = None
     if window is not None:  # as sizes are chosen: a chunk and the window before it, or all that there is for others
         least = 1 + least_blocks(window, size) + (-(-tokens // size) if kind else 0)
         beside = (min(num_blocks, least + data.draw(st.integers(0, 20), "spare blocks beside")), window)
     in_parts = kind != "shapes"
-    harness = PictureHarness(num_blocks, size, overlap, tokens, rules, by_shapes, in_parts, beside, **limits)
+    harness = PictureHarness(num_blocks, size, overlap, tokens, rules, by_shapes, in_parts, beside, every, **limits)
     if by_shapes or whole_prompts:
         requests = [request for request in requests if can_run(harness.scheduler, request)]
     arrivals = [data.draw(st.integers(0, 12)) for _ in requests]
     aborts = [data.draw(st.one_of(st.none(), st.none(), st.integers(0, 20))) for _ in requests]
     harness.play({"requests": requests, "arrivals": arrivals, "aborts": aborts})
     for request, arrival, abort in zip(requests, arrivals, aborts, strict=True):
-        output, expected = harness.outputs.get(request.id, []), expected_output(seen(request), None, window)
+        output, expected = harness.outputs.get(request.id, []), expected_output(seen(request), every, window)
         assert output == (expected[: len(output)] if abort is not None and abort >= arrival else expected)
 
 

@@ -32,7 +32,7 @@ def test_what_is_promised_is_nobody_elses() -> None:
     assert pool.take_promised(1) == [5]
     pool.break_promise(4)
     assert pool.num_free == 4
-    pool.check([[1, 2, 3, 4, 5]])
+    pool.verify([[1, 2, 3, 4, 5]])
 
 
 def test_requests_that_decode_together_lie_together() -> None:

@@ -173,10 +173,11 @@ def test_every_shape_is_met_in_warming_up(world: int) -> None:
     def play(parallel: Parallel) -> None:
         met: set[tuple] = set()
 
-        def by_shape(function: Any) -> Any:
-            def run(*tensors: Tensor) -> Any:
+        def by_shape(function: Any, keeps: bool = False) -> Any:
+            def run(*given: Any) -> Any:
+                tensors = [part.clone() if isinstance(part, Tensor) else torch.from_numpy(part) for part in given]
                 met.add((function.__qualname__, *(tuple(tensor.shape) for tensor in tensors)))
-                return function(*(tensor.clone() for tensor in tensors))
+                return function(*tensors)
 
             return run
 

@@ -7,8 +7,10 @@ and mistakes come at once.
 import logging
 import os
 import platform
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
@@ -63,6 +65,8 @@ def _serve(launch: Launch, listener: socket.socket | None) -> int:
     config = launch.config
     secrets = (config.api_key, config.admin_api_key, config.ngrok_authtoken, config.rank_token, hub_token())
     configure_logging(config.log_level, config.json_output, nested=True, secrets=secrets)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _leave)  # until there is something to stop in order
     if config.env:
         log.info("Runtime environment: %s", describe_environment())
     log.info("%s", config)
@@ -75,6 +79,10 @@ def _serve(launch: Launch, listener: socket.socket | None) -> int:
 
         return follow(config)
     return serve(config, listener)
+
+
+def _leave(number: int, frame: object) -> None:
+    sys.exit(0)
 
 
 def describe_environment() -> str:

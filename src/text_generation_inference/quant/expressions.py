@@ -39,7 +39,7 @@ class Expression:
         self._work = work
         if len(text) > MAX_LENGTH:
             raise PatternError(f"it has {len(text)} characters, {MAX_LENGTH} are allowed")
-        self._step = _Parser(text).parse()
+        self._step = _ExpressionReader(text).parse()
         try:
             re.compile(text)
         except (re.error, RecursionError, OverflowError) as error:
@@ -207,7 +207,7 @@ def _opposite(accepts: Accepts) -> Accepts:
 # -- from text ---------------------------------------------------------------------------------------------------------
 
 
-class _Parser:
+class _ExpressionReader:
     """What it takes, it takes as `re` does. What is wrong in other ways `re` itself says afterwards."""
 
     def __init__(self, text: str) -> None:

@@ -124,7 +124,9 @@ class Scheduler:
         self._release: list[int] = []
         self._leave: list[int] = []
         self._join: list[Request] = []
-        self._grow_beside: list[tuple[int, int, list[int]]] = []  # slot, place in its table, blocks
+        # What tables get in the next step: slot, place in its table, blocks.
+        self._grow: list[tuple[int, int, list[int]]] = []
+        self._grow_beside: list[tuple[int, int, list[int]]] = []
 
     # -- calls of the engine loop ----------------------------------------------------------------------------------
 
@@ -191,21 +193,21 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to compute now."""
         self._features.open()
-        grow = self._grow_decode_set()
+        self._grow_decode_set()
         num_decode = len(self._decode_rows) + len(self._join)
         room = self._admission.open(num_decode, self._limit.tokens)
         if self._features.is_busy:
             self._pace.keep_for_encoder(room)
         if self._awaiting:
             self._look_again()
-        chunks, chunk_rows = self._continue_prefills(room, grow)
+        chunks, chunk_rows = self._continue_prefills(room)
         admit, new_chunks, new_rows = self._admit(room)
         chunks += new_chunks
         chunk_rows += new_rows
         if not num_decode and not chunks and not admit and not self._features.is_busy:
             return None
         encoder_s = self._pace.encoder_seconds(num_decode, room)
-        return self._commit(grow, admit, chunks, chunk_rows, num_decode > 0, encoder_s)
+        return self._commit(admit, chunks, chunk_rows, num_decode > 0, encoder_s)
 
     def apply(self, result: StepResult, step_s: float = 0.0) -> TokenOut:
         """Take the result of the oldest planned step, which took the device `step_s`, and tell the callers."""
@@ -261,7 +263,7 @@ class Scheduler:
         running = sorted((*self._decode_rows, *self._prefilling, *self._join), key=lambda request: request.order)
         for request in reversed(running):
             self._preempt(request, forget=True)
-        self._release, self._leave, self._grow_beside = [], [], []
+        self._release, self._leave, self._grow, self._grow_beside = [], [], [], []
         self._admission.forget()
         self._features.forget()
         for request in reversed(self._awaiting):
@@ -322,7 +324,7 @@ class Scheduler:
         """Tokens that a member of the decode set must have blocks for in the coming step."""
         return min(reserved + self._per_row, request.total_limit - 1)
 
-    def _grow_decode_set(self) -> list[tuple[int, int, list[int]]]:
+    def _grow_decode_set(self) -> None:
         """Serve the calendar for the coming decode step: members at their length leave, others get their next block."""
         grown: list[tuple[Request, int, list[int], list[int]]] = []
         due = self._calendar.pop(self._decode_clock, [])
@@ -354,7 +356,7 @@ class Scheduler:
         grown = [each for each in grown if each[0].running]
         if self._beside is not None:
             self._grow_beside += [(request.slot, start, beside) for request, start, _, beside in grown]
-        return [(request.slot, start, blocks) for request, start, blocks, _ in grown]
+        self._grow += [(request.slot, start, blocks) for request, start, blocks, _ in grown]
 
     def _schedule(self, request: Request, reserved: int) -> None:
         """Enter in the calendar when a member must be seen next: its blocks may be full, or it reaches its length."""
@@ -458,15 +460,13 @@ class Scheduler:
                 self._schedule(request, reserved)
         return found
 
-    def _continue_prefills(
-        self, room: StepRoom, grow: list[tuple[int, int, list[int]]]
-    ) -> tuple[list[Chunk], list[Request]]:
+    def _continue_prefills(self, room: StepRoom) -> tuple[list[Chunk], list[Request]]:
         """Chunks for running requests that are still behind, oldest first."""
         chunks: list[Chunk] = []
         rows: list[Request] = []
         for request in list(self._prefilling):
             if room.is_open and self._is_behind(request):
-                if self._has_window and not self._move_window(request, grow):
+                if self._has_window and not self._move_window(request):
                     continue
                 if self._beside is not None and not self._move_beside(request, self._beside):
                     continue
@@ -476,7 +476,7 @@ class Scheduler:
                     rows.append(request)
         return chunks, rows
 
-    def _move_window(self, request: Request, grow: list[tuple[int, int, list[int]]]) -> bool:
+    def _move_window(self, request: Request) -> bool:
         """Exchange the blocks behind the next chunk for as many ahead of it.
 
         Those that it shared are still others'. Where there are none in their place the request is preempted: False.
@@ -489,7 +489,7 @@ class Scheduler:
         blocks = self.pool.try_take(min(count, self.pool.num_free))
         if blocks:
             request.blocks += blocks
-            grow.append((request.slot, start, blocks))
+            self._grow.append((request.slot, start, blocks))
         elif request.reserved == start * size:
             self._preempt(request)
             return False
@@ -595,7 +595,6 @@ class Scheduler:
 
     def _commit(
         self,
-        grow: list[tuple[int, int, list[int]]],
         admit: list[Admission],
         chunks: list[Chunk],
         chunk_rows: list[Request],
@@ -624,7 +623,7 @@ class Scheduler:
             admit,
             self._leave,
             join,
-            grow,
+            self._grow,
             decode,
             chunks,
             drop,
@@ -632,7 +631,7 @@ class Scheduler:
             encoding.num_parts,
             self._grow_beside,
         )
-        self._release, self._leave, self._grow_beside = [], [], []
+        self._release, self._leave, self._grow, self._grow_beside = [], [], [], []
         work = StepWork(
             len(decode_rows),
             sum(chunk.end - chunk.start for chunk in chunks),
@@ -677,6 +676,7 @@ class Scheduler:
         if self._beside is not None:
             self._beside.free(request.held_beside, forget)
             self._grow_beside = [each for each in self._grow_beside if each[0] != request.slot]
+        self._grow = [each for each in self._grow if each[0] != request.slot]
         self._release.append(request.slot)
         self._free_slots.append(request.slot)
         self._shares.give_back(request.source.caller)

@@ -52,7 +52,7 @@ class PaddedTower(Tower):
 
     def get_ready(self, device: torch.device) -> None:
         """Put constants on the device: there is no way from the host into a graph."""
-        scales_of(self.normalisation, device)
+        scales_of(self.normalisation, torch.empty(0, device=device).device)  # with its number, as pixels have it
 
 
 def pass_sizes(tower: PaddedTower, most: int) -> list[int]:
