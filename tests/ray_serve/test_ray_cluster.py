@@ -44,7 +44,7 @@ async def start_on_both(http: httpx.AsyncClient, tokens: int) -> list[asyncio.Ta
         begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(stream(http, f"{len(tasks)} tales and", tokens, begun))
         tasks.append((await begun, task))
-    kept = dict(reversed(tasks))  # the first of each
+    kept = dict(tasks)  # the newest of each, which has most of its tokens before it
     for replica, task in tasks:
         if kept[replica] is not task:
             task.cancel()
