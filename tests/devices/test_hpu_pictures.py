@@ -4,23 +4,13 @@ from pathlib import Path
 
 import pytest
 from driving import run
-from gaudi import use_stand_in
 from served_pictures import NUM_NEW, PROMPTS, check, serve
 
 LIMITS = {"max_batch_size": 2, "max_batch_total_tokens": 2048, "prefix_caching": False}
 
 
-@pytest.fixture(scope="module")
-def hpu(device_name: str) -> None:
-    if device_name not in ("cpu", "hpu"):
-        pytest.skip("needs Gaudi, or the CPU in its role")
-    if device_name == "cpu":
-        use_stand_in()
-    return
-
-
 @pytest.mark.parametrize("family", ["llava_next", "qwen2_5_vl", "gemma3"])
-def test_nothing_is_compiled_late(hpu: None, family: str, tmp_path: Path) -> None:
+def test_nothing_is_compiled_late(hpu: object, family: str, tmp_path: Path) -> None:
     """Tiles, windows of patches, and a mask beside the features: the tokens of `transformers`."""
     served = serve(family, tmp_path)
     longest = max(len(served.oracle.ids(prompt)) for prompt in PROMPTS)

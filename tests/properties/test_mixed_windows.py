@@ -134,18 +134,23 @@ def test_a_prefix_is_found_as_far_as_both_have_it() -> None:
     assert len(shorter) == len(seen) == len(blocks) - 1 and all(seen[-2:])
 
 
+def until_tokens(harness: Harness) -> StepResult:
+    """The first result with tokens, which the scheduler has not seen yet."""
+    while True:
+        plan = harness.scheduler.plan()
+        assert plan is not None
+        result = harness.runner.execute(plan)
+        if result.token_ids:
+            return result
+        harness.take(result)
+
+
 def test_what_a_failed_request_left_behind_is_not_found() -> None:
     window, size = 8, 4
     about = policy(max_batch_prefill_tokens=8)
     harness = Harness(1 + 50, size, True, False, about, None, (1 + 50, window))
     harness.scheduler.add(make(0, list(range(40)), 5))
-    result = StepResult(0, [], [])
-    while not result.token_ids:
-        plan = harness.scheduler.plan()
-        assert plan is not None
-        result = harness.runner.execute(plan)
-        if not result.token_ids:
-            harness.take(result)
+    result = until_tokens(harness)
     assert harness.pool.match_both(list(range(40)))[0]
     harness.take(msgspec.structs.replace(result, errors=[(0, "bad logits")]))
     assert harness.reasons == {0: "error"}
@@ -165,13 +170,7 @@ def test_what_a_failed_request_computed_beside_anothers_prefix_is_not_found() ->
     harness.drain()
     assert len(harness.pool.match(prompt)) == 10 and harness.pool.match_both(prompt) == ([], [])
     harness.scheduler.add(make(2, [*prompt, 9], 4))
-    result = StepResult(0, [], [])
-    while not result.token_ids:
-        plan = harness.scheduler.plan()
-        assert plan is not None
-        result = harness.runner.execute(plan)
-        if not result.token_ids:
-            harness.take(result)
+    result = until_tokens(harness)
     harness.take(msgspec.structs.replace(result, errors=[(0, "bad logits")]))
     beside = harness.pool.beside
     assert beside is not None and beside.num_empty == beside.num_usable

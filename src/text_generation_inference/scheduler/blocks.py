@@ -150,6 +150,13 @@ class BlockBooks:
         else:
             self._empty.append(block)
 
+    def _forget_one(self, block: int) -> None:
+        """It cannot be found again, whoever holds it."""
+        self._index.remove(block)
+        if not self._holders[block]:
+            del self._cached[block]
+            self._put_empty(block)
+
     def _empty_cached(self) -> None:
         """Nothing is published any more."""
         self._empty += reversed(self._cached)
@@ -204,10 +211,7 @@ class WindowBlocks(BlockBooks):
         """The pool's block is gone, or what is beside it is not trusted."""
         block = self._index.find(identity)
         if block:
-            self._index.remove(block)
-            if not self._holders[block]:
-                del self._cached[block]
-                self._put_empty(block)
+            self._forget_one(block)
 
     def forget(self) -> None:
         self._index = BesideIndex()
@@ -328,10 +332,7 @@ class BlockPool(BlockBooks):
                 self.beside.drop(identity)
         for block in self._walk(request.tokens[: request.num_behind * self.block_size], request.root):
             if block:
-                self._index.remove(block)
-                if not self._holders[block]:
-                    del self._cached[block]
-                    self._put_empty(block)
+                self._forget_one(block)
 
     def forget(self) -> None:
         """No block can be found again: what they hold is not trusted."""

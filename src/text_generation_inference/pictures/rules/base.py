@@ -9,6 +9,8 @@ from PIL.Image import Image, Resampling
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.pictures.rule import Normalisation, PictureLayout
 
+_NO_VIDEOS = "this model takes no videos: send frames as pictures"
+
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyRule:
@@ -38,10 +40,10 @@ class FamilyRule:
         return np.asarray(image.resize((width, height), Resampling(self.resample)))
 
     def video_layout(self, width: int, height: int, num_frames: int, fps: float) -> PictureLayout:
-        raise ValidationError("this model takes no videos: send frames as pictures")
+        raise ValidationError(_NO_VIDEOS)
 
     def video_pixels(self, images: Iterable[Image], layout: PictureLayout) -> np.ndarray:
-        raise NotImplementedError
+        raise ValidationError(_NO_VIDEOS)
 
     def check_ratio(self, width: int, height: int, most: int = 200) -> None:
         """Beyond it a picture that is scaled by its shorter side would grow without bounds."""
