@@ -1,12 +1,13 @@
 """Steps padded to a bucket plan and captured as graphs, against steps that are not, on one device in one run.
 
     python bench/cuda_buckets.py [--shape llama-3.1-8b] [--limits 512/1536/256/131072] [--strategy exponential]
-                                 [--work 512/256 200/800] [--device cuda] [--json FILE]
+                                 [--work 512/256 200/800] [--shared 256] [--device cuda] [--json FILE]
 
 Random weights. Prints how many shapes and graphs there are and how many seconds they took, then for each row of work (a
 full batch of requests, prompt and new tokens; the second number is the mean of lengths spread as in the profile
 fixed-length unless it is followed by !) tokens per second without and with buckets and their ratio, the padding, and
-whether graphs gave the tokens of the same padded passes without graphs. Ends with status 1 if a ratio is below --goal,
+whether graphs gave the tokens of the same padded passes without graphs. With --shared N prefixes are reused: the first N
+tokens of all prompts are the same, known before the clock starts. Ends with status 1 if a ratio is below --goal,
 a token differs, or a shape came up that warming up had not met.
 
 Try it anywhere: --device cpu --shape tiny --limits 32/64/4/64 --work 32/16 20/16
@@ -66,7 +67,7 @@ def start(options: argparse.Namespace, folder: Path, bucketing: bool) -> tuple[E
         max_total_tokens=total,
         max_batch_size=rows,
         max_batch_prefill_tokens=prefill,
-        prefix_caching=False,
+        prefix_caching=options.shared > 0,
         bucketing=bucketing,
         bucket_strategy=options.strategy,
         limit_hpu_graph=options.limit_graph,
@@ -79,14 +80,17 @@ def start(options: argparse.Namespace, folder: Path, bucketing: bool) -> tuple[E
     return engine, seconds
 
 
-def make_work(text: str, rows: int) -> list[GenerationRequest]:
-    """`512/256`: so many prompt tokens, and new ones on average."""
+def make_work(text: str, rows: int, shared: int, seed: int) -> list[GenerationRequest]:
+    """`512/256`: so many prompt tokens, of which `shared` are those of all, and new ones on average."""
     prompt, new = text.removesuffix("!").split("/")
-    rng = random.Random(text)
+    rng = random.Random(f"{text} {seed}")
     lengths = [max(1, int(rng.gauss(int(new), SPREAD * int(new)))) for _ in range(rows)]
     if text.endswith("!"):
         lengths = [int(new)] * rows
-    return [make_request(number, int(prompt), min(length, int(new)), {}, rng) for number, length in enumerate(lengths)]
+    work = [make_request(number, int(prompt), min(length, int(new)), {}, rng) for number, length in enumerate(lengths)]
+    for request in work:
+        request.token_ids[:shared] = work[0].token_ids[:shared]
+    return work
 
 
 def make_request(
@@ -117,13 +121,17 @@ def run(engine: Engine, work: list[GenerationRequest]) -> tuple[float, dict[int,
     return time.perf_counter() - began, answers
 
 
-def measure(engine: Engine, works: list[str], repeats: int) -> dict[str, float]:
+def measure(engine: Engine, options: argparse.Namespace) -> dict[str, float]:
     """Tokens per second of each row of work; the best of a few."""
     speeds: dict[str, float] = {}
-    for text in works:
-        work = make_work(text, engine.resolved.max_batch_size)
-        tokens = sum(request.max_new_tokens for request in work)
-        speeds[text] = max(tokens / run(engine, work)[0] for _ in range(repeats))
+    for text in options.work:
+        speeds[text] = 0.0
+        for seed in range(options.repeats):
+            work = make_work(text, engine.resolved.max_batch_size, options.shared, seed)
+            tokens = sum(request.max_new_tokens for request in work)
+            if options.shared:
+                run(engine, work[:1])
+            speeds[text] = max(speeds[text], tokens / run(engine, work)[0])
     return speeds
 
 
@@ -157,6 +165,7 @@ def main() -> int:
     parser.add_argument("--strategy", default="exponential", choices=["exponential", "linear"])
     parser.add_argument("--work", nargs="+", default=["512/256!", "200/800"])
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--shared", type=int, default=0, help="tokens that all prompts begin with; prefixes are reused")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--limit-graph", action="store_true", help="prompts without graphs")
     parser.add_argument("--goal", type=float, default=0.95)
@@ -168,7 +177,7 @@ def main() -> int:
         write_model(options.shape, folder)
         engine, seconds = start(options, folder, bucketing=False)
         print(f"without buckets: ready in {seconds['all']:.1f} s", flush=True)
-        plain = measure(engine, options.work, options.repeats)
+        plain = measure(engine, options)
         engine.close()
         del engine
         free_memory()
@@ -180,7 +189,7 @@ def main() -> int:
             f" {seconds['all']:.1f} s until ready"
         )
         print("  " + ", ".join(f"{stage} {value:.1f} s" for stage, value in seconds.items()), flush=True)
-        bucketed = measure(engine, options.work, options.repeats)
+        bucketed = measure(engine, options)
         after = engine.rank.bucket_stats
         tokens, different = compare_graphs(engine)
         unplanned = engine.rank.bucket_stats.num_unplanned
