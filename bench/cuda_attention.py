@@ -35,7 +35,7 @@ from text_generation_inference.kernels.triton.ops import specialised
 CUDA = torch.device("cuda")
 PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
 BULK_COPIES = torch.cuda.get_device_capability() >= (9, 0)
-SPECIALISED = specialised() if torch.cuda.get_device_capability() == (9, 0) else None
+SPECIALISED = specialised(torch.cuda.get_device_capability())
 BLOCK_SIZE, D, SCALES = 16, 128, (0.02, 0.03)
 NONE = (None, None)  # keys and values are read from the cache alone
 results: list[dict[str, Any]] = []

@@ -6,8 +6,8 @@
 Random weights. Prints how many shapes and graphs there are and how many seconds they took, then for each row of work (a
 full batch of requests, prompt and new tokens; the second number is the mean of lengths spread as in the profile
 fixed-length unless it is followed by !) tokens per second without and with buckets and their ratio, the padding, and
-whether graphs gave the tokens of the same padded passes without graphs. With --shared N prefixes are reused: the first N
-tokens of all prompts are the same, known before the clock starts. Ends with status 1 if a ratio is below --goal,
+whether graphs gave the tokens of the same padded passes without graphs. With --shared N prefixes are reused: the first
+N tokens of all prompts are the same, known before the clock starts. Ends with status 1 if a ratio is below --goal,
 a token differs, or a shape came up that warming up had not met.
 
 Try it anywhere: --device cpu --shape tiny --limits 32/64/4/64 --work 32/16 20/16

@@ -27,7 +27,7 @@ from text_generation_inference.kernels import latent as reference
 from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, PagedMeta
 from text_generation_inference.kernels.routing import SigmoidRouting, SoftmaxRouting
 from text_generation_inference.kernels.triton.latent import LatentChoice, TritonLatentAttention
-from text_generation_inference.kernels.triton.ops import specialised
+from text_generation_inference.kernels.triton.ops import latent_in_flight
 from text_generation_inference.kernels.triton.routing import route
 
 CUDA = torch.device("cuda")
@@ -44,9 +44,7 @@ LAYERS_BYTES = 400 << 20
 OP = TritonLatentAttention(
     torch.cuda.get_device_properties(0).multi_processor_count, torch.cuda.get_device_capability()
 )
-IN_FLIGHT: Callable[..., int] | None = None  # the kernel whose copies are in its own hands, beside the usual one
-if torch.cuda.get_device_capability() == (9, 0) and specialised() is not None:
-    from text_generation_inference.kernels.triton.hopper_latent import decode as IN_FLIGHT
+IN_FLIGHT = latent_in_flight(torch.cuda.get_device_capability())  # with copies in its own hands, beside the usual one
 
 
 @dataclass

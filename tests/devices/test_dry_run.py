@@ -334,7 +334,7 @@ class OnlyAsks(QueueOnCpu):
 
 
 device = OnlyAsks(Path(sys.argv[2]), load_ops(132))
-device.ops.attention.specialised, device.ops.attention.bulk_copies = specialised(), True
+device.ops.attention.specialised, device.ops.attention.bulk_copies = specialised((9, 0)), True
 device.limits = msgspec.structs.replace(device.limits, measures_steps=True)
 text_generation_inference.engine.rank.choose_device = lambda *_: device
 long = dict(max_batch_prefill_tokens=2048, max_total_tokens=2048)

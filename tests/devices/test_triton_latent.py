@@ -21,7 +21,7 @@ from text_generation_inference.kernels.triton.latent import (
     choose_splits,
     choose_tiles,
 )
-from text_generation_inference.kernels.triton.ops import specialised
+from text_generation_inference.kernels.triton.ops import latent_in_flight
 
 BATCHES: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
     "decode": ([1, 16, 17, 65, 300, 0], []),
@@ -186,14 +186,9 @@ def test_real_sizes(device: torch.device) -> None:
         ([1], []), ([700], []), ([5000], []), ([64, 129], []), (rows, []), (rows * 4, []), (rows * 30, []),
         ([], [(0, 1), (0, 700), (0, 128)]), ([40, 2000], [(0, 300), (1000, 1200), (16, 17), (0, 129)]),
     ]  # fmt: skip
-    for heads, in_flight in ((16, False), (128, False), (16, True), (32, True)):
-        op = TritonLatentAttention(processors, capability)
-        if in_flight and (capability != (9, 0) or specialised() is None):
-            continue
-        if in_flight:
-            from text_generation_inference.kernels.triton.hopper_latent import decode
-
-            op.in_flight = decode
+    in_flight = latent_in_flight(capability)
+    for heads, decode in ((16, None), (128, None), *([(16, in_flight), (32, in_flight)] if in_flight else [])):
+        op = TritonLatentAttention(processors, capability, decode)
         for work in works:
             for dtype in (torch.bfloat16, torch.float16):
                 check(device, work, Sizes(heads, 128, 64, 128, 512), dtype, op)

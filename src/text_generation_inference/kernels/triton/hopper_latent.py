@@ -159,9 +159,9 @@ def decode(
 
     0: not made for these sizes."""
     rows, heads, width = q.shape
-    if heads % HEADS or (mixed.shape[2], width) != (LATENT, LATENT + ROTATED) or q.dtype.itemsize != 2:
+    if heads != HEADS or (mixed.shape[2], width) != (LATENT, LATENT + ROTATED) or q.dtype.itemsize != 2:
         return 0
-    latent_decode_in_flight[(heads // HEADS, rows, splits)](
+    latent_decode_in_flight[(1, rows, splits)](
         q, cache, mixed, partial, stats, tables, table_rows, seq_lens, scale, q.stride(0), q.stride(1), mixed.stride(0),
         *cache.stride()[:2], tables.stride(0), HEADS=heads, M=HEADS, C=LATENT, R=ROTATED, BLOCK_SIZE=cache.shape[1],
         BLOCK_N=BLOCK_N, SPLIT=splits > 1, num_warps=_WARPS,

@@ -98,14 +98,16 @@ class _Pass:
 class TritonLatentAttention:
     """The op, for one device."""
 
-    def __init__(self, num_processors: int, capability: tuple[int, int]) -> None:
+    def __init__(
+        self, num_processors: int, capability: tuple[int, int], in_flight: Callable[..., int] | None = None
+    ) -> None:
         self._num_processors = num_processors
+        self.in_flight = in_flight  # `hopper_latent.decode`, where the GPU and Triton are made for it
         self._roomy = capability in ((9, 0), (10, 0), (10, 3))
         # Set, they are used whatever the work: to measure others.
         self.decode_choice: LatentChoice | None = None
         self.prefill_choice: LatentChoice | None = None
         self.splits: int | None = None
-        self.in_flight: Callable[..., int] | None = None  # `hopper_latent.decode`, of capability 9.0: not measured yet
 
     def __call__(
         self,

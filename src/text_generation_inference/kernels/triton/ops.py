@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from text_generation_inference.kernels.ops import Ops
 
-_GLUON_VERSIONS = ((3, 6), (3, 7))  # of Triton: in others what `hopper_attention` is written in may differ
+_GLUON_VERSIONS = ((3, 6), (3, 7))  # of Triton: in others what the kernels for Hopper are written in may differ
 
 
 def load_ops(num_processors: int, description: str = "", flashinfer: bool = False) -> Ops | str:
@@ -30,13 +30,13 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
         num_processors,
         bulk_copies=capability >= (9, 0),
         async_copies=capability >= (8, 0),
-        specialised=specialised() if capability == (9, 0) else None,
+        specialised=specialised(capability),
     )
     if flashinfer:
         from text_generation_inference.kernels.flashinfer_prompts import FlashinferPrompts
 
         paged_attention.prompts = FlashinferPrompts(torch.device("cuda", torch.cuda.current_device()))
-    latent_attention = TritonLatentAttention(num_processors, capability)
+    latent_attention = TritonLatentAttention(num_processors, capability, latent_in_flight(capability))
     linear = TritonLinear(num_processors, capability)
     experts = TritonExperts(capability)
     return Ops(
@@ -78,12 +78,28 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
     )
 
 
-def specialised() -> Callable[..., None] | None:
-    """Attention of long prompts for GPUs of capability 9.0, if this Triton is one that it was tested with."""
-    import triton  # pyright: ignore
-
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) not in _GLUON_VERSIONS:
+def specialised(capability: tuple[int, int]) -> Callable[..., None] | None:
+    """Attention of long prompts for GPUs of capability 9.0."""
+    if not _has_gluon(capability):
         return None
     from text_generation_inference.kernels.triton.hopper_attention import attend
 
     return attend
+
+
+def latent_in_flight(capability: tuple[int, int]) -> Callable[..., int] | None:
+    """Decode attention over latents for GPUs of capability 9.0."""
+    if not _has_gluon(capability):
+        return None
+    from text_generation_inference.kernels.triton.hopper_latent import decode
+
+    return decode
+
+
+def _has_gluon(capability: tuple[int, int]) -> bool:
+    """Whether the GPU is what these kernels are for, and this Triton one that they were tested with."""
+    if capability != (9, 0):
+        return False
+    import triton  # pyright: ignore
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) in _GLUON_VERSIONS
