@@ -193,10 +193,10 @@ def test_the_smallest() -> None:
 @pytest.mark.parametrize(
     ("limits", "before", "after", "contexts"),
     [
-        ((512, 1024, 4, 2048), 12, 8, [512]),
-        ((1024, 2048, 32, 2048), 23, 20, [256, 1024]),
-        ((512, 1536, 256, 131072), 36, 12, [512]),
-        ((4096, 8192, 4, 16384), 39, 39, [256, 1024, 4096]),
+        ((512, 1024, 4, 2048), 12, 11, [512]),
+        ((1024, 2048, 32, 2048), 23, 15, [1024]),
+        ((512, 1536, 256, 131072), 36, 22, [512]),
+        ((4096, 8192, 4, 16384), 39, 35, [1024, 4096]),
     ],
 )
 def test_shapes_after_cached_tokens(limits: tuple[int, ...], before: int, after: int, contexts: list[int]) -> None:
@@ -209,6 +209,22 @@ def test_shapes_after_cached_tokens(limits: tuple[int, ...], before: int, after:
     assert [b for b in plan.prefill if not b.context] == list(
         plan_buckets(PlanLimits(*limits, 128), BucketSettings()).prefill
     )
+
+
+def test_lengths_after_cached_tokens() -> None:
+    plan = plan_buckets(PlanLimits(512, 1536, 256, 131072, 128), BucketSettings(reuse=True))
+    batches: dict[int, list[int]] = {}
+    for bucket in plan.prefill:
+        if bucket.context:
+            batches.setdefault(bucket.length, []).append(bucket.batch)
+    # One prompt of 96 tokens takes as long as two: there is a shape for two alone.
+    assert batches == {
+        96: [2, 4, 8, 16, 32, 64],
+        192: [1, 2, 4, 8, 16, 32],
+        384: [1, 2, 4, 8, 16],
+        512: [1, 2, 4, 8, 16],
+    }
+    assert plan.find("prefill", 1, 40, 130) == Bucket("prefill", 2, 96, 512)
 
 
 def test_prompts_longer_than_a_step_are_cut() -> None:
@@ -447,7 +463,8 @@ def test_the_shortest_prompts_of_models_that_see(base: int) -> None:
     linear = ServerConfig(base_image_tokens=base, pad_sequence_to_multiple_of=256)
     exponential = ServerConfig(base_image_tokens=base, bucket_strategy="exponential")
     for config in (linear, exponential):
-        lengths = sorted({bucket.length for bucket in plan_padded(config, limits, sees=True).prefill})
+        prompts = plan_padded(config, limits, sees=True).prefill
+        lengths = sorted({bucket.length for bucket in prompts if not bucket.context})
         assert (lengths[0], lengths[-1]) == (min(base, 4096), 4096)
         assert plan_padded(config, limits).prefill[0].length < 2048  # of other models
         if base == 2048 and config is linear:

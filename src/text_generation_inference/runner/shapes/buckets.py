@@ -24,9 +24,9 @@ _RAMP_BATCH_STEP = 32
 MOST_SHAPES = 20_000  # of a phase; nobody would wait for more
 _PASS_TOKENS = 256  # a pass reads all weights, which takes about as long as computing so many tokens
 _READ_SHARE = 8  # so many tokens that are only read count as one that is computed
-_CONTEXT_FACTOR, _SMALLEST_CONTEXT = 4, 4  # of the numbers of blocks before prompts: between two, and where it ends
+_CONTEXT_FACTOR, _SMALLEST_CONTEXT = 4, 1024  # of tokens in the cache before prompts: between two, and where it ends
 _GATHER_COST = 3  # a block that is gathered is read, written, and read again
-_MOST_AFTER_CONTEXT = 4096  # tokens of several prompts in a pass: more of them are no faster together
+_MOST_AFTER_CONTEXT = 8192  # tokens of several prompts in a pass: more of them are no faster together
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -243,7 +243,8 @@ def plan_buckets(limits: PlanLimits, settings: BucketSettings, picture_sizes: Se
     first = _collect(prefill)
     after: list[Bucket] = []
     if settings.reuse or limits.longest_part < limits.max_input_tokens:
-        after = _collect(_after_context(limits, settings, sorted({bucket.length for bucket in first})))
+        lengths = {bucket.length for bucket in first}
+        after = _collect(_after_context(limits, settings, min(lengths), max(lengths)))
     listed = _collect(decode)
     in_place = _in_place(limits, settings, listed) if settings.contiguous else []
     shared = _shared(limits, listed) if settings.reuse else []
@@ -398,38 +399,51 @@ def nearest(sizes: Sequence[int], root: int, power: int) -> int:
 # -- both ----------------------------------------------------------------------------------------------------------
 
 
-def _after_context(limits: PlanLimits, settings: BucketSettings, lengths: Sequence[int]) -> Iterator[Bucket]:
-    """Shapes of prompts with tokens before them in the cache, without those that no prompt can have."""
+def _after_context(limits: PlanLimits, settings: BucketSettings, shortest: int, longest: int) -> Iterator[Bucket]:
+    """Shapes of prompts with tokens before them in the cache, without those that no prompt can have.
+
+    `shortest`, `longest`: of prompts that begin in the pass.
+    """
     size = limits.block_size
-    contexts = _context_blocks(-(-(limits.max_input_tokens - 1) // size), settings)
-    doubled = [lengths[0]]
-    while doubled[-1] < lengths[-1]:
-        doubled.append(_at_least(lengths, 2 * doubled[-1]) or lengths[-1])
+    contexts = _context_blocks(-(-(limits.max_input_tokens - 1) // size), size, settings)
     most_tokens = min(limits.max_batch_prefill_tokens, _MOST_AFTER_CONTEXT)
+    lengths = lengths_after(shortest, longest)
     for fewer, blocks in pairwise((0, *contexts)):
-        for shorter, length in pairwise((0, *doubled)):
-            if fewer * size + 1 + shorter + 1 > limits.max_input_tokens:
-                continue
-            batch = 1
-            while True:
+        left = limits.max_input_tokens - fewer * size - 1
+        possible = [length for shorter, length in pairwise((0, *lengths)) if shorter < left]
+        for length in possible:
+            most = max(1, min(limits.max_batch_size, most_tokens // length))
+            for batch in (1 << power for power in range(most.bit_length())):
                 bucket = Bucket("prefill", batch, length, blocks * size)
-                if batch > 1 and (batch > limits.max_batch_size or bucket.cost > most_tokens):
-                    break
-                yield bucket
-                batch *= 2
+                is_largest = length == possible[-1] and 2 * batch > most
+                # What takes as long as reading the weights may be padded to the next larger shape.
+                if is_largest or bucket.cost >= _PASS_TOKENS:
+                    yield bucket
 
 
-def _context_blocks(most: int, settings: BucketSettings) -> list[int]:
+def lengths_after(shortest: int, longest: int) -> list[int]:
+    """Of what is left to compute of prompts: three quarters of the shortest, doubled as far as `longest`.
+
+    Limits are mostly powers of two, so that the last two, of which passes take longest, are near each other.
+    """
+    lengths = [-(-3 * shortest // 4)]
+    while lengths[-1] < longest:
+        lengths.append(min(2 * lengths[-1], longest))
+    return lengths
+
+
+def _context_blocks(most: int, block_size: int, settings: BucketSettings) -> list[int]:
     """Numbers of blocks, the largest as many as there can be."""
     axis = settings.prompt_contexts
     if most < 1:
         return []
+    smallest = max(1, _SMALLEST_CONTEXT // block_size)
     if settings.strategy == LINEAR and axis.has_ramp:
-        return _ramp(axis, 1, _SMALLEST_CONTEXT, most)
+        return _ramp(axis, 1, smallest, most)
     if settings.strategy == EXPONENTIAL and axis.count:
         return spread(1, 1, most, axis.count)
     sizes = [most]
-    while sizes[-1] > _SMALLEST_CONTEXT:
+    while sizes[-1] > smallest:
         sizes.append(-(-sizes[-1] // _CONTEXT_FACTOR))
     return sizes[::-1]
 
