@@ -17,6 +17,7 @@ from text_generation_inference.bench.results import Published, Row, parse_row
 from text_generation_inference.bench.shapes import SHAPES
 from text_generation_inference.collection import pause_collection
 from text_generation_inference.config import ENGINE_SETTINGS, ServerConfig, read_environment
+from text_generation_inference.devices.visible import begin_early
 from text_generation_inference.errors import StartError
 
 _DEFAULT_ROWS = ["64/128/1", "64/128/4", "64/128/16"]
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str], prog: str = "tgi bench offline") -> int:
 
 def _run(task: OfflineTask) -> int:
     pause_collection()
+    begin_early(task.settings.get("device", "auto"), task.settings.get("num_shard") or 1)
     from text_generation_inference.bench.offline import (
         run_offline,  # loads torch, which takes seconds: mistakes in flags are told at once
     )

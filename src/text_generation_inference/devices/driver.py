@@ -1,10 +1,11 @@
-"""What the NVIDIA driver says of its GPUs, without torch and without touching their memory.
+"""What the NVIDIA driver says of its GPUs, without torch and without touching their memory; and its context, early.
 
 Standard library only, so that the launcher can ask. Honours CUDA_VISIBLE_DEVICES, as the driver does.
 """
 
 import ctypes
-from ctypes import byref, c_char_p, c_int, c_size_t, create_string_buffer
+import threading
+from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p, create_string_buffer
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -43,6 +44,22 @@ def read_driver() -> Driver:
         return _ask(library)
     except AttributeError as error:
         return Driver(problem=f"the NVIDIA driver lacks a function ({error})")
+
+
+def begin_context() -> None:
+    """Have the first GPU's context made, in which all of this process is computed there: torch would do it when it is
+    first asked for something, here it is done while torch is imported. What fails is left to torch, which tells it."""
+    threading.Thread(target=_make_context, name="tgi-context", daemon=True).start()
+
+
+def _make_context() -> None:
+    handle, context = c_int(), c_void_p()
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+        if library.cuInit(0) == 0 and library.cuDeviceGet(byref(handle), 0) == 0:
+            library.cuDevicePrimaryCtxRetain(byref(context), handle)
+    except (OSError, AttributeError):
+        return
 
 
 def _ask(library: ctypes.CDLL) -> Driver:

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Mapping
 
 from text_generation_inference.config import ServerConfig, may_share_cards
-from text_generation_inference.devices.driver import read_driver
+from text_generation_inference.devices.driver import begin_context, read_driver
 from text_generation_inference.errors import StartError
 
 
@@ -16,6 +16,12 @@ def find_device(asked: str) -> str:
     if read_driver().gpus:
         return "cuda"
     return "hpu" if shutil.which("hl-smi") else "cpu"
+
+
+def begin_early(asked: str, num_ranks: int) -> None:
+    """Before torch is imported, in a process that will compute: what a device can get ready meanwhile."""
+    if asked in ("auto", "cuda") and num_ranks == 1:  # else the card is not always the first
+        begin_context()
 
 
 def count_ranks(config: ServerConfig, environment: Mapping[str, str]) -> int:

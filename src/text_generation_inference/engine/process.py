@@ -387,8 +387,8 @@ def _tokens_of(out: TokenOut, number: int, stats: StepStats) -> TokenOut:
     )
 
 
-def main() -> int:
-    """A program: the SOCKET as its argument, the `ServerConfig` as JSON on standard input."""
+def main(config: ServerConfig) -> int:
+    """A program: the socket is its argument."""
     # Who stops a whole group or service signals this process too; the parent ends it, once requests are drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -396,7 +396,6 @@ def main() -> int:
     _never_wait_for_readers()
     failpoints.configure(failpoints_asked())
     socket_path = Path(sys.argv[1])
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, 1000)
@@ -477,8 +476,8 @@ class _LossyLines(io.TextIOBase):
         return self._stream.fileno()
 
 
-def run() -> NoReturn:
-    status = main()
+def run(config: ServerConfig) -> NoReturn:
+    status = main(config)
     if status == EXIT_ENGINE_FAILED:
         # The device may be in a state in which freeing what is on it crashes or hangs.
         os._exit(status)

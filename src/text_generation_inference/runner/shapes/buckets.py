@@ -26,7 +26,7 @@ _PASS_TOKENS = 256  # a pass reads all weights, which takes about as long as com
 _READ_SHARE = 8  # so many tokens that are only read count as one that is computed
 _CONTEXT_FACTOR, _SMALLEST_CONTEXT = 4, 1024  # of tokens in the cache before prompts: between two, and where it ends
 _GATHER_COST = 3  # a block that is gathered is read, written, and read again
-_MOST_AFTER_CONTEXT = 8192  # tokens of several prompts in a pass: more of them are no faster together
+_MOST_AFTER_CONTEXT = 16384  # tokens of several prompts in a pass: those of more passes wait for others to decode
 
 
 @dataclass(frozen=True, slots=True, order=True)
