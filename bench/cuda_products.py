@@ -19,15 +19,18 @@ from text_generation_inference.bench.floor import graph_ms
 from text_generation_inference.kernels import fp8, reference
 from text_generation_inference.kernels.triton import launch, norms_rotary
 from text_generation_inference.kernels.triton.gemv import vector_product
-from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8
+from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8, Shape
 from text_generation_inference.kernels.triton.quantize import quantize_rows
-from text_generation_inference.kernels.triton.small_gemm import SmallGemm
+from text_generation_inference.kernels.triton.small_gemm import SmallGemm, Tiling
 
 LLAMA_3_8B, LLAMA_2_7B = (4096, 14336, 6144, 128256), (4096, 11008, 12288, 32000)  # hidden, width, qkv, vocabulary
 NUM_LAYERS = 32
 PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
 VECTOR_SHAPES = [(1, 4096, 4), (2, 4096, 4), (4, 4096, 4), (4, 4096, 8), (4, 2048, 4), (8, 2048, 4), (8, 1024, 4)]
-VECTOR8_SHAPES = [None, (4, 3, 4, 2), (4, 3, 4, 3), (2, 4, 4, 4), (4, 2, 4, 4), (1, 3, 8, 2), (2, 3, 8, 2)]
+VECTOR8_SHAPES = [
+    None,
+    *(Shape(*each) for each in ((4, 3, 4, 2), (4, 3, 4, 3), (2, 4, 4, 4), (1, 3, 8, 2), (2, 3, 8, 2))),
+]
 SKINNY_TILINGS = [(64, 128, 4), (64, 256, 3), (64, 256, 4), (128, 128, 4)]  # outputs, columns, stages
 
 
@@ -175,7 +178,10 @@ def skinny(results: list[dict]) -> None:
             out = random(rows, n)
             wanted = fp8.linear(x, stored[0], None, torch.bfloat16)
             tilings = [
-                (bn, bk, s, stages) for bn, bk, stages in SKINNY_TILINGS for s in (1, 2, 4) if -(-n // bn) * s > 100
+                Tiling(bn, bk, s, stages)
+                for bn, bk, stages in SKINNY_TILINGS
+                for s in (1, 2, 4)
+                if -(-n // bn) * s > 100
             ]
             for tiling in [None, *tilings]:
                 op(x, stored[0], out, None, tiling)

@@ -20,8 +20,10 @@ from compile_program import PROGRAM
 
 from text_generation_inference.kernels.triton.expert_tiles import Tiling, choose_tiling
 from text_generation_inference.kernels.triton.gemv import choose_shape as gemv_shape
+from text_generation_inference.kernels.triton.gemv_fp8 import Shape
 from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as gemv_fp8_shape
 from text_generation_inference.kernels.triton.latent import choose_tiles
+from text_generation_inference.kernels.triton.small_gemm import Tiling as FewRowsTiling
 from text_generation_inference.kernels.triton.small_gemm_low_bit import LowBitGemmTiling
 from text_generation_inference.kernels.triton.small_gemm_low_bit import choose_tiling as low_bit_tiling
 
@@ -38,7 +40,7 @@ def words(text: str) -> dict[str, str]:
 def decode(
     dtype: str, cache: str | None = None, d: int = 128, splits: int = 1, window: int = 0, softcap: bool = False,
     block: int = 64, group: int = 4, lanes: int = 0, dependent: bool = False, fast: bool = True,
-    warps: int = 4, stages: int = 3, alibi: bool = False, sinks: bool = False, chunk: int = 0,
+    warps: int = 4, stages: int = 3, alibi: bool = False, sinks: bool = False, chunk: int = 0, asm: bool = False,
 ) -> tuple:  # fmt: skip
     types = {
         **dict.fromkeys(("q", "out"), dtype),
@@ -54,7 +56,7 @@ def decode(
         "KV_HEADS": 8, "GROUP": group, "GROUP_PAD": group, "D": d, "D_PAD": 1 << (d - 1).bit_length(), "BLOCK_SIZE": 16,
         "BLOCK_N": block, "LANES": lanes, "SPLIT": splits > 1, "JOIN": 32 // group if splits > 1 else 1, "WINDOW": window,
         "SOFTCAP": softcap, "SAME_STRIDES": True, "SMALL": cache == FP8, "STAGES": stages, "DEPENDENT": dependent,
-        "ALIBI": alibi, "SINKS": sinks, "CHUNK": chunk,
+        "ALIBI": alibi, "SINKS": sinks, "CHUNK": chunk, "ASM": asm,
     }  # fmt: skip
     kernel = "decode_by_lane" if lanes else "decode_by_group"
     return "decode_attention", kernel, types, values, {"num_warps": warps, "num_stages": stages, "fast": fast}
@@ -184,17 +186,38 @@ def gemv(k: int, shape: tuple[int, int, int]) -> tuple:
     return "gemv", "_gemv_kernel", types, values, {"num_warps": warps, "fast": True}
 
 
-def gemv_fp8(k: int, shape: tuple[int, int, int, int]) -> tuple:
+def gemv_fp8(k: int, shape: Shape, mode: int = 0) -> tuple:
     types = {
         **dict.fromkeys(("x", "norm_weight", "bias", "out"), BF16), "weight": FP8, "eps": "fp32", "columns": "i32",
         **dict.fromkeys(("weight_scale", "input_scale"), FP32),
     }  # fmt: skip
-    bn, stages, warps, _ = shape
+    part = k // shape.parts
     values = {
-        "N": 4096, "K": k, "K_PAD": 1 << (k - 1).bit_length(), "BN": bn, "STAGES": stages, "FORM": 1, **FUSED,
-        "GATE": int(k <= 4096),
+        "N": 4096, "K": k, "K_PAD": 1 << (part - 1).bit_length(), "BN": shape.outputs, "STAGES": shape.stages, "FORM": 1,
+        **FUSED, "GATE": int(k <= 4096), "PARTS": shape.parts, "AHEAD": shape.ahead, "DEPENDENT": mode,
     }  # fmt: skip
-    return "gemv_fp8", "_gemv_fp8_kernel", types, values, {"num_warps": warps, "fast": True}
+    if shape.parts > 1:
+        types["out"] = FP32
+        values |= dict.fromkeys(("NORM", "ADD", "BIAS"), False)
+    return "gemv_fp8", "_gemv_fp8_kernel", types, values, {"num_warps": shape.warps, "fast": True}
+
+
+def few_rows(tiling: FewRowsTiling, bm: int, kind: str = FP8, k: int = 8192, mode: int = 0) -> tuple:
+    types = {
+        **dict.fromkeys(("x", "weight"), kind), **dict.fromkeys(("x_scale", "weight_scale", "partial"), FP32),
+        "bias": BF16, "out": BF16, "counters": "*i32", **words("x_row out_row rows"),
+    }  # fmt: skip
+    if tiling.bulk:
+        types |= {
+            name: f"tensordesc<{kind[1:]}[{size}, {tiling.columns}]>"
+            for name, size in (("x", bm), ("weight", tiling.outputs))
+        }
+    values = {
+        "N": 8192, "K": k, "BM": bm, "BN": tiling.outputs, "BK": tiling.columns, "SPLITS": tiling.parts,
+        "STAGES": tiling.stages, "WHOLE": True, "BIAS": False, "BULK": tiling.bulk, "AHEAD": tiling.ahead, "DEPENDENT": mode,
+    }  # fmt: skip
+    options = {"num_warps": tiling.warps, "fast": True, "roomy": bm > 32 or tiling.bulk}
+    return "small_gemm", "_small_gemm_kernel", types, values, options
 
 
 def grouped(tiling: Tiling, gate: int, form: int = 0) -> tuple:
@@ -364,6 +387,7 @@ CASES = [
     decode(BF16, FP8, block=32, warps=1, stages=4),
     decode(BF16, splits=16, dependent=True),
     decode(BF16, FP8, fast=False),
+    decode(BF16, FP8, group=8, block=32, warps=1, stages=5, asm=True),
     decode(BF16, FP8, group=1, lanes=16),
     decode(BF16, FP8, group=1, lanes=4, block=32, warps=1),
     decode(BF16, FP8, group=1, lanes=16, splits=16, dependent=True),
@@ -472,16 +496,27 @@ CASES = [
         {"x": BF16, "data": "*i8", "scales": FP32, "input_scale": FP32, **words("x_row")},
         {"WIDTH": 14336, "BLOCK": 16384, "STATIC": False, "DEPENDENT": False}, {"num_warps": 16, "fast": True},
     ),
+    few_rows(FewRowsTiling(64, 256, 4, 4), 16, "*i8"),
+    few_rows(FewRowsTiling(64, 128, 1, 4, ahead=8), 64, mode=3),
+    few_rows(FewRowsTiling(128, 128, 3, 4, 4, bulk=True), 64, mode=3),
+    gemv_fp8(28672, Shape(4, 3, 4, 3, parts=7, ahead=1), mode=3),
+    gemv_fp8(8192, Shape(2, 3, 4, 3, ahead=2), mode=1),
     (
-        "small_gemm", "_small_gemm_kernel",
+        "gemv_fp8", "_sum_parts_kernel", {"parts": FP32, **dict.fromkeys(("bias", "out"), BF16)},
+        {"N": 8192, "PARTS": 7, "BLOCK": 128, "ADD": True, "BIAS": False, "DEPENDENT": 1}, {"num_warps": 2, "fast": True},
+    ),
+    (
+        "norms_rotary", "_gate_tile_kernel",
         {
-            **dict.fromkeys(("x", "weight"), "*i8"), **dict.fromkeys(("x_scale", "weight_scale", "partial"), FP32),
-            "bias": BF16, "out": BF16, "counters": "*i32", **words("x_row out_row rows"),
+            "x": BF16, "gated": BF16, **dict.fromkeys(("largest", "x_scales", "x_columns"), FP32), **words("x_row rows"),
         },
         {
-            "N": 4096, "K": 4096, "BM": 16, "BN": 64, "BK": 256, "SPLITS": 4, "STAGES": 4, "WHOLE": True, "BIAS": False,
-            "DEPENDENT": False,
-        }, {"num_warps": 4, "fast": True},
+            "WIDTH": 28672, "BM": 8, "BN": 1024, "PARTS": 28, "ACTIVATION": 1, "GATED": True, "SCALED": True,
+        }, {"num_warps": 8, "fast": True},
+    ),
+    (
+        "quantize", "_quantize_measured_kernel", {"x": BF16, "data": FP8, **dict.fromkeys(("largest", "scales"), FP32)},
+        {"WIDTH": 28672, "BLOCK": 4096, "PARTS": 28, "PARTS_PAD": 32}, {"num_warps": 4, "fast": True},
     ),
     rotary(64),
     rotary(40),

@@ -14,10 +14,10 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from text_generation_inference.kernels.triton.gemv import vector_product
-from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8
+from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8, Shape
 from text_generation_inference.kernels.triton.linear import TritonLinear
 from text_generation_inference.kernels.triton.quantize import quantize_rows
-from text_generation_inference.kernels.triton.small_gemm import SmallGemm, choose_tiling
+from text_generation_inference.kernels.triton.small_gemm import SmallGemm, Tiling, choose_tiling
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,9 @@ def test_one_row_in_fp8(device: torch.device, n: int, k: int, gate: str | None, 
         close(out, expected + residual if add else expected)
 
 
+@pytest.mark.parametrize("shape", [None, Shape(4, 2, 4, 3, parts=4)])
 @pytest.mark.parametrize("static", [False, True])
-def test_one_long_row_in_fp8(device: torch.device, static: bool) -> None:
+def test_one_long_row_in_fp8(device: torch.device, static: bool, shape: Shape | None) -> None:
     n, k = 13, 17408
     x = torch.randn(1, k, device=device).half()
     weight = fp8.quantize_weight(torch.randn(n, k, device=device) * 0.05)
@@ -88,7 +89,7 @@ def test_one_long_row_in_fp8(device: torch.device, static: bool) -> None:
     expected = fp8.linear(quantize_rows(x, weight), weight, bias, torch.float16)
     for add in (False, True):
         out = residual.clone()
-        op(x, weight, out, bias, add=add)
+        op(x, weight, out, bias, add=add, shape=shape)
         close(out, expected + residual if add else expected)
 
 
@@ -102,7 +103,7 @@ def test_few_rows_in_fp8(device: torch.device, rows: int, n: int, k: int, splits
     bias = torch.randn(n, device=device).half()
     for with_bias in (None, bias, bias):  # twice: the counters of the first time are clean
         out = torch.full((rows, n), 7.0, device=device, dtype=torch.float16)
-        op(x, weight, out, with_bias, (64, 64, splits, 2))
+        op(x, weight, out, with_bias, Tiling(64, 64, splits, 2))
         close(out, fp8.linear(x, weight, with_bias, torch.float32))
 
 

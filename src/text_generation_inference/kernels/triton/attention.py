@@ -200,7 +200,7 @@ class PagedAttention:
             LANES=min(choice.lanes, choice.block), SPLIT=splits > 1,
             JOIN=max(1, min(_MAX_SPLITS, 4096 // (group_pad * d_pad))) if splits > 1 else 1,
             SAME_STRIDES=k_cache.stride() == v_cache.stride(), STAGES=choice.stages, num_warps=choice.warps,
-            num_stages=choice.stages, **same,
+            num_stages=choice.stages, ASM=q.is_cuda, **same,
         )  # fmt: skip
 
     def _prefill(

@@ -116,6 +116,25 @@ def _finish(
             tl.store(counters + place, 0)
 
 
+# Of the lower (the higher) bytes of two numbers of 16 bits two in float16. Said in Triton, each byte is brought on its
+# own to where the conversion wants it.
+_LOWER, _HIGHER = (
+    tl.constexpr("{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $1, 0, " + order + "; mov.b32 {l, h}, t; "
+                 "cvt.rn.f16x2.e4m3x2 $0, l; }")
+    for order in ("0x4420", "0x4431")
+)  # fmt: skip
+
+
+@triton.jit
+def _halves(pairs, HIGHER: tl.constexpr, ASM: tl.constexpr):
+    """One of the two numbers in FP8 that are 16 bits, in float16."""
+    if ASM:
+        TEXT: tl.constexpr = _HIGHER if HIGHER else _LOWER
+        return tl.inline_asm_elementwise(TEXT, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        return (pairs >> (8 if HIGHER else 0)).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
 @triton.jit
 def decode_by_group(
     q, k_cache, v_cache, out, partial, stats, counters, tables, table_rows, seq_lens, scale, softcap, k_scale, v_scale,
@@ -124,6 +143,7 @@ def decode_by_group(
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SAME_STRIDES: tl.constexpr, SMALL: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, CHUNK: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """All query heads of a key/value head at once, on tensor cores, which want at least 16 of them."""
     kv, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -156,8 +176,15 @@ def decode_by_group(
             sink = tl.load(sinks + kv * GROUP + g, mask=g < GROUP, other=0.0)
             best = tl.where(split == 0, tl.maximum(sink * LOG2E, LEAST), LEAST)
             total += tl.where(split == 0, 1.0, 0.0)
-        acc = tl.zeros((M, D_PAD), tl.float32)
+        # Values in FP8 are read two by two: tensor cores want tokens side by side, and numbers of 16 bits are turned on
+        # their way out of shared memory, those of 8 bits one by one.
+        PAIRS: tl.constexpr = SMALL and D == D_PAD and q.dtype.element_ty != tl.float32
         k_base, v_base = k_cache + kv * k_head, v_cache + kv * v_head
+        acc = tl.zeros((M, D_PAD // 2 if PAIRS else D_PAD), tl.float32)
+        if PAIRS:
+            odd = acc
+            half = tl.arange(0, D_PAD // 2)
+            v_pairs = v_base.to(tl.pointer_type(tl.int16))
         for n0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
             n = n0 + tl.arange(0, BLOCK_N)
             visible = n < end
@@ -170,7 +197,10 @@ def decode_by_group(
                 table, n, visible, k_block, k_token, v_block, v_token, BLOCK_SIZE, SAME_STRIDES
             )
             keys = tl.load(k_base + keys_at[:, None] + d[None, :], mask=mask, other=0.0)
-            values = tl.load(v_base + values_at[:, None] + d[None, :], mask=mask, other=0.0)
+            if PAIRS:
+                pairs = tl.load(v_pairs + (values_at // 2)[:, None] + half[None, :], mask=visible[:, None], other=0)
+            else:
+                values = tl.load(v_base + values_at[:, None] + d[None, :], mask=mask, other=0.0)
             s = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee") * factor[:, None]
             if SOFTCAP:
                 s = softcap * tanh(s / softcap)
@@ -181,8 +211,15 @@ def decode_by_group(
             shrink = tl.exp2(best - new_best)
             p = tl.exp2(s - new_best[:, None])
             total = total * shrink + tl.sum(p, 1)
-            acc = tl.dot(p.to(queries.dtype), values.to(queries.dtype), acc * shrink[:, None], input_precision="ieee")
+            p = p.to(queries.dtype)
+            if PAIRS:
+                acc = tl.dot(p, _halves(pairs, False, ASM), acc * shrink[:, None])
+                odd = tl.dot(p, _halves(pairs, True, ASM), odd * shrink[:, None])
+            else:
+                acc = tl.dot(p, values.to(queries.dtype), acc * shrink[:, None], input_precision="ieee")
             best = new_best
+        if PAIRS:
+            acc = tl.reshape(tl.join(acc, odd), (M, D_PAD))
         _finish(
             acc, best, total, out, out_token, partial, stats, counters, row, kv, split, splits, active, v_scale, g,
             KV_HEADS, GROUP, GROUP_PAD, D, D_PAD, JOIN,
@@ -197,6 +234,7 @@ def decode_by_lane(
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SAME_STRIDES: tl.constexpr, SMALL: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, CHUNK: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """One query head with keys of its own (GROUP is 1). Tokens n, n + LANES, ... are a lane with a softmax of its own.
 

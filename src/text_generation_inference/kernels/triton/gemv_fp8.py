@@ -6,13 +6,19 @@ rounding to FP8 as `quantize_rows` does it) would otherwise take as long as read
 kernel before still ends it is slower, as measured in whole steps: its programs wait where that one's still work.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.triton.gemv import GATES, gated, normalised
+from text_generation_inference.kernels.triton.launch import fetch, is_early, launch_mode, wait_for_kernel_before
 from text_generation_inference.kernels.triton.quantize import BY_ROW, STATIC
+
+_SUM_BLOCK = 128
 
 
 @triton.jit
@@ -24,56 +30,121 @@ def _multiply(weights, row, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _fetch_ahead(
+    weight, first, N: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    """Have the first tiles of a program in the cache of the chip when it has read its input."""
+    LINES: tl.constexpr = triton.next_power_of_2((PART + 127) // 128)
+    column = first + tl.minimum(tl.arange(0, LINES) * 128, PART - 1)
+    for number in tl.static_range(TILES):
+        n = (tl.program_id(0) + number * tl.num_programs(0)) * BN + tl.arange(0, BN)
+        at = tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + column[None, :]
+        fetch(weight + at)
+        if GATE:
+            fetch(weight + N * K + at)
+
+
+@triton.jit
 def _gemv_fp8_kernel(
     x, weight, weight_scale, input_scale, norm_weight, bias, out, eps, columns,
     N: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
-    FORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    FORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
+    AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs at a time. GATE: the weight holds N gates, then N values. FORM: of the input, see `quantize`."""
+    """BN outputs at a time. GATE: the weight holds N gates, then N values. FORM: of the input, see `quantize`.
+
+    PARTS: programs of the second dimension have K / PARTS columns each, and `out` is a row for each of them. AHEAD: so
+    many tiles are asked for before the input is read.
+    """
+    PART: tl.constexpr = K // PARTS
+    kind = x.dtype.element_ty
+    first = tl.program_id(1) * PART
+    if AHEAD > 0:
+        _fetch_ahead(weight, first, N, K, PART, BN, AHEAD, GATE)
+    wait_for_kernel_before(DEPENDENT)
     k = tl.arange(0, K_PAD)
     # Not K, which is known when this is compiled: the assembler makes 0xff, which is no number, of zeros that it knows.
     inside = k < columns
-    kind = out.dtype.element_ty
-    row = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(x + first + k, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         row = normalised(row, norm_weight + k, tl.rsqrt(tl.sum(row * row, 0) / K + eps), inside, kind)
     if FORM == BY_ROW:
-        scale = tl.maximum(tl.max(tl.abs(row), 0) / 448.0, 1e-12)
+        largest = tl.abs(row)
+        if PARTS > 1:
+            for part in tl.static_range(PARTS):
+                other = tl.load(x + part * PART + k, mask=inside, other=0.0)
+                largest = tl.maximum(largest, tl.abs(other.to(tl.float32)))
+        scale = tl.maximum(tl.max(largest, 0) / 448.0, 1e-12)
     else:
         scale = tl.load(input_scale)
     row = (row * (1.0 / scale)).to(weight.dtype.element_ty).to(tl.float32)
     for tile in tl.range(tl.program_id(0), (N + BN - 1) // BN, tl.num_programs(0), num_stages=STAGES):
         n = tile * BN + tl.arange(0, BN)
         here = n < N
-        at = weight + n[:, None].to(tl.int64) * K + k[None, :]
+        at = weight + n[:, None].to(tl.int64) * K + first + k[None, :]
         weights = tl.load(at, mask=here[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
-        result = _multiply(weights, row, inside, K == K_PAD)
+        result = _multiply(weights, row, inside, PART == K_PAD)
         result *= scale * tl.load(weight_scale + n, mask=here, other=0.0)
         if BIAS:
             result += tl.load(bias + n, mask=here, other=0.0).to(tl.float32)
-        result = result.to(kind).to(tl.float32)
+        if PARTS > 1:
+            tl.store(out + tl.program_id(1) * N + n, result, mask=here)
+        else:
+            result = result.to(kind).to(tl.float32)
         if GATE:
             weights = tl.load(
                 at + N * K, mask=here[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first"
             )
-            up = _multiply(weights, row, inside, K == K_PAD)
+            up = _multiply(weights, row, inside, PART == K_PAD)
             up *= scale * tl.load(weight_scale + N + n, mask=here, other=0.0)
             if BIAS:
                 up += tl.load(bias + N + n, mask=here, other=0.0).to(tl.float32)
             result = gated(result, up.to(kind).to(tl.float32), kind, GATE)
         if ADD:
             result += tl.load(out + n, mask=here, other=0.0).to(tl.float32)
-        tl.store(out + n, result.to(kind), mask=here)
+        if PARTS == 1:
+            tl.store(out + n, result.to(kind), mask=here)
 
 
-def choose_shape(k: int, roomy: bool = True) -> tuple[int, int, int, int]:
-    """(outputs at a time, stages, warps, programs per processor). Measured on an H200, see `bench/cuda_products.py`.
+@triton.jit
+def _sum_parts_kernel(
+    parts, bias, out, N: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """What the parts of a row have given, rounded and added as the product of the whole row is."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = n < N
+    kind = out.dtype.element_ty
+    wait_for_kernel_before(DEPENDENT)
+    result = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        result += tl.load(parts + part * N + n, mask=here, other=0.0)
+    if BIAS:
+        result += tl.load(bias + n, mask=here, other=0.0).to(tl.float32)
+    result = result.to(kind).to(tl.float32)
+    if ADD:
+        result += tl.load(out + n, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + n, result.to(kind), mask=here)
+
+
+class Shape(NamedTuple):
+    outputs: int  # at a time
+    stages: int
+    warps: int
+    programs: int  # on each processor
+    parts: int = 1  # of the row; they divide it
+    ahead: int = 0  # tiles that are asked for before the input is read
+
+
+def choose_shape(k: int, roomy: bool = True) -> Shape:
+    """Measured on an H200, see `bench/cuda_products.py`.
 
     `roomy`: a processor has more shared memory than 100 KB.
     """
     if k <= 8192:
-        return (4 if k <= 4096 else 2), 3, 4, 3
-    return (2, 3, 16, 1) if k > 16384 and roomy else (1, 3, 8, 2)
+        return Shape(4 if k <= 4096 else 2, 3, 4, 3)
+    return Shape(2, 3, 16, 1) if k > 16384 and roomy else Shape(1, 3, 8, 2)
 
 
 class GemvFp8:
@@ -91,15 +162,27 @@ class GemvFp8:
         norm: tuple[Tensor, float] | None = None,  # weight and epsilon
         gate: str | None = None,  # "silu" or "gelu_tanh"
         add: bool = False,  # to what is in out
-        shape: tuple[int, int, int, int] | None = None,
+        shape: Shape | None = None,
+        mode: int = 0,  # of launching, see `launch`
     ) -> None:
         k, n = x.shape[1], out.shape[1]
-        bn, stages, warps, each = shape or choose_shape(k, self._roomy)
+        chosen = shape or choose_shape(k, self._roomy)
+        bn, parts = chosen.outputs, chosen.parts
+        assert parts == 1 or (k % (16 * parts) == 0 and norm is None and gate is None)
+        target = out if parts == 1 else torch.empty((parts, n), dtype=torch.float32, device=out.device)
         input_scale = weight.scale if weight.input_scale is None else weight.input_scale
         form = (BY_ROW if weight.input_scale is None else STATIC).value
-        _gemv_fp8_kernel[(min(triton.cdiv(n, bn), each * self._num_processors),)](
-            x, weight.data, weight.scale, input_scale, norm[0] if norm else x, x if bias is None else bias, out,
-            norm[1] if norm else 0.0, k, N=n, K=k, K_PAD=triton.next_power_of_2(k), BN=bn, STAGES=stages,
-            NORM=norm is not None, FORM=form,
-            GATE=GATES.index(gate), ADD=add, BIAS=bias is not None, num_warps=warps,
+        programs = max(1, chosen.programs * self._num_processors // parts)
+        _gemv_fp8_kernel[(min(triton.cdiv(n, bn), programs), parts)](
+            x, weight.data, weight.scale, input_scale, norm[0] if norm else x, x if bias is None else bias, target,
+            norm[1] if norm else 0.0, k // parts, N=n, K=k, K_PAD=triton.next_power_of_2(k // parts), BN=bn,
+            STAGES=chosen.stages, NORM=norm is not None, FORM=form, GATE=GATES.index(gate), ADD=add and parts == 1,
+            BIAS=bias is not None and parts == 1, PARTS=parts, AHEAD=chosen.ahead if x.is_cuda else 0, DEPENDENT=mode,
+            num_warps=chosen.warps, launch_pdl=is_early(mode),
         )  # fmt: skip
+        if parts > 1:
+            last = launch_mode(1)
+            _sum_parts_kernel[(triton.cdiv(n, _SUM_BLOCK),)](
+                target, x if bias is None else bias, out, N=n, PARTS=parts, BLOCK=_SUM_BLOCK, ADD=add,
+                BIAS=bias is not None, DEPENDENT=last, num_warps=2, launch_pdl=is_early(last),
+            )  # fmt: skip

@@ -6,14 +6,15 @@ operand, whose tile must be large. Where there are fewer tiles than processors, 
 inner dimension, and the last of them to finish adds the parts up in order.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
+from text_generation_inference.kernels.triton.launch import fetch, is_early, launch_mode, wait_for_kernel_before
 
 MAX_ROWS = 64  # beyond, the libraries are faster
 
@@ -22,9 +23,14 @@ MAX_ROWS = 64  # beyond, the libraries are faster
 def _small_gemm_kernel(
     x, weight, x_scale, weight_scale, bias, out, partial, counters, x_row, out_row, rows,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, BULK: tl.constexpr, AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs of all rows, over one of SPLITS parts of K."""
+    """BN outputs of all rows, over one of SPLITS parts of K.
+
+    BULK: `x` and `weight` are descriptors of tiles of BK columns, which the copy engine brings. AHEAD: so many lines of
+    128 bytes of each row of the weight are asked for before the kernel before has ended.
+    """
     tile, split = tl.program_id(0), tl.program_id(1)
     n = tile * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
@@ -32,13 +38,22 @@ def _small_gemm_kernel(
     PART: tl.constexpr = ((K + BK * SPLITS - 1) // (BK * SPLITS)) * BK
     start = split * PART
     end = tl.minimum(start + PART, K)
-    wait_for_kernel_before(DEPENDENT)
     # Past the end the last row is read again: what comes of it is not stored.
-    w_at = weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + k[None, :]
-    x_at = x + tl.minimum(m, rows - 1)[:, None] * x_row + k[None, :]
-    acc = tl.zeros((BN, BM), tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32)
+    if not BULK:
+        w_at = weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + k[None, :]
+        if AHEAD > 0:
+            line = tl.minimum(start + tl.arange(0, AHEAD) * 128, K - 1)
+            fetch(weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + line[None, :])
+    wait_for_kernel_before(DEPENDENT)
+    if not BULK:
+        x_at = x + tl.minimum(m, rows - 1)[:, None] * x_row + k[None, :]
+    INTEGERS: tl.constexpr = not BULK and x.dtype.element_ty == tl.int8
+    acc = tl.zeros((BN, BM), tl.int32 if INTEGERS else tl.float32)
     for k0 in tl.range(start, end, BK, num_stages=STAGES):
-        if WHOLE:
+        if BULK:
+            w_tile = weight.load([tile * BN, k0])
+            x_tile = x.load([0, k0])
+        elif WHOLE:
             w_tile = tl.load(w_at + k0)
             x_tile = tl.load(x_at + k0)
         else:
@@ -75,15 +90,25 @@ def _store(acc, x_scale, weight_scale, bias, out, out_row, rows, n, m, N: tl.con
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[None, :] & (n < N)[:, None])
 
 
-def choose_tiling(rows: int, n: int, num_processors: int) -> tuple[int, int, int, int]:
-    """(outputs per program, columns at a time, parts, stages). Measured on an H200, see `bench/cuda_products.py`."""
+class Tiling(NamedTuple):
+    outputs: int  # of a program
+    columns: int  # at a time
+    parts: int  # of a row
+    stages: int
+    warps: int = 4
+    bulk: bool = False  # tiles are brought by the copy engine
+    ahead: int = 0  # lines of each row that are asked for early
+
+
+def choose_tiling(rows: int, n: int, num_processors: int) -> Tiling:
+    """Measured on an H200, see `bench/cuda_products.py`."""
     tiles = triton.cdiv(n, 64)
     splits = 1
     while tiles * splits < num_processors and splits < 4:
         splits *= 2
     if rows <= 16:
-        return 64, 256, splits, 4 if splits > 1 else 3
-    return (64, 256, splits, 3) if splits > 1 else (64, 128, 1, 4)
+        return Tiling(64, 256, splits, 4 if splits > 1 else 3)
+    return Tiling(64, 256, splits, 3) if splits > 1 else Tiling(64, 128, 1, 4)
 
 
 class _Scaled(Protocol):
@@ -111,19 +136,27 @@ class SmallGemm:
         weight: _Scaled,  # [out, in]
         out: Tensor,  # [rows, out]
         bias: Tensor | None = None,
-        tiling: tuple[int, int, int, int] | None = None,
+        tiling: Tiling | None = None,
     ) -> None:
         rows, k = x.shape
         n = weight.shape[0]
-        bn, bk, splits, stages = tiling or choose_tiling(rows, n, self._num_processors)
+        chosen = tiling or choose_tiling(rows, n, self._num_processors)
+        bn, bk, splits = chosen.outputs, chosen.columns, chosen.parts
         bm = max(16, triton.next_power_of_2(rows))
         tiles = triton.cdiv(n, bn)
         partial, counters = self._take(out.device, tiles * bn * bm * splits if splits > 1 else 1, tiles)
+        mode = launch_mode(rows, product=True)
+        given, matrix = x.data, weight.data
+        if chosen.bulk:
+            given, matrix = (
+                TensorDescriptor.from_tensor(given, [bm, bk]),
+                TensorDescriptor.from_tensor(matrix, [bn, bk]),
+            )
         _small_gemm_kernel[(tiles, splits)](
-            x.data, weight.data, x.scale, weight.scale, x.scale if bias is None else bias, out, partial, counters,
-            x.data.stride(0), out.stride(0), rows, N=n, K=k, BM=bm, BN=bn, BK=bk, SPLITS=splits, STAGES=stages,
-            WHOLE=k % bk == 0, BIAS=bias is not None, DEPENDENT=dependent_launch(rows), num_warps=4,
-            launch_pdl=dependent_launch(rows),
+            given, matrix, x.scale, weight.scale, x.scale if bias is None else bias, out, partial, counters,
+            x.data.stride(0), out.stride(0), rows, N=n, K=k, BM=bm, BN=bn, BK=bk, SPLITS=splits, STAGES=chosen.stages,
+            WHOLE=k % bk == 0, BIAS=bias is not None, BULK=chosen.bulk, AHEAD=chosen.ahead if is_early(mode) else 0,
+            DEPENDENT=mode, num_warps=chosen.warps, launch_pdl=is_early(mode),
         )  # fmt: skip
 
     def _take(self, device: torch.device, num_partial: int, num_tiles: int) -> tuple[Tensor, Tensor]:
