@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.vision.blocks import (
     Attends,
@@ -19,8 +20,6 @@ from text_generation_inference.models.vision.blocks import (
     MaskedRows,
     Parameter,
     PatchEmbedding,
-    Rotation,
-    Segments,
     TowerFeedForward,
     TowerNorm,
 )
@@ -108,12 +107,12 @@ class Qwen3Tower(PatchTower):
         features = run_parts(self._through(x, MaskedRows(real, x.shape[0]), self._rotation(places)))
         return torch.cat((features, torch.zeros_like(features[:1])))
 
-    def _rotation(self, places: Tensor) -> Rotation:
+    def _rotation(self, places: Tensor) -> Tensor:
         spec = self.spec
         frequencies = frequencies_of(spec.theta, spec.block.hidden_size // spec.block.num_heads // 2, places.device)
         return rotation_of(places, frequencies, frequencies)
 
-    def _through(self, x: Tensor, segments: Attends, rotation: Rotation) -> Parts[Tensor]:
+    def _through(self, x: Tensor, segments: Segments | Attends, rotation: Tensor) -> Parts[Tensor]:
         """`[patches, hidden]` -> features of all levels."""
         spec, visual = self.spec, self.visual
         deep: list[Tensor] = []
