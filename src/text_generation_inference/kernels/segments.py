@@ -37,6 +37,11 @@ class Segments:
         return of_queries, of_queries if self.keys == self.queries else _starts(self.keys, self.device)
 
     @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Run of queries, and of keys."""
+        return max(self.queries), max(self.keys)
+
+    @cached_property
     def groups(self) -> list[_Group]:
         """Runs of equal lengths together."""
         by_lengths: dict[tuple[int, int], list[tuple[int, int]]] = {}
