@@ -236,6 +236,8 @@ def main() -> None:
         for shape, folder in folders.items():
             results[shape] = {"ours": run_ours(folder, given), "peer": peers[shape]}
             show(shape, **results[shape])
+            if (error := folder / "peer.json.error").is_file():
+                print(f"the peer did not start:\n{error.read_text()}", flush=True)
             if given.json:
                 Path(given.json).write_text(json.dumps(results))
 

@@ -3,14 +3,19 @@
     python bench/peers/vllm_pictures.py FOLDER FILE TEXT OUT SIZE REQUESTS ...
 
 Knows nothing of our packages, which are not to be seen by this process. FILE is written anew after each row. Pictures
-are drawn before the clock starts; what its processor does with them is inside.
+are drawn before the clock starts; what its processor does with them is inside. If vLLM does not start, why is written
+beside FILE with `.error` behind its name: vLLM looks at the class of a model in a process of its own, and names what
+fails there in a line of its log at best.
 """
 
+import importlib
 import json
 import os
 import random
+import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from picture_shapes import vocab_size
@@ -24,14 +29,24 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 MARKERS = {"llava_next": ["<image>"], "qwen2_5_vl": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]}
 
 
-def main() -> None:
-    folder, file, text, new, size, *counts = sys.argv[1:]
-    import vllm
-    from PIL import Image
-    from tokenizers import Tokenizer
+# What files of models that see import beside vLLM's own: that of Llava-Next imports Pixtral's, and this mistral_common
+# with what it takes for pictures, and names of transformers that are not public.
+NEEDED = (
+    "torch",
+    "transformers",
+    "torchvision",
+    "PIL",
+    "cv2",
+    "mistral_common",
+    "mistral_common.tokens.tokenizers.image",
+)
+NEEDED_MODULES = ("clip", "siglip", "pixtral", "llava", "llava_next", "qwen2_5_vl")
 
-    side, most = int(size), max(map(int, counts))
-    llm = vllm.LLM(
+
+def start(folder: str, most: int):
+    import vllm
+
+    return vllm.LLM(
         model=folder,
         load_format="dummy",
         dtype="bfloat16",
@@ -42,6 +57,41 @@ def main() -> None:
         limit_mm_per_prompt={"image": 1},
         disable_log_stats=True,
     )
+
+
+def explain(folder: str) -> str:
+    """What can be imported of that which the model's class needs, and what the process that looks at it would say."""
+    lines: list[str] = []
+    for name in (*NEEDED, *(f"vllm.model_executor.models.{module}" for module in NEEDED_MODULES)):
+        try:
+            module = importlib.import_module(name)
+            lines.append(f"{name} {getattr(module, '__version__', 'can be imported')}")
+        except Exception:
+            lines.append(f"{name} CANNOT BE IMPORTED\n{traceback.format_exc()}")
+    (architecture,) = json.loads(Path(folder, "config.json").read_text())["architectures"]
+    look = (
+        "from vllm.model_executor.models.registry import ModelRegistry;"
+        f" print(ModelRegistry.models[{architecture!r}].load_model_cls())"
+    )
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)
+    lines.append(f"in a process of its own ({done.returncode}): {done.stdout[-2000:]}{done.stderr[-6000:]}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    folder, file, text, new, size, *counts = sys.argv[1:]
+    import vllm
+    from PIL import Image
+    from tokenizers import Tokenizer
+
+    side, most = int(size), max(map(int, counts))
+    try:
+        llm = start(folder, most)
+    except Exception:
+        said = f"{traceback.format_exc()}\n{explain(folder)}"
+        Path(f"{file}.error").write_text(said)
+        print(said, file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
     found = {"peer": f"vLLM {vllm.__version__}", "ready_seconds": round(process_age(), 2), "rows": []}
     tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
     kind = json.loads(Path(folder, "config.json").read_text())["model_type"]

@@ -179,6 +179,12 @@ def rotary(
     return "norms_rotary", "_rotary_kernel", types, values, {"num_warps": 4 if hb <= 16 else 8, "fast": True}
 
 
+def rotated(heads: int, half: int) -> tuple:
+    types = {**dict.fromkeys(("q", "k"), BF16), "cos_sin": FP32, **words("q_row q_head k_row k_head turn_row")}
+    values = {"HEADS": heads, "KV_HEADS": heads, "HALF": half, "HALF_PAD": 1 << (half - 1).bit_length(), "HB": 16}
+    return "rotate_heads", "_rotate_heads_kernel", types, values, {"num_warps": 4, "fast": True}
+
+
 def gemv(k: int, shape: tuple[int, int, int]) -> tuple:
     types = {**dict.fromkeys(("x", "weight", "norm_weight", "bias", "out"), BF16), "eps": "fp32"}
     bn, bk, warps = shape
@@ -426,6 +432,9 @@ CASES = [
     gate(0, 96, activation=2),
     gate(0, activation=3, gated=False),
     gate(1, activation=4, gated=False),
+    gate(0, 4096, activation=5, gated=False),
+    rotated(16, 40),
+    rotated(20, 32),
     gate(1),
     gate(1, 11008),
     gate(3),

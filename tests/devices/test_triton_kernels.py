@@ -25,6 +25,7 @@ if importlib.util.find_spec("triton") is None:
 from text_generation_inference.kernels.triton import attention, norms_rotary, quantize, state
 from text_generation_inference.kernels.triton import ops as triton_ops
 from text_generation_inference.kernels.triton.attention import DecodeChoice, PrefillChoice
+from text_generation_inference.kernels.triton.rotate_heads import rotate_heads
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 DTYPES = list(TOLERANCES)
@@ -71,7 +72,7 @@ def test_norms(device: torch.device, dtype: torch.dtype, rows: int, width: int) 
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 99), (2, 2500)])
 def test_gates(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:
     x = torch.randn(rows, 2 * width, device=device).to(dtype) * 4
-    for name in ("silu_mul", "gelu_mul", "gelu_tanh_mul", "silu", "gelu", "gelu_tanh", "relu"):
+    for name in ("silu_mul", "gelu_mul", "gelu_tanh_mul", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu"):
         close(getattr(norms_rotary, name)(x), getattr(reference, name)(x))
 
 
@@ -167,6 +168,26 @@ def test_rotary_and_cache(
     close(norms_rotary.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache), expected)
     close(k_cache, k_expected)
     assert torch.equal(v_cache, v_expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "rotary"), [(16, 16, 80, 80), (3, 1, 64, 64), (20, 4, 24, 16), (2, 2, 2, 2)]
+)
+def test_rotated_heads(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int, rotary: int
+) -> None:
+    """Queries and keys lie in one product, whose other values stay as they are."""
+    fused = torch.randn(7, heads + 2 * kv_heads, d, device=device).to(dtype)
+    q, k, v = fused.split((heads, kv_heads, kv_heads), dim=1)
+    cos_sin, kept = rotary_table(14, rotary, device)[::2], v.clone()
+    expected = reference.rotate_heads(q.clone(), k.clone(), cos_sin)
+    found = rotate_heads(q, k, cos_sin)
+    for ours, theirs, before in zip(found, expected, (heads, kv_heads), strict=True):
+        close(ours, theirs)
+        assert ours.shape == (7, before, d)
+    assert torch.equal(v, kept)
+    assert rotate_heads(q[:0], k[:0], cos_sin[:0])[0].shape == (0, heads, d)
 
 
 @pytest.mark.parametrize("over_all", [False, True], ids=["by head", "over all"])

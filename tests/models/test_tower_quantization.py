@@ -12,8 +12,11 @@ from served_pictures import NUM_NEW, PROMPTS, Served, serve
 from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import FP8, Fp8Weight
-from text_generation_inference.models.vision.blocks import TowerLinear
+from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.models.vision.blocks import TowerFeedForward, TowerLinear
 from text_generation_inference.models.vision.tower import run_parts
+from text_generation_inference.quant.fp8 import Fp8
+from text_generation_inference.weights.load import load_dummy
 
 TOWERS = {"llava_next": ("vision_tower", "multi_modal_projector"), "qwen2_vl": ("visual",)}
 
@@ -94,3 +97,18 @@ def test_the_setting_leaves_towers_as_they_are(served: Served) -> None:
     expected, _, plain = look(served, served.oracle.folder)
     assert not any(kinds) and answers != plain
     assert all(torch.equal(ours, each) for ours, each in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("rounded", [("up",), ("down",), ("up", "down")])
+def test_a_width_that_grows_beside_one_that_is_stored(rounded: tuple[str, ...]) -> None:
+    """A matrix in FP8 keeps its width, whatever the device multiplies faster; what is between fits both."""
+    found: list[Tensor] = []
+    for ops in (Ops(), Ops(fast_multiple=64)):
+        of_gate = TowerFeedForward(ops, "mlp", ("gate", "up"), "down", (32, 48, 32), "silu", bias=True)
+        for name in rounded:
+            getattr(of_gate, name).method = Fp8()
+        load_dummy(of_gate, torch.float32, torch.device("cpu"), 0)
+        torch.manual_seed(0)
+        found.append(of_gate.forward(torch.randn(5, 32)))
+        assert of_gate.down.num_inputs == (48 if ops.fast_multiple == 1 or "down" in rounded else 64)
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)

@@ -24,6 +24,7 @@ from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context
 from text_generation_inference.models.registry import SEEING as KNOWN
 from text_generation_inference.models.registry import build, read_config
+from text_generation_inference.models.vision.blocks import TowerLinear
 from text_generation_inference.models.vision.families import find_family
 from text_generation_inference.models.vision.padded import PaddedTower
 from text_generation_inference.models.vision.tower import Tower
@@ -539,6 +540,16 @@ def test_native_kernels_give_the_same(made: Made) -> None:
     found = load(made, ops=device.ops).encode(pixels, grids)
     for ours, expected in zip(found, load(made).encode(pixels, grids), strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_widths_that_a_device_multiplies_faster_change_nothing(made: Made) -> None:
+    pixels, grids = draw(made)
+    tower = load(made, ops=Ops(fast_multiple=17))
+    grown = [each for _, each in tower.walk() if isinstance(each, TowerLinear) and each.num_inputs != each.shape[1]]
+    assert grown and all(each.num_inputs % 17 == 0 for each in grown)
+    for ours, expected in zip(tower.encode(pixels, grids), load(made).encode(pixels, grids), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -36,6 +36,7 @@ class AtOnce:
     """The part of `Device` that is about the queue, captures and ranks."""
 
     comm_backend: str
+    torch_device: torch.device
     settle: Callable[[], None] | None = None
 
     def __init__(self, thread_name: str) -> None:
@@ -52,6 +53,9 @@ class AtOnce:
 
     def pinned_int32(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32)
+
+    def send(self, host: Tensor) -> Tensor:
+        return host.to(self.torch_device)
 
     def event(self) -> Event:
         return _Done()

@@ -213,6 +213,11 @@ class CudaDevice:
     def pinned_int32(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
+    def send(self, host: Tensor) -> Tensor:
+        # From memory that is not pinned, a copy would wait for everything that is queued. Torch keeps what it pins
+        # until the copy is done, and takes it again afterwards.
+        return host.pin_memory().to(self.torch_device, non_blocking=True)
+
     def event(self) -> Event:
         event = torch.cuda.Event(blocking=True)
         event.record(self._queue)

@@ -129,6 +129,10 @@ class Device(Protocol):
         """int32 on the host that the queue copies from and to by itself."""
         ...
 
+    def send(self, host: Tensor) -> Tensor:
+        """A copy on the device of what is on the host: queued, where that need not wait for the queue."""
+        ...
+
     def event(self) -> Event: ...
 
     def timed(self, work: Callable[[], object]) -> Callable[[], float]:

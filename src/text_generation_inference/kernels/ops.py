@@ -12,7 +12,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from text_generation_inference.kernels import choice, experts, fp8, latent, low_bit, reference, routing, slot_state
+from text_generation_inference.kernels import (
+    choice,
+    experts,
+    fp8,
+    latent,
+    low_bit,
+    reference,
+    routing,
+    segments,
+    slot_state,
+)
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.choice import EVERY_FILTER, SamplingNeeds
 from text_generation_inference.kernels.fp8 import Fp8Weight
@@ -21,6 +31,7 @@ from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.matrices import BlockPieces, Product, Rows, Weight
 from text_generation_inference.kernels.routing import Routed, Routing
+from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.kernels.slot_state import SlotState
 from text_generation_inference.sampling.ops import ByShapeOp, GreedyOp
 from text_generation_inference.sampling.vocabulary import VocabularyPart
@@ -201,6 +212,20 @@ class AttentionOp(Protocol):
         ...
 
 
+class RotateHeadsOp(Protocol):
+    def __call__(self, q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q and k `[rows, heads, head_dim]` of towers by their own row of cos_sin `[rows, rotary_dim]` float32
+        (cosines, then sines), in float32. q and k may be changed."""
+        ...
+
+
+class SegmentAttentionOp(Protocol):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        """Attention within runs of rows, without a cache and in both directions: q `[rows, heads, head_dim]`, k and v
+        `[key rows, kv_heads, head_dim]` -> `[rows, heads * head_dim]`."""
+        ...
+
+
 class LatentAttentionOp(Protocol):
     def __call__(
         self,
@@ -281,6 +306,7 @@ def _no_blocks(pieces: Sequence[tuple[str, Tensor]], in_features: int) -> Weight
 class Ops:
     description: str = "reference ops"
     pack_linear: PackLinearOp = reference.pack_linear
+    fast_multiple: int = 1  # plain matrices whose sizes are multiples of it are multiplied fastest
     pack_fp8: PackFp8Op = fp8.pack_fp8
     fp8_max: float = fp8.FP8_MAX  # the largest number of the device's e4m3
     fp8_on_host: bool = False  # weights are quantised and widened there, until `pack_fp8` sends them
@@ -301,6 +327,7 @@ class Ops:
     add_layer_norm: AddLayerNormOp = reference.add_layer_norm
     gelu: ActivationOp = reference.gelu
     gelu_tanh: ActivationOp = reference.gelu_tanh
+    quick_gelu: ActivationOp = reference.quick_gelu
     relu: ActivationOp = reference.relu
     silu: ActivationOp = reference.silu
     silu_mul: GateOp = reference.silu_mul
@@ -311,6 +338,8 @@ class Ops:
     experts: ExpertsOp = experts.experts
     rotary_and_cache: RotaryAndCacheOp = reference.rotary_and_cache
     attention: AttentionOp = reference.attention
+    rotate_heads: RotateHeadsOp = reference.rotate_heads
+    segment_attention: SegmentAttentionOp = segments.segment_attention
     latent_attention: LatentAttentionOp = latent.latent_attention
     make_fused_decode: MakeFusedDecodeOp | None = None
     apply_writes: ApplyWritesOp = slot_state.apply_writes

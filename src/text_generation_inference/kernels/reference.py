@@ -97,6 +97,12 @@ def gelu_tanh(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
     return _pass_on(F.gelu(fp8.apply_scales(x), approximate="tanh"), quantize_for)
 
 
+def quick_gelu(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+    """gelu in its sigmoid form."""
+    wide = fp8.apply_scales(x)
+    return _pass_on(wide * torch.sigmoid(1.702 * wide), quantize_for)
+
+
 def relu(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
     return _pass_on(F.relu(fp8.apply_scales(x)), quantize_for)
 
@@ -128,6 +134,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def rotate_heads(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k `[rows, heads, head_dim]`, rotated in float32; cos_sin `[rows, rotary_dim]`: cosines, then sines."""
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    return rotate(q.float(), cos, sin).to(q.dtype), rotate(k.float(), cos, sin).to(k.dtype)
 
 
 def rotary_and_cache(

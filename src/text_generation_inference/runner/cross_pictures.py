@@ -167,7 +167,7 @@ class CrossPictures(SlotPictures):
         """The pictures of a plan are one group."""
         num_rows = len(spans) * self._sight.cross_rows
         ids = [self._free.pop() for _ in range(-(-num_rows // self._block_size))]
-        blocks = torch.tensor(ids, device=self._device.torch_device)
+        blocks = self._device.send(torch.tensor(ids))
         group = self._coming = _KeptGroup(ids, blocks, sum(map(self._num_real, spans)), num_rows)
         self._lost.clear()
         parts = self._compute(group, spans, self._take_pixels(spans))
@@ -181,7 +181,7 @@ class CrossPictures(SlotPictures):
         at, missing_at = 0, group.num_real
         for span, picture in zip(spans, pixels, strict=True):
             count = self._num_real(span)
-            given = [picture.to(self._device.torch_device)]
+            given = [self._device.send(picture)]
             (features,) = yield from self._model.encode(given, [tuple(span.grid)])
             self._put(group, features[:count], at)
             self._put(group, features[count:], missing_at)
@@ -329,7 +329,7 @@ class CrossPictures(SlotPictures):
         return self._groups[self._readers[slot].names[-1]]
 
     def _move(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device.torch_device)  # pyright: ignore[reportUnknownMemberType]
+        return self._device.send(torch.from_numpy(array))  # pyright: ignore[reportUnknownMemberType]
 
     def _parts(self, reader: _PictureReader, reading: Reading) -> list[tuple[Tensor, int, int]]:
         groups = [self._groups[name] for name in reader.names]

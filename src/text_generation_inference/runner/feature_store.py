@@ -14,7 +14,7 @@ from text_generation_inference.devices.device import Device
 
 class FeatureStore:
     def __init__(self, device: Device, capacity: int, width: int, dtype: torch.dtype) -> None:
-        self._device = device.torch_device
+        self._device = device
         # The last row is nobody's: padding is written there. Not filled: on a CPU what nobody writes takes no memory.
         with device.stream():
             self.rows = torch.empty((capacity + 1, width), dtype=dtype, device=device.torch_device)
@@ -69,4 +69,4 @@ class FeatureStore:
             self.rows.index_copy_(0, self._move(to), made.index_select(0, self._move(taken)))
 
     def _move(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)  # pyright: ignore[reportUnknownMemberType]
+        return self._device.send(torch.from_numpy(array))  # pyright: ignore[reportUnknownMemberType]

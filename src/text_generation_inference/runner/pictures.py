@@ -143,7 +143,7 @@ class SlotPictures:
         pixels, grids = self._take_pixels(spans), [tuple(span.grid) for span in spans]
         if (passes := self.passes) is not None and passes.hold(spans):
             return EncodeBatch([], self._encode_padded(passes, spans, pixels, grids), self._sight.num_parts)
-        parts = self._model.encode([each.to(self._device.torch_device) for each in pixels], grids)
+        parts = self._model.encode([self._device.send(each) for each in pixels], grids)
         return EncodeBatch(spans, parts, self._sight.num_parts)
 
     def _encode_padded(
@@ -230,11 +230,15 @@ class SlotPictures:
                         if self._sight.whole_runs:
                             ends[first + shift : after + shift] = start + length
                     at += length
-        device = batch.positions.device  # the host, where a pass is still to be sent
         batch.features = self._store.rows
-        batch.feature_index = torch.from_numpy(index).to(device)  # pyright: ignore[reportUnknownMemberType]
+        batch.feature_index = self._to_batch(index, batch)
         if self._sight.whole_runs or self._sight.whole_prompts:
-            batch.visible_ends = torch.from_numpy(ends).to(device)  # pyright: ignore[reportUnknownMemberType]
+            batch.visible_ends = self._to_batch(ends, batch)
         if self._sight.rope_axes:
-            given = torch.from_numpy(places).to(device)  # pyright: ignore[reportUnknownMemberType]
+            given = self._to_batch(places, batch)
             batch.grid_positions = torch.where(given >= 0, given, batch.positions)
+
+    def _to_batch(self, array: np.ndarray, batch: Batch) -> Tensor:
+        """To where the batch is: on the host, where a pass is still to be sent."""
+        tensor = torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
+        return tensor if batch.positions.device == tensor.device else self._device.send(tensor)

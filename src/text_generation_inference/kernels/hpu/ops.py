@@ -108,6 +108,7 @@ def load_ops(
         gelu_mul=norms.gelu_mul,
         gelu=norms.activation(reference.gelu),
         gelu_tanh=norms.activation(reference.gelu_tanh),
+        quick_gelu=norms.activation(reference.quick_gelu),
         relu=norms.activation(reference.relu),
         silu=norms.activation(reference.silu),
         layer_norm=norms.layer_norm,

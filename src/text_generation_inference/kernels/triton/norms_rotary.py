@@ -36,6 +36,7 @@ GATE_OPTIONS: dict[str, int] = {}
 NORM_OPTIONS: dict[str, int] = {}
 ROTARY_OPTIONS: tuple[int, int] | None = None
 SILU, GELU_TANH, GELU, RELU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+QUICK_GELU = tl.constexpr(5)
 
 
 @triton.jit
@@ -170,6 +171,8 @@ def _activated(value, ACTIVATION: tl.constexpr):
         return value * (1 - 1 / (tl.exp(2 * inner) + 1))
     elif ACTIVATION == GELU:
         return value * 0.5 * (1 + tl.erf(value * 0.7071067811865476))
+    elif ACTIVATION == QUICK_GELU:
+        return value / (1 + tl.exp(-1.702 * value))
     else:
         return tl.where(value < 0, 0.0, value)  # what is no number stays none
 
@@ -287,6 +290,11 @@ def gelu(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
 def gelu_tanh(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
     """gelu in its tanh form."""
     return _activate(x, GELU_TANH, quantize_for)
+
+
+def quick_gelu(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:
+    """gelu in its sigmoid form."""
+    return _activate(x, QUICK_GELU, quantize_for)
 
 
 def relu(x: Product, quantize_for: Fp8Weight | None = None) -> Rows:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from text_generation_inference.kernels.ops import Ops
 
+_FAST_MULTIPLE = 64  # rows that begin on no multiple of 16 bytes are for the library's slowest kernels
 _GLUON_VERSIONS = ((3, 6), (3, 7))  # of Triton: in others what the kernels for Hopper are written in may differ
 
 
@@ -17,11 +18,13 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
         return "triton is not installed"
     import torch
 
+    from text_generation_inference.kernels import flash_segments, segments
     from text_generation_inference.kernels.triton import attention, choice, fused_decode, norms_rotary, state
     from text_generation_inference.kernels.triton.experts import TritonExperts
     from text_generation_inference.kernels.triton.latent import TritonLatentAttention
     from text_generation_inference.kernels.triton.linear import TritonLinear, logits
     from text_generation_inference.kernels.triton.low_bit_linear import pack_low_bit
+    from text_generation_inference.kernels.triton.rotate_heads import rotate_heads
     from text_generation_inference.kernels.triton.routing import route
 
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -41,6 +44,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
     experts = TritonExperts(capability)
     return Ops(
         description,
+        fast_multiple=_FAST_MULTIPLE,
         pack_low_bit=pack_low_bit,
         low_bit_keeps_wide=True,
         linear=linear,
@@ -61,6 +65,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
         add_layer_norm=norms_rotary.add_layer_norm,
         gelu=norms_rotary.gelu,
         gelu_tanh=norms_rotary.gelu_tanh,
+        quick_gelu=norms_rotary.quick_gelu,
         relu=norms_rotary.relu,
         silu=norms_rotary.silu,
         silu_mul=norms_rotary.silu_mul,
@@ -70,6 +75,8 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
         route=route,
         rotary_and_cache=norms_rotary.rotary_and_cache,
         attention=paged_attention,
+        rotate_heads=rotate_heads,
+        segment_attention=(flash_segments if capability >= (8, 0) else segments).segment_attention,
         latent_attention=latent_attention,
         apply_writes=state.apply_writes,
         gather_inputs=state.gather_inputs,

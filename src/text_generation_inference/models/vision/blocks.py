@@ -14,32 +14,47 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from text_generation_inference.kernels.matrices import Weight, plain
-from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.ops import ActivationOp, GateOp, Ops
+from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.layers.norm import NormSpec, make_norm
 from text_generation_inference.models.config import Config
 from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.weights.declare import Declared, Module, Part
 
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by the names that configs have for them
-    "quick_gelu": _quick_gelu,
-    "gelu": F.gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "silu": F.silu,
-    "swish": F.silu,
-    "relu": F.relu,
+# What configs call an activation -> what ops call it.
+ACTIVATIONS = {
+    "quick_gelu": "quick_gelu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
 }
+
+
+def activation_of(ops: Ops, name: str) -> Callable[[Tensor], Tensor]:
+    """x `[rows, width]` -> activation(x), by a config's name for it."""
+    table = {"silu": ops.silu, "gelu": ops.gelu, "gelu_tanh": ops.gelu_tanh, "quick_gelu": ops.quick_gelu}
+    op: ActivationOp = {**table, "relu": ops.relu}[ACTIVATIONS[name]]
+    return lambda x: cast(Tensor, op(x))
+
+
+def gate_of(ops: Ops, name: str) -> Callable[[Tensor], Tensor]:
+    """gate_up `[rows, 2 * width]` -> activation(gate) * up."""
+    table = {"silu": ops.silu_mul, "gelu": ops.gelu_mul, "gelu_tanh": ops.gelu_tanh_mul}
+    op: GateOp | None = table.get(ACTIVATIONS[name])
+    if op is not None:
+        return lambda x: cast(Tensor, op(x))
+    activate = activation_of(ops, name)
+
+    def run(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activate(gate) * up
+
+    return run
 
 
 _RUN = 16
@@ -47,22 +62,57 @@ _RUN = 16
 
 class TowerLinear(Linear):
     """A product of a tower, stacked from its parts. In few bits where its checkpoint has it so, and plain otherwise:
-    `quantize` leaves it alone."""
+    `quantize` leaves it alone.
+
+    `pads_inputs`, `pads_outputs`: its width, or that of each part, may grow to what the device multiplies fastest. What
+    is added are zeros; a matrix that is not plain stays as it is.
+    """
 
     only_as_stored = True
     is_measured = False
 
-    def __init__(self, ops: Ops, parts: list[Part], biases: list[Part] | None = None) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        parts: list[Part],
+        biases: list[Part] | None = None,
+        pads_inputs: bool = False,
+        pads_outputs: bool = False,
+    ) -> None:
         super().__init__(ops, parts, biases)
         # Kernels in FP8 multiply runs of 16 values: what has others is widened when it is read.
         self.may_round = all(size % _RUN == 0 for part in parts for size in part.shape)
+        self._pads_inputs, self._pads_outputs = pads_inputs, pads_outputs
+        self.num_inputs = self.shape[1]  # with those that were added
+
+    def finish(self) -> None:
+        if isinstance(self.weight, Tensor):
+            step = self.ops.fast_multiple
+            if self._pads_inputs and (missing := -self.num_inputs % step):
+                self.weight = F.pad(self.weight, (0, missing))
+                self.num_inputs += missing
+            if self._pads_outputs and (missing := -self.parts[0].shape[0] % step):
+                each = self.weight.unflatten(0, (len(self.parts), -1))
+                self.weight = F.pad(each, (0, 0, 0, missing)).flatten(0, 1)
+                if self.bias is not None:
+                    self.bias = F.pad(self.bias.unflatten(0, (len(self.parts), -1)), (0, missing)).flatten()
+        super().finish()
 
 
-def linear(ops: Ops, names: Sequence[str], sizes: Sequence[int], in_features: int, bias: bool) -> TowerLinear:
+def linear(
+    ops: Ops,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    in_features: int,
+    bias: bool,
+    pads_inputs: bool = False,
+    pads_outputs: bool = False,
+) -> TowerLinear:
     """Weights `[size, in_features]` of these names, one below the other."""
     named = list(zip(names, sizes, strict=True))
     parts = [Part(f"{name}.weight", (size, in_features)) for name, size in named]
-    return TowerLinear(ops, parts, [Part(f"{name}.bias", (size,)) for name, size in named] if bias else None)
+    biases = [Part(f"{name}.bias", (size,)) for name, size in named] if bias else None
+    return TowerLinear(ops, parts, biases, pads_inputs, pads_outputs)
 
 
 class Parameter(Module):
@@ -84,6 +134,11 @@ class TowerNorm(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.norm.forward(x))
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Add x to the residual stream and normalise: (normalised, new residual)."""
+        normed, total = self.norm.add(x, residual)
+        return cast(Tensor, normed), total
 
 
 class PatchEmbedding(Module):
@@ -167,48 +222,6 @@ def scales_of(normalisation: Normalisation, device: torch.device) -> tuple[Tenso
         return torch.tensor(normalisation.mean, device=device), torch.tensor(normalisation.std, device=device)
 
 
-class Segments:
-    """Runs of rows that attend to each other, of lengths that may differ; queries and keys may have their own rows.
-
-    Runs of equal lengths are computed together; where all are equal nothing is moved.
-    """
-
-    def __init__(self, queries: Sequence[int], device: torch.device, keys: Sequence[int] | None = None) -> None:
-        self._groups: list[tuple[int, int, Tensor | None, Tensor | None]] = []
-        keys = queries if keys is None else keys
-        by_lengths: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        start, key_start = 0, 0
-        for pair in zip(queries, keys, strict=True):
-            by_lengths.setdefault(pair, []).append((start, key_start))
-            start, key_start = start + pair[0], key_start + pair[1]
-        for (length, key_length), starts in by_lengths.items():
-            if len(by_lengths) == 1:
-                self._groups.append((length, key_length, None, None))
-                continue
-            of_queries, of_keys = torch.tensor(starts).unbind(1)
-            rows = (of_queries[:, None] + torch.arange(length)).flatten()
-            key_rows = (of_keys[:, None] + torch.arange(key_length)).flatten()
-            self._groups.append((length, key_length, rows.to(device), key_rows.to(device)))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q `[rows, heads, dim]`, k and v `[key rows, kv heads, dim]` -> `[rows, heads * dim]`."""
-        out = None
-        for length, key_length, rows, key_rows in self._groups:
-            if rows is None or key_rows is None:
-                return _attend(q, k, v, length, key_length)
-            out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2]) if out is None else out
-            out[rows] = _attend(q[rows], k[key_rows], v[key_rows], length, key_length)
-        assert out is not None, "there are no rows"
-        return out
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, length: int, key_length: int) -> Tensor:
-    q = q.view(-1, length, *q.shape[1:]).transpose(1, 2)
-    k, v = (each.view(-1, key_length, *each.shape[1:]).transpose(1, 2) for each in (k, v))
-    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != q.shape[1])
-    return out.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
 class MaskedRows:
     """Rows that attend to each other in runs of one length, but for those that are padding: nobody sees these.
 
@@ -220,7 +233,7 @@ class MaskedRows:
         runs = real.view(-1, length)
         self._seen = (runs | ~runs.any(1, keepdim=True))[:, None, None]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         runs, _, _, length = self._seen.shape
         q, k, v = (each.view(runs, length, *each.shape[1:]).transpose(1, 2) for each in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._seen)
@@ -228,21 +241,16 @@ class MaskedRows:
 
 
 class Attends(Protocol):
-    """Who says which rows attend to which."""
+    """Who says which rows attend to which, where `Segments` cannot."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k and v `[rows, heads, dim]` -> `[rows, heads * dim]`."""
         ...
 
 
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, `[rows, dim]` float32
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """x `[rows, heads, dim]`, halves rotated together."""
-    cos, sin = (each[:, None] for each in rotation)
-    first, second = x.float().chunk(2, dim=-1)
-    return (x.float() * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+def attend(ops: Ops, q: Tensor, k: Tensor, v: Tensor, rows: Segments | Attends) -> Tensor:
+    """q, k and v `[rows, heads, dim]` -> `[rows, heads * dim]`."""
+    return ops.segment_attention(q, k, v, rows) if isinstance(rows, Segments) else rows.attend(ops, q, k, v)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +279,7 @@ class BlockSpec:
 
 class TowerAttention(Module):
     def __init__(self, ops: Ops, spec: BlockSpec) -> None:
+        self.ops = ops
         self.name = spec.attention
         self.num_heads = spec.num_heads
         size, names = spec.hidden_size, spec.qkv
@@ -281,15 +290,15 @@ class TowerAttention(Module):
         if spec.qk_norm is not None:
             self.norms = [TowerNorm(ops, spec.qk_norm, each, size) for each in ("q_norm", "k_norm")]
 
-    def forward(self, x: Tensor, segments: Attends, rotation: Rotation | None) -> Tensor:
+    def forward(self, x: Tensor, segments: Segments | Attends, rotation: Tensor | None) -> Tensor:
         q, k, v = self.qkv.forward(x).view(x.shape[0], 3, self.num_heads, -1).unbind(1)
         if self.norms:
             q, k = (
                 norm.forward(each.flatten(1)).view(each.shape) for norm, each in zip(self.norms, (q, k), strict=True)
             )
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        return self.out.forward(segments.attend(q, k, v))
+            q, k = self.ops.rotate_heads(q, k, rotation)
+        return self.out.forward(attend(self.ops, q, k, v, segments))
 
 
 class TowerFeedForward(Module):
@@ -300,18 +309,16 @@ class TowerFeedForward(Module):
     ) -> None:
         """sizes: in, between, out."""
         self.name = name
-        self.is_gated = len(up) > 1
-        self.activation = ACTIVATIONS[act]
+        self.activate = gate_of(ops, act) if len(up) > 1 else activation_of(ops, act)
         size, width, out = sizes
-        self.up = linear(ops, up, [width] * len(up), size, bias)
-        self.down = linear(ops, [down], [out], width, bias)
+        self.up = linear(ops, up, [width] * len(up), size, bias, pads_outputs=True)
+        self.down = linear(ops, [down], [out], width, bias, pads_inputs=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.up.forward(x)
-        if self.is_gated:
-            gate, up = x.chunk(2, dim=-1)
-            return self.down.forward(self.activation(gate) * up)
-        return self.down.forward(self.activation(x))
+        x = self.activate(self.up.forward(x))
+        if missing := self.down.num_inputs - x.shape[1]:  # one of the two is not plain, and as wide as it is stored
+            x = F.pad(x, (0, missing))
+        return self.down.forward(x)
 
 
 class Block(Module):
@@ -332,9 +339,11 @@ class Block(Module):
         self.gates = [Parameter(gate, (1,)) for gate in spec.gates]
         self.scales = [Parameter(scale, (size,)) for scale in spec.scales]
 
-    def forward(self, x: Tensor, segments: Attends, rotation: Rotation | None = None) -> Tensor:
-        x = x + self._gate(0, self.attention.forward(self.norm1.forward(x), segments, rotation))
-        return x + self._gate(1, self.feed_forward.forward(self.norm2.forward(x)))
+    def forward(self, x: Tensor, segments: Segments | Attends, rotation: Tensor | None = None) -> Tensor:
+        """rotation: cosines, then sines of each row's angles, `[rows, dim]` float32."""
+        added = self._gate(0, self.attention.forward(self.norm1.forward(x), segments, rotation))
+        normed, x = self.norm2.add(added, x)
+        return x + self._gate(1, self.feed_forward.forward(normed))
 
     def _gate(self, number: int, x: Tensor) -> Tensor:
         if self.scales:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.vision.blocks import (
@@ -13,7 +14,6 @@ from text_generation_inference.models.vision.blocks import (
     BlockSpec,
     Parameter,
     PatchEmbedding,
-    Segments,
     TowerNorm,
     check_heads,
     read_activation,

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.vision.blocks import (
     Parameter,
-    Segments,
     TowerFeedForward,
     TowerNorm,
     linear,
@@ -66,7 +66,7 @@ class _Attention(Module):
     name = "self_attn"
 
     def __init__(self, ops: Ops, size: int, heads: int, kv_heads: int, head_dim: int) -> None:
-        self.head_dim = head_dim
+        self.ops, self.head_dim = ops, head_dim
         self.q = linear(ops, ["q_proj"], [heads * head_dim], size, bias=False)
         self.kv = linear(ops, ["k_proj", "v_proj"], [kv_heads * head_dim] * 2, size, bias=False)
         self.out = linear(ops, ["o_proj"], [size], heads * head_dim, bias=False)
@@ -74,7 +74,7 @@ class _Attention(Module):
     def forward(self, latents: Tensor, rows: Tensor, segments: Segments) -> Tensor:
         q = self.q.forward(latents).unflatten(1, (-1, self.head_dim))
         k, v = self.kv.forward(rows).unflatten(1, (2, -1, self.head_dim)).unbind(1)
-        return self.out.forward(segments.attend(q, k, v))
+        return self.out.forward(self.ops.segment_attention(q, k, v, segments))
 
 
 class _Layer(Module):

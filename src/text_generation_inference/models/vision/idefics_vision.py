@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.models.config import Config
-from text_generation_inference.models.vision.blocks import Block, Segments, TowerNorm
+from text_generation_inference.models.vision.blocks import Block, TowerNorm
 from text_generation_inference.models.vision.siglip import SiglipEmbeddings, read_block
 from text_generation_inference.models.vision.tower import Parts
 from text_generation_inference.pictures.rule import Normalisation

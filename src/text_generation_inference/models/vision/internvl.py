@@ -11,6 +11,7 @@ from torch import Tensor
 
 from text_generation_inference.files import shorten
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
@@ -19,7 +20,6 @@ from text_generation_inference.models.vision.blocks import (
     BlockSpec,
     Parameter,
     PatchEmbedding,
-    Segments,
     TowerFeedForward,
     TowerNorm,
     check_heads,

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.vision.blocks import (
     Block,
     BlockSpec,
     Parameter,
     PatchEmbedding,
-    Segments,
     TowerNorm,
     linear,
 )
@@ -117,12 +117,12 @@ class _RealAndPadding:
         self.of_real = Segments(counts, device, [num_rows] * len(counts))
         self.of_padding = Segments([num_rows - count for count in counts], device, counts)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not len(self.padding):
-            return self.of_real.attend(q, k, v)
+            return ops.segment_attention(q, k, v, self.of_real)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
-        out[self.real] = self.of_real.attend(q[self.real], k, v)
-        out[self.padding] = self.of_padding.attend(q[self.padding], k[self.real], v[self.real])
+        out[self.real] = ops.segment_attention(q[self.real], k, v, self.of_real)
+        out[self.padding] = ops.segment_attention(q[self.padding], k[self.real], v[self.real], self.of_padding)
         return out
 
 

@@ -6,7 +6,8 @@ Padding changes nothing: tiles are computed by themselves, and rows of patches t
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from text_generation_inference.models.vision.tower import Parts, Tower, run_part
 
 Piece = list[Tensor]  # on the host, all with as many rows
 _STEPS = (4, 5, 6, 8)  # of sizes: three for each doubling
+_KEPT_ORDERS = 64
 
 
 class PaddedTower(Tower):
@@ -106,9 +108,19 @@ class TileTower(PaddedTower):
             return list(each)
         found: list[Tensor] = []
         for rows, picture, grid in zip(each, pixels, grids, strict=True):
-            order = torch.from_numpy(self.order_of(picture.shape, grid)).to(rows.device)  # pyright: ignore
+            order = self._order_on(rows.device, tuple(picture.shape), tuple(grid))
             found.append(torch.cat((rows, between[None]))[order])
         return found
+
+    @cached_property
+    def _order_on(self) -> Callable[[torch.device, tuple[int, ...], tuple[int, ...]], Tensor]:
+        """`order_of` on the device, kept for the arrangements of tiles that were seen last."""
+
+        def make(device: torch.device, shape: tuple[int, ...], grid: tuple[int, ...]) -> Tensor:
+            with torch.inference_mode(False):  # whoever asks first
+                return torch.from_numpy(self.order_of(shape, grid)).to(device)  # pyright: ignore
+
+        return lru_cache(_KEPT_ORDERS)(make)
 
     def sizes_of(self, shape: Sequence[int], grid: Sequence[int]) -> list[int]:
         return [1] * shape[0]

@@ -13,7 +13,13 @@ from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
-from text_generation_inference.models.vision.blocks import ACTIVATIONS, TowerLinear, TowerNorm, linear, read_activation
+from text_generation_inference.models.vision.blocks import (
+    TowerLinear,
+    TowerNorm,
+    activation_of,
+    linear,
+    read_activation,
+)
 from text_generation_inference.models.vision.encoder import read_feature_layers
 from text_generation_inference.models.vision.grid import by_block
 from text_generation_inference.models.vision.pixtral_vision import PixtralVision
@@ -67,7 +73,7 @@ class _PixtralProjector(Module):
     def __init__(self, ops: Ops, config: Config, hidden_size: int, num_states: int, text: Config) -> None:
         self.width = text.integer("hidden_size")
         self.merge = config.integer("spatial_merge_size", 2) if _merges(config) else 1
-        self.activation = ACTIVATIONS[read_activation(config, "projector_hidden_act", "gelu")]
+        self.activation = activation_of(ops, read_activation(config, "projector_hidden_act", "gelu"))
         self.norm: TowerNorm | None = None
         self.merger: TowerLinear | None = None
         if _merges(config):

@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.vision.blocks import (
     Block,
     BlockSpec,
     PatchEmbedding,
-    Segments,
     TowerNorm,
     check_heads,
     read_activation,
 )
-from text_generation_inference.models.vision.grid import frequencies_of, places_of, read_theta, rotation_of
+from text_generation_inference.models.vision.grid import ByGrid, frequencies_of, places_of, read_theta, rotation_of
 from text_generation_inference.models.vision.tower import Parts
 from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.weights.declare import Module
@@ -56,11 +56,16 @@ class PixtralVision(Module):
         )
         self.theta = read_theta(config)
         self.wanted = wanted
+        self._rotation_of = ByGrid(self._make_rotation)
         self.patches = PatchEmbedding(ops, "patch_conv", config.integer("patch_size"), self.hidden_size, bias=False)
         self.norm = TowerNorm(ops, spec.norm, "ln_pre", self.hidden_size)
         self.blocks = [Block(ops, f"transformer.layers.{number}", spec) for number in range(max(wanted))]
         unused = range(max(wanted), config.integer("num_hidden_layers"))
         self.ignored = tuple(f"transformer.layers.{number}.*" for number in unused)
+
+    def _make_rotation(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        frequencies = frequencies_of(self.theta, self.head_dim, device)
+        return rotation_of(places_of([(rows, columns)], 1).to(device), frequencies[0::2], frequencies[1::2])
 
     def forward(
         self, pixels: Sequence[Tensor], normalisation: Normalisation
@@ -69,8 +74,7 @@ class PixtralVision(Module):
         cut = [self.patches.cut(picture[None], normalisation)[0] for picture in pixels]
         sides = [(patches.shape[0], patches.shape[1]) for patches in cut]
         device = pixels[0].device
-        frequencies = frequencies_of(self.theta, self.head_dim, device)
-        rotation = rotation_of(places_of(sides, 1).to(device), frequencies[0::2], frequencies[1::2])
+        rotation = torch.cat([self._rotation_of(*each, device) for each in sides])
         segments = Segments([rows * columns for rows, columns in sides], device)
         x = self.patches.forward(torch.cat([patches.flatten(0, 1) for patches in cut]))
         x = self.norm.forward(x)

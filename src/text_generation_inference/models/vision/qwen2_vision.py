@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.models.vision.blocks import (
     Block,
     BlockSpec,
     MaskedRows,
     PatchEmbedding,
-    Segments,
     TowerFeedForward,
     TowerNorm,
 )
-from text_generation_inference.models.vision.grid import Sides, frequencies_of, places_of, rotation_of
+from text_generation_inference.models.vision.grid import ByGrid, frequencies_of, places_of, rotation_of
 from text_generation_inference.models.vision.patches import PatchTower
 from text_generation_inference.models.vision.tower import Parts, settle
 from text_generation_inference.weights.declare import Module
@@ -64,6 +64,15 @@ class _Qwen2Visual(Module):
         self.merger = _Qwen2Merger(ops, spec)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How blocks see the patches of a grid."""
+
+    rotation: Tensor
+    order: Tensor | None = None  # where there are windows: which unit is at which place
+    windows: Sequence[int] = ()  # how many patches each has
+
+
 class QwenTower(PatchTower):
     def __init__(self, ops: Ops, spec: QwenVisionSpec) -> None:
         self.spec = spec
@@ -71,6 +80,7 @@ class QwenTower(PatchTower):
         self.visual = _Qwen2Visual(ops, spec)
         self.merge, self.window = spec.merge_size, spec.window
         self.num_parts = spec.depth
+        self._layout_of = ByGrid(self._make_layout)
 
     @property
     def patches(self) -> PatchEmbedding:
@@ -81,28 +91,36 @@ class QwenTower(PatchTower):
 
     def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
         spec, visual, device = self.spec, self.visual, pixels[0].device
-        merge = spec.merge_size
+        unit = spec.merge_size**2
         embedded = [self.embed(picture) for picture in pixels]
-        x = torch.cat([rows for rows, _ in embedded])
         sides = [each for _, of_picture in embedded for each in of_picture]  # a video's moments are as pictures are
-        frequencies = frequencies_of(spec.theta, spec.block.hidden_size // spec.block.num_heads // 2, device)
-        rotation = rotation_of(places_of(sides, merge).to(device), frequencies, frequencies)
-        lengths = [rows * columns for rows, columns in sides]
-        full = windowed = Segments(lengths, device)
-        order = None
-        if spec.window is not None:
-            units, windows = _by_window(sides, merge, spec.window)
-            order = units.to(device)
-            windowed = Segments([count * merge**2 for count in windows], device)
-            x = _reorder(x, order, merge**2)
-            rotation = _reorder(rotation[0], order, merge**2), _reorder(rotation[1], order, merge**2)
+        layouts = [self._layout_of(*each, device) for each in sides]
+        x, rotation = torch.cat([rows for rows, _ in embedded]), torch.cat([each.rotation for each in layouts])
+        full = windowed = Segments([rows * columns for rows, columns in sides], device)
+        orders = [each.order for each in layouts if each.order is not None]
+        if orders:
+            windowed = Segments([count for each in layouts for count in each.windows], device)
+            moments = x.split(list(full.queries))
+            x = torch.cat([_reorder(each, order, unit) for each, order in zip(moments, orders, strict=True)])
         for number, block in enumerate(visual.blocks):
             x = block.forward(x, full if number in spec.full_blocks else windowed, rotation)
             yield
         features = visual.merger.forward(x)
-        if order is not None:
-            features = torch.empty_like(features).index_copy_(0, order, features)
-        return list(features.split([rows.shape[0] // merge**2 for rows, _ in embedded]))
+        if orders:
+            moments = features.split([length // unit for length in full.queries])
+            both = zip(moments, orders, strict=True)
+            features = torch.cat([torch.empty_like(each).index_copy_(0, order, each) for each, order in both])
+        return list(features.split([rows.shape[0] // unit for rows, _ in embedded]))
+
+    def _make_layout(self, rows: int, columns: int, device: torch.device) -> _Layout:
+        spec, merge = self.spec, self.merge
+        frequencies = frequencies_of(spec.theta, spec.block.hidden_size // spec.block.num_heads // 2, device)
+        rotation = rotation_of(places_of([(rows, columns)], merge).to(device), frequencies, frequencies)
+        if spec.window is None:
+            return _Layout(rotation)
+        units, windows = _by_window(rows // merge, columns // merge, spec.window)
+        order = units.to(device)
+        return _Layout(_reorder(rotation, order, merge**2), order, [count * merge**2 for count in windows])
 
     def run(self, *tensors: Tensor) -> Tensor:
         spec, (patches, places, _, real) = self.spec, tensors
@@ -118,19 +136,11 @@ class QwenTower(PatchTower):
         return torch.cat((features, torch.zeros_like(features[:1])))
 
 
-def _by_window(sides: Sides, merge: int, window: int) -> tuple[Tensor, list[int]]:
+def _by_window(rows: int, columns: int, window: int) -> tuple[Tensor, list[int]]:
     """Which unit is at which place when those of a window are together, and how many units each window has."""
-    units: list[Tensor] = []
-    counts: list[int] = []
-    first = 0
-    for rows, columns in ((rows // merge, columns // merge) for rows, columns in sides):
-        numbers = torch.arange(first, first + rows * columns).view(rows, columns)
-        for band in numbers.split(window):
-            for one in band.split(window, dim=1):
-                units.append(one.flatten())
-                counts.append(one.numel())
-        first += rows * columns
-    return torch.cat(units), counts
+    numbers = torch.arange(rows * columns).view(rows, columns)
+    units = [one.flatten() for band in numbers.split(window) for one in band.split(window, dim=1)]
+    return torch.cat(units), [len(each) for each in units]
 
 
 def _reorder(x: Tensor, order: Tensor, unit: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.vision.blocks import (
     Attends,
@@ -19,12 +20,10 @@ from text_generation_inference.models.vision.blocks import (
     MaskedRows,
     Parameter,
     PatchEmbedding,
-    Rotation,
-    Segments,
     TowerFeedForward,
     TowerNorm,
 )
-from text_generation_inference.models.vision.grid import frequencies_of, places_of, rotation_of
+from text_generation_inference.models.vision.grid import ByGrid, frequencies_of, places_of, rotation_of
 from text_generation_inference.models.vision.patches import PatchTower
 from text_generation_inference.models.vision.tower import Parts, run_parts, settle
 from text_generation_inference.weights.declare import Module
@@ -80,6 +79,7 @@ class Qwen3Tower(PatchTower):
         self.visual = _Qwen3Visual(ops, spec)
         self.merge = spec.merge_size
         self.num_parts = spec.depth
+        self._layout_of = ByGrid(self._make_layout)
 
     @property
     def patches(self) -> PatchEmbedding:
@@ -92,10 +92,9 @@ class Qwen3Tower(PatchTower):
         device, merge = pixels[0].device, self.merge
         embedded = [self.embed(picture) for picture in pixels]
         sides = [each for _, of_picture in embedded for each in of_picture]  # a video's moments are as pictures are
-        lengths = [rows * columns for rows, columns in sides]
-        places = places_of(sides, merge).to(device)
-        counts = torch.repeat_interleave(torch.tensor(sides), torch.tensor(lengths), dim=0).to(device)
-        rotation, segments = self._rotation(places), Segments(lengths, device)
+        layouts = [self._layout_of(*each, device) for each in sides]
+        places, counts, rotation = (torch.cat(each) for each in zip(*layouts, strict=True))
+        segments = Segments([rows * columns for rows, columns in sides], device)
         x = torch.cat([rows for rows, _ in embedded])
         x = x + self._positions(places, counts).to(x.dtype)
         features = yield from self._through(x, segments, rotation)
@@ -108,12 +107,18 @@ class Qwen3Tower(PatchTower):
         features = run_parts(self._through(x, MaskedRows(real, x.shape[0]), self._rotation(places)))
         return torch.cat((features, torch.zeros_like(features[:1])))
 
-    def _rotation(self, places: Tensor) -> Rotation:
+    def _make_layout(self, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Places and counts, as `_positions` has them, and the rotation."""
+        places = places_of([(rows, columns)], self.merge).to(device)
+        counts = torch.tensor([(rows, columns)], device=device).expand(len(places), 2)
+        return places, counts, self._rotation(places)
+
+    def _rotation(self, places: Tensor) -> Tensor:
         spec = self.spec
         frequencies = frequencies_of(spec.theta, spec.block.hidden_size // spec.block.num_heads // 2, places.device)
         return rotation_of(places, frequencies, frequencies)
 
-    def _through(self, x: Tensor, segments: Attends, rotation: Rotation) -> Parts[Tensor]:
+    def _through(self, x: Tensor, segments: Segments | Attends, rotation: Tensor) -> Parts[Tensor]:
         """`[patches, hidden]` -> features of all levels."""
         spec, visual = self.spec, self.visual
         deep: list[Tensor] = []

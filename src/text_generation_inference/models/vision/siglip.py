@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.vision.blocks import (
@@ -12,7 +13,6 @@ from text_generation_inference.models.vision.blocks import (
     BlockSpec,
     Parameter,
     PatchEmbedding,
-    Segments,
     TowerNorm,
     check_heads,
     read_activation,
