@@ -5,11 +5,11 @@
     python bench/cuda_experts.py --one-row       one row of a layer: its kernels one by one, beside the fused ones
     python bench/cuda_experts.py --tune          the best tiles, as lines of `kernels/triton/expert_tiles.py`
 
-Tokens are routed at random, evenly. Times are of captured calls that go through several layers, so that no matrix is
-still in the cache of the chip: of the whole op by pair and sorted (`*` marks what the op chooses), of torch's grouped
-products with the same sorting done beforehand, and the time in which the matrices of the experts that were chosen
-could be read at 4.2 TB/s. `--tune` compiles all candidates first, in many processes: the better part of a
-minute for each model.
+Tokens are routed at random, evenly; `--tune` takes the mean over that and routings that like some experts better. Times
+are of captured calls that go through several layers, so that no matrix is still in the cache of the chip: of the whole
+op by pair and sorted (`*` marks what the op chooses), of torch's grouped products with the same sorting done
+beforehand, and the time in which the matrices of the experts that were chosen could be read at 4.2 TB/s. `--tune`
+compiles all candidates first, in many processes: the better part of a minute for each model.
 """
 
 import argparse
@@ -66,10 +66,12 @@ def make_layer(model: tuple[int, ...], form: str) -> Layer:
     return gate_up, down
 
 
-def make_rows(model: tuple[int, ...], rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def make_rows(model: tuple[int, ...], rows: int, lead: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """`lead`: what all rows have in common, and which makes some experts better liked, beside what they differ in."""
     count, top_k, hidden, _ = model
     x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
-    ids, weights = route(torch.randn(rows, count, device="cuda"), SoftmaxRouting(top_k, p_norm=1))
+    scores = torch.randn(rows, count, device="cuda") + lead * torch.randn(1, count, device="cuda")
+    ids, weights = route(scores, SoftmaxRouting(top_k, p_norm=1))
     return x, ids, weights
 
 
@@ -215,6 +217,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     (64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 4), (64, 256, 4, 2), (32, 128, 4, 4), (32, 256, 4, 3),
     (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3), (128, 128, 4, 2), (256, 64, 8, 3), (256, 128, 8, 2),
 )  # fmt: skip
+LEADS = (0.0, 0.5, 1.0)
 TUNED_ROWS = (8, 16, 64, 128, 256, 1024)
 FEW_ROWS = (1, 2, 4, 8)
 SHARED_MEMORY = 220 << 10
@@ -224,7 +227,7 @@ BULK = (False, True) if torch.cuda.get_device_capability() >= (9, 0) else (False
 def tilings(bm: int, gated: bool, form: str) -> list[Tiling]:
     found: list[Tiling] = []
     for bn, bk, warps, stages in CANDIDATES:
-        for swap in (True, False) if bm <= 64 else (False,):
+        for swap in (True, False) if bm <= 128 else (False,):
             room = (bm + bn * (2 if gated else 1)) * bk * stages * (2 if form == "bf16" else 1)
             too_many = bm * bn * (2 if gated else 1) > 128 * 256 or (swap and bn < 64)
             if room <= SHARED_MEMORY and not too_many and (form != "squares" or (bk == 128 and bn <= 128)):
@@ -244,23 +247,27 @@ def tune(name: str, form: str) -> None:
     layers = make_layers(model, form)
 
     def products(rows: int, bm: int, candidates: list[tuple[Tiling, bool]], measured: bool) -> list[float | None]:
-        x, ids, _ = make_rows(model, rows)
-        groups = Groups.of(ids, count, bm)
+        """Means over routings, which are the same for all candidates."""
+        torch.manual_seed(0)
+        x, *_ = make_rows(model, rows)
+        routings = [Groups.of(make_rows(model, rows, lead)[1], count, bm) for lead in LEADS]
         pairs = rows * top_k
         gated, made = (torch.randn(pairs, n, device="cuda", dtype=torch.bfloat16) for n in (width, hidden))
         both = [(Operands.of(x, layer[0]), Operands.of(gated, layer[1])) for layer in layers]
 
         def run(operands: tuple[Operands, Operands], tile: Tiling, is_gate: bool) -> None:
-            if is_gate:
-                groups.multiply(operands[0], None, gated, tile, 1, top_k)
-            else:
-                groups.multiply(operands[1], None, made, tile, 0, 1)
+            for groups in routings if measured else routings[:1]:
+                if is_gate:
+                    groups.multiply(operands[0], None, gated, tile, 1, top_k)
+                else:
+                    groups.multiply(operands[1], None, made, tile, 0, 1)
 
         if not measured:
             for tile, is_gate in candidates:
                 run(both[0], tile, is_gate)
             return []
-        return [layer_us(both, lambda operands: run(operands, tile, is_gate)) for tile, is_gate in candidates]
+        times = [layer_us(both, lambda operands: run(operands, tile, is_gate)) for tile, is_gate in candidates]
+        return [None if time is None else time / len(routings) for time in times]
 
     blocks = sorted({bm for rows in TUNED_ROWS for bm in sizes_of_blocks(rows * top_k, count)})
     by_size = {bm: [(tile, gated) for gated in (True, False) for tile in tilings(bm, gated, form)] for bm in blocks}

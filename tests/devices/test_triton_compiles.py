@@ -286,7 +286,7 @@ def low_bit(
         "STAGES": tiling.stages, "UNROLL": tiling.unroll, "ONE": one, "IN_PAIRS": False, "GATE": int(one), "ADD": False, "BIAS": False,
         "TABLE": False,
         "OFFSET": 0, "ORDER": False, "SPREAD": False, "SWAP": tiling.swap, "ASM": 0,
-        "DEPENDENT": dependent, **changes,
+        "DEPENDENT": dependent, "WARPS": tiling.warps, "COLUMNS": int(tiling.paired), "AHEAD": tiling.ahead, **changes,
     }  # fmt: skip
     return (
         "small_gemm_low_bit",
@@ -296,6 +296,15 @@ def low_bit(
         # Where sums take all registers, two numbers wait in memory until the loop over columns is done.
         {"num_warps": tiling.warps, "fast": True, "roomy": roomy},
     )
+
+
+def row_low_bit(warps: int, tiles: int, **changes: object) -> tuple:
+    types = {**dict.fromkeys(("x", "bias", "out"), BF16), "words": "*i32", "scale": "*fp16"}
+    values = {
+        "N": 4096, "K": 4096, "GS": 128, "WARPS": warps, "TILES": tiles, "GATE": 0, "ADD": False, "BIAS": False,
+        "ASM": 0, "RAW": False, "FETCH": True, "DEPENDENT": True, **changes,
+    }  # fmt: skip
+    return "row_low_bit", "row_product", types, values, {"num_warps": warps, "fast": True}
 
 
 def experts_low_bit(bm: int) -> tuple:
@@ -495,6 +504,9 @@ CASES = [
     low_bit(low_bit_tiling(64, 4096, 32, False, 132, hopper=True), GS=32, SPREAD=True, TABLE=True),
     low_bit(low_bit_tiling(128, 4096, 32, False, 132, hopper=True), roomy=True),
     low_bit(low_bit_tiling(256, 28672, 32, False, 132, hopper=True), roomy=True, SPREAD=True),
+    low_bit(LowBitGemmTiling(64, 128, 1, 3, 8, True, paired=True), roomy=True),
+    row_low_bit(8, 1, GATE=1),
+    row_low_bit(8, 4, RAW=True),
     experts_low_bit(16),
     (
         "low_bit_linear", "_widen_kernel", {**LOW_BIT, "out": BF16},

@@ -18,7 +18,9 @@ from torch import Tensor
 from text_generation_inference.kernels.triton.gemv import GATES, gated
 from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 from text_generation_inference.kernels.triton.low_bit_codes import (
+    NATURAL,
     OFFSETS,
+    PAIRED,
     ZERO_POINTS,
     TritonLowBit,
     generation_of,
@@ -44,16 +46,25 @@ def spread(groups, first, n, N: tl.constexpr, K: tl.constexpr, GS: tl.constexpr,
 
 
 @triton.jit
-def turned(tile, BK: tl.constexpr, BN: tl.constexpr):
+def turned(tile, BK: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr):
     """`[BK, BN]` -> `[BN, BK]`, whose rows are those that `turned_rows` says: each thread keeps what it has."""
-    return tl.reshape(tl.permute(tl.reshape(tile, (BK, 2, BN // 16, 8)), (2, 1, 3, 0)), (BN, BK))
+    apart = tl.reshape(tile, (BK, BN // (16 * WARPS), 2, WARPS, 8))
+    return tl.reshape(tl.permute(apart, (1, 3, 2, 4, 0)), (BN, BK))
 
 
 @triton.jit
-def turned_rows(BN: tl.constexpr):
+def turned_rows(BN: tl.constexpr, WARPS: tl.constexpr):
     """Which row of the left operand each row of a tile of words becomes: 16 successive ones are those of a warp."""
     row = tl.arange(0, BN)
-    return row % 8 + row // (BN // 2) * 8 + row // 8 % (BN // 16) * 16
+    return row % 8 + row // (8 * WARPS) % 2 * 8 + row // 8 % WARPS * 16 + row // (16 * WARPS) * (16 * WARPS)
+
+
+@triton.jit
+def paired_columns(BK: tl.constexpr):
+    """Which column each place of a tile of PAIRED numbers is of: pairs that a thread has lie 8 apart."""
+    k = tl.arange(0, BK)
+    column = k // 16 * 16 + k // 2 % 4 * 4 + k // 8 % 2 * 2 + k % 2
+    return tl.max_contiguous(tl.multiple_of(column, 2), 2)
 
 
 @triton.jit
@@ -61,12 +72,14 @@ def add_tile(
     acc, rows, words, scale, offset, at_scale, at_offset, table, first, n,
     N: tl.constexpr, K: tl.constexpr, GS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr,
     TABLE: tl.constexpr, OFFSET: tl.constexpr, SPREAD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr,
+    WARPS: tl.constexpr = 1, COLUMNS: tl.constexpr = 0,
 ):  # fmt: skip
     """acc `[BM, BN]` and rows `[BM, BK]` times the columns from `first` on, of which `words` are the codes.
 
     `scale` and `offset` are those of the columns' group; SPREAD: there are several, and they are read at `at_scale`.
     OFFSET: ZERO_POINTS are those of the rows of `words`.
     SWAP: the matrix is the left operand, acc is `[BN, BM]`, and `words` are those of `turned_rows`.
+    COLUMNS: their order.
     """
     kind = rows.dtype
     precision: tl.constexpr = "ieee" if rows.dtype == tl.float32 else "tf32"
@@ -74,25 +87,25 @@ def add_tile(
     if SPREAD:
         # Codes less their center are exact in any type, numbers of a table are not.
         if TABLE:
-            tile = unpack(words, offset, table, BN, BITS, TABLE, ZEROS, tl.float32, ASM)
+            tile = unpack(words, offset, table, BN, BITS, TABLE, ZEROS, tl.float32, ASM, COLUMNS)
         else:
-            tile = unpack(words, offset, table, BN, BITS, TABLE, ZEROS, kind, ASM).to(tl.float32)
+            tile = unpack(words, offset, table, BN, BITS, TABLE, ZEROS, kind, ASM, COLUMNS).to(tl.float32)
         tile *= spread(at_scale, first, n, N, K, GS, BK, BN)
         if OFFSET == OFFSETS:
             tile -= spread(at_offset, first, n, N, K, GS, BK, BN)
         if SWAP:
-            return tl.dot(turned(tile.to(kind), BK, BN), tl.trans(rows), acc, input_precision=precision)
+            return tl.dot(turned(tile.to(kind), BK, BN, WARPS), tl.trans(rows), acc, input_precision=precision)
         else:
             return tl.dot(rows, tile.to(kind), acc, input_precision=precision)
     elif SWAP:
-        tile = turned(unpack(words, offset, table, BN, BITS, TABLE, ZEROS, kind, ASM), BK, BN)
+        tile = turned(unpack(words, offset, table, BN, BITS, TABLE, ZEROS, kind, ASM, COLUMNS), BK, BN, WARPS)
         given = tl.trans(rows)
         acc += tl.dot(tile, given, input_precision=precision) * scale.to(tl.float32)[:, None]
         if OFFSET == OFFSETS:  # the sum of the columns is a product, too: nothing goes from thread to thread
             acc -= tl.dot(tl.full((BN, BK), 1.0, kind), given, input_precision=precision) * offset[:, None]
         return acc
     else:
-        tile = unpack(words, offset, table, BN, BITS, TABLE, ZEROS, kind, ASM)
+        tile = unpack(words, offset, table, BN, BITS, TABLE, ZEROS, kind, ASM, COLUMNS)
         acc += tl.dot(rows, tile, input_precision=precision) * scale.to(tl.float32)[None, :]
         if OFFSET == OFFSETS:
             total = tl.dot(rows, tl.full((BK, 16), 1.0, kind), input_precision=precision)
@@ -152,7 +165,7 @@ def _small_gemm_kernel(
     BN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, ONE: tl.constexpr,
     IN_PAIRS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr,
     OFFSET: tl.constexpr, ORDER: tl.constexpr, SPREAD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """BN outputs of BM rows, over one of SPLITS parts of K. GATE: the matrix holds N gates, then N values.
 
@@ -167,14 +180,17 @@ def _small_gemm_kernel(
     tile, split = tl.program_id(0), tl.program_id(1)
     n = tile * BN + tl.arange(0, BN)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
-    k = tl.arange(0, BK)
+    if COLUMNS == PAIRED:
+        k = paired_columns(BK)
+    else:
+        k = tl.arange(0, BK)
     PART: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     start = split * PART
     end = tl.minimum(start + PART, BLOCKS)
     # Past the end the last row is read again: what comes of it is not stored.
     n_read = tl.minimum(n, N - 1)
     if SWAP:
-        n_words = tl.minimum(tile * BN + turned_rows(BN), N - 1)
+        n_words = tl.minimum(tile * BN + turned_rows(BN, WARPS), N - 1)
     else:
         n_words = n_read
     at = rows_at(words, n_words, BLOCKS)
@@ -195,12 +211,12 @@ def _small_gemm_kernel(
             if OFFSET:
                 fetch_groups(offset + N, start * BK // GS, tile * BN, LAST, N, ALL, BN, COUNT)
     if DEPENDENT and ASM:
-        AHEAD: tl.constexpr = 4 if PART >= 4 else 1
+        COME: tl.constexpr = AHEAD if PART >= AHEAD else 1
         if tile * BN + BN <= N:
-            block = tl.minimum(start, BLOCKS - AHEAD)
-            _fetch_ahead(words, tile * BN, block, BLOCKS, BN, AHEAD)
+            block = tl.minimum(start, BLOCKS - COME)
+            _fetch_ahead(words, tile * BN, block, BLOCKS, BN, COME)
             if GATE:
-                _fetch_ahead(words, tile * BN + N, block, BLOCKS, BN, AHEAD)
+                _fetch_ahead(words, tile * BN + N, block, BLOCKS, BN, COME)
     wait_for_kernel_before(DEPENDENT)
     x_at = x + tl.minimum(m, rows - 1)[:, None] * x_row + k[None, :]
     SHAPE_0: tl.constexpr = BN if SWAP else BM
@@ -226,7 +242,7 @@ def _small_gemm_kernel(
             given = tl.load(x_at + first, mask=(first + k < K)[None, :], other=0.0)
         acc = add_tile(
             acc, given, codes, scales, offsets, scale, offset, table, first, n_words, ALL, K, GS, BK, BN, BITS, TABLE,
-            OFFSET, SPREAD, SWAP, ASM,
+            OFFSET, SPREAD, SWAP, ASM, WARPS, COLUMNS,
         )  # fmt: skip
         # Those of the next tile come while this one is multiplied.
         if ONE and not IN_PAIRS:
@@ -238,7 +254,7 @@ def _small_gemm_kernel(
             codes = tl.load(up_at + block * 128, eviction_policy="evict_first")
             up_acc = add_tile(
                 up_acc, given, codes, up_scales, up_offsets, scale + N, offset + N, table, first, n_words, ALL, K, GS,
-                BK, BN, BITS, TABLE, OFFSET, SPREAD, SWAP, ASM,
+                BK, BN, BITS, TABLE, OFFSET, SPREAD, SWAP, ASM, WARPS, COLUMNS,
             )  # fmt: skip
             up_scales = group_values(scale + N, group, n_read, LAST, ALL, not SPREAD)
             up_offsets = group_values(offset + N, group, n_offset, LAST, ALL, NOW)
@@ -302,8 +318,11 @@ class LowBitGemmTiling:
     splits: int
     stages: int
     warps: int = 4
-    swap: bool = False  # the matrix is the left operand; then there are 16 outputs for each warp
+    swap: bool = False  # the matrix is the left operand; then there are 16 outputs for each warp, or 32, 48...
     unroll: int = 1  # tiles of codes between two waits of a program's warps for each other
+    paired: bool = False  # columns in the order in which tensor cores of capability 9.0 take them from registers
+    registers: int | None = None  # of a thread, at most
+    ahead: int = 4  # tiles of a program that are fetched before the kernel in front of it has ended
 
 
 def choose_tiling(
@@ -371,7 +390,8 @@ class SmallGemmLowBit:
         )
         if weight.table is not None:  # what is looked up there takes room, too
             tiling = replace(tiling, stages=min(3, tiling.stages))
-        assert not tiling.swap or tiling.bn == 16 * tiling.warps
+        assert not tiling.swap or tiling.bn % (16 * tiling.warps) == 0
+        assert not tiling.paired or (weight.bits == 4 and weight.group_size % 16 == 0 and not one)
         splits = triton.cdiv(blocks, triton.cdiv(blocks, tiling.splits))  # none without a tile
         tiles, row_tiles = triton.cdiv(n, tiling.bn), triton.cdiv(rows, tiling.bm)
         room = tiles * tiling.bn * rows * splits * (2 if gate else 1)
@@ -392,7 +412,8 @@ class SmallGemmLowBit:
             IN_PAIRS=in_pairs, GATE=GATES.index(gate), ADD=add, BIAS=bias is not None,
             TABLE=weight.table is not None, OFFSET=weight.offsets, ORDER=one and weight.order is not None,
             SPREAD=weight.spreads or scales_first, SWAP=tiling.swap, ASM=generation_of(x),
-            DEPENDENT=dependent, num_warps=tiling.warps, launch_pdl=dependent,
+            DEPENDENT=dependent, WARPS=tiling.warps, COLUMNS=(PAIRED if tiling.paired else NATURAL).value,
+            AHEAD=tiling.ahead, num_warps=tiling.warps, maxnreg=tiling.registers, launch_pdl=dependent,
         )  # fmt: skip
 
     def _take(self, device: torch.device, num_partial: int, num_tiles: int) -> tuple[Tensor, Tensor]:
