@@ -310,7 +310,7 @@ def norms() -> list[Work]:
         saved = fp8.split_scales(fused[0])[0].clone()
 
         def rotate(number: int, way: Any, op: Any = norms_rotary.rotary_and_cache, fused: Any = fused, batch: Any = batch,
-                   cache: Any = cache, saved: Any = saved) -> Any:  # fmt: skip
+                   cache: Any = cache, saved: Any = saved, rows: int = rows) -> Any:  # fmt: skip
             """Where the queries are: each call turns them further, which takes as long."""
             data, scales = fp8.split_scales(fused[number])
             if not timing():
