@@ -4,7 +4,7 @@ The rows of all pictures of a call lie one after the other, `[rows, hidden]`; `S
 each other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, cast
@@ -19,6 +19,7 @@ from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.layers.norm import NormSpec, make_norm
 from text_generation_inference.models.config import Config
+from text_generation_inference.models.vision.tower import Parts
 from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.weights.declare import Declared, Module, Part
 
@@ -339,16 +340,39 @@ class Block(Module):
         self.gates = [Parameter(gate, (1,)) for gate in spec.gates]
         self.scales = [Parameter(scale, (size,)) for scale in spec.scales]
 
-    def forward(self, x: Tensor, segments: Segments | Attends, rotation: Tensor | None = None) -> Tensor:
-        """rotation: cosines, then sines of each row's angles, `[rows, dim]` float32."""
-        added = self._gate(0, self.attention.forward(self.norm1.forward(x), segments, rotation))
-        normed, x = self.norm2.add(added, x)
-        return x + self._gate(1, self.feed_forward.forward(normed))
+    def forward(
+        self, x: Tensor, added: Tensor | None, rows: Segments | Attends, rotation: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The stream, and what is still to be added to it: the norm that comes next does that on its way."""
+        if added is None:
+            normed = self.norm1.forward(x)
+        else:
+            normed, x = self.norm1.add(added, x)
+        normed, x = self.norm2.add(self._gate(0, self.attention.forward(normed, rows, rotation)), x)
+        return x, self._gate(1, self.feed_forward.forward(normed))
 
     def _gate(self, number: int, x: Tensor) -> Tensor:
         if self.scales:
             return self.scales[number].value * x
         return self.gates[number].value.tanh() * x if self.gates else x
+
+
+def run_blocks(
+    blocks: Sequence[Block],
+    x: Tensor,
+    rows: Sequence[Segments | Attends],  # for each block
+    rotation: Tensor | None = None,  # cosines, then sines of each row's angles, `[rows, dim]` float32
+    wanted: Collection[int] = (),
+) -> Parts[dict[int, Tensor]]:
+    """x through blocks, left after each: the states behind so many blocks as are wanted, and that behind all."""
+    states, added = {0: x}, None
+    for number, (block, of_block) in enumerate(zip(blocks, rows, strict=True), 1):
+        x, added = block.forward(x, added, of_block, rotation)
+        if number in wanted or number == len(blocks):
+            x, added = x + added, None
+            states[number] = x
+        yield
+    return states
 
 
 def read_activation(config: Config, name: str, default: str) -> str:

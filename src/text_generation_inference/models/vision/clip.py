@@ -17,6 +17,7 @@ from text_generation_inference.models.vision.blocks import (
     TowerNorm,
     check_heads,
     read_activation,
+    run_blocks,
 )
 from text_generation_inference.models.vision.encoder import Encoder
 from text_generation_inference.models.vision.tower import Parts
@@ -82,10 +83,5 @@ class ClipVision(Encoder):
         count, length, _ = x.shape
         segments = Segments([length] * count, x.device)
         x = self.norm.forward(x.flatten(0, 1))
-        states = {0: x}
-        for number, block in enumerate(self.blocks, 1):
-            x = block.forward(x, segments)
-            if number in self.wanted:
-                states[number] = x
-            yield
+        states = yield from run_blocks(self.blocks, x, [segments] * len(self.blocks), wanted=self.wanted)
         return [states[number].view(count, length, -1) for number in self.wanted]

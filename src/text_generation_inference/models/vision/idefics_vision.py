@@ -11,7 +11,7 @@ from torch import Tensor
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.models.config import Config
-from text_generation_inference.models.vision.blocks import Block, TowerNorm
+from text_generation_inference.models.vision.blocks import Block, TowerNorm, run_blocks
 from text_generation_inference.models.vision.siglip import SiglipEmbeddings, read_block
 from text_generation_inference.models.vision.tower import Parts
 from text_generation_inference.pictures.rule import Normalisation
@@ -49,10 +49,8 @@ class IdeficsVision(Module):
             lengths += [rows * columns] * count
         x = torch.cat(embedded)
         segments = Segments(lengths, x.device)
-        for block in self.blocks:
-            x = block.forward(x, segments)
-            yield
-        return self.norm.forward(x), lengths
+        states = yield from run_blocks(self.blocks, x, [segments] * len(self.blocks))
+        return self.norm.forward(states[len(self.blocks)]), lengths
 
     def places_of_grid(self, rows: int, columns: int, device: torch.device) -> Tensor:
         """Of the patches of a picture; those of the last grid are kept."""

@@ -24,6 +24,7 @@ from text_generation_inference.models.vision.blocks import (
     TowerNorm,
     check_heads,
     read_activation,
+    run_blocks,
 )
 from text_generation_inference.models.vision.encoder import Encoder, read_feature_layers
 from text_generation_inference.models.vision.llava import DECODERS as DECODERS
@@ -112,9 +113,8 @@ class InternVision(Encoder):
         x = torch.cat((embeddings.first.value.expand(count, 1, -1), x), dim=1) + embeddings.positions.value
         length, x = x.shape[1], x.flatten(0, 1)
         segments = Segments([length] * count, x.device)
-        for block in self.blocks:
-            x = block.forward(x, segments)
-            yield
+        states = yield from run_blocks(self.blocks, x, [segments] * len(self.blocks))
+        x = states[len(self.blocks)]
         x = x if self.norm is None else self.norm.forward(x)
         return [x.view(count, length, -1)]
 

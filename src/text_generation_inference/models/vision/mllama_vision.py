@@ -22,6 +22,7 @@ from text_generation_inference.models.vision.blocks import (
     PatchEmbedding,
     TowerNorm,
     linear,
+    run_blocks,
 )
 from text_generation_inference.models.vision.tower import Parts, Tower, settle
 from text_generation_inference.weights.declare import Module
@@ -159,19 +160,14 @@ class MllamaTower(Tower):
         rows = _RealAndPadding(is_real.flatten(1).to(device))
         tiles = (len(pixels), spec.max_tiles, padded, -1)
         x = F.pad(x, (0, 0, 0, padded - spec.num_rows)).flatten(0, 2)
-        kept: dict[int, Tensor] = {}
-        for number, layer in enumerate(vision.layers):
-            x = layer.forward(x, rows)
-            if number in spec.kept:
-                kept[number] = x
-            yield
+        wanted = [number + 1 for number in spec.kept]
+        states = yield from run_blocks(vision.layers, x, [rows] * len(vision.layers), wanted=wanted)
+        x = states[len(vision.layers)]
         x = vision.norm_behind.forward(x).view(tiles) + vision.tiles_behind.forward(arrangements)
-        x = x.flatten(0, 2)
-        for layer in vision.global_layers:
-            x = layer.forward(x, rows)
-            yield
+        of_all = yield from run_blocks(vision.global_layers, x.flatten(0, 2), [rows] * len(vision.global_layers))
+        x = of_all[len(vision.global_layers)]
         # Channels of the layers that are kept take turns.
-        inner = torch.stack([kept[number] for number in spec.kept], dim=-1).flatten(1)
+        inner = torch.stack([states[number] for number in wanted], dim=-1).flatten(1)
         x = torch.cat((x, inner), dim=1).view(tiles)[:, :, : spec.num_rows].flatten(0, 2)
         features = self.projector.projection.forward(x)
         return list(features.view(len(pixels), self.num_features, -1))

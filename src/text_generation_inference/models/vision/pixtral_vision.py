@@ -16,6 +16,7 @@ from text_generation_inference.models.vision.blocks import (
     TowerNorm,
     check_heads,
     read_activation,
+    run_blocks,
 )
 from text_generation_inference.models.vision.grid import ByGrid, frequencies_of, places_of, read_theta, rotation_of
 from text_generation_inference.models.vision.tower import Parts
@@ -78,10 +79,5 @@ class PixtralVision(Module):
         segments = Segments([rows * columns for rows, columns in sides], device)
         x = self.patches.forward(torch.cat([patches.flatten(0, 1) for patches in cut]))
         x = self.norm.forward(x)
-        states = {0: x}
-        for number, block in enumerate(self.blocks, 1):
-            x = block.forward(x, segments, rotation)
-            if number in self.wanted:
-                states[number] = x
-            yield
+        states = yield from run_blocks(self.blocks, x, [segments] * len(self.blocks), rotation, self.wanted)
         return [states[number] for number in self.wanted], sides

@@ -13,16 +13,18 @@ from torch import Tensor
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.models.vision.blocks import (
+    Attends,
     Block,
     BlockSpec,
     MaskedRows,
     PatchEmbedding,
     TowerFeedForward,
     TowerNorm,
+    run_blocks,
 )
 from text_generation_inference.models.vision.grid import ByGrid, frequencies_of, places_of, rotation_of
 from text_generation_inference.models.vision.patches import PatchTower
-from text_generation_inference.models.vision.tower import Parts, settle
+from text_generation_inference.models.vision.tower import Parts, run_parts, settle
 from text_generation_inference.weights.declare import Module
 
 SPELLINGS = ("visual", "model.visual")
@@ -102,15 +104,20 @@ class QwenTower(PatchTower):
             windowed = Segments([count for each in layouts for count in each.windows], device)
             moments = x.split(list(full.queries))
             x = torch.cat([_reorder(each, order, unit) for each, order in zip(moments, orders, strict=True)])
-        for number, block in enumerate(visual.blocks):
-            x = block.forward(x, full if number in spec.full_blocks else windowed, rotation)
-            yield
-        features = visual.merger.forward(x)
+        features = visual.merger.forward((yield from self._through(x, full, windowed, rotation)))
         if orders:
             moments = features.split([length // unit for length in full.queries])
             both = zip(moments, orders, strict=True)
             features = torch.cat([torch.empty_like(each).index_copy_(0, order, each) for each, order in both])
         return list(features.split([rows.shape[0] // unit for rows, _ in embedded]))
+
+    def _through(
+        self, x: Tensor, full: Segments | Attends, windowed: Segments | Attends, rotation: Tensor
+    ) -> Parts[Tensor]:
+        blocks = self.visual.blocks
+        rows = [full if number in self.spec.full_blocks else windowed for number in range(len(blocks))]
+        states = yield from run_blocks(blocks, x, rows, rotation)
+        return states[len(blocks)]
 
     def _make_layout(self, rows: int, columns: int, device: torch.device) -> _Layout:
         spec, merge = self.spec, self.merge
@@ -130,9 +137,7 @@ class QwenTower(PatchTower):
         full = windowed = MaskedRows(real, x.shape[0])
         if spec.window is not None:
             windowed = MaskedRows(real, self.step)
-        for number, block in enumerate(self.visual.blocks):
-            x = block.forward(x, full if number in spec.full_blocks else windowed, rotation)
-        features = self.visual.merger.forward(x)
+        features = self.visual.merger.forward(run_parts(self._through(x, full, windowed, rotation)))
         return torch.cat((features, torch.zeros_like(features[:1])))
 
 

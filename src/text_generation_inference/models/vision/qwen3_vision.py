@@ -22,6 +22,7 @@ from text_generation_inference.models.vision.blocks import (
     PatchEmbedding,
     TowerFeedForward,
     TowerNorm,
+    run_blocks,
 )
 from text_generation_inference.models.vision.grid import ByGrid, frequencies_of, places_of, rotation_of
 from text_generation_inference.models.vision.patches import PatchTower
@@ -121,13 +122,10 @@ class Qwen3Tower(PatchTower):
     def _through(self, x: Tensor, segments: Segments | Attends, rotation: Tensor) -> Parts[Tensor]:
         """`[patches, hidden]` -> features of all levels."""
         spec, visual = self.spec, self.visual
-        deep: list[Tensor] = []
-        for number, block in enumerate(visual.blocks):
-            x = block.forward(x, segments, rotation)
-            if number in spec.levels:
-                deep.append(visual.deep[spec.levels.index(number)].forward(x))
-            yield
-        return torch.cat((visual.merger.forward(x), *deep), dim=1)
+        wanted = [number + 1 for number in sorted(spec.levels)]
+        states = yield from run_blocks(visual.blocks, x, [segments] * len(visual.blocks), rotation, wanted)
+        deep = [visual.deep[spec.levels.index(number - 1)].forward(states[number]) for number in wanted]
+        return torch.cat((visual.merger.forward(states[len(visual.blocks)]), *deep), dim=1)
 
     def _positions(self, places: Tensor, counts: Tensor) -> Tensor:
         """Where a patch is between the four rows of the table around it; corners are corners.

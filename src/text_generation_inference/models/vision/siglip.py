@@ -16,6 +16,7 @@ from text_generation_inference.models.vision.blocks import (
     TowerNorm,
     check_heads,
     read_activation,
+    run_blocks,
 )
 from text_generation_inference.models.vision.encoder import Encoder
 from text_generation_inference.models.vision.tower import Parts
@@ -80,12 +81,7 @@ class SiglipVision(Encoder):
         segments = Segments([length] * count, x.device)
         wanted = [len(self.blocks)] if self.wanted is None else self.wanted
         x = (x + self.embeddings.positions.value).flatten(0, 1)
-        states = {0: x}
-        for number, block in enumerate(self.blocks, 1):
-            x = block.forward(x, segments)
-            if number in wanted:
-                states[number] = x
-            yield
+        states = yield from run_blocks(self.blocks, x, [segments] * len(self.blocks), wanted=wanted)
         found = [states[number] for number in wanted]
         if self.norm is not None:
             found = [self.norm.forward(each) for each in found]
