@@ -195,8 +195,8 @@ def test_the_smallest() -> None:
     [
         ((512, 1024, 4, 2048), 12, 11, [512]),
         ((1024, 2048, 32, 2048), 23, 15, [1024]),
-        ((512, 1536, 256, 131072), 36, 26, [512]),
-        ((4096, 8192, 4, 16384), 39, 38, [1024, 4096]),
+        ((512, 1536, 256, 131072), 36, 22, [512]),
+        ((4096, 8192, 4, 16384), 39, 35, [1024, 4096]),
     ],
 )
 def test_shapes_after_cached_tokens(limits: tuple[int, ...], before: int, after: int, contexts: list[int]) -> None:
@@ -219,12 +219,24 @@ def test_lengths_after_cached_tokens() -> None:
             batches.setdefault(bucket.length, []).append(bucket.batch)
     # One prompt of 96 tokens takes as long as two: there is a shape for two alone.
     assert batches == {
-        96: [2, 4, 8, 16, 32, 64, 128],
-        192: [1, 2, 4, 8, 16, 32, 64],
-        384: [1, 2, 4, 8, 16, 32],
-        512: [1, 2, 4, 8, 16, 32],
+        96: [2, 4, 8, 16, 32, 64],
+        192: [1, 2, 4, 8, 16, 32],
+        384: [1, 2, 4, 8, 16],
+        512: [1, 2, 4, 8, 16],
     }
     assert plan.find("prefill", 1, 40, 130) == Bucket("prefill", 2, 96, 512)
+
+
+def test_many_prompts_after_cached_tokens_are_several_passes() -> None:
+    plan = plan_buckets(PlanLimits(512, 1536, 256, 16384, 128), BucketSettings(reuse=True))
+    assert plan.prompts_fit(42, 384, 128) and not plan.prompts_fit(43, 384, 128)  # 16384 tokens in all
+    groups = plan.group([(384, 128)] * 42)
+    assert [len(group) for group in groups] == [16, 16, 10] and sorted(
+        place for group in groups for place in group
+    ) == list(range(42))
+    mixed = plan.group([(384, 128), (60, 256)] * 20)
+    assert sorted(place for group in mixed for place in group) == list(range(40))
+    assert all(len({place % 2 for place in group}) == 1 for group in mixed)
 
 
 def test_prompts_longer_than_a_step_are_cut() -> None:
@@ -345,7 +357,7 @@ def test_prompts_of_like_length_share_a_pass() -> None:
     assert plan.group([(700, 0), (3, 0), (5, 0)]) == [[1, 2], [0]]  # 2 x 128 and 768 rather than 4 x 768
     assert plan.group([(100, 0), (120, 0)]) == [[0, 1]]
     assert plan.group([(200, 0), (120, 0)]) == [[0, 1]], "128 tokens saved are worth less than another pass"
-    assert plan.group([(1024, 0)] * 9) == [[place] for place in range(9)], "no shape holds them"
+    assert plan.group([(1024, 0)] * 9) == [list(range(8)), [8]], "no shape holds all of them"
     assert plan.group([(5, 0), (2000, 0)]) == [[0], [1]], "longer than any shape"
 
 

@@ -2,7 +2,7 @@
 
 Pure Python. By tokens: prompts may be cut, a step has a budget of tokens and of time, a request holds the blocks of its
 known tokens (of a window's and a chunk's, where no more are read; both, where some layers keep all), cached prefixes
-among them, and one to spare for each that runs. By shapes: all prompts of a step fit into one shape of the bucket plan,
+among them, and one to spare for each that runs. By shapes: the prompts of a step fit into shapes of the bucket plan,
 cached prefixes and parts of prompts where it has shapes for those, and a request holds the blocks of its whole length.
 The scheduler asks `open` once for each step and `try_join` for one request after the other, until one does not join.
 """
@@ -144,7 +144,7 @@ class AdmissionByTokens(_Admission):
 
 
 class _ShapeRoom(StepRoom):
-    """What the step being planned has left where all its prompts fit into one shape."""
+    """What the step being planned has left where all its prompts have shapes."""
 
     def __init__(self, shapes: PromptShapes, most: int, block_size: int, by_time: StepRoom) -> None:
         self._shapes, self._most, self._size, self._by_time = shapes, most, block_size, by_time

@@ -26,7 +26,7 @@ _PASS_TOKENS = 256  # a pass reads all weights, which takes about as long as com
 _READ_SHARE = 8  # so many tokens that are only read count as one that is computed
 _CONTEXT_FACTOR, _SMALLEST_CONTEXT = 4, 1024  # of tokens in the cache before prompts: between two, and where it ends
 _GATHER_COST = 3  # a block that is gathered is read, written, and read again
-_MOST_AFTER_CONTEXT = 16384  # tokens of several prompts in a pass: those of more passes wait for others to decode
+_MOST_AFTER_CONTEXT = 8192  # tokens of several prompts in a pass: more of them are no faster together
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -131,8 +131,10 @@ class BucketPlan:
         longest: int | None = None,  # tokens of a prompt; None: of the longest shape
         pass_tokens: int = _PASS_TOKENS,
         pictures: Sequence[Bucket] = (),
+        most_tokens: int = 0,  # of prompts in a step of several passes
     ) -> None:
         self.pass_tokens = pass_tokens  # what a pass costs beside its tokens
+        self.most_tokens = most_tokens
         self.prefill = tuple(sorted(prefill, key=lambda b: (b.num_tokens, b.length, b.context)))
         longest_shape = max((bucket.length for bucket in self.prefill), default=0)
         self.longest = longest_shape if longest is None else longest
@@ -181,8 +183,11 @@ class BucketPlan:
 
     def prompts_fit(self, rows: int, longest: int, context: int = 0) -> bool:
         """Whether so many prompts, the longest of so many tokens after at most so many in the cache, can share a
-        step."""
-        return self._find_prefill(rows, longest, context) is not None
+        step: in one pass, or after cached tokens, where shapes are smaller, in several."""
+        if self._find_prefill(rows, longest, context) is not None:
+            return True
+        one = self._find_prefill(1, longest, context) if context else None
+        return one is not None and rows * one[1] <= self.most_tokens
 
     def group(self, prompts: Sequence[tuple[int, int]]) -> list[list[int]]:
         """Prompts of a step, as places in `prompts`: (tokens, tokens in the cache before them), that share a pass:
@@ -194,10 +199,11 @@ class BucketPlan:
             return []
         alone = [self._find_prefill(1, *prompt) or (1, *prompt) for prompt in prompts]
         order = sorted(range(len(prompts)), key=lambda place: (alone[place][2], prompts[place]))
-        sizes = [alone[place][1:] for place in order]
-        cuts = [place for place in range(1, len(order)) if sizes[place] != sizes[place - 1]]
+        cuts: list[int] = []
+        for size, alike in groupby(order, lambda place: alone[place][1:]):
+            cuts += self._cut(size, cuts[-1] if cuts else 0, len(list(alike)))
         best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # first places -> what they cost at least, where to cut
-        for end in (*cuts, len(order)):
+        for end in cuts:
             for start, (cost, before) in list(best.items()):
                 together = [prompts[place] for place in order[start:end]]
                 length, context = (max(numbers) for numbers in zip(*together, strict=True))
@@ -208,6 +214,12 @@ class BucketPlan:
         if len(order) not in best:
             return [[place] for place in range(len(prompts))]
         return [sorted(order[start:end]) for start, end in pairwise((0, *best[len(order)][1]))]
+
+    def _cut(self, size: tuple[int, int], start: int, count: int) -> list[int]:
+        """Where passes may end among so many prompts alike, of a length and context: the last place is their end."""
+        length, context = size
+        most = self._prefill_axes[context][1].get(length, [count])[-1] if context in self._prefill_axes else count
+        return [*range(start + most, start + count, most), start + count]
 
     @cached_property
     def _contexts(self) -> list[int]:
@@ -249,7 +261,13 @@ def plan_buckets(limits: PlanLimits, settings: BucketSettings, picture_sizes: Se
     in_place = _in_place(limits, settings, listed) if settings.contiguous else []
     shared = _shared(limits, listed) if settings.reuse else []
     pictures = [Bucket("picture", size, 0) for size in picture_sizes]
-    return BucketPlan(first + after, listed + in_place + shared, limits.max_input_tokens, pictures=pictures)
+    return BucketPlan(
+        first + after,
+        listed + in_place + shared,
+        limits.max_input_tokens,
+        pictures=pictures,
+        most_tokens=limits.max_batch_prefill_tokens,
+    )
 
 
 def _collect(shapes: Iterable[Bucket]) -> list[Bucket]:
