@@ -109,6 +109,7 @@ def put_together(tensors: dict[str, Tensor]) -> Batch:
         tensors.get("visible_ends"),
         _put_cross_together(tensors) if "cross_reads" in tensors else None,
         tensors.get("following"),
+        tensors.get("places"),
     )
 
 
