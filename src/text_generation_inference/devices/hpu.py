@@ -38,6 +38,7 @@ from text_generation_inference.devices.hpu_graphs import (
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import put_together, take_apart
 from text_generation_inference.kernels.fp8 import FP8_MAX
+from text_generation_inference.kernels.hpu.attention import HpuAttention
 from text_generation_inference.kernels.hpu.bridge import is_present, load_bridge, memory_errors
 from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
 from text_generation_inference.kernels.hpu.ops import load_ops
@@ -138,7 +139,9 @@ class HpuDevice(AtOnce):
         )
         self._memo, self._fp8 = PassMemo(), Fp8Ops(bridge)
         self.ops = self._load_ops(custom_kernels)
-        self._layers = None if bridge.lazy else CompiledLayers()
+        attention = getattr(self.ops.attention, "__self__", None)
+        hand_over = attention.hand_over if isinstance(attention, HpuAttention) else None
+        self._layers = None if bridge.lazy else CompiledLayers(hand_over)
         self.ops.run_layer = self._layers
         self._runtime_bytes: int | None = None  # never given away
         if not bridge.lazy:
