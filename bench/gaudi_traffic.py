@@ -46,15 +46,10 @@ def count_steps(options: argparse.Namespace, folder: Path, **sampling: Any) -> l
     def counted(plan: Any, previous: Any) -> Any:
         traffic.take()
         buckets.clear()
-        read = queue(plan, previous)
-
-        def finish() -> Any:
-            result = read()
-            phase = "prompts" if plan.chunks else "decoding" if plan.decode else "nothing"
-            both = f"{phase} beside decoding" if plan.chunks and plan.decode else phase
-            found.append((both, traffic.take(), buckets[-1] if buckets else None))
-            return result
-
+        finish = queue(plan, previous)  # which reads what came to the host
+        phase = "prompts" if plan.chunks else "decoding" if plan.decode else "nothing"
+        both = f"{phase} beside decoding" if plan.chunks and plan.decode else phase
+        found.append((both, traffic.take(), buckets[-1] if buckets else None))
         return finish
 
     def noted(find: Any) -> Any:
@@ -74,7 +69,7 @@ def count_steps(options: argparse.Namespace, folder: Path, **sampling: Any) -> l
 
 def show(name: str, counts: Any, layers: int) -> None:
     print(f"{name}: {counts.sends} copies to the card ({counts.bytes_sent:,} bytes),", end=" ")
-    print(f"{counts.reads} reads by the host ({counts.bytes_fetched:,} bytes),", end=" ")
+    print(f"{counts.reads} to the host ({counts.bytes_fetched:,} bytes), {counts.waits} waited for,", end=" ")
     print(f"{counts.list_ops} ops on lists alone")
     if counts.cache_read:
         each = tuple(number // layers for number in (counts.cache_read, counts.cache_copied, counts.cache_written))

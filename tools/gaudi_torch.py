@@ -84,6 +84,9 @@ def runtime_of(packages: Path) -> list[str]:
     """CUDA's run time in the version that torch asks for."""
     of_torch = Distribution.at(next(packages.glob("torch-*.dist-info")))
     asked = [text.partition(";")[0].strip() for text in of_torch.requires or []]
+    toolkit = next((found for text in asked if (found := re.match(r"cuda-toolkit\[.*\]==(\d+\.\d+)", text))), None)
+    if toolkit is not None:  # since 2.11: a package that asks for one of that version
+        return [f"nvidia-cuda-runtime=={toolkit[1]}.*"]
     return [text for text in asked if text.startswith("nvidia-cuda-runtime")]
 
 

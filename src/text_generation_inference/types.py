@@ -535,6 +535,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_prefill_tokens: int  # likewise
     memory_share: float  # of the memory free after loading, how much the KV cache may take
     runs_ahead: bool = False  # work is queued and done later; slots then live on the device
+    # Slots live on the host, but what a padded step samples stays on the device: the next one, which reads it there, is
+    # queued before the host knows it.
+    keeps_tokens: bool = False
     graphs: bool = False  # padded passes have a graph for each shape
     captures_steps: bool = False  # steps over block tables are padded to sizes that are captured
     max_captured_tokens: int = 0  # of a captured step with prompt tokens; 0: none of these is captured

@@ -1,7 +1,7 @@
-"""The CPU in the role of a device that runs ahead, so that its runner can be tested anywhere."""
+"""The CPU in the roles of devices that run ahead, so that their runners can be tested anywhere."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,3 +66,39 @@ class QueueOnCpu(CpuDevice):
         self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None
     ) -> GraphForward:
         return CapturedForward(self, forward, first)
+
+
+class KeepsTokensOnCpu(CpuDevice):
+    """Slots are on the host; sampled tokens arrive there when a step is read, on another thread than that of steps."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        super().__init__(cache_dir, custom_kernels=False)
+        self.limits = msgspec.structs.replace(self.limits, keeps_tokens=True)
+        self._reader = ThreadPoolExecutor(max_workers=1)
+        self._coming: list[tuple[Tensor, Tensor]] = []
+
+    def fetch(self, found: Tensor) -> Tensor:
+        there = torch.full_like(found, -7)
+        self._coming.append((there, found.clone()))
+        return there
+
+    def launch(self, queue: Callable[[], Callable[[], Any]]) -> "Future[Any]":
+        def begin() -> tuple[Callable[[], Any], list[tuple[Tensor, Tensor]]]:
+            finish = queue()
+            coming, self._coming = self._coming, []
+            return finish, coming
+
+        begun = self.submit(begin)
+
+        def end() -> Any:
+            finish, coming = begun.result()
+            with torch.inference_mode():
+                for there, found in coming:
+                    there.copy_(found)
+            return finish()
+
+        return self._reader.submit(end)
+
+    def close(self) -> None:
+        super().close()
+        self._reader.shutdown(wait=True)

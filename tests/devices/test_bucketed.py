@@ -14,7 +14,7 @@ import pytest
 import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, run, start
 from engine_cases import MIN_TOKENS, PARAMS, ends_in_time, on_cpu, requests, same, wait_for_device
-from queue_on_cpu import QueueOnCpu
+from queue_on_cpu import KeepsTokensOnCpu, QueueOnCpu
 from torch import Tensor
 
 from text_generation_inference.config import ServerConfig
@@ -50,21 +50,23 @@ LINEAR: dict[str, object] = {
 }
 
 
-@pytest.fixture(params=["at once", "ahead"])
+@pytest.fixture(params=["at once", "ahead", "tokens kept"])
 def way(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
 def start_bucketed(way: str, device_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts engines on the device of the suite; on the CPU also in the role of one that runs ahead."""
+    """Starts engines on the device of the suite; on the CPU also in the roles of those that run ahead."""
     engines: list[Engine] = []
-    if device_name != "cpu" and way == "at once":
+    if device_name != "cpu" and way != "ahead":
         pytest.skip("the CPU's way")
+    roles = {"ahead": QueueOnCpu, "tokens kept": KeepsTokensOnCpu}
 
     def start_engine(folder: Path, **settings: object) -> Engine:
-        if device_name == "cpu" and way == "ahead":
-            monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: QueueOnCpu(tmp_path))
+        if device_name == "cpu" and way in roles:
+            device = roles[way](tmp_path)
+            monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
         engine = start(folder, **{"device": device_name, **LIMITS, **settings})
         monkeypatch.undo()
         engines.append(engine)

@@ -149,6 +149,7 @@ def test_a_whole_command(models: dict[str, Path], tmp_path: Path, device_name: s
             assert answer.status_code == 200, answer.text
             assert answer.json()["details"]["generated_tokens"] == NEW
             assert client.get("/info").json()["model_id"] == folder.name
+        running.wait_for(lambda: "tgi_bucket_unplanned" in running.metrics(), "the engine's figures")
         assert running.metrics()["tgi_bucket_unplanned"] == 0
     finally:
         status = running.stop()

@@ -493,6 +493,7 @@ def test_nothing_new_is_gathered_after_warm_up(hpu, start_hpu, tiny, monkeypatch
 
     monkeypatch.setattr(HPUGraph, "replayV3", replay_by_itself)
     submit(pieces.__enter__).result()
+    runner.sampling._sampler._warmed.clear()
     WarmUp(runner.steps).run()
     warm = set(pieces.met)
     assert len(warm) > len(runner.steps.passes.plan.prefill)
@@ -634,7 +635,8 @@ def run_eager(folder: str) -> None:
     warm = count()
     found = [[output.token_ids for output in run(engine, some)] for some in (wanted, sampled_requests()[:5])]
     stats = engine.rank.bucket_stats
-    # `warm`: programs of sampling for one row, and of layers for each of the shapes. None is in pieces.
+    # `warm`: programs of sampling for one row, two that keep its tokens, and for each of the shapes those of layers and of
+    # what all layers read. None is in pieces.
     breaks = dict(torch._dynamo.utils.counters["graph_break"])
     print(found, warm, stats.num_planned, stats.num_captured == stats.num_planned, count() - warm, breaks)
     engine = start(Path(folder), device="hpu", dtype=None, quantize="fp8", enable_hpu_graph=False, **limits)
@@ -642,12 +644,59 @@ def run_eager(folder: str) -> None:
     print([output.error for output in outputs if output.error], [output.logprobs[0] for output in outputs])
 
 
+def count_eager(*folders: str) -> None:
+    """Ops on lists alone of a step without lazy mode, of decoding and of prompts, for each model."""
+    from habana_frameworks.torch._card import card
+
+    integers, also_bool = 0b11111, 0b100000011111  # bits of torch's types
+    views = ("view", "as_strided", "slice", "select", "unsqueeze", "alias", "expand", "_reshape_alias")
+
+    def on_lists() -> int:
+        ops = card.ops().items()
+        is_view = {name: name.removeprefix("aten::").partition(".")[0] in views for (name, _), _ in ops}
+        return sum(
+            calls for (name, types), calls in ops if types & integers and not types & ~also_bool and not is_view[name]
+        )
+
+    limits = {**LIMITS, "max_batch_size": 1, "max_total_tokens": 60, "pt_hpu_lazy_mode": False}
+    for folder in folders:
+        engine = start(Path(folder), device="hpu", **limits)
+        queue, found = engine.rank.runner._queue, {}
+
+        def counted(plan, previous, queue=queue, found=found):
+            before = on_lists()
+            finish = queue(plan, previous)
+            found.setdefault(bool(plan.chunks), on_lists() - before)
+            return finish
+
+        engine.rank.runner._queue = counted
+        run(engine, [make_request(0, list(range(9)), 4)])
+        print(found[False], found[True])
+        engine.close()
+
+
+def test_lists_are_read_once_in_a_pass_without_lazy_mode_too(hpu, tmp_path):
+    """As many ops on lists however many layers there are, with and without windows."""
+    if not hpu.bridge.emulated:
+        pytest.skip("the stand-in counts")
+    windows = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+    kinds = [("Llama", {}, 1), ("Llama", {}, 4), ("Qwen2", windows, 2), ("Qwen2", windows, 5)]
+    folders = [
+        str(make_tiny(kind, {**more, "num_hidden_layers": layers}, tmp_path / str(number)).folder)
+        for number, (kind, more, layers) in enumerate(kinds)
+    ]
+    program = f"import test_hpu; test_hpu.count_eager(*{folders!r})"
+    lines = run_with_stand_in(program, PT_HPU_LAZY_MODE="0").splitlines()[-4:]
+    assert lines[0] == lines[1] and lines[2] == lines[3]
+    assert all(int(number) > 0 for line in lines for number in line.split())
+
+
 def test_eager_mode_and_matrices_in_fp8(hpu, tiny, on_cpu):
     if not hpu.bridge.emulated or not hpu.supports_fp8:
         pytest.skip("this process has the card already, or it has no FP8")
     program = f"import test_hpu; test_hpu.run_eager({str(tiny.folder)!r})"
     first, second = run_with_stand_in(program, PT_HPU_LAZY_MODE="0").splitlines()[-2:]
-    assert first == f"{[on_cpu['plain'][:5], on_cpu['sampled'][:5]]} 18 3 True 0 {{}}"
+    assert first == f"{[on_cpu['plain'][:5], on_cpu['sampled'][:5]]} 27 3 True 0 {{}}"
     assert second.startswith("[] ")
     engine = start(tiny.folder, device="cpu", **LIMITS)
     expected = [output.logprobs[0] for output in run(engine, requests()[:5])]

@@ -4,6 +4,7 @@ And blocks that are read where they are, for which the cache is read once: where
 follows from it.
 """
 
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -72,13 +73,8 @@ def count(engine, requests) -> dict[str, list]:
 
     def counted(plan, previous):
         traffic.take()
-        read = queue(plan, previous)
-
-        def finish():
-            result = read()
-            found.setdefault("prompts" if plan.chunks else "decoding", []).append(traffic.take())
-            return result
-
+        finish = queue(plan, previous)  # which reads what came to the host
+        found.setdefault("prompts" if plan.chunks else "decoding", []).append(traffic.take())
         return finish
 
     device.submit(traffic.start).result()
@@ -99,7 +95,7 @@ def test_a_step_is_one_copy_in_and_one_out(hpu, start_hpu, folder):
     engine = start_hpu(folder, warmup_enabled=False, **LIMITS, **IN_PLACE)
     found = count(engine, asked)
     for phase in ("decoding", "prompts"):
-        assert {(step.sends, step.reads) for step in found[phase][1:]} <= {(1, 1)}, phase
+        assert {(step.sends, step.reads, step.waits) for step in found[phase][1:]} <= {(1, 1, 0)}, phase
     step = found["decoding"][2]
     layers, config = 3, engine.rank.runner.model.spec.layers[0].attention
     token = 2 * config.num_kv_heads * config.head_dim * 4  # bytes of a token's key and value
@@ -119,6 +115,59 @@ def test_a_drawn_token_is_read_once_too(hpu, start_hpu, folder):
     asked = [make_request(0, list(range(9)), 5, temperature=0.8, top_k=7, seed=3)]
     found = count(start_hpu(folder, warmup_enabled=False, **LIMITS), asked)["decoding"]
     assert {(step.sends, step.reads) for step in found[1:]} == {(2, 1)}  # the noise of a step follows from two words
+
+
+class SlowCard:
+    """Is past a step only when the next one was queued, where there will be one."""
+
+    def __init__(self, engine, monkeypatch) -> None:
+        from habana_frameworks.torch.hpu import Event
+
+        self._changed, self._num_queued, self._is_last, self.waited = threading.Condition(), 0, False, []
+        plan, record, synchronize = engine.loop.scheduler.plan, Event.record, Event.synchronize
+
+        def plan_next():
+            found = plan()
+            with self._changed:
+                self._is_last = found is None
+                self._changed.notify_all()
+            return found
+
+        def note(event, stream=None):
+            record(event, stream)
+            with self._changed:
+                self._num_queued += 1
+                event.number = self._num_queued
+                self._changed.notify_all()
+
+        def wait(event):
+            with self._changed:
+                done = self._changed.wait_for(lambda: self._is_last or self._num_queued > event.number, timeout=20)
+                assert done, "nothing was queued while the host waited for a step"
+                self.waited.append(self._num_queued - event.number)
+            synchronize(event)
+
+        monkeypatch.setattr(engine.loop.scheduler, "plan", plan_next)
+        monkeypatch.setattr(Event, "record", note)
+        monkeypatch.setattr(Event, "synchronize", wait)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True, "top_n_tokens": 2}, {"typical_p": 0.8, "logit_bias": {5: 3.0}}]
+)
+def test_a_step_is_queued_before_the_host_has_read_the_one_before(hpu, start_hpu, folder, monkeypatch, sampling):
+    """Its tokens are found on the card. With another step in between, when a request is through, too."""
+    if not hpu.bridge.emulated or not hpu.bridge.lazy:
+        pytest.skip("the stand-in can be made to wait")
+    prompts = random_prompts(320, [20, 150, 7, 131], seed=1)
+    asked = [make_request(n, prompt, 5 + 3 * n, seed=n, **sampling) for n, prompt in enumerate(prompts)]
+    engine = start(folder, device="cpu", **LIMITS)
+    expected = [output.token_ids for output in run(engine, asked)]
+    engine.close()
+    engine = start_hpu(folder, **LIMITS)
+    card = SlowCard(engine, monkeypatch)
+    assert [output.token_ids for output in run(engine, asked, arrivals=[0, 0, 3, 9])] == expected
+    assert card.waited.count(1) > len(card.waited) - 3, "all but the last had another behind them"
 
 
 def test_prefixes_that_are_shared_are_read_by_their_list(hpu, start_hpu, folder):

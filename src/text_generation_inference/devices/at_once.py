@@ -60,6 +60,9 @@ class AtOnce:
     def event(self) -> Event:
         return _Done()
 
+    def fetch(self, found: Tensor) -> Tensor:
+        return found.to("cpu", copy=True)
+
     def timed(self, work: Callable[[], object]) -> Callable[[], float]:
         start = time.perf_counter()
         work()

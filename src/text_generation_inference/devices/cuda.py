@@ -223,6 +223,9 @@ class CudaDevice:
         event.record(self._queue)
         return _CudaEvent(event)
 
+    def fetch(self, found: Tensor) -> Tensor:
+        return found.to("cpu", non_blocking=True)
+
     def timed(self, work: Callable[[], object]) -> Callable[[], float]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record(self._queue)

@@ -135,6 +135,10 @@ class Device(Protocol):
 
     def event(self) -> Event: ...
 
+    def fetch(self, found: Tensor) -> Tensor:
+        """Queue a copy to the host, which has it once the step is done."""
+        ...
+
     def timed(self, work: Callable[[], object]) -> Callable[[], float]:
         """Queue work; the seconds that it took can be asked for once it is done."""
         ...

@@ -2,14 +2,15 @@
 
 The card's compiler makes a program for every shape it meets, so steps are padded to the bucket plan and the
 passes of the plan become graphs. In lazy mode ops are gathered until `mark_step`, and a pass is captured whole; without
-it `torch.compile` does the same. Steps run on one worker thread, so that planning overlaps with computing.
+it `torch.compile` does the same. Steps are queued on one worker thread, and another waits until the card is past them,
+so that the next one is queued while the card computes.
 `habana_frameworks` is met in `kernels/hpu/bridge.py` alone.
 """
 
 import os
 import socket
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ from text_generation_inference.devices.hpu_graphs import (
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import put_together, take_apart
 from text_generation_inference.kernels.fp8 import FP8_MAX
+from text_generation_inference.kernels.hpu.attention import HpuAttention
 from text_generation_inference.kernels.hpu.bridge import is_present, load_bridge, memory_errors
 from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
 from text_generation_inference.kernels.hpu.ops import load_ops
@@ -97,6 +99,8 @@ class HpuDevice(AtOnce):
 
     def __init__(self, settings: HpuSettings | None = None, custom_kernels: bool = True, place: Place = ALONE) -> None:
         super().__init__("tgi-hpu")
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-hpu-read")
+        self._last: Future[Any] | None = None  # step that was launched
         self.settings = settings or HpuSettings()
         if place.world > 1:
             os.environ.update(rank_environment(place))
@@ -129,12 +133,15 @@ class HpuDevice(AtOnce):
             max_batch_prefill_tokens=4096,
             memory_share=1 - self.settings.graph_share if captures else 1.0,
             buckets=True,
+            keeps_tokens=True,
             reads_in_place=True,
             step_timeout_s=1800.0,  # a shape that was not warmed up is compiled
         )
         self._memo, self._fp8 = PassMemo(), Fp8Ops(bridge)
         self.ops = self._load_ops(custom_kernels)
-        self._layers = None if bridge.lazy else CompiledLayers()
+        attention = getattr(self.ops.attention, "__self__", None)
+        hand_over = attention.hand_over if isinstance(attention, HpuAttention) else None
+        self._layers = None if bridge.lazy else CompiledLayers(hand_over)
         self.ops.run_layer = self._layers
         self._runtime_bytes: int | None = None  # never given away
         if not bridge.lazy:
@@ -215,19 +222,45 @@ class HpuDevice(AtOnce):
 
     def close(self) -> None:
         super().close()
+        self._reader.shutdown(wait=True)
         self.bridge.synchronize()
 
+    def fetch(self, found: Tensor) -> Tensor:
+        there = found.clone()  # what a graph has left is overwritten by its next call, which may come before the copy
+        self.bridge.mark_step()
+        return torch.empty(found.shape, dtype=found.dtype).copy_(there, non_blocking=True)
+
     def launch(self, queue: Callable[[], Callable[[], Any]]) -> "Future[Any]":
-        """Waits until the card has done all of it: only then it says what lacked memory, which is this step's fault."""
+        """The reader waits until the card is past it, and computes nothing there: ops are gathered by thread. A lack of
+        memory is told then, by this step or by the one queued behind it, which is taken back with it."""
+        before = self._last if self._last is not None and not self._last.done() else None
+        begun = self.submit(lambda: self._begin(queue))
 
-        def run() -> Any:
+        def end() -> Any:
+            lack = before.exception() if before is not None else None
+            if isinstance(lack, torch.OutOfMemoryError):  # this one has computed with garbage, if it could
+                wait([begun])
+                raise torch.OutOfMemoryError(str(lack))
+            finish, passed = begun.result()
             with memory_errors():
-                try:
-                    return queue()()
-                finally:
-                    self.bridge.synchronize()
+                passed.synchronize()
+                return finish()
 
-        return self.submit(run)
+        self._last = self._reader.submit(end)
+        return self._last
+
+    def _begin(self, queue: Callable[[], Callable[[], Any]]) -> tuple[Callable[[], Any], Any]:
+        """What reads the step's results, and the place in the card's queue where they are there."""
+        with memory_errors():
+            try:
+                finish = queue()
+                self.bridge.mark_step()
+                passed = self.bridge.torch_hpu.Event()
+                passed.record()
+            except Exception:
+                self.bridge.synchronize()  # what it lacked is told now, in place of what followed from that
+                raise
+        return finish, passed
 
     def wrap_graphs(
         self, forward: Callable[[Batch], Tensor], first: Callable[[Batch], object] | None = None

@@ -202,13 +202,35 @@ class CompiledLayers:
     """Layers compiled one by one: those of a kind share a program for each shape, where a pass as a whole would be
     compiled anew, all of it, for each."""
 
-    def __init__(self) -> None:
-        options = {"keep_input_mutations": True}
-        self._program = _torch.compile(_run_layer, backend="hpu_backend", dynamic=False, options=options)
+    def __init__(self, hand_over: Callable[..., None] | None) -> None:
+        """`hand_over`: what attention reads of a pass's lists, to the layer that comes next; None: nothing."""
+        self._program, self._hand_over = _compile(_run_layer), hand_over
+        self._functions: dict[object, Any] = {}
         self.is_on = False
 
     def __call__(self, layer: Any, *about: Any) -> Any:
-        return (self._program if self.is_on else _run_layer)(layer, *about)
+        if not self.is_on:
+            return _run_layer(layer, *about)
+        x, residual, batch, cos_sin, cache, _ = about
+        stream, attention = x if residual is None else residual, layer.attention
+        heads: Any = getattr(attention, "heads", None)
+        # Attention over latents reads lists in its own way, and so does what the card's kernels do not know.
+        if self._hand_over is not None and hasattr(heads, "softcap") and isinstance(stream, Tensor):
+            is_plain = attention.slopes is None and attention.sinks is None and heads.attention_chunk is None
+            if is_plain:
+                about_heads = (heads.window, heads.softcap)
+                self._hand_over(batch, cos_sin, cache[0].shape[1], stream.dtype, *about_heads, self._run_function)
+        return self._program(layer, *about)
+
+    def _run_function(self, function: Callable[..., Any], *given: Any) -> Any:
+        if function not in self._functions:
+            self._functions[function] = _compile(function)
+        return self._functions[function](*given)
+
+
+def _compile(function: Callable[..., Any]) -> Any:
+    options = {"keep_input_mutations": True}
+    return _torch.compile(function, backend="hpu_backend", dynamic=False, options=options)
 
 
 def _run_layer(layer: Any, *about: Any) -> Any:

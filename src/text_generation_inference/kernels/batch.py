@@ -30,6 +30,9 @@ class Batch:
     )
     cross: "CrossMeta | None" = None  # what layers of cross-attention read; None: they pass all tokens by
     following: Tensor | None = None  # [tokens of a row] int64: what comes after each of a prompt that is scored
+    # [rows] int64: where the device keeps the newest token of each row's request, if it does. While decoding
+    # `input_ids` are such places: see `runner.newest_tokens`.
+    places: Tensor | None = None
     # [tokens] int64: `kv_index` in layers that read a window, where they have blocks of their own
     window_index: Tensor | None = None
 

@@ -6,8 +6,8 @@ same shapes does the same work. Padding writes to block 0, which no request owns
 """
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ LONG_LIVED = frozenset({"features"})  # tensors of a pass that are the same ones
 class WholePrompts:
     """Each row is a whole prompt, padded on the right to one length; nothing of it is cached before."""
 
+    # Of lists of all kinds: what was computed of them for the layer that comes next.
+    known: dict[str, Any] | None = field(default=None, kw_only=True)
+
 
 @dataclass(slots=True)
 class PromptParts:
@@ -36,6 +39,7 @@ class PromptParts:
 
     tables: Tensor  # [rows, blocks] int32: blocks of each row's tokens, its own included; filler 0
     starts: Tensor  # [rows] int32: tokens in the cache before the row's own
+    known: dict[str, Any] | None = field(default=None, kw_only=True)
 
 
 @dataclass(slots=True)
@@ -51,6 +55,7 @@ class BlockLists:
     block_usage: Tensor  # [blocks] int32: filled places of each; filler 1
     row_starts: Tensor | None  # [rows] int32: where in `block_list` a row begins; padding -1
     block_numbers: Tensor | None = None  # [blocks] int32: which of its row's blocks each is; filler 0
+    known: dict[str, Any] | None = field(default=None, kw_only=True)
 
     def numbers(self) -> Tensor:
         """`[blocks]`: which of its row's blocks each is; of fillers: anything."""
@@ -72,14 +77,14 @@ def row_length(batch: Batch) -> int:
 
 def take_apart(batch: Batch) -> dict[str, Tensor]:
     """All tensors of a padded pass by name: what a graph reads."""
-    found = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name not in ("meta", "cross")}
-    found.update({field.name: getattr(batch.meta, field.name) for field in fields(batch.meta)})
+    found = {each.name: getattr(batch, each.name) for each in fields(batch) if each.name not in ("meta", "cross")}
+    found.update({each.name: getattr(batch.meta, each.name) for each in fields(batch.meta)})
     if (cross := batch.cross) is not None:
         found |= {"cross_reads": cross.reads, "cross_feeds": cross.feeds}
         found |= {"cross_blocks": cross.blocks, "cross_mask": cross.mask}
         if (rows := cross.decode) is not None:
             found["cross_seq_lens"] = rows.seq_lens
-            found |= {f"cross_{field.name}": getattr(rows.meta, field.name) for field in fields(rows.meta)}
+            found |= {f"cross_{each.name}": getattr(rows.meta, each.name) for each in fields(rows.meta)}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
@@ -109,6 +114,7 @@ def put_together(tensors: dict[str, Tensor]) -> Batch:
         tensors.get("visible_ends"),
         _put_cross_together(tensors) if "cross_reads" in tensors else None,
         tensors.get("following"),
+        tensors.get("places"),
     )
 
 

@@ -7,6 +7,7 @@ on the host then goes to the device in one copy.
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,7 +53,7 @@ class BucketedSteps:
                 self._decode_logits = torch.zeros((num_slots, width), device=device.torch_device)
                 self._prompt_logits = torch.zeros((most, width), device=device.torch_device)
             outputs = self._place_for
-        self.passes = PaddedPasses(device, model, kv_cache, plan, limit_graphs, outputs)
+        self.passes = PaddedPasses(device, model, kv_cache, plan, limit_graphs, outputs, slots.newest)
         self._tower = pictures.passes if pictures is not None else None
         if self._tower is not None:
             self._tower.stats = self.passes.shape_stats
@@ -213,6 +214,8 @@ class BucketedSteps:
         batch = Batch(ids, positions, kv_index, seq_lens, WholePrompts(), last_tokens.long())
         if arrays.tables is not None:
             batch.meta = PromptParts(more[0].view(arrays.tables.shape), more[1])
+        if self._slots.newest is not None:
+            batch.places = self._places([chunk.slot for chunk in chunks], 1 if scored else bucket.batch)
         if scored:
             batch.following = self._slots.look_up(more[-2], more[-1])[0]
         self._put_pictures(batch, bucket, chunks, sees)
@@ -234,6 +237,8 @@ class BucketedSteps:
         self._slots.put(arrays.slots, *arrays.lists.values())
         rows, *lists = self._slots.send()
         ids, positions, kv_index, seq_lens = self._slots.look_up(rows, None)
+        if self._slots.newest is not None:
+            ids = self._places(slots, bucket.batch)
         named = dict(zip(arrays.lists, lists, strict=True))
         meta = BlockLists(
             named.get("block_list"),
@@ -246,6 +251,13 @@ class BucketedSteps:
         if isinstance(self._pictures, CrossPictures) and self._pictures.reads(slots):
             batch.cross = self._pictures.of_padded_rows(slots, bucket.batch)
         return batch
+
+    def _places(self, slots: list[int], num_rows: int) -> Tensor:
+        """`[rows]` on the host: where the newest token of each is."""
+        assert self._slots.newest is not None
+        padded = np.full(num_rows, -1, dtype=np.int64)
+        padded[: len(slots)] = slots
+        return torch.from_numpy(self._slots.newest.places_of(padded))  # pyright: ignore[reportUnknownMemberType]
 
     def _place_for(self, batch: Batch) -> Tensor:
         """Where the logits of a pass go; what is in the place of the other phase stays."""

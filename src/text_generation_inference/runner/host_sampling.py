@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,6 +14,14 @@ from text_generation_inference.sampling.parts import KnownTokens
 from text_generation_inference.sampling.sampler import Sampler
 from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.types import Admission, TopTokens
+
+
+class SampledRows(Protocol):
+    """Tokens of the rows that sampled in a pass, best ids of those that want them. Read once, when the step is done."""
+
+    def read_tokens(self) -> tuple[list[int], list[float]]: ...
+
+    def read_tops(self) -> list[TopTokens]: ...
 
 
 @dataclass(slots=True)
@@ -31,8 +40,6 @@ class HostTokens:
 
 
 class HostSampling:
-    follows_tokens = False  # whatever depends on tokens finds them in the slots
-
     def __init__(
         self,
         device: Device,
@@ -45,7 +52,12 @@ class HostSampling:
         state = slots.state
         pages, last = state.pages.numpy(), state.last_tokens.numpy()
         known = KnownTokens(pages, state.page_tables.numpy(), last, slots.lengths_cpu, state.max_tokens)
-        self._sampler = Sampler(device.ops, device.torch_device, known, vocabulary, watermark, pads)
+        self._sampler = Sampler(device.ops, device.torch_device, known, vocabulary, watermark, pads, slots.newest)
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Whatever depends on tokens finds them in the slots."""
+        return False
 
     def admit(self, admission: Admission) -> None:
         self._sampler.admit(admission)
@@ -59,7 +71,7 @@ class HostSampling:
     def take_best(self, logits: Tensor, row_slots: Tensor) -> Tensor:
         return logits
 
-    def choose(self, made: StepPass, masks: RowMasks | None) -> HostTokens:
+    def choose(self, made: StepPass, masks: RowMasks | None) -> SampledRows:
         """The tokens of a pass's sampling rows, which go into the slots."""
         assert made.logits is not None
         sampled = self._sampler.choose(made.logits, made.slots, masks)

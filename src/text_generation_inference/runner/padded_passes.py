@@ -15,6 +15,7 @@ from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import Key, key_of, row_length
 from text_generation_inference.models.model import Model
+from text_generation_inference.runner.newest_tokens import NewestTokens
 from text_generation_inference.runner.prompt_scores import LOGIT_ROWS, PromptScores, score_padded, take_padded
 from text_generation_inference.runner.shapes import Bucket, BucketPlan, ShapeStats
 from text_generation_inference.types import Chunk
@@ -32,12 +33,14 @@ class PaddedPasses:
         plan: BucketPlan,
         limit_graphs: bool = False,  # prompts go without
         outputs: Callable[[Batch], Tensor] | None = None,  # a long-lived place for the logits of a batch
+        newest: NewestTokens | None = None,  # that the device has chosen and kept
     ) -> None:
         self.plan = plan
         self.shape_stats = ShapeStats(plan)
         self._model, self._kv_cache, self._outputs = model, kv_cache, outputs
         self._shallow = model.shallow()
-        self._prepare = device.prepare
+        self._newest = newest
+        self._device = device
         self._limit_graphs = limit_graphs
         self._has_graphs = device.limits.graphs
         self._without: set[Bucket] = set()  # shapes for whose graphs there was no room
@@ -81,6 +84,7 @@ class PaddedPasses:
         # Those with layers of cross-attention have shapes by what they read, which no graph was made for.
         bypass = not self.captures(bucket) or batch.cross is not None
         self.shape_stats.on_pass(key_of(batch), bucket, needed, bypass and self._has_graphs)
+        self._make_room(batch)
         return self._graphs(batch, bypass)
 
     def score(self, bucket: Bucket, batch: Batch, needed: int, num_top: int) -> Tensor:
@@ -88,6 +92,7 @@ class PaddedPasses:
         logits of its last one. Without a graph; one tensor, so that all there is to compute is in the pass."""
         size = next(size for size, tops in enumerate(SCORED_TOPS) if num_top <= tops)
         self.shape_stats.on_pass(_key_of_scores(batch, size), bucket, needed, self._has_graphs)
+        self._make_room(batch)
         return self._scores[size](batch, True)
 
     def read_scores(self, found: Tensor, length: int, count: int, num_top: int) -> tuple[Tensor, PromptScores]:
@@ -101,6 +106,7 @@ class PaddedPasses:
         `few_layers`: where no graph is made, few layers are enough to load all that the shape needs.
         """
         self.shape_stats.warmed.add(key_of(batch))
+        self._make_room(batch)
         if self.captures(bucket):
             return self._graphs(batch)
         return self._first(batch) if few_layers else self._graphs(batch, True)
@@ -108,15 +114,25 @@ class PaddedPasses:
     def warm_scores(self, batch: Batch, few_layers: bool) -> Tensor:
         """The same for a prompt whose tokens are scored."""
         self.shape_stats.warmed.add(_key_of_scores(batch, 0))
+        self._make_room(batch)
         return self._score(SCORED_TOPS[0], batch, few_layers) if few_layers else self._scores[0](batch, True)
 
     def run_shallow(self, batch: Batch) -> None:
         """Run a shape through few layers, without a graph: to compile and load what it needs."""
+        self._make_room(batch)
         self._first(batch)
 
     @property
     def num_captured(self) -> int:
         return self._graphs.num_captured
+
+    def _make_room(self, batch: Batch) -> None:
+        if self._newest is not None:
+            self._newest.make_room(len(batch.seq_lens if batch.places is None else batch.places))
+
+    def _prepare(self, batch: Batch) -> Batch:
+        batch = self._device.prepare(batch)
+        return batch if self._newest is None else self._newest.read(batch)
 
     def _forward(self, batch: Batch) -> Tensor:
         return self._logits(batch, self._model.forward(self._prepare(batch), self._kv_cache))

@@ -1,8 +1,9 @@
 """One rank: executes plans, in order, and returns results.
 
 A step: the slots are updated from the plan, passes are computed (`paged_steps`, or `bucketed_steps` where every pass
-has a shape of a plan), tokens are chosen (on the device or on the host, where the slots are). `launch` returns at once;
-a step waits for the tokens of the one before only where a grammar, a watermark or a budget of thoughts must see them.
+has a shape of a plan), tokens are chosen (on the device or on the host, where the slots are, or on the device for slots
+of the host). `launch` returns at once; a step waits for the tokens of the one before only where a grammar, a watermark
+or a budget of thoughts must see them, and for slots of the host penalties.
 """
 
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from torch import Tensor
 from text_generation_inference.devices.device import Device
 from text_generation_inference.failpoints import failpoint
 from text_generation_inference.models.model import Model
+from text_generation_inference.runner.ahead_sampling import AheadSampling
 from text_generation_inference.runner.bucketed_steps import BucketedSteps
 from text_generation_inference.runner.cross_pictures import CrossPictures
 from text_generation_inference.runner.device_sampling import DeviceSampling
 from text_generation_inference.runner.grammar import SlotGrammars
-from text_generation_inference.runner.host_sampling import HostSampling, HostTokens
+from text_generation_inference.runner.host_sampling import HostSampling, SampledRows
 from text_generation_inference.runner.paged_steps import PagedSteps
 from text_generation_inference.runner.pictures import SlotPictures
 from text_generation_inference.runner.prompt_scores import OwedScores, read_scores
@@ -39,7 +41,7 @@ class _SampledPass:
     """The rows of one pass, and their tokens once the step is done."""
 
     slots: list[int]
-    sampled: SampledTokens | HostTokens
+    sampled: SampledTokens | SampledRows
     masks: RowMasks | None
     thinking: list[tuple[int, ThinkingBudgetState]]  # by row, of requests that had the slots then
 
@@ -79,9 +81,14 @@ class Runner:
         with device.stream():  # what is filled here is read in this queue
             model.bind(kv_cache, max_total_tokens)
             about = (num_slots, max_total_tokens, num_blocks, block_size, plan.pads, own_pages, shift_of)
-            self.slots = Slots(device, *about, model.vocab_size, has_beside)
+            keeps_tokens = device.limits.keeps_tokens and isinstance(plan, BucketPlan)
+            self.slots = Slots(device, *about, model.vocab_size, has_beside, keeps_tokens)
         about = (device, self.slots, model.vocabulary, watermark)
-        self.sampling = DeviceSampling(*about) if self.slots.on_device else HostSampling(*about, plan.pads)
+        self.sampling: DeviceSampling | HostSampling
+        if self.slots.on_device:
+            self.sampling = DeviceSampling(*about)
+        else:
+            self.sampling = AheadSampling(*about) if keeps_tokens else HostSampling(*about, plan.pads)
         self.grammars = SlotGrammars(grammars, num_slots, model.vocab_size)
         self._owed = OwedScores()
         self._last: Future[StepResult] | None = None

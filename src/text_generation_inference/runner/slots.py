@@ -1,8 +1,8 @@
 """What the runner remembers of each request: one row per slot, at home on the device or on the host.
 
 A device that runs ahead keeps the slots, so that a step needs nothing from the host but changes; elsewhere they are on
-the host, and a pass is sent what it reads. The host always knows lengths (to size what is not captured) and which slots
-are in the decode set.
+the host, and a pass is sent what it reads, except tokens that the device has chosen and kept (`newest`). The host
+always knows lengths (to size what is not captured) and which slots are in the decode set.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.slot_state import ADJUSTED, DRAWS, FILTERS, NUMBER_FIELDS, PLAIN, SlotState
+from text_generation_inference.runner.newest_tokens import NewestTokens
 from text_generation_inference.runner.staging import HostStaging, Staging, Words
 from text_generation_inference.types import Admission, GenerationRequest, StepPlan
 
@@ -50,6 +51,7 @@ class Slots:
         # scores up by what a request has seen.
         vocab_size: int | None = None,
         has_beside: bool = False,  # see `SlotState`
+        keeps_tokens: bool = False,  # see `Limits`
     ) -> None:
         self.on_device = device.limits.runs_ahead
         self._device = device
@@ -58,6 +60,7 @@ class Slots:
         self._keeps_tables = keeps_tables and self.on_device
         home = device.torch_device if self.on_device else torch.device("cpu")
         self.state = SlotState(num_slots, max_tokens, num_blocks, block_size, home, own_pages, has_beside)
+        self.newest = NewestTokens(device, num_slots) if keeps_tokens else None
         self.decode_slots: list[int] = []  # a new list with every change: steps in flight keep theirs
         if self.on_device:
             self._staging: Staging | HostStaging = Staging(device)
@@ -67,6 +70,7 @@ class Slots:
             self._staging = HostStaging(self.state)
             lengths, tables = self.state.lengths.numpy(), self.state.block_tables.numpy()
         self.host = HostTables(lengths, tables, block_size)
+        self.rooms = np.zeros(num_slots, dtype=np.int64)  # tokens that each slot's blocks have room for
 
     @property
     def lengths_cpu(self) -> np.ndarray:
@@ -185,6 +189,7 @@ class Slots:
         """Requests may hold a block more than their tokens need."""
         max_blocks = self.state.block_tables.shape[1]
         blocks = blocks[: max_blocks - start]
+        self.rooms[slot] = (start + len(blocks)) * self.state.block_size
         if blocks:
             self._staging.write(self.state.tables_at + slot * max_blocks + start, blocks)
             if self._keeps_tables:

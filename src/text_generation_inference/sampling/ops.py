@@ -29,3 +29,15 @@ class SamplerOps(Protocol):
 
     @property
     def by_shape(self) -> ByShapeOp | None: ...
+
+
+class TokenKeeper(Protocol):
+    """Keeps what was chosen on the device, for the next pass: the host has it when the step is done, not before."""
+
+    def write(self, found: Tensor) -> None:
+        """found `[any number, rows]`: first the ids of all rows of the logits."""
+        ...
+
+    def fetch(self, found: Tensor) -> Tensor:
+        """On its way to the host."""
+        ...

@@ -1,6 +1,6 @@
 """What a step sampled, on its way from the device to the host."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,26 @@ class SampledTokens:
         counts = map(min, _read(self.tops.counts), self.tops.limits)
         found = zip(self.tops.rows, counts, _read(self.tops.ids), _read(self.tops.logprobs), strict=True)
         return [TopTokens(row, ids[:count], logprobs[:count]) for row, count, ids, logprobs in found]
+
+
+class PaddedTokens:
+    """The same as one tensor of the host, `[2 or more, rows]` float32, which is read once the step is done."""
+
+    def __init__(self, found: Tensor, tops: Callable[[], BestIds] | None = None) -> None:
+        self._found, self._tops = found, tops
+        self._taken: SampledTokens | None = None
+
+    def _take(self) -> SampledTokens:
+        if self._taken is None:
+            tops = self._tops() if self._tops is not None else None
+            self._taken = SampledTokens(self._found[0].long(), self._found[1], tops)
+        return self._taken
+
+    def read_tokens(self) -> tuple[list[int], list[float]]:
+        return self._take().read_tokens()
+
+    def read_tops(self) -> list[TopTokens]:
+        return self._take().read_tops()
 
 
 def _read(tensor: Tensor) -> list[Any]:

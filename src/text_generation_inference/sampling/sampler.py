@@ -21,10 +21,10 @@ from text_generation_inference.sampling import filters, temperature
 from text_generation_inference.sampling.bias import Bias
 from text_generation_inference.sampling.draw import FEW, NUM_BEST, add_noise, draw, draw_from_best, noise_keys
 from text_generation_inference.sampling.mask import RowMasks, allow_only
-from text_generation_inference.sampling.ops import Arguments, Result, SamplerOps
+from text_generation_inference.sampling.ops import Arguments, Result, SamplerOps, TokenKeeper
 from text_generation_inference.sampling.parts import Arrays, KnownTokens, Room, SamplingPart
 from text_generation_inference.sampling.penalties import Penalties
-from text_generation_inference.sampling.sampled_tokens import BestIds, SampledTokens
+from text_generation_inference.sampling.sampled_tokens import BestIds, PaddedTokens, SampledTokens
 from text_generation_inference.sampling.slot_numbers import SlotNumbers
 from text_generation_inference.sampling.tops import MORE_TIES, best_ids, count_kept, in_order, kept_ids
 from text_generation_inference.sampling.vocabulary import VocabularyPart, join, look
@@ -88,9 +88,11 @@ class Sampler:
         vocabulary: VocabularyPart,
         watermark: tuple[float, float],  # gamma, delta
         pads: bool = False,
+        keeper: TokenKeeper | None = None,  # of the tokens of padded rows; None: the host has them at once
     ) -> None:
         num_slots = known.num_slots
         self._greedy, self._device, self._known, self._pads = ops.greedy, device, known, pads
+        self._keeper = keeper
         self._vocabulary, self._num_words = vocabulary, -(-vocabulary.width // 32)
         room = Room(pads)
         self._parts: list[SamplingPart] = [
@@ -130,7 +132,7 @@ class Sampler:
         self._seeds[slot] = request.seed - 2**64 if request.seed >= 2**63 else request.seed
         self._key = None
 
-    def choose(self, logits: Tensor, rows: list[int], masks: RowMasks | None = None) -> SampledTokens:
+    def choose(self, logits: Tensor, rows: list[int], masks: RowMasks | None = None) -> SampledTokens | PaddedTokens:
         """logits `[rows or more, vocab]` float32, which may be overwritten; `rows` are the slots of the first ones.
         Of a shared vocabulary: this rank's part; all ranks choose together, and find the same.
 
@@ -145,12 +147,13 @@ class Sampler:
             scores = self._mask(scores, masks)
         return self._choose_whole(scores, batch) if batch.shared is None else self._choose_shared(scores, batch.shared)
 
-    def _choose_whole(self, scores: Tensor, batch: _Batch) -> SampledTokens:
+    def _choose_whole(self, scores: Tensor, batch: _Batch) -> SampledTokens | PaddedTokens:
         """From the adjusted scores of all ids."""
-        tops = self._report_best(scores, batch) if batch.tops is not None else None
         if self._pads:
-            found = self._draw_padded(scores, batch.draws[0]) if batch.draws else _fetch(self._best(scores))
-            return SampledTokens(found[0].long(), found[1], tops)
+            best = self._padded_best(scores, batch) if batch.tops is not None else None
+            found = self._draw_padded(scores, batch.draws[0]) if batch.draws else self._take(self._best(scores))
+            return PaddedTokens(found, best)
+        tops = self._report_best(scores, batch) if batch.tops is not None else None
         if batch.all_draw and scores.shape[0]:
             shape = (scores.shape[0],)
             token_ids = torch.empty(shape, dtype=torch.int64, device=scores.device)
@@ -162,22 +165,21 @@ class Sampler:
             token_ids[where], logprobs[where] = self._draw_exact(draws.group.take(scores), draws)
         return SampledTokens(token_ids, logprobs, tops)
 
-    def _choose_shared(self, scores: Tensor, shared: _Shared) -> SampledTokens:
+    def _choose_shared(self, scores: Tensor, shared: _Shared) -> SampledTokens | PaddedTokens:
         """From the adjusted scores of this rank's ids."""
         num_rows = scores.shape[0]
         if shared.whole is not None and len(shared.gathered) == num_rows:
             return self._choose_whole(self._vocabulary.gather(scores), shared.whole)
         assert self._vocabulary.exchange is not None
         parts = self._look(scores, shared.drawing)
-        if self._pads:
-            found = _fetch(self._join_parts(self._vocabulary.exchange(parts)))
-            token_ids, logprobs = found[0].long(), found[1]
-        else:
-            token_ids, logprobs = join(self._vocabulary.exchange(parts))
+        if self._pads:  # nothing of them is gathered, or all is
+            return PaddedTokens(self._take(self._join_parts(self._vocabulary.exchange(parts))))
+        token_ids, logprobs = join(self._vocabulary.exchange(parts))
         if shared.whole is None:
             return SampledTokens(token_ids, logprobs)
         rows = shared.gathered
         found = self._choose_whole(self._vocabulary.gather(scores[rows]), shared.whole)
+        assert isinstance(found, SampledTokens)
         token_ids[rows], logprobs[rows] = found.token_ids, found.logprobs
         tops = found.tops
         if tops is not None:
@@ -201,7 +203,7 @@ class Sampler:
 
     def warm(self, logits: Tensor) -> None:
         """Meet everything that may follow padded logits of this shape, whatever is asked for."""
-        self.choose(logits, []).read_tokens()
+        self.choose(logits, [])
         scores, num_rows = self._here(logits), logits.shape[0]
         if not self._has_graphs or num_rows in self._warmed:
             return
@@ -216,13 +218,13 @@ class Sampler:
         self._allow_only(scores, *self._bring([words]))
         kept, keys = self._send(self._draw_numbers(slots)), self._bring(self._keys(slots))
         if self._vocabulary.exchange is not None:
-            _fetch(self._join_parts(self._vocabulary.exchange(self._drawn_here(scores, *kept[:2], *keys))))
+            self._take(self._join_parts(self._vocabulary.exchange(self._drawn_here(scores, *kept[:2], *keys))))
             scores = self._vocabulary.gather(scores)
-            _fetch(self._best(scores))
-        _fetch(self._draw_unfiltered(scores, *kept[:2], *keys))
+            self._take(self._best(scores))
+        self._take(self._draw_unfiltered(scores, *kept[:2], *keys))
         for draw_rows in (self._draw_filtered, self._draw_unsorted, self._draw_from_best):
-            _fetch(draw_rows(scores, *kept, *keys))
-        _fetch(self._find_tops(scores, *self._send(self._top_arrays(slots, [0] * num_rows, 1))))
+            self._take(draw_rows(scores, *kept, *keys))
+        self._bring_back(self._find_tops(scores, *self._send(self._top_arrays(slots, [0] * num_rows, 1))))
 
     # -- who asks for what -----------------------------------------------------------------------------------------
 
@@ -340,27 +342,45 @@ class Sampler:
         `_together`."""
         arrays = [*draws.group.kept, *self._bring(self._keys(draws.group.slots))]
         if draws.keep_few:
-            found = _fetch(self._draw_from_best(scores, *arrays))
+            few = self._draw_from_best(scores, *arrays)
+            found = _fetch(few)  # what follows depends on it
             if bool(found[2].all()):  # enough
+                if self._keeper is not None:
+                    self._keeper.write(few)
                 return found
         if not draws.filters:
-            return _fetch(self._draw_unfiltered(scores, *arrays[:2], *arrays[-2:]))
+            return self._take(self._draw_unfiltered(scores, *arrays[:2], *arrays[-2:]))
         if all(name in filters.UNSORTED for name in draws.filters):
-            return _fetch(self._draw_unsorted(scores, *arrays))
-        return _fetch(self._draw_filtered(scores, *arrays))
+            return self._take(self._draw_unsorted(scores, *arrays))
+        return self._take(self._draw_filtered(scores, *arrays))
+
+    def _take(self, found: Tensor) -> Tensor:
+        """What `_together` has made, on its way to the host or there."""
+        if self._keeper is not None:
+            self._keeper.write(found)
+        return self._bring_back(found)
+
+    def _bring_back(self, found: Tensor) -> Tensor:
+        return _fetch(found) if self._keeper is None else self._keeper.fetch(found)
+
+    def _padded_best(self, scores: Tensor, batch: _Batch) -> Callable[[], BestIds]:
+        """Read once the step is done."""
+        assert batch.tops is not None
+        found = self._bring_back(self._find_tops(scores, *batch.tops.kept))
+
+        def read() -> BestIds:
+            of_rows = found[batch.top_rows]
+            counts, room = of_rows[:, 0].long(), of_rows.shape[1] // 2
+            return _best_of(batch, counts, of_rows[:, 1 : 1 + room].long(), of_rows[:, 1 + room :])
+
+        return read
 
     def _report_best(self, scores: Tensor, batch: _Batch) -> BestIds:
         assert batch.tops is not None
-        if self._pads:
-            found = _fetch(self._find_tops(scores, *batch.tops.kept))[batch.top_rows]
-            counts, room = found[:, 0].long(), found.shape[1] // 2
-            ids, values = found[:, 1 : 1 + room].long(), found[:, 1 + room :]
-        else:
-            warmth, wanted, places = batch.tops.kept
-            warm = temperature.apply(batch.tops.take(scores), warmth)
-            counts, ids, values = kept_ids(warm.sub_(warm.logsumexp(dim=-1, keepdim=True)), wanted, places.shape[0])
-        limits = [count + MORE_TIES for count in batch.top_counts]
-        return BestIds(batch.top_rows, limits, counts, *in_order(ids, values))
+        warmth, wanted, places = batch.tops.kept
+        warm = temperature.apply(batch.tops.take(scores), warmth)
+        warm.sub_(warm.logsumexp(dim=-1, keepdim=True))
+        return _best_of(batch, *kept_ids(warm, wanted, places.shape[0]))
 
     def _here(self, logits: Tensor) -> Tensor:
         """Those of a scored prompt come back from the host."""
@@ -390,6 +410,11 @@ def _together(function: Callable[Arguments, Sequence[Tensor]]) -> Callable[Argum
         return torch.stack([each.float() for each in function(*args, **kwargs)])
 
     return run
+
+
+def _best_of(batch: _Batch, counts: Tensor, ids: Tensor, values: Tensor) -> BestIds:
+    limits = [count + MORE_TIES for count in batch.top_counts]
+    return BestIds(batch.top_rows, limits, counts, *in_order(ids, values))
 
 
 def _fetch(found: Tensor) -> Tensor:

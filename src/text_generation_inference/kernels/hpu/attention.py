@@ -11,6 +11,7 @@ learns. So values need no mask, which would write all of them once more: what is
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class HpuAttention:
             q, k = norms.apply(q, k)
         self._bridge.mark_step()  # once in a layer: all layers are then the same piece
         angles = lambda: _angles(cos_sin, batch, q.dtype)  # noqa: E731
-        cos, sin = self._once(batch.meta, "angles", angles, (cos_sin, batch.positions))
+        cos, sin = self._once(batch.meta, "angles", q.dtype, angles, (cos_sin, batch.positions))
         finite = torch.isfinite(v)
         k = self._rotate(k, cos, sin).masked_fill(~finite.all(-1, keepdim=True), math.nan)
         keys = self._write(k, k_cache, batch.kv_index, kv_scales[0])
@@ -174,7 +175,7 @@ class HpuAttention:
         self._own = None
         rows, length, size = batch.seq_lens.shape[0], row_length(batch), k_cache.shape[1]
         q, keys, values = (x.reshape(rows, length, *x.shape[1:]).transpose(1, 2) for x in (q, keys, values))
-        context = self._once(batch.meta, "context", lambda: context_of(batch, size))
+        context = self._once(batch.meta, "context", size, lambda: context_of(batch, size))
         if context is not None:
             blocks, seen = context.blocks.reshape(-1), context.seen[:, None, :, None]
             before = [
@@ -185,18 +186,51 @@ class HpuAttention:
             keys, values = (
                 torch.cat((torch.where(seen, x, 0), own), dim=2) for x, own in zip(before, (keys, values), strict=True)
             )
-        narrow = context is not None or (window is not None and window < length)
-        if softcap is not None or not self._flash or narrow:  # the op takes lengths with the causal mask alone
-            mask = self._once(batch.meta, ("mask", window), lambda: prompt_mask(batch, size, window)[0])
+        if self._wants_mask(batch, window, softcap):
+            mask = self._once(batch.meta, "mask", window, lambda: prompt_mask(batch, size, window)[0])
             if softcap is not None or not self._flash:
                 out = _matmul_attention(q, keys, values, mask[:, None, None], scale, softcap)
             else:
                 out = self._sdpa(q, keys, values, mask[:, None].expand(rows, 1, -1, -1), False, scale, None)
         else:
             # Rows of padding look at their first token: with nothing to look at, they would have no numbers.
-            lengths = self._once(batch.meta, "lengths", lambda: batch.seq_lens.clamp(min=1))
+            lengths = self._once(batch.meta, "lengths", None, lambda: batch.seq_lens.clamp(min=1))
             out = self._sdpa(q, keys, values, None, True, scale, lengths)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def _wants_mask(self, batch: Batch, window: int | None, softcap: float | None) -> bool:
+        """The fused op takes lengths with the causal mask alone."""
+        narrow = isinstance(batch.meta, PromptParts) or (window is not None and window < row_length(batch))
+        return softcap is not None or not self._flash or narrow
+
+    def hand_over(
+        self,
+        batch: Batch,
+        cos_sin: Tensor,
+        block_size: int,
+        dtype: torch.dtype,  # of the stream
+        window: int | None,
+        softcap: float | None,
+        program: Callable[..., Any],  # (function, *its arguments): computed as one
+    ) -> None:
+        """To a layer that is compiled by itself: what it reads of the pass's lists, computed once for all layers."""
+        meta, once = batch.meta, self._once
+        angles = lambda: program(_angles, cos_sin, batch, dtype)  # noqa: E731
+        known = {"angles": once(meta, "angles", dtype, angles, (cos_sin, batch.positions))}
+        if isinstance(meta, BlockLists):
+            groups, rows = meta.block_groups, batch.seq_lens.shape[0]
+            about = once(meta, "owners", dtype, lambda: _Owners(program(_owners, groups, rows, dtype)))
+            seen = lambda: program(_seen, batch, about.mapping, block_size, window)  # noqa: E731
+            known |= {"owners": about, "seen": once(meta, "seen", window, seen)}
+        elif self._wants_mask(batch, window, softcap):
+            mask = lambda: program(prompt_mask, batch, block_size, window)[0]  # noqa: E731
+            known["mask"] = once(meta, "mask", window, mask)
+            if isinstance(meta, PromptParts):
+                context = lambda: program(context_of, batch, block_size)  # noqa: E731
+                known["context"] = once(meta, "context", block_size, context)
+        else:
+            known["lengths"] = once(meta, "lengths", None, lambda: batch.seq_lens.clamp(min=1))
+        meta.known = known
 
     def _sdpa(
         self,
@@ -226,8 +260,8 @@ class HpuAttention:
         """Attention of each row's one token over its blocks -> `[rows, heads * head_dim]`; padding gets 0."""
         lists: BlockLists = batch.meta
         kv_heads, rows, groups = k_cache.shape[2], batch.seq_lens.shape[0], lists.block_groups
-        about = self._once(batch.meta, q.dtype, lambda: _Owners(groups, rows, q.dtype))
-        seen = self._once(batch.meta, ("seen", window), lambda: _seen(batch, about, k_cache.shape[1], window))
+        about = self._once(batch.meta, "owners", q.dtype, lambda: _Owners(_owners(groups, rows, q.dtype)))
+        seen = self._once(batch.meta, "seen", window, lambda: _seen(batch, about.mapping, k_cache.shape[1], window))
         blocks = groups.shape[0] if lists.block_list is None else lists.block_list
         keys = self._read(k_cache, blocks, kv_scales[0], q.dtype)
         values = self._read(v_cache, blocks, kv_scales[1], q.dtype)
@@ -265,18 +299,22 @@ def _find_adjustment(bridge: Bridge) -> Any:
 class _Owners:
     """Whose the blocks of a pass are, in the forms that decode attention needs."""
 
-    def __init__(self, groups: Tensor, num_rows: int, dtype: torch.dtype) -> None:
-        self.num_rows = num_rows
-        self.rows = groups.clamp(min=0)  # whose query looks at each; at fillers anybody's
-        self.groups = torch.where(groups < 0, num_rows, groups)  # fillers have a group of their own
-        self.wide_groups = self.groups.long()
-        self.mapping = (groups[:, None] == torch.arange(num_rows, device=groups.device)).to(dtype)  # [blocks, rows]
-        self._wide = self.mapping.float()
+    def __init__(self, found: tuple[Tensor, ...]) -> None:
+        self.rows, self.groups, self.wide_groups, self.mapping, self._wide = found
+        self.num_rows = self.mapping.shape[1]
 
     def mapping_in(self, dtype: torch.dtype) -> Tensor:
         if dtype is self.mapping.dtype:
             return self.mapping
         return self._wide if dtype is torch.float32 else self._wide.to(dtype)
+
+
+def _owners(groups: Tensor, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What `_Owners` has, as tensors alone."""
+    rows = groups.clamp(min=0)  # whose query looks at each; at fillers anybody's
+    owned = torch.where(groups < 0, num_rows, groups)  # fillers have a group of their own
+    mapping = (groups[:, None] == torch.arange(num_rows, device=groups.device)).to(dtype)  # [blocks, rows]
+    return rows, owned, owned.long(), mapping, mapping.float()
 
 
 def _angles(cos_sin: Tensor, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -313,10 +351,10 @@ def _flat(cache: Tensor) -> Tensor:
     return base if base is not None and base.dim() == 3 and base.dtype is cache.dtype else cache.flatten(0, 1)
 
 
-def _seen(batch: Batch, about: _Owners, block_size: int, window: int | None) -> Tensor:
+def _seen(batch: Batch, mapping: Tensor, block_size: int, window: int | None) -> Tensor:
     """bool `[blocks, block_size]`: which places of its blocks a row's token looks at."""
     lists: BlockLists = batch.meta
-    mapping = about.mapping_in(torch.float32)
+    mapping = mapping.float()
     place = torch.arange(block_size, device=mapping.device)
     seen = (place < lists.block_usage[:, None]) & (lists.block_groups >= 0)[:, None]
     if window is None:

@@ -1,4 +1,5 @@
-"""What all layers of a pass read of its lists: masks, mappings, angles. The first layer that needs it computes it."""
+"""What all layers of a pass read of its lists: masks, mappings, angles. The first layer that needs it computes it; to
+layers that are compiled by themselves it is handed in the lists."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,12 +14,16 @@ class PassMemo:
     def __init__(self) -> None:
         self._passes: dict[int, tuple[object, dict[object, tuple[object, Any]]]] = {}
 
-    def once(self, meta: object, key: object, make: Callable[[], _Found], named: tuple[object, ...] = ()) -> _Found:
-        """`meta`: whose pass it is. `named`: objects that are part of the key. A layer that is compiled by itself
-        computes its own: what it left elsewhere, and where objects lie, would be no part of its program."""
+    def once(
+        self, meta: Any, name: str, key: object, make: Callable[[], _Found], named: tuple[object, ...] = ()
+    ) -> _Found:
+        """`meta`: whose pass it is. `named`: objects that are part of the key, and `key` what else one of this name
+        depends on. In a layer that is compiled by itself: what it was handed by name; else it computes its own, as
+        what it left elsewhere, and where objects lie, would be no part of its program."""
         if torch.compiler.is_compiling():
-            return make()
-        key = (key, *map(id, named))
+            handed = meta.known.get(name) if meta.known is not None else None
+            return make() if handed is None else handed
+        key = (name, key, *map(id, named))
         known = self._passes.get(id(meta))
         if known is None:
             if len(self._passes) >= _MOST_PASSES:

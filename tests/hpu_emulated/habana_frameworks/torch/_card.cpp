@@ -28,6 +28,18 @@ namespace {
 constexpr auto HPU = c10::DeviceType::HPU;
 const c10::Device THE_CARD(HPU, 0);
 
+// A copy to the host that nobody has waited for: until then there is garbage.
+struct Coming {
+  int64_t number;
+  at::Tensor to, from;  // both of the host
+};
+
+// A place in the queue, and what was not told when it was reached.
+struct Mark {
+  int64_t number;
+  std::string error;
+};
+
 struct State {
   std::mutex mutex;
   bool lazy = true;
@@ -38,8 +50,12 @@ struct State {
   int64_t peak = 0;
   int64_t allocations = 0;
   int64_t fails_at = 0;  // the number of the allocation that fails
-  int64_t reads = 0;     // looks at a value
+  int64_t reads = 0;     // looks at a value, and copies to the host: both launch what was gathered
   std::string error;     // not told yet
+  int64_t copies = 0;    // to the host, that nobody waits for
+  int64_t marks = 0;
+  std::vector<Coming> coming;
+  std::map<int64_t, Mark> marked;
   std::map<std::pair<std::string, uint64_t>, int64_t> ops;  // name and types -> calls
 };
 
@@ -83,6 +99,20 @@ bool is_broken() {
   return !s.error.empty();
 }
 
+// Copies up to this one are there.
+void arrive(int64_t number) {
+  State& s = state();
+  std::vector<Coming> there;
+  {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    auto rest = std::stable_partition(
+        s.coming.begin(), s.coming.end(), [&](const Coming& each) { return each.number <= number; });
+    there.assign(s.coming.begin(), rest);
+    s.coming.erase(s.coming.begin(), rest);
+  }
+  for (auto& each : there) memcpy(each.to.mutable_data_ptr(), each.from.const_data_ptr(), each.from.nbytes());
+}
+
 // All that was launched is done: an error that is due is told now.
 void settle(const char* what) {
   TORCH_CHECK(!capturing, what, " looks at a value on the host while a graph is captured");
@@ -94,6 +124,7 @@ void settle(const char* what) {
     s.reads++;
     error.swap(s.error);
   }
+  arrive(INT64_MAX);
   TORCH_CHECK(error.empty(), error);
 }
 
@@ -389,8 +420,25 @@ at::Tensor empty(
   return made;
 }
 
-at::Tensor& copy_(at::Tensor& self, const at::Tensor& from, bool) {
+// What is copied to the host without waiting is taken now and arrives later.
+at::Tensor& copy_later(at::Tensor& self, const at::Tensor& from) {
+  TORCH_CHECK(!capturing, "a copy to the host while a graph is captured");
+  at::AutoDispatchBelowADInplaceOrView below;
+  Hosts hosts;
+  TORCH_CHECK(self.is_contiguous() && self.sizes() == from.sizes(), "a copy to the host without waiting is of whole tensors");
+  at::Tensor taken = hosts.host(from).to(self.scalar_type()).clone(at::MemoryFormat::Contiguous);
+  memset(self.mutable_data_ptr(), 0xff, self.nbytes());
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.pending = 0;
+  s.reads++;
+  if (s.error.empty()) s.coming.push_back({++s.copies, self, taken});
+  return self;
+}
+
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& from, bool non_blocking) {
   bool garbage = false;
+  if (self.device().is_cpu() && non_blocking) return copy_later(self, from);
   if (self.device().is_cpu()) {
     settle("a copy to the host");
   } else {
@@ -518,11 +566,38 @@ void card_mark_step() {
 // The error that is due, or nothing; it is told once.
 int64_t card_take_error(char* text, int64_t size) {
   State& s = state();
-  std::lock_guard<std::mutex> lock(s.mutex);
-  s.pending = 0;
   std::string error;
-  error.swap(s.error);
+  {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    s.pending = 0;
+    error.swap(s.error);
+  }
+  arrive(INT64_MAX);
   return say(error, text, size);
+}
+
+// A place in the queue: its number.
+int64_t card_mark() {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.marked[++s.marks] = {s.copies, s.error};
+  return s.marks;
+}
+
+// Until it is reached: what is due by then. Who waited on another thread may have been told already.
+int64_t card_wait(int64_t mark, char* text, int64_t size) {
+  State& s = state();
+  Mark reached;
+  {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    auto found = s.marked.find(mark);
+    if (found == s.marked.end()) return 0;
+    reached = found->second;
+    s.marked.erase(found);
+    if (!reached.error.empty() && s.error == reached.error) s.error.clear();
+  }
+  arrive(reached.number);
+  return say(reached.error, text, size);
 }
 
 // "name types calls" of each op that ran, line by line; types are bits.

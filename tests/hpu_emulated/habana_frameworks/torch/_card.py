@@ -50,7 +50,7 @@ class Card:
         path = str(_build())
         torch.ops.load_library(path)
         self._library = ctypes.CDLL(path)
-        for name in ("card_get", "card_take_error", "card_take_for_graph", "card_ops"):
+        for name in ("card_get", "card_take_error", "card_take_for_graph", "card_ops", "card_mark", "card_wait"):
             getattr(self._library, name).restype = ctypes.c_int64
 
     def get(self, name: str) -> int:
@@ -65,6 +65,15 @@ class Card:
     def settle(self) -> None:
         """An error that is due is raised."""
         self._say(self._library.card_take_error)
+
+    def mark(self) -> int:
+        """A place in the queue."""
+        return self._library.card_mark()
+
+    def wait(self, mark: int) -> None:
+        """Until it is reached. Copies to the host that were queued before are there then, and an error that was due is
+        raised."""
+        self._say(self._library.card_wait, ctypes.c_int64(mark))
 
     def take_for_graph(self, num_bytes: int) -> None:
         self._say(self._library.card_take_for_graph, ctypes.c_int64(num_bytes))

@@ -29,7 +29,8 @@ class Counts:
 
     sends: int = 0  # copies to the card
     bytes_sent: int = 0
-    reads: int = 0  # times that the host waits for a value of the card
+    reads: int = 0  # times that values of the card come to the host
+    waits: int = 0  # of these, that whoever asks for them waits
     bytes_fetched: int = 0
     cache_read: int = 0  # bytes of keys and values, or of copies of them, that ops read
     cache_copied: int = 0  # bytes of such copies that are written
@@ -103,6 +104,9 @@ class Traffic(TorchFunctionMode):
             return self._fetch(func, name, first, args, kwargs)
         out = func(*args, **kwargs)
         to_card = any(value is self._card_device for value in (*args, *kwargs.values()))
+        if name == "copy_" and given[0] not in self._card and given[1] in self._card:
+            self._count(reads=1, waits=not _queued(args, kwargs), bytes_fetched=_size(first))
+            return out
         if name == "to" and to_card and first not in self._card:
             self._count(sends=1, bytes_sent=_size(first))
         made = list(_tensors(out))
@@ -118,7 +122,7 @@ class Traffic(TorchFunctionMode):
         return out
 
     def _fetch(self, func: Any, name: str, tensor: Tensor, args: Any, kwargs: Any) -> Any:
-        self._count(reads=1, bytes_fetched=_size(tensor))
+        self._count(reads=1, waits=1, bytes_fetched=_size(tensor))
         return func(*args, **kwargs)
 
     def _count_cache(self, name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> None:
@@ -143,6 +147,11 @@ class Traffic(TorchFunctionMode):
 
     def _count(self, **more: int) -> None:
         self.counts = self.counts.add(Counts(**more))
+
+
+def _queued(args: Any, kwargs: Any) -> bool:
+    """Whether a copy is asked for without waiting for it."""
+    return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

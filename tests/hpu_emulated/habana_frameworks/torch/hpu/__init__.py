@@ -84,12 +84,18 @@ class Stream:
 class Event:
     def __init__(self, enable_timing: bool = False) -> None:
         self.enable_timing = enable_timing
+        self._mark: int | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         assert stream is None or isinstance(stream, Stream)
+        if books.capturing:
+            raise RuntimeError("an event while a graph is captured")
+        self._mark = card.mark()
 
     def synchronize(self) -> None:
-        synchronize()
+        """On any thread."""
+        if self._mark is not None:
+            card.wait(self._mark)
 
     def query(self) -> bool:
         return True
