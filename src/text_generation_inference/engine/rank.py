@@ -74,6 +74,7 @@ from text_generation_inference.runner import kv_cache
 from text_generation_inference.runner.runner import Runner
 from text_generation_inference.runner.shapes import ShapePlan, guess_limits, limits_graphs, plan_shapes
 from text_generation_inference.runner.warm import (
+    SHORTEST,
     StepBytes,
     attend_long_prompt,
     largest_step_fits,
@@ -276,6 +277,8 @@ class Rank:
         """Cache and slots."""
         self._resolved = resolved
         rows, length = resolved.max_batch_size, resolved.max_total_tokens
+        if self.device.limits.measures_steps and not plan.pads:
+            length = max(SHORTEST, length)  # tables as wide as those that kernels were compiled for
         counts = (resolved.num_blocks, resolved.num_picture_blocks, resolved.num_window_blocks)
         with self._explain_lack():
             cache = kv_cache.allocate(self.device, self._caches, *counts)

@@ -4,8 +4,9 @@
 every shape of the plan. `record`: what is kept of it.
 """
 
+from text_generation_inference.runner.warm.dry_run import SHORTEST
 from text_generation_inference.runner.warm.long_prompts import attend_long_prompt
 from text_generation_inference.runner.warm.measure import StepBytes, largest_step_fits, measure_steps
 from text_generation_inference.runner.warm.warm_up import warm_up
 
-__all__ = ["StepBytes", "attend_long_prompt", "largest_step_fits", "measure_steps", "warm_up"]
+__all__ = ["SHORTEST", "StepBytes", "attend_long_prompt", "largest_step_fits", "measure_steps", "warm_up"]
