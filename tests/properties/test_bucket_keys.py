@@ -10,7 +10,7 @@ through the tensors of the padded pass alone. A wrong block, offset, row or leng
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -115,7 +115,7 @@ class ShapeGraphs:
 
 class GraphDevice(AtOnce):
     torch_device = torch.device("cpu")
-    limits = SimpleNamespace(graphs=True, runs_ahead=False)
+    limits = SimpleNamespace(graphs=True, runs_ahead=False, keeps_tokens=False)
 
     def __init__(self) -> None:
         super().__init__("graphs")
@@ -133,12 +133,44 @@ class GraphDevice(AtOnce):
         return ShapeGraphs(forward)
 
 
+class KeepingDevice(GraphDevice):
+    """Keeps the tokens of a step for the next one: the host has garbage until another thread has read the step."""
+
+    limits = SimpleNamespace(graphs=True, runs_ahead=False, keeps_tokens=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reader = ThreadPoolExecutor(max_workers=1)
+        self._coming: list[tuple[Tensor, Tensor]] = []
+
+    def fetch(self, found: Tensor) -> Tensor:
+        self._coming.append((torch.full_like(found, -7), found.clone()))
+        return self._coming[-1][0]
+
+    def launch(self, queue: Callable[[], Callable[[], Any]]) -> "Future[Any]":
+        finish = queue()
+        coming, self._coming = self._coming, []
+
+        def end() -> Any:
+            with torch.inference_mode():
+                for there, found in coming:
+                    there.copy_(found)
+            return finish()
+
+        return self._reader.submit(end)
+
+    def close(self) -> None:
+        super().close()
+        self._reader.shutdown()
+
+
 @dataclass
 class Traffic:
     limits: PlanLimits
     wanted: BucketSettings
     overlap: bool
     limit_graphs: bool
+    keeps_tokens: bool
     arrivals: list[tuple[int, GenerationRequest]]  # at which step
     aborts: list[tuple[int, int]]
 
@@ -190,7 +222,8 @@ def traffic(draw: st.DrawFn) -> Traffic:
         arrivals.append((rng.randrange(1 + 2 * count), request))
     aborts = [(rng.randrange(1 + 3 * count), rng.randrange(count)) for _ in range(rng.choice([0, 0, 3]))]
     booleans = st.booleans()
-    return Traffic(limits, wanted, draw(booleans), draw(booleans), sorted(arrivals, key=lambda a: a[0]), aborts)
+    ways = [draw(booleans) for _ in range(3)]
+    return Traffic(limits, wanted, *ways, sorted(arrivals, key=lambda a: a[0]), aborts)
 
 
 def make_runner(asked: Traffic, plan: BucketPlan) -> tuple[Any, OracleModel]:
@@ -199,7 +232,7 @@ def make_runner(asked: Traffic, plan: BucketPlan) -> tuple[Any, OracleModel]:
     assert limits.num_blocks is not None
     cache = torch.full((limits.num_blocks + 1, limits.block_size, 1, 1), 1e9, dtype=torch.float64)
     runner: Any = Runner(
-        GraphDevice(), model, [(cache, cache)], limits.max_batch_size, limits.max_total_tokens,  # pyright: ignore
+        (KeepingDevice if asked.keeps_tokens else GraphDevice)(), model, [(cache, cache)], limits.max_batch_size, limits.max_total_tokens,  # pyright: ignore
         plan=plan, limit_graphs=asked.limit_graphs,
     )  # fmt: skip
     return runner, model
@@ -233,7 +266,7 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
     outputs: dict[int, list[int]] = {}
     prompts: dict[int, int] = {}
     reasons: dict[int, str] = {}
-    pending: deque[StepResult] = deque()
+    pending: deque[Future[StepResult]] = deque()
     arrivals, aborts = deque(asked.arrivals), sorted(asked.aborts, reverse=True)
     step = 0
     while arrivals or scheduler.has_work:
@@ -251,9 +284,9 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
                 context = max(chunk.start for chunk in planned.chunks)
                 together = plan.find("prefill", len(planned.chunks), longest, context)
                 assert together is not None, "prompts of a step that no shape holds"
-            pending.append(runner.launch(planned).result())
+            pending.append(runner.launch(planned))
         while pending and (len(pending) > asked.overlap or planned is None):
-            out = scheduler.apply(pending.popleft())
+            out = scheduler.apply(pending.popleft().result())
             for number, token in zip(out.request_ids, out.token_ids, strict=True):
                 outputs.setdefault(number, []).append(token)
             for scored in out.prompt_logprobs:
@@ -261,6 +294,7 @@ def test_no_traffic_makes_a_new_key(asked: Traffic) -> None:
                 prompts[scored.row] = prompts.get(scored.row, 0) + len(scored.logprobs)
             reasons.update({finish.request_id: finish.reason for finish in out.finished})
         step += 1
+    runner.device.close()
     assert scheduler.stats.num_preemptions == 0
     assert pool.num_free == pool.num_usable
     for _, request in asked.arrivals:
