@@ -218,7 +218,7 @@ def _activate(given: Product, activation: tl.constexpr, quantize_for: Fp8Weight 
 
 
 def gate_warps(block: int, rest: int) -> int:
-    """With 16 a thread would have 64 values of a wide row, and a processor one such program; measured on an H200."""
+    """Measured on an H200: rows of 28,672 columns are faster with 32, narrower ones were not timed with them."""
     return 32 if block == _WIDE_ROW and not rest else min(16, max(1, block // 256))
 
 
@@ -382,7 +382,7 @@ def _rotary_kernel(
 
 
 def heads_at_once(heads: int, small: bool, prompts: bool) -> int:
-    """Of a program that rotates. `small`: the cache is in FP8, into which more programs round faster."""
+    """Of a program that rotates. `small`: the cache is in FP8. Measured on an H200 with 64 heads."""
     return 8 if prompts or (small and heads >= _MANY_HEADS) else 16
 
 
