@@ -23,7 +23,10 @@ from text_generation_inference.kernels.triton.gemv import choose_shape as gemv_s
 from text_generation_inference.kernels.triton.gemv_fp8 import Shape
 from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as gemv_fp8_shape
 from text_generation_inference.kernels.triton.latent import choose_tiles
+from text_generation_inference.kernels.triton.norms_rotary import gate_warps, heads_at_once
+from text_generation_inference.kernels.triton.small_gemm import TILINGS
 from text_generation_inference.kernels.triton.small_gemm import Tiling as FewRowsTiling
+from text_generation_inference.kernels.triton.small_gemm import choose_tiling as few_rows_tiling
 from text_generation_inference.kernels.triton.small_gemm_low_bit import LowBitGemmTiling
 from text_generation_inference.kernels.triton.small_gemm_low_bit import choose_tiling as low_bit_tiling
 
@@ -160,7 +163,7 @@ def gate(form: int, width: int = 14336, activation: int = 1, gated: bool = True)
         "WIDTH": width, "BLOCK": block, "REST": rest, "ACTIVATION": activation, "GATED": gated, "SCALED": form == 1,
         "FORM": form, "DEPENDENT": False,
     }  # fmt: skip
-    return "norms_rotary", "_gate_kernel", types, values, {"num_warps": min(16, block // 256), "fast": True}
+    return "norms_rotary", "_gate_kernel", types, values, {"num_warps": gate_warps(block, rest), "fast": True}
 
 
 def rotary(
@@ -192,7 +195,7 @@ def gemv(k: int, shape: tuple[int, int, int]) -> tuple:
     return "gemv", "_gemv_kernel", types, values, {"num_warps": warps, "fast": True}
 
 
-def gemv_fp8(k: int, shape: Shape, mode: int = 0) -> tuple:
+def gemv_fp8(k: int, shape: Shape) -> tuple:
     types = {
         **dict.fromkeys(("x", "norm_weight", "bias", "out"), BF16), "weight": FP8, "eps": "fp32", "columns": "i32",
         **dict.fromkeys(("weight_scale", "input_scale"), FP32),
@@ -200,7 +203,7 @@ def gemv_fp8(k: int, shape: Shape, mode: int = 0) -> tuple:
     part = k // shape.parts
     values = {
         "N": 4096, "K": k, "K_PAD": 1 << (part - 1).bit_length(), "BN": shape.outputs, "STAGES": shape.stages, "FORM": 1,
-        **FUSED, "GATE": int(k <= 4096), "PARTS": shape.parts, "AHEAD": shape.ahead, "DEPENDENT": mode,
+        **FUSED, "GATE": int(k <= 4096), "PARTS": shape.parts,
     }  # fmt: skip
     if shape.parts > 1:
         types["out"] = FP32
@@ -208,7 +211,7 @@ def gemv_fp8(k: int, shape: Shape, mode: int = 0) -> tuple:
     return "gemv_fp8", "_gemv_fp8_kernel", types, values, {"num_warps": shape.warps, "fast": True}
 
 
-def few_rows(tiling: FewRowsTiling, bm: int, kind: str = FP8, k: int = 8192, mode: int = 0) -> tuple:
+def few_rows(tiling: FewRowsTiling, bm: int, kind: str = FP8, n: int = 8192, k: int = 8192) -> tuple:
     types = {
         **dict.fromkeys(("x", "weight"), kind), **dict.fromkeys(("x_scale", "weight_scale", "partial"), FP32),
         "bias": BF16, "out": BF16, "counters": "*i32", **words("x_row out_row rows"),
@@ -219,8 +222,8 @@ def few_rows(tiling: FewRowsTiling, bm: int, kind: str = FP8, k: int = 8192, mod
             for name, size in (("x", bm), ("weight", tiling.outputs))
         }
     values = {
-        "N": 8192, "K": k, "BM": bm, "BN": tiling.outputs, "BK": tiling.columns, "SPLITS": tiling.parts,
-        "STAGES": tiling.stages, "WHOLE": True, "BIAS": False, "BULK": tiling.bulk, "AHEAD": tiling.ahead, "DEPENDENT": mode,
+        "N": n, "K": k, "BM": bm, "BN": tiling.outputs, "BK": tiling.columns, "SPLITS": tiling.parts,
+        "STAGES": tiling.stages, "WHOLE": True, "BIAS": False, "BULK": tiling.bulk, "DEPENDENT": False,
     }  # fmt: skip
     options = {"num_warps": tiling.warps, "fast": True, "roomy": bm > 32 or tiling.bulk}
     return "small_gemm", "_small_gemm_kernel", types, values, options
@@ -403,6 +406,7 @@ CASES = [
     decode(BF16, splits=16, dependent=True),
     decode(BF16, FP8, fast=False),
     decode(BF16, FP8, group=8, block=32, warps=1, stages=5, asm=True),
+    decode(BF16, FP8, group=8, splits=2, warps=2, asm=True),
     decode(BF16, FP8, group=1, lanes=16),
     decode(BF16, FP8, group=1, lanes=4, block=32, warps=1),
     decode(BF16, FP8, group=1, lanes=16, splits=16, dependent=True),
@@ -446,6 +450,7 @@ CASES = [
     rotated(20, 32),
     gate(1),
     gate(1, 11008),
+    gate(1, 28672),
     gate(3),
     (
         "quantize", "_quantize_kernel",
@@ -488,11 +493,12 @@ CASES = [
     ),
     latent_prompts(64, 32, 4, roomy=False),
     latent_prompts(128, 64, 8, roomy=True),
-    gemv_fp8(4096, gemv_fp8_shape(4096)),
-    gemv_fp8(8192, gemv_fp8_shape(8192)),
-    gemv_fp8(11008, gemv_fp8_shape(11008)),
-    gemv_fp8(28672, gemv_fp8_shape(28672)),
-    gemv_fp8(27648, gemv_fp8_shape(27648, roomy=False)),
+    gemv_fp8(4096, gemv_fp8_shape(4096, 4096)),
+    gemv_fp8(8192, gemv_fp8_shape(8192, 8192)),
+    gemv_fp8(11008, gemv_fp8_shape(4096, 11008)),
+    gemv_fp8(28672, gemv_fp8_shape(8192, 28672)),
+    gemv_fp8(27648, gemv_fp8_shape(5120, 27648)),
+    gemv_fp8(27648, gemv_fp8_shape(5120, 27648, roomy=False)),
     low_bit(low_bit_tiling(16, 4096, 32, False, 132)),
     low_bit(low_bit_tiling(1, 4096, 32, False, 132), one=True, dependent=True),
     low_bit(low_bit_tiling(1, 4096, 32, False, 132), one=True, IN_PAIRS=True, GATE=0),
@@ -518,31 +524,21 @@ CASES = [
         {"WIDTH": 14336, "BLOCK": 16384, "STATIC": False, "DEPENDENT": False}, {"num_warps": 16, "fast": True},
     ),
     few_rows(FewRowsTiling(64, 256, 4, 4), 16, "*i8"),
-    few_rows(FewRowsTiling(64, 128, 1, 4, ahead=8), 64, mode=3),
-    few_rows(FewRowsTiling(128, 128, 3, 4, 4, bulk=True), 64, mode=3),
-    gemv_fp8(28672, Shape(4, 3, 4, 3, parts=7, ahead=1), mode=3),
-    gemv_fp8(8192, Shape(2, 3, 4, 3, ahead=2), mode=1),
+    few_rows(few_rows_tiling(64, 8192, 4096, 132), 64, k=4096),
+    *(
+        few_rows(tiling, most, n=n, k=k)
+        for (n, k), measured in TILINGS.items()
+        for most, tiling in measured
+    ),
     (
         "gemv_fp8", "_sum_parts_kernel", {"parts": FP32, **dict.fromkeys(("bias", "out"), BF16)},
-        {"N": 8192, "PARTS": 7, "BLOCK": 128, "ADD": True, "BIAS": False, "DEPENDENT": 1}, {"num_warps": 2, "fast": True},
-    ),
-    (
-        "norms_rotary", "_gate_tile_kernel",
-        {
-            "x": BF16, "gated": BF16, **dict.fromkeys(("largest", "x_scales", "x_columns"), FP32), **words("x_row rows"),
-        },
-        {
-            "WIDTH": 28672, "BM": 8, "BN": 1024, "PARTS": 28, "ACTIVATION": 1, "GATED": True, "SCALED": True,
-        }, {"num_warps": 8, "fast": True},
-    ),
-    (
-        "quantize", "_quantize_measured_kernel", {"x": BF16, "data": FP8, **dict.fromkeys(("largest", "scales"), FP32)},
-        {"WIDTH": 28672, "BLOCK": 4096, "PARTS": 28, "PARTS_PAD": 32}, {"num_warps": 4, "fast": True},
+        {"N": 8192, "PARTS": 7, "BLOCK": 128, "ADD": True, "BIAS": False, "DEPENDENT": True}, {"num_warps": 2, "fast": True},
     ),
     rotary(64),
     rotary(40),
     rotary(64, FP8),
     rotary(40, FP8, scaled=True),
+    rotary(64, FP8, scaled=True, hb=heads_at_once(64, True, False)),
     rotary(64, norm=1),
     rotary(40, FP8, scaled=True, norm=1, weight=FP32),
     rotary(64, norm=2, weight=FP32, hb=32),

@@ -134,6 +134,15 @@ def test_norms_and_gates_into_fp8(device: torch.device, dtype: torch.dtype, rows
     same_rows(norms_rotary.layer_norm(shifted, weight, bias, 1e-5, quantize_for), expected, quantize_for)
 
 
+def test_gate_of_a_wide_row_into_fp8(device: torch.device) -> None:
+    width = 28672
+    assert norms_rotary.gate_warps(32768, 0) == 32
+    assert norms_rotary.gate_warps(16384, 0) == norms_rotary.gate_warps(32768, 16384) == 16
+    gate_up = torch.randn(2, 2 * width, device=device).half() * 4
+    quantize_for = weights(width, device)["by row"]
+    same_rows(norms_rotary.silu_mul(gate_up, quantize_for), reference.silu_mul(gate_up), quantize_for)
+
+
 def caches(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, by_head: bool) -> list[Tensor]:
     """Keys and values, in memory by token or by head."""
     blocks, size, heads, d = shape
@@ -168,6 +177,27 @@ def test_rotary_and_cache(
     close(norms_rotary.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache), expected)
     close(k_cache, k_expected)
     assert torch.equal(v_cache, v_expected)
+
+
+@pytest.mark.parametrize("rotary", [16, 8])
+def test_rotation_of_many_heads_into_fp8(device: torch.device, rotary: int) -> None:
+    """So many are turned by more programs; key/value heads are no multiple of those of a program."""
+    tokens, heads, kv_heads, d = 3, 70, 10, 16
+    assert norms_rotary.heads_at_once(heads, small=True, prompts=False) == 8
+    assert norms_rotary.heads_at_once(heads, small=False, prompts=False) == 16
+    assert norms_rotary.heads_at_once(32, small=True, prompts=False) == 16
+    fused = torch.randn(tokens, heads + 2 * kv_heads, d, device=device).half()
+    cos_sin, results = rotary_table(50, rotary, device), []
+    for op in (norms_rotary.rotary_and_cache, reference.rotary_and_cache):
+        q, k, v = fused.clone().split((heads, kv_heads, kv_heads), dim=1)
+        stored = [torch.zeros(2, 16, kv_heads, d, device=device).to(FP8) for _ in range(2)]
+        batch = make_batch(device, [], [])
+        batch.positions, batch.kv_index = (torch.arange(start, start + tokens, device=device) for start in (9, 14))
+        results.append((op(q, k, v, cos_sin, batch, *stored, (0.02, 0.5)), *(each.float() for each in stored)))
+    (q, keys, values), (expected_q, expected_keys, expected_values) = results
+    close(q, expected_q)
+    torch.testing.assert_close(keys, expected_keys, rtol=0.14, atol=2e-3)  # neighbours, on the edge between two
+    assert torch.equal(values, expected_values) and bool((values != 0).any())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -529,6 +559,15 @@ def test_splits_grow_as_rows_get_fewer() -> None:
     assert attention.num_splits(4, 8, 132) == attention.num_splits(1, 32, 132) == 8
     assert attention.num_splits(16, 8, 132) == 2
     assert attention.num_splits(256, 8, 132) == 1
+
+
+def test_grouped_heads_over_fp8_are_split_while_programs_are_few() -> None:
+    def chosen(rows: int, cache: torch.dtype, group: int = 8) -> DecodeChoice:
+        return attention.choose_decode(rows, 8, group, 128, torch.bfloat16, cache, 132)
+
+    assert chosen(32, fp8.FP8) == DecodeChoice(64, 2, 3, 2)
+    assert chosen(64, fp8.FP8).splits == chosen(32, fp8.FP8, group=1).splits == chosen(32, torch.bfloat16).splits == 1
+    assert chosen(8, fp8.FP8).splits == attention.num_splits(8, 8, 132) == 4
 
 
 # Slots ------------------------------------------------------------------------------------------------------------

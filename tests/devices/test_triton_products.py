@@ -14,10 +14,10 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from text_generation_inference.kernels.triton.gemv import vector_product
-from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8, Shape
+from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8, Shape, choose_shape
 from text_generation_inference.kernels.triton.linear import TritonLinear
 from text_generation_inference.kernels.triton.quantize import quantize_rows
-from text_generation_inference.kernels.triton.small_gemm import SmallGemm, Tiling, choose_tiling
+from text_generation_inference.kernels.triton.small_gemm import TILINGS, SmallGemm, Tiling, choose_tiling
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +76,11 @@ def test_one_row_in_fp8(device: torch.device, n: int, k: int, gate: str | None, 
         close(out, expected + residual if add else expected)
 
 
-@pytest.mark.parametrize("shape", [None, Shape(4, 2, 4, 3, parts=4)])
+@pytest.mark.parametrize(("k", "shape"), [(17408, None), (17408, Shape(4, 2, 4, 3, parts=4)), (20480, None)])
 @pytest.mark.parametrize("static", [False, True])
-def test_one_long_row_in_fp8(device: torch.device, static: bool, shape: Shape | None) -> None:
-    n, k = 13, 17408
+def test_one_long_row_in_fp8(device: torch.device, static: bool, k: int, shape: Shape | None) -> None:
+    """Whole, in parts that are no power of two, and in the parts that are chosen."""
+    n = 13
     x = torch.randn(1, k, device=device).half()
     weight = fp8.quantize_weight(torch.randn(n, k, device=device) * 0.05)
     if static:
@@ -133,8 +134,41 @@ def test_linear_in_fp8(device: torch.device, rows: int, n: int, k: int, by_squar
 
 
 def test_tilings_fill_the_processors() -> None:
-    assert choose_tiling(1, 4096, 132)[2] == 4
-    assert choose_tiling(64, 12288, 132)[2] == 1
+    assert choose_tiling(1, 4096, 4096, 132).parts == 4
+    assert choose_tiling(64, 12288, 4096, 132).parts == 1
+
+
+def test_long_rows_are_multiplied_in_whole_parts() -> None:
+    assert choose_shape(8192, 28672).parts == 7
+    assert choose_shape(16384, 53248).parts == 13
+    for n, k in ((4096, 11008), (8192, 8192), (8192, 29568), (5120, 27648), (57344, 28672)):
+        assert choose_shape(n, k).parts == 1
+    assert choose_shape(8192, 28672, plain=False).parts == choose_shape(8192, 28672, roomy=False).parts == 1
+
+
+def test_tilings_are_measured_for_some_rows_of_some_matrices() -> None:
+    n, k = 57344, 8192
+    assert [choose_tiling(rows, n, k, 132, measured=True) for rows in (17, 32, 33, 64)] == [
+        tiling for _, tiling in TILINGS[n, k] for _ in range(2)
+    ]
+    for rows, size in ((16, (n, k)), (64, (n, k + 128)), (64, (n + 64, k))):
+        assert choose_tiling(rows, *size, 132, measured=True) == choose_tiling(rows, *size, 132)
+
+
+@pytest.mark.parametrize("tiling", sorted({tiling for each in TILINGS.values() for _, tiling in each}), ids=str)
+@pytest.mark.parametrize("rows", [17, 64])
+def test_measured_tilings(device: torch.device, rows: int, tiling: Tiling) -> None:
+    """With outputs that do not fill a tile, and columns that do not fill the last one of a part."""
+    if device.type == "cuda" and torch.cuda.get_device_capability() not in ((9, 0), (10, 0), (10, 3)):
+        pytest.skip("tiles for larger GPUs")
+    n, k = 130, 3 * tiling.columns + 64
+    weight = fp8.quantize_weight(torch.randn(n, k, device=device) * 0.05)
+    x = fp8.quantize_rows(torch.randn(rows, k, device=device), weight)
+    bias, op = torch.randn(n, device=device).half(), SmallGemm(1)
+    for with_bias in (None, bias):
+        out = torch.full((rows, n), 7.0, device=device, dtype=torch.float16)
+        op(x, weight, out, with_bias, tiling)
+        close(out, fp8.linear(x, weight, with_bias, torch.float32))
 
 
 def test_scales_applied_later(device: torch.device) -> None:

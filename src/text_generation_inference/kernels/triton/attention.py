@@ -64,6 +64,8 @@ def choose_decode(
         if rows >= _MANY_ROWS:
             return DecodeChoice(32, 1, 3, splits, lanes=min(32, 512 // d_pad))
         return DecodeChoice(64, 4, 3, splits, lanes=min(64, 2048 // d_pad))
+    if cache_dtype is FP8 and rows * kv_heads <= 2 * num_processors:
+        splits = max(2, splits)  # measured: 45 us instead of 58 for 32 rows of 2,112 tokens, 8 such heads
     if splits > 1:
         return DecodeChoice(64, 2, 3, splits)
     # With many programs each may be small: one waits while the others load, and a row's last tile is less empty.

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.kernels.triton.gemv import GATES, gated, normalised
-from text_generation_inference.kernels.triton.launch import fetch, is_early, launch_mode, wait_for_kernel_before
+from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 from text_generation_inference.kernels.triton.quantize import BY_ROW, STATIC
 
 _SUM_BLOCK = 128
+_PART = 4096  # columns
 
 
 @triton.jit
@@ -30,39 +31,18 @@ def _multiply(weights, row, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _fetch_ahead(
-    weight, first, N: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
-    GATE: tl.constexpr,
-):  # fmt: skip
-    """Have the first tiles of a program in the cache of the chip when it has read its input."""
-    LINES: tl.constexpr = triton.next_power_of_2((PART + 127) // 128)
-    column = first + tl.minimum(tl.arange(0, LINES) * 128, PART - 1)
-    for number in tl.static_range(TILES):
-        n = (tl.program_id(0) + number * tl.num_programs(0)) * BN + tl.arange(0, BN)
-        at = tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + column[None, :]
-        fetch(weight + at)
-        if GATE:
-            fetch(weight + N * K + at)
-
-
-@triton.jit
 def _gemv_fp8_kernel(
     x, weight, weight_scale, input_scale, norm_weight, bias, out, eps, columns,
     N: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
     FORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
-    AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BN outputs at a time. GATE: the weight holds N gates, then N values. FORM: of the input, see `quantize`.
 
-    PARTS: programs of the second dimension have K / PARTS columns each, and `out` is a row for each of them. AHEAD: so
-    many tiles are asked for before the input is read.
+    PARTS: programs of the second dimension have K / PARTS columns each, and `out` is a row for each of them.
     """
     PART: tl.constexpr = K // PARTS
     kind = x.dtype.element_ty
     first = tl.program_id(1) * PART
-    if AHEAD > 0:
-        _fetch_ahead(weight, first, N, K, PART, BN, AHEAD, GATE)
-    wait_for_kernel_before(DEPENDENT)
     k = tl.arange(0, K_PAD)
     # Not K, which is known when this is compiled: the assembler makes 0xff, which is no number, of zeros that it knows.
     inside = k < columns
@@ -134,16 +114,19 @@ class Shape(NamedTuple):
     warps: int
     programs: int  # on each processor
     parts: int = 1  # of the row; they divide it
-    ahead: int = 0  # tiles that are asked for before the input is read
 
 
-def choose_shape(k: int, roomy: bool = True) -> Shape:
-    """Measured on an H200, see `bench/cuda_products.py`.
+def choose_shape(n: int, k: int, plain: bool = True, roomy: bool = True) -> Shape:
+    """Measured on an H200, see `bench/cuda_products.py` and `bench/cuda_70b.py`.
 
-    `roomy`: a processor has more shared memory than 100 KB.
+    `plain`: the row is neither normalised before nor gated after the product. `roomy`: a processor has more shared
+    memory than 100 KB.
     """
     if k <= 8192:
         return Shape(4 if k <= 4096 else 2, 3, 4, 3)
+    # Measured faster than programs of 16 warps that have the whole row, though one more kernel adds the parts up.
+    if k > 16384 and k % _PART == 0 and n < k and plain and roomy:
+        return Shape(4, 3, 4, 3, parts=k // _PART)
     return Shape(2, 3, 16, 1) if k > 16384 and roomy else Shape(1, 3, 8, 2)
 
 
@@ -163,10 +146,9 @@ class GemvFp8:
         gate: str | None = None,  # "silu" or "gelu_tanh"
         add: bool = False,  # to what is in out
         shape: Shape | None = None,
-        mode: int = 0,  # of launching, see `launch`
     ) -> None:
         k, n = x.shape[1], out.shape[1]
-        chosen = shape or choose_shape(k, self._roomy)
+        chosen = shape or choose_shape(n, k, norm is None and gate is None, self._roomy)
         bn, parts = chosen.outputs, chosen.parts
         assert parts == 1 or (k % (16 * parts) == 0 and norm is None and gate is None)
         target = out if parts == 1 else torch.empty((parts, n), dtype=torch.float32, device=out.device)
@@ -177,12 +159,11 @@ class GemvFp8:
             x, weight.data, weight.scale, input_scale, norm[0] if norm else x, x if bias is None else bias, target,
             norm[1] if norm else 0.0, k // parts, N=n, K=k, K_PAD=triton.next_power_of_2(k // parts), BN=bn,
             STAGES=chosen.stages, NORM=norm is not None, FORM=form, GATE=GATES.index(gate), ADD=add and parts == 1,
-            BIAS=bias is not None and parts == 1, PARTS=parts, AHEAD=chosen.ahead if x.is_cuda else 0, DEPENDENT=mode,
-            num_warps=chosen.warps, launch_pdl=is_early(mode),
+            BIAS=bias is not None and parts == 1, PARTS=parts, num_warps=chosen.warps,
         )  # fmt: skip
         if parts > 1:
-            last = launch_mode(1)
+            dependent = dependent_launch(1)
             _sum_parts_kernel[(triton.cdiv(n, _SUM_BLOCK),)](
                 target, x if bias is None else bias, out, N=n, PARTS=parts, BLOCK=_SUM_BLOCK, ADD=add,
-                BIAS=bias is not None, DEPENDENT=last, num_warps=2, launch_pdl=is_early(last),
+                BIAS=bias is not None, DEPENDENT=dependent, num_warps=2, launch_pdl=dependent,
             )  # fmt: skip

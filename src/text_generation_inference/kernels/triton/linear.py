@@ -33,7 +33,7 @@ class TritonLinear:
     """The ops `linear` and `linear_unscaled` for one device."""
 
     def __init__(self, num_processors: int, capability: tuple[int, int]) -> None:
-        self._small_gemm = SmallGemm(num_processors)
+        self._small_gemm = SmallGemm(num_processors, measured=capability in ((9, 0), (10, 0), (10, 3)))
         self._low_bit = LowBitLinear(num_processors, capability)
         self._by_row = capability >= (9, 0)
         self._by_square = capability[0] == 9  # later ones want other scales

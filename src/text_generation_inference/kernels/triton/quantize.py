@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_inference.kernels.fp8 import FP8, SQUARE, Fp8Rows, Fp8Weight
-from text_generation_inference.kernels.triton.launch import is_early, launch_mode, wait_for_kernel_before
+from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 
 # How a row is stored: as it is, or in FP8 with a scale per row, one scale for all, one per 128 columns.
 PLAIN, BY_ROW, STATIC, BY_SQUARE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -89,34 +89,10 @@ def _quantize_kernel(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    wait_for_kernel_before(DEPENDENT)
+    if DEPENDENT:
+        wait_for_kernel_before()
     value = tl.load(x + row * x_row + i, mask=i < WIDTH, other=0.0).to(tl.float32)
     store_columns(value, data + row * WIDTH, scales + row * scales_row, input_scale, i, WIDTH, BLOCK, FORM)
-
-
-@triton.jit
-def _quantize_measured_kernel(
-    x, largest, data, scales,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr,
-):  # fmt: skip
-    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    part = tl.arange(0, PARTS_PAD)
-    value = tl.load(x + row * WIDTH + i, mask=i < WIDTH, other=0.0).to(tl.float32)
-    most = tl.max(tl.load(largest + row * PARTS + part, mask=part < PARTS, other=0.0), 0)
-    scale = tl.maximum(most / 448.0, 1e-12)
-    tl.store(data + row * WIDTH + i, (value * (1.0 / scale)).to(data.dtype.element_ty), mask=i < WIDTH)
-    if tl.program_id(1) == 0:
-        tl.store(scales + row, scale)
-
-
-def quantize_measured(x: Tensor, largest: Tensor, store: RowStore, block: int, warps: int) -> None:
-    """BY_ROW, where the largest of each of some parts of a row (`[rows, parts]`) are known."""
-    rows, width = x.shape
-    parts = largest.shape[1]
-    _quantize_measured_kernel[(rows, triton.cdiv(width, block))](
-        x, largest, store.data, store.scales, WIDTH=width, BLOCK=block, PARTS=parts,
-        PARTS_PAD=triton.next_power_of_2(parts), num_warps=warps,
-    )  # fmt: skip
 
 
 def quantize_rows(x: Tensor, quantize_for: Fp8Weight) -> Fp8Rows:
@@ -125,11 +101,11 @@ def quantize_rows(x: Tensor, quantize_for: Fp8Weight) -> Fp8Rows:
     store = RowStore(rows, width, x.dtype, x.device, quantize_for)
     if rows:
         block = store.block(width, 4096)
-        mode = launch_mode(rows)
+        dependent = dependent_launch(rows)
         _quantize_kernel[(rows, triton.cdiv(width, block))](
             x, store.data, store.scales, store.input_scale, x.stride(0), store.scales_row,
-            WIDTH=width, BLOCK=block, FORM=store.form, DEPENDENT=mode,
-            num_warps=warps_for(block), launch_pdl=is_early(mode),
+            WIDTH=width, BLOCK=block, FORM=store.form, DEPENDENT=dependent,
+            num_warps=warps_for(block), launch_pdl=dependent,
         )  # fmt: skip
     return Fp8Rows(store.data, store.scales)
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from text_generation_inference.kernels.triton.launch import fetch, is_early, launch_mode, wait_for_kernel_before
+from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 
 MAX_ROWS = 64  # beyond, the libraries are faster
 
@@ -23,13 +23,11 @@ MAX_ROWS = 64  # beyond, the libraries are faster
 def _small_gemm_kernel(
     x, weight, x_scale, weight_scale, bias, out, partial, counters, x_row, out_row, rows,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, BULK: tl.constexpr, AHEAD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, BULK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BN outputs of all rows, over one of SPLITS parts of K.
 
-    BULK: `x` and `weight` are descriptors of tiles of BK columns, which the copy engine brings. AHEAD: so many lines of
-    128 bytes of each row of the weight are asked for before the kernel before has ended.
+    BULK: `x` and `weight` are descriptors of tiles of BK columns, which the copy engine brings; of FP8 only.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
     n = tile * BN + tl.arange(0, BN)
@@ -38,14 +36,9 @@ def _small_gemm_kernel(
     PART: tl.constexpr = ((K + BK * SPLITS - 1) // (BK * SPLITS)) * BK
     start = split * PART
     end = tl.minimum(start + PART, K)
-    # Past the end the last row is read again: what comes of it is not stored.
-    if not BULK:
-        w_at = weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + k[None, :]
-        if AHEAD > 0:
-            line = tl.minimum(start + tl.arange(0, AHEAD) * 128, K - 1)
-            fetch(weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + line[None, :])
     wait_for_kernel_before(DEPENDENT)
-    if not BULK:
+    if not BULK:  # past the end the last row is read again: what comes of it is not stored
+        w_at = weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + k[None, :]
         x_at = x + tl.minimum(m, rows - 1)[:, None] * x_row + k[None, :]
     INTEGERS: tl.constexpr = not BULK and x.dtype.element_ty == tl.int8
     acc = tl.zeros((BN, BM), tl.int32 if INTEGERS else tl.float32)
@@ -96,12 +89,25 @@ class Tiling(NamedTuple):
     parts: int  # of a row
     stages: int
     warps: int = 4
-    bulk: bool = False  # tiles are brought by the copy engine
-    ahead: int = 0  # lines of each row that are asked for early
+    bulk: bool = False  # tiles are brought by the copy engine of capability 9.0 and later
 
 
-def choose_tiling(rows: int, n: int, num_processors: int) -> Tiling:
-    """Measured on an H200, see `bench/cuda_products.py`."""
+# By outputs and columns of a matrix in FP8: up to so many rows, from _MEASURED_FROM on. Measured on an H200, see
+# `bench/cuda_70b.py`; used on GPUs with a copy engine and as much shared memory.
+TILINGS: dict[tuple[int, int], tuple[tuple[int, Tiling], ...]] = {  # of Llama-2-70B
+    (10240, 8192): ((64, Tiling(64, 128, 1, 6, bulk=True)),),
+    (8192, 8192): ((64, Tiling(64, 256, 2, 3, bulk=True)),),
+    (57344, 8192): ((32, Tiling(64, 128, 1, 4, bulk=True)), (64, Tiling(64, 128, 1, 3))),
+    (8192, 28672): ((64, Tiling(64, 256, 2, 3, bulk=True)),),
+}
+_MEASURED_FROM = 17
+
+
+def choose_tiling(rows: int, n: int, k: int, num_processors: int, measured: bool = False) -> Tiling:
+    """Measured on an H200, see `bench/cuda_products.py`. `measured`: `TILINGS` are for the GPU and the matrix."""
+    for most, tiling in TILINGS.get((n, k), ()) if measured and rows >= _MEASURED_FROM else ():
+        if rows <= most:
+            return tiling
     tiles = triton.cdiv(n, 64)
     splits = 1
     while tiles * splits < num_processors and splits < 4:
@@ -122,10 +128,10 @@ class _Scaled(Protocol):
 
 
 class SmallGemm:
-    """The op, with the buffers where parts meet."""
+    """The op, with the buffers where parts meet. `measured`: see `choose_tiling`."""
 
-    def __init__(self, num_processors: int) -> None:
-        self._num_processors = num_processors
+    def __init__(self, num_processors: int, measured: bool = False) -> None:
+        self._num_processors, self._measured = num_processors, measured
         self._partial: Tensor | None = None
         self._counters: Tensor | None = None
         self._outgrown: list[Tensor] = []  # captured steps still use them
@@ -140,12 +146,12 @@ class SmallGemm:
     ) -> None:
         rows, k = x.shape
         n = weight.shape[0]
-        chosen = tiling or choose_tiling(rows, n, self._num_processors)
+        chosen = tiling or choose_tiling(rows, n, k, self._num_processors, self._measured)
         bn, bk, splits = chosen.outputs, chosen.columns, chosen.parts
         bm = max(16, triton.next_power_of_2(rows))
         tiles = triton.cdiv(n, bn)
         partial, counters = self._take(out.device, tiles * bn * bm * splits if splits > 1 else 1, tiles)
-        mode = launch_mode(rows, product=True)
+        dependent = dependent_launch(rows)
         given, matrix = x.data, weight.data
         if chosen.bulk:
             given, matrix = (
@@ -155,8 +161,8 @@ class SmallGemm:
         _small_gemm_kernel[(tiles, splits)](
             given, matrix, x.scale, weight.scale, x.scale if bias is None else bias, out, partial, counters,
             x.data.stride(0), out.stride(0), rows, N=n, K=k, BM=bm, BN=bn, BK=bk, SPLITS=splits, STAGES=chosen.stages,
-            WHOLE=k % bk == 0, BIAS=bias is not None, BULK=chosen.bulk, AHEAD=chosen.ahead if is_early(mode) else 0,
-            DEPENDENT=mode, num_warps=chosen.warps, launch_pdl=is_early(mode),
+            WHOLE=k % bk == 0, BIAS=bias is not None, BULK=chosen.bulk, DEPENDENT=dependent,
+            num_warps=chosen.warps, launch_pdl=dependent,
         )  # fmt: skip
 
     def _take(self, device: torch.device, num_partial: int, num_tiles: int) -> tuple[Tensor, Tensor]:
