@@ -29,6 +29,7 @@ from text_generation_inference.kernels.triton.compile_workers import Workers
 from text_generation_inference.kernels.triton.experts import TritonExperts
 from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit
 from text_generation_inference.kernels.triton.low_bit_linear import LowBitLinear, pack_low_bit, widen
+from text_generation_inference.kernels.triton.row_low_bit import RowTiling
 from text_generation_inference.kernels.triton.small_gemm_low_bit import LowBitGemmTiling, SmallGemmLowBit
 
 SHAPES = [(8192, 8192), (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)]
@@ -145,17 +146,34 @@ def chain(options: argparse.Namespace) -> None:
         print(f"chain of {rows} rows: {us:.0f} us, {us / floor:.2f} x floor ({floor:.0f})", flush=True)
 
 
+def show(tiling: LowBitGemmTiling | RowTiling) -> str:
+    if isinstance(tiling, RowTiling):
+        return f"(row, {tiling.warps} warps, {tiling.tiles} tiles, registers {tiling.registers})"
+    sizes = f"{tiling.bm}, {tiling.bn}, {tiling.splits}, {tiling.stages}, {tiling.warps}"
+    return f"({sizes}{', swap' * tiling.swap}{', paired' * tiling.paired})"
+
+
 def tune(options: argparse.Namespace) -> None:
     op = SmallGemmLowBit(PROCESSORS, CAPABILITY >= (9, 0), CAPABILITY == (9, 0))
     few = (((32, 4), (64, 4), (128, 4), (128, 8)), (1, 2, 4, 8), (3, 4, 6))
     many = (((64, 4), (128, 8)), (1, 2, 4), (2, 3, 4))
+    paired = (((64, 4), (128, 4), (128, 8), (256, 8)), (1, 2, 4, 8))
+    may_pair = options.bits == 4 and options.group % 128 == 0 and not options.table
+    rowwise = [RowTiling(w, t, r) for w, t, r in itertools.product((8, 16), (1, 2, 4), (None, 64, 80, 128))]
 
     def fit(rows: int, n: int) -> list[LowBitGemmTiling]:
         """Matrix right for up to 64 rows, and left on the GPUs that have a use for it for more than 16."""
         bm = max(16, 1 << (rows - 1).bit_length())
         found = []
+        if 1 < rows <= 64 and CAPABILITY == (9, 0) and may_pair:
+            found = [
+                LowBitGemmTiling(bm, bn, splits, 3, warps, True, paired=True)
+                for (bn, warps), splits in itertools.product(*paired)
+            ]
         if rows <= 64:
-            found = [LowBitGemmTiling(bm, bn, splits, stages, w) for (bn, w), splits, stages in itertools.product(*few)]
+            found += [
+                LowBitGemmTiling(bm, bn, splits, stages, w) for (bn, w), splits, stages in itertools.product(*few)
+            ]
         if rows > 16 and CAPABILITY == (9, 0):
             for (bn, warps), splits, stages in itertools.product(*many):
                 found += [
@@ -174,8 +192,10 @@ def tune(options: argparse.Namespace) -> None:
                 x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
                 out = torch.empty(rows, outputs, device="cuda", dtype=torch.bfloat16)
                 norm = (torch.ones_like(x[0]), 1e-5) if rows == 1 and k == 4096 and n > 4096 else None
-                found: list[tuple[float, LowBitGemmTiling]] = []
-                tilings = fit(rows, outputs)
+                found: list[tuple[float, LowBitGemmTiling | RowTiling]] = []
+                tilings: list[LowBitGemmTiling | RowTiling] = [*fit(rows, outputs)]
+                if rows == 1 and may_pair and CAPABILITY >= (9, 0):
+                    tilings += [each for each in rowwise if k // 128 % (each.warps * each.tiles) == 0]
                 with compile_only(16, Workers(), load=False):
                     for tiling in tilings:
                         op(x, packed[0], out, norm=norm, gate=gate, tiling=tiling)
@@ -187,10 +207,7 @@ def tune(options: argparse.Namespace) -> None:
                     found.append((us / len(packed), tiling))
                 found.sort(key=lambda each: each[0])
                 chosen = graph_us(lambda: [op(x, w, out, norm=norm, gate=gate) for w in packed]) / len(packed)
-                best = "; ".join(
-                    f"{us:.1f} ({each.bm}, {each.bn}, {each.splits}, {each.stages}, {each.warps}{', swap' * each.swap})"
-                    for us, each in found[:4]
-                )
+                best = "; ".join(f"{us:.1f} {show(each)}" for us, each in found[:4])
                 what = f"{n} {k} rows {rows}{' gate' if gate else ''}{' norm' if norm else ''}"
                 print(f"{what}: chosen {chosen:.1f}, floor {floor_us(packed[0]):.1f}; {best}", flush=True)
 

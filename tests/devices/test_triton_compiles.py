@@ -24,6 +24,7 @@ from text_generation_inference.kernels.triton.gemv_fp8 import Shape
 from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as gemv_fp8_shape
 from text_generation_inference.kernels.triton.latent import choose_tiles
 from text_generation_inference.kernels.triton.norms_rotary import gate_warps, heads_at_once
+from text_generation_inference.kernels.triton.row_low_bit import choose_warps
 from text_generation_inference.kernels.triton.small_gemm import TILINGS
 from text_generation_inference.kernels.triton.small_gemm import Tiling as FewRowsTiling
 from text_generation_inference.kernels.triton.small_gemm import choose_tiling as few_rows_tiling
@@ -289,7 +290,7 @@ def low_bit(
         "STAGES": tiling.stages, "UNROLL": tiling.unroll, "ONE": one, "IN_PAIRS": False, "GATE": int(one), "ADD": False, "BIAS": False,
         "TABLE": False,
         "OFFSET": 0, "ORDER": False, "SPREAD": False, "SWAP": tiling.swap, "ASM": 0,
-        "DEPENDENT": dependent, "WARPS": tiling.warps, "COLUMNS": int(tiling.paired), "AHEAD": tiling.ahead, **changes,
+        "DEPENDENT": dependent, "WARPS": tiling.warps, "COLUMNS": int(tiling.paired), **changes,
     }  # fmt: skip
     return (
         "small_gemm_low_bit",
@@ -301,13 +302,26 @@ def low_bit(
     )
 
 
-def row_low_bit(warps: int, tiles: int, **changes: object) -> tuple:
-    types = {**dict.fromkeys(("x", "bias", "out"), BF16), "words": "*i32", "scale": "*fp16"}
-    values = {
-        "N": 4096, "K": 4096, "GS": 128, "WARPS": warps, "TILES": tiles, "GATE": 0, "ADD": False, "BIAS": False,
-        "ASM": 0, "RAW": False, "FETCH": True, "DEPENDENT": True, **changes,
+def row_low_bit(n: int, k: int, gated: bool = False, zeros: bool = False, dtype: str = BF16) -> tuple:
+    tiling = choose_warps(n, k // 128, gated, zeros, 132)
+    assert tiling is not None
+    types = {
+        **dict.fromkeys(("x", "bias", "out"), dtype), "words": "*i32", "scale": "*fp16",
+        "offset": "*u8" if zeros else "*fp16",
     }  # fmt: skip
-    return "row_low_bit", "row_product", types, values, {"num_warps": warps, "fast": True}
+    values = {
+        "N": n, "K": k, "GS": 128, "WARPS": tiling.warps, "TILES": tiling.tiles, "GATE": int(gated), "ADD": not gated,
+        "BIAS": False, "ZEROS": zeros, "ASM": 0, "DEPENDENT": True,
+    }  # fmt: skip
+    # With a bound on registers a few numbers wait in memory: measured faster than fewer programs.
+    options = {"num_warps": tiling.warps, "maxnreg": tiling.registers, "fast": tiling.registers is None}
+    return "row_low_bit", "row_product", types, values, options
+
+
+def few_rows_low_bit(rows: int, n: int, k: int, zeros: bool = False) -> tuple:
+    """As on an H200."""
+    tiling = low_bit_tiling(rows, n, k // 128, False, 132, hopper=True, plain=True)
+    return low_bit(tiling, dependent=rows <= 16, roomy=True, N=n, K=k, OFFSET=2 if zeros else 0)
 
 
 def experts_low_bit(bm: int) -> tuple:
@@ -510,9 +524,19 @@ CASES = [
     low_bit(low_bit_tiling(64, 4096, 32, False, 132, hopper=True), GS=32, SPREAD=True, TABLE=True),
     low_bit(low_bit_tiling(128, 4096, 32, False, 132, hopper=True), roomy=True),
     low_bit(low_bit_tiling(256, 28672, 32, False, 132, hopper=True), roomy=True, SPREAD=True),
-    low_bit(LowBitGemmTiling(64, 128, 1, 3, 8, True, paired=True), roomy=True),
-    row_low_bit(8, 1, GATE=1),
-    row_low_bit(8, 4, RAW=True),
+    few_rows_low_bit(64, 28672, 4096),
+    few_rows_low_bit(64, 28672, 4096, zeros=True),
+    few_rows_low_bit(32, 28672, 4096),
+    few_rows_low_bit(32, 4096, 14336, zeros=True),
+    few_rows_low_bit(32, 6144, 4096),
+    few_rows_low_bit(16, 28672, 4096),
+    few_rows_low_bit(16, 4096, 14336, zeros=True),
+    row_low_bit(6144, 4096),
+    row_low_bit(4096, 4096, zeros=True),
+    row_low_bit(14336, 4096, gated=True),
+    row_low_bit(14336, 4096, gated=True, zeros=True, dtype="*fp16"),
+    row_low_bit(4096, 14336, zeros=True),
+    row_low_bit(8192, 28672),
     experts_low_bit(16),
     (
         "low_bit_linear", "_widen_kernel", {**LOW_BIT, "out": BF16},

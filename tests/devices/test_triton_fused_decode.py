@@ -153,6 +153,18 @@ def compute(model: CausalLM, cache: Cache) -> tuple[torch.Tensor, Cache]:
             torch.float16,
             {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 1, "mlp_bias": True},
         ),
+        (
+            IN_FEW_BITS,  # of whole tiles
+            torch.float16,
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "num_key_value_heads": 2,
+                "hidden_size": 1024,
+                "head_dim": 32,
+                "intermediate_size": 1024,
+                "num_hidden_layers": 1,
+            },
+        ),
         (IN_FEW_BITS, torch.float16, GPT_OSS),
         (None, torch.float16, GPT_OSS),
         (None, torch.float16, DEEPSEEK),
@@ -165,6 +177,7 @@ def compute(model: CausalLM, cache: Cache) -> tuple[torch.Tensor, Cache]:
         "many experts and a dense layer",
         "experts in FP8",
         "few bits",
+        "few bits in whole tiles",
         "experts in few bits",
         "sinks",
         "latents",

@@ -16,11 +16,13 @@ if importlib.util.find_spec("triton") is None:
 
 from triton_interpreter import interpreter_as_hardware  # noqa: F401
 
+from text_generation_inference.kernels.triton import small_gemm_low_bit
 from text_generation_inference.kernels.triton.experts import TritonExperts
 from text_generation_inference.kernels.triton.linear import TritonLinear
 from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit, unpack_low_bit
 from text_generation_inference.kernels.triton.low_bit_linear import Int8Weight, pack_low_bit
-from text_generation_inference.kernels.triton.small_gemm_low_bit import LowBitGemmTiling, SmallGemmLowBit
+from text_generation_inference.kernels.triton.row_low_bit import RowTiling, choose_row_tiling, choose_warps
+from text_generation_inference.kernels.triton.small_gemm_low_bit import LowBitGemmTiling, SmallGemmLowBit, choose_tiling
 
 NF4 = (
     -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0, 0.0795803, 0.1609302,
@@ -29,6 +31,11 @@ NF4 = (
 
 
 SWAPPED, SWAPPED_WIDE = LowBitGemmTiling(64, 64, 2, 2, 4, swap=True), LowBitGemmTiling(32, 128, 1, 2, 8, swap=True)
+PAIRED = [
+    LowBitGemmTiling(16, 128, 3, 3, 8, swap=True, paired=True),
+    LowBitGemmTiling(32, 128, 2, 3, 4, swap=True, paired=True),
+    LowBitGemmTiling(64, 256, 1, 3, 8, swap=True, paired=True),
+]
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +195,132 @@ def test_one_row(device: torch.device, is_gpu: bool, kind: str, gate: str | None
             add=add,
         )  # fmt: skip
         close(out, (expected + residual if add else expected).double(), 2e-3)
+
+
+@pytest.mark.parametrize("tiling", PAIRED)
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits with offsets", "4 bits, groups of 32", "4 bits by row"])
+def test_paired_columns(device: torch.device, is_gpu: bool, tiling: LowBitGemmTiling, kind: str) -> None:
+    """Codes are the same as for any other kernel; columns, rows and outputs that fill no tile."""
+    n, k = (1030, 4112) if is_gpu else (140, 400)
+    weight = make(device, n, k, **KINDS[kind])
+    for rows in (tiling.bm - 3, tiling.bm + 2):
+        x, out = torch.randn(rows, k, device=device).half(), torch.empty(rows, n, device=device).half()
+        SmallGemmLowBit(2)(x, pack_low_bit(weight), out, tiling=tiling)
+        close(out, exact(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "bn", "splits", "warps", "paired"),
+    [
+        (64, 28672, 4096, 256, 1, 8, True),
+        (33, 57344, 8192, 256, 1, 8, True),
+        (64, 22016, 4096, 64, 1, 4, False),  # a third of the processors would be idle
+        (64, 4096, 14336, 64, 4, 4, False),
+        (32, 28672, 4096, 128, 1, 4, True),
+        (17, 4096, 14336, 128, 8, 4, True),
+        (32, 6144, 4096, 64, 4, 4, True),
+        (32, 4096, 4096, 64, 4, 4, True),
+        (32, 8192, 28672, 128, 4, 4, True),
+        (16, 28672, 4096, 64, 1, 2, False),
+        (9, 4096, 14336, 128, 8, 8, True),
+        (16, 4096, 4096, 128, 8, 8, True),
+        (16, 6144, 4096, 32, 4, 2, False),
+        (8, 4096, 4096, 32, 4, 2, False),
+    ],
+)
+def test_tiles_that_were_measured(rows: int, n: int, k: int, bn: int, splits: int, warps: int, paired: bool) -> None:
+    found = choose_tiling(rows, n, k // 128, False, 132, hopper=True, plain=True)
+    assert (found.bn, found.splits, found.warps, found.paired) == (bn, splits, warps, paired)
+    for changes in ({"hopper": False, "plain": True}, {"hopper": True, "plain": False}):
+        assert not choose_tiling(rows, n, k // 128, False, 132, **changes).paired
+
+
+ROWWISE = {
+    "all tiles at once": (RowTiling(8, 2), 16, 2048),
+    "tile by tile": (RowTiling(8), 32, 3072),
+    "in turns": (RowTiling(4, 2), 32, 3072),
+    "many warps": (RowTiling(16), 16, 4096),
+}
+
+
+@pytest.mark.parametrize("way", ROWWISE)
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits with offsets", "4 bits, groups of 256", "4 bits by row"])
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+def test_one_row_by_warps(device: torch.device, way: str, kind: str, gate: str | None) -> None:
+    """What the norm, the product, the gate and the addition give one after the other; scales of any type."""
+    tiling, n, k = ROWWISE[way]
+    options = {"group": 256} if kind.endswith("256") else KINDS[kind]
+    weight = make(device, n * (2 if gate else 1), k, **options)
+    if kind == "4 bits by row":
+        weight.scale = weight.scale.bfloat16()
+    packed = pack_low_bit(weight)
+    assert isinstance(packed, TritonLowBit)
+    x, gain = torch.randn(1, k, device=device).half(), torch.rand(k, device=device).half()
+    bias, residual = torch.randn(weight.shape[0], device=device).half(), torch.randn(1, n, device=device).half()
+    activate = {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
+    for with_bias, add, norm in ((True, True, False), (False, False, True), (False, True, True)):
+        normed = reference.rms_norm(x, gain, 1e-5) if norm else x
+        assert isinstance(normed, Tensor)
+        product = exact(normed, weight) + (bias.double() if with_bias else 0)
+        expected = activate[gate](product.half()) if gate else product
+        out = residual.clone()
+        SmallGemmLowBit(2)(
+            x, packed, out, bias if with_bias else None, norm=(gain, 1e-5) if norm else None, gate=gate, add=add,
+            tiling=tiling,
+        )  # fmt: skip
+        close(out, (expected + residual if add else expected).double(), 2e-3)
+
+
+def test_one_row_takes_the_kernel_that_fits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is, the product is the same; codes in groups of 64 and outputs that fill no 16 have another one."""
+    row = torch.randn(1, 1028, device=device).half()
+    x = row[:, :1024]
+    op, taken_at = linear((9, 0)), []
+    multiply_row = small_gemm_low_bit.multiply_row
+    monkeypatch.setattr(
+        small_gemm_low_bit, "multiply_row", lambda *given: (taken_at.append(given[0]), multiply_row(*given))
+    )
+    for kind, n, taken in (
+        ("4 bits", 48, True),
+        ("4 bits with offsets", 48, True),
+        ("4 bits", 40, False),
+        ("4 bits, groups of 64", 48, False),
+        ("4 bits with offsets between codes", 48, False),
+        ("table, groups of 128", 48, False),
+        ("8 bits", 48, False),
+    ):
+        weight = make(device, n, 1024, **KINDS[kind])
+        packed = pack_low_bit(weight)
+        assert isinstance(packed, TritonLowBit)
+        taken_at.clear()
+        close(op(x, packed, None, torch.float16), exact(x, weight))
+        assert bool(taken_at) == taken, kind
+        order = torch.randperm(1024, device=device).to(torch.int32)
+        assert choose_row_tiling(x, replace(packed, order=order), n, False, 132) is None
+    weight = make(device, 48, 1024)
+    packed = pack_low_bit(weight)
+    assert isinstance(packed, TritonLowBit)
+    for first, taken in ((1, False), (2, False), (4, True)):  # of eight bytes are its loads
+        x = row[:, first : first + 1024]
+        taken_at.clear()
+        close(op(x, packed, None, torch.float16), exact(x, weight))
+        assert bool(taken_at) == taken
+
+
+def test_warps_that_were_measured() -> None:
+    def found(n: int, k: int, gated: bool = False, zeros: bool = False) -> tuple[int, int] | None:
+        tiling = choose_warps(n, k // 128, gated, zeros, 132)
+        assert tiling is None or k // 128 % (tiling.warps * tiling.tiles) == 0
+        return tiling and (tiling.warps, tiling.tiles)
+
+    assert found(6144, 4096) == (8, 4)
+    assert found(4096, 4096) == (16, 2)
+    assert found(14336, 4096, gated=True) == found(14336, 4096, gated=True, zeros=True) == (8, 4)
+    assert found(4096, 14336) == found(8192, 28672) == (16, 1)
+    assert found(6144, 4096, zeros=True) == (8, 1)
+    assert found(28672, 8192, gated=True) is None
+    assert found(4096, 11008) is None  # 86 tiles
+    assert found(5120, 25600) is None  # 25 turns
 
 
 @pytest.mark.parametrize(("n", "k"), [(128, 256), (130, 272), (40, 72), (36, 41)])

@@ -38,7 +38,7 @@ TILES: dict[tuple[int, int, int, str], tuple[tuple[int, Tiling, Tiling], ...]] =
         (16, Tiling(16, 128, 128, 8, 3, True), Tiling(16, 128, 128, 8, 3, True, bulk=True)),
         (64, Tiling(32, 128, 128, 8, 3, True, bulk=True), Tiling(32, 128, 128, 8, 3, True, bulk=True)),
         (128, Tiling(32, 128, 128, 8, 3, True), Tiling(32, 256, 64, 8, 3, True, bulk=True)),
-        (256, Tiling(64, 128, 64, 8, 4, True, bulk=True), Tiling(64, 128, 64, 4, 3, True, bulk=True)),
+        (256, Tiling(64, 128, 64, 8, 4, True, bulk=True), Tiling(64, 128, 64, 8, 4, True, bulk=True)),
         (1024, Tiling(128, 128, 64, 8, 4, False, bulk=True), Tiling(128, 256, 64, 8, 3, False, bulk=True)),
     ),
     (64, 2048, 1408, "16 bits"): (  # DeepSeek-V2-Lite

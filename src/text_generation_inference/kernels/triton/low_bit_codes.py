@@ -31,8 +31,8 @@ _TWO_NUMBERS = {
 _OLDER = "fma.rn.bf16x2 t, t, o, {}"  # GPUs before capability 9.0 multiply by one
 
 
-def _assembly(kind: tl.dtype, zeros: bool, older: bool = False, raw: bool = False) -> str:
-    """`zeros`: what is subtracted is given (`_negated`). `raw`: nothing is subtracted."""
+def _assembly(kind: tl.dtype, zeros: bool, older: bool = False) -> str:
+    """`zeros`: what is subtracted is given (`_negated`)."""
     exponent, add, center = _TWO_NUMBERS[kind]
     subtract = (_OLDER if older else add).format("$9" if zeros else "c")
     lines = [f".reg .b32 t, s, e, o, c; mov.b32 e, {exponent}; mov.b32 o, 0x3F803F80; mov.b32 c, {center};"]
@@ -41,8 +41,7 @@ def _assembly(kind: tl.dtype, zeros: bool, older: bool = False, raw: bool = Fals
         if number:
             lines.append(f"shr.u32 s, $8, {4 * number};")
             source = "s"
-        lines.append(f"lop3.b32 t, {source}, 0x000f000f, e, 0xEA;")
-        lines += [] if raw else [f"{subtract};"]
+        lines.append(f"lop3.b32 t, {source}, 0x000f000f, e, 0xEA; {subtract};")
         lines.append(f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, t;")
     return "{ " + " ".join(lines) + " }"
 
@@ -53,8 +52,6 @@ _FP16_ASSEMBLY = tl.constexpr(_assembly(tl.float16, False))
 _BF16_ZEROS_ASSEMBLY = tl.constexpr(_assembly(tl.bfloat16, True))
 _OLDER_BF16_ZEROS_ASSEMBLY = tl.constexpr(_assembly(tl.bfloat16, True, older=True))
 _FP16_ZEROS_ASSEMBLY = tl.constexpr(_assembly(tl.float16, True))
-_BF16_RAW_ASSEMBLY = tl.constexpr(_assembly(tl.bfloat16, False, raw=True))
-_FP16_RAW_ASSEMBLY = tl.constexpr(_assembly(tl.float16, False, raw=True))
 _HALVES = tl.constexpr((tl.int16,) * 8)
 _OUTPUTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
 _ZEROS_OUTPUTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")
@@ -89,11 +86,11 @@ def _negated(zeros, kind: tl.constexpr):
 @triton.jit
 def unpack(
     words, zeros, table, BN: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, ZEROS: tl.constexpr,
-    kind: tl.constexpr, ASM: tl.constexpr, ORDER: tl.constexpr = 0, RAW: tl.constexpr = False,
+    kind: tl.constexpr, ASM: tl.constexpr, ORDER: tl.constexpr = 0,
 ):  # fmt: skip
     """words `[BN, 16]` -> numbers of type `kind`, `[128 or 64, BN]`. ASM: see `generation_of`.
 
-    ZEROS: of 4 bits, less `zeros` `[BN]` instead of the center. RAW: with ASM, too high by `raw_center`.
+    ZEROS: of 4 bits, less `zeros` `[BN]` instead of the center.
     ORDER: of columns, of 4 bits: NATURAL, PAIRED or CROSSED.
     """
     words = tl.reshape(words, (BN, 4, 4))  # rows, threads, words of a thread
@@ -112,10 +109,7 @@ def unpack(
                 )
             else:
                 BF16_PLAIN: tl.constexpr = _BF16_ASSEMBLY if ASM >= 9 else _OLDER_BF16_ASSEMBLY
-                if RAW:
-                    PLAIN: tl.constexpr = _BF16_RAW_ASSEMBLY if kind == tl.bfloat16 else _FP16_RAW_ASSEMBLY
-                else:
-                    PLAIN: tl.constexpr = BF16_PLAIN if kind == tl.bfloat16 else _FP16_ASSEMBLY
+                PLAIN: tl.constexpr = BF16_PLAIN if kind == tl.bfloat16 else _FP16_ASSEMBLY
                 a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
                     PLAIN, _OUTPUTS, [words], dtype=_HALVES, is_pure=True, pack=1
                 )
@@ -140,15 +134,6 @@ def unpack(
             return tile + (8 - zeros.to(tl.int32)).to(kind)[None, :]
         else:
             return tile
-
-
-@triton.jit
-def raw_center(kind: tl.constexpr):
-    """What RAW numbers are too high by."""
-    if kind == tl.bfloat16:
-        return 136.0
-    else:
-        return 1032.0
 
 
 @triton.jit

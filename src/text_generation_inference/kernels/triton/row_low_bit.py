@@ -1,12 +1,10 @@
 # pyright: basic, reportMissingImports=false
 # ruff: noqa: ANN201
-"""The product of a single row with a matrix in 4 bits, on GPUs of capability 9.0.
+"""The product of a single row with a matrix in 4 bits, on GPUs from capability 9.0 on.
 
 A program makes 16 outputs, its warps share the columns: each takes every so-manieth tile of codes, straight into
 registers and before the kernel in front has ended. The warps' sums meet once, at the end; nothing else goes from warp
-to warp, and no program waits for another one. RAW: numbers are multiplied without the center of the codes being
-subtracted; the sum of the row's columns, by which that is too high, is a product with a constant matrix where sums
-begin.
+to warp, and no program waits for another one.
 """
 
 from dataclasses import dataclass
@@ -19,12 +17,14 @@ from text_generation_inference.kernels.triton.gemv import GATES, gated
 from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 from text_generation_inference.kernels.triton.low_bit_codes import (
     CROSSED,
-    NO_OFFSETS,
+    OFFSETS,
+    ZERO_POINTS,
     TritonLowBit,
     generation_of,
-    raw_center,
     unpack,
 )
+
+_MOST_TURNS = 16  # they are written out one after the other
 
 
 @triton.jit
@@ -48,39 +48,47 @@ def _columns(x, block, zero, kind: tl.constexpr, COUNT: tl.constexpr, ASM: tl.co
 
 
 @triton.jit
-def _product(codes, given, start, scales, kind: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, ASM, RAW):
+def _product(
+    codes, zeros, given, scales, kind: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, ZEROS: tl.constexpr, ASM
+):  # fmt: skip
     """`[TILES * WARPS, 16, 8]`: of each tile 16 outputs, eight times the same."""
-    tile = unpack(codes, codes, codes, 16 * TILES * WARPS, 4, False, False, kind, ASM, CROSSED, RAW)
+    tile = unpack(codes, zeros, codes, 16 * TILES * WARPS, 4, False, ZEROS, kind, ASM, CROSSED)
     apart = tl.permute(tl.reshape(tile, (128, TILES, 2, WARPS, 8)), (1, 3, 2, 4, 0))
     tile = tl.reshape(apart, (TILES * WARPS, 16, 128))
-    return tl.dot(tile, given, start) * scales.to(tl.float32)[:, :, None]
+    return tl.dot(tile, given) * scales.to(tl.float32)[:, :, None]
 
 
 @triton.jit
-def _fetch_rest(words, first, BLOCKS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Have what a program reads after its first tiles in the cache of the chip: compilers put loads off."""
-    LINES: tl.constexpr = BLOCKS * 4  # of 128 bytes, of eight rows
-    line = tl.minimum(AT_ONCE * 4 + tl.arange(0, triton.next_power_of_2(LINES - AT_ONCE * 4)), LINES - 1)
-    eight = first // 8 + tl.arange(0, 2)
-    at = words + (eight[:, None] * LINES + line[None, :]) * 32
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _scales(scale, block, n, GS: tl.constexpr, ALL: tl.constexpr):
-    return tl.load(scale + (block * 128 // GS)[:, None] * ALL + n[None, :])
+def _read(
+    at, scale, offset, block, n, mine, row, turn,
+    GS: tl.constexpr, ALL: tl.constexpr, AT_ONCE: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Codes of a turn `[16 * AT_ONCE, 16]`, scales of their groups `[AT_ONCE, 16]`, zero points `[16 * AT_ONCE]`."""
+    codes = tl.load(at + turn * AT_ONCE * 128, eviction_policy="evict_first")
+    scales = tl.load(scale + ((block + turn * AT_ONCE) * 128 // GS)[:, None] * ALL + n[None, :])
+    if ZEROS:
+        zeros_at = offset + (mine + turn * AT_ONCE) * 128 // GS * ALL + row
+        if ASM:  # each thread reads those of its own codes: a load would have them go from thread to thread
+            zeros = tl.inline_asm_elementwise(
+                "ld.global.nc.u8 $0, [$1];", "=r,l", [zeros_at], dtype=tl.int32, is_pure=False, pack=1
+            )
+        else:
+            zeros = tl.load(zeros_at)
+    else:
+        zeros = tl.zeros_like(row)
+    return codes, scales, zeros
 
 
 @triton.jit
 def row_product(
-    x, words, scale, bias, out,
+    x, words, scale, offset, bias, out,
     N: tl.constexpr, K: tl.constexpr, GS: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, GATE: tl.constexpr,
-    ADD: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, RAW: tl.constexpr, FETCH: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ADD: tl.constexpr, BIAS: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """16 outputs. A warp takes TILES tiles of codes at a time. GATE: the matrix holds N gates, then N values."""
+    """16 outputs. A warp takes TILES tiles of codes at a time. GATE: the matrix holds N gates, then N values.
+
+    ZEROS: `offset` are zero points.
+    """
     BLOCKS: tl.constexpr = K // 128
     ALL: tl.constexpr = 2 * N if GATE else N
     AT_ONCE: tl.constexpr = TILES * WARPS
@@ -95,39 +103,34 @@ def row_product(
     # Tiles lie one after the other: of eight rows 128 words each.
     at = words + (row // 8 * BLOCKS + mine)[:, None] * 128 + (row % 8 * 16)[:, None] + tl.arange(0, 16)[None, :]
     UP: tl.constexpr = N // 8 * BLOCKS * 128
-    codes = tl.load(at, eviction_policy="evict_first")
-    scales = _scales(scale, block, n, GS, ALL)
+    codes, scales, zeros = _read(at, scale, offset, block, n, mine, row, 0, GS, ALL, AT_ONCE, ZEROS, ASM)
     if GATE:
-        up_codes = tl.load(at + UP, eviction_policy="evict_first")
-        up_scales = _scales(scale + N, block, n, GS, ALL)
-    if ASM and FETCH and TURNS > 1:
-        _fetch_rest(words, first, BLOCKS, AT_ONCE)
-        if GATE:
-            _fetch_rest(words, first + N, BLOCKS, AT_ONCE)
+        up_codes, up_scales, up_zeros = _read(
+            at + UP, scale + N, offset + N, block, n, mine, row, 0, GS, ALL, AT_ONCE, ZEROS, ASM
+        )
     wait_for_kernel_before(DEPENDENT)
     zero = 0
     if ASM:  # keeps reading the row behind the wait
         zero = tl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [first], dtype=tl.int32, is_pure=False, pack=1)
     acc = tl.zeros((AT_ONCE, 16, 8), tl.float32)
     up_acc = tl.zeros((AT_ONCE, 16, 8), tl.float32)
-    start = tl.zeros((AT_ONCE, 16, 8), tl.float32)
     for turn in tl.static_range(TURNS):
         if turn + 1 < TURNS:
-            next_codes = tl.load(at + (turn + 1) * AT_ONCE * 128, eviction_policy="evict_first")
-            next_scales = _scales(scale, block + (turn + 1) * AT_ONCE, n, GS, ALL)
+            next_codes, next_scales, next_zeros = _read(
+                at, scale, offset, block, n, mine, row, turn + 1, GS, ALL, AT_ONCE, ZEROS, ASM
+            )
             if GATE:
-                next_up_codes = tl.load(at + UP + (turn + 1) * AT_ONCE * 128, eviction_policy="evict_first")
-                next_up_scales = _scales(scale + N, block + (turn + 1) * AT_ONCE, n, GS, ALL)
+                next_up_codes, next_up_scales, next_up_zeros = _read(
+                    at + UP, scale + N, offset + N, block, n, mine, row, turn + 1, GS, ALL, AT_ONCE, ZEROS, ASM
+                )
         given = _columns(x, block + turn * AT_ONCE, zero, kind, AT_ONCE, ASM)
-        if RAW:
-            start = tl.dot(tl.full((AT_ONCE, 16, 128), -raw_center(kind), kind), given)
-        acc += _product(codes, given, start, scales, kind, WARPS, TILES, ASM, RAW)
+        acc += _product(codes, zeros, given, scales, kind, WARPS, TILES, ZEROS, ASM)
         if GATE:
-            up_acc += _product(up_codes, given, start, up_scales, kind, WARPS, TILES, ASM, RAW)
+            up_acc += _product(up_codes, up_zeros, given, up_scales, kind, WARPS, TILES, ZEROS, ASM)
         if turn + 1 < TURNS:
-            codes, scales = next_codes, next_scales
+            codes, scales, zeros = next_codes, next_scales, next_zeros
             if GATE:
-                up_codes, up_scales = next_up_codes, next_up_scales
+                up_codes, up_scales, up_zeros = next_up_codes, next_up_scales, next_up_zeros
     result = tl.sum(tl.max(acc, 2), 0)
     out_kind = out.dtype.element_ty
     if BIAS:
@@ -147,14 +150,33 @@ def row_product(
 class RowTiling:
     warps: int
     tiles: int = 1  # that a warp takes at a time
-    raw: bool = False  # the center of codes is subtracted from sums
-    fetch: bool = True  # everything is fetched before the kernel in front has ended
     registers: int | None = None  # of a thread, at most
 
 
-def can_multiply(weight: TritonLowBit, n: int) -> bool:
-    plain = weight.bits == 4 and weight.table is None and weight.order is None and weight.offsets == NO_OFFSETS.value
-    return plain and weight.group_size % 128 == 0 and weight.columns % 128 == 0 and n % 16 == 0
+def choose_row_tiling(x: Tensor, weight: TritonLowBit, n: int, is_gated: bool, num_processors: int) -> RowTiling | None:
+    """None where another kernel is needed, or is faster."""
+    fits = weight.bits == 4 and weight.table is None and weight.order is None and weight.offsets != OFFSETS.value
+    fits = fits and weight.group_size % 128 == 0 and weight.columns % 128 == 0 and n % 16 == 0
+    if not fits or x.data_ptr() % 8:
+        return None
+    return choose_warps(n, weight.columns // 128, is_gated, weight.offset is not None, num_processors)
+
+
+def choose_warps(n: int, blocks: int, is_gated: bool, zeros: bool, num_processors: int) -> RowTiling | None:
+    """For rows of so many tiles: all of them at once, or one by one. Measured on an H200, see `bench/cuda_low_bit.py`.
+
+    `zeros`: with zero points, for which all at once lack registers; that was compiled, not measured.
+    """
+    few_programs = n // 16 <= 2 * num_processors
+    at_once = blocks in (8, 16, 32) and (is_gated or not zeros)
+    warps = 16 if blocks % 16 == 0 and (few_programs or blocks > 32) else 8
+    turns = blocks // warps
+    if at_once:
+        # Gates and ups have 64 registers of codes: without a bound there is room for one program on a processor.
+        return RowTiling(warps, turns, 128 if is_gated and warps * turns == 32 else None)
+    if blocks % warps or turns > _MOST_TURNS or is_gated:  # gates: as fast in the other kernel
+        return None
+    return RowTiling(warps, registers=64 if zeros else None)
 
 
 def multiply_row(
@@ -163,10 +185,10 @@ def multiply_row(
     n, k = out.shape[1], weight.columns
     assert k // 128 % (tiling.warps * tiling.tiles) == 0
     dependent = dependent_launch(1)
-    asm = generation_of(x)
     row_product[(n // 16,)](
-        x, weight.words, weight.scale, x if bias is None else bias, out, N=n, K=k, GS=weight.group_size,
-        WARPS=tiling.warps, TILES=tiling.tiles, GATE=GATES.index(gate), ADD=add, BIAS=bias is not None,
-        ASM=asm, RAW=tiling.raw and asm > 0, FETCH=tiling.fetch, DEPENDENT=dependent, num_warps=tiling.warps,
-        maxnreg=tiling.registers, launch_pdl=dependent,
+        x, weight.words, weight.scale, weight.scale if weight.offset is None else weight.offset,
+        x if bias is None else bias, out, N=n, K=k, GS=weight.group_size, WARPS=tiling.warps, TILES=tiling.tiles,
+        GATE=GATES.index(gate), ADD=add, BIAS=bias is not None, ZEROS=weight.offsets == ZERO_POINTS.value,
+        ASM=generation_of(x), DEPENDENT=dependent, num_warps=tiling.warps, maxnreg=tiling.registers,
+        launch_pdl=dependent,
     )  # fmt: skip

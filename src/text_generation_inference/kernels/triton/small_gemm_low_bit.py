@@ -4,7 +4,8 @@
 
 Codes become numbers in registers, where tensor cores take them from; scales are applied to the sum of a group. Where
 there are fewer tiles than processors have room for, several programs share one along the inner dimension, and the last
-of them to finish adds the parts up in order. Of a single row gate, bias and addition are done here, too.
+of them to finish adds the parts up in order. Of a single row gate, bias and addition are done here, too; most matrices
+in 4 bits have a kernel of their own for it (`row_low_bit`).
 """
 
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from text_generation_inference.kernels.triton.low_bit_codes import (
     unpack,
 )
 from text_generation_inference.kernels.triton.norms_rotary import rms_norm
+from text_generation_inference.kernels.triton.row_low_bit import RowTiling, choose_row_tiling, multiply_row
 
 MAX_ROWS, MAX_ROWS_ON_HOPPER = 64, 512  # beyond, the library is faster with the matrix widened
 
@@ -165,7 +167,7 @@ def _small_gemm_kernel(
     BN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, ONE: tl.constexpr,
     IN_PAIRS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr,
     OFFSET: tl.constexpr, ORDER: tl.constexpr, SPREAD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr,
-    DEPENDENT: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """BN outputs of BM rows, over one of SPLITS parts of K. GATE: the matrix holds N gates, then N values.
 
@@ -211,12 +213,12 @@ def _small_gemm_kernel(
             if OFFSET:
                 fetch_groups(offset + N, start * BK // GS, tile * BN, LAST, N, ALL, BN, COUNT)
     if DEPENDENT and ASM:
-        COME: tl.constexpr = AHEAD if PART >= AHEAD else 1
+        AHEAD: tl.constexpr = 4 if PART >= 4 else 1
         if tile * BN + BN <= N:
-            block = tl.minimum(start, BLOCKS - COME)
-            _fetch_ahead(words, tile * BN, block, BLOCKS, BN, COME)
+            block = tl.minimum(start, BLOCKS - AHEAD)
+            _fetch_ahead(words, tile * BN, block, BLOCKS, BN, AHEAD)
             if GATE:
-                _fetch_ahead(words, tile * BN + N, block, BLOCKS, BN, COME)
+                _fetch_ahead(words, tile * BN + N, block, BLOCKS, BN, AHEAD)
     wait_for_kernel_before(DEPENDENT)
     x_at = x + tl.minimum(m, rows - 1)[:, None] * x_row + k[None, :]
     SHAPE_0: tl.constexpr = BN if SWAP else BM
@@ -321,24 +323,61 @@ class LowBitGemmTiling:
     swap: bool = False  # the matrix is the left operand; then there are 16 outputs for each warp, or 32, 48...
     unroll: int = 1  # tiles of codes between two waits of a program's warps for each other
     paired: bool = False  # columns in the order in which tensor cores of capability 9.0 take them from registers
-    registers: int | None = None  # of a thread, at most
-    ahead: int = 4  # tiles of a program that are fetched before the kernel in front of it has ended
+
+
+def _split(tiles: int, blocks: int, shortest: int, most: float) -> int:
+    """Programs that share a tile of outputs: at most `most` for all tiles, of `shortest` tiles of columns at least."""
+    splits = 1
+    while tiles * splits * 2 <= most and blocks >= 2 * shortest * splits:
+        splits *= 2
+    return splits
+
+
+def _choose_wide(rows: int, n: int, blocks: int, num_processors: int) -> LowBitGemmTiling | None:
+    """Of 9 to 64 rows on Hopper: programs of many outputs read rows less often. None where processors would be idle.
+
+    Columns are paired, so that numbers do not go from thread to thread on their way to the tensor cores.
+    """
+    if rows > 32:
+        tiles = triton.cdiv(n, 256)
+        waves = triton.cdiv(tiles, num_processors)  # a processor has room for one
+        return LowBitGemmTiling(64, 256, 1, 3, 8, True, paired=True) if tiles >= 0.8 * waves * num_processors else None
+    if rows <= 16 and triton.cdiv(n, 64) >= 3 * num_processors:
+        return LowBitGemmTiling(16, 64, 1, 3, 2, True)
+    warps, shortest = (8, 4) if rows <= 16 else (4, 8)
+    tiles = triton.cdiv(n, 128)
+    splits = _split(tiles, blocks, shortest, 2 * num_processors)
+    if tiles * splits < 1.5 * num_processors:
+        return None
+    return LowBitGemmTiling(16 if rows <= 16 else 32, 128, splits, 3, warps, True, paired=True)
 
 
 def choose_tiling(
-    rows: int, n: int, blocks: int, offset: bool, num_processors: int, roomy: bool = True, hopper: bool = False
+    rows: int,
+    n: int,
+    blocks: int,
+    offset: bool,
+    num_processors: int,
+    roomy: bool = True,
+    hopper: bool = False,
+    plain: bool = False,
 ) -> LowBitGemmTiling:
     """For `n` outputs of rows of so many tiles. Measured on an H200, see `bench/cuda_low_bit.py`.
 
     `hopper`: tensor cores take left operands of 64 rows from registers, right ones from shared memory.
+    `plain`: of 4 bits, with one scale for the columns of a tile and at most zero points, so that columns may be paired.
     """
+    if hopper and plain and 8 < rows <= 64:
+        wide = _choose_wide(rows, n, blocks, num_processors)
+        if wide is not None:
+            return wide
     each, shortest = 3, 8  # programs of a processor at most; tiles of a program that is split, at least
     if rows > 64 and hopper:
         tiling = LowBitGemmTiling(128, 64, 1, 3, 4, True)
     elif rows > 32 and hopper:
         tiling = LowBitGemmTiling(64, 64, 1, 3, 4, True)
     elif rows > 16 and hopper:
-        tiling, each = LowBitGemmTiling(32, 64, 1, 3, 4, True), 7
+        tiling, each = LowBitGemmTiling(32, 64, 1, 3, 4, True, paired=plain), 7
     elif 8 < rows <= 16 and offset and roomy:
         tiling, each = LowBitGemmTiling(16, 64, 1, 3, 4, True, unroll=2), 7
     elif rows <= 32:  # without what only later tensor cores do
@@ -349,9 +388,7 @@ def choose_tiling(
     else:
         tiling, each = LowBitGemmTiling(64, 64, 1, 4 if roomy else 3), 2
     tiles = triton.cdiv(n, tiling.bn) * triton.cdiv(rows, tiling.bm)
-    splits = 1
-    while tiles * splits * 2 <= each * num_processors and blocks >= 2 * shortest * splits:
-        splits *= 2
+    splits = _split(tiles, blocks, shortest, each * num_processors)
     if 8 < rows <= 16 and tiling.bn == 32 and roomy and blocks >= 12 * splits:
         tiling = replace(tiling, unroll=2)
     return replace(tiling, splits=splits)
@@ -376,7 +413,7 @@ class SmallGemmLowBit:
         norm: tuple[Tensor, float] | None = None,  # of x, before it is multiplied: weight and epsilon
         gate: str | None = None,  # "silu" or "gelu_tanh"
         add: bool = False,  # to what is in out
-        tiling: LowBitGemmTiling | None = None,
+        tiling: LowBitGemmTiling | RowTiling | None = None,
     ) -> None:
         rows, n = out.shape
         one = rows == 1
@@ -384,9 +421,16 @@ class SmallGemmLowBit:
             x = cast(Tensor, rms_norm(x, *norm))  # not quantised
         if weight.order is not None and not one:
             x = x.index_select(1, weight.order)
+        if tiling is None and one and self._roomy:
+            tiling = choose_row_tiling(x, weight, n, gate is not None, self._num_processors)
+        if isinstance(tiling, RowTiling):
+            multiply_row(x, weight, out, bias, gate, add, tiling)
+            return
         blocks = triton.cdiv(weight.columns, weight.block)
+        offset = weight.offsets == OFFSETS.value
+        plain = weight.bits == 4 and weight.table is None and not weight.spreads and not offset
         tiling = tiling or choose_tiling(
-            rows, n, blocks, weight.offsets == OFFSETS.value, self._num_processors, self._roomy, self._hopper
+            rows, n, blocks, offset, self._num_processors, self._roomy, self._hopper, plain
         )
         if weight.table is not None:  # what is looked up there takes room, too
             tiling = replace(tiling, stages=min(3, tiling.stages))
@@ -413,7 +457,7 @@ class SmallGemmLowBit:
             TABLE=weight.table is not None, OFFSET=weight.offsets, ORDER=one and weight.order is not None,
             SPREAD=weight.spreads or scales_first, SWAP=tiling.swap, ASM=generation_of(x),
             DEPENDENT=dependent, WARPS=tiling.warps, COLUMNS=(PAIRED if tiling.paired else NATURAL).value,
-            AHEAD=tiling.ahead, num_warps=tiling.warps, maxnreg=tiling.registers, launch_pdl=dependent,
+            num_warps=tiling.warps, launch_pdl=dependent,
         )  # fmt: skip
 
     def _take(self, device: torch.device, num_partial: int, num_tiles: int) -> tuple[Tensor, Tensor]:
