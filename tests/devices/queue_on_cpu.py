@@ -2,19 +2,49 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from text_generation_inference.devices.cpu import CpuDevice
-from text_generation_inference.devices.device import GraphForward, failed_step
+from text_generation_inference.devices.device import STEPS, GraphForward, T, failed_step
 from text_generation_inference.devices.graphs import CapturedForward
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.ops import Ops
+
+aten = torch.ops.aten
+_FROM_HOST = (aten.lift_fresh.default, aten._local_scalar_dense.default, aten.nonzero.default)
+
+
+class Recording(TorchDispatchMode):
+    """The ops of a work, which can be done again on the very tensors that they had, as a graph does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ops: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in _FROM_HOST, (
+            f"{func} is not captured: the device would wait for the host, or it for the device"
+        )
+        out = func(*args, **(kwargs or {}))
+        self._ops.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self._ops:
+            for own, made in zip(_tensors(out), _tensors(func(*args, **kwargs)), strict=True):
+                if made.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():  # else it is a view
+                    own.copy_(made)
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [each for each in (out if isinstance(out, tuple | list) else [out]) if isinstance(each, Tensor)]
 
 
 class QueueOnCpu(CpuDevice):
@@ -48,15 +78,18 @@ class QueueOnCpu(CpuDevice):
             return failed_step(error)
         return self.submit(finish)
 
-    def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        with self.stream():
+    def capture(self, work: Callable[[], T], pool: str = STEPS) -> tuple[Callable[[], None], T]:
+        """What is no step is recorded op by op. Steps in plain torch look at values on the host, which nothing that is
+        recorded may: they are computed again."""
+        recording = None if pool == STEPS else Recording()
+        with self.stream(), recording or nullcontext():
             result = work()
 
         def replay() -> None:
             self.num_replays += 1
             self.is_replaying = True
             try:
-                work()
+                work() if recording is None else recording.replay()
             finally:
                 self.is_replaying = False
 

@@ -12,6 +12,9 @@ RUNS = {
     "different": ([64, 1, 9, 64, 130], None),
     "of their own": ([3, 3, 5], [70, 4, 7]),
     "one": ([33], None),
+    "long": ([256, 256], None),
+    "long and different": ([256, 300], None),
+    "long with short keys": ([260, 260], [5, 9]),
 }
 HEADS = [(4, 4, 16), (16, 16, 80), (6, 2, 64)]
 
@@ -52,6 +55,14 @@ def test_where_runs_begin(runs: str) -> None:
     starts = Segments(queries, torch.device("cpu"), keys).starts
     for found, lengths in zip(starts, (queries, keys or queries), strict=True):
         assert found.dtype is torch.int32 and found.diff().tolist() == lengths and found[0] == 0
+
+
+def test_which_runs_are_long_and_alike() -> None:
+    """Their kernel takes nothing else: each of the others has a test in which it would fail."""
+    found = [
+        name for name, runs in RUNS.items() if flash_segments.is_long(Segments(runs[0], torch.device("cpu"), runs[1]))
+    ]
+    assert found == ["long"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

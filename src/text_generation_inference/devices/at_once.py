@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from text_generation_inference.devices.device import Event, GraphForward
+from text_generation_inference.devices.device import STEPS, Event, GraphForward, T
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.parallel.collectives import Collectives, Meeting
 
@@ -69,10 +69,10 @@ class AtOnce:
         seconds = time.perf_counter() - start
         return lambda: seconds
 
-    def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def capture(self, work: Callable[[], T], pool: str = STEPS) -> tuple[Callable[[], None], T]:
         raise NotImplementedError("steps are not captured here")
 
-    def forget_captures(self) -> None:
+    def forget_captures(self, pool: str | None = None) -> None:
         pass
 
     def wrap_graphs(

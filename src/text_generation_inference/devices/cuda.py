@@ -8,6 +8,7 @@ import gc
 import hashlib
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from text_generation_inference.config import may_share_cards
 from text_generation_inference.devices import cuda_ranks
-from text_generation_inference.devices.device import Event, GraphForward, failed_step
+from text_generation_inference.devices.device import STEPS, Event, GraphForward, T, failed_step
 from text_generation_inference.devices.driver import Driver, read_driver
 from text_generation_inference.devices.graphs import CapturedForward
 from text_generation_inference.errors import StartError
@@ -106,8 +107,8 @@ class CudaDevice:
         self.ops = loaded
         self._queue = torch.cuda.Stream(self.torch_device)
         self._idle_events: list[torch.cuda.Event] = []  # of steps that are done
-        self._pool: Any = None  # memory that all captured steps share
-        self._num_captured = 0  # into it
+        self._pools: dict[str, Any] = {}  # memory that captures share, by name
+        self._num_captured: Counter[str] = Counter()  # into each
         self._finisher = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="tgi-cuda",
@@ -197,9 +198,10 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
         return max(0, torch.cuda.max_memory_reserved(self.torch_device) - before)
 
-    def forget_captures(self) -> None:
-        self._num_captured = 0
-        self._pool = None  # torch takes no new capture into a pool whose graphs are all gone
+    def forget_captures(self, pool: str | None = None) -> None:
+        for name in list(self._pools) if pool is None else [pool]:
+            del self._num_captured[name]
+            self._pools.pop(name, None)  # torch takes no new capture into a pool whose graphs are all gone
 
     # -- the queue -------------------------------------------------------------------------------------------------
 
@@ -249,7 +251,7 @@ class CudaDevice:
 
         return self._finisher.submit(wait_and_finish)
 
-    def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def capture(self, work: Callable[[], T], pool: str = STEPS) -> tuple[Callable[[], None], T]:
         """Kernels and workspaces that work needs must be there already: such a step was queued before."""
         if not self._has_kernels:  # torch's own ops look at values on the host, which a capture may not
 
@@ -261,22 +263,23 @@ class CudaDevice:
         self._after_loading()
         with self.stream():
             self._queue.synchronize()
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
+            self._finisher.submit(_do_nothing).result()  # what steps have left is freed: see `_no_collection`
+            if pool not in self._pools:
+                self._pools[pool] = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             # Not `torch.cuda.graph`, which collects garbage and empties caches each time.
             with _no_collection(), _fixed_segments():
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._pools[pool], capture_error_mode="thread_local")
                 try:
                     result = work()
                 except BaseException:
                     with suppress(RuntimeError):  # the first error is the one to tell
                         graph.capture_end()
-                    if not self._num_captured:
-                        self.forget_captures()
+                    if not self._num_captured[pool]:
+                        self.forget_captures(pool)
                     raise
                 graph.capture_end()
-            self._num_captured += 1
+            self._num_captured[pool] += 1
         return graph.replay, result
 
     def wrap_graphs(
@@ -322,6 +325,10 @@ def _no_collection() -> Generator[None, None, None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _folder_of_kernels(cache_dir: Path) -> Path:

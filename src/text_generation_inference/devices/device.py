@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.parallel.collectives import Collectives, Meeting
 from text_generation_inference.types import ALONE, DeviceMemory, Limits, Place
+
+T = TypeVar("T")
+STEPS = "steps"  # the memory that captured steps share
 
 
 def failed_step(error: Exception) -> "Future[Any]":
@@ -145,16 +148,16 @@ class Device(Protocol):
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 
-    def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def capture(self, work: Callable[[], T], pool: str = STEPS) -> tuple[Callable[[], None], T]:
         """Record what `work` queues: (how to queue all of it again, its result). Where steps are captured.
 
-        Captures share memory: what one leaves is good until another is replayed. A result that stays allocated costs
-        memory of its own, so `work` had better return a long-lived buffer.
+        Captures of a pool share memory: what one leaves is good until another is replayed. A result that stays
+        allocated costs memory of its own, so `work` had better return a long-lived buffer.
         """
         ...
 
-    def forget_captures(self) -> None:
-        """Nobody has a capture any more: those to come share no memory with the earlier ones."""
+    def forget_captures(self, pool: str | None = None) -> None:
+        """Nobody has a capture of this pool, or of any, any more: those to come share no memory with earlier ones."""
         ...
 
     def wrap_graphs(

@@ -18,6 +18,7 @@ from text_generation_inference.models.model import Model
 from text_generation_inference.models.vision.padded import PaddedTower, pass_sizes
 from text_generation_inference.models.vision.tower import run_parts
 from text_generation_inference.pictures.rule import PictureLayout, PictureRule
+from text_generation_inference.runner.tower_graphs import MOST_PIXELS
 
 BATCH_PIXELS = 1 << 21  # of pictures that are computed together
 _SHARE = 4  # one in so many bytes of free memory may be taken
@@ -36,9 +37,10 @@ class PictureMemory:
 
 
 def measure_pictures(
-    device: Device, model: Model, rule: PictureRule, most_tokens: int, most_pixels: int
+    device: Device, model: Model, rule: PictureRule, most_tokens: int, most_pixels: int, captures: bool = False
 ) -> PictureMemory:
-    """`most_tokens`: of a prompt; `most_pixels`: of a picture as it comes."""
+    """`most_tokens`: of a prompt; `most_pixels`: of a picture as it comes; `captures`: small passes have graphs, which
+    keep what the largest of them takes."""
     layouts = sorted(_layouts(rule, most_pixels), key=lambda layout: math.prod(layout.shape), reverse=True)
     permitted = [layout for layout in layouts if layout.num_features <= most_tokens]
     if not permitted:
@@ -48,7 +50,7 @@ def measure_pictures(
     while True:
         if is_less:  # then a batch takes no more than the largest picture does
             batch_pixels = min(batch_pixels, math.prod(permitted[0].shape) // 3)
-        taken = _try_largest(device, model, permitted, batch_pixels)
+        taken = _try_largest(device, model, permitted, batch_pixels, captures)
         largest = max(layout.num_features for layout in permitted)
         smaller = [layout for layout in permitted if layout.num_features <= largest // 2]
         if taken is not None and (taken <= allowed or not smaller):
@@ -58,26 +60,42 @@ def measure_pictures(
         permitted, is_less = smaller, True
 
 
-def _try_largest(device: Device, model: Model, layouts: Sequence[PictureLayout], batch_pixels: int) -> int | None:
+def _try_largest(
+    device: Device, model: Model, layouts: Sequence[PictureLayout], batch_pixels: int, captures: bool
+) -> int | None:
     """Bytes of the largest batches of these, largest first; None: there are not as many."""
-    batches = [[layouts[0]]]
-    for layout in layouts:
-        count = 3 * batch_pixels // math.prod(layout.shape)
-        if count:
-            batches.append([layout] * count)
-            break
+    batches = [[layouts[0]], _fullest(layouts, batch_pixels)]
+    captured = _fullest(layouts, MOST_PIXELS) if captures else []
+    if captured and not _has_layout(device, model, captured[0]):
+        captured = []
 
     def encode(batch: Sequence[PictureLayout]) -> None:
         with torch.inference_mode(), device.stream():
             pixels = [torch.zeros(each.shape, dtype=torch.uint8, device=device.torch_device) for each in batch]
             run_parts(model.encode(pixels, [each.grid for each in batch]))
 
+    def measure(batch: Sequence[PictureLayout]) -> int:
+        return device.peak_bytes(lambda: encode(batch)) if batch else 0
+
     try:
-        return max(device.peak_bytes(lambda batch=batch: encode(batch)) for batch in batches)
+        return max(map(measure, batches)) + measure(captured)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         return None
+
+
+def _has_layout(device: Device, model: Model, picture: PictureLayout) -> bool:
+    with torch.inference_mode(), device.stream():
+        return model.lay_out_pictures([tuple(picture.shape)], [tuple(picture.grid)], device.torch_device) is not None
+
+
+def _fullest(layouts: Sequence[PictureLayout], num_pixels: int) -> list[PictureLayout]:
+    """As many as have so many pixels of the largest that has no more; none, if all have."""
+    for layout in layouts:
+        if count := 3 * num_pixels // math.prod(layout.shape):
+            return [layout] * count
+    return []
 
 
 def plan_picture_sizes(tower: PaddedTower, rule: PictureRule, most_tokens: int, most_pixels: int) -> list[int]:

@@ -72,7 +72,8 @@ from text_generation_inference.quant.low_bit import wide_copy_bytes
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.runner import kv_cache
 from text_generation_inference.runner.runner import Runner
-from text_generation_inference.runner.shapes import ShapePlan, guess_limits, limits_graphs, plan_shapes
+from text_generation_inference.runner.shapes import PlanLimits, ShapePlan, guess_limits, limits_graphs, plan_shapes
+from text_generation_inference.runner.tower_graphs import captures_towers
 from text_generation_inference.runner.warm import (
     SHORTEST,
     StepBytes,
@@ -331,9 +332,7 @@ class Rank:
     def _measure_steps(self) -> StepBytes:
         config, device, model = self._config, self.device, self._model.shallow()
         cache = kv_cache.allocate(device, self._caches, num_blocks=1)
-        limits = guess_limits(config, model.max_positions, device.limits)
-        about = (is_quantized(model), model.is_capturable, model.sight is not None, self._picture_sizes)
-        plan = plan_shapes(config, device.limits, limits, *about)
+        limits, plan = self._guess_plan()
         length = config.max_total_tokens or model.max_positions
         window, partial = (
             keeps_window(config, find(self._caches), device.limits, length) for find in (common_window, partial_window)
@@ -343,6 +342,13 @@ class Rank:
             return self._make_runner(model, cache, rows, length, None, plan, window is not None, partial is not None)
 
         return measure_steps(device, plan, limits, length, make_runner)
+
+    def _guess_plan(self) -> tuple[PlanLimits, ShapePlan]:
+        """Before it is known how much memory there is for the cache."""
+        limits = guess_limits(self._config, self._model.max_positions, self.device.limits)
+        model = self._model
+        about = (is_quantized(model), model.is_capturable, model.sight is not None, self._picture_sizes)
+        return limits, plan_shapes(self._config, self.device.limits, limits, *about)
 
     def _plan_picture_sizes(self, model: Model, rule: PictureRule) -> list[int]:
         config, tower = self._config, model.padded_tower
@@ -354,10 +360,11 @@ class Rank:
     def _measure_pictures(self) -> PictureMemory:
         if self._rule is None:
             return PictureMemory()
-        limits = guess_limits(self._config, self._model.max_positions, self.device.limits)
+        limits, plan = self._guess_plan()
         most = max(limits.max_input_tokens, limits.max_batch_prefill_tokens)
+        about = (most, self._config.max_image_pixels, captures_towers(self.device, plan))
         try:
-            return measure_pictures(self.device, self._model, self._rule, most, self._config.max_image_pixels)
+            return measure_pictures(self.device, self._model, self._rule, *about)
         except torch.OutOfMemoryError:
             raise ResourceError("Not enough memory for computing a picture once the weights are loaded") from None
 

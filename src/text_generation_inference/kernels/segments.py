@@ -42,6 +42,11 @@ class Segments:
         return max(self.queries), max(self.keys)
 
     @cached_property
+    def are_alike(self) -> bool:
+        """Runs have one length, and those of keys too."""
+        return len(set(self.queries)) == len(set(self.keys)) == 1
+
+    @cached_property
     def groups(self) -> list[_Group]:
         """Runs of equal lengths together."""
         by_lengths: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -58,6 +63,10 @@ class Segments:
             key_rows = (of_keys[:, None] + torch.arange(key_length)).flatten()
             found.append(_Group(length, key_length, rows.to(self.device), key_rows.to(self.device)))
         return found
+
+    def get_ready(self) -> None:
+        """Put all of this on the device: there is no way from the host into a graph."""
+        _ = self.starts, self.groups
 
 
 def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:

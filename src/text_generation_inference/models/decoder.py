@@ -6,7 +6,7 @@ A family describes itself with a `DecoderSpec`; what no spec can say is a module
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -242,9 +242,17 @@ class CausalLM(Model):
     def padded_tower(self) -> PaddedTower | None:
         return self.tower if isinstance(self.tower, PaddedTower) else None
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
+    def encode(
+        self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]], layout: Any = None
+    ) -> Parts[list[Tensor]]:
         assert self.tower is not None
-        return self.tower.in_parts(pixels, grids)
+        return self.tower.in_parts(pixels, grids, layout)
+
+    def lay_out_pictures(
+        self, shapes: Sequence[tuple[int, ...]], grids: Sequence[tuple[int, ...]], device: torch.device
+    ) -> Any | None:
+        assert self.tower is not None
+        return self.tower.lay_out(shapes, grids, device)
 
     def keep_pictures(self, features: Tensor, blocks: Tensor, inside: Tensor, caches: Caches) -> None:
         for layer in self.model.layers:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -77,8 +77,16 @@ class Model(Module, ABC):
         """How pixels are scaled before the tower of a model with `sight` sees them, and which shape those of some
         picture have."""
 
-    def encode(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Generator[None, None, list[Tensor]]:
+    def encode(
+        self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]], layout: Any = None
+    ) -> Generator[None, None, list[Tensor]]:
         """Features of pictures, of a model with `sight`, in `Sight.num_parts` parts: see `Tower.in_parts`."""
+        raise NotImplementedError
+
+    def lay_out_pictures(
+        self, shapes: Sequence[tuple[int, ...]], grids: Sequence[tuple[int, ...]], device: torch.device
+    ) -> Any | None:
+        """What `encode` needs to be captured: see `Tower.lay_out`."""
         raise NotImplementedError
 
     @property

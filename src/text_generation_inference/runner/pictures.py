@@ -24,6 +24,7 @@ from text_generation_inference.models.vision.sight import Sight, place_pictures
 from text_generation_inference.models.vision.tower import Parts, run_parts
 from text_generation_inference.runner.feature_store import FeatureStore
 from text_generation_inference.runner.shapes import EXACT, BucketPlan, ShapePlan
+from text_generation_inference.runner.tower_graphs import TowerGraphs, captures_towers
 from text_generation_inference.runner.tower_passes import TowerPasses
 from text_generation_inference.types import Admission, GenerationRequest, PictureSpan, StepPlan
 
@@ -81,6 +82,9 @@ class SlotPictures:
         tower = model.padded_tower
         if isinstance(plan, BucketPlan) and plan.pictures and tower is not None:
             self.passes = TowerPasses(device, tower, self._store, plan)
+        self.graphs: TowerGraphs | None = None  # where they are captured
+        if captures_towers(device, plan):
+            self.graphs = TowerGraphs(device, model)
         self._batch: EncodeBatch | None = None  # under way
         self._lost: set[str] = set()  # digests whose features are zeros
         self._shown: dict[str, bytes] = {}  # pixels that another has read
@@ -107,6 +111,8 @@ class SlotPictures:
         self._requests.clear()
         self._store.clear()
         self._batch = None
+        if self.graphs is not None:
+            self.graphs.forget()
         self._lost.clear()
         self._shown.clear()
 
@@ -143,7 +149,10 @@ class SlotPictures:
         pixels, grids = self._take_pixels(spans), [tuple(span.grid) for span in spans]
         if (passes := self.passes) is not None and passes.hold(spans):
             return EncodeBatch([], self._encode_padded(passes, spans, pixels, grids), self._sight.num_parts)
-        parts = self._model.encode([self._device.send(each) for each in pixels], grids)
+        if self.graphs is not None:
+            parts = self.graphs.encode(pixels, grids)
+        else:
+            parts = self._model.encode([self._device.send(each) for each in pixels], grids)
         return EncodeBatch(spans, parts, self._sight.num_parts)
 
     def _encode_padded(

@@ -153,7 +153,9 @@ class Idefics2Tower(Tower):
     def adapt(self, names: Collection[str]) -> None:
         """There is one spelling."""
 
-    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
+    def in_parts(
+        self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]], layout: None = None
+    ) -> Parts[list[Tensor]]:
         squares = [
             square[None, :height, :width]
             for picture, grid in zip(pixels, grids, strict=True)

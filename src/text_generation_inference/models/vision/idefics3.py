@@ -68,8 +68,16 @@ class Idefics3Tower(TileTower):
 
     def get_ready(self, device: torch.device) -> None:
         super().get_ready(device)
-        sides = [side // self.encoder.embeddings.patches.patch_size for side in self.tile_shape[:2]]
-        self.encoder.places_of_grid(sides[0], sides[1], device)
+        self._places(self.tile_shape, device)
+
+    def lay_out(
+        self, shapes: Sequence[tuple[int, ...]], grids: Sequence[tuple[int, ...]], device: torch.device
+    ) -> list[Tensor]:
+        return [self._places(shapes[0][1:], device)]
+
+    def _places(self, tile: Sequence[int], device: torch.device) -> Tensor:
+        rows, columns = (side // self.encoder.embeddings.patches.patch_size for side in tile[:2])
+        return self.encoder.places_of_grid(rows, columns, device)
 
     def see(self, tiles: Tensor) -> Parts[Tensor]:
         scale = self.scale

@@ -149,7 +149,9 @@ class MllamaTower(Tower):
         settle(self.vision, _ENCODERS, names)
         settle(self.projector, _PROJECTORS, names)
 
-    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
+    def in_parts(
+        self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]], layout: None = None
+    ) -> Parts[list[Tensor]]:
         spec, vision, device = self.spec, self.vision, pixels[0].device
         arrangements = torch.tensor([grid[0] for grid in grids], device=device)
         num_tiles = torch.tensor([len(picture) for picture in pixels])

@@ -100,17 +100,25 @@ class TileTower(PaddedTower):
         """`[width]`, which stands between features; None: nothing does."""
         return None
 
-    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
+    def lay_out(
+        self, shapes: Sequence[tuple[int, ...]], grids: Sequence[tuple[int, ...]], device: torch.device
+    ) -> list[Tensor]:
+        """The order of each picture's features, where anything stands between them."""
+        if self.between is None:
+            return []
+        return [self._order_on(device, tuple(shape), tuple(grid)) for shape, grid in zip(shapes, grids, strict=True)]
+
+    def in_parts(
+        self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]], layout: list[Tensor] | None = None
+    ) -> Parts[list[Tensor]]:
         features = yield from self.see(torch.cat(list(pixels)))
         num_each = features.shape[0] // sum(map(len, pixels))
         each = features.split([len(picture) * num_each for picture in pixels])
         if (between := self.between) is None:
             return list(each)
-        found: list[Tensor] = []
-        for rows, picture, grid in zip(each, pixels, grids, strict=True):
-            order = self._order_on(rows.device, tuple(picture.shape), tuple(grid))
-            found.append(torch.cat((rows, between[None]))[order])
-        return found
+        orders = layout or self.lay_out([tuple(picture.shape) for picture in pixels], grids, features.device)
+        both = zip(each, orders, strict=True)
+        return [torch.cat((rows, between[None]))[order] for rows, order in both]
 
     @cached_property
     def _order_on(self) -> Callable[[torch.device, tuple[int, ...], tuple[int, ...]], Tensor]:

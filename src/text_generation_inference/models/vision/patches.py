@@ -36,16 +36,19 @@ class PatchTower(PaddedTower):
     def least(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return max(_LEAST_PATCHES, self.step)
 
-    def embed(self, picture: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-        """Patches of a picture, or of a video's moments, in the order of blocks; rows and columns of each."""
+    def embed(self, picture: Tensor) -> Tensor:
+        """Patches of a picture, or of a video's moments, in the order of blocks."""
         is_video = picture.ndim == 4
         if is_video:
             cut = self.patches.cut_frames(picture, self.normalisation)
         else:
             cut = self.patches.cut(picture[None], self.normalisation)
         rows = torch.cat([by_block(moment, self.merge) for moment in cut])
-        sides = [(cut.shape[1], cut.shape[2])] * cut.shape[0]
-        return (self.patches.forward_frames(rows) if is_video else self.patches.forward(rows)), sides
+        return self.patches.forward_frames(rows) if is_video else self.patches.forward(rows)
+
+    def sides_of(self, shapes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """Rows and columns of patches of all moments of these pictures and videos: a moment is as a picture is."""
+        return [self._sides(shape) for shape in shapes for _ in range(self._num_moments(shape))]
 
     # -- padded passes ---------------------------------------------------------------------------------------------
 

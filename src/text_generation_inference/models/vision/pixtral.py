@@ -22,7 +22,7 @@ from text_generation_inference.models.vision.blocks import (
 )
 from text_generation_inference.models.vision.encoder import read_feature_layers
 from text_generation_inference.models.vision.grid import by_block
-from text_generation_inference.models.vision.pixtral_vision import PixtralVision
+from text_generation_inference.models.vision.pixtral_vision import PixtralPass, PixtralVision
 from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.text import read_text
 from text_generation_inference.models.vision.tower import Parts, Tower, settle
@@ -114,7 +114,17 @@ class PixtralTower(Tower):
         settle(self.projector, _PROJECTORS, names)
         self.ignored = tuple(f"{self.encoder.name}.{pattern}" for pattern in self.encoder.ignored)
 
-    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
-        states, sides = yield from self.encoder.forward(pixels, self.normalisation)
-        features = self.projector.forward(torch.cat(states, dim=1), sides)
-        return list(features.split([rows * columns // self.projector.merge**2 for rows, columns in sides]))
+    def lay_out(
+        self, shapes: Sequence[tuple[int, ...]], grids: Sequence[tuple[int, ...]], device: torch.device
+    ) -> PixtralPass:
+        layout = self.encoder.lay_out(shapes, device)
+        layout.segments.get_ready()
+        return layout
+
+    def in_parts(
+        self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]], layout: PixtralPass | None = None
+    ) -> Parts[list[Tensor]]:
+        layout = layout or self.encoder.lay_out([picture.shape for picture in pixels], pixels[0].device)
+        states = yield from self.encoder.forward(pixels, self.normalisation, layout)
+        features = self.projector.forward(torch.cat(states, dim=1), layout.sides)
+        return list(features.split([rows * columns // self.projector.merge**2 for rows, columns in layout.sides]))

@@ -1,6 +1,7 @@
 """Pixtral's picture encoder: patches of any grid, a norm before the blocks, rotation by row and column."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,6 +31,15 @@ DEFAULTS = {
     "num_attention_heads": 16,
     "patch_size": 16,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class PixtralPass:
+    """How blocks see the patches of all pictures of a pass."""
+
+    sides: list[tuple[int, int]]  # rows and columns of each picture
+    rotation: Tensor
+    segments: Segments
 
 
 class PixtralVision(Module):
@@ -68,16 +78,19 @@ class PixtralVision(Module):
         frequencies = frequencies_of(self.theta, self.head_dim, device)
         return rotation_of(places_of([(rows, columns)], 1).to(device), frequencies[0::2], frequencies[1::2])
 
-    def forward(
-        self, pixels: Sequence[Tensor], normalisation: Normalisation
-    ) -> Parts[tuple[list[Tensor], list[tuple[int, int]]]]:
-        """uint8, each `[height, width, 3]` -> states `[patches of all, hidden]`, and rows and columns of each."""
-        cut = [self.patches.cut(picture[None], normalisation)[0] for picture in pixels]
-        sides = [(patches.shape[0], patches.shape[1]) for patches in cut]
-        device = pixels[0].device
+    def lay_out(self, shapes: Sequence[Sequence[int]], device: torch.device) -> PixtralPass:
+        """shapes: of pixels, `(height, width, 3)`."""
+        size = self.patches.patch_size
+        sides = [(height // size, width // size) for height, width, _ in shapes]
         rotation = torch.cat([self._rotation_of(*each, device) for each in sides])
-        segments = Segments([rows * columns for rows, columns in sides], device)
+        return PixtralPass(sides, rotation, Segments([rows * columns for rows, columns in sides], device))
+
+    def forward(
+        self, pixels: Sequence[Tensor], normalisation: Normalisation, layout: PixtralPass
+    ) -> Parts[list[Tensor]]:
+        """uint8, each `[height, width, 3]` -> states `[patches of all, hidden]`."""
+        cut = [self.patches.cut(picture[None], normalisation)[0] for picture in pixels]
         x = self.patches.forward(torch.cat([patches.flatten(0, 1) for patches in cut]))
-        x = self.norm.forward(x)
-        states = yield from run_blocks(self.blocks, x, [segments] * len(self.blocks), rotation, self.wanted)
-        return [states[number] for number in self.wanted], sides
+        x, rows = self.norm.forward(x), [layout.segments] * len(self.blocks)
+        states = yield from run_blocks(self.blocks, x, rows, layout.rotation, self.wanted)
+        return [states[number] for number in self.wanted]

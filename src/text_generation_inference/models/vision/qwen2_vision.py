@@ -6,6 +6,7 @@ within windows of a picture, for which the units of one window are brought toget
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -75,6 +76,16 @@ class _Layout:
     windows: Sequence[int] = ()  # how many patches each has
 
 
+@dataclass(frozen=True, slots=True)
+class _Qwen2Pass:
+    """How blocks see those of all pictures of a pass."""
+
+    rotation: Tensor
+    full: Segments
+    windowed: Segments
+    order: Tensor | None = None
+
+
 class QwenTower(PatchTower):
     def __init__(self, ops: Ops, spec: QwenVisionSpec) -> None:
         self.spec = spec
@@ -91,25 +102,40 @@ class QwenTower(PatchTower):
     def adapt(self, names: Collection[str]) -> None:
         settle(self.visual, SPELLINGS, names)
 
-    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
-        spec, visual, device = self.spec, self.visual, pixels[0].device
-        unit = spec.merge_size**2
-        embedded = [self.embed(picture) for picture in pixels]
-        sides = [each for _, of_picture in embedded for each in of_picture]  # a video's moments are as pictures are
-        layouts = [self._layout_of(*each, device) for each in sides]
-        x, rotation = torch.cat([rows for rows, _ in embedded]), torch.cat([each.rotation for each in layouts])
-        full = windowed = Segments([rows * columns for rows, columns in sides], device)
-        orders = [each.order for each in layouts if each.order is not None]
-        if orders:
-            windowed = Segments([count for each in layouts for count in each.windows], device)
-            moments = x.split(list(full.queries))
-            x = torch.cat([_reorder(each, order, unit) for each, order in zip(moments, orders, strict=True)])
-        features = visual.merger.forward((yield from self._through(x, full, windowed, rotation)))
-        if orders:
-            moments = features.split([length // unit for length in full.queries])
-            both = zip(moments, orders, strict=True)
-            features = torch.cat([torch.empty_like(each).index_copy_(0, order, each) for each, order in both])
-        return list(features.split([rows.shape[0] // unit for rows, _ in embedded]))
+    def lay_out(
+        self, shapes: Sequence[tuple[int, ...]], grids: Sequence[tuple[int, ...]], device: torch.device
+    ) -> _Qwen2Pass:
+        layout = self._lay_out(shapes, device)
+        layout.full.get_ready()
+        layout.windowed.get_ready()
+        return layout
+
+    def _lay_out(self, shapes: Sequence[Sequence[int]], device: torch.device) -> _Qwen2Pass:
+        sides, unit = self.sides_of(shapes), self.merge**2
+        each = [self._layout_of(*side, device) for side in sides]
+        rotation = torch.cat([layout.rotation for layout in each])
+        full = Segments([rows * columns for rows, columns in sides], device)
+        orders = [layout.order for layout in each if layout.order is not None]
+        if not orders:
+            return _Qwen2Pass(rotation, full, full)
+        starts = accumulate((length // unit for length in full.queries[:-1]), initial=0)
+        order = torch.cat([order + start for order, start in zip(orders, starts, strict=True)])
+        return _Qwen2Pass(rotation, full, Segments([n for layout in each for n in layout.windows], device), order)
+
+    def in_parts(
+        self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]], layout: _Qwen2Pass | None = None
+    ) -> Parts[list[Tensor]]:
+        embedded, unit = [self.embed(picture) for picture in pixels], self.merge**2
+        if layout is None:
+            layout = self._lay_out([picture.shape for picture in pixels], pixels[0].device)
+        x, order = torch.cat(embedded), layout.order
+        if order is not None:
+            x = _reorder(x, order, unit)
+        x = yield from self._through(x, layout.full, layout.windowed, layout.rotation)
+        features = self.visual.merger.forward(x)
+        if order is not None:
+            features = torch.empty_like(features).index_copy_(0, order, features)
+        return list(features.split([rows.shape[0] // unit for rows in embedded]))
 
     def _through(
         self, x: Tensor, full: Segments | Attends, windowed: Segments | Attends, rotation: Tensor

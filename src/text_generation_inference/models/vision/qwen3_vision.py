@@ -72,6 +72,16 @@ class _Qwen3Visual(Module):
         self.deep = [_Qwen3Merger(ops, f"deepstack_merger_list.{number}", spec, norms_joined=True) for number in levels]
 
 
+@dataclass(frozen=True, slots=True)
+class _Qwen3Pass:
+    """Of all pictures of a pass: places and counts, as `_positions` has them, and how blocks see them."""
+
+    places: Tensor
+    counts: Tensor
+    rotation: Tensor
+    segments: Segments
+
+
 class Qwen3Tower(PatchTower):
     def __init__(self, ops: Ops, spec: Qwen3VisionSpec) -> None:
         self.spec = spec
@@ -89,17 +99,29 @@ class Qwen3Tower(PatchTower):
     def adapt(self, names: Collection[str]) -> None:
         settle(self.visual, _SPELLINGS, names)
 
-    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
-        device, merge = pixels[0].device, self.merge
+    def lay_out(
+        self, shapes: Sequence[tuple[int, ...]], grids: Sequence[tuple[int, ...]], device: torch.device
+    ) -> _Qwen3Pass:
+        layout = self._lay_out(shapes, device)
+        layout.segments.get_ready()
+        return layout
+
+    def _lay_out(self, shapes: Sequence[Sequence[int]], device: torch.device) -> _Qwen3Pass:
+        sides = self.sides_of(shapes)
+        each = [self._layout_of(*side, device) for side in sides]
+        places, counts, rotation = (torch.cat(of_all) for of_all in zip(*each, strict=True))
+        return _Qwen3Pass(places, counts, rotation, Segments([rows * columns for rows, columns in sides], device))
+
+    def in_parts(
+        self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]], layout: _Qwen3Pass | None = None
+    ) -> Parts[list[Tensor]]:
         embedded = [self.embed(picture) for picture in pixels]
-        sides = [each for _, of_picture in embedded for each in of_picture]  # a video's moments are as pictures are
-        layouts = [self._layout_of(*each, device) for each in sides]
-        places, counts, rotation = (torch.cat(each) for each in zip(*layouts, strict=True))
-        segments = Segments([rows * columns for rows, columns in sides], device)
-        x = torch.cat([rows for rows, _ in embedded])
-        x = x + self._positions(places, counts).to(x.dtype)
-        features = yield from self._through(x, segments, rotation)
-        return list(features.split([rows.shape[0] // merge**2 for rows, _ in embedded]))
+        if layout is None:
+            layout = self._lay_out([picture.shape for picture in pixels], pixels[0].device)
+        x = torch.cat(embedded)
+        x = x + self._positions(layout.places, layout.counts).to(x.dtype)
+        features = yield from self._through(x, layout.segments, layout.rotation)
+        return list(features.split([rows.shape[0] // self.merge**2 for rows in embedded]))
 
     def run(self, *tensors: Tensor) -> Tensor:
         patches, places, counts, real = tensors

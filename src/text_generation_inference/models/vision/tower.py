@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from text_generation_inference.pictures.rule import Normalisation
@@ -31,13 +32,22 @@ class Tower(Module, ABC):
         """
         return run_parts(self.in_parts(pixels, grids))
 
-    def in_parts(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]]) -> Parts[list[Tensor]]:
+    def in_parts(
+        self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]], layout: Any = None
+    ) -> Parts[list[Tensor]]:
         """`encode`, left after each of `num_parts` parts, so that others' work can go in between.
 
-        A tower has one of the two, and the other follows from it.
+        A tower has one of the two, and the other follows from it. `layout`: of `lay_out`, if it was asked for.
         """
         yield
         return self.encode(pixels, grids)
+
+    def lay_out(
+        self, shapes: Sequence[tuple[int, ...]], grids: Sequence[tuple[int, ...]], device: torch.device
+    ) -> Any | None:
+        """All that a pass over pictures of these shapes reads beside pixels and weights, on the device: with that it
+        takes nothing from the host and can be captured, by who keeps the layout for as long. None: it cannot."""
+        return None
 
     def look_at(self, shape: Sequence[int]) -> None:
         """The pixels of some picture have this shape."""
