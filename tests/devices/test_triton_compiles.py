@@ -313,7 +313,7 @@ def row_low_bit(n: int, k: int, gated: bool = False, zeros: bool = False, dtype:
         "N": n, "K": k, "GS": 128, "WARPS": tiling.warps, "TILES": tiling.tiles, "GATE": int(gated), "ADD": not gated,
         "BIAS": False, "ZEROS": zeros, "ASM": 0, "DEPENDENT": True,
     }  # fmt: skip
-    # With a bound on registers a few numbers wait in memory: measured faster than fewer programs.
+    # With a bound on registers a few numbers wait in memory: for gates measured faster than fewer programs.
     options = {"num_warps": tiling.warps, "maxnreg": tiling.registers, "fast": tiling.registers is None}
     return "row_low_bit", "row_product", types, values, options
 

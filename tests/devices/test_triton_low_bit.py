@@ -319,6 +319,7 @@ def test_warps_that_were_measured() -> None:
     assert found(4096, 14336) == found(8192, 28672) == (16, 1)
     assert found(6144, 4096, zeros=True) == (8, 1)
     assert found(28672, 8192, gated=True) is None
+    assert found(1024, 4096) is None  # 64 programs
     assert found(4096, 11008) is None  # 86 tiles
     assert found(5120, 25600) is None  # 25 turns
 

@@ -167,6 +167,8 @@ def choose_warps(n: int, blocks: int, is_gated: bool, zeros: bool, num_processor
 
     `zeros`: with zero points, for which all at once lack registers; that was compiled, not measured.
     """
+    if n // 16 < num_processors:  # some would be idle, where the other kernel shares columns among them
+        return None
     few_programs = n // 16 <= 2 * num_processors
     at_once = blocks in (8, 16, 32) and (is_gated or not zeros)
     warps = 16 if blocks % 16 == 0 and (few_programs or blocks > 32) else 8
