@@ -1,5 +1,6 @@
 """Models that see, whole: tokens and log-probabilities are those of `transformers`, whatever the engine does with steps."""
 
+import hashlib
 import math
 import shutil
 from pathlib import Path
@@ -133,6 +134,25 @@ def test_captured_steps(served: Served, tmp_path: Path, monkeypatch: pytest.Monk
     requests = [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]
     check(served, run(engine, requests, arrivals=[0, 0, 2, 3, 5]))
     assert device.num_replays > 0
+    engine.close()
+
+
+def test_captured_towers(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of shapes that come again, in parts between the steps of others too."""
+    if served.oracle.name in ("mllama", "idefics2"):
+        pytest.skip("what their towers read is not laid out before a pass")
+    device = QueueOnCpu(tmp_path)
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
+    engine = served.start(max_batch_size=2)
+    for number, seconds in enumerate((math.inf, 1e-9, 1e-9, math.inf)):  # that steps spend on pictures
+        monkeypatch.setattr(StepPace, "encoder_seconds", lambda *_, seconds=seconds: seconds)
+        seeing = served.request(1, PROMPTS[2])
+        for place, span in enumerate(seeing.pictures):  # the same pixels, but nobody knows them
+            digest = hashlib.sha256(f"{span.digest} {number}".encode()).hexdigest()
+            shutil.copy(served.folder / span.digest, served.folder / digest)
+            seeing.pictures[place] = PictureSpan(digest, span.runs, span.grid, span.shape)
+        check(served, run(engine, [served.request(0, PROMPTS[0]), seeing], arrivals=[0, 2]), [0, 2])
+    assert engine.rank.runner.pictures.graphs.num_captured > 0
     engine.close()
 
 
