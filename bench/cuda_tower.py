@@ -12,12 +12,10 @@ as the engine computes it when the same shapes come again, through graphs.
 
 import argparse
 import json
-import re
 import statistics
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,11 +37,11 @@ from text_generation_inference.models.vision.tower import Tower, run_parts
 from text_generation_inference.pictures.rule import PictureLayout
 from text_generation_inference.pictures.rules import find_rule
 from text_generation_inference.runner.tower_graphs import TowerGraphs
-from text_generation_inference.weights.declare import Part
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "bench" / "peers"))
+sys.path[:0] = [str(ROOT / "bench" / "peers"), str(ROOT / "tests" / "devices")]
 from picture_shapes import write_seeing  # noqa: E402
+from towers import fill  # noqa: E402
 
 MOST_AT_ONCE = 4  # pictures whose features are compared
 SIDES = ((700, 420), (336, 980), (1064, 644), (448, 448), (252, 1260))  # that nobody has seen
@@ -224,24 +222,6 @@ class Seeing:
 
     def __init__(self, tower: Tower) -> None:
         self.encode, self.lay_out_pictures = tower.in_parts, tower.lay_out
-
-
-def fill(tower: Tower, dtype: torch.dtype, device: torch.device) -> None:
-    """With numbers of such sizes that features are those of pictures: ones of `load_dummy` would be mostly biases."""
-
-    def draw(name: str, part: Part) -> Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        value = torch.randn(part.whole_shape, generator=generator)
-        if value.ndim > 1:
-            value /= value[0].numel() ** 0.5
-        else:
-            value = 0.1 * value + (1.0 if re.search(r"(norm|ln_)\w*\.weight$", name) else 0.0)
-        return value.to(device, dtype)
-
-    for prefix, module in tower.walk():
-        for declared in module.declare():
-            setattr(module, declared.attribute, declared.storage.make(declared.named(prefix), draw, dtype))
-        module.finish()
 
 
 _REPEATS = 20
