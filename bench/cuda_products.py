@@ -21,7 +21,7 @@ from text_generation_inference.kernels.triton import launch, norms_rotary
 from text_generation_inference.kernels.triton.gemv import vector_product
 from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8, Shape
 from text_generation_inference.kernels.triton.quantize import quantize_rows
-from text_generation_inference.kernels.triton.small_gemm import SmallGemm, Tiling
+from text_generation_inference.kernels.triton.small_gemm import SmallGemm, SmallGemmTiling
 
 LLAMA_3_8B, LLAMA_2_7B = (4096, 14336, 6144, 128256), (4096, 11008, 12288, 32000)  # hidden, width, qkv, vocabulary
 NUM_LAYERS = 32
@@ -178,7 +178,7 @@ def skinny(results: list[dict]) -> None:
             out = random(rows, n)
             wanted = fp8.linear(x, stored[0], None, torch.bfloat16)
             tilings = [
-                Tiling(bn, bk, s, stages)
+                SmallGemmTiling(bn, bk, s, stages)
                 for bn, bk, stages in SKINNY_TILINGS
                 for s in (1, 2, 4)
                 if -(-n // bn) * s > 100

@@ -272,8 +272,9 @@ def test_a_failed_step_tells_what_it_was(tiny: Tiny, engines: Any, result: int, 
 
 # The engine process; the device breaks at its 20th step, as it would by a kernel that writes where it must not.
 PROGRAM = """
-import sys, torch
+import msgspec, sys, torch
 from concurrent.futures import Future
+from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine import process
 from text_generation_inference.engine.loop import EngineLoop
 
@@ -297,7 +298,7 @@ def launch_or_break(self):
 
 
 EngineLoop.launch = launch_or_break
-process.run()
+process.run(msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig))
 """
 
 

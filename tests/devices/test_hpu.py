@@ -6,6 +6,7 @@ Runs on the stand-in of `tests/hpu_emulated` (hpu (emulated)), or with `--device
 import gc
 import json
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -703,3 +704,25 @@ def test_eager_mode_and_matrices_in_fp8(hpu, tiny, on_cpu):
     engine.close()
     found = [float(value) for value in second[3:].strip("[]").split(", ")]
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 0.5
+
+
+def test_nothing_is_queued_behind_a_step_that_could_not_be(hpu):
+    """Even while the results of an earlier one are still to be read, so that nobody was told."""
+    may_read, begun = threading.Event(), []
+
+    def refuse():
+        raise RuntimeError("no more")
+
+    def follow():
+        begun.append(True)
+        return lambda: "done"
+
+    first = hpu.launch(lambda: lambda: may_read.wait(60))
+    refused, behind = hpu.launch(refuse), hpu.launch(follow)
+    hpu.submit(lambda: None).result()  # all three had their turn
+    may_read.set()
+    assert first.result() and not begun
+    for step in (refused, behind):
+        with pytest.raises(RuntimeError, match="no more"):
+            step.result()
+    assert hpu.launch(follow).result() == "done"

@@ -1,8 +1,10 @@
 """What a device that runs ahead is to compute goes through its queue, all of it. On the CPU; no GPU is needed."""
 
 import gc
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from text_generation_inference.devices.cuda import CudaDevice
 from text_generation_inference.runner.runner import Runner
+from text_generation_inference.types import Admission, Chunk, GenerationRequest, Grammar, SamplingParams, StepPlan
 
 aten = torch.ops.aten
 
@@ -128,3 +131,67 @@ def test_work_that_is_not_captured_goes_through_the_queue_too() -> None:
     with device.stream():  # as steps do
         replay()
     assert inside == [1, 1] and device.in_stream == 0
+
+
+class ReadsLate(QueueOnCpu):
+    """Results of steps are read once the test lets them."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        super().__init__(cache_dir)
+        self.may_read = threading.Event()
+        self.may_read.set()
+
+    def launch(self, queue: Callable[[], Callable[[], Any]]) -> Future[Any]:
+        finish = queue()
+
+        def read() -> Any:
+            self.may_read.wait()
+            return finish()
+
+        return self.submit(read)
+
+
+@pytest.mark.parametrize(
+    ("asked", "waits"),
+    [
+        ({}, False),
+        ({"sampling": SamplingParams(watermark=True)}, True),
+        ({"grammar": Grammar("regex", "[0-9]+")}, True),
+    ],
+)
+def test_who_follows_tokens_is_not_told_those_of_the_slot_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], waits: bool
+) -> None:
+    """A step ahead gives a slot to another request: tokens of the step before may still come for the slot."""
+    tiny, device = make_tiny("Llama", {}, tmp_path), ReadsLate(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
+        engine = start(tiny.folder, max_batch_size=2, max_input_tokens=32, max_total_tokens=64)
+    runner: Any = engine.rank.runner
+    held = SamplingParams(min_tokens=5)  # makes masks of a step, though nothing follows tokens
+    device.may_read.clear()
+    first = runner.launch(plan_one(1, 0, {"sampling": held, "stop_token_ids": [3]}))
+    with ThreadPoolExecutor(1) as thread:
+        second = thread.submit(runner.launch, plan_one(2, 0, asked, release=[0]))
+        wait([second], timeout=1 if waits else 60)
+        found = second.done(), first.done(), runner.grammars.active
+        device.may_read.set()
+        second.result().result()
+    engine.close()
+    assert found == (not waits, False, False), "it waits before the slot is another's"
+
+
+def plan_one(step: int, slot: int, asked: dict[str, Any], release: Sequence[int] = ()) -> StepPlan:
+    """A prompt of three tokens in this slot."""
+    fields: dict[str, Any] = {"sampling": SamplingParams(), "stop_token_ids": [], **asked}
+    request = GenerationRequest(id=step, token_ids=[5, 6, 7], max_new_tokens=8, seed=0, **fields)
+    return StepPlan(
+        step,
+        release=list(release),
+        admit=[Admission(slot, request, [], [step])],
+        leave=[],
+        join=[],
+        grow=[],
+        decode=False,
+        chunks=[Chunk(slot, 0, 3, True)],
+    )

@@ -25,8 +25,7 @@ from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as ge
 from text_generation_inference.kernels.triton.latent import choose_tiles
 from text_generation_inference.kernels.triton.norms_rotary import gate_warps, heads_at_once
 from text_generation_inference.kernels.triton.row_low_bit import choose_warps
-from text_generation_inference.kernels.triton.small_gemm import TILINGS
-from text_generation_inference.kernels.triton.small_gemm import Tiling as FewRowsTiling
+from text_generation_inference.kernels.triton.small_gemm import TILINGS, SmallGemmTiling
 from text_generation_inference.kernels.triton.small_gemm import choose_tiling as few_rows_tiling
 from text_generation_inference.kernels.triton.small_gemm_low_bit import LowBitGemmTiling
 from text_generation_inference.kernels.triton.small_gemm_low_bit import choose_tiling as low_bit_tiling
@@ -212,7 +211,7 @@ def gemv_fp8(k: int, shape: Shape) -> tuple:
     return "gemv_fp8", "_gemv_fp8_kernel", types, values, {"num_warps": shape.warps, "fast": True}
 
 
-def few_rows(tiling: FewRowsTiling, bm: int, kind: str = FP8, n: int = 8192, k: int = 8192) -> tuple:
+def few_rows(tiling: SmallGemmTiling, bm: int, kind: str = FP8, n: int = 8192, k: int = 8192) -> tuple:
     types = {
         **dict.fromkeys(("x", "weight"), kind), **dict.fromkeys(("x_scale", "weight_scale", "partial"), FP32),
         "bias": BF16, "out": BF16, "counters": "*i32", **words("x_row out_row rows"),
@@ -544,7 +543,7 @@ CASES = [
         {"x": BF16, "data": "*i8", "scales": FP32, "input_scale": FP32, **words("x_row")},
         {"WIDTH": 14336, "BLOCK": 16384, "STATIC": False, "DEPENDENT": False}, {"num_warps": 16, "fast": True},
     ),
-    few_rows(FewRowsTiling(64, 256, 4, 4), 16, "*i8"),
+    few_rows(SmallGemmTiling(64, 256, 4, 4), 16, "*i8"),
     few_rows(few_rows_tiling(64, 8192, 4096, 132), 64, k=4096),
     *(
         few_rows(tiling, most, n=n, k=k)

@@ -17,7 +17,7 @@ from text_generation_inference.kernels.triton.gemv import vector_product
 from text_generation_inference.kernels.triton.gemv_fp8 import GemvFp8, Shape, choose_shape
 from text_generation_inference.kernels.triton.linear import TritonLinear
 from text_generation_inference.kernels.triton.quantize import quantize_rows
-from text_generation_inference.kernels.triton.small_gemm import TILINGS, SmallGemm, Tiling, choose_tiling
+from text_generation_inference.kernels.triton.small_gemm import TILINGS, SmallGemm, SmallGemmTiling, choose_tiling
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_few_rows_in_fp8(device: torch.device, rows: int, n: int, k: int, splits
     bias = torch.randn(n, device=device).half()
     for with_bias in (None, bias, bias):  # twice: the counters of the first time are clean
         out = torch.full((rows, n), 7.0, device=device, dtype=torch.float16)
-        op(x, weight, out, with_bias, Tiling(64, 64, splits, 2))
+        op(x, weight, out, with_bias, SmallGemmTiling(64, 64, splits, 2))
         close(out, fp8.linear(x, weight, with_bias, torch.float32))
 
 
@@ -157,7 +157,7 @@ def test_tilings_are_measured_for_some_rows_of_some_matrices() -> None:
 
 @pytest.mark.parametrize("tiling", sorted({tiling for each in TILINGS.values() for _, tiling in each}), ids=str)
 @pytest.mark.parametrize("rows", [17, 64])
-def test_measured_tilings(device: torch.device, rows: int, tiling: Tiling) -> None:
+def test_measured_tilings(device: torch.device, rows: int, tiling: SmallGemmTiling) -> None:
     """With outputs that do not fill a tile, and columns that do not fill the last one of a part."""
     if device.type == "cuda" and torch.cuda.get_device_capability() not in ((9, 0), (10, 0), (10, 3)):
         pytest.skip("tiles for larger GPUs")

@@ -100,7 +100,7 @@ class HpuDevice(AtOnce):
     def __init__(self, settings: HpuSettings | None = None, custom_kernels: bool = True, place: Place = ALONE) -> None:
         super().__init__("tgi-hpu")
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tgi-hpu-read")
-        self._last: Future[Any] | None = None  # step that was launched
+        self._last: tuple[Future[Any], Future[Any]] | None = None  # step that was launched: when read, when queued
         self.settings = settings or HpuSettings()
         if place.world > 1:
             os.environ.update(rank_environment(place))
@@ -233,8 +233,8 @@ class HpuDevice(AtOnce):
     def launch(self, queue: Callable[[], Callable[[], Any]]) -> "Future[Any]":
         """The reader waits until the card is past it, and computes nothing there: ops are gathered by thread. A lack of
         memory is told then, by this step or by the one queued behind it, which is taken back with it."""
-        before = self._last if self._last is not None and not self._last.done() else None
-        begun = self.submit(lambda: self._begin(queue))
+        before, begun_before = self._last if self._last is not None and not self._last[0].done() else (None, None)
+        begun = self.submit(lambda: self._begin(queue, begun_before))
 
         def end() -> Any:
             lack = before.exception() if before is not None else None
@@ -246,11 +246,17 @@ class HpuDevice(AtOnce):
                 passed.synchronize()
                 return finish()
 
-        self._last = self._reader.submit(end)
-        return self._last
+        ended = self._reader.submit(end)
+        self._last = ended, begun
+        return ended
 
-    def _begin(self, queue: Callable[[], Callable[[], Any]]) -> tuple[Callable[[], Any], Any]:
-        """What reads the step's results, and the place in the card's queue where they are there."""
+    def _begin(
+        self, queue: Callable[[], Callable[[], Any]], before: "Future[Any] | None"
+    ) -> tuple[Callable[[], Any], Any]:
+        """What reads the step's results, and the place in the card's queue where they are there. Nothing is queued
+        behind a step that could not be: the reader may not have told yet."""
+        if before is not None and (failure := before.exception()) is not None:
+            raise failure
         with memory_errors():
             try:
                 finish = queue()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class _Group(NamedTuple):
+class _Runs(NamedTuple):
     """Runs of one length; where all runs are, their rows are not listed."""
 
     length: int
@@ -47,7 +47,7 @@ class Segments:
         return len(set(self.queries)) == len(set(self.keys)) == 1
 
     @cached_property
-    def groups(self) -> list[_Group]:
+    def groups(self) -> list[_Runs]:
         """Runs of equal lengths together."""
         by_lengths: dict[tuple[int, int], list[tuple[int, int]]] = {}
         start, key_start = 0, 0
@@ -55,13 +55,13 @@ class Segments:
             by_lengths.setdefault(pair, []).append((start, key_start))
             start, key_start = start + pair[0], key_start + pair[1]
         if len(by_lengths) == 1:
-            return [_Group(*lengths, None, None) for lengths in by_lengths]
-        found: list[_Group] = []
+            return [_Runs(*lengths, None, None) for lengths in by_lengths]
+        found: list[_Runs] = []
         for (length, key_length), starts in by_lengths.items():
             of_queries, of_keys = torch.tensor(starts).unbind(1)
             rows = (of_queries[:, None] + torch.arange(length)).flatten()
             key_rows = (of_keys[:, None] + torch.arange(key_length)).flatten()
-            found.append(_Group(length, key_length, rows.to(self.device), key_rows.to(self.device)))
+            found.append(_Runs(length, key_length, rows.to(self.device), key_rows.to(self.device)))
         return found
 
     def get_ready(self) -> None:

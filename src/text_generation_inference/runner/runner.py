@@ -33,7 +33,7 @@ from text_generation_inference.runner.thinking import ThinkingBudgetState
 from text_generation_inference.sampling.mask import RowMasks
 from text_generation_inference.sampling.sampled_tokens import SampledTokens
 from text_generation_inference.text.grammar import GrammarCompiler
-from text_generation_inference.types import StepPlan, StepResult, TopTokens
+from text_generation_inference.types import GenerationRequest, StepPlan, StepResult, TopTokens
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class Runner:
         failpoint("engine.compute")
         if plan.admit or plan.release:
             followed = self.grammars.active or self.sampling.follows_tokens
-            if followed or any(a.request.sampling.watermark for a in plan.admit):
+            if followed or any(_follows_tokens(admission.request) for admission in plan.admit):
                 _wait_for(previous)  # its tokens belong to whoever had the slots until now
         self._update(plan)
         encode_s = self._encode(plan)
@@ -224,6 +224,11 @@ class Runner:
             errors = {places[n]: text for n, text in errors.items()}
         errors.update({row: lost[slot] for row, slot in enumerate(rows) if slot in lost} if lost else {})
         return StepResult(plan.step, token_ids, logprobs, tops, scored, list(errors.items()), encode_s=encode_s)
+
+
+def _follows_tokens(request: GenerationRequest) -> bool:
+    """Whether what a request may choose depends on the tokens that its slot is told."""
+    return request.sampling.watermark or request.grammar is not None or request.sampling.thinking is not None
 
 
 def _failure_of(step: "Future[StepResult] | None") -> BaseException | None:

@@ -54,6 +54,14 @@ class PaddedTokens:
         self._found, self._tops = found, tops
         self._taken: SampledTokens | None = None
 
+    @property
+    def token_ids(self) -> Tensor:
+        return self._take().token_ids
+
+    @property
+    def logprobs(self) -> Tensor:
+        return self._take().logprobs
+
     def _take(self) -> SampledTokens:
         if self._taken is None:
             tops = self._tops() if self._tops is not None else None

@@ -83,7 +83,7 @@ def _store(acc, x_scale, weight_scale, bias, out, out_row, rows, n, m, N: tl.con
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[None, :] & (n < N)[:, None])
 
 
-class Tiling(NamedTuple):
+class SmallGemmTiling(NamedTuple):
     outputs: int  # of a program
     columns: int  # at a time
     parts: int  # of a row
@@ -94,16 +94,16 @@ class Tiling(NamedTuple):
 
 # By outputs and columns of a matrix in FP8: up to so many rows, from _MEASURED_FROM on. Measured on an H200, see
 # `bench/cuda_70b.py`; used on GPUs with a copy engine and as much shared memory.
-TILINGS: dict[tuple[int, int], tuple[tuple[int, Tiling], ...]] = {  # of Llama-2-70B
-    (10240, 8192): ((64, Tiling(64, 128, 1, 6, bulk=True)),),
-    (8192, 8192): ((64, Tiling(64, 256, 2, 3, bulk=True)),),
-    (57344, 8192): ((32, Tiling(64, 128, 1, 4, bulk=True)), (64, Tiling(64, 128, 1, 3))),
-    (8192, 28672): ((64, Tiling(64, 256, 2, 3, bulk=True)),),
+TILINGS: dict[tuple[int, int], tuple[tuple[int, SmallGemmTiling], ...]] = {  # of Llama-2-70B
+    (10240, 8192): ((64, SmallGemmTiling(64, 128, 1, 6, bulk=True)),),
+    (8192, 8192): ((64, SmallGemmTiling(64, 256, 2, 3, bulk=True)),),
+    (57344, 8192): ((32, SmallGemmTiling(64, 128, 1, 4, bulk=True)), (64, SmallGemmTiling(64, 128, 1, 3))),
+    (8192, 28672): ((64, SmallGemmTiling(64, 256, 2, 3, bulk=True)),),
 }
 _MEASURED_FROM = 17
 
 
-def choose_tiling(rows: int, n: int, k: int, num_processors: int, measured: bool = False) -> Tiling:
+def choose_tiling(rows: int, n: int, k: int, num_processors: int, measured: bool = False) -> SmallGemmTiling:
     """Measured on an H200, see `bench/cuda_products.py`. `measured`: `TILINGS` are for the GPU and the matrix."""
     for most, tiling in TILINGS.get((n, k), ()) if measured and rows >= _MEASURED_FROM else ():
         if rows <= most:
@@ -113,8 +113,8 @@ def choose_tiling(rows: int, n: int, k: int, num_processors: int, measured: bool
     while tiles * splits < num_processors and splits < 4:
         splits *= 2
     if rows <= 16:
-        return Tiling(64, 256, splits, 4 if splits > 1 else 3)
-    return Tiling(64, 256, splits, 3) if splits > 1 else Tiling(64, 128, 1, 4)
+        return SmallGemmTiling(64, 256, splits, 4 if splits > 1 else 3)
+    return SmallGemmTiling(64, 256, splits, 3) if splits > 1 else SmallGemmTiling(64, 128, 1, 4)
 
 
 class _Scaled(Protocol):
@@ -142,7 +142,7 @@ class SmallGemm:
         weight: _Scaled,  # [out, in]
         out: Tensor,  # [rows, out]
         bias: Tensor | None = None,
-        tiling: Tiling | None = None,
+        tiling: SmallGemmTiling | None = None,
     ) -> None:
         rows, k = x.shape
         n = weight.shape[0]
