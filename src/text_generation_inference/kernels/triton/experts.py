@@ -23,7 +23,7 @@ from text_generation_inference.kernels.triton.expert_tiles import Tiling, choose
 from text_generation_inference.kernels.triton.experts_low_bit import LowBitTiling, multiply_pairs
 from text_generation_inference.kernels.triton.gemv import choose_shape, vector_product
 from text_generation_inference.kernels.triton.grouped_products import grouped_product, sort_pairs, sum_pairs
-from text_generation_inference.kernels.triton.launch import dependent_launch
+from text_generation_inference.kernels.triton.launch import dependent_launch, has_room
 from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit, unpack_low_bit
 from text_generation_inference.kernels.triton.low_bit_linear import quantize_rows as quantize_to_int8
 from text_generation_inference.kernels.triton.pair_products import pair_down, pair_gate
@@ -45,7 +45,7 @@ class TritonExperts:
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._fp8 = capability >= (8, 9)
-        self._roomy = capability in ((9, 0), (10, 0), (10, 3))
+        self._roomy = has_room(capability)
 
     def __call__(
         self,

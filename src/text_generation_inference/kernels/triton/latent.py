@@ -26,7 +26,7 @@ from text_generation_inference.kernels.triton.latent_products import (
     rotate_and_keep,
 )
 from text_generation_inference.kernels.triton.latent_prompts import latent_prompts
-from text_generation_inference.kernels.triton.launch import dependent_launch
+from text_generation_inference.kernels.triton.launch import dependent_launch, has_room
 
 _MAX_SPLITS = 64  # a power of two
 _FEW_ROWS = 8  # each is expanded by itself
@@ -103,7 +103,7 @@ class TritonLatentAttention:
     ) -> None:
         self._num_processors = num_processors
         self.in_flight = in_flight  # `hopper_latent.decode`, where the GPU and Triton are made for it
-        self._roomy = capability in ((9, 0), (10, 0), (10, 3))
+        self._roomy = has_room(capability)
         # Set, they are used whatever the work: to measure others.
         self.decode_choice: LatentChoice | None = None
         self.prefill_choice: LatentChoice | None = None

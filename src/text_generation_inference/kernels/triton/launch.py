@@ -16,6 +16,11 @@ _MAX_ROWS = 16  # with more, kernels that wait take room from those that compute
 _always: bool | None = None
 
 
+def has_room(capability: tuple[int, int]) -> bool:
+    """Whether processors have as much shared memory as those of data centres from Hopper on; 12.x has less again."""
+    return capability in ((9, 0), (10, 0), (10, 3))
+
+
 @cache
 def _supported() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)

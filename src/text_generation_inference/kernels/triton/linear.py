@@ -20,6 +20,7 @@ from text_generation_inference.kernels.fp8 import (
     dequantize_weight,
 )
 from text_generation_inference.kernels.matrices import Product, Rows, Weight, plain
+from text_generation_inference.kernels.triton.launch import has_room
 from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit
 from text_generation_inference.kernels.triton.low_bit_linear import Int8Weight, LowBitLinear
 from text_generation_inference.kernels.triton.quantize import quantize_rows
@@ -33,7 +34,7 @@ class TritonLinear:
     """The ops `linear` and `linear_unscaled` for one device."""
 
     def __init__(self, num_processors: int, capability: tuple[int, int]) -> None:
-        self._small_gemm = SmallGemm(num_processors, measured=capability in ((9, 0), (10, 0), (10, 3)))
+        self._small_gemm = SmallGemm(num_processors, measured=has_room(capability))
         self._low_bit = LowBitLinear(num_processors, capability)
         self._by_row = capability >= (9, 0)
         self._by_square = capability[0] == 9  # later ones want other scales

@@ -18,7 +18,7 @@ from text_generation_inference.kernels import low_bit
 from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.matrices import PackedWeight
 from text_generation_inference.kernels.triton import low_bit_codes
-from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
+from text_generation_inference.kernels.triton.launch import dependent_launch, has_room, wait_for_kernel_before
 from text_generation_inference.kernels.triton.low_bit_codes import OFFSETS, ZERO_POINTS, TritonLowBit, rows_at, unpack
 from text_generation_inference.kernels.triton.quantize import warps_for
 from text_generation_inference.kernels.triton.small_gemm import MAX_ROWS as MAX_INT8_ROWS
@@ -139,7 +139,7 @@ class LowBitLinear:
     """The op for one device."""
 
     def __init__(self, num_processors: int, capability: tuple[int, int]) -> None:
-        self.few = SmallGemmLowBit(num_processors, roomy=capability >= (9, 0), hopper=capability == (9, 0))
+        self.few = SmallGemmLowBit(num_processors, roomy=has_room(capability), hopper=capability == (9, 0))
         self._few_int8 = SmallGemm(num_processors)
         self._has_tensor_cores = capability >= (8, 0) or capability == (0, 0)  # that our products are compiled for
 

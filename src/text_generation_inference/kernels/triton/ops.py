@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Callable
 
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.kernels.triton.launch import has_room
 
 _FAST_MULTIPLE = 64  # rows that begin on no multiple of 16 bytes are for the library's slowest kernels
 _GLUON_VERSIONS = ((3, 6), (3, 7))  # of Triton: in others what the kernels for Hopper are written in may differ
@@ -56,7 +57,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
             experts,
             num_processors,
             fp8=capability >= (8, 9),
-            roomy=capability >= (9, 0),
+            roomy=has_room(capability),
             low_bit=capability >= (8, 0),
         ),
         rms_norm=norms_rotary.rms_norm,
