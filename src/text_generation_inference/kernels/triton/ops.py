@@ -7,7 +7,6 @@ import importlib.util
 from collections.abc import Callable
 
 from text_generation_inference.kernels.ops import Ops
-from text_generation_inference.kernels.triton.launch import has_room
 
 _FAST_MULTIPLE = 64  # rows that begin on no multiple of 16 bytes are for the library's slowest kernels
 _GLUON_VERSIONS = ((3, 6), (3, 7))  # of Triton: in others what the kernels for Hopper are written in may differ
@@ -23,6 +22,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
     from text_generation_inference.kernels.triton import attention, choice, fused_decode, norms_rotary, state
     from text_generation_inference.kernels.triton.experts import TritonExperts
     from text_generation_inference.kernels.triton.latent import TritonLatentAttention
+    from text_generation_inference.kernels.triton.launch import has_room
     from text_generation_inference.kernels.triton.linear import TritonLinear, logits
     from text_generation_inference.kernels.triton.low_bit_linear import pack_low_bit
     from text_generation_inference.kernels.triton.rotate_heads import rotate_heads
