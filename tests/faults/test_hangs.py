@@ -251,7 +251,7 @@ def check_worker_threads_that_hang(victim: Victim) -> None:
 
 
 def check_slow_streams(victim: Victim) -> None:
-    victim.faults.write_text("engine.plan=delay:0.2")
+    victim.faults.write_text("engine.plan=delay:0.3")
 
     async def run() -> list[list[Event]]:
         async with client_of(victim.server.url) as client:
