@@ -425,7 +425,9 @@ def _after_context(limits: PlanLimits, settings: BucketSettings, shortest: int, 
     size = limits.block_size
     contexts = _context_blocks(-(-(limits.max_input_tokens - 1) // size), size, settings)
     most_tokens = min(limits.max_batch_prefill_tokens, _MOST_AFTER_CONTEXT)
-    lengths = lengths_after(shortest, longest)
+    # Limits are mostly powers of two: from three quarters on, the last two, of which passes take longest, are near each
+    # other. Nothing is padded to less than a length that was asked for.
+    lengths = doubled(shortest if settings.base_length is not None else -(-3 * shortest // 4), longest)
     for fewer, blocks in pairwise((0, *contexts)):
         left = limits.max_input_tokens - fewer * size - 1
         possible = [length for shorter, length in pairwise((0, *lengths)) if shorter < left]
@@ -439,12 +441,9 @@ def _after_context(limits: PlanLimits, settings: BucketSettings, shortest: int, 
                     yield bucket
 
 
-def lengths_after(shortest: int, longest: int) -> list[int]:
-    """Of what is left to compute of prompts: three quarters of the shortest, doubled as far as `longest`.
-
-    Limits are mostly powers of two, so that the last two, of which passes take longest, are near each other.
-    """
-    lengths = [-(-3 * shortest // 4)]
+def doubled(first: int, longest: int) -> list[int]:
+    """The first length, then each twice as long, as far as `longest`, which is the last."""
+    lengths = [min(first, longest)]
     while lengths[-1] < longest:
         lengths.append(min(2 * lengths[-1], longest))
     return lengths
