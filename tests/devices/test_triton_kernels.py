@@ -188,14 +188,15 @@ def test_rotation_of_many_heads_into_fp8(device: torch.device, rotary: int) -> N
     assert norms_rotary.heads_at_once(32, small=True, prompts=False) == 16
     fused = torch.randn(tokens, heads + 2 * kv_heads, d, device=device).half()
     cos_sin, results = rotary_table(50, rotary, device), []
-    for op in (norms_rotary.rotary_and_cache, reference.rotary_and_cache):
-        q, k, v = fused.clone().split((heads, kv_heads, kv_heads), dim=1)
+    # The kernel turns in float32; in 16 bits a difference of two products may be several FP8 steps off.
+    for op, inputs in ((norms_rotary.rotary_and_cache, fused.clone()), (reference.rotary_and_cache, fused.float())):
+        q, k, v = inputs.split((heads, kv_heads, kv_heads), dim=1)
         stored = [torch.zeros(2, 16, kv_heads, d, device=device).to(FP8) for _ in range(2)]
         batch = make_batch(device, [], [])
         batch.positions, batch.kv_index = (torch.arange(start, start + tokens, device=device) for start in (9, 14))
         results.append((op(q, k, v, cos_sin, batch, *stored, (0.02, 0.5)), *(each.float() for each in stored)))
     (q, keys, values), (expected_q, expected_keys, expected_values) = results
-    close(q, expected_q)
+    close(q, expected_q.half())
     torch.testing.assert_close(keys, expected_keys, rtol=0.14, atol=2e-3)  # neighbours, on the edge between two
     assert torch.equal(values, expected_values) and bool((values != 0).any())
 
