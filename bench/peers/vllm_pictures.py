@@ -6,6 +6,10 @@ Knows nothing of our packages, which are not to be seen by this process. FILE is
 are drawn before the clock starts; what its processor does with them is inside. If vLLM does not start, why is written
 beside FILE with `.error` behind its name: vLLM looks at the class of a model in a process of its own, and names what
 fails there in a line of its log at best.
+
+vLLM 0.26 imports names from transformers' file of Pixtral that transformers 5.17 has no longer; its file of Llava-Next
+imports that of Pixtral, so neither can be loaded. A plugin, which vLLM loads in each of its processes, puts the names
+back; what they stand for is Pixtral's tower, which no model here has.
 """
 
 import importlib
@@ -29,6 +33,18 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 MARKERS = {"llava_next": ["<image>"], "qwen2_5_vl": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]}
 
 
+PLUGIN = """
+def register():
+    from transformers.models.pixtral import modeling_pixtral as module
+
+    def missing(*args, **kwargs):
+        raise NotImplementedError("this transformers has no such thing")
+
+    for name in ("PixtralRotaryEmbedding", "position_ids_in_meshgrid", "apply_rotary_pos_emb"):
+        if not hasattr(module, name):
+            setattr(module, name, missing)
+"""
+
 # What files of models that see import beside vLLM's own: that of Llava-Next imports Pixtral's, and this mistral_common
 # with what it takes for pictures, and names of transformers that are not public.
 NEEDED = (
@@ -41,6 +57,18 @@ NEEDED = (
     "mistral_common.tokens.tokenizers.image",
 )
 NEEDED_MODULES = ("clip", "siglip", "pixtral", "llava", "llava_next", "qwen2_5_vl")
+
+
+def add_plugin(folder: Path) -> None:
+    """For this process and those it starts."""
+    about = folder / "picture_names-1.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (folder / "picture_names.py").write_text(PLUGIN)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: picture-names\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[vllm.general_plugins]\npicture_names = picture_names:register\n")
+    sys.path.append(str(folder))
+    paths = [path for path in (os.environ.get("PYTHONPATH"), str(folder)) if path]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
 def start(folder: str, most: int):
@@ -62,6 +90,7 @@ def start(folder: str, most: int):
 def explain(folder: str) -> str:
     """What can be imported of that which the model's class needs, and what the process that looks at it would say."""
     lines: list[str] = []
+    importlib.import_module("vllm.plugins").load_general_plugins()
     for name in (*NEEDED, *(f"vllm.model_executor.models.{module}" for module in NEEDED_MODULES)):
         try:
             module = importlib.import_module(name)
@@ -70,7 +99,8 @@ def explain(folder: str) -> str:
             lines.append(f"{name} CANNOT BE IMPORTED\n{traceback.format_exc()}")
     (architecture,) = json.loads(Path(folder, "config.json").read_text())["architectures"]
     look = (
-        "from vllm.model_executor.models.registry import ModelRegistry;"
+        "from vllm.plugins import load_general_plugins; load_general_plugins();"
+        " from vllm.model_executor.models.registry import ModelRegistry;"
         f" print(ModelRegistry.models[{architecture!r}].load_model_cls())"
     )
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)
@@ -80,6 +110,7 @@ def explain(folder: str) -> str:
 
 def main() -> None:
     folder, file, text, new, size, *counts = sys.argv[1:]
+    add_plugin(Path(file).resolve().parent / "plugin")
     import vllm
     from PIL import Image
     from tokenizers import Tokenizer
