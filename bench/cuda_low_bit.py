@@ -148,7 +148,7 @@ def chain(options: argparse.Namespace) -> None:
 
 def show(tiling: LowBitGemmTiling | RowTiling) -> str:
     if isinstance(tiling, RowTiling):
-        return f"(row, {tiling.warps} warps, {tiling.tiles} tiles, registers {tiling.registers})"
+        return f"(row, {tiling.warps} warps, {tiling.tiles} tiles, ahead {tiling.ahead}, registers {tiling.registers})"
     sizes = f"{tiling.bm}, {tiling.bn}, {tiling.splits}, {tiling.stages}, {tiling.warps}"
     return f"({sizes}{', swap' * tiling.swap}{', paired' * tiling.paired})"
 
@@ -159,7 +159,9 @@ def tune(options: argparse.Namespace) -> None:
     many = (((64, 4), (128, 8)), (1, 2, 4), (2, 3, 4))
     paired = (((64, 4), (128, 4), (128, 8), (256, 8)), (1, 2, 4, 8))
     may_pair = options.bits == 4 and options.group % 128 == 0 and not options.table
-    rowwise = [RowTiling(w, t, r) for w, t, r in itertools.product((8, 16), (1, 2, 4), (None, 64, 80, 128))]
+    bounds = (None, 64, 80, 128)
+    rowwise = [RowTiling(w, t, r) for w, t, r in itertools.product((8, 16), (1, 2, 4), bounds)]
+    rowwise += [RowTiling(w, 1, r, ahead) for w, r, ahead in itertools.product((8, 16), bounds, (2, 4))]
 
     def fit(rows: int, n: int) -> list[LowBitGemmTiling]:
         """Matrix right for up to 64 rows, and left on the GPUs that have a use for it for more than 16."""
@@ -195,7 +197,7 @@ def tune(options: argparse.Namespace) -> None:
                 found: list[tuple[float, LowBitGemmTiling | RowTiling]] = []
                 tilings: list[LowBitGemmTiling | RowTiling] = [*fit(rows, outputs)]
                 if rows == 1 and may_pair and CAPABILITY >= (9, 0):
-                    tilings += [each for each in rowwise if k // 128 % (each.warps * each.tiles) == 0]
+                    tilings += [each for each in rowwise if k // 128 % (each.warps * each.tiles * each.ahead) == 0]
                 with compile_only(16, Workers(), load=False):
                     for tiling in tilings:
                         op(x, packed[0], out, norm=norm, gate=gate, tiling=tiling)

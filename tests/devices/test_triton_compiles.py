@@ -301,13 +301,16 @@ def low_bit(
     )
 
 
-def row_low_bit(n: int, k: int, gated: bool = False, dtype: str = BF16) -> tuple:
-    tiling = choose_warps(n, k // 128, gated, 132)
+def row_low_bit(n: int, k: int, gated: bool = False, zeros: bool = False, dtype: str = BF16) -> tuple:
+    tiling = choose_warps(n, k // 128, gated, zeros, 132)
     assert tiling is not None
-    types = {**dict.fromkeys(("x", "bias", "out"), dtype), "words": "*i32", "scale": "*fp16"}
+    types = {
+        **dict.fromkeys(("x", "bias", "out"), dtype), "words": "*i32", "scale": "*fp16",
+        "offset": "*u8" if zeros else "*fp16",
+    }  # fmt: skip
     values = {
-        "N": n, "K": k, "GS": 128, "WARPS": tiling.warps, "TILES": tiling.tiles, "GATE": int(gated), "ADD": not gated,
-        "BIAS": False, "ASM": 0, "DEPENDENT": True,
+        "N": n, "K": k, "GS": 128, "WARPS": tiling.warps, "TILES": tiling.tiles, "AHEAD": tiling.ahead,
+        "GATE": int(gated), "ADD": not gated, "BIAS": False, "ZEROS": zeros, "ASM": 0, "DEPENDENT": True,
     }  # fmt: skip
     # With a bound on registers a few numbers wait in memory: for gates measured faster than fewer programs.
     options = {"num_warps": tiling.warps, "maxnreg": tiling.registers, "fast": tiling.registers is None}
@@ -532,6 +535,10 @@ CASES = [
     row_low_bit(14336, 4096, gated=True),
     row_low_bit(14336, 4096, gated=True, dtype="*fp16"),
     row_low_bit(4096, 14336),
+    row_low_bit(6144, 4096, zeros=True),
+    row_low_bit(4096, 4096, zeros=True),
+    row_low_bit(14336, 4096, gated=True, zeros=True, dtype="*fp16"),
+    row_low_bit(4096, 14336, zeros=True),
     row_low_bit(8192, 28672),
     experts_low_bit(16),
     (

@@ -240,16 +240,18 @@ ROWWISE = {
     "tile by tile": (RowTiling(8), 32, 3072),
     "in turns": (RowTiling(4, 2), 32, 3072),
     "many warps": (RowTiling(16), 16, 4096),
+    "all read at once": (RowTiling(4, ahead=4), 32, 2048),
+    "some read ahead": (RowTiling(4, ahead=2), 16, 3072),
 }
 
 
 @pytest.mark.parametrize("way", ROWWISE)
-@pytest.mark.parametrize("kind", ["4 bits", "4 bits, groups of 256", "4 bits by row"])
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits with offsets", "4 bits, groups of 256", "4 bits by row"])
 @pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
 def test_one_row_by_warps(device: torch.device, way: str, kind: str, gate: str | None) -> None:
     """What the norm, the product, the gate and the addition give one after the other; scales of any type."""
     tiling, n, k = ROWWISE[way]
-    options = {"group": 256} if kind.endswith("256") else KINDS[kind]
+    options = {"group": 256, "symmetric": way != "tile by tile"} if kind.endswith("256") else KINDS[kind]
     weight = make(device, n * (2 if gate else 1), k, **options)
     if kind == "4 bits by row":
         weight.scale = weight.scale.bfloat16()
@@ -272,7 +274,7 @@ def test_one_row_by_warps(device: torch.device, way: str, kind: str, gate: str |
 
 
 def test_one_row_takes_the_kernel_that_fits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever it is, the product is the same; zero points, groups of 64 and outputs that fill no 16 have another one."""
+    """Whichever it is, the product is the same; groups of 64 and outputs that fill no 16 have another one."""
     row = torch.randn(1, 1028, device=device).half()
     x = row[:, :1024]
     op, taken_at = linear((9, 0)), []
@@ -282,7 +284,7 @@ def test_one_row_takes_the_kernel_that_fits(device: torch.device, monkeypatch: p
     )
     for kind, n, taken in (
         ("4 bits", 48, True),
-        ("4 bits with offsets", 48, False),
+        ("4 bits with offsets", 48, True),
         ("4 bits", 40, False),
         ("4 bits, groups of 64", 48, False),
         ("4 bits with offsets between codes", 48, False),
@@ -307,16 +309,46 @@ def test_one_row_takes_the_kernel_that_fits(device: torch.device, monkeypatch: p
         assert bool(taken_at) == taken
 
 
-def test_warps_that_were_measured() -> None:
-    def found(n: int, k: int, gated: bool = False) -> tuple[int, int] | None:
-        tiling = choose_warps(n, k // 128, gated, 132)
-        assert tiling is None or k // 128 % (tiling.warps * tiling.tiles) == 0
-        return tiling and (tiling.warps, tiling.tiles)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("n", "k", "gate"),
+    [(6144, 4096, None), (4096, 4096, None), (14336, 4096, "silu"), (4096, 14336, None), (8192, 8192, None)],
+)
+def test_one_row_of_real_matrices(
+    device: torch.device, is_gpu: bool, n: int, k: int, gate: str | None, symmetric: bool, dtype: torch.dtype
+) -> None:
+    """The kernels that are chosen for an 8B model, many times one after the other, as captured steps have them."""
+    if not is_gpu:
+        pytest.skip("too many numbers for the interpreter")
+    weight = make(device, n * (2 if gate else 1), k, symmetric=symmetric)
+    packed = pack_low_bit(weight)
+    assert isinstance(packed, TritonLowBit)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    roomy = torch.cuda.get_device_capability(device) >= (9, 0)
+    op, x = SmallGemmLowBit(processors, roomy), torch.randn(1, k, device=device).to(dtype)
+    product = exact(x, weight)
+    expected = reference.silu_mul(product.to(dtype)) if gate else product
+    outs = [torch.full((1, n), 7.0, device=device, dtype=dtype) for _ in range(8)]
+    for out in outs:
+        op(x, packed, out, gate=gate)
+    close(outs[0], expected.double(), 2e-3 if dtype is torch.float16 else 1e-2)
+    assert all(torch.equal(out, outs[0]) for out in outs)
 
-    assert found(6144, 4096) == (8, 4)
-    assert found(4096, 4096) == (16, 2)
-    assert found(14336, 4096, gated=True) == (8, 4)
-    assert found(4096, 14336) == found(8192, 28672) == (16, 1)
+
+def test_warps_that_were_measured() -> None:
+    def found(n: int, k: int, gated: bool = False, zeros: bool = False) -> tuple[int, ...] | None:
+        tiling = choose_warps(n, k // 128, gated, zeros, 132)
+        assert tiling is None or k // 128 % (tiling.warps * tiling.tiles * tiling.ahead) == 0
+        return tiling and (tiling.warps, tiling.tiles, tiling.ahead)
+
+    assert found(6144, 4096) == (8, 4, 1)
+    assert found(4096, 4096) == (16, 2, 1)
+    assert found(14336, 4096, gated=True) == (8, 4, 1)
+    assert found(4096, 14336) == found(8192, 28672) == (16, 1, 1)
+    assert found(6144, 4096, zeros=True) == found(14336, 4096, gated=True, zeros=True) == (8, 1, 4)
+    assert found(4096, 4096, zeros=True) == (16, 1, 2)
+    assert found(4096, 14336, zeros=True) == (16, 1, 1)
     assert found(28672, 8192, gated=True) is None
     assert found(1024, 4096) is None  # 64 programs
     assert found(4096, 11008) is None  # 86 tiles
