@@ -1,6 +1,7 @@
 """Models that see on a GPU: answers first, then requests/s and seconds to the first token beside texts of equal length.
 
     python bench/cuda_pictures.py [--shapes llava-next-7b,qwen2.5-vl-7b] [--requests 1,32,128] [--peer-path ~/site]
+    python bench/cuda_pictures.py --only ours|peer --rounds 0  one side, or without decode steps, where time is short
     python bench/cuda_pictures.py --tiny --device cpu          the script itself, tried out
 
 Random weights, no network. One picture of 672x672 and 64 tokens of text in, 128 tokens out, greedy, EOS ignored, no
@@ -161,14 +162,16 @@ def run_ours(folder: Path, given: argparse.Namespace) -> list[dict]:
         for count in given.requests:
             # Longer, and of fewer: so that all decode at a time, before the first has ended. In turns.
             steps: dict[str, list[float]] = {what: [] for what in (TEXTS, PICTURES, EQUAL)}
-            for _, what in itertools.product(range(ROUNDS), steps):
+            for _, what in itertools.product(range(given.rounds), steps):
                 asked = bench.requests(what, min(count, MOST_AT_ONCE), bench.longest_new)
                 steps[what].append(bench.run(engine, asked)[1])
             for what, of_rounds in steps.items():
+                if what == TEXTS and not given.rounds:
+                    continue
                 first = bench.run(engine, bench.requests(what, count, 1))[0]
                 seconds = bench.run(engine, bench.requests(what, count, given.new))[0]
                 row = {"what": what, "requests": count, "first": first, "seconds": seconds}
-                rows.append({**row, "step": statistics.median(of_rounds)})
+                rows.append({**row, "step": statistics.median(of_rounds)} if of_rounds else row)
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     finally:
         engine.close()
@@ -201,13 +204,16 @@ def show(shape: str, ours: list[dict], peer: list[dict]) -> None:
     print(f"\n{shape}\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for row in ours:
         count, other = row["requests"], theirs.get((row["what"], row["requests"]))
-        slower = row["step"] / texts[count]["step"]
-        mark = "" if row["what"] == TEXTS or slower <= MOST_SLOWER else " (!)"
+        step = ["", ""]
+        if count in texts:
+            slower = row["step"] / texts[count]["step"]
+            mark = "" if row["what"] == TEXTS or slower <= MOST_SLOWER else " (!)"
+            step = [f"{row['step']:.2f}", f"{slower:.3f}{mark}"]
         beside = ["", ""]
         if other is not None:
             beside = [f"{other['seconds'] / row['seconds']:.2f}", f"{row['first'] / other['first']:.2f}"]
-        cells = [row["what"], str(count), f"{count / row['seconds']:.2f}", f"{row['first']:.3f}", f"{row['step']:.2f}"]
-        print("| " + " | ".join([*cells, f"{slower:.3f}{mark}", *beside]) + " |")
+        cells = [row["what"], str(count), f"{count / row['seconds']:.2f}", f"{row['first']:.3f}"]
+        print("| " + " | ".join([*cells, *step, *beside]) + " |")
 
 
 def main() -> None:
@@ -222,6 +228,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="few and small layers, few requests")
     parser.add_argument("--peer-path", default=None, help="folder of vLLM's packages")
     parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--only", choices=["ours", "peer"], default=None)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of timed steps; 0: neither steps nor texts")
     parser.add_argument("--json", default=None)
     given = parser.parse_args()
     given.requests = [int(count) for count in ("1,3" if given.tiny else given.requests).split(",")]
@@ -232,9 +240,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folders = {shape: write_seeing(shape, Path(name) / shape, given.tiny) for shape in given.shapes.split(",")}
         # The peer first: our process keeps some of the device's memory between one shape and the next.
-        peers = {shape: run_peer(folder, given) if given.peer_path else [] for shape, folder in folders.items()}
+        runs_peer = given.peer_path and given.only != "ours"
+        peers = {shape: run_peer(folder, given) if runs_peer else [] for shape, folder in folders.items()}
         for shape, folder in folders.items():
-            results[shape] = {"ours": run_ours(folder, given), "peer": peers[shape]}
+            ours = run_ours(folder, given) if given.only != "peer" else []
+            results[shape] = {"ours": ours, "peer": peers[shape]}
             show(shape, **results[shape])
             if (error := folder / "peer.json.error").is_file():
                 print(f"the peer did not start:\n{error.read_text()}", flush=True)

@@ -168,6 +168,9 @@ def test_a_lack_of_memory_goes_without(case: Case, room: int) -> None:
         case.check(case.shapes)
     assert case.graphs.num_captured == 0 and case.device.num_captures == room
     assert case.device.forgotten == [POOL]
+    (news,) = case.graphs.take_news()
+    assert "without graphs" in news and news.endswith("CUDA out of memory")
+    assert not case.graphs.take_news()
 
 
 @torch.inference_mode()

@@ -119,7 +119,7 @@ class EngineServer:
                 self._tell_all(EngineFailed(str(error), last.failed and last.prefill))
                 raise
             self._tell_rollbacks()
-            self._tell_unplanned()
+            self._tell_news()
             if self._engine.recorder is not None:
                 self._save_measured(self._engine.recorder)
             if out is not None:
@@ -150,8 +150,7 @@ class EngineServer:
             text = "a step did not fit the device's memory; its requests are computed again in smaller steps"
             print(f"{text} ({count} since the start)", file=sys.stderr, flush=True)
 
-    def _tell_unplanned(self) -> None:
-        """Shapes that warming up has not met, once each."""
+    def _tell_news(self) -> None:
         for text in self._engine.rank.take_news():
             print(text, file=sys.stderr, flush=True)
 

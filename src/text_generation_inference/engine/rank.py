@@ -424,7 +424,7 @@ class Rank:
         return self.runner.steps.stats
 
     def take_news(self) -> list[str]:
-        """Shapes that warming up has not met, once each."""
+        """What whoever runs the server should know, once each: shapes that warming up has not met, captures that failed."""
         return self.runner.steps.take_news()
 
     def check(self) -> None:

@@ -69,7 +69,7 @@ class PagedSteps:
     # -- before the first request ----------------------------------------------------------------------------------
 
     def take_news(self) -> list[str]:
-        return []
+        return self._pictures.take_news() if self._pictures is not None else []
 
     @property
     def num_captured(self) -> int:

@@ -116,6 +116,9 @@ class SlotPictures:
         self._lost.clear()
         self._shown.clear()
 
+    def take_news(self) -> list[str]:
+        return self.graphs.take_news() if self.graphs is not None else []
+
     def error_of(self, slot: int) -> str | None:
         """Why what was computed for a slot means nothing."""
         if not self._lost or slot not in self._requests:

@@ -47,11 +47,17 @@ class TowerGraphs:
         self._met: OrderedDict[_Shapes, None] = OrderedDict()  # once, the last of them
         self._graphs: OrderedDict[_Shapes, _TowerGraph] = OrderedDict()  # the one used last is last
         self._captures = True  # not since a capture has failed: it lacked memory
+        self._news: list[str] = []
 
     @property
     def num_captured(self) -> int:
         """Passes."""
         return len(self._graphs)
+
+    def take_news(self) -> list[str]:
+        """What whoever runs the server should know, once."""
+        news, self._news = self._news, []
+        return news
 
     def forget(self) -> None:
         """No pass may be under way."""
@@ -108,8 +114,10 @@ class TowerGraphs:
             if len(self._graphs) > MOST_GRAPHS:
                 self._graphs.popitem(last=False)
             return features
-        except RuntimeError:  # if it is no lack of memory, what follows raises it again
+        except RuntimeError as error:  # if it is no lack of memory, what follows raises it again
             self._captures = False
+            reason = str(error).partition("\n")[0]
+            self._news.append(f"passes over pictures run without graphs from here on: capturing one failed: {reason}")
         finally:
             if key not in self._graphs:  # it is left half way, or goes on without
                 replays.clear()
