@@ -29,15 +29,16 @@ from vision_oracle import make_oracle  # noqa: E402
 
 NEW = 8
 POSITIONS = {"max_position_embeddings": 8192}
+HEADS = {"num_attention_heads": 8, "hidden_size": 64}  # one for each of eight cards
 
 
 def find_model(known: dict[str, Path], architecture: str, folder: Path) -> Path:
     if architecture not in known:
         overrides = {"n_positions": 8192} if architecture == "GPTBigCode" else dict(POSITIONS)
         if architecture in ("Llama", "Falcon", "Qwen2"):
-            overrides |= {"num_attention_heads": 8, "hidden_size": 64}  # a head for each of eight cards
+            overrides |= HEADS
         if architecture == "LlavaNext":
-            known[architecture] = with_positions(make_oracle("llava_next", folder / architecture).folder)
+            known[architecture] = with_positions(make_oracle("llava_next", folder / architecture, HEADS).folder)
         else:
             known[architecture] = make_tiny(architecture, overrides, folder / architecture).folder
     return known[architecture]

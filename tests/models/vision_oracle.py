@@ -398,14 +398,16 @@ def pictures_of(prompt: Prompt) -> list[Image.Image]:
     return [part for part in prompt if not isinstance(part, str)]
 
 
-def make_oracle(name: str, folder: Path) -> Oracle:
+def make_oracle(name: str, folder: Path, text: Mapping[str, Any] | None = None) -> Oracle:
+    """With `text` in place of what the family's decoder has."""
     family = FAMILIES[name]
     made = getattr(transformers, family.architecture)
     tokenizer = make_tokenizer(name)
     ids = {key: tokenizer.token_to_id(token) for key, token in family.id_names.items()}
     special = {key: value for key, value in TEXT.items() if key.endswith("_token_id")}
     torch.manual_seed(0)
-    model = made(made.config_class(**{**family.config, **ids, **special})).eval().float()
+    config = {**family.config, "text_config": {**family.config["text_config"], **(text or {})}}
+    model = made(made.config_class(**{**config, **ids, **special})).eval().float()
     _spread(model)
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -39,6 +39,7 @@ _MIN_CAPABILITY, _BFLOAT16, _FP8, _WGMMA = (7, 5), (8, 0), (8, 9), (9, 0)
 _MARGIN_BYTES = 1 << 30  # what captured steps take beside what torch counts, and what holes between tensors waste
 _COMPILE_THREADS = 16
 _READY_COMPILERS = 4  # for the kernels that take longest, which are asked for first
+_MUCH_MEMORY = 64 << 30  # beside which what a large step takes is little
 _MOST_CAPTURED_TOKENS = 2048
 _MANY_CORES = 4  # so many compile faster in processes than in threads
 
@@ -98,7 +99,7 @@ class CudaDevice:
             measures_steps=True,
             meters_memory=True,
             max_batch_size=1024,
-            max_batch_prefill_tokens=8192,
+            max_batch_prefill_tokens=16384 if properties.total_memory >= _MUCH_MEMORY else 8192,
             memory_share=1.0,
             step_timeout_s=300.0,  # a kernel may have to be compiled
         )
