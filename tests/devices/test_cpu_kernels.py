@@ -676,7 +676,7 @@ def test_any_number_of_threads(cache_dir: Path) -> None:
     assert isinstance(like_torch, NativeOps)
     weight, x = like_torch.pack_linear(torch.randn(300, 256)), torch.randn(40, 256)
     results = []
-    for threads in (1, 2, 5, 3):
+    for threads in (1, 2, 5, 3, 11):
         torch.set_num_threads(threads)
         results.append(like_torch.linear(x, weight))
     assert all(torch.equal(result, results[0]) for result in results)

@@ -62,6 +62,9 @@ class FaceOnly:
         future.set_result(StepResult(plan.step, [plan.step] * rows, [0.0] * rows, [], [], []))
         return future
 
+    def wait_until_computing(self, step: "Future[StepResult]", seconds: float | None = None) -> None:
+        pass
+
     def forget(self) -> None:
         pass
 

@@ -1,10 +1,15 @@
 """What devices have in common that compute when they are told: steps run on one worker thread, so that planning
-overlaps with computing. To whoever queues work, a queue that is always done."""
+overlaps with computing. To whoever queues work, a queue that is always done.
+
+Of two threads only one runs Python at a time. So that planning does not hold up a step that is being prepared, whoever
+plans can wait until that step is in a call that leaves Python to others for long.
+"""
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from threading import Event as ThreadEvent
 from typing import Any
 
 import torch
@@ -38,15 +43,42 @@ class AtOnce:
     comm_backend: str
     torch_device: torch.device
     settle: Callable[[], None] | None = None
+    tells_computing = False  # its ops call `note_computing`
 
     def __init__(self, thread_name: str) -> None:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=thread_name)
+        self._computing: dict[Future[Any], ThreadEvent] = {}  # of steps that are not done
+        self._current: ThreadEvent | None = None
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
         return self._worker.submit(work)
 
     def launch(self, queue: Callable[[], Callable[[], Any]]) -> "Future[Any]":
-        return self._worker.submit(lambda: queue()())
+        computing = ThreadEvent()
+        step = self._worker.submit(self._run, queue, computing)
+        self._computing[step] = computing
+        step.add_done_callback(self._computing.pop)
+        return step
+
+    def _run(self, queue: Callable[[], Callable[[], Any]], computing: ThreadEvent) -> Any:
+        self._current = computing if self.tells_computing else None
+        if self._current is None:
+            computing.set()
+        try:
+            return queue()()
+        finally:
+            computing.set()
+
+    def note_computing(self) -> None:
+        """Called where a step begins to compute outside of Python."""
+        if self._current is not None:
+            self._current.set()
+            self._current = None
+
+    def wait_until_computing(self, step: "Future[Any]", seconds: float | None = None) -> None:
+        computing = self._computing.get(step)
+        if computing is not None:
+            computing.wait(seconds)
 
     def stream(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -19,7 +19,7 @@ from text_generation_inference.kernels.cpu.experts import NativeExperts
 from text_generation_inference.kernels.cpu.fused_decode import MakeNativeFusedDecode
 from text_generation_inference.kernels.cpu.latent import NativeLatentAttention
 from text_generation_inference.kernels.cpu.low_bit import NativeLowBit
-from text_generation_inference.kernels.cpu.ops import BLOCKS, load_ops
+from text_generation_inference.kernels.cpu.ops import BLOCKS, NativeOps, load_ops
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.types import DeviceMemory, Limits
 
@@ -53,7 +53,10 @@ class CpuDevice(AtOnce):
             max_batch_prefill_tokens=512,
             memory_share=0.5,
         )
-        self.ops = _load_ops(cache_dir) if custom_kernels else _torch_ops()
+        native = load_ops(cache_dir) if custom_kernels else None
+        if isinstance(native, NativeOps):
+            native.note_computing, self.tells_computing = self.note_computing, True
+        self.ops = _native_ops(native) if isinstance(native, NativeOps) else _torch_ops(native)
 
     def free_bytes(self) -> int:
         """Without what steps and the process that answers HTTP will take: pages of the cache are handed out when they
@@ -83,15 +86,13 @@ class CpuDevice(AtOnce):
         return batch
 
 
-def _torch_ops(description: str = "reference ops") -> Ops:
-    """They would widen a matrix of few bits for each product."""
+def _torch_ops(reason: str | None) -> Ops:
+    """They would widen a matrix of few bits for each product. `reason`: why there are no native ones, if that was asked."""
+    description = "reference ops" if reason is None else f"torch ops, slower than native kernels: {reason}"
     return Ops(description, low_bit_ops=frozenset(), gather_inputs=slots.gather_inputs)
 
 
-def _load_ops(cache_dir: Path) -> Ops:
-    native = load_ops(cache_dir)
-    if isinstance(native, str):
-        return _torch_ops(f"torch ops, slower than native kernels: {native}")
+def _native_ops(native: NativeOps) -> Ops:
     experts = NativeExperts(native)
     return Ops(
         native.description,

@@ -252,6 +252,9 @@ class CudaDevice:
 
         return self._finisher.submit(wait_and_finish)
 
+    def wait_until_computing(self, step: "Future[Any]", seconds: float | None = None) -> None:
+        pass  # whoever plans has queued it
+
     def capture(self, work: Callable[[], T], pool: str = STEPS) -> tuple[Callable[[], None], T]:
         """Kernels and workspaces that work needs must be there already: such a step was queued before."""
         if not self._has_kernels:  # torch's own ops look at values on the host, which a capture may not

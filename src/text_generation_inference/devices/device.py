@@ -124,6 +124,10 @@ class Device(Protocol):
         """
         ...
 
+    def wait_until_computing(self, step: "Future[Any]", seconds: float | None = None) -> None:
+        """Until a launched step leaves Python to others, where steps are prepared in a thread beside whoever plans."""
+        ...
+
     def stream(self) -> AbstractContextManager[Any]:
         """Inside, torch ops go to this device's queue."""
         ...

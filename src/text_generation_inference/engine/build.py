@@ -158,7 +158,7 @@ def _bring_up(
         queue_threshold_ms=config.queue_threshold_ms,
         pictures=pictures,
     )
-    loop = EngineLoop(scheduler, rank, config.overlap, rank.forget)
+    loop = EngineLoop(scheduler, rank, config.overlap, rank.forget, rank.wait_until_computing)
     return Engine(loop, model_facts, source.path, rank, resolved, grammars, seconds, notes, rank.record())
 
 

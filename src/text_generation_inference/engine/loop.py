@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from text_generation_inference.devices.lack_of_memory import is_out_of_memory, known_words
 from text_generation_inference.errors import EngineError
@@ -78,9 +78,11 @@ class EngineLoop:
         runner: StepRunner,
         overlap: bool = True,
         forget_slots: Callable[[], None] | None = None,  # makes the runner forget every request, for `rollback`
+        wait_until_computing: Callable[[Future[Any], float | None], None] | None = None,  # see `Device`
     ) -> None:
         self.scheduler = scheduler
         self._forget_slots = forget_slots
+        self._wait_until_computing = wait_until_computing
         self.last = StepTimes()
         self._runner = runner
         self._depth = 1 if overlap else 0  # steps in flight while the next one is planned
@@ -118,7 +120,11 @@ class EngineLoop:
 
     def wait(self, seconds: float | None = None) -> bool:
         """Until the oldest step is done, or so long. True if it is, or if there is none. May be called again."""
-        return not self._pending or bool(wait([self._pending[0].future], seconds).done)
+        if not self._pending:
+            return True
+        if len(self._pending) > 1 and self._wait_until_computing is not None:
+            self._wait_until_computing(self._pending[1].future, seconds)  # the oldest is done then
+        return bool(wait([self._pending[0].future], seconds).done)
 
     def take(self) -> TokenOut:
         """The tokens of the oldest step. Raises `EngineError` if it failed; nothing more can be computed then."""

@@ -405,6 +405,9 @@ class Rank:
     def launch(self, plan: StepPlan) -> "Future[StepResult]":
         return self.runner.launch(plan)
 
+    def wait_until_computing(self, step: "Future[StepResult]", seconds: float | None = None) -> None:
+        self.device.wait_until_computing(step, seconds)
+
     def read_pixels(self, span: PictureSpan) -> bytes:
         """For all ranks; none if they are not there any more."""
         return self.runner.pictures.read(span) if self.runner.pictures is not None else b""

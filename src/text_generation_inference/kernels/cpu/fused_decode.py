@@ -41,13 +41,11 @@ class _FusedDecodeStruct(ctypes.Structure):
 class NativeFusedDecode:
     """The layers of a decoder as one op. Keeps alive all memory it points to."""
 
-    __slots__ = ("_kept", "_run", "_threads", "address", "hidden")
+    __slots__ = ("_kept", "_ops", "_run", "address", "hidden")
 
-    def __init__(
-        self, run: Callable[..., int], threads: Callable[[], int], hidden: int, address: int, kept: object
-    ) -> None:
-        self._run = run
-        self._threads = threads
+    def __init__(self, ops: NativeOps, hidden: int, address: int, kept: object) -> None:
+        self._ops = ops
+        self._run: Callable[..., int] = ops.library.tgi_run_fused_decode
         self.hidden = hidden
         self.address = address
         self._kept = kept
@@ -88,10 +86,11 @@ class NativeFusedDecode:
             starts = (ctypes.c_int64 * num_chunks)(*meta.chunk_starts_cpu)
             ends = (ctypes.c_int64 * num_chunks)(*meta.chunk_ends_cpu)
         out = torch.empty((tokens, self.hidden))
+        self._ops.note_computing()
         if self._run(
             self.address, x.data_ptr(), tokens, batch.positions.data_ptr(), batch.kv_index.data_ptr(),
             window_index.data_ptr(), tables.data_ptr(), window_tables.data_ptr(), tables.stride(0), tables.shape[1],
-            seq_lens.data_ptr(), meta.num_decode, num_chunks, starts, ends, out.data_ptr(), self._threads(),
+            seq_lens.data_ptr(), meta.num_decode, num_chunks, starts, ends, out.data_ptr(), self._ops.num_threads,
         ):  # fmt: skip
             raise IndexError("a position, a cache index or a block id of the batch is out of range")
         return out
@@ -149,8 +148,7 @@ class MakeNativeFusedDecode:
             ACTIVATIONS.index(activation), eps, scale,
         )  # fmt: skip
         kept = (fused, structs, tuple(layers), tensors)
-        run, hidden = self._ops.library.tgi_run_fused_decode, first.o.shape[0]
-        return NativeFusedDecode(run, lambda: self._ops.num_threads, hidden, ctypes.addressof(fused), kept)
+        return NativeFusedDecode(self._ops, first.o.shape[0], ctypes.addressof(fused), kept)
 
 
 def _set_matrices(struct: _LayerStruct, layer: FusedLayer, first: FusedLayer) -> bool:

@@ -220,7 +220,8 @@ static const tile_function tiles[MAX_ROWS + 1] = {
 };
 
 typedef struct {
-  tasks packing, products;
+  tasks packing;
+  ordered_tasks products;
   const float *x, *bias;
   float *out, *packed_x;
   int amx, fixed, int8;
@@ -228,8 +229,7 @@ typedef struct {
   long rows, ldx, ldo;
   long tiles, tiles_per_chunk, chunks;
   long pack_parts;  // runs of columns that rows are packed in
-  long run;  // panels that a thread takes one after the other, so that what it asks for ahead is its own
-  long work; // tasks
+  long run;  // panels of a task
 } linear_call;
 
 // Rows are dealt evenly to tiles: the first `rows % tiles` of them hold one more. In integers only the last is short.
@@ -400,7 +400,7 @@ static void multiply_rows(linear_call *call) {
   if (call->packed_x != call->x) wait_for(&call->packing, call->tiles * call->pack_parts);
   if (call->amx) amx_configure((int)weight->kind, (call->rows + call->tiles - 1) / call->tiles);
   const long panels = panel_count(weight->out_features), runs = (panels + call->run - 1) / call->run;
-  for (long t; (t = claim(&call->products)) < call->chunks * runs;) {
+  for (long t; (t = claim_in_order(&call->products)) >= 0;) {
     const long first = t % runs * call->run, last = first + call->run < panels ? first + call->run : panels;
     for (long p = first; p < last; p++) product_task(call, t / runs, p);
   }
@@ -439,7 +439,7 @@ static long prepare_linear(linear_call *call, const float *x, long rows, long ld
   call->run = panels * call->chunks / (8 * threads);
   if (call->run < 1) call->run = 1;
   if (call->run > MAX_RUN) call->run = MAX_RUN;
-  call->work = call->chunks * ((panels + call->run - 1) / call->run);
+  set_ordered(&call->products, call->chunks * ((panels + call->run - 1) / call->run), threads);
   if (rows == 1 && !call->int8 && !call->fixed && !is_arranged(weight) && (is_plain((int)weight->kind) || VL == 16)) {
     call->packed_x = (float *)x;  // nothing to rearrange
     return 0;
@@ -455,7 +455,7 @@ static void run_products(product_list list, const long *sizes, int threads) {
   long bytes = 0, work = 0;
   for (long i = 0; i < list.count; i++) {
     bytes += sizes[i];
-    work += list.calls[i].work;
+    work += list.calls[i].products.count;
   }
   char *packed = reserve(&memory, (size_t)bytes + 64);
   for (long i = 0; i < list.count; packed += sizes[i++])

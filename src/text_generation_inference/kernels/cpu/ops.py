@@ -135,6 +135,10 @@ class Packed(PackedWeight):
         return self.data.nbytes + (0 if self.next is None else self.next.nbytes)
 
 
+def _nothing() -> None:
+    pass
+
+
 class NativeOps:
     """Overrides for a device's `ops`; each method has the meaning of its namesake in `kernels.reference`."""
 
@@ -149,6 +153,7 @@ class NativeOps:
         self._gate = library.tgi_gate
         self._rotary = library.tgi_rotary_and_cache
         self._attention = library.tgi_attention
+        self.note_computing: Callable[[], None] = _nothing  # told before what takes long: others have Python meanwhile
         self._threads: Callable[[], int] = torch.get_num_threads if threads is None else lambda: threads
         vectors = {512: "AVX-512", 256: "AVX2"}[library.tgi_vector_bits()]
         self.uses_amx = bool(library.tgi_uses_amx())
@@ -221,6 +226,7 @@ class NativeOps:
             bias = bias.float().contiguous()
         out_features = weight.out_features
         out = _empty((rows, out_features))
+        self.note_computing()
         self._linear(
             x.data_ptr(),
             rows,
@@ -392,6 +398,7 @@ class NativeOps:
             starts = (ctypes.c_int64 * num_chunks)(*meta.chunk_starts_cpu)
             ends = (ctypes.c_int64 * num_chunks)(*meta.chunk_ends_cpu)
         out = _empty((tokens, heads * head_dim))
+        self.note_computing()
         if self._attention(
             q.data_ptr(), q.stride(0), q.stride(1), k_cache.data_ptr(), v_cache.data_ptr(), blocks, block_size,
             tables.data_ptr(), tables.stride(0), tables.shape[1], seq_lens.data_ptr(), meta.num_decode, num_chunks,

@@ -38,6 +38,35 @@ static void wait_for(tasks *t, long count) {
   for (long turn = 0; atomic_load_explicit(&t->done, memory_order_acquire) < count; turn++) idle(turn);
 }
 
+static __thread int team_member;  // of a job: 0 the caller, then its helpers
+
+// Tasks over memory that is read in order. Each thread begins with a run of them that is its own, so that what it asks for
+// ahead is what it reads next, and not what another one does; whose run is done goes on with those of others.
+enum { MOST_RUNS = 8 };
+typedef struct {
+  struct {
+    _Alignas(64) atomic_long taken;
+  } runs[MOST_RUNS];
+  long count, num_runs;
+} ordered_tasks;
+
+INLINE void set_ordered(ordered_tasks *t, long count, long threads) {
+  t->count = count;
+  t->num_runs = threads < MOST_RUNS ? threads : MOST_RUNS;
+}
+
+// The next task, or -1.
+INLINE long claim_in_order(ordered_tasks *t) {
+  for (long i = 0; i < t->num_runs; i++) {
+    const long run = (team_member + i) % t->num_runs;
+    const long start = t->count * run / t->num_runs, end = t->count * (run + 1) / t->num_runs;
+    if (start + atomic_load_explicit(&t->runs[run].taken, memory_order_relaxed) >= end) continue;
+    const long task = start + atomic_fetch_add_explicit(&t->runs[run].taken, 1, memory_order_relaxed);
+    if (task < end) return task;
+  }
+  return -1;
+}
+
 typedef void (*team_body)(void *);
 
 enum { OPEN = 1 << 20 };          // in `team.state`
@@ -65,6 +94,7 @@ INLINE unsigned flush_denormals(void) {
 
 static void *help(void *number) {
   const int me = (int)(intptr_t)number;
+  team_member = me + 1;
   flush_denormals();
   int seen = 0;
   for (;;) {
