@@ -87,7 +87,10 @@ class CpuDevice(AtOnce):
 
 
 def _torch_ops(reason: str | None) -> Ops:
-    """They would widen a matrix of few bits for each product. `reason`: why there are no native ones, if that was asked."""
+    """They would widen a matrix of few bits for each product.
+
+    reason: why there are no native ones, where these were asked for.
+    """
     description = "reference ops" if reason is None else f"torch ops, slower than native kernels: {reason}"
     return Ops(description, low_bit_ops=frozenset(), gather_inputs=slots.gather_inputs)
 

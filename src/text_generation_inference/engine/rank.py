@@ -427,7 +427,7 @@ class Rank:
         return self.runner.steps.stats
 
     def take_news(self) -> list[str]:
-        """What whoever runs the server should know, once each: shapes that warming up has not met, captures that failed."""
+        """What whoever runs the server should know, once each: shapes that were not warmed up, captures that failed."""
         return self.runner.steps.take_news()
 
     def check(self) -> None:

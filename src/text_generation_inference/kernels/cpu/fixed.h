@@ -164,9 +164,15 @@ INLINE vf fixed_end(const int kind, const int rows, const int32_t *x, const vi *
   return has_minimum(kind) ? v_fma(m, v_set(factors[rows]), sum) : sum;
 }
 
-INLINE void fixed_fetch(const int kind, const char *panel, long g) {
+// Ask for what comes AHEAD of a group. `passes`: it need not stay in larger caches, which then hold keys and values.
+INLINE void fixed_fetch(const int kind, const int passes, const char *panel, long g) {
   if (has_header(kind)) fetch_scales(kind, panel, g);
-  UNROLL for (int i = 0; i < group_bytes(kind); i += 64) __builtin_prefetch(group_at(kind, panel, g) + AHEAD + i, 0, 3);
+  UNROLL for (int i = 0; i < group_bytes(kind); i += 64) {
+    if (passes)
+      __builtin_prefetch(group_at(kind, panel, g) + AHEAD + i, 0, 0);
+    else
+      __builtin_prefetch(group_at(kind, panel, g) + AHEAD + i, 0, 3);
+  }
 }
 
 // Add to the sums of digits what (half of) a group gives for one or two rows: a digit that is read goes into the three vectors.
@@ -174,7 +180,7 @@ INLINE void fixed_add_few(const int kind, const int rows, const int half, const 
                           long next, vi digits[][3][3]) {
   const char *high = group_at(kind, panel, g) + scales_bytes(kind), *values = high + high_bytes(kind);
   const int parts = 4 / halves(kind);
-  if (half == 0) fixed_fetch(kind, panel, g);
+  if (half == 0) fixed_fetch(kind, 0, panel, g);
   UNROLL for (int part = half * parts; part < (half + 1) * parts; part++) {
     vi w[3][2];
     UNROLL for (int v = 0; v < 3; v++) fixed_expand(kind, high, values, part, v, table, w[v]);
@@ -241,7 +247,7 @@ INLINE void fixed_expand_group(const int kind, const char *panel, long g, int v,
   UNROLL for (int part = 0; part < 4; part++) fixed_expand(kind, high, values, part, v, table, w + 2 * part);
   if (ahead)
     UNROLL for (int word = 0; word < 4 * word_count(kind); word++)
-      __builtin_prefetch(values + ahead + (word * PANEL + v * VL) * 4, 0, 3);
+      __builtin_prefetch(values + ahead + (word * PANEL + v * VL) * 4, 0, 0);
 }
 
 // Four rows or more, added to sums [rows][PANEL].
@@ -254,7 +260,7 @@ INLINE void fixed_many(const int kind, long span, const char *panel, long k, con
     // asked for at once.
     const int spread = is_bytes(kind) || !is_single(kind);
     const long ahead = !spread ? 0 : is_single(kind) ? 4 * group_bytes(kind) : span * group_bytes(kind) + header_bytes(kind);
-    if (!spread) fixed_fetch(kind, panel, g);
+    if (!spread) fixed_fetch(kind, 1, panel, g);
     if (spread && is_single(kind)) fetch(group_at(kind, panel, g) + ahead);
     NO_UNROLL for (int v = 0; v < 3; v++) {
       vf d[2], m;

@@ -16,7 +16,7 @@
 enum { DEPTH = 192 };       // inputs whose weights stay in the first-level cache while rows pass over them
 enum { CHUNK_ROWS = 256, CHUNK_BYTES = 1 << 20 };  // rows one task carries through a panel, and what they may occupy
 enum { MAX_RUN = 16 };      // panels
-enum { PACK_GROUPS = 16 };  // groups of a run of columns whose rows a task packs
+enum { PACK_GROUPS = 8 };  // groups of a run of columns whose rows a task packs
 enum { DIRECT_ROWS = 4 };   // up to here quantised weights go from memory to registers
 
 // Rows of `a` [in][rows] times one panel, weights going straight to registers.
