@@ -106,6 +106,18 @@ def blocks(kind: Kind) -> Quantization:
     return RoundedMatrices(round_matrix)
 
 
+def round_to_nvfp4(weight: torch.Tensor) -> torch.Tensor:
+    """Numbers of 4 bits with a scale in e4m3 for 16 inputs, and one in float32 for the matrix; weight `[out, in]`."""
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    blocks = weight.float().unflatten(1, (-1, 16))
+    largest = blocks.abs().amax(2, keepdim=True)
+    whole = largest.max() / (6 * 448)
+    scales = (largest / 6 / whole).to(torch.float8_e4m3fn).float() * whole
+    shares = (blocks / scales.clamp(min=1e-30)).clamp(-6, 6)
+    codes = torch.bucketize(shares.abs(), (numbers[1:] + numbers[:-1]) / 2)
+    return (numbers[codes] * shares.sign() * scales).flatten(1)
+
+
 # To the nearest codes: with scales that hold the largest weight, or those with the least error.
 NEAREST: dict[str, dict[str, Any]] = {
     "int8 g128 nearest": {"bits": 8, "clip": False},
@@ -138,7 +150,7 @@ AWQ = {
     "AWQ int4 g128, no clipping": AwqSettings(clip=False),
     "AWQ and GPTQ act-order int4 g128": AwqSettings(symmetric=True, fits=True, act_order=True),
 }
-BLOCKS = {"Q4_0": Kind.Q4_0, "Q5_0": Kind.Q5_0, "Q8_0": Kind.Q8_0}
+BLOCKS = {"Q4_0": Kind.Q4_0, "Q5_0": Kind.Q5_0, "Q8_0": Kind.Q8_0, "MXFP4": Kind.MXFP4}
 ON_LOADING = ("fp8", "eetq", "bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4")
 
 
@@ -228,6 +240,7 @@ def main() -> int:
             add(name, lambda made=made: (source.weights_path, made()))
         for name, kind in BLOCKS.items():
             add(name, lambda kind=kind: (source.weights_path, blocks(kind)))
+        add("NVFP4", lambda: (source.weights_path, RoundedMatrices(round_to_nvfp4)))
         for name in ON_LOADING:
             add(f"--quantize {name}", lambda name=name: (source.weights_path, choose_quantization(name, None)))
         for folder in map(Path, options.folder):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from text_generation_inference.devices import at_once
 from text_generation_inference.devices.at_once import AtOnce
 from text_generation_inference.devices.cpu import CpuDevice
 from text_generation_inference.kernels.cpu.ops import load_ops
@@ -30,7 +31,8 @@ class Step:
 
 
 @pytest.fixture
-def device() -> Any:
+def device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(at_once, "MOST_SECONDS", LONG)
     made = AtOnce("test")
     made.tells_computing = True
     yield made
@@ -75,6 +77,16 @@ def test_waiting_ends_with_a_step_that_tells_nothing_or_fails(device: AtOnce) ->
     step = device.launch(fail)
     assert is_computing(device, step)
     assert isinstance(step.exception(LONG), ValueError)
+
+
+def test_nobody_waits_long(device: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_once, "MOST_SECONDS", 0.02)
+    silent = Step(device, notes=False)
+    step = device.launch(silent)
+    assert is_computing(device, step) and not step.done()
+    silent.prepared.set()
+    silent.computed.set()
+    assert step.result(LONG) == 7
 
 
 def test_ops_that_tell_nothing_are_not_waited_for(device: AtOnce) -> None:

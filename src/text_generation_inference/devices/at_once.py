@@ -19,6 +19,8 @@ from text_generation_inference.devices.device import STEPS, Event, GraphForward,
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.parallel.collectives import Collectives, Meeting
 
+MOST_SECONDS = 0.005  # for which whoever plans waits for a step: several times what preparing one takes
+
 
 class _Done:
     def wait(self) -> None:
@@ -71,14 +73,14 @@ class AtOnce:
 
     def note_computing(self) -> None:
         """Called where a step begins to compute outside of Python."""
-        if self._current is not None:
-            self._current.set()
-            self._current = None
+        current, self._current = self._current, None
+        if current is not None:
+            current.set()
 
     def wait_until_computing(self, step: "Future[Any]", seconds: float | None = None) -> None:
         computing = self._computing.get(step)
         if computing is not None:
-            computing.wait(seconds)
+            computing.wait(MOST_SECONDS if seconds is None else min(seconds, MOST_SECONDS))
 
     def stream(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -83,6 +83,7 @@ class CudaDevice:
         self._memory_fraction = memory_fraction
         if memory_fraction < 1:
             torch.cuda.set_per_process_memory_fraction(memory_fraction, self.torch_device)  # pyright: ignore
+        own_memory = properties.total_memory * memory_fraction / self._num_sharing
         flashinfer = attention == "flashinfer" and flashinfer_prompts.is_installed()
         loaded = "custom kernels are off"
         if custom_kernels:
@@ -99,7 +100,7 @@ class CudaDevice:
             measures_steps=True,
             meters_memory=True,
             max_batch_size=1024,
-            max_batch_prefill_tokens=16384 if properties.total_memory >= _MUCH_MEMORY else 8192,
+            max_batch_prefill_tokens=16384 if own_memory >= _MUCH_MEMORY else 8192,
             memory_share=1.0,
             step_timeout_s=300.0,  # a kernel may have to be compiled
         )

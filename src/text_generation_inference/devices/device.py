@@ -125,7 +125,10 @@ class Device(Protocol):
         ...
 
     def wait_until_computing(self, step: "Future[Any]", seconds: float | None = None) -> None:
-        """Until a launched step leaves Python to others, where steps are prepared in a thread beside whoever plans."""
+        """Until a launched step leaves Python to others, where steps are prepared in a thread beside whoever plans.
+
+        A few milliseconds at most.
+        """
         ...
 
     def stream(self) -> AbstractContextManager[Any]:

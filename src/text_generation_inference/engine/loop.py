@@ -123,12 +123,12 @@ class EngineLoop:
         if not self._pending:
             return True
         if len(self._pending) > 1 and self._wait_until_computing is not None:
-            self._wait_until_computing(self._pending[1].future, seconds)  # the oldest is done then
+            self._wait_until_computing(self._pending[1].future, seconds)  # as a rule the oldest is done then
         return bool(wait([self._pending[0].future], seconds).done)
 
     def take(self) -> TokenOut:
         """The tokens of the oldest step. Raises `EngineError` if it failed; nothing more can be computed then."""
-        step = self._pending.popleft()
+        taken_ns, step = time.monotonic_ns(), self._pending.popleft()
         try:
             result = step.future.result()
             failpoint("engine.apply")
@@ -147,7 +147,7 @@ class EngineLoop:
             bool(step.plan.admit) and step.plan.decode,
             done_ns - step.planned_ns,
             forward_ns,
-            time.monotonic_ns() - done_ns,
+            time.monotonic_ns() - max(taken_ns, done_ns),
             sum(chunk.end - chunk.start for chunk in step.plan.chunks),
             len(result.token_ids) - sum(chunk.samples for chunk in step.plan.chunks),
         )

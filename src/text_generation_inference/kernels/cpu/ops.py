@@ -213,6 +213,7 @@ class NativeOps:
 
     def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """x `[tokens, in]` times weight transposed -> `[tokens, out]`."""
+        self.note_computing()
         if not isinstance(weight, Packed) or not isinstance(x, Tensor):
             assert not isinstance(weight, Packed)
             return reference.linear(x, weight, bias, dtype)
@@ -226,7 +227,6 @@ class NativeOps:
             bias = bias.float().contiguous()
         out_features = weight.out_features
         out = _empty((rows, out_features))
-        self.note_computing()
         self._linear(
             x.data_ptr(),
             rows,
@@ -369,6 +369,7 @@ class NativeOps:
         attention_chunk: int | None = None,
     ) -> Tensor:
         """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
+        self.note_computing()
         tokens, heads, head_dim = q.shape
         meta = batch.meta
         if not isinstance(meta, PagedMeta) or slopes is not None:
@@ -398,7 +399,6 @@ class NativeOps:
             starts = (ctypes.c_int64 * num_chunks)(*meta.chunk_starts_cpu)
             ends = (ctypes.c_int64 * num_chunks)(*meta.chunk_ends_cpu)
         out = _empty((tokens, heads * head_dim))
-        self.note_computing()
         if self._attention(
             q.data_ptr(), q.stride(0), q.stride(1), k_cache.data_ptr(), v_cache.data_ptr(), blocks, block_size,
             tables.data_ptr(), tables.stride(0), tables.shape[1], seq_lens.data_ptr(), meta.num_decode, num_chunks,
