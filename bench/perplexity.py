@@ -209,7 +209,8 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
 
     def add(name: str, find: Callable[[], tuple[Path, Quantization | None]]) -> None:
-        if options.only and name != "float32" and not any(name.startswith(each) for each in options.only):
+        names = ("float32", *(Path(folder).name for folder in options.folder), *options.only)
+        if options.only and not any(name.startswith(each) for each in names):
             return
         started = time.perf_counter()
         try:

@@ -64,6 +64,8 @@ def make_environment(folder: Path, torch: str) -> None:
         install(packages, *runtime_of(packages))
     make_empty_libraries(packages)
     (packages / "a_lazy.pth").write_text("import sys; sys.setdlopenflags(1)\n")  # functions by their first call
+    # Gaudi's software has none, and that of .venv is made for a newer torch.
+    (packages / "b_no_triton.pth").write_text('import sys; sys.modules["triton"] = None\n')
     (packages / "z_others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     (folder / ".ready").touch()
 
