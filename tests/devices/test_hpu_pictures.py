@@ -31,3 +31,17 @@ def test_nothing_is_compiled_late(hpu: object, family: str, tmp_path: Path) -> N
         assert any(f"{len(plan.pictures)} for pictures" in note for note in engine.notes)
     finally:
         engine.close()
+
+
+def test_layers_of_cross_attention(hpu: object, tmp_path: Path) -> None:
+    """Llama 3.2 Vision: the tokens of `transformers`. What prompts with pictures read has shapes of its own, met when they
+    come."""
+    served = serve("mllama", tmp_path)
+    longest = max(len(served.oracle.ids(prompt)) for prompt in PROMPTS)
+    lengths = {"max_input_tokens": longest, "max_total_tokens": longest + NUM_NEW}
+    engine = served.start(device="hpu", **lengths, **LIMITS, bucket_strategy="linear", pad_sequence_to_multiple_of=256)
+    try:
+        requests = [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]
+        check(served, run(engine, requests, arrivals=[0, 0, 2, 3, 5]))
+    finally:
+        engine.close()

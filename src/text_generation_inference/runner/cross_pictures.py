@@ -227,8 +227,9 @@ class CrossPictures(SlotPictures):
             for span, image_id in zip(reader.spans, reader.image_ids, strict=True) if reader is not None else ():
                 if chunk.start <= span.start < chunk.end:
                     ids[chunk.token + span.start - chunk.start] = image_id
-        given = self._move(ids)
-        batch.input_ids = torch.where(given >= 0, given, batch.input_ids)
+        known = batch.input_ids  # on the host, where all of a pass goes to the device in one copy
+        given = torch.from_numpy(ids) if known.device.type == "cpu" else self._move(ids)  # pyright: ignore[reportUnknownMemberType]
+        batch.input_ids = torch.where(given >= 0, given, known)
 
     def of_rows(self, row_slots: Tensor, is_all: bool) -> CrossMeta:
         """What rows that decode read, of these slots `[rows]`; -1: padding. From what is on the device alone, where the
