@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import (
@@ -19,6 +20,18 @@ LIMITS = {"max_batch_size": 3, "max_total_tokens": 160, "max_batch_total_tokens"
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
     torch.testing.assert_close(found.cpu().float(), expected.cpu().float(), atol=tolerance, rtol=tolerance)
+
+
+class Called(TorchDispatchMode):
+    """Which ops were called, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------

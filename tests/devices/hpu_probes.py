@@ -10,16 +10,18 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from text_generation_inference.devices.lack_of_memory import is_out_of_memory
 from text_generation_inference.devices.visible import card_bytes
-from text_generation_inference.kernels.fp8 import FP8
+from text_generation_inference.kernels.fp8 import FP8, AttentionScales
 from text_generation_inference.kernels.hpu.bridge import Bridge, load_bridge
+from text_generation_inference.kernels.hpu.fp8 import CardAttentionScales, Fp8Ops
 
 
 def started(folder: str, **settings: object) -> Any:
@@ -87,7 +89,30 @@ def ask_softmax(bridge: Bridge) -> str:
         there = [x.bfloat16().to(bridge.device) for x in (q, k, v)]
         found = bridge.kernels.FusedSDPA.apply(*there, None, 0.0, True, 0.125, mode, True).float().cpu()
         told.append(f"softmax {mode}: {float((found - wide).abs().max()):.3g}")
+    if bridge.fp8_max:
+        off = _attend_in_fp8(bridge, (q, k, v)) - wide
+        told.append(f"in FP8: {float(off.abs().max()):.3g}, on average {float(off.abs().mean()):.3g}")
     return "largest difference from float32, in bfloat16: " + ", ".join(told)
+
+
+def _attend_in_fp8(bridge: Bridge, given: Sequence[Tensor]) -> Tensor:
+    """With scales by which the largest of each reaches half of the range."""
+    ops = Fp8Ops(bridge)
+    numbers = [float(x.abs().max()) * 2 / bridge.fp8_max for x in given]
+    scales = ops.pack_attention_scales(AttentionScales(*numbers[:2], 2 / bridge.fp8_max, numbers[2]))
+    assert isinstance(scales, CardAttentionScales)
+    there = [ops.to_cache(x.bfloat16().to(bridge.device), n) for x, n in zip(given, numbers, strict=True)]
+    found = bridge.kernels.fp8_fused_sdpa(
+        *there,
+        is_causal=True,
+        scale=0.125,
+        d_scale_q=scales.query_there,
+        d_scale_k=scales.key_there,
+        d_scale_v=scales.value_there,
+        q_scale_s=scales.weight_inverse,
+        d_scale_s=scales.weight_there,
+    )
+    return found[0].float().cpu()
 
 
 def ask_casts(bridge: Bridge) -> str:

@@ -9,7 +9,7 @@ QUESTIONS: dict[int, str] = {
     3: "What does the graph of a shape take of the memory?",
     4: "Where does a lack of memory surface, and does the card go on after it?",
     5: "Do the memory figures follow what is allocated?",
-    6: "How far is the fused attention's softmax, and its fast one, from float32?",
+    6: "How far is the fused attention's softmax, its fast one, and that in FP8, from float32?",
     7: "What do casts to FP8 round to, and what becomes of numbers beyond the range?",
     8: "How exact are sums of products in bfloat16?",
     9: "Does index_reduce_ give the CPU's numbers?",

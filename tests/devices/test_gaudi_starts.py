@@ -2,7 +2,6 @@
 same architecture, and smaller limits. Lines that differ in nothing that is started are started once; `bench/gaudi_starts.py`
 starts each whole, with its own limits and cards."""
 
-import json
 import os
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from driving import make_request, make_tiny, random_prompts, run, start
 from gaudi import STAND_IN, use_stand_in
 from gaudi_commands import ARCHITECTURE, COMMANDS, FP8, IMAGE, LLAMA2_70B, SHARDED, Command, launch
+from measured_fp8 import write_quant_config
 from serving import Server
 from vision_oracle import make_oracle
 
@@ -18,7 +18,9 @@ from text_generation_inference.config import ServerConfig, choose_strategy
 from text_generation_inference.engine.build import start_engine
 from text_generation_inference.errors import StartError
 from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.layers.attention import Attention
 from text_generation_inference.models.registry import judge
+from text_generation_inference.quant.method import Matrix
 
 PROMPTS = random_prompts(200, [140, 3, 40], seed=3)
 NEW = 4
@@ -59,19 +61,12 @@ def find_model(models: dict[str, Path], architecture: str, folder: Path) -> Path
     return models[architecture]
 
 
-def write_quant_config(model: Path, folder: Path) -> str:
-    """The pair of files of the published FP8 lines, and the measurements that the first asks for. DeepSeek has one of its
-    own, as it keeps latents."""
+def measure(model: Path, folder: Path) -> str:
+    """DeepSeek has a list of its own, as it keeps latents."""
     blocked = ["lm_head", "k_b_proj", "kv_b_proj", "k_cache", "v_cache"] if "Deepseek" in model.name else []
-    stats = str(folder / "hqt_output" / "measure")
-    for mode, name in (("MEASURE", "maxabs_measure"), ("QUANTIZE", "maxabs_quant")):
-        fields = {"method": "HOOKS", "mode": mode, "observer": "maxabs", "scale_method": "maxabs_hw"}
-        lists = {"allowlist": {"types": [], "names": []}, "blocklist": {"types": [], "names": blocked}}
-        (folder / f"{name}.json").write_text(json.dumps({**fields, **lists, "dump_stats_path": stats}))
-    engine = start(model, device="cpu", quant_config=str(folder / "maxabs_measure.json"))
-    run(engine, [make_request(n, prompt, NEW) for n, prompt in enumerate(PROMPTS)])
-    engine.close()
-    return str(folder / "maxabs_quant.json")
+    return write_quant_config(
+        model, folder, [make_request(n, prompt, NEW) for n, prompt in enumerate(PROMPTS)], blocked
+    )
 
 
 def scale_down(config: ServerConfig, **changes: object) -> ServerConfig:
@@ -91,7 +86,7 @@ def test_a_published_command_answers(name: str, models: dict[str, Path], tmp_pat
     judge(folder, num_ranks=min(2, launch(command).config.num_shard or 1))
     changes: dict[str, object] = {"model_id": str(folder), "cache_dir": str(tmp_path)}
     is_fp8 = FP8 in command.environment
-    changes |= {"quant_config": write_quant_config(folder, tmp_path)} if is_fp8 else {"dtype": "float32"}
+    changes |= {"quant_config": measure(folder, tmp_path)} if is_fp8 else {"dtype": "float32"}
     config = scale_down(launch(command).config, **changes)
     asked = [make_request(n, prompt, NEW) for n, prompt in enumerate(PROMPTS)]
     again = [make_request(10, [*PROMPTS[0], 7, 9], NEW)]  # begins like the first
@@ -107,8 +102,12 @@ def test_a_published_command_answers(name: str, models: dict[str, Path], tmp_pat
         assert engine.facts.device == "hpu (emulated)" and engine.rank.bucket_stats.num_unplanned == 0
         assert engine.loop.scheduler.stats.num_cached_prompt_tokens == 128
         if is_fp8:
-            matrices = [module.weight for _, module in engine.rank.runner.model.walk() if hasattr(module, "weight")]
-            assert sum(isinstance(matrix, Fp8Weight) for matrix in matrices) > 4
+            modules = [module for _, module in engine.rank.runner.model.walk()]
+            assert sum(isinstance(getattr(module, "weight", None), Fp8Weight) for module in modules) > 4
+            attentions = [module for module in modules if isinstance(module, Attention)]  # none where latents are kept
+            assert all(attention.in_fp8 is not None for attention in attentions)
+            heads = [module for module in modules if isinstance(module, Matrix) and module.is_head]
+            assert [isinstance(head.weight, Fp8Weight) for head in heads] == [bool(attentions)]
             return
     finally:
         engine.close()
@@ -138,7 +137,7 @@ def test_a_whole_command(models: dict[str, Path], tmp_path: Path, device_name: s
     for flag, most in (("input-tokens", 160), ("total-tokens", 192), ("batch-size", 2), ("batch-prefill-tokens", 256)):
         words[words.index(f"--max-{flag}") + 1] = str(most)
     given = {**IMAGE, **dict(item.split("=", 1) for item in command.environment.split())}
-    given |= {"SKIP_TOKENIZER_IN_TGI": "true", "QUANT_CONFIG": write_quant_config(folder, tmp_path)}
+    given |= {"SKIP_TOKENIZER_IN_TGI": "true", "QUANT_CONFIG": measure(folder, tmp_path)}
     given |= {"MAX_TOTAL_TOKENS": "192", "BATCH_BUCKET_SIZE": "2", "HF_HOME": str(tmp_path)}
     paths = os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")])
     running = Server("--model-id", str(folder), *words, cache=tmp_path, **{**given, "PYTHONPATH": paths})

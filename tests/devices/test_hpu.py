@@ -15,14 +15,16 @@ import pytest
 import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, run, start
 from gaudi import run_with_stand_in
-from hpu_batches import HEADS, LIMITS, SIZE, Made, close
+from hpu_batches import HEADS, LIMITS, SIZE, Called, Made, close
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured_fp8 import write_quant_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from text_generation_inference.config import ServerConfig
+from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import ResourceError, StartError
 from text_generation_inference.kernels import block_lists, fp8, low_bit, reference
 from text_generation_inference.kernels.block_lists import (
@@ -256,6 +258,56 @@ def test_fp8_cache(hpu, fp8_ops):
     found = hpu.ops.attention(q, k, v, *there, batch, 0.25, kv_scales=scales)
     caches = [cache.cpu() for cache in there]
     close(found, block_lists.decode_attention(expected_q, *caches, made.batch, 0.25, kv_scales=scales), 1e-4)
+
+
+def make_scales(made: Made, fp8_max: float) -> fp8.AttentionScales:
+    """By which the largest of each reaches half of the range."""
+    query, key, value = (float(x.abs().max()) / fp8_max * 2 for x in (made.q, made.k_cache, made.v_cache))
+    return fp8.AttentionScales(query, key, 2 / fp8_max, value)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("cached", [False, True], ids=["", "fp8-cache"])
+@pytest.mark.parametrize("flash", [False, True], ids=["products", "fused"])
+@pytest.mark.parametrize("lens", [[5, 90, 41], [130, 300, 7]], ids=["one-block", "blocks"])
+@pytest.mark.parametrize("phase", ["decode", "prompts"])
+def test_attention_in_fp8(hpu, fp8_ops, phase, lens, flash, cached, window, softcap):
+    """Both products are those of values that FP8 hold. Weights of a row that decodes are relative to the largest in its
+    block, so with several blocks they are rounded otherwise than by the definition."""
+    decodes = phase == "decode"
+    shape = {"blocks": 7} if decodes else {"length": max(lens) + 3}
+    made = Made(hpu, lens, 4, decodes, **shape, **HEADS)
+    ops = hpu.ops if flash else load_plain(hpu)
+    (q, k, v, table), batch, caches = made.on(hpu)
+    scales = make_scales(made, hpu.fp8_max)
+    about = {"window": window, "softcap": softcap}
+    if cached:
+        about["kv_scales"] = (scales.key, scales.value)
+        pairs = zip(caches, about["kv_scales"], strict=True)
+        there = [fp8_ops.to_cache(cache, scale).view(torch.uint8) for cache, scale in pairs]
+        caches = [hpu.zeros(tuple(cache.shape), torch.uint8) for cache in there]
+        for to, cache in zip(caches, there, strict=True):
+            to.copy_(cache)
+        caches = [cache.view(fp8.FP8) for cache in caches]
+    here = [cache.cpu() for cache in caches]
+    expected_q = reference.rotary_and_cache(made.q, made.k, made.v, made.cos_sin, made.batch, *here, about.get("kv_scales", (1.0, 1.0)))  # fmt: skip
+    attend = block_lists.decode_attention if decodes else block_lists.prefill_attention
+    expected = attend(expected_q, *here, made.batch, 0.25, **about, in_fp8=scales)[made.real]
+    noise = (expected - attend(expected_q, *here, made.batch, 0.25, **about)[made.real]).abs().mean()
+    q = ops.rotary_and_cache(q, k, v, table, batch, *caches, about.get("kv_scales", (1.0, 1.0)))
+    with Called() as called:
+        found = ops.attention(q, k, v, *caches, batch, 0.25, **about, in_fp8=ops.pack_attention_scales(scales)).cpu()
+    off = (found[made.real].float() - expected).abs()
+    is_fused = flash and not decodes and softcap is None
+    if decodes and max(lens) > SIZE:
+        assert off.mean() < 0.7 * noise
+    else:  # but for numbers that lie between two of FP8; what the fused op gives is in bfloat16
+        assert off.max() < 1e-2 and (off > (1e-2 if is_fused else 1e-4)).float().mean() < 0.01
+        assert off.mean() < 0.2 * noise
+    assert torch.isfinite(found).all()
+    assert ("hpu.fp8_sdpa_fwd.default" if is_fused else "hpu.fp8_gemm_v2.scalar") in called.names
+    assert not {"aten.bmm.default", "aten.matmul.default"} & set(called.names)
 
 
 # -- few bits --------------------------------------------------------------------------------------------------------
@@ -704,6 +756,55 @@ def test_eager_mode_and_matrices_in_fp8(hpu, tiny, on_cpu):
     engine.close()
     found = [float(value) for value in second[3:].strip("[]").split(", ")]
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 0.5
+
+
+def scores_of(folder: Path, device: str, **chosen: object) -> tuple[list[list[list[float]]], Engine]:
+    """Of each request: the scores of its prompt, its tokens, and their scores; and the engine, which is closed."""
+    engine = start(folder, device=device, **{**LIMITS, **chosen})
+    count = engine.rank.device.bridge.count_compilations if device == "hpu" else lambda: 0
+    before = count()
+    prompts = random_prompts(320, LENGTHS, seed=3)
+    outputs = run(engine, [make_request(n, p, 6, decoder_input_details=n < 4) for n, p in enumerate(prompts)])
+    assert count() == before
+    engine.close()
+    scores = [list(each.prompt_logprobs.values()) if each.prompt_logprobs else [] for each in outputs]
+    return [[of, each.token_ids, each.logprobs] for of, each in zip(scores, outputs, strict=True)], engine
+
+
+def run_measured(folder: str, quant_config: str, lazy: bool) -> None:
+    """In a process of its own, for the mode is read once."""
+    scores, engine = scores_of(Path(folder), "hpu", quant_config=quant_config, pt_hpu_lazy_mode=lazy)
+    model = engine.rank.runner.model
+    print({type(layer.attention.in_fp8).__name__ for layer in model.model.layers}, type(model.head.weight).__name__)
+    print(json.dumps(scores))
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
+def test_measured_fp8(hpu, tiny, tmp_path, lazy):
+    """Products of attention and the head too: near to the definition on a CPU."""
+    if not hpu.bridge.emulated or not hpu.supports_fp8:
+        pytest.skip("this process has the card already, or it has no FP8")
+    generation = {"device_for_scales": "GAUDI2"} if hpu.fp8_max == 240.0 else {}
+    path = write_quant_config(tiny.folder, tmp_path, requests(), scale_method="maxabs_pow2", **generation)
+    program = f"import test_hpu; test_hpu.run_measured({str(tiny.folder)!r}, {path!r}, {lazy})"
+    kinds, found = run_with_stand_in(program, PT_HPU_LAZY_MODE=str(int(lazy))).splitlines()[-2:]
+    assert kinds == "{'CardAttentionScales'} StaticFp8Weight"
+    plain, expected = (scores_of(tiny.folder, "cpu", **more)[0] for more in ({}, {"quant_config": path}))
+    off, noise = (
+        torch.tensor([abs(a - b) for pair in zip(some, expected, strict=True) for a, b in together(*pair)])
+        for some in (json.loads(found), plain)
+    )
+    assert noise.mean() > 0.005 and len(off) > 40 and off.mean() < 0.5 * noise.mean()
+
+
+def together(some: list[list[float]], others: list[list[float]]) -> list[tuple[float, float]]:
+    """Scores of both, as far as they have the same tokens."""
+    pairs = list(zip(some[0], others[0], strict=True))
+    for token, other, *scores in zip(some[1], others[1], some[2], others[2], strict=True):
+        if token != other:
+            break
+        pairs.append((scores[0], scores[1]))
+    return pairs
 
 
 def test_nothing_is_queued_behind_a_step_that_could_not_be(hpu):

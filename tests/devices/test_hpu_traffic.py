@@ -11,10 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 from driving import make_request, make_tiny, random_prompts, run, start
-from hpu_batches import HEADS, SIZE, Made, close
+from hpu_batches import HEADS, SIZE, Called, Made, close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from text_generation_inference.kernels import block_lists, fp8
 from text_generation_inference.kernels.block_lists import BlockLists
@@ -189,16 +188,6 @@ def test_prefixes_that_are_shared_are_read_by_their_list(hpu, start_hpu, folder)
     assert [output.token_ids for output in run(engine, alone)] == expected[1]
     assert set(met) == {(1, True)}
     assert hpu.bridge.count_compilations() == compiled and engine.rank.bucket_stats.num_unplanned == 0
-
-
-class Called(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_scales_that_are_known_are_constants_of_graphs(hpu):

@@ -104,13 +104,14 @@ def make_oracle(
     quantize: Callable[[Tensor], tuple[Tensor, Tensor]],
     rounding: Callable[[str], Rounding | None],
     keep: Callable[[str], bool] = lambda name: False,
+    also: Callable[[str], bool] = lambda name: False,  # names that are quantised besides
 ) -> transformers.PreTrainedModel:
     """`rounding` says for the name of a layer what happens to its inputs."""
     model = type(tiny.model)(tiny.model.config).eval().float()
     model.load_state_dict(tiny.model.state_dict())
     for name, layer in model.named_modules():
         weight = f"{name}.weight"
-        if not is_matrix(weight) or keep(weight):
+        if not (is_matrix(weight) or also(weight)) or keep(weight):
             continue
         assert isinstance(layer, torch.nn.Linear)
         data, scale = quantize(layer.weight.data)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start
-from fp8_writing import by_row, is_matrix, make_oracle, prompt_scores, round_fp8, write_fp8
+from fp8_writing import by_row, make_oracle, prompt_scores, round_fp8, write_fp8
 from ranks import check_near_ranks, logits_of_threads
 from safetensors.torch import load_file
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -33,6 +33,9 @@ NEW = 6
 PROMPT = random_prompts(320, [100], seed=9)[0]
 
 
+INPUTS = ("inputs", "inputs 1")  # of a module that has two
+
+
 def write_config(folder: Path, mode: str, **more: object) -> str:
     path = folder / f"{mode.lower()}.json"
     path.write_text(json.dumps({"mode": mode, "observer": "maxabs", "dump_stats_path": str(folder / "m"), **more}))
@@ -50,11 +53,29 @@ def measure(tiny: Tiny, folder: Path, settings: dict | None = None, **config: ob
 
 def watch_attention(tiny: Tiny, see: Any) -> None:
     def attend(module, query, key, value, *rest, **named):
-        key, value = see(module.layer_idx, key, value)
+        key, value = see(module.layer_idx, query, key, value)
         return sdpa_attention_forward(module, query, key, value, *rest, **named)
 
     ALL_ATTENTION_FUNCTIONS.register("watched", attend)
     tiny.model.set_attn_implementation("watched")
+
+
+def multiply_in_fp8(tiny: Tiny, scales: Any) -> None:
+    """`scales` gives those of queries, keys, weights and values of a layer."""
+
+    def attend(module, query, key, value, mask, scaling, **named):
+        of_query, of_key, of_weight, of_value = scales(module.layer_idx)
+        groups = module.num_key_value_groups
+        key, value = (x.repeat_interleave(groups, 1) for x in (round_fp8(key, of_key), round_fp8(value, of_value)))
+        scores = round_fp8(query, of_query) @ key.mT * scaling
+        length = scores.shape[-1]
+        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        mixed = round_fp8(weights, of_weight) @ value / weights.sum(-1, keepdim=True)
+        return mixed.transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("in fp8", attend)
+    tiny.model.set_attn_implementation("in fp8")
 
 
 @torch.no_grad()
@@ -69,10 +90,18 @@ def oracle_maxima(tiny: Tiny) -> dict[tuple[str, str], torch.Tensor]:
         largest = value.abs().flatten(0, -2).amax(0)
         found[name, what] = torch.maximum(found.get((name, what), largest), largest)
 
-    def see(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        for side, states in (("k", key), ("v", value)):  # [1, heads, tokens, dim]
-            take(f"model.layers.{layer}.self_attn.{side}_cache", "inputs", states.transpose(1, 2).flatten(2))
-        return key, value
+    def see(layer: int, *states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value = (each.transpose(1, 2).flatten(2) for each in states)  # [1, heads, tokens, dim]
+        path = f"model.layers.{layer}.self_attn"
+        for name, inputs in {
+            "k_cache": (key,),
+            "v_cache": (value,),
+            "matmul_qk": (query, key),
+            "matmul_av": (torch.ones(1, 1, 1), value),
+        }.items():
+            for what, each in zip(INPUTS, inputs, strict=False):
+                take(f"{path}.{name}", what, each)
+        return states[1:]
 
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear):
@@ -109,7 +138,7 @@ def check_nodes(nodes: dict, expected: dict[tuple[str, str], torch.Tensor], by_c
         if what == "outputs":
             continue
         node = nodes[name]
-        column = node["params"]["weight"] if what == "weight" else node[what][0]
+        column = node["params"]["weight"] if what == "weight" else node["inputs"][INPUTS.index(what)]
         found = torch.tensor(column)
         assert found.shape == ((largest.shape[0], 1) if by_channel else (1, 1)), name
         wanted = largest[:, None] if by_channel else largest.amax().reshape(1, 1)
@@ -239,18 +268,20 @@ METHODS = {
 }
 
 
+@pytest.mark.parametrize("attention", [False, True], ids=["", "fp8-attention"])
 @pytest.mark.parametrize("cache", [False, True], ids=["", "fp8-cache"])
 @pytest.mark.parametrize("method", METHODS)
 def test_static_scales_compute_what_an_oracle_computes(
-    tiny_llama: Tiny, tmp_path: Path, method: str, cache: bool
+    tiny_llama: Tiny, tmp_path: Path, method: str, cache: bool, attention: bool
 ) -> None:
     nodes = measure(tiny_llama, tmp_path)
     by_channel, rounding = METHODS[method]
-    blocked = {"types": [] if cache else ["KVCache"], "names": [r"layers\.2\.mlp\.down_proj"]}
+    types = [name for name, is_there in (("KVCache", cache), ("Matmul", attention)) if not is_there]
+    blocked = {"types": types, "names": [r"layers\.2\.mlp\.down_proj"]}
     config = write_config(tmp_path, "QUANTIZE", scale_method=method, blocklist=blocked)
 
-    def input_scale(name: str) -> float:
-        return rounding(nodes[name]["inputs"][0][0][0] / (448 * 0.25))
+    def input_scale(name: str, number: int = 0) -> float:
+        return rounding(nodes[name]["inputs"][number][0][0] / (448 * 0.25))
 
     def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         largest = weight.abs().amax(1, keepdim=True) if by_channel else weight.abs().amax().reshape(1, 1)
@@ -260,10 +291,20 @@ def test_static_scales_compute_what_an_oracle_computes(
     def keep(name: str) -> bool:
         return name == "model.layers.2.mlp.down_proj.weight"
 
-    oracle = make_oracle(tiny_llama, quantize, lambda name: lambda x: round_fp8(x, input_scale(name)), keep)
-    if cache:
+    def find_rounding(name: str) -> Any:
+        return lambda x: round_fp8(x, input_scale(name))
 
-        def see(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    oracle = make_oracle(tiny_llama, quantize, find_rounding, keep, also=lambda name: name == "lm_head.weight")
+    if attention:
+
+        def scales(layer: int) -> list[float]:
+            path = f"model.layers.{layer}.self_attn"
+            return [input_scale(f"{path}.{name}", n) for name in ("matmul_qk", "matmul_av") for n in (0, 1)]
+
+        multiply_in_fp8(Tiny(tiny_llama.folder, oracle), scales)
+    elif cache:
+
+        def see(layer: int, _: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
             path = f"model.layers.{layer}.self_attn"
             return round_fp8(key, input_scale(f"{path}.k_cache")), round_fp8(value, input_scale(f"{path}.v_cache"))
 
@@ -305,15 +346,17 @@ def test_a_file_in_the_layout_of_the_toolkit(tiny_llama: Tiny, tmp_path: Path) -
     """Two ranks of another engine, with modules that this one does not have, and no values of matrices."""
     maxima = oracle_maxima(tiny_llama)
     for rank in range(2):
-        nodes: dict[str, dict] = {}
+        share, nodes = 1.0 if rank else 0.5, dict[str, dict]()
         for name in {name for name, _ in maxima}:
-            if is_matrix(f"{name}.weight") or name.endswith("_cache"):
-                share = 1.0 if rank else 0.5
-                nodes[name] = {"inputs": [[[share * maxima[name, "inputs"].amax().item()]]]}
-        nodes["model.layers.0.self_attn.matmul_qk"] = {"inputs": [[[3.0]], [[4.0]]], "outputs": [[[9.0]]]}
+            inputs = [maxima[name, what].amax().item() for what in INPUTS if (name, what) in maxima]
+            nodes[name] = {"inputs": [[[share * value]] for value in inputs], "outputs": [[[9.0]]]}
+        nodes["model.layers.0.self_attn.softmax"] = {"inputs": [[[3.0]]], "outputs": [[[1.0]]]}
         content = {"GlobalRank": rank, "LocalRank": rank, "Mode": "DynamicRange", "Nodes": nodes}
         (tmp_path / f"m_hooks_maxabs_{rank}_2.json").write_text(json.dumps(content))
-    theirs = scores(start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE")))
+    engine = start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE"))
+    assert "products of attention have static scales in 3 of 3 layers" in engine.notes
+    assert "the head is in FP8, apart from embeddings" in engine.notes
+    theirs = scores(engine)
     measure(tiny_llama, tmp_path)
     ours = scores(start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE")))
     torch.testing.assert_close(theirs, ours)
@@ -334,11 +377,17 @@ def test_what_is_in_fp8_is_told(tiny_llama: Tiny, tmp_path: Path) -> None:
     lists = {"names": ["q_proj"], "types": ["KVCache"]}
     engine = start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE", blocklist=lists))
     engine.close()
-    (note,) = [note for note in engine.notes if "static scales" in note]
+    (note,) = [note for note in engine.notes if note.startswith("static scales")]
     names = [f"model.layers.0.self_attn.{side}_proj" for side in "qkv"]
     assert note.endswith(f"12 of 21 matrices are in FP8; as they were stay {', '.join(names)} and 6 more")
     assert not [note for note in engine.notes if note.startswith(("matrices in FP8", "KV cache in"))]
     lists = {"types": ["Linear", "KVCache"]}
+    engine = start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE", blocklist=lists))
+    engine.close()
+    assert [note for note in engine.notes if "attention" in note] and not [
+        note for note in engine.notes if "head" in note
+    ]
+    lists = {"types": ["Linear", "KVCache", "Matmul"]}
     with pytest.raises(
         StartError, match=r"quantize.json: nothing of this model would be in FP8.*Leave QUANT_CONFIG out"
     ):
@@ -417,9 +466,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, "MEASURE")
     assert main(["measure", *arguments, "--quant-config", config]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"120 tokens of 3 prompts; 271 modules are in .*m_hooks_maxabs.json", out)
+    assert re.search(r"120 tokens of 3 prompts; 331 modules are in .*m_hooks_maxabs.json", out)
     nodes = json.loads((tmp_path / "m_hooks_maxabs.json").read_text())["Nodes"]
-    assert len(nodes) == 30 * 9 + 1 and all(node["inputs"][0][0][0] > 0 for node in nodes.values())
+    assert len(nodes) == 30 * 11 + 1 and all(node["inputs"][0][0][0] > 0 for node in nodes.values())
 
 
 @pytest.mark.parametrize(

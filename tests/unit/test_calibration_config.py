@@ -107,10 +107,11 @@ def test_what_has_no_effect_is_told(tmp_path: Path) -> None:
     notes = read(tmp_path, given).notes
     assert len(notes) == 4
     assert notes[-1] == "QUANT_CONFIG `colour` has no effect: it is not known"
-    lists = {"blocklist": {"types": ["Matmul", "Linear"]}, "scale_method": {"layer_types": {"lineer": "unit_scale"}}}
+    lists = {"blocklist": {"types": ["Softmax", "Linear"]}, "scale_method": {"layer_types": {"lineer": "unit_scale"}}}
+    served = "Linear, KVCache, Matmul, ModuleFusedSDPA"
     assert read(tmp_path, lists).notes == tuple(
-        f"QUANT_CONFIG: type {name!r} has no effect: what is quantised has the types Linear and KVCache"
-        for name in ("Matmul", "lineer")
+        f"QUANT_CONFIG: type {name!r} has no effect: what is quantised has the types {served}"
+        for name in ("Softmax", "lineer")
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from text_generation_inference.errors import ResourceError, StartError
-from text_generation_inference.quant.inc.config import CalibrationConfig, Selection
+from text_generation_inference.quant.inc.config import CalibrationConfig, ScaleMethods, Selection
 from text_generation_inference.quant.inc.files import (
     Node,
     check_writable,
@@ -16,7 +16,7 @@ from text_generation_inference.quant.inc.files import (
     statistics_path,
     write_statistics,
 )
-from text_generation_inference.quant.inc.scales import GAUDI2, GAUDI3
+from text_generation_inference.quant.inc.scales import GAUDI2, GAUDI3, METHODS
 from text_generation_inference.quant.inc.static import StaticScales
 
 ATTENTION = "model.layers.0.self_attn"
@@ -208,3 +208,47 @@ def test_cache(tmp_path: Path) -> None:
 
 def test_files_have_documented_names(tmp_path: Path) -> None:
     assert statistics_path(Path("out/measure"), "maxabs", "_3_8").name == "measure_hooks_maxabs_3_8.json"
+
+
+# -- products of attention -------------------------------------------------------------------------------------------
+
+MATMULS = {
+    f"{ATTENTION}.matmul_qk": Node([[12.0], [24.0]], []),
+    f"{ATTENTION}.matmul_av": Node([[1.0], [6.0]], []),
+}
+FUSED = {f"{ATTENTION}.attn.fused_scaled_dot_product_attention": Node([[12.0], [48.0], [3.0]], [[5.0], [0.5]])}
+_FULL = 448 * 0.25  # with the margin of inputs
+
+
+def find_scales(
+    nodes: dict[str, Node], types: tuple[str, ...] = (), names: tuple[str, ...] = ()
+) -> tuple[float, ...] | None:
+    """Those of queries, keys, weights and values, as largest values. `types`, `names`: that are blocked."""
+    exact = ScaleMethods(METHODS["maxabs_arbitrary"])
+    config = CalibrationConfig("c", "QUANTIZE", blocked=Selection(types, names), methods=exact)
+    found = StaticScales(config, nodes, GAUDI3).attention_scales(ATTENTION)
+    if found is None:
+        return None
+    return tuple(round(each * _FULL, 6) for each in (found.query, found.key, found.weight, found.value))
+
+
+def test_products_of_attention() -> None:
+    """As two products, as one fused op that also tells how large weights are, or both: then whatever is larger."""
+    assert find_scales(MATMULS) == (12.0, 24.0, 1.0, 6.0)
+    assert find_scales(FUSED) == (12.0, 48.0, 0.5, 3.0)
+    assert find_scales(MATMULS | FUSED) == (12.0, 48.0, 1.0, 6.0)
+    first, second = ({name: node} for name, node in MATMULS.items())
+    assert find_scales(first) is None and find_scales(second) is None and find_scales(NODES) is None
+    assert find_scales(second | {f"{ATTENTION}.matmul_qk": Node([[12.0]], [])}) is None
+    assert find_scales(MATMULS, types=("Matmul",)) is None
+    assert find_scales(MATMULS | FUSED, types=("Matmul",)) == find_scales(FUSED)
+    assert find_scales(MATMULS | FUSED, names=("self_attn",)) is None
+
+
+def test_the_head() -> None:
+    """Left as it is by those who have not measured it, as many published lists say."""
+    config = CalibrationConfig("c", "QUANTIZE")
+    assert StaticScales(config, NODES, GAUDI3).find_head() is not None
+    assert StaticScales(config, MATMULS, GAUDI3).find_head() is None
+    blocked = CalibrationConfig("c", "QUANTIZE", blocked=Selection(names=("lm_head",)))
+    assert StaticScales(blocked, NODES, GAUDI3).find_head() is None

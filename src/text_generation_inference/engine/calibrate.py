@@ -8,6 +8,7 @@ import msgspec
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.devices.device import Device
 from text_generation_inference.errors import StartError
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.models.model import Model
 from text_generation_inference.quant.cache_scales import CacheScales
 from text_generation_inference.quant.inc.config import CalibrationConfig, read_calibration
@@ -46,7 +47,7 @@ class Calibrated:
             return None
         return MeasuredQuantization(StaticScales.load(self.file, device.fp8_max))
 
-    def describe(self, quantization: Quantization | None, model: Model) -> list[str]:
+    def describe(self, quantization: Quantization | None, model: Model, ops: Ops) -> list[str]:
         """Notes for the log."""
         if self.file is None:
             return []
@@ -54,7 +55,10 @@ class Calibrated:
         static = measured_scales(quantization)
         if static is not None:
             origin = f"from {path}" if self.file.methods.need_statistics else "that are fixed"
-            notes = [f"static scales {origin}: {_describe_matrices(static, model)}"]
+            notes = [
+                f"static scales {origin}: {_describe_matrices(static, model)}",
+                *_describe_rest(static, model, ops),
+            ]
         elif self.measures:
             notes = [f"measuring: the largest values go to {path}"]
         else:
@@ -86,10 +90,13 @@ def choose_cache(config: ServerConfig, quantization: Quantization | None, model:
     static = measured_scales(quantization)
     if config.kv_cache_dtype is not None or static is None:
         return config.kv_cache_dtype
-    attentions = [prefix.removesuffix(".") for prefix, module in model.walk() if isinstance(module, CacheScales)]
+    attentions = _list_attentions(model)
     if static.quantizes_cache(attentions):
         return FP8_CACHE
-    if not any(static.find(matrices) for matrices in _list_matrices(model)):
+    # Of another model's measurement the head alone may fit: no reason to serve with it.
+    head = None if static.config.ignores_unmeasured else static.find_head()
+    found = [head, *map(static.find, _list_matrices(model)), *map(static.attention_scales, attentions)]
+    if not any(found):
         raise StartError(
             f"{static.config.source}: nothing of this model would be in FP8, because the lists leave nothing or the"
             " measurement has none of its modules. Leave QUANT_CONFIG out to serve the model as it is."
@@ -115,6 +122,20 @@ def _describe_matrices(static: StaticScales, model: Model) -> str:
         return text
     more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""
     return f"{text}; as they were stay {', '.join(plain[:_SHOWN])}{more}"
+
+
+def _list_attentions(model: Model) -> list[str]:
+    """Those that keep keys and values, by their paths."""
+    return [prefix.removesuffix(".") for prefix, module in model.walk() if isinstance(module, CacheScales)]
+
+
+def _describe_rest(static: StaticScales, model: Model, ops: Ops) -> list[str]:
+    notes = ["the head is in FP8, apart from embeddings"] if static.find_head() else []
+    attentions = _list_attentions(model)
+    if count := sum(static.attention_scales(each) is not None for each in attentions):
+        text = f"products of attention have static scales in {count} of {len(attentions)} layers"
+        notes.append(text if ops.fp8_attention else f"{text}, and are computed in the model's type on this device")
+    return notes
 
 
 def make_recorder(calibrated: Calibrated, model: Model, block_size: int) -> Recorder | None:

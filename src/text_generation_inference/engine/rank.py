@@ -237,6 +237,7 @@ class Rank:
         precision = [
             *_describe_precision(quantization, cache_setting, wide_copy_bytes(model, dtype)),
             *describe_widened(model, dtype),
+            *self._calibrated.describe(quantization, model, device.ops),
         ]
         return RankFacts(
             device=device.name,
@@ -254,7 +255,7 @@ class Rank:
             ),
             quantized=is_quantized(model),
             is_capturable=model.is_capturable,
-            notes=[*model.notes, device.ops.description, *precision, *self._calibrated.describe(quantization, model)],
+            notes=[*model.notes, device.ops.description, *precision],
             quantization=name_quantization(model_config.fields, config.quantize),
             weight_bytes=weight_bytes(model, dtype),
             pictures=_describe_sight(model.sight),
@@ -506,6 +507,8 @@ def load_model(
     size = device.limits.block_size
     device.begin_compiling(lambda: attend_long_prompt(model, dtype, device.torch_device, size))
     if config.load_format == "dummy":
+        if quantization is not None and quantization.rounds_head:
+            model.split_head()
         assign_methods(model, quantization)
         hold_wide_copies(model, dtype, device)
         check_weights_fit(config, model, dtype, device)
@@ -517,6 +520,8 @@ def load_model(
     model.adapt(checkpoint.names(), checkpoint.are_equal)
     if quantization is not None:
         quantization = quantization.named_as_in({name: checkpoint.shape(name) for name in checkpoint.names()})
+        if quantization.rounds_head:
+            model.split_head()
     computed = device.ops.block_kinds if dtype is torch.float32 else ()  # products of blocks are in float32
     assign_methods(model, quantization, checkpoint.block_types, computed, checkpoint.is_plain)
     hold_wide_copies(model, dtype, device)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels import fp8
 from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, CrossMeta, PagedMeta
+from text_generation_inference.kernels.fp8 import AttentionScales
 
 _LEAST = -1e30  # below any score: whoever has seen nothing adds exp(-1e30) = 0
 
@@ -153,10 +154,11 @@ def attention(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     attention_chunk: int | None = None,
+    in_fp8: AttentionScales | None = None,
 ) -> Tensor:
     """Causal attention over a padded pass -> `[tokens, heads * head_dim]`."""
     phase = decode_attention if isinstance(batch.meta, BlockLists) else prefill_attention
-    return phase(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk)
+    return phase(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk, in_fp8)
 
 
 def prefill_attention(
@@ -171,6 +173,7 @@ def prefill_attention(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     attention_chunk: int | None = None,
+    in_fp8: AttentionScales | None = None,
 ) -> Tensor:
     """Causal attention of prompts over themselves and what is cached before them -> `[tokens, heads * head_dim]`.
 
@@ -192,17 +195,8 @@ def prefill_attention(
         keys, values = torch.cat((before[0], keys), 1), torch.cat((before[1], values), 1)
     queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
     mask, distance = prompt_mask(batch, size, window, attention_chunk)
-    mask = mask[:, None]
-    if softcap is None and slopes is None and sinks is None and keys.shape[-1] == values.shape[-1]:
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
-    else:
-        scores = grouped_product(queries, keys.transpose(-1, -2)).float() * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if slopes is not None:
-            scores = scores - distance[:, None] * slopes[:, None, None]
-        weights = softmax_with_sinks(scores.masked_fill(~mask, -math.inf), sinks).to(q.dtype)
-        out = grouped_product(weights, values)
+    bias = None if slopes is None else -distance[:, None] * slopes[:, None, None]
+    out = attend(queries, keys, values, mask[:, None], scale, softcap, bias, sinks, in_fp8)
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
@@ -252,6 +246,49 @@ def prompt_mask(
     return mask, distance
 
 
+def attend(
+    queries: Tensor,  # [rows, heads, queries, head_dim]
+    keys: Tensor,  # [rows, kv_heads, length, head_dim]
+    values: Tensor,
+    mask: Tensor,  # [rows, 1, queries, length]: which keys a query sees
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,  # [rows, heads, queries, length], added to the scores
+    sinks: Tensor | None = None,
+    in_fp8: AttentionScales | None = None,
+) -> Tensor:
+    """-> like the queries, with the size of the values."""
+    is_plain = softcap is None and bias is None and sinks is None and in_fp8 is None
+    # Of values with a size of their own torch makes copies for all heads of a group, at a hundred times the cost.
+    if is_plain and keys.shape[-1] == values.shape[-1]:
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+    dtype = queries.dtype
+    if in_fp8 is not None:
+        queries, keys, values = round_for_products(queries, keys, values, in_fp8)
+    scores = grouped_product(queries, keys.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.masked_fill(~mask, -math.inf)
+    if in_fp8 is None:
+        return grouped_product(softmax_with_sinks(scores, sinks).to(dtype), values)
+    first = (
+        torch.full_like(scores[..., :1], _LEAST) if sinks is None else sinks[:, None, None].expand_as(scores[..., :1])
+    )
+    best = torch.maximum(scores.amax(-1, keepdim=True), first)
+    weights = torch.exp(scores - best)
+    total = weights.sum(-1, keepdim=True) + (0 if sinks is None else torch.exp(first - best))
+    return (grouped_product(fp8.rounded(weights, in_fp8.weight), values) / total).to(dtype)
+
+
+def round_for_products(q: Tensor, k: Tensor, v: Tensor, scales: AttentionScales) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as products in FP8 have them, in float32, in which such products are summed."""
+    pairs = ((q, scales.query), (k, scales.key), (v, scales.value))
+    rounded_q, rounded_k, rounded_v = (fp8.rounded(x.float(), scale) for x, scale in pairs)
+    return rounded_q, rounded_k, rounded_v
+
+
 def grouped_product(x: Tensor, y: Tensor) -> Tensor:
     """x `[rows, heads, queries, n]` times y `[rows, kv_heads, n, m]`, which heads of a group share."""
     rows, heads, queries, size = x.shape
@@ -271,6 +308,7 @@ def decode_attention(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     attention_chunk: int | None = None,
+    in_fp8: AttentionScales | None = None,
 ) -> Tensor:
     """Attention of each row's one token over its blocks -> `[rows, heads * head_dim]`; padding gets 0.
 
@@ -295,8 +333,10 @@ def decode_attention(
     blocks = slice(filler.shape[0]) if lists.block_list is None else lists.block_list.long()
     keys = _read(k_cache, blocks, None, kv_scales[0], q.dtype).masked_fill(unseen, 0).float()
     values = _read(v_cache, blocks, None, kv_scales[1], q.dtype).masked_fill(unseen, 0).float()
-    grouped = q.float().reshape(rows, kv_heads, -1, q.shape[2]) * scale
-    queries = grouped[owner]  # [blocks, kv_heads, group, head_dim]
+    queries = q.float()
+    if in_fp8 is not None:
+        queries, keys, values = round_for_products(queries, keys, values, in_fp8)
+    queries = (queries.reshape(rows, kv_heads, -1, q.shape[2]) * scale)[owner]  # [blocks, kv_heads, group, head_dim]
     scores = torch.einsum("bhgd,bshd->bhgs", queries, keys)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -309,7 +349,8 @@ def decode_attention(
     index = owner[:, None, None].expand(-1, *scores.shape[1:3])
     first, best = best, best.scatter_reduce(0, index, scores.amax(-1), "amax")
     weights = torch.exp(scores - best[owner][..., None]) * seen[:, None, None, :]
-    mixed = torch.einsum("bhgs,bshd->bhgd", weights, values)
+    kept = weights if in_fp8 is None else fp8.rounded(weights, in_fp8.weight)
+    mixed = torch.einsum("bhgs,bshd->bhgd", kept, values)
     total = torch.zeros_like(best) if sinks is None else torch.exp(first - best)
     total = total.index_add(0, owner, weights.sum(-1))
     out = torch.zeros((rows, *mixed.shape[1:]), device=q.device).index_add(0, owner, mixed)

@@ -62,6 +62,16 @@ class ScaledRows:
         return self.data.shape
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionScales:
+    """Of what attention multiplies in FP8. Weights are relative to the largest of their row, so at most 1."""
+
+    query: float
+    key: float
+    weight: float
+    value: float
+
+
 def apply_scales(x: Tensor | ScaledRows | PartialSum) -> Tensor:
     """A product with all that was left to the op that comes next."""
     if isinstance(x, Tensor):
@@ -88,6 +98,16 @@ def apply_scales_to_heads(parts: Sequence[Tensor], rows: Tensor, columns: Tensor
 
 def to_fp8(x: Tensor) -> Tensor:
     return x.float().clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def rounded(x: Tensor, scale: float) -> Tensor:
+    """What x is once it has been in FP8 with this scale, in its type."""
+    return (to_fp8(x.float() / scale).float() * scale).to(x.dtype)
+
+
+def pack_attention_scales(scales: AttentionScales) -> AttentionScales:
+    """Bring scales into the form `attention` wants. Called once, before the first pass."""
+    return scales
 
 
 def pack_fp8(weight: Fp8Weight) -> Fp8Weight:

@@ -25,7 +25,7 @@ from text_generation_inference.kernels import (
 )
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.choice import EVERY_FILTER, SamplingNeeds
-from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.kernels.fp8 import AttentionScales, Fp8Weight
 from text_generation_inference.kernels.fused_decode import FusedDecode, FusedLayer
 from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.low_bit import LowBitWeight
@@ -207,6 +207,7 @@ class AttentionOp(Protocol):
         slopes: Tensor | None = None,  # [heads] float32: times key's minus query's position, added to scores (ALiBi)
         sinks: Tensor | None = None,  # [heads] float32: one more score for each query, of a token without a value
         attention_chunk: int | None = None,  # a token sees only tokens of its own run of so many positions
+        in_fp8: AttentionScales | None = None,  # what is multiplied is put into FP8 with these: see `fp8_attention`
     ) -> Tensor:
         """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
         ...
@@ -310,6 +311,8 @@ class Ops:
     pack_fp8: PackFp8Op = fp8.pack_fp8
     fp8_max: float = fp8.FP8_MAX  # the largest number of the device's e4m3
     fp8_on_host: bool = False  # weights are quantised and widened there, until `pack_fp8` sends them
+    fp8_attention: bool = True  # `attention` multiplies in FP8 where it has the scales
+    pack_attention_scales: Callable[[AttentionScales], AttentionScales] = fp8.pack_attention_scales
     pack_low_bit: PackLowBitOp = low_bit.pack_low_bit
     # Ops that take matrices in few bits; for others they are widened when they are read.
     low_bit_keeps_wide: bool = False  # `linear` is faster for many rows if it has the values of few bits, too

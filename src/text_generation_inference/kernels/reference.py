@@ -6,8 +6,8 @@ scale for all keys and one for all values of a layer. An op that is told a matri
 quantised for that matrix.
 """
 
-import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels import block_lists, fp8, head_norms, low_bit
 from text_generation_inference.kernels.batch import Batch, PagedMeta
-from text_generation_inference.kernels.block_lists import softmax_with_sinks
-from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.kernels.fp8 import AttentionScales, Fp8Weight
 from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.kernels.matrices import Product, Rows, Weight, plain
@@ -198,6 +197,7 @@ def attention(
     slopes: Tensor | None = None,  # [heads] float32: times key's minus query's position, added to the scores (ALiBi)
     sinks: Tensor | None = None,  # [heads] float32: one more score for each query, of a token without a value
     attention_chunk: int | None = None,  # a token sees only tokens of its own run of so many positions
+    in_fp8: AttentionScales | None = None,  # what is multiplied is put into FP8 with these
 ) -> Tensor:
     """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`.
 
@@ -205,7 +205,7 @@ def attention(
     """
     if block_lists.is_padded(batch):
         return block_lists.attention(
-            q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
+            q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk, in_fp8
         )
     meta: PagedMeta = batch.meta
     seq_lens = batch.seq_lens
@@ -222,7 +222,7 @@ def attention(
     if n:
         out[:n] = _decode_attention(
             q[:n], k_cache, v_cache, meta, seq_lens[:n], scale, window, softcap, kv_scales, slopes, sinks,
-            attention_chunk,
+            attention_chunk, in_fp8,
         )  # fmt: skip
     token = n
     for row, (start, end) in enumerate(zip(meta.chunk_starts_cpu, meta.chunk_ends_cpu, strict=True), n):
@@ -240,7 +240,7 @@ def attention(
         mask = _mask(query_positions, end, window, attention_chunk, first, ends)
         bias = _alibi(query_positions, end, slopes, first)
         queries = q[None, token : token + count]
-        out[token : token + count] = _attend(queries, keys, values, mask, scale, softcap, bias, sinks)[0]
+        out[token : token + count] = _attend(queries, keys, values, mask, scale, softcap, bias, sinks, in_fp8)[0]
     return out.flatten(1)
 
 
@@ -257,6 +257,7 @@ def _decode_attention(
     slopes: Tensor | None,
     sinks: Tensor | None,
     attention_chunk: int | None,
+    in_fp8: AttentionScales | None,
 ) -> Tensor:
     length, tables = meta.max_seq_len, meta.block_tables[: meta.num_decode]
     # Past a row's end a block may hold anything, even NaN, and a weight of zero does not undo that; so may one behind
@@ -272,7 +273,7 @@ def _decode_attention(
     query_positions = seq_lens[:, None] - 1
     mask = _mask(query_positions, length, window, attention_chunk)
     bias = _alibi(query_positions, length, slopes)
-    return _attend(q[:, None], keys, values, mask, scale, softcap, bias, sinks)[:, 0]
+    return _attend(q[:, None], keys, values, mask, scale, softcap, bias, sinks, in_fp8)[:, 0]
 
 
 def _gather(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
@@ -315,29 +316,10 @@ def _alibi(query_positions: Tensor, end: int, slopes: Tensor | None, first: int 
     return distance[:, None] * slopes[:, None, None]
 
 
-def _attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float | None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *more: Any) -> Tensor:
     """q `[rows, queries, heads, head_dim]`, keys and values `[rows, length, kv_heads, head_dim]` -> like q."""
     q, keys, values = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
-    # Of values with a size of their own torch makes copies for all heads of a group, at a hundred times the cost.
-    if softcap is None and bias is None and sinks is None and keys.shape[-1] == values.shape[-1]:
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2)
-    scores = block_lists.grouped_product(q, keys.transpose(-1, -2)).float() * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    weights = softmax_with_sinks(scores.masked_fill(~mask, -math.inf), sinks).to(q.dtype)
-    return block_lists.grouped_product(weights, values).transpose(1, 2)
+    return block_lists.attend(q, keys, values, mask, *more).transpose(1, 2)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

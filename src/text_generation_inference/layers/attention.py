@@ -8,7 +8,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import Batch
-from text_generation_inference.kernels.fp8 import split_scales
+from text_generation_inference.kernels.fp8 import AttentionScales, split_scales
 from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.matrices import Product, Rows
 from text_generation_inference.kernels.ops import Ops
@@ -79,6 +79,7 @@ class Attention(SelfAttention):
         self.out = out
         self.heads = heads
         self.cache_scales = CacheScales()
+        self.in_fp8: AttentionScales | None = None  # what is multiplied is put into FP8 with these; set by `bind`
         self.clip: float | None = None  # queries, keys and values are cut at plus and minus this
         self.q_norm: HeadNorm | None = None
         self.k_norm: HeadNorm | None = None
@@ -93,7 +94,7 @@ class Attention(SelfAttention):
     @property
     def is_plain(self) -> bool:
         """Nothing but norms, rotation, a window, a softcap and sinks stands between products and scores, or beside."""
-        more = (self.clip, self.slopes, self.temperatures, self.heads.attention_chunk)
+        more = (self.clip, self.slopes, self.temperatures, self.heads.attention_chunk, self.in_fp8)
         return all(each is None for each in more)
 
     @property
@@ -119,6 +120,11 @@ class Attention(SelfAttention):
         bounds = [each for each in (heads.window, heads.attention_chunk) if each is not None]
         return CacheSpec(heads.num_kv_heads, heads.head_dim, dtype, min(bounds, default=None))
 
+    def bind(self, cache_dtype: torch.dtype) -> None:
+        """Called with the type of the cache that every pass will use."""
+        found = self.cache_scales.of_products(cache_dtype, self.ops.fp8_max) if self.ops.fp8_attention else None
+        self.in_fp8 = None if found is None else self.ops.pack_attention_scales(found)
+
     def forward(
         self, x: Rows, batch: Batch, cos_sin: Tensor, cache: tuple[Tensor, ...], wanted: Tensor | None = None
     ) -> Product:
@@ -136,10 +142,13 @@ class Attention(SelfAttention):
         if self.temperatures is not None:
             q = (q * self.temperatures[batch.positions][:, None, None]).to(q.dtype)
         # No kernel lets tokens see what comes after them.
-        attention = self.ops.attention if batch.visible_ends is None else reference.attention
+        attention, in_fp8 = self.ops.attention, self.in_fp8
+        if batch.visible_ends is not None:
+            attention, in_fp8 = reference.attention, None
         mixed = attention(
             q, k, v, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap,
             kv_scales=kv_scales, slopes=self.slopes, sinks=self.sinks, attention_chunk=heads.attention_chunk,
+            in_fp8=in_fp8,
         )  # fmt: skip
         return self.out.linear_unscaled(mixed if wanted is None else mixed[wanted])
 

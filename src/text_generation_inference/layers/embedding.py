@@ -46,6 +46,7 @@ class VocabWeight(Matrix):
         ):  # random ones large enough that layers do not make all tokens alike, so that routers tell them apart
             part = replace(part, random_std=1.0)
         super().__init__(ops, [part], may_round=False, is_multiplied=is_head)
+        self.is_head = is_head
 
     def declare(self) -> list[Declared]:
         return [*super().declare(), *(Declared("bias", [part]) for part in self.bias_parts or ())]
@@ -80,6 +81,9 @@ class RowsOf:
     """An embedding that is a head, which owns the weight."""
 
     head: VocabWeight
+
+    def __post_init__(self) -> None:
+        self.head.is_head = False
 
     def look_up(self, ids: Tensor) -> Tensor:
         return self.head.look_up(ids)

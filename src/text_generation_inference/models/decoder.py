@@ -134,6 +134,14 @@ class CausalLM(Model):
         ):  # trained apart, whatever the config says, or quantised apart
             self._untie(head)
 
+    def split_head(self) -> None:
+        embedding = self.model.embedding
+        if self.head is None and isinstance(embedding, VocabWeight):
+            (name,) = embedding.names(f"{self.model.name}." if self.model.name else "")
+            ignored = self.ignored
+            self._untie(name)
+            self.ignored = ignored
+
     def rename(self, names: TensorNames) -> None:
         """The same tensors under other names."""
         self.spec = replace(self.spec, names=names)
@@ -146,7 +154,8 @@ class CausalLM(Model):
 
     def _tie(self) -> None:
         self.head = None
-        cast(VocabWeight, self.model.embedding).is_multiplied = True
+        embedding = cast(VocabWeight, self.model.embedding)
+        embedding.is_multiplied, embedding.is_head = True, False
         self.ignored = (*self.ignored, *(f"{head}.weight*" for head in self.spec.names.head))
 
     def _untie(self, name: str) -> VocabWeight:
@@ -193,6 +202,8 @@ class CausalLM(Model):
             attention, spec = layer.attention, layer.spec.attention
             if not isinstance(attention, Attention):
                 continue
+            if caches:
+                attention.bind(caches[layer.number][0].dtype)
             if (chunk := spec.attention_chunk) is not None:  # one that nobody reaches the end of is none
                 chunk = chunk if chunk < num_positions else None
                 attention.heads = replace(attention.heads, attention_chunk=chunk)

@@ -65,6 +65,9 @@ class Model(Module, ABC):
     def caches(self, dtype: torch.dtype) -> Sequence[AnyCacheSpec]:
         """What each layer keeps on this rank, keys and values in this type."""
 
+    def split_head(self) -> None:
+        """A head that is the embedding reads its tensor by itself, so that it may be held in another form."""
+
     @abstractmethod
     def bind(self, caches: Caches, num_positions: int) -> None:
         """Called with the caches that every pass will use, when the weights are loaded."""

@@ -80,6 +80,11 @@ class Fp8(Method):
             x = x.clamp(-weight.input_bound, weight.input_bound)
         return matrix.ops.linear(x, weight, matrix.bias, weight.dtype)
 
+    def logits(self, matrix: Matrix, hidden: Tensor, out: Tensor | None) -> Tensor:
+        weight = _weight(matrix)
+        result = matrix.ops.linear(hidden, weight, None, weight.dtype)
+        return result if out is None else out.copy_(result)
+
     def unscaled(self, matrix: Matrix) -> Callable[[Rows], Product] | None:
         weight = _weight(matrix)
         product = matrix.ops.linear_unscaled

@@ -55,6 +55,7 @@ class Matrix(Module):
 
     is_stacked = False  # several matrices, which only the op `experts` multiplies
     is_measured = True  # what goes into it can be looked at, to find scales for it
+    is_head = False  # what comes out of it are scores of tokens, and its rows are not looked up
     only_as_stored = False  # in few bits where a checkpoint has it so; no method rounds it otherwise
     num_experts = 1
     bias_parts: list[Part] | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from text_generation_inference.kernels.fp8 import AttentionScales
 from text_generation_inference.quant.method import Matrix, Method
 
 
@@ -11,6 +12,11 @@ class Quantization:
     may_leave: tuple[str, ...] = ()  # file name patterns of tensors that nobody needs
     origin: str  # who asked for it, in an error
     needs_fp8: bool = False  # the device must compute in FP8
+
+    @property
+    def rounds_head(self) -> bool:
+        """Whether a head is held in another form than the embedding that it may share its tensor with."""
+        return False
 
     @property
     def width_step(self) -> int:
@@ -28,6 +34,10 @@ class Quantization:
 
     def cache_scale(self, attention: str, side: str) -> float | None:
         """A measured one, of the keys (`side` k) or values (v) of one attention, by its path."""
+        return None
+
+    def attention_scales(self, attention: str) -> AttentionScales | None:
+        """Measured ones, of the products of one attention, by its path; None: they are in the model's type."""
         return None
 
     def named_as_in(self, stored: Mapping[str, tuple[int, ...]]) -> "Quantization":

@@ -98,7 +98,8 @@ class PaddedPasses:
     def read_scores(self, found: Tensor, length: int, count: int, num_top: int) -> tuple[Tensor, PromptScores]:
         """Of what `score` has found: logits of the last token `[1, vocab]`, and the first `count` tokens' scores."""
         end = found.shape[0] - self._model.vocabulary.width
-        return found[None, end:], take_padded(found[:end].view(length, -1)[:count], num_top)
+        last = found[end:].view(1, -1)  # not [None]: programs tell strides apart, also where there is one row
+        return last, take_padded(found[:end].view(length, -1)[:count], num_top)
 
     def warm(self, bucket: Bucket, batch: Batch, few_layers: bool) -> Tensor:
         """Meet a shape for the first time.

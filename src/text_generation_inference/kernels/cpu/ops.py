@@ -18,7 +18,7 @@ from torch import Tensor
 from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.cpu import build
-from text_generation_inference.kernels.fp8 import Fp8Weight
+from text_generation_inference.kernels.fp8 import AttentionScales, Fp8Weight
 from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.matrices import PackedWeight, Product, Rows, Weight
 
@@ -367,15 +367,17 @@ class NativeOps:
         slopes: Tensor | None = None,  # which the kernel does not add
         sinks: Tensor | None = None,
         attention_chunk: int | None = None,
+        in_fp8: AttentionScales | None = None,
     ) -> Tensor:
         """Causal attention of each row's query tokens over its cached tokens -> `[tokens, heads * head_dim]`."""
         self.note_computing()
         tokens, heads, head_dim = q.shape
         meta = batch.meta
-        if not isinstance(meta, PagedMeta) or slopes is not None:
+        if not isinstance(meta, PagedMeta) or slopes is not None or in_fp8 is not None:
             return reference.attention(
-                q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
-            )
+                q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk,
+                in_fp8,
+            )  # fmt: skip
         tables = meta.block_tables
         seq_lens = batch.seq_lens
         if not (
@@ -390,8 +392,9 @@ class NativeOps:
             and seq_lens.is_contiguous()
         ):
             return reference.attention(
-                q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
-            )
+                q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk,
+                in_fp8,
+            )  # fmt: skip
         blocks, block_size, kv_heads, _ = k_cache.shape
         starts = ends = None
         num_chunks = len(meta.chunk_starts_cpu)

@@ -4,7 +4,8 @@ Prompts go through the fused attention op, which reads the keys and values of th
 at each cached block by itself with the query of the row that owns it, then adds up the blocks of a row: a product with
 a 0/1 matrix, which keeps the matrix engine busy where a scatter would not. In memory a cache is
 `[blocks * block_size, kv_heads, head_dim]`, written by `index_copy_` on the whole tensor: in-place writes to a view of
-it would copy it.
+it would copy it. With scales for it both products of attention are computed in FP8, of blocks as a cache in FP8 has
+them.
 
 A cache holds no value that is no number: a token with such a value has a key that is none, so that whoever looks at it
 learns. So values need no mask, which would write all of them once more: what is not seen counts nothing.
@@ -29,10 +30,10 @@ from text_generation_inference.kernels.block_lists import (
     prompt_mask,
     row_length,
 )
-from text_generation_inference.kernels.fp8 import FP8, apply_scales_to_heads
+from text_generation_inference.kernels.fp8 import FP8, AttentionScales, apply_scales_to_heads
 from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.hpu.bridge import Bridge
-from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
+from text_generation_inference.kernels.hpu.fp8 import CardAttentionScales, Fp8Ops
 from text_generation_inference.kernels.hpu.pass_memo import PassMemo
 
 _LEAST = -1e30  # below any score. Not -inf: a block outside the window has nothing else, and inf - inf is no number
@@ -121,11 +122,14 @@ class HpuAttention:
 
     def _read(self, cache: Tensor, blocks: Tensor | int, scale: float, dtype: torch.dtype) -> Tensor:
         """These blocks, or so many of the first -> `[blocks, kv_heads, block_size, head_dim]`"""
-        flat = _flat(cache)
-        whole = flat.view(-1, cache.shape[1], *flat.shape[1:])
-        found = whole[:blocks] if isinstance(blocks, int) else whole.index_select(0, blocks)
+        found = _find_blocks(cache, blocks)
         found = found.to(dtype) if cache.dtype is not FP8 else self._fp8.from_cache(found.view(FP8), scale, dtype)
         return found.transpose(1, 2)
+
+    def _read_fp8(self, cache: Tensor, blocks: Tensor | int, scale: float) -> Tensor:
+        """The same in FP8, with this scale."""
+        found = _find_blocks(cache, blocks)
+        return (found.view(FP8) if cache.dtype is FP8 else self._fp8.to_cache(found, scale)).transpose(1, 2)
 
     # -- attention -------------------------------------------------------------------------------------------------
 
@@ -144,18 +148,21 @@ class HpuAttention:
         slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         attention_chunk: int | None = None,
+        in_fp8: AttentionScales | None = None,
     ) -> Tensor:
         """See `kernels.reference.attention`."""
         if slopes is not None or sinks is not None or attention_chunk is not None:
-            self._own = None
+            self._own = None  # nothing is multiplied in FP8: the definition casts as other devices do
             return reference.attention(
                 q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
             )
         if isinstance(batch.meta, BlockLists):
             of_tokens = k is not None  # values of pictures are not written here
-            return self._decode_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales, of_tokens)
+            return self._decode_attention(
+                q, k_cache, v_cache, batch, scale, window, softcap, kv_scales, of_tokens, in_fp8
+            )
         if isinstance(batch.meta, (WholePrompts, PromptParts)):  # of a union torch 2.7's compiler can make nothing
-            return self._prefill_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
+            return self._prefill_attention(q, k_cache, v_cache, batch, scale, window, softcap, kv_scales, in_fp8)
         return reference.attention(q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales)
 
     def _prefill_attention(
@@ -168,6 +175,7 @@ class HpuAttention:
         window: int | None,
         softcap: float | None,
         kv_scales: tuple[float, float],
+        in_fp8: AttentionScales | None,
     ) -> Tensor:
         """Causal attention of prompts over themselves and what is cached before -> `[tokens, heads * head_dim]`."""
         assert self._own is not None, "rotary_and_cache comes first"
@@ -189,13 +197,13 @@ class HpuAttention:
         if self._wants_mask(batch, window, softcap):
             mask = self._once(batch.meta, "mask", window, lambda: prompt_mask(batch, size, window)[0])
             if softcap is not None or not self._flash:
-                out = _matmul_attention(q, keys, values, mask[:, None, None], scale, softcap)
+                out = self._matmul_attention(q, keys, values, mask[:, None, None], scale, softcap, in_fp8)
             else:
-                out = self._sdpa(q, keys, values, mask[:, None].expand(rows, 1, -1, -1), False, scale, None)
+                out = self._sdpa(q, keys, values, mask[:, None].expand(rows, 1, -1, -1), False, scale, None, in_fp8)
         else:
             # Rows of padding look at their first token: with nothing to look at, they would have no numbers.
             lengths = self._once(batch.meta, "lengths", None, lambda: batch.seq_lens.clamp(min=1))
-            out = self._sdpa(q, keys, values, None, True, scale, lengths)
+            out = self._sdpa(q, keys, values, None, True, scale, lengths, in_fp8)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _wants_mask(self, batch: Batch, window: int | None, softcap: float | None) -> bool:
@@ -241,9 +249,60 @@ class HpuAttention:
         causal: bool,
         scale: float,
         lengths: Tensor | None,
+        in_fp8: AttentionScales | None,
     ) -> Tensor:
-        apply = self._bridge.kernels.FusedSDPA.apply  # takes arguments by position alone
-        return apply(q, k, v, mask, 0.0, causal, scale, "None", self._recompute, lengths, "right")
+        kernels = self._bridge.kernels
+        if not isinstance(in_fp8, CardAttentionScales):
+            apply = kernels.FusedSDPA.apply  # takes arguments by position alone
+            return apply(q, k, v, mask, 0.0, causal, scale, "None", self._recompute, lengths, "right")
+        pairs = ((q, in_fp8.query), (k, in_fp8.key), (v, in_fp8.value))
+        result = kernels.fp8_fused_sdpa(
+            *(self._fp8.to_cache(x, each) for x, each in pairs),
+            attn_mask=mask,
+            is_causal=causal,
+            scale=scale,
+            softmax_mode="None",
+            d_scale_q=in_fp8.query_there,
+            d_scale_k=in_fp8.key_there,
+            d_scale_v=in_fp8.value_there,
+            q_scale_s=in_fp8.weight_inverse,
+            d_scale_s=in_fp8.weight_there,  # without a scale for it the result is not in FP8
+            is_amax_s=False,
+            valid_seq_len=lengths,
+            seq_padding_type="right",
+        )  # whether it recomputes is its own business: Intel's toolkit does not say so either
+        return result[0].to(q.dtype)
+
+    def _matmul_attention(
+        self,
+        q: Tensor,  # [rows, heads, length, head_dim]
+        k: Tensor,  # with fewer heads
+        v: Tensor,
+        mask: Tensor,  # of five dimensions
+        scale: float,
+        softcap: float | None,
+        in_fp8: AttentionScales | None,
+    ) -> Tensor:
+        """-> like q."""
+        (rows, _, length, size), kv_heads = q.shape, k.shape[1]
+        grouped = q.reshape(rows, kv_heads, -1, length, size)
+        if in_fp8 is None:
+            scores = (grouped @ k[:, :, None].transpose(-1, -2)).float() * scale
+        else:  # heads of a group are rows of one product
+            pairs = ((q.reshape(rows, kv_heads, -1, size), in_fp8.query), (k, in_fp8.key))
+            queries, keys = (self._fp8.to_cache(x, each) for x, each in pairs)
+            scores = self._fp8.multiply(queries, keys, True, (in_fp8.query * scale, in_fp8.key), torch.float32)
+            scores = scores.view(*grouped.shape[:4], -1)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~mask, -math.inf)
+        if in_fp8 is None:
+            return (scores.softmax(-1).to(q.dtype) @ v[:, :, None]).flatten(1, 2)
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+        pairs = ((weights.flatten(2, 3).to(q.dtype), in_fp8.weight), (v, in_fp8.value))
+        rounded, values = (self._fp8.to_cache(x, each) for x, each in pairs)
+        mixed = self._fp8.multiply(rounded, values, False, (in_fp8.weight, in_fp8.value), q.dtype)
+        return (mixed.view(grouped.shape) / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
 
     def _decode_attention(
         self,
@@ -256,6 +315,7 @@ class HpuAttention:
         softcap: float | None,
         kv_scales: tuple[float, float],
         of_tokens: bool,
+        in_fp8: AttentionScales | None,
     ) -> Tensor:
         """Attention of each row's one token over its blocks -> `[rows, heads * head_dim]`; padding gets 0."""
         lists: BlockLists = batch.meta
@@ -263,13 +323,21 @@ class HpuAttention:
         about = self._once(batch.meta, "owners", q.dtype, lambda: _Owners(_owners(groups, rows, q.dtype)))
         seen = self._once(batch.meta, "seen", window, lambda: _seen(batch, about.mapping, k_cache.shape[1], window))
         blocks = groups.shape[0] if lists.block_list is None else lists.block_list
-        keys = self._read(k_cache, blocks, kv_scales[0], q.dtype)
-        values = self._read(v_cache, blocks, kv_scales[1], q.dtype)
-        if not of_tokens:  # what is not seen may be anything, even no number, and a weight of zero does not undo that
-            values = torch.where(seen[:, None, :, None], values, 0)
-        queries = (q * scale).index_select(0, about.rows).view(len(groups), kv_heads, -1, q.shape[-1])
-        scores = queries @ keys.transpose(-1, -2)  # [blocks, kv_heads, group, block_size]
-        scores = scores.float() if self._wide_softmax else scores
+        shape = (len(groups), kv_heads, -1, q.shape[-1])
+        if in_fp8 is None:
+            keys = self._read(k_cache, blocks, kv_scales[0], q.dtype)
+            values = self._read(v_cache, blocks, kv_scales[1], q.dtype)
+            if not of_tokens:  # what is not seen may be anything, and a weight of zero does not make it a number
+                values = torch.where(seen[:, None, :, None], values, 0)
+            queries = (q * scale).index_select(0, about.rows).view(shape)
+            scores = queries @ keys.transpose(-1, -2)  # [blocks, kv_heads, group, block_size]
+            scores = scores.float() if self._wide_softmax else scores
+        else:
+            keys = self._read_fp8(k_cache, blocks, in_fp8.key)
+            values = self._read_fp8(v_cache, blocks, in_fp8.value)
+            queries = self._fp8.to_cache(q.index_select(0, about.rows).view(shape), in_fp8.query)
+            dtype = torch.float32 if self._wide_softmax else q.dtype
+            scores = self._fp8.multiply(queries, keys, True, (in_fp8.query * scale, in_fp8.key), dtype)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores = torch.where(seen[:, None, None, :], scores, _LEAST)
@@ -280,7 +348,12 @@ class HpuAttention:
         weights = torch.exp(scores - largest)
         sums = weights.sum(-1, keepdim=True)
         factors = self._adjusted(largest, sums, about) if adjusts else _join(largest, sums, about)
-        mixed = (weights.to(q.dtype) @ values) * factors.to(q.dtype)
+        if in_fp8 is None:
+            mixed = weights.to(q.dtype) @ values
+        else:
+            rounded = self._fp8.to_cache(weights.to(q.dtype), in_fp8.weight)
+            mixed = self._fp8.multiply(rounded, values, False, (in_fp8.weight, in_fp8.value), q.dtype)
+        mixed = mixed * factors.to(q.dtype)
         return _add_up(mixed.flatten(1), about)
 
     def _adjusted(self, largest: Tensor, sums: Tensor, about: "_Owners") -> Tensor:
@@ -345,6 +418,13 @@ def _add_up(x: Tensor, about: _Owners) -> Tensor:
     return _sum_rows(x, about).masked_fill(_sum_rows(broken, about) > 0, math.nan)
 
 
+def _find_blocks(cache: Tensor, blocks: Tensor | int) -> Tensor:
+    """These blocks, or so many of the first -> `[blocks, block_size, kv_heads, head_dim]` as they are stored."""
+    flat = _flat(cache)
+    whole = flat.view(-1, cache.shape[1], *flat.shape[1:])
+    return whole[:blocks] if isinstance(blocks, int) else whole.index_select(0, blocks)
+
+
 def _flat(cache: Tensor) -> Tensor:
     """`[blocks * block_size, kv_heads, head_dim]`: the tensor that the cache is a view of, where the device made it."""
     base = cache._base
@@ -372,13 +452,3 @@ def _seen(batch: Batch, mapping: Tensor, block_size: int, window: int | None) ->
 def _join_blocks(x: Tensor, rows: int) -> Tensor:
     """`[rows * blocks, kv_heads, block_size, head_dim]` -> `[rows, kv_heads, blocks * block_size, head_dim]`"""
     return x.view(rows, -1, *x.shape[1:]).transpose(1, 2).flatten(2, 3)
-
-
-def _matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """q `[batch, heads, length, head_dim]`, k and v with fewer heads, mask of five dimensions -> like q."""
-    grouped = q.reshape(q.shape[0], k.shape[1], -1, *q.shape[2:])
-    scores = (grouped @ k[:, :, None].transpose(-1, -2)).float() * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype)
-    return (weights @ v[:, :, None]).flatten(1, 2)

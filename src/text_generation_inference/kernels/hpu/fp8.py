@@ -9,14 +9,14 @@ Scales that are known when a model is loaded are constants to the card's compile
 take them at no cost: numbers where an op takes numbers, else tensors that are marked before any graph is captured.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from text_generation_inference.kernels import fp8, reference
-from text_generation_inference.kernels.fp8 import FP8, FP8_MAX, Fp8Rows, Fp8Weight
+from text_generation_inference.kernels.fp8 import FP8, FP8_MAX, AttentionScales, Fp8Rows, Fp8Weight
 from text_generation_inference.kernels.hpu.bridge import Bridge
 from text_generation_inference.kernels.matrices import Rows, Weight
 
@@ -29,6 +29,17 @@ class StaticFp8Weight(Fp8Weight):
     """With the scale of its inputs as a number, too."""
 
     known_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CardAttentionScales(AttentionScales):
+    """With those that the fused op takes, which are tensors to it."""
+
+    query_there: Tensor
+    key_there: Tensor
+    value_there: Tensor
+    weight_there: Tensor
+    weight_inverse: Tensor
 
 
 class Fp8Ops:
@@ -67,6 +78,11 @@ class Fp8Ops:
         known = float(weight.input_scale)
         about = (self._constant(weight.input_scale), weight.dtype, weight.input_bound)
         return StaticFp8Weight(data, scale, *about, known_scale=known)
+
+    def pack_attention_scales(self, scales: AttentionScales) -> AttentionScales:
+        numbers = (scales.query, scales.key, scales.value, scales.weight, 1 / scales.weight)
+        there = (self._constant(torch.tensor([number])) for number in numbers)
+        return CardAttentionScales(*astuple(scales), *there)
 
     def _constant(self, scale: Tensor) -> Tensor:
         """On the card, under a name by which the software knows what it is."""
@@ -112,8 +128,14 @@ class Fp8Ops:
             x.data, False, weight.data, True, None, out_dtype, x.scale, weight.scale, bias, False
         )
 
+    def multiply(
+        self, x: Tensor, y: Tensor, transposed: bool, scales: tuple[float, float], dtype: torch.dtype
+    ) -> Tensor:
+        """x `[..., n, k]` times y, `[..., k, m]` or transposed, both in FP8 -> `[..., n, m]`"""
+        return self._ops.fp8_gemm_v2(x, False, y, transposed, None, dtype, *scales, None, False)
+
     def to_cache(self, values: Tensor, scale: float) -> Tensor:
-        """What a cache in FP8 holds of values."""
+        """What a cache in FP8 holds of values, or a product in FP8 takes."""
         bound = scale * self._full_scale
         return self._cast(values.clamp(-bound, bound), 1 / scale)
 

@@ -95,6 +95,7 @@ def load_ops(
     return Ops(
         description,
         pack_fp8=fp8.pack_fp8,
+        pack_attention_scales=fp8.pack_attention_scales,
         fp8_max=bridge.fp8_max or FP8_MAX,
         fp8_on_host=bridge.fp8_max < FP8_MAX,
         pack_low_bit=uint4.pack_low_bit,

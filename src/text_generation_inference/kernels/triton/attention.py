@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, PagedMeta
-from text_generation_inference.kernels.fp8 import FP8
+from text_generation_inference.kernels.fp8 import FP8, AttentionScales
 from text_generation_inference.kernels.triton.bulk_attention import prefill_in_bulk
 from text_generation_inference.kernels.triton.decode_attention import decode_by_group, decode_by_lane
 from text_generation_inference.kernels.triton.launch import dependent_launch
@@ -157,12 +157,14 @@ class PagedAttention:
         slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         attention_chunk: int | None = None,
+        in_fp8: AttentionScales | None = None,  # which the kernels do not round to: see `Ops.fp8_attention`
     ) -> Tensor:
         meta = batch.meta
-        if not isinstance(meta, PagedMeta) or meta.table_rows is None:
+        if not isinstance(meta, PagedMeta) or meta.table_rows is None or in_fp8 is not None:
             return reference.attention(
-                q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
-            )
+                q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk,
+                in_fp8,
+            )  # fmt: skip
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         numbers = (scale, softcap or 1.0, *kv_scales)
         d_pad = max(16, triton.next_power_of_2(q.shape[2]))

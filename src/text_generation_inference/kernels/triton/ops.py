@@ -46,6 +46,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
     return Ops(
         description,
         fast_multiple=_FAST_MULTIPLE,
+        fp8_attention=False,  # decoding waits for keys and values, which are in FP8 all the same
         pack_low_bit=pack_low_bit,
         low_bit_keeps_wide=True,
         linear=linear,

@@ -24,9 +24,11 @@ from text_generation_inference.quant.inc.scales import (
     Value,
 )
 
-LINEAR, KV_CACHE = "Linear", "KVCache"  # classes of what is quantised here
+# Classes of what is quantised here; the last two are both products of attention, by themselves and as one op.
+LINEAR, KV_CACHE, MATMUL, FUSED_ATTENTION = _KINDS = ("Linear", "KVCache", "Matmul", "ModuleFusedSDPA")
 _OTHER_NAMES = {"VLLMKVCache": KV_CACHE}  # that another engine has for one of them
-_ANY_CASE = {name.lower(): name for name in (LINEAR, KV_CACHE, *_OTHER_NAMES)}
+_ANY_CASE = {name.lower(): name for name in (*_KINDS, *_OTHER_NAMES)}
+HEAD = "lm_head"  # path of the head, whatever a checkpoint calls it
 OBSERVERS = ("maxabs", "maxabs_per_channel")
 _MODES = {
     "MEASURE": "",
@@ -239,7 +241,7 @@ class _Reader:
 
     def _class_name(self, name: str) -> str:
         name = _OTHER_NAMES.get(name, name)
-        if name not in (LINEAR, KV_CACHE):
+        if name not in _KINDS:
             self._strangers[name] = None
         return name
 
@@ -345,7 +347,7 @@ class _Reader:
     def _notes(self) -> tuple[str, ...]:
         notes = [f"QUANT_CONFIG `{key}` has no effect: {why}" for key, why in _NO_EFFECT.items() if key in self._value]
         notes += [
-            f"QUANT_CONFIG: type {name!r} has no effect: what is quantised has the types {LINEAR} and {KV_CACHE}"
+            f"QUANT_CONFIG: type {name!r} has no effect: what is quantised has the types {', '.join(_KINDS)}"
             for name in self._strangers
         ]
         unknown = sorted(self._value.keys() - _USED - _ONLY.keys() - _NO_EFFECT.keys())

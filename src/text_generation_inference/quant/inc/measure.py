@@ -1,9 +1,11 @@
-"""Measures a model while it runs: the largest values of every matrix, of its inputs, and of keys and values.
+"""Measures a model while it runs: the largest values of every matrix, of its inputs, and of what attention multiplies.
 
 `Recorder` looks at the matrices and caches of a model that computes in its own type; every pass afterwards
 counts, whoever asked for it. Rows of padding do not. What was measured goes to the files of `files`.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,11 +15,10 @@ from torch import Tensor
 from text_generation_inference.errors import EngineError, StartError
 from text_generation_inference.kernels.matrices import Rows, plain
 from text_generation_inference.quant.cache_scales import CacheScales
-from text_generation_inference.quant.inc.config import KV_CACHE, LINEAR, CalibrationConfig
+from text_generation_inference.quant.inc.config import HEAD, KV_CACHE, LINEAR, MATMUL, CalibrationConfig
 from text_generation_inference.quant.inc.files import Node, Nodes, check_writable, move_away, write_statistics
 from text_generation_inference.quant.method import Matrix, Method
 
-HEAD = "lm_head"
 _ROWS_AT_A_TIME = 1024
 
 
@@ -43,17 +44,27 @@ class _Maxima:
 class _Measured:
     """One node: what goes into a module, what comes out, and its matrix."""
 
-    def __init__(self, by_channel: bool, excluded: frozenset[str]) -> None:
-        self.inputs = None if "inputs" in excluded else _Maxima(by_channel)
-        self.outputs = None if "outputs" in excluded else _Maxima(by_channel)
+    def __init__(self, config: CalibrationConfig, num_inputs: int = 1) -> None:
+        self._config = config
+        self._num_inputs = num_inputs
         self.params: dict[str, list[float]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        self.inputs, self.outputs = self._make("inputs", self._num_inputs), self._make("outputs", 1)
+
+    def _make(self, what: str, count: int) -> list[_Maxima]:
+        by_channel = self._config.observer != "maxabs"
+        return [] if what in self._config.excluded else [_Maxima(by_channel) for _ in range(count)]
+
+    def add(self, inputs: Sequence[Tensor], real: Tensor | None, outputs: Sequence[Tensor] = ()) -> None:
+        for maxima, tensors in ((self.inputs, inputs), (self.outputs, outputs)):
+            for each, x in zip(maxima, tensors, strict=False):
+                each.add(x, real)
 
     def read(self) -> Node:
-        return Node(
-            [found] if self.inputs is not None and (found := self.inputs.read()) else [],
-            [found] if self.outputs is not None and (found := self.outputs.read()) else [],
-            self.params,
-        )
+        inputs, outputs = ([each.read() for each in maxima] for maxima in (self.inputs, self.outputs))
+        return Node(inputs if all(inputs) else [], [found for found in outputs if found], self.params)
 
 
 class MeasuredModel(Protocol):
@@ -84,10 +95,8 @@ class Recorder:
     def reset(self) -> None:
         """Forget inputs and outputs; matrices stay as they are."""
         self.num_passes = self._num_saved = 0
-        by_channel, excluded = self._config.observer != "maxabs", self._config.excluded
         for node in self._nodes.values():
-            fresh = _Measured(by_channel, excluded)
-            node.inputs, node.outputs = fresh.inputs, fresh.outputs
+            node.reset()
 
     @property
     def is_due(self) -> bool:
@@ -125,7 +134,7 @@ class Recorder:
             if isinstance(module, Matrix) and module.is_multiplied and module.is_measured:
                 self._watch_matrix(module, prefix)
             elif any(isinstance(child, CacheScales) for child in module.children()):
-                self._watch_cache(module, prefix + module.name)
+                self._watch_attention(module, prefix + module.name)
             elif hasattr(module, "look_within"):
                 self._watch_experts(module, prefix + module.name)
         forward = model.forward
@@ -139,10 +148,10 @@ class Recorder:
 
         model.forward = counted
 
-    def _add(self, kind: str, path: str) -> _Measured | None:
+    def _add(self, kind: str, path: str, num_inputs: int = 1) -> _Measured | None:
         if not self._config.selects(kind, path):
             return None
-        node = self._nodes[path] = _Measured(self._config.observer != "maxabs", self._config.excluded)
+        node = self._nodes[path] = _Measured(self._config, num_inputs)
         return node
 
     def _watch_matrix(self, matrix: Matrix, prefix: str) -> None:
@@ -172,25 +181,39 @@ class Recorder:
             real = real[tokens.clamp(min=0)] & (tokens >= 0)
             for nodes, rows in zip(watched, inputs, strict=True):
                 for node in nodes:
-                    if node.inputs is not None:
-                        node.inputs.add(rows, real)
+                    node.add([rows], real)
             return out
 
         experts.forward = measured
 
-    def _watch_cache(self, attention: Any, path: str) -> None:
-        nodes = [self._add(KV_CACHE, f"{path}.{side}_cache") for side in ("k", "v")]
-        forward = attention.forward
+    def _watch_attention(self, attention: Any, path: str) -> None:
+        """The cache, and both products: of queries and keys, of weights and values."""
+        k_node, v_node = (self._add(KV_CACHE, f"{path}.{side}_cache") for side in ("k", "v"))
+        qk_node, av_node = (self._add(MATMUL, f"{path}.{name}", 2) for name in ("matmul_qk", "matmul_av"))
+        forward, attend = attention.forward, attention.ops.attention
+        queries: list[Tensor] = []
+
+        def seen(q: Tensor, *given: Any, **more: Any) -> Tensor:
+            queries[:] = [q.flatten(1)]
+            return attend(q, *given, **more)
 
         def measured(x: Any, batch: Any, cos_sin: Tensor, caches: tuple[Tensor, ...], wanted: Any = None) -> Any:
             out = forward(x, batch, cos_sin, caches, wanted)
             size, index = self._block_size, batch.kv_index
-            for node, cache in zip(nodes, caches, strict=True):
-                stored = cache[index // size, index % size].flatten(1)  # keys are there as they were turned
-                self._take(node, stored, stored, self._real)
+            keys, values = (
+                cache[index // size, index % size].flatten(1) for cache in caches
+            )  # keys as they are turned
+            self._take(k_node, keys, keys, self._real)
+            self._take(v_node, values, values, self._real)
+            if queries and index.shape[0]:
+                q, real = queries.pop(), self._real
+                if qk_node is not None:
+                    qk_node.add([q, keys], real)
+                if av_node is not None:  # no weight is larger than 1, and that of a first token is 1
+                    av_node.add([torch.ones_like(values[:, :1]), values], real)
             return out
 
-        attention.forward = measured
+        attention.ops, attention.forward = replace(attention.ops, attention=seen), measured
 
     def take_product(self, nodes: list[_Measured | None], sizes: list[int], x: Rows, out: Tensor) -> None:
         for node, columns in zip(nodes, out.split(sizes, dim=1), strict=True):
@@ -203,10 +226,7 @@ class Recorder:
         if node is None or not x.shape[0]:
             return
         known = real if real.shape[0] == x.shape[0] else None  # else it is a piece, which has no padding
-        if node.inputs is not None:
-            node.inputs.add(x, known)
-        if node.outputs is not None:
-            node.outputs.add(out, known)
+        node.add([x], known, [out])
 
     def _take_weight(self, node: _Measured | None, weight: Tensor) -> None:
         if node is None or "params" in self._config.excluded:

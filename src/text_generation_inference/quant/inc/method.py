@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.errors import StartError
-from text_generation_inference.kernels.fp8 import FP8, Fp8Weight
+from text_generation_inference.kernels.fp8 import FP8, AttentionScales, Fp8Weight
 from text_generation_inference.quant.fp8 import Fp8, join
 from text_generation_inference.quant.inc.scales import quantize, weight_scale
 from text_generation_inference.quant.inc.static import MatrixScales, StaticScales
@@ -31,7 +31,16 @@ class MeasuredQuantization(Quantization):
 
     def choose(self, matrix: Matrix, names: Sequence[str]) -> Method | None:
         found = self.scales.find(names) if matrix.may_round else None
+        if matrix.is_head:
+            found = self.scales.find_head()
         return None if found is None else MeasuredFp8(found)
+
+    @property
+    def rounds_head(self) -> bool:
+        return self.scales.find_head() is not None
+
+    def attention_scales(self, attention: str) -> AttentionScales | None:
+        return self.scales.attention_scales(attention)
 
     def cache_scale(self, attention: str, side: str) -> float | None:
         return self.scales.cache_scale(attention, side)

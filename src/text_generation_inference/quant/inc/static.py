@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from text_generation_inference.errors import StartError
-from text_generation_inference.quant.inc.config import KV_CACHE, LINEAR, CalibrationConfig
+from text_generation_inference.kernels.fp8 import AttentionScales
+from text_generation_inference.quant.inc.config import (
+    FUSED_ATTENTION,
+    HEAD,
+    KV_CACHE,
+    LINEAR,
+    MATMUL,
+    CalibrationConfig,
+)
 from text_generation_inference.quant.inc.files import Node, Nodes, read_statistics, statistics_path
 from text_generation_inference.quant.inc.scales import (
     CardGeneration,
@@ -23,6 +31,8 @@ _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
+
+_LARGEST_WEIGHT = 1.0  # of a softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,11 @@ class StaticScales:
         found = [self._find(matrix) for matrix in matrices]
         whole = [scales for scales in found if scales is not None]
         return whole if len(whole) == len(found) else None
+
+    def find_head(self) -> list[MatrixScales] | None:
+        """None: it stays as it is, also if it was not measured: many lists leave it out."""
+        needs = self.config.methods.find(LINEAR, HEAD).needs_statistics
+        return self.find([HEAD]) if not needs or HEAD in self._nodes else None
 
     def _find(self, matrix: str) -> MatrixScales | None:
         if not self.config.selects(LINEAR, matrix):
@@ -121,8 +136,11 @@ class StaticScales:
         return not missing
 
     def _cache_node(self, attention: str, side: str) -> Node | None:
-        """Engines differ in how deep below the attention they keep the cache."""
-        ending = f".{side}_cache"
+        return self._node_below(attention, f"{side}_cache")
+
+    def _node_below(self, attention: str, module: str) -> Node | None:
+        """Engines differ in how deep below the attention they keep its parts."""
+        ending = f".{module}"
         direct = self._nodes.get(attention + ending)
         if direct is not None:
             return direct
@@ -130,3 +148,49 @@ class StaticScales:
             (node for name, node in self._nodes.items() if name.startswith(f"{attention}.") and name.endswith(ending)),
             None,
         )
+
+    # -- products of attention -------------------------------------------------------------------------------------
+
+    def attention_scales(self, attention: str) -> AttentionScales | None:
+        """Of the products of one attention, by its path; None: they are computed in the model's type.
+
+        Toolkits know them as two products, as one fused op, or both: whatever the lists leave counts."""
+        found = [each for each in (self._scales_of_matmuls(attention), self._scales_of_fused(attention)) if each]
+        return AttentionScales(*map(max, zip(*found, strict=True))) if found else None
+
+    def _scales_of_matmuls(self, attention: str) -> tuple[float, ...] | None:
+        """Of queries, keys, weights and values."""
+        names = ("matmul_qk", "matmul_av")
+        scales: list[float] = []
+        for name in names:
+            found = self._input_scales(MATMUL, attention, name, 2)
+            if found is None:
+                return None
+            scales += found
+        return tuple(scales)
+
+    def _scales_of_fused(self, attention: str) -> tuple[float, ...] | None:
+        name = "fused_scaled_dot_product_attention"
+        found = self._input_scales(FUSED_ATTENTION, attention, name, 3)
+        if found is None:
+            return None
+        query, key, value = found
+        node, rule = (
+            self._node_below(attention, name),
+            self.config.methods.find(FUSED_ATTENTION, f"{attention}.{name}").activation,
+        )
+        largest = max(node.outputs[1]) if node is not None and len(node.outputs) > 1 else _LARGEST_WEIGHT
+        return query, key, activation_scale(largest, rule, self.generation), value
+
+    def _input_scales(self, kind: str, attention: str, module: str, count: int) -> list[float] | None:
+        """Of so many inputs; None: the lists leave the module out, or nobody has measured it."""
+        path = f"{attention}.{module}"
+        if not self.config.selects(kind, path):
+            return None
+        rule = self.config.methods.find(kind, path).activation
+        if rule.value is Value.FIXED:
+            return [activation_scale(0.0, rule, self.generation)] * count
+        node = self._node_below(attention, module)
+        if node is None or len(node.inputs) < count:
+            return None
+        return [activation_scale(max(each), rule, self.generation) for each in node.inputs[:count]]

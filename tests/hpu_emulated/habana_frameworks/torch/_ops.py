@@ -193,6 +193,24 @@ def sdpa_recomp_fwd(q, k, v, attention_mask, dropout_p, scale, is_causal, requir
     return out, q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
 
+@_op("fp8_sdpa_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float dropout_p, float scale, bool is_causal, str softmax_mode, Tensor d_scale_q, Tensor d_scale_k, Tensor d_scale_v, Tensor q_scale_s, Tensor? q_scale_o, Tensor d_scale_s, bool is_amax_s, bool is_amax_o, Tensor? valid_seq_len, str seq_padding_type) -> (Tensor, Tensor, Tensor)")  # fmt: skip
+def fp8_sdpa_fwd(q, k, v, attention_mask, dropout_p, scale, is_causal, softmax_mode, d_scale_q, d_scale_k, d_scale_v, q_scale_s, q_scale_o, d_scale_s, is_amax_s, is_amax_o, valid_seq_len, seq_padding_type):  # fmt: skip
+    """Without `q_scale_o` the result is in bfloat16."""
+    if any(x.dtype is not _E4M3 for x in (q, k, v)):
+        raise RuntimeError(f"fp8_sdpa of {q.dtype}, {k.dtype} and {v.dtype}")
+    if any(scale.dtype is not torch.float32 or scale.numel() != 1 for scale in (d_scale_q, d_scale_k, d_scale_v, q_scale_s, d_scale_s)):  # fmt: skip
+        raise RuntimeError("fp8_sdpa: a scale is one number in float32")
+    wide = _widen(q) * d_scale_q, _widen(k) * d_scale_k, _widen(v) * d_scale_v
+    weights = _sdpa(*wide[:2], torch.eye(k.shape[-2], device=q.device).expand(*k.shape[:2], -1, -1), attention_mask, scale, is_causal, valid_seq_len, seq_padding_type)  # fmt: skip
+    relative = weights / weights.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    rounded = _widen(_cast(relative, q_scale_s, _E4M3, False)[0]) * d_scale_s
+    groups = q.shape[1] // k.shape[1]
+    out = rounded @ wide[2].repeat_interleave(groups, 1) / relative.sum(-1, keepdim=True).clamp(min=1)
+    if q_scale_o is not None:
+        return _cast(out, q_scale_o, _E4M3, False)[0], q.new_empty(0), q.new_empty(0)
+    return out.to(torch.bfloat16), out.new_empty(0), out.new_empty(0)
+
+
 @_op("block_softmax_adjustment(Tensor block_max, Tensor block_sums, Tensor block_groups, int batch_size) -> Tensor")
 def block_softmax_adjustment(block_max, block_sums, block_groups, batch_size):
     if GENERATION != "Gaudi3":

@@ -54,6 +54,43 @@ class FusedSDPA(torch.autograd.Function):
         return torch.ops.hpu.sdpa_fwd(q, k, v, attn_mask, dropout_p, scale, is_causal, mode, valid_seq_len, side)[0]
 
 
+def fp8_fused_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softmax_mode: str = "None",
+    d_scale_q: Tensor | None = None,
+    d_scale_k: Tensor | None = None,
+    d_scale_v: Tensor | None = None,
+    q_scale_s: Tensor | None = None,
+    q_scale_o: Tensor | None = None,
+    d_scale_s: Tensor | None = None,
+    is_amax_s: bool = False,
+    is_amax_o: bool = False,
+    valid_seq_len: Tensor | None = None,
+    seq_padding_type: str = "left",
+    recompute: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales are tensors: older releases take nothing else."""
+    needed = {"d_scale_q": d_scale_q, "d_scale_k": d_scale_k, "d_scale_v": d_scale_v}
+    needed |= {"q_scale_s": q_scale_s, "d_scale_s": d_scale_s}
+    for name, value in needed.items():
+        _require(isinstance(value, Tensor), name, value)
+    _require(recompute is None or isinstance(recompute, bool), "recompute", recompute)
+    _require(softmax_mode.lower() in _MODES and seq_padding_type.lower() in _SIDES, "a mode", softmax_mode)
+    if valid_seq_len is not None and (not is_causal or attn_mask is not None):
+        raise AssertionError("valid_seq_len needs is_causal and no mask")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return torch.ops.hpu.fp8_sdpa_fwd(
+        q, k, v, attn_mask, dropout_p, scale, is_causal, softmax_mode.lower(), d_scale_q, d_scale_k, d_scale_v,
+        q_scale_s, q_scale_o, d_scale_s, is_amax_s, is_amax_o, valid_seq_len, seq_padding_type.lower(),
+    )  # fmt: skip
+
+
 def _require(holds: bool, name: str, value: object) -> None:
     if not holds:
         raise TypeError(f"FusedSDPA: {name} cannot be {value!r}")
@@ -94,4 +131,5 @@ __all__ = [
     "RotaryPosEmbeddingHelperV2",
     "RotaryPosEmbeddingMode",
     "apply_rotary_pos_emb",
+    "fp8_fused_sdpa",
 ]
