@@ -257,8 +257,8 @@ class Harness:
             assert self.runner.tables[request.slot][request.num_behind : len(request.blocks)] == request.held
             told = self.runner.beside_tables[request.slot][request.num_beside_behind : len(request.beside)]
             assert told == request.held_beside
-        in_set = [r.slot for r in scheduler._decode_rows]
-        left = set(scheduler._leave)
+        in_set = [r.slot for r in scheduler._decoding.rows]
+        left = set(scheduler._decoding.leaving)
         assert [slot for slot in self.runner.decode_set if slot not in left] == in_set
 
     def play(self, scenario: dict) -> None:

@@ -245,7 +245,7 @@ def test_nothing_grows_without_bound() -> None:
     harness.drain()
     scheduler = harness.scheduler
     assert not scheduler.has_work and not scheduler._waiting
-    assert not scheduler._calendar
+    assert not scheduler._decoding.has_entries
     assert len(harness.pool._index) <= harness.pool.num_usable
 
 
@@ -278,7 +278,7 @@ def test_requests_that_end_early_leave_nothing_behind() -> None:
         source = make(number, [number % 4, number % 3, 1], 1500)
         harness.scheduler.add(msgspec.structs.replace(source, stop_token_ids=[0, 1, 2, 3]))
     harness.drain()
-    assert not harness.scheduler._calendar
+    assert not harness.scheduler._decoding.has_entries
 
 
 def test_blocks_taken_ahead_are_given_back_to_newcomers() -> None:

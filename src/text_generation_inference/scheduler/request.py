@@ -106,3 +106,12 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Whether the prompt's logits are still owed, so that no part of it may come from the cache."""
         return self.source.sampling.decoder_input_details and len(self.tokens) == self.num_prompt
+
+    def forget_progress(self) -> None:
+        """Nothing of it is computed, and it holds nothing."""
+        self.blocks, self.num_behind = [], 0
+        self.beside, self.num_beside_behind = [], 0
+        self.num_promised = 0
+        self.reserved = 0
+        self.num_published = 0
+        self.chain = self.root

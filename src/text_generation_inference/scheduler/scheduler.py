@@ -3,15 +3,10 @@
 Pure Python. There are no phases: each request has known and computed tokens, and a step spends a token budget
 closing the gap. Prefill, chunked prefill, decode and recompute after preemption are all that one rule.
 
-Requests whose gap is one token form the *decode set*; each decode step moves all of them, by one token or by up to
-`BatchPolicy.tokens_per_row`, so the plan need not list them. What steps in flight may write is reserved; their results
-confirm all of it or a part. A calendar says at which decode step a member's blocks may be full or it reaches its
-length, which keeps planning proportional to what changes. Where only a window of tokens is read, whoever is looked at
-gives the blocks behind it back; while its prompt is computed it gets as many ahead for them. Where some layers do that
-and others keep all, a request has blocks of both kinds: it joins, and goes on, where there are enough of each, and a
-member of the decode set has as many places in both tables. A plan may be made while
-the step before it still runs: then `tokens` lacks the newest value, and a request that turns out to be finished has
-computed one token that is dropped.
+Requests whose gap is one token form the *decode set* (`decode_set`); which blocks running requests hold is in `tables`.
+Where some layers keep a window and others all, a request joins where there are enough blocks of each kind. A plan may
+be made while the step before it still runs: then `tokens` lacks the newest value, and a request that turns out to be
+finished has computed one token that is dropped.
 
 Who joins a step is for `admission` to say: by tokens, or by shapes where steps have those of a bucket plan
 (`PromptShapes`).
@@ -25,7 +20,8 @@ import msgspec
 
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.scheduler.admission import AdmissionByShapes, AdmissionByTokens, PromptShapes
-from text_generation_inference.scheduler.blocks import PADDING_BLOCK, BlockPool, WindowBlocks
+from text_generation_inference.scheduler.blocks import BlockPool
+from text_generation_inference.scheduler.decode_set import DecodeSet
 from text_generation_inference.scheduler.encoding import EncodeWork
 from text_generation_inference.scheduler.features import Coming, FeatureBook, whole_runs
 from text_generation_inference.scheduler.pace import StepPace, StepRoom, StepWork, attended
@@ -34,6 +30,7 @@ from text_generation_inference.scheduler.queue import make_queue
 from text_generation_inference.scheduler.request import Request
 from text_generation_inference.scheduler.shares import Shares
 from text_generation_inference.scheduler.step_limit import StepLimit
+from text_generation_inference.scheduler.tables import BlockTables
 from text_generation_inference.types import (
     Admission,
     Admitted,
@@ -95,12 +92,10 @@ class Scheduler:
         self._limit = StepLimit(policy)
         self._pace = StepPace(policy.max_step_ms / 1000 or None, pool.block_size, pool.window)
         self._now = clock
-        self._per_row = policy.tokens_per_row
-        self._beside = pool.beside
-        self._has_window = pool.window is not None
-        self._gives_back = self._has_window or self._beside is not None
+        self._decoding = DecodeSet(policy.tokens_per_row, pool.block_size)
+        self._tables = BlockTables(pool, self._decoding)
         self._admission = (
-            AdmissionByTokens(policy, pool, self._pace, self._give_back_ahead)
+            AdmissionByTokens(policy, pool, self._pace, self._tables.give_back_ahead)
             if shapes is None
             else AdmissionByShapes(policy, pool, self._pace, shapes)
         )
@@ -109,24 +104,15 @@ class Scheduler:
         self._waiting = make_queue(queue_threshold_ms, clock)
         self._awaiting: list[Request] = []  # that would be let in if their pictures were there
         self._prefilling: list[Request] = []  # running, outside the decode set, oldest first
-        self._decode_rows: list[Request] = []  # replaced, never changed in place: steps in flight refer to it
         self._free_slots = list(range(policy.max_batch_size - 1, -1, -1))
         self._shares = Shares(policy.max_batch_size)  # of the slots
         self._num_arrived = 0
         self._step = 0  # last planned step
         self._applied_step = 0  # last step whose result came back
-        self._decode_clock = 0  # decode steps planned so far
-        self._applied_clock = 0  # those whose result came back
-        self._calendar: dict[int, list[Request]] = {}  # decode clock -> members to look at before that step
         self._in_flight: deque[_InFlight] = deque()
         self._admitted: list[Admitted] = []  # since the last result
         # Changes that the next plan will carry:
         self._release: list[int] = []
-        self._leave: list[int] = []
-        self._join: list[Request] = []
-        # What tables get in the next step: slot, place in its table, blocks.
-        self._grow: list[tuple[int, int, list[int]]] = []
-        self._grow_beside: list[tuple[int, int, list[int]]] = []
 
     # -- calls of the engine loop ----------------------------------------------------------------------------------
 
@@ -179,7 +165,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._decode_rows) + len(self._prefilling) + len(self._join)
+        return len(self._decoding) + len(self._prefilling)
 
     @property
     def has_work(self) -> bool:
@@ -194,7 +180,7 @@ class Scheduler:
         """The next step; None if there is nothing to compute now."""
         self._features.open()
         self._grow_decode_set()
-        num_decode = len(self._decode_rows) + len(self._join)
+        num_decode = len(self._decoding)
         room = self._admission.open(num_decode, self._limit.tokens)
         if self._features.is_busy:
             self._pace.keep_for_encoder(room)
@@ -219,7 +205,7 @@ class Scheduler:
             self._features.on_step(flight.encoding, result.encode_s)
         rows = flight.decode_rows + flight.sampling_rows if flight.sampling_rows else flight.decode_rows
         if flight.decode_rows:
-            self._applied_clock += 1
+            self._decoding.confirm()
         self._limit.on_step(*self._size(flight), bool(rows))
         scored = [(flight.chunk_rows[p.row - len(flight.decode_rows)], p) for p in result.prompt_logprobs]
         prompts = [msgspec.structs.replace(p, row=request.id) for request, p in scored if not request.finished]
@@ -257,13 +243,15 @@ class Scheduler:
         """
         flight = self._in_flight[0]
         self._in_flight.clear()
-        self._applied_step, self._applied_clock = self._step, self._decode_clock
+        self._applied_step = self._step
+        self._decoding.give_up()
         self.stats.num_rollbacks += 1
         self.pool.forget()
-        running = sorted((*self._decode_rows, *self._prefilling, *self._join), key=lambda request: request.order)
+        running = sorted((*self._decoding, *self._prefilling), key=lambda request: request.order)
         for request in reversed(running):
             self._preempt(request, forget=True)
-        self._release, self._leave, self._grow, self._grow_beside = [], [], [], []
+        self._release, self._decoding.leaving = [], []
+        self._tables.take_changes()
         self._admission.forget()
         self._features.forget()
         for request in reversed(self._awaiting):
@@ -281,7 +269,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless slots and blocks balance."""
-        running = [*self._decode_rows, *self._prefilling, *self._join]
+        running = [*self._decoding, *self._prefilling]
         self.pool.check(running)
         assert self.pool.num_promised == sum(request.num_promised for request in running), "promises do not balance"
         self._features.verify(set(self._requests.values()))
@@ -292,12 +280,7 @@ class Scheduler:
         assert self._shares.num_held == len(slots), "shares of slots do not balance"
         for request in running:
             assert not request.finished and request.running
-            assert not any(request.blocks[: request.num_behind]), "a block behind the window is in the table"
-            assert len(request.blocks) * self.pool.block_size >= self._num_reserved(request)
-            if self._beside is not None:
-                assert not any(request.beside[: request.num_beside_behind]), "a block behind the window is in the table"
-                assert len(request.beside) * self.pool.block_size >= self._num_reserved(request)
-                assert len(request.beside) == len(request.blocks) or not request.decodes
+            self._tables.check(request)
         for request in self._waiting:
             assert request.finished or not (request.running or request.blocks), "a waiting request holds something"
 
@@ -307,74 +290,24 @@ class Scheduler:
 
     # -- parts of a plan -------------------------------------------------------------------------------------------
 
-    def _num_reserved(self, request: Request) -> int:
-        """The most tokens of a request that steps in flight may leave computed."""
-        if not request.decodes:
-            return request.reserved
-        in_flight = self._decode_clock - max(request.join_clock, self._applied_clock)
-        # While the step with its last chunk is in flight its first token is not known.
-        confirmed = max(request.reserved, len(request.tokens) - 1)
-        return min(confirmed + in_flight * self._per_row, request.total_limit - 1)
-
-    def _num_confirmed(self, request: Request) -> int:
-        """The tokens of a request that are computed when all planned steps are, whatever these yield."""
-        return max(request.reserved, len(request.tokens) - 1) if request.decodes else request.computed
-
-    def _num_needed(self, request: Request, reserved: int) -> int:
-        """Tokens that a member of the decode set must have blocks for in the coming step."""
-        return min(reserved + self._per_row, request.total_limit - 1)
-
     def _grow_decode_set(self) -> None:
         """Serve the calendar for the coming decode step: members at their length leave, others get their next block."""
-        grown: list[tuple[Request, int, list[int], list[int]]] = []
-        due = self._calendar.pop(self._decode_clock, [])
-        for request in self._join:
-            request.join_clock = request.next_event = self._decode_clock
-            due.append(request)
-        for request in due:
-            if request.next_event != self._decode_clock:
-                continue  # preempted while an older one was served
-            reserved = self._num_reserved(request)
-            if reserved + 1 >= request.total_limit and self._per_row == 1:
+        decoding = self._decoding
+        for request in decoding.take_due():
+            reserved = decoding.num_reserved(request)
+            if reserved + 1 >= request.total_limit and decoding.per_row == 1:
                 self._leave_decode_set(request)
                 continue
-            if self._gives_back:
-                self._give_back_behind(request)
-            num_blocks = len(request.blocks)
-            room = num_blocks * self.pool.block_size
-            num_needed = self._num_needed(request, reserved)
+            if self._tables.gives_back:
+                self._tables.give_back_behind(request)
+            room = len(request.blocks) * self.pool.block_size
+            num_needed = decoding.num_needed(request, reserved)
             if num_needed > room:
                 taken = self._take_blocks_for(request, num_needed - room, request.total_limit - 1 - room)
                 if taken is None:
                     continue
-                blocks, beside = taken
-                request.blocks += blocks
-                request.beside += beside
-                grown.append((request, num_blocks, blocks, beside))
-            self._schedule(request, reserved)
-        # A member that grew may have been preempted for an older one right after.
-        grown = [each for each in grown if each[0].running]
-        if self._beside is not None:
-            self._grow_beside += [(request.slot, start, beside) for request, start, _, beside in grown]
-        self._grow += [(request.slot, start, blocks) for request, start, blocks, _ in grown]
-
-    def _schedule(self, request: Request, reserved: int) -> None:
-        """Enter in the calendar when a member must be seen next: its blocks may be full, or it reaches its length."""
-        room = len(request.blocks) * self.pool.block_size
-        if self._per_row > 1 and room >= request.total_limit - 1:
-            request.next_event = -1  # it has all it can need, and who yields how many ends when results say so
-            return
-        when = self._decode_clock + (min(room, request.total_limit - 1) - reserved) // self._per_row
-        request.next_event = when
-        self._calendar.setdefault(when, []).append(request)
-
-    def _unschedule(self, request: Request) -> None:
-        entries = self._calendar.get(request.next_event)
-        if entries is not None and request in entries:
-            entries.remove(request)
-            if not entries:
-                del self._calendar[request.next_event]
-        request.next_event = -1
+                self._tables.extend(request, *taken)
+            decoding.schedule(request, reserved)
 
     def _take_blocks_for(
         self, request: Request, least_tokens: int, most_tokens: int
@@ -390,16 +323,13 @@ class Scheduler:
             count = min(request.num_promised, -(-least_tokens // size))
             request.num_promised -= count
             return self.pool.take_promised(count), []
-        empty = self.pool.num_empty
-        if self._beside is not None:
-            empty = min(empty, self._beside.num_empty)
-        share = empty // (2 * self.num_running)
+        share = self._tables.num_empty // (2 * self.num_running)
         count = max(-(-least_tokens // size), min(share, _MAX_BLOCKS_AHEAD, -(-most_tokens // size)))
-        while (taken := self._try_take(count)) is None:
-            if self._give_back_ahead():
+        while (taken := self._tables.try_take(count)) is None:
+            if self._tables.give_back_ahead():
                 continue
             newest = max(
-                (other for other in (*self._decode_rows, *self._prefilling, *self._join) if other.running),
+                (other for other in (*self._decoding, *self._prefilling) if other.running),
                 key=lambda other: other.order,
             )
             self._preempt(newest)
@@ -407,113 +337,20 @@ class Scheduler:
                 return None
         return taken
 
-    def _try_take(self, count: int) -> tuple[list[int], list[int]] | None:
-        """So many blocks, and as many beside, where there are such; nothing, if there are fewer of either."""
-        if self._beside is not None and not self._beside.has_room(count):
-            return None
-        blocks = self.pool.try_take(count)
-        if blocks is None:
-            return None
-        return blocks, [] if self._beside is None else self._beside.try_take(count) or []
-
-    def _give_back_behind(self, request: Request) -> int:
-        """Free the blocks that no coming step reads, which can then be found like those of a request that has ended.
-
-        Returns how many there were.
-        """
-        confirmed = self._num_confirmed(request)
-        if self._beside is not None:
-            # Those of a prompt can be found already; behind what was generated nobody is likely to go on.
-            first, end = request.num_beside_behind, self._beside.num_behind(confirmed)
-            if end > first:
-                self._beside.free(request.beside[first:end])
-                request.beside[first:end] = [PADDING_BLOCK] * (end - first)
-                request.num_beside_behind = end
-            return max(0, end - first)
-        first, end = request.num_behind, self.pool.num_behind(confirmed)
-        if end <= first:
-            return 0
-        self.pool.publish(request, confirmed)
-        self.pool.free(request.blocks[first:end])
-        request.blocks[first:end] = [PADDING_BLOCK] * (end - first)
-        request.num_behind = end
-        return end - first
-
-    def _give_back_ahead(self) -> bool:
-        """Free the blocks that members hold beyond their next token, and those behind their windows. True if there were
-        any."""
-        found = False
-        size = self.pool.block_size
-        for request in self._decode_rows:
-            if self._gives_back and self._give_back_behind(request):
-                found = True
-            reserved = self._num_reserved(request)
-            num_needed = -(-self._num_needed(request, reserved) // size)
-            if len(request.blocks) > num_needed:
-                found = True
-                self.pool.free(request.blocks[num_needed:])
-                del request.blocks[num_needed:]
-                if self._beside is not None:
-                    self._beside.free(request.beside[num_needed:])
-                    del request.beside[num_needed:]
-                self._unschedule(request)
-                self._schedule(request, reserved)
-        return found
-
     def _continue_prefills(self, room: StepRoom) -> tuple[list[Chunk], list[Request]]:
         """Chunks for running requests that are still behind, oldest first."""
         chunks: list[Chunk] = []
         rows: list[Request] = []
         for request in list(self._prefilling):
             if room.is_open and self._is_behind(request):
-                if self._has_window and not self._move_window(request):
-                    continue
-                if self._beside is not None and not self._move_beside(request, self._beside):
+                if not self._tables.move(request, self._admission.most_held, self._admission.most_beside):
+                    self._preempt(request)
                     continue
                 chunk = self._chunk(request, room)
                 if chunk is not None:
                     chunks.append(chunk)
                     rows.append(request)
         return chunks, rows
-
-    def _move_window(self, request: Request) -> bool:
-        """Exchange the blocks behind the next chunk for as many ahead of it.
-
-        Those that it shared are still others'. Where there are none in their place the request is preempted: False.
-        """
-        self._give_back_behind(request)
-        start, size = len(request.blocks), self.pool.block_size
-        count = min(self._admission.most_held - len(request.held), -(-len(request.tokens) // size) - start)
-        if self.pool.num_free < count:
-            self._give_back_ahead()
-        blocks = self.pool.try_take(min(count, self.pool.num_free))
-        if blocks:
-            request.blocks += blocks
-            self._grow.append((request.slot, start, blocks))
-        elif request.reserved == start * size:
-            self._preempt(request)
-            return False
-        return True
-
-    def _move_beside(self, request: Request, beside: WindowBlocks) -> bool:
-        """The same where blocks of all its known tokens are held, and only those beside are exchanged.
-
-        A run that is computed at once needs all of its blocks.
-        """
-        self._give_back_behind(request)
-        start, size = len(request.beside), self.pool.block_size
-        count = min(self._admission.most_beside - len(request.held_beside), -(-len(request.tokens) // size) - start)
-        if beside.num_free < count:
-            self._give_back_ahead()
-        blocks = beside.try_take(max(0, min(count, beside.num_free)))
-        if blocks:
-            request.beside += blocks
-            self._grow_beside.append((request.slot, start, blocks))
-        at_once = next((end for first, end in request.whole_runs if first == request.reserved), request.reserved + 1)
-        if len(request.beside) * size < at_once:
-            self._preempt(request)
-            return False
-        return True
 
     def _is_behind(self, request: Request) -> bool:
         return request.reserved < len(request.tokens)
@@ -524,16 +361,13 @@ class Scheduler:
         None: it waits for room for its pictures, or has no place in the step's shape.
         """
         known = len(request.tokens)
-        start = request.reserved
-        most = min(known, len(request.blocks) * self.pool.block_size)
-        if self._beside is not None:
-            most = min(most, len(request.beside) * self.pool.block_size)
-        end = room.reach(start, most, not request.wants_prompt_logprobs)
+        start, most = request.reserved, self._tables.room(request)
+        end = room.reach(start, min(known, most), not request.wants_prompt_logprobs)
         if end == start:
             return None
         if request.source.pictures or request.whole_runs:
             end = self._features.reach(request, start, end, room.is_untouched)
-            if end == start or (self._beside is not None and end > len(request.beside) * self.pool.block_size):
+            if end == start or end > most:
                 return None
         room.spend(start, end)
         request.reserved = end
@@ -603,35 +437,31 @@ class Scheduler:
     ) -> StepPlan:
         """Number the step, move the decode set, and remember the rows."""
         self._step += 1
-        join = [request.slot for request in self._join]
-        if self._join:
-            self._decode_rows = self._decode_rows + self._join
-            self._join = []
-        decode_rows = self._decode_rows if decode else []
+        leave, join = self._decoding.advance(decode)
+        decode_rows = self._decoding.rows if decode else []
         sampling = [request for request, chunk in zip(chunk_rows, chunks, strict=True) if chunk.samples]
         for request in chunk_rows:
             request.busy_until = self._step
         for request in sampling:
             self._prefilling.remove(request)
-            self._join.append(request)  # from the next plan on
-        if decode:
-            self._decode_clock += 1
+            self._decoding.joining.append(request)
         drop, encoding, encoding_for = self._features.take(encoder_s)
+        grow, grow_beside = self._tables.take_changes()
         plan = StepPlan(
             self._step,
             self._release,
             admit,
-            self._leave,
+            leave,
             join,
-            self._grow,
+            grow,
             decode,
             chunks,
             drop,
             encoding.pictures,
             encoding.num_parts,
-            self._grow_beside,
+            grow_beside,
         )
-        self._release, self._leave, self._grow, self._grow_beside = [], [], [], []
+        self._release = []
         work = StepWork(
             len(decode_rows),
             sum(chunk.end - chunk.start for chunk in chunks),
@@ -649,15 +479,8 @@ class Scheduler:
         self._prefilling.append(request)
 
     def _drop_row(self, request: Request) -> None:
-        request.reserved = self._num_reserved(request)
         request.busy_until = self._step
-        request.join_clock = -1
-        self._unschedule(request)
-        if request in self._join:
-            self._join = [other for other in self._join if other is not request]
-        else:
-            self._decode_rows = [other for other in self._decode_rows if other is not request]
-            self._leave.append(request.slot)
+        self._decoding.drop(request)
 
     def _stop_running(self, request: Request, forget: bool = False) -> None:
         """Give slot and blocks back; what was computed stays findable."""
@@ -666,31 +489,11 @@ class Scheduler:
             self._prefilling.remove(request)
         else:
             self._drop_row(request)
-        if not forget:
-            self.pool.publish(request, request.computed)
-        elif request.num_behind or request.num_beside_behind:
-            self.pool.forget_behind(request)
-        self.pool.break_promise(request.num_promised)
-        request.num_promised = 0
-        self.pool.free(request.held, forget)
-        if self._beside is not None:
-            self._beside.free(request.held_beside, forget)
-            self._grow_beside = [each for each in self._grow_beside if each[0] != request.slot]
-        self._grow = [each for each in self._grow if each[0] != request.slot]
+        self._tables.let_go(request, forget)
         self._release.append(request.slot)
         self._free_slots.append(request.slot)
         self._shares.give_back(request.source.caller)
         request.slot = -1
-        self._forget_progress(request)
-
-    def _forget_progress(self, request: Request) -> None:
-        request.blocks = []
-        request.num_behind = 0
-        request.beside = []
-        request.num_beside_behind = 0
-        request.reserved = 0
-        request.num_published = 0
-        request.chain = request.root
 
     def _preempt(self, request: Request, forget: bool = False) -> None:
         """Back to the head of the queue; its tokens will be computed again."""
