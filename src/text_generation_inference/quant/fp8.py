@@ -81,8 +81,7 @@ class Fp8(Method):
         return matrix.ops.linear(x, weight, matrix.bias, weight.dtype)
 
     def logits(self, matrix: Matrix, hidden: Tensor, out: Tensor | None) -> Tensor:
-        weight = _weight(matrix)
-        result = matrix.ops.linear(hidden, weight, None, weight.dtype)
+        result = matrix.ops.linear(hidden, _weight(matrix), None, torch.float32)  # rounded, near scores would be equal
         return result if out is None else out.copy_(result)
 
     def unscaled(self, matrix: Matrix) -> Callable[[Rows], Product] | None:

@@ -60,7 +60,7 @@ class TritonLinear:
             return out
         if n % 16 or k % 16 or not self._fp8:
             return _plainly(rows, weight, bias, target)
-        if self._by_row:
+        if self._by_row and target is not torch.float32:  # which the library does not give with scales per row
             out = torch._scaled_mm(
                 rows.data, weight.data.t(), rows.scale[:, None], weight.scale[None, :],
                 out_dtype=torch.bfloat16, use_fast_accum=True,
