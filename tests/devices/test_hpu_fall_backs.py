@@ -4,6 +4,7 @@ import pytest
 import torch
 from driving import make_request, make_tiny, random_prompts, run, start
 from gaudi import use_stand_in
+from served_pictures import NUM_NEW, PROMPTS, check, serve
 
 from text_generation_inference.kernels import routing
 
@@ -68,6 +69,21 @@ def test_nothing_falls_back_to_the_host(fall_backs, architecture, tmp_path):
     found = [output.token_ids for output in run(engine, asked)]
     engine.close()
     assert found == expected
+    assert fall_backs() == before
+
+
+@pytest.mark.parametrize(
+    "family", ["llava_next", "idefics3", "qwen2_5_vl", "qwen3_vl", "pixtral", "mistral3", "idefics2"]
+)
+def test_towers_do_not_fall_back(fall_backs, family, tmp_path):
+    """While they start neither: what rows of patches read is made on the card."""
+    served = serve(family, tmp_path)
+    longest = max(len(served.oracle.ids(prompt)) for prompt in PROMPTS)
+    limits = {**LIMITS, "max_input_tokens": longest, "max_total_tokens": longest + NUM_NEW}
+    before = fall_backs()
+    engine = served.start(device="hpu", bucket_strategy="linear", **limits)
+    check(served, run(engine, [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]))
+    engine.close()
     assert fall_backs() == before
 
 

@@ -2,9 +2,10 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,11 +77,14 @@ class Served:
         return PictureSpan(digest, runs, list(layout.grid), list(layout.shape))
 
 
-def serve(family: str, folder: Path) -> Served:
-    oracle = make_oracle(family, folder)
+def serve(
+    family: str, folder: Path, prompts: Sequence[Prompt] = PROMPTS, settings: Mapping[str, Any] | None = None
+) -> Served:
+    """settings: of preprocessing, in place of the family's."""
+    oracle = make_oracle(family, folder, settings=settings)
     pixels = folder / "pixels"
     pixels.mkdir()
-    return Served(oracle, pixels, [oracle.generate(prompt, NUM_NEW) for prompt in PROMPTS])
+    return Served(oracle, pixels, [oracle.generate(prompt, NUM_NEW) for prompt in prompts])
 
 
 def check(served: Served, outputs: Sequence[Output], numbers: Sequence[int] = range(len(PROMPTS))) -> None:

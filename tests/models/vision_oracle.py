@@ -7,7 +7,7 @@ pictures would change nothing.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -298,7 +298,7 @@ class Oracle:
     def image_processor(self) -> Any:
         package, name = FAMILIES[self.name].processor.split(".")
         module = import_module(f"transformers.models.{package}.image_processing_pil_{package}")
-        settings = {**FAMILIES[self.name].settings}
+        settings = json.loads((self.folder / "preprocessor_config.json").read_text())
         settings.pop("image_processor_type", None)
         return getattr(module, f"{name}ImageProcessorPil")(**settings)
 
@@ -398,9 +398,12 @@ def pictures_of(prompt: Prompt) -> list[Image.Image]:
     return [part for part in prompt if not isinstance(part, str)]
 
 
-def make_oracle(name: str, folder: Path, text: Mapping[str, Any] | None = None) -> Oracle:
-    """With `text` in place of what the family's decoder has."""
+def make_oracle(
+    name: str, folder: Path, text: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None
+) -> Oracle:
+    """With `text` in place of what the family's decoder has, and `settings` of what its preprocessing has."""
     family = FAMILIES[name]
+    family = replace(family, settings={**family.settings, **(settings or {})})
     made = getattr(transformers, family.architecture)
     tokenizer = make_tokenizer(name)
     ids = {key: tokenizer.token_to_id(token) for key, token in family.id_names.items()}

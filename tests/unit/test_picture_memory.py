@@ -1,6 +1,8 @@
 """What computing pictures takes is measured with the largest that are permitted, and what takes too much is not."""
 
+import itertools
 import math
+import random
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from text_generation_inference.engine.picture_memory import BATCH_PIXELS, measure_pictures
+from text_generation_inference.engine.picture_memory import BATCH_PIXELS, measure_pictures, plan_picture_sizes
 from text_generation_inference.pictures.rule import PictureLayout
 
 PATCH = 28
@@ -85,3 +87,30 @@ def test_what_takes_too_much_is_not_permitted(there: int | None) -> None:
 def test_where_not_even_the_least_fits() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         measure(Metered(1000), 40_000)
+
+
+class OfPatches:
+    """What a plan asks of a tower: four patches become one feature."""
+
+    shares_passes, step, least = False, 4, 256
+
+    def sizes_of(self, shape: Sequence[int], grid: Sequence[int]) -> list[int]:
+        return [4 * grid[1] * grid[2]]
+
+
+@pytest.mark.parametrize("most_tokens", [64, 90, 300, 511, 700, 1000, 1900, 3000, 5000])
+def test_padded_passes_hold_all_that_a_prompt_may_have(most_tokens: int) -> None:
+    rule: Any = AnySize()
+    tower: Any = OfPatches()
+    sizes = plan_picture_sizes(tower, rule, most_tokens, 1 << 26)
+    drawn = random.Random(0)
+    areas = [drawn.uniform(0.5, 1.1) * most_tokens for _ in range(2000)]
+    ratios = [drawn.uniform(1, 10) ** drawn.choice((-1, 1)) for _ in areas]
+    pairs = zip(areas, ratios, strict=True)
+    layouts = [
+        rule.layout(int((area * ratio) ** 0.5 * PATCH), int((area / ratio) ** 0.5 * PATCH)) for area, ratio in pairs
+    ]
+    held = [4 * layout.num_features for layout in layouts if layout.num_features <= most_tokens]
+    assert len(held) > 1000 and max(held) <= sizes[-1]
+    assert sizes[0] == 256 and all(a < b <= 4 / 3 * a for a, b in itertools.pairwise(sizes))
+    assert len(sizes) == 1 or sizes[-2] < 4 * most_tokens  # and no more

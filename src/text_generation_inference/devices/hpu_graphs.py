@@ -1,7 +1,7 @@
 """The passes of a plan on a Gaudi card: captured as HPU graphs in lazy mode, compiled layer by layer without it."""
 
 from collections.abc import Callable
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -188,7 +188,12 @@ def allow_many_shapes() -> None:
 
 
 def compiled(module: nn.Module) -> Call:
-    """Without lazy mode: a program for each shape, made by torch.compile."""
+    """Without lazy mode: a program for each shape, made by torch.compile.
+
+    What it cannot follow (a tower's pass, which could be left after each part) it gives up by its code, and compiles
+    what is called there: others must not share that code, or they were compiled anew.
+    """
+    module.forward = _with_own_code(module.forward)
     options = {"keep_input_mutations": True}
     program = _torch.compile(module, backend="hpu_backend", dynamic=False, options=options)
 
@@ -196,6 +201,13 @@ def compiled(module: nn.Module) -> Call:
         return (module if bypass else program)(tensors, *about)
 
     return call
+
+
+def _with_own_code(method: Any) -> Any:
+    """The method of an object, with a copy of the code of its class."""
+    function = method.__func__
+    parts = (function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    return MethodType(FunctionType(function.__code__.replace(), *parts), method.__self__)
 
 
 class CompiledLayers:

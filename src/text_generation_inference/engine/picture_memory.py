@@ -107,6 +107,7 @@ def plan_picture_sizes(tower: PaddedTower, rule: PictureRule, most_tokens: int, 
     if tower.shares_passes:
         height, width = layouts[0].shape[-3:-1]
         return pass_sizes(tower, min(_MOST_TILES, max(1, BATCH_PIXELS // (height * width))))
+    layouts += _largest(rule, most_tokens, most_pixels)
     return pass_sizes(tower, max(size for each in layouts for size in tower.sizes_of(each.shape, each.grid)))
 
 
@@ -118,14 +119,41 @@ def example_shape(rule: PictureRule) -> tuple[int, ...]:
 def _layouts(rule: PictureRule, most_pixels: int, ratios: Sequence[float] = _RATIOS) -> set[PictureLayout]:
     """Of many sizes up to so many pixels."""
     found: set[PictureLayout] = set()
-    for ratio in (*ratios, *(1 / ratio for ratio in ratios)):
+    for ratio in _both_ways(ratios):
         side = float(_SMALLEST)
         while True:
             side = min(side, math.sqrt(most_pixels))
-            width, height = max(1, int(side * math.sqrt(ratio))), max(1, int(side / math.sqrt(ratio)))
-            with suppress(ValidationError):  # a family may have no pictures of that shape
-                found.add(rule.layout(width, height))
+            if (layout := _layout_of(rule, side, ratio)) is not None:
+                found.add(layout)
             if side * side >= most_pixels:
                 break
             side *= math.sqrt(2)
     return found
+
+
+def _largest(rule: PictureRule, most_tokens: int, most_pixels: int) -> list[PictureLayout]:
+    """Those with as many tokens as are permitted, or nearly: a prompt may have one between the sizes of `_layouts`."""
+    found: list[PictureLayout] = []
+    for ratio in _both_ways(_ALL_RATIOS):
+        low, high = float(_SMALLEST), math.sqrt(most_pixels)
+        while high - low > 1:
+            side = (low + high) / 2
+            layout = _layout_of(rule, side, ratio)
+            if layout is not None and layout.num_features > most_tokens:
+                high = side
+                continue
+            low = side
+            if layout is not None:
+                found.append(layout)
+    return found
+
+
+def _layout_of(rule: PictureRule, side: float, ratio: float) -> PictureLayout | None:
+    """Of a picture with as many pixels as a square of this side; None: a family may have none of that shape."""
+    with suppress(ValidationError):
+        return rule.layout(max(1, int(side * math.sqrt(ratio))), max(1, int(side / math.sqrt(ratio))))
+    return None
+
+
+def _both_ways(ratios: Sequence[float]) -> list[float]:
+    return [*ratios, *(1 / ratio for ratio in ratios)]

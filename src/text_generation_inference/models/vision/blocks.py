@@ -224,20 +224,21 @@ def scales_of(normalisation: Normalisation, device: torch.device) -> tuple[Tenso
 
 
 class MaskedRows:
-    """Rows that attend to each other in runs of one length, but for those that are padding: nobody sees these.
+    """Rows that attend to each other in runs of one length, but for those that are padding: nobody sees these. Queries
+    may be others than the rows that are seen, as many for each run.
 
     A run that is all padding sees itself, so that all that comes of it is finite.
     """
 
     def __init__(self, real: Tensor, length: int) -> None:
-        """real: `[rows]` bool."""
+        """real: `[rows]` bool, of those that are seen."""
         runs = real.view(-1, length)
         self._seen = (runs | ~runs.any(1, keepdim=True))[:, None, None]
 
     def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        runs, _, _, length = self._seen.shape
-        q, k, v = (each.view(runs, length, *each.shape[1:]).transpose(1, 2) for each in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._seen)
+        runs = self._seen.shape[0]
+        q, k, v = (each.view(runs, -1, *each.shape[1:]).transpose(1, 2) for each in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._seen, enable_gqa=k.shape[1] != q.shape[1])
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 

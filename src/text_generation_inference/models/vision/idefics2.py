@@ -7,6 +7,7 @@ A patch that is not wholly in its square is left out.
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,18 +17,23 @@ from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.vision.blocks import (
+    Attends,
+    MaskedRows,
     Parameter,
+    PatchEmbedding,
     TowerFeedForward,
     TowerNorm,
+    attend,
     linear,
     read_activation,
 )
 from text_generation_inference.models.vision.idefics3 import DECODERS as DECODERS
 from text_generation_inference.models.vision.idefics3 import HEADS as HEADS
 from text_generation_inference.models.vision.idefics_vision import IdeficsVision
+from text_generation_inference.models.vision.patches import PatchTower
 from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.text import read_text
-from text_generation_inference.models.vision.tower import Parts, Tower
+from text_generation_inference.models.vision.tower import Parts, Tower, run_parts
 from text_generation_inference.weights.declare import Module
 
 _VISION = {
@@ -71,10 +77,10 @@ class _Attention(Module):
         self.kv = linear(ops, ["k_proj", "v_proj"], [kv_heads * head_dim] * 2, size, bias=False)
         self.out = linear(ops, ["o_proj"], [size], heads * head_dim, bias=False)
 
-    def forward(self, latents: Tensor, rows: Tensor, segments: Segments) -> Tensor:
+    def forward(self, latents: Tensor, rows: Tensor, seen: Segments | Attends) -> Tensor:
         q = self.q.forward(latents).unflatten(1, (-1, self.head_dim))
         k, v = self.kv.forward(rows).unflatten(1, (2, -1, self.head_dim)).unbind(1)
-        return self.out.forward(self.ops.segment_attention(q, k, v, segments))
+        return self.out.forward(attend(self.ops, q, k, v, seen))
 
 
 class _Layer(Module):
@@ -91,11 +97,14 @@ class _Layer(Module):
         up, sizes = ("gate_proj", "up_proj"), (size, 4 * size, size)
         self.mlp = TowerFeedForward(ops, "mlp", up, "down_proj", sizes, activation, bias=False)
 
-    def forward(self, latents: Tensor, context: Tensor, order: Tensor, segments: Segments) -> Tensor:
-        """order: the rows of all squares and then all latents, as each square's own follow each other."""
+    def forward(self, latents: Tensor, context: Tensor, order: Tensor | None, seen: Segments | Attends) -> Tensor:
+        """order: the rows of all squares and then all latents, as each square's own follow each other; None: as they
+        do already."""
         normed = self.latents_norm.forward(latents)
-        rows = torch.cat((self.context_norm.forward(context), normed))[order]
-        latents = latents + self.attention.forward(normed, rows, segments)
+        rows = torch.cat((self.context_norm.forward(context), normed))
+        if order is not None:
+            rows = rows[order]
+        latents = latents + self.attention.forward(normed, rows, seen)
         return latents + self.mlp.forward(self.norm.forward(latents))
 
 
@@ -116,8 +125,17 @@ class _Resampler(Module):
         of_latents = torch.arange(sum(lengths), sum(lengths) + num * len(lengths)).split(num)
         order = torch.cat([each for pair in zip(of_rows, of_latents, strict=True) for each in pair]).to(context.device)
         segments = Segments([num] * len(lengths), context.device, [length + num for length in lengths])
+        return self._through(latents, context, order, segments)
+
+    def forward_padded(self, context: Tensor, real: Tensor) -> Tensor:
+        """context `[rows of a square and padding, size]` -> `[latents, size]`."""
+        latents = self.latents.value
+        seen = torch.cat((real, torch.ones_like(real[:1]).expand(latents.shape[0])))
+        return self._through(latents, context, None, MaskedRows(seen, seen.shape[0]))
+
+    def _through(self, latents: Tensor, context: Tensor, order: Tensor | None, seen: Segments | Attends) -> Tensor:
         for layer in self.layers:
-            latents = layer.forward(latents, context, order, segments)
+            latents = layer.forward(latents, context, order, seen)
         return self.norm.forward(latents)
 
 
@@ -141,7 +159,9 @@ class _Idefics2Connector(Module):
         self.resampler = _Resampler(ops, size, perceiver, NormSpec(eps=eps))
 
 
-class Idefics2Tower(Tower):
+class Idefics2Tower(PatchTower):
+    merge = 1
+
     def __init__(self, config: Config, context: Context) -> None:
         text = Config(text_config(config), config.source)
         self.width = text.integer("hidden_size")
@@ -149,6 +169,11 @@ class Idefics2Tower(Tower):
         self.num_parts = len(self.encoder.blocks)
         perceiver = config.inner("perceiver_config").with_defaults(**_PERCEIVER)
         self.connector = _Idefics2Connector(context.ops, self.encoder.hidden_size, text, perceiver)
+        self.num_each = perceiver.integer("resampler_n_latents")
+
+    @property
+    def patches(self) -> PatchEmbedding:
+        return self.encoder.embeddings.patches
 
     def adapt(self, names: Collection[str]) -> None:
         """There is one spelling."""
@@ -156,12 +181,39 @@ class Idefics2Tower(Tower):
     def in_parts(
         self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]], layout: None = None
     ) -> Parts[list[Tensor]]:
-        squares = [
-            square[None, :height, :width]
-            for picture, grid in zip(pixels, grids, strict=True)
-            for square, height, width in zip(picture, grid[::2], grid[1::2], strict=True)
-        ]
+        squares = [each for picture in zip(pixels, grids, strict=True) for each in _squares_of(*picture)]
         x, lengths = yield from self.encoder.forward(squares, self.normalisation)
         features = self.connector.resampler.forward(self.connector.projection.forward(x), lengths)
-        each = features.shape[0] // len(squares)
-        return list(features.split([len(picture) * each for picture in pixels]))
+        return list(features.split([len(picture) * self.num_each for picture in pixels]))
+
+    # -- padded passes, of a square each ---------------------------------------------------------------------------
+
+    def sides_of_pieces(self, shape: Sequence[int], grid: Sequence[int]) -> list[tuple[int, int]]:
+        size = self.patches.patch_size
+        return [(height // size, width // size) for height, width in zip(grid[::2], grid[1::2], strict=True)]
+
+    def cut_pieces(self, pixels: Tensor, grid: Sequence[int]) -> list[Tensor]:
+        return [self.patches.cut_pixels(square)[0] for square in _squares_of(pixels, grid)]
+
+    def places_in(self, rows: int, columns: int) -> Tensor:
+        return self.encoder.places_in_table(rows, columns)
+
+    def num_rows(self, size: int) -> int:
+        return self.num_each
+
+    def order_of(self, shape: Sequence[int], grid: Sequence[int]) -> np.ndarray:
+        return np.arange(shape[0] * self.num_each)
+
+    def run(self, *tensors: Tensor) -> Tensor:
+        patches, places, _, real = tensors
+        rows, columns = places.unbind(1)
+        positions = self.encoder.embeddings.positions.value[rows * self.encoder.side + columns]
+        x = run_parts(self.encoder.through(self.embed_padded(patches) + positions, MaskedRows(real, len(real))))
+        features = self.connector.resampler.forward_padded(self.connector.projection.forward(x), real)
+        return torch.cat((features, torch.zeros_like(features[:1])))
+
+
+def _squares_of(pixels: Tensor, grid: Sequence[int]) -> list[Tensor]:
+    """Each `[1, height, width, 3]`."""
+    sides = zip(grid[::2], grid[1::2], strict=True)
+    return [pixels[number : number + 1, :height, :width] for number, (height, width) in enumerate(sides)]

@@ -68,7 +68,7 @@ class Idefics3Tower(TileTower):
 
     def get_ready(self, device: torch.device) -> None:
         super().get_ready(device)
-        self._places(self.tile_shape, device)
+        self._places(self.tile_shape, self.encoder.embeddings.positions.value.device)  # with its number, as a pass asks
 
     def lay_out(
         self, shapes: Sequence[tuple[int, ...]], grids: Sequence[tuple[int, ...]], device: torch.device

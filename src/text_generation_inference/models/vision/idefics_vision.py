@@ -11,7 +11,7 @@ from torch import Tensor
 from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.models.config import Config
-from text_generation_inference.models.vision.blocks import Block, TowerNorm, run_blocks
+from text_generation_inference.models.vision.blocks import Attends, Block, TowerNorm, run_blocks
 from text_generation_inference.models.vision.siglip import SiglipEmbeddings, read_block
 from text_generation_inference.models.vision.tower import Parts
 from text_generation_inference.pictures.rule import Normalisation
@@ -48,22 +48,30 @@ class IdeficsVision(Module):
             embedded.append((x + positions[places]).flatten(0, 1))
             lengths += [rows * columns] * count
         x = torch.cat(embedded)
-        segments = Segments(lengths, x.device)
-        states = yield from run_blocks(self.blocks, x, [segments] * len(self.blocks))
-        return self.norm.forward(states[len(self.blocks)]), lengths
+        return (yield from self.through(x, Segments(lengths, x.device))), lengths
+
+    def through(self, x: Tensor, rows: Segments | Attends) -> Parts[Tensor]:
+        """Embedded patches with their positions, `[patches, hidden]`."""
+        states = yield from run_blocks(self.blocks, x, [rows] * len(self.blocks))
+        return self.norm.forward(states[len(self.blocks)])
 
     def places_of_grid(self, rows: int, columns: int, device: torch.device) -> Tensor:
         """Of the patches of a picture; those of the last grid are kept."""
         if (rows, columns, device) != self._placed_for:
-            self._placed_for, self._places = (rows, columns, device), self._place(rows, columns).to(device)
+            pairs = self.places_in_table(rows, columns)
+            self._placed_for = (rows, columns, device)
+            self._places = (pairs[:, 0] * self.side + pairs[:, 1]).to(device)
         return self._places
 
-    def _place(self, rows: int, columns: int) -> Tensor:
-        """Row of the table of each patch. In float32, and by search: the rounding is what a model was trained with."""
+    def places_in_table(self, rows: int, columns: int) -> Tensor:
+        """Row and column, in the square table, of each patch of a picture: `[patches, 2]`.
+
+        In float32, and by search: the rounding is what a model was trained with.
+        """
         ends = torch.arange(1 / self.side, 1.0, 1 / self.side)
 
         def along(count: int) -> Tensor:
             share = torch.arange(count, dtype=torch.float32) * (1.0 / torch.tensor(count))
             return torch.bucketize(share.clamp(max=1.0 - 1e-6), ends, right=True)
 
-        return (along(rows)[:, None] * self.side + along(columns)).flatten()
+        return torch.cartesian_prod(along(rows), along(columns))

@@ -1,7 +1,8 @@
 """`PaddedTower`: a tower whose passes can be padded to a few sizes, for devices that make one graph for each shape.
 
-A picture is cut into *pieces*: tiles of one size, or the moments of a video (a still picture is one). What a pass reads
-of a piece are rows of a few tensors; those of its pieces follow each other, and zeros fill them up to the pass's size.
+A picture is cut into *pieces*: tiles of one size, parts of any size, or the moments of a video (a still picture is
+one). What a pass reads of a piece are rows of a few tensors; those of its pieces follow each other, and zeros fill them
+up to the pass's size.
 Padding changes nothing: tiles are computed by themselves, and rows of patches that are zeros are seen by none.
 """
 

@@ -1,7 +1,8 @@
 """`PatchTower`: pictures of any grid as rows of patches; those that become one feature follow each other.
 
-A still picture has moments that are alike; a video's moments are as pictures are. Where blocks attend within windows,
-passes that are padded have the rows of each window together, with padding where the picture ends.
+Patches may span several frames: a still picture then has moments that are alike, and a video's moments are as pictures
+are. Where blocks attend within windows, passes that are padded have the rows of each window together, with padding
+where the picture ends.
 """
 
 from abc import abstractmethod
@@ -54,13 +55,17 @@ class PatchTower(PaddedTower):
 
     def embed_padded(self, patches: Tensor) -> Tensor:
         """uint8 `[rows, values]` of `pieces_of` -> `[rows, hidden]`."""
-        values = normalise(patches.unflatten(1, (-1, 3)), self.normalisation, self.patches.dtype)
-        return self.patches.forward_frames(values.flatten(1))
+        values = normalise(patches.unflatten(1, (-1, 3)), self.normalisation, self.patches.dtype).flatten(1)
+        return self.patches.forward(values) if self.patches.num_frames is None else self.patches.forward_frames(values)
 
     def sizes_of(self, shape: Sequence[int], grid: Sequence[int]) -> list[int]:
-        rows, columns = self._sides(shape)
         along = self.merge * (self.window or 1)
-        return [-(-rows // along) * -(-columns // along) * self.step] * self._num_moments(shape)
+        sides = self.sides_of_pieces(shape, grid)
+        return [-(-rows // along) * -(-columns // along) * self.step for rows, columns in sides]
+
+    def sides_of_pieces(self, shape: Sequence[int], grid: Sequence[int]) -> list[tuple[int, int]]:
+        """Rows and columns of patches of each piece of a picture."""
+        return self.sides_of([shape])
 
     def num_rows(self, size: int) -> int:
         return size // self.merge**2
@@ -72,15 +77,26 @@ class PatchTower(PaddedTower):
 
     def pieces_of(self, pixels: Tensor, grid: Sequence[int]) -> list[Piece]:
         """Patches, uint8; the row and column of each; how many rows and columns there are; whether it is one."""
+        found: list[Piece] = []
+        for cut in self.cut_pieces(pixels, grid):
+            rows, columns = cut.shape[:2]
+            order = torch.from_numpy(self._units(rows, columns))  # pyright: ignore[reportUnknownMemberType]
+            real = (order >= 0).repeat_interleave(self.merge**2)
+            places = self._by_unit(self.places_in(rows, columns).int(), order)
+            counts = torch.tensor([(rows, columns)], dtype=torch.int32).expand(len(real), 2)
+            found.append([self._by_unit(by_block(cut, self.merge), order), places, counts, real])
+        return found
+
+    def cut_pieces(self, pixels: Tensor, grid: Sequence[int]) -> list[Tensor]:
+        """Patches of each piece, as they are: uint8 `[rows, columns, values]`."""
         if pixels.ndim == 3:
             pixels = pixels.expand(self._num_frames, *pixels.shape)
-        rows, columns = self._sides(pixels.shape)
-        cut = self.patches.cut_pixels(pixels).unflatten(0, (-1, self._num_frames)).permute(0, 2, 3, 1, 4).flatten(3)
-        order = torch.from_numpy(self._units(rows, columns))  # pyright: ignore[reportUnknownMemberType]
-        real = (order >= 0).repeat_interleave(self.merge**2)
-        places = self._by_unit(places_of([(rows, columns)], self.merge).int(), order)
-        counts = torch.tensor([(rows, columns)], dtype=torch.int32).expand(len(real), 2)
-        return [[self._by_unit(by_block(each, self.merge), order), places, counts, real] for each in cut]
+        cut = self.patches.cut_pixels(pixels).unflatten(0, (-1, self._num_frames))
+        return list(cut.permute(0, 2, 3, 1, 4).flatten(3).unbind())
+
+    def places_in(self, rows: int, columns: int) -> Tensor:
+        """Row and column of the patches of a piece, in the order of blocks, as `run` reads them: `[patches, 2]`."""
+        return places_of([(rows, columns)], self.merge)
 
     def order_of(self, shape: Sequence[int], grid: Sequence[int]) -> np.ndarray:
         units = self._units(*self._sides(shape))
@@ -91,8 +107,7 @@ class PatchTower(PaddedTower):
 
     @property
     def _num_frames(self) -> int:
-        assert self.patches.num_frames is not None
-        return self.patches.num_frames
+        return self.patches.num_frames or 1  # None: patches know no time
 
     def _sides(self, shape: Sequence[int]) -> tuple[int, int]:
         """Rows and columns of patches."""

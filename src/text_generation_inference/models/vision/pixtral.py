@@ -14,6 +14,8 @@ from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.vision.blocks import (
+    MaskedRows,
+    PatchEmbedding,
     TowerLinear,
     TowerNorm,
     activation_of,
@@ -22,10 +24,11 @@ from text_generation_inference.models.vision.blocks import (
 )
 from text_generation_inference.models.vision.encoder import read_feature_layers
 from text_generation_inference.models.vision.grid import by_block
+from text_generation_inference.models.vision.patches import PatchTower
 from text_generation_inference.models.vision.pixtral_vision import PixtralPass, PixtralVision
 from text_generation_inference.models.vision.see import see
 from text_generation_inference.models.vision.text import read_text
-from text_generation_inference.models.vision.tower import Parts, Tower, settle
+from text_generation_inference.models.vision.tower import Parts, Tower, run_parts, settle
 from text_generation_inference.weights.declare import Module
 
 DECODERS = ("language_model.model", "model.language_model")  # what checkpoints call the text model
@@ -84,16 +87,15 @@ class _PixtralProjector(Module):
         self.first = linear(ops, ["linear_1"], [self.width], hidden_size * num_states, bias)
         self.second = linear(ops, ["linear_2"], [self.width], self.width, bias)
 
-    def forward(self, x: Tensor, sides: Sequence[tuple[int, int]]) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[patches, hidden]`: those that become one feature follow each other."""
         if self.norm is not None and self.merger is not None:
-            each = self.norm.forward(x).split([rows * columns for rows, columns in sides])
-            maps = (part.view(*side, -1) for part, side in zip(each, sides, strict=True))
-            blocks = torch.cat([by_block(each, self.merge) for each in maps])
-            x = self.merger.forward(blocks.unflatten(0, (-1, self.merge**2)).transpose(1, 2).flatten(1))
+            blocks = self.norm.forward(x).unflatten(0, (-1, self.merge**2))
+            x = self.merger.forward(blocks.transpose(1, 2).flatten(1))
         return self.second.forward(self.activation(self.first.forward(x)))
 
 
-class PixtralTower(Tower):
+class PixtralTower(PatchTower):
     def __init__(self, config: Config, context: Context) -> None:
         vision = config.inner("vision_config")
         if config.get("vision_config") is None and _merges(config):
@@ -107,7 +109,11 @@ class PixtralTower(Tower):
         self.num_parts = len(self.encoder.blocks)
         text = Config(text_config(config), config.source)
         self.projector = _PixtralProjector(context.ops, config, self.encoder.hidden_size, len(wanted), text)
-        self.width = self.projector.width
+        self.width, self.merge = self.projector.width, self.projector.merge
+
+    @property
+    def patches(self) -> PatchEmbedding:
+        return self.encoder.patches
 
     def adapt(self, names: Collection[str]) -> None:
         settle(self.encoder, _ENCODERS, names)
@@ -126,5 +132,18 @@ class PixtralTower(Tower):
     ) -> Parts[list[Tensor]]:
         layout = layout or self.encoder.lay_out([picture.shape for picture in pixels], pixels[0].device)
         states = yield from self.encoder.forward(pixels, self.normalisation, layout)
-        features = self.projector.forward(torch.cat(states, dim=1), layout.sides)
-        return list(features.split([rows * columns // self.projector.merge**2 for rows, columns in layout.sides]))
+        features = self.projector.forward(self._in_blocks(torch.cat(states, dim=1), layout.sides))
+        return list(features.split([rows * columns // self.merge**2 for rows, columns in layout.sides]))
+
+    def _in_blocks(self, x: Tensor, sides: Sequence[tuple[int, int]]) -> Tensor:
+        if self.merge == 1:
+            return x
+        each = x.split([rows * columns for rows, columns in sides])
+        return torch.cat([by_block(part.view(*side, -1), self.merge) for part, side in zip(each, sides, strict=True)])
+
+    def run(self, *tensors: Tensor) -> Tensor:
+        patches, places, _, real = tensors
+        x, rotation = self.embed_padded(patches), self.encoder.rotation_at(places)
+        states = run_parts(self.encoder.through(x, MaskedRows(real, x.shape[0]), rotation))
+        features = self.projector.forward(torch.cat(states, dim=1))
+        return torch.cat((features, torch.zeros_like(features[:1])))

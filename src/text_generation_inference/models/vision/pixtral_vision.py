@@ -11,6 +11,7 @@ from text_generation_inference.kernels.segments import Segments
 from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.vision.blocks import (
+    Attends,
     Block,
     BlockSpec,
     PatchEmbedding,
@@ -75,8 +76,12 @@ class PixtralVision(Module):
         self.ignored = tuple(f"transformer.layers.{number}.*" for number in unused)
 
     def _make_rotation(self, rows: int, columns: int, device: torch.device) -> Tensor:
-        frequencies = frequencies_of(self.theta, self.head_dim, device)
-        return rotation_of(places_of([(rows, columns)], 1).to(device), frequencies[0::2], frequencies[1::2])
+        return self.rotation_at(places_of([(rows, columns)], 1).to(device))
+
+    def rotation_at(self, places: Tensor) -> Tensor:
+        """places: row and column of each patch, `[patches, 2]`."""
+        frequencies = frequencies_of(self.theta, self.head_dim, places.device)
+        return rotation_of(places, frequencies[0::2], frequencies[1::2])
 
     def lay_out(self, shapes: Sequence[Sequence[int]], device: torch.device) -> PixtralPass:
         """shapes: of pixels, `(height, width, 3)`."""
@@ -91,6 +96,10 @@ class PixtralVision(Module):
         """uint8, each `[height, width, 3]` -> states `[patches of all, hidden]`."""
         cut = [self.patches.cut(picture[None], normalisation)[0] for picture in pixels]
         x = self.patches.forward(torch.cat([patches.flatten(0, 1) for patches in cut]))
-        x, rows = self.norm.forward(x), [layout.segments] * len(self.blocks)
-        states = yield from run_blocks(self.blocks, x, rows, layout.rotation, self.wanted)
+        return (yield from self.through(x, layout.segments, layout.rotation))
+
+    def through(self, x: Tensor, rows: Segments | Attends, rotation: Tensor) -> Parts[list[Tensor]]:
+        """Embedded patches `[patches, hidden]`, in any order -> states."""
+        x = self.norm.forward(x)
+        states = yield from run_blocks(self.blocks, x, [rows] * len(self.blocks), rotation, self.wanted)
         return [states[number] for number in self.wanted]

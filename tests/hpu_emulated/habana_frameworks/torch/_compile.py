@@ -2,6 +2,9 @@
 
 Like Intel's it goes through AOTAutograd: what is compiled has no views of what it overwrites and no mutation but those of
 inputs, which are kept in it where `keep_input_mutations` says so, and are copied back outside it otherwise.
+
+What torch traces for a card has tensors that lie in order, whatever an op was given; here they may lie as its arguments
+do, so that what is looked at in another shape may have to be copied.
 """
 
 from collections.abc import Callable
@@ -18,6 +21,10 @@ _OPTIONS = {"keep_input_mutations", "force_static_compile"}
 
 def _compile(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     books.compilations += 1
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+    graph.recompile()
     return graph.forward
 
 
