@@ -218,13 +218,20 @@ INLINE void fixed_few(const int kind, const int rows, long span, const char *pan
   }
 }
 
+// Add the products of four bytes of each lane with those of the word at `x`, which the instruction spreads over all lanes
+// itself: compilers load and spread it first, and few rows wait for that.
+INLINE vi add_products(vi sum, vi w, const int32_t *x) {
+  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*x));
+  return sum;
+}
+
 // Add to the sums of digits of some rows what (half of) a group, expanded to `w`, gives for one vector.
 INLINE void fixed_add(const int kind, const int rows, const int half, const vi *w, const int32_t *x, vi digits[][3]) {
   const int words = 8 / halves(kind);
   UNROLL for (int i = half * words; i < (half + 1) * words; i++)
     UNROLL for (int digit = 0; digit < 3; digit++)
       UNROLL for (int r = 0; r < rows; r++)
-        digits[r][digit] = _mm512_dpbusd_epi32(digits[r][digit], w[i], vi_set(x[(digit * 8 + i) * rows + r]));
+        digits[r][digit] = add_products(digits[r][digit], w[i], x + (digit * 8 + i) * rows + r);
 }
 
 // Add to sums [rows][PANEL] what a span of `groups` gives.

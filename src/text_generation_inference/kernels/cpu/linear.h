@@ -16,7 +16,8 @@
 enum { DEPTH = 192 };       // inputs whose weights stay in the first-level cache while rows pass over them
 enum { CHUNK_ROWS = 256, CHUNK_BYTES = 1 << 20 };  // rows one task carries through a panel, and what they may occupy
 enum { MAX_RUN = 16 };      // panels
-enum { PACK_GROUPS = 8 };  // groups of a run of columns whose rows a task packs
+enum { PACK_GROUPS = 8 };  // groups of a run of columns whose rows a task packs, or more
+enum { PACK_TASKS = 4 };   // of a thread, where there are rows and columns for so many
 enum { DIRECT_ROWS = 4 };   // up to here quantised weights go from memory to registers
 
 // Rows of `a` [in][rows] times one panel, weights going straight to registers.
@@ -360,7 +361,12 @@ static void product_task(const linear_call *call, long chunk, long p) {
       memcpy(call->out + r * call->ldo + p * PANEL, edge + (r - row0) * PANEL, (size_t)columns * 4);
 }
 
-// Rows are packed in runs of columns, so that few of them keep several threads busy.
+// Rows are packed in runs of columns, so that few of them keep several threads busy: the first group of a run.
+INLINE long pack_start(const linear_call *call, long part) {
+  const long groups = call->weight->columns / GROUP;
+  return part < call->pack_parts ? groups * part / call->pack_parts / PACK_GROUPS * PACK_GROUPS : groups;
+}
+
 static void pack_rows(const linear_call *call, long tile, long part) {
   const packed_weight *weight = call->weight;
   const long k = weight->columns, row = tile_start(call, tile), rows = tile_start(call, tile + 1) - row;
@@ -374,8 +380,7 @@ static void pack_rows(const linear_call *call, long tile, long part) {
   if (call->int8)
     int8_pack(x, scales, rows, k, (int32_t *)call->packed_x + row * int8_row_words(k));
   else if (call->fixed)
-    fixed_pack((int)weight->kind, weight->shift, x, ldx, rows, k, part * PACK_GROUPS,
-               part + 1 < call->pack_parts ? (part + 1) * PACK_GROUPS : k / GROUP,
+    fixed_pack((int)weight->kind, weight->shift, x, ldx, rows, k, pack_start(call, part), pack_start(call, part + 1),
                (int32_t *)call->packed_x + row * fixed_row_words(k));
   else if (call->amx)
     amx_pack(x, ldx, rows, k, (char *)call->packed_x + amx_packed_bytes(tile, k));
@@ -434,7 +439,9 @@ static long prepare_linear(linear_call *call, const float *x, long rows, long ld
   chunk_rows = chunk_rows < 64 ? 64 : chunk_rows > CHUNK_ROWS ? CHUNK_ROWS : chunk_rows;
   call->chunks = (call->tiles * tile_rows + chunk_rows - 1) / chunk_rows;
   call->tiles_per_chunk = (call->tiles + call->chunks - 1) / call->chunks;
-  call->pack_parts = call->fixed && !is_arranged(weight) && threads > 1 && k > PACK_GROUPS * GROUP ? k / GROUP / PACK_GROUPS : 1;
+  const long most_parts = call->fixed && !is_arranged(weight) && threads > 1 ? k / GROUP / PACK_GROUPS : 1;
+  const long wanted_parts = (PACK_TASKS * threads + call->tiles - 1) / call->tiles;
+  call->pack_parts = wanted_parts < most_parts ? wanted_parts : most_parts > 1 ? most_parts : 1;
   const long panels = panel_count(weight->out_features);
   call->run = panels * call->chunks / (8 * threads);
   if (call->run < 1) call->run = 1;
