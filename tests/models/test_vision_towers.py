@@ -405,7 +405,7 @@ FAMILIES = {
 
 
 # Whose passes are not padded: they have the shapes of their pictures.
-UNPADDED = ("Idefics2ForConditionalGeneration", "MllamaForConditionalGeneration", "Mistral3ForConditionalGeneration")
+UNPADDED = ("Idefics2ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 
 
 @dataclass

@@ -198,6 +198,23 @@ class HpuAttention:
             out = self._sdpa(q, keys, values, None, True, scale, lengths)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
+    # -- pictures that layers of cross-attention read --------------------------------------------------------------
+
+    def keep_rows(self, values: Tensor, cache: Tensor, blocks: Tensor, inside: Tensor) -> None:
+        _flat(cache).index_copy_(0, blocks * cache.shape[1] + inside, values)
+
+    def picture_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, mask: Tensor) -> Tensor:
+        rows, scale = blocks.shape[0], q.shape[-1] ** -0.5
+        keys, values = (
+            _join_blocks(self._read(cache, blocks.reshape(-1), 1.0, q.dtype), rows) for cache in (k_cache, v_cache)
+        )
+        q = q.unflatten(0, (rows, -1)).transpose(1, 2)
+        if self._flash:
+            out = self._sdpa(q, keys, values, mask[:, None], False, scale, None)
+        else:
+            out = _matmul_attention(q, keys, values, mask[:, None, None], scale, None)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
     def _wants_mask(self, batch: Batch, window: int | None, softcap: float | None) -> bool:
         """The fused op takes lengths with the causal mask alone."""
         narrow = isinstance(batch.meta, PromptParts) or (window is not None and window < row_length(batch))
