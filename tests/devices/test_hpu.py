@@ -458,7 +458,9 @@ def test_nothing_new_is_gathered_after_warm_up(hpu, start_hpu, tiny, monkeypatch
             {"watermark": True, "typical_p": 0.7},
             {"logit_bias": {5: 3.0}, "min_tokens": 9, "stop_token_ids": [7]},
         ]
-        asked = [make_request(n, request.token_ids, 4, **ways[n % 7], seed=n) for n, request in enumerate(requests() * 2)]
+        asked = [
+            make_request(n, request.token_ids, 4, **ways[n % 7], seed=n) for n, request in enumerate(requests() * 2)
+        ]
         run(engine, asked, arrivals=[n // 2 for n in range(16)])
         submit(pieces.close).result()
     assert pieces.met == warm, [piece[:2] for piece in pieces.met - warm]

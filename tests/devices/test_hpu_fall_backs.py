@@ -4,6 +4,7 @@ import pytest
 import torch
 from driving import make_request, make_tiny, random_prompts, run, start
 from gaudi import use_stand_in
+from served_pictures import NUM_NEW, PROMPTS, check, serve
 
 from text_generation_inference.kernels import routing
 
@@ -68,6 +69,19 @@ def test_nothing_falls_back_to_the_host(fall_backs, architecture, tmp_path):
     found = [output.token_ids for output in run(engine, asked)]
     engine.close()
     assert found == expected
+    assert fall_backs() == before
+
+
+@pytest.mark.parametrize("family", ["llava_next", "mllama"])
+def test_nothing_falls_back_for_pictures(fall_backs, family, tmp_path):
+    """Towers, and whoever reads what they make; not what is done once for all, before there is anybody."""
+    served = serve(family, tmp_path)
+    longest = max(len(served.oracle.ids(prompt)) for prompt in PROMPTS)
+    limits = {"max_total_tokens": longest + NUM_NEW, "max_batch_size": 2, "max_images_per_request": 5}
+    engine = served.start(device="hpu", max_input_tokens=longest, **limits, bucket_strategy="linear")
+    before = fall_backs()
+    check(served, run(engine, [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]))
+    engine.close()
     assert fall_backs() == before
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from driving import run
 from gaudi import run_with_stand_in
 from hpu_pieces import gathered
 from served_pictures import NUM_NEW, PROMPTS, Served, check, serve
+from torch._dynamo.utils import counters
 
 from text_generation_inference.runner.warm.warm_up import WarmUp
 
@@ -63,8 +63,8 @@ def read_across(served: Served, **chosen: object) -> None:
         assert len(plan.pictures) == 1
         assert stats.num_captured == len(plan.shapes)
         assert stats.num_bypassed == 0
-        prompts = len(plan.reading) - len([bucket for bucket in decode if bucket.pictures])
-        told = f"with pictures to read {prompts} more for prompts and {len(decode) - len(plan.decode)} for decoding"
+        more = len(decode) - len(plan.decode)
+        told = f"{len(plan.reading) - more} and {more} more with pictures to read, 1 for pictures, {len(plan.shapes)} graphs"
         assert any(told in note for note in engine.notes)
         scored = served.request(30, PROMPTS[2], decoder_input_details=True)
         check(served, run(engine, [scored]), [2])
@@ -77,7 +77,7 @@ def read_across(served: Served, **chosen: object) -> None:
 def read_across_in(folder: str, prefix_caching: bool) -> None:
     """In a process of its own."""
     read_across(serve("mllama", Path(folder)), prefix_caching=prefix_caching)
-    breaks = dict(torch._dynamo.utils.counters["graph_break"])
+    breaks = dict(counters["graph_break"])
     assert not breaks, breaks
 
 
@@ -94,6 +94,26 @@ def test_layers_of_cross_attention_without_lazy_mode(hpu: Any, prefix_caching: b
     run_with_stand_in(program, PT_HPU_LAZY_MODE="0")
 
 
+def read_on_two(folder: str) -> None:
+    """Two cards; in a process of its own."""
+    served = serve("mllama", Path(folder))
+    longest = max(len(served.oracle.ids(prompt)) for prompt in PROMPTS)
+    lengths = {"max_input_tokens": longest, "max_total_tokens": longest + NUM_NEW, "max_images_per_request": 5}
+    engine = served.start(device="hpu", num_shard=2, **lengths, **LIMITS, bucket_strategy="linear")
+    requests = [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]
+    check(served, run(engine, requests, arrivals=[0, 0, 2, 3, 5]))
+    assert engine.rank.bucket_stats.num_unplanned == 0, engine.rank.take_news()
+    assert not engine.rank.take_news()
+    engine.close()
+
+
+def test_layers_of_cross_attention_on_two_ranks(hpu: Any, tmp_path: Path) -> None:
+    if not hpu.bridge.emulated:
+        pytest.skip("there may be one card alone")
+    program = f"import test_hpu_pictures as tests; tests.read_on_two({str(tmp_path)!r})"
+    run_with_stand_in(program, PT_HPU_LAZY_MODE="1")
+
+
 @pytest.mark.parametrize("family", ["llava_next", "gemma3", "mllama"])
 def test_nothing_new_is_gathered_after_warm_up(
     hpu: Any, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -104,11 +124,10 @@ def test_nothing_new_is_gathered_after_warm_up(
     served = serve(family, tmp_path)
     longest = max(len(served.oracle.ids(prompt)) for prompt in PROMPTS)
     lengths = {"max_input_tokens": longest, "max_total_tokens": longest + NUM_NEW, "max_images_per_request": 5}
-    engine = served.start(device="hpu", **lengths, **LIMITS)
-    runner, submit = engine.rank.runner, engine.rank.device.submit
+    engine = served.start(device="hpu", **lengths, **LIMITS, warmup_enabled=False)  # but below, where all is seen
+    submit = engine.rank.device.submit
     with gathered(submit, monkeypatch) as pieces:
-        runner.sampling._sampler._warmed.clear()
-        WarmUp(runner.steps).run()
+        WarmUp(engine.rank.runner.steps).run()
         warm = set(pieces.met)
         asked = [served.request(number, prompt) for number, prompt in enumerate(PROMPTS)]
         asked += [served.request(10 + n, PROMPTS[n], decoder_input_details=True) for n in range(4)]

@@ -168,8 +168,7 @@ def test_buckets(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     check(served, run(engine, again))
     stats = engine.rank.bucket_stats
     assert stats is not None
-    if served.oracle.name != "mllama":  # whose shapes depend on what pictures are there
-        assert stats.num_unplanned == 0, engine.rank.take_news()
+    assert stats.num_unplanned == 0, engine.rank.take_news()
     engine.close()
 
 

@@ -215,7 +215,11 @@ class CompiledLayers:
         stream, attention = x if residual is None else residual, layer.attention
         heads: Any = getattr(attention, "heads", None)
         # Attention over latents reads lists in its own way, and so does what the card's kernels do not know.
-        if self._hand_over is not None and hasattr(heads, "softcap") and isinstance(stream, Tensor):
+        if self._hand_over is not None and heads is None and isinstance(stream, Tensor):
+            if batch.cross is not None and batch.cross.decode is not None:  # lists of pictures, which have no angles
+                rows = batch.cross.decode
+                self._hand_over(rows, None, cache[0].shape[1], stream.dtype, None, None, self._run_function)
+        elif self._hand_over is not None and hasattr(heads, "softcap") and isinstance(stream, Tensor):
             is_plain = attention.slopes is None and attention.sinks is None and heads.attention_chunk is None
             if is_plain:
                 about_heads = (heads.window, heads.softcap)

@@ -144,7 +144,7 @@ def keep_rows(values: Tensor, cache: Tensor, blocks: Tensor, inside: Tensor) -> 
 def picture_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, mask: Tensor) -> Tensor:
     """See `PictureAttentionOp`."""
     k, v = (cache[blocks.long()].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))
-    q = q.unflatten(0, mask.shape[:2]).transpose(1, 2)
+    q = q.view(*mask.shape[:2], *q.shape[1:]).transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
 

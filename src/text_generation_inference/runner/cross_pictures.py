@@ -127,7 +127,8 @@ class CrossPictures(SlotPictures):
         )
         last = self._last_group(admission.slot)
         count = self._num_read(last)
-        self._tables[admission.slot, :count] = last.blocks[:count].to(self._tables)
+        blocks = last.blocks if self._on_device else torch.tensor(last.ids, dtype=torch.int32)
+        self._tables[admission.slot, :count] = blocks[:count].to(self._tables)
         self._lengths[admission.slot] = last.num_real
 
     def release(self, slots: Sequence[int]) -> None:
@@ -336,7 +337,8 @@ class CrossPictures(SlotPictures):
             rows[:, row] = group.num_real, first
             first = end
         lengths, starts = (self._to_batch(each, batch) for each in rows)
-        return PicturesOfRows(lengths, BlockLists(*(self._to_batch(each, batch) for each in lists), starts))
+        blocks, groups, usage = (self._to_batch(each, batch) for each in lists)
+        return PicturesOfRows(lengths, BlockLists(blocks, groups, usage, starts))
 
     def count_seen(self, chunk: Seen) -> int:
         """Pictures whose blocks have room for those that a prompt, or a part of it, reads."""
@@ -345,7 +347,8 @@ class CrossPictures(SlotPictures):
     def of_padded_prompts(self, prompts: Sequence[Seen], bucket: Bucket, batch: Batch) -> PicturesOfPrompts:
         """What prompts or parts of them read."""
         size = self._block_size
-        lists = np.zeros((2, bucket.batch, bucket.pictures * self._per_picture), dtype=np.int32)  # blocks, filled places
+        width = bucket.pictures * self._per_picture
+        lists = np.zeros((2, bucket.batch, width), dtype=np.int32)  # blocks, and their filled places
         lists[1, :, 0] = 1
         tokens = np.zeros((2, bucket.batch, bucket.length), dtype=np.int32)  # first places, and those behind the last
         for row, prompt in enumerate(prompts):

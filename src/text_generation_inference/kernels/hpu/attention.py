@@ -208,7 +208,7 @@ class HpuAttention:
         keys, values = (
             _join_blocks(self._read(cache, blocks.reshape(-1), 1.0, q.dtype), rows) for cache in (k_cache, v_cache)
         )
-        q = q.unflatten(0, (rows, -1)).transpose(1, 2)
+        q = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
         if self._flash:
             out = self._sdpa(q, keys, values, mask[:, None], False, scale, None)
         else:
@@ -223,7 +223,7 @@ class HpuAttention:
     def hand_over(
         self,
         batch: Batch,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,  # None: nothing is rotated
         block_size: int,
         dtype: torch.dtype,  # of the stream
         window: int | None,
@@ -232,8 +232,10 @@ class HpuAttention:
     ) -> None:
         """To a layer that is compiled by itself: what it reads of the pass's lists, computed once for all layers."""
         meta, once = batch.meta, self._once
-        angles = lambda: program(_angles, cos_sin, batch, dtype)  # noqa: E731
-        known = {"angles": once(meta, "angles", dtype, angles, (cos_sin, batch.positions))}
+        known: dict[str, Any] = {}
+        if cos_sin is not None:
+            angles = lambda: program(_angles, cos_sin, batch, dtype)  # noqa: E731
+            known["angles"] = once(meta, "angles", dtype, angles, (cos_sin, batch.positions))
         if isinstance(meta, BlockLists):
             groups, rows = meta.block_groups, batch.seq_lens.shape[0]
             about = once(meta, "owners", dtype, lambda: _Owners(program(_owners, groups, rows, dtype)))

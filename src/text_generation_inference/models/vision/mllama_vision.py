@@ -201,10 +201,8 @@ class MllamaTower(PaddedTower):
         """Of a tile."""
         return -(-self.spec.num_rows // _UNIT) * _UNIT
 
-    def _through(
-        self, patches: Tensor, rows: _RealAndPadding | _MaskedPadding, arrangements: Tensor
-    ) -> Parts[Tensor]:
-        """patches: `[pictures, tiles, patches, hidden]`, those of missing tiles zero -> `[pictures, features, width]`"""
+    def _through(self, patches: Tensor, rows: _RealAndPadding | _MaskedPadding, arrangements: Tensor) -> Parts[Tensor]:
+        """patches `[pictures, tiles, patches, hidden]`, zero in missing tiles -> `[pictures, features, width]`"""
         spec, vision, count = self.spec, self.vision, patches.shape[0]
         x = self._embed(patches, arrangements)
         tiles = (count, spec.max_tiles, self._padded_rows, -1)

@@ -167,7 +167,10 @@ class BucketPlan:
         if phase == "picture":
             return next((bucket for bucket in self.pictures if bucket.batch >= rows), None)
         found = self._find_prefill(rows, length, context) if phase == "prefill" else self._find_decode(rows, length)
-        return None if found is None else self.where_read(Bucket(phase, *found), pictures)
+        if found is None:
+            return None
+        batch, length, *before = found
+        return self.where_read(Bucket(phase, batch, length, *before[:1]), pictures)
 
     def where_read(self, bucket: Bucket, pictures: int) -> Bucket | None:
         """The same shape where so many pictures are read."""

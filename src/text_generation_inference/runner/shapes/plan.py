@@ -163,7 +163,7 @@ def describe_plan(config: ServerConfig, plan: ShapePlan, num_captured: int, num_
         shapes = f"{len(plan.prefill)} shapes for prompts{which}, {len(plan.decode)} for decoding{how}"
         if plan.reading:
             prompts = sum(1 for bucket in plan.reading if bucket.phase == "prefill")
-            shapes += f", with pictures to read {prompts} more for prompts and {len(plan.reading) - prompts} for decoding"
+            shapes += f", {prompts} and {len(plan.reading) - prompts} more with pictures to read"
         if plan.pictures:
             least, most = plan.pictures[0].batch, plan.pictures[-1].batch
             sizes = f" ({least} to {most} tiles or patches)" if least < most else ""
