@@ -535,30 +535,26 @@ def _in_place(limits: PlanLimits, settings: BucketSettings, listed: Sequence[Buc
 
 
 def _reading_prompts(limits: PlanLimits, settings: BucketSettings, shapes: Sequence[Bucket]) -> Iterator[Bucket]:
-    """The same shapes with pictures that each prompt reads: up to those of a request in passes of the fewest rows,
-    and together no more than there is room for in others."""
-    most_each, most = _most_pictures(limits, settings)
+    """The same shapes with pictures to read: one for each prompt, and in passes of the fewest rows as many as a request
+    may have. Prompts with several pictures are rare, and take so long that they may as well be alone."""
+    most_each = min(settings.pictures, limits.cached_pictures)
     fewest: dict[tuple[int, int], int] = {}
     for bucket in shapes:
         size = (bucket.length, bucket.context)
         fewest[size] = min(bucket.batch, fewest.get(size, bucket.batch))
     for bucket in shapes if most_each else ():
         is_least = bucket.batch == fewest[bucket.length, bucket.context]
-        largest = most_each if is_least else min(most_each, most // bucket.batch)
-        yield from (replace(bucket, pictures=count) for count in _picture_counts(1, largest))
+        yield from (replace(bucket, pictures=count) for count in _picture_counts(1, most_each if is_least else 1))
 
 
 def _reading_rows(limits: PlanLimits, settings: BucketSettings, shapes: Sequence[Bucket]) -> Iterator[Bucket]:
-    """The same shapes with pictures that all rows read together: one each, and more where neighbours are read."""
-    most_each, most = _most_pictures(limits, settings)
+    """The same shapes with pictures that all rows read together: one each, and more where neighbours are read; no more
+    than there is room for, unless rows share them."""
+    most_each = min(settings.pictures, limits.cached_pictures)
+    most = max(limits.cached_pictures, limits.max_batch_size)
     for bucket in shapes if most_each else ():
         counts = _picture_counts(bucket.batch, min(bucket.batch * most_each, most))
         yield from (replace(bucket, pictures=count) for count in counts)
-
-
-def _most_pictures(limits: PlanLimits, settings: BucketSettings) -> tuple[int, int]:
-    """Of a request; and of a pass, in which several may read one picture."""
-    return min(settings.pictures, limits.cached_pictures), max(limits.cached_pictures, limits.max_batch_size)
 
 
 def _picture_counts(first: int, most: int) -> list[int]:
