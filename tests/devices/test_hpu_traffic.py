@@ -117,7 +117,7 @@ def test_what_is_read_of_pictures_is_part_of_that_copy(hpu, tmp_path):
     served = serve("mllama", tmp_path)
     sizes = {"max_total_tokens": 512, "max_batch_size": 2, "max_images_per_request": 5}
     engine = served.start(device="hpu", **sizes, warmup_enabled=False)
-    found = count(engine, [served.request(place, PROMPTS[1 + place % 2]) for place in range(6)])
+    found = count(engine, [served.request(place, PROMPTS[1 + 3 * (place % 2)]) for place in range(6)])
     engine.close()
     for phase, steps in found.items():  # of the last ones, when pictures and graphs are there
         assert {(step.sends, step.reads, step.waits) for step in steps[-2:]} == {(1, 1, 0)}, phase

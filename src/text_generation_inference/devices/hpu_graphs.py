@@ -215,16 +215,19 @@ class CompiledLayers:
         stream, attention = x if residual is None else residual, layer.attention
         heads: Any = getattr(attention, "heads", None)
         # Attention over latents reads lists in its own way, and so does what the card's kernels do not know.
-        if self._hand_over is not None and heads is None and isinstance(stream, Tensor):
-            if batch.cross is not None and batch.cross.decode is not None:  # lists of pictures, which have no angles
-                rows = batch.cross.decode
-                self._hand_over(rows, None, cache[0].shape[1], stream.dtype, None, None, self._run_function)
-        elif self._hand_over is not None and hasattr(heads, "softcap") and isinstance(stream, Tensor):
+        if self._hand_over is not None and hasattr(heads, "softcap") and isinstance(stream, Tensor):
             is_plain = attention.slopes is None and attention.sinks is None and heads.attention_chunk is None
             if is_plain:
                 about_heads = (heads.window, heads.softcap)
                 self._hand_over(batch, cos_sin, cache[0].shape[1], stream.dtype, *about_heads, self._run_function)
+        elif self._hand_over is not None and isinstance(stream, Tensor) and batch.cross is not None:
+            self._hand_over_pictures(batch.cross.decode, cache[0].shape[1], stream.dtype)
         return self._program(layer, *about)
+
+    def _hand_over_pictures(self, rows: Any, block_size: int, dtype: torch.dtype) -> None:
+        """`rows`: that decode, and read pictures as if these were tokens, but for angles."""
+        if self._hand_over is not None and rows is not None:
+            self._hand_over(rows, None, block_size, dtype, None, None, self._run_function)
 
     def _run_function(self, function: Callable[..., Any], *given: Any) -> Any:
         if function not in self._functions:

@@ -166,11 +166,11 @@ class BucketPlan:
         prompts cannot share a pass. `pictures`: see `Bucket`."""
         if phase == "picture":
             return next((bucket for bucket in self.pictures if bucket.batch >= rows), None)
-        found = self._find_prefill(rows, length, context) if phase == "prefill" else self._find_decode(rows, length)
-        if found is None:
-            return None
-        batch, length, *before = found
-        return self.where_read(Bucket(phase, batch, length, *before[:1]), pictures)
+        if phase == "prefill":
+            prompts = self._find_prefill(rows, length, context)
+            return None if prompts is None else self.where_read(Bucket(phase, *prompts), pictures)
+        found = self._find_decode(rows, length)
+        return None if found is None else self.where_read(Bucket(phase, *found), pictures)
 
     def where_read(self, bucket: Bucket, pictures: int) -> Bucket | None:
         """The same shape where so many pictures are read."""
