@@ -135,8 +135,9 @@ class PaddedPasses:
             self._newest.make_room(len(batch.seq_lens if batch.places is None else batch.places))
 
     def _prepare(self, batch: Batch) -> Batch:
-        prepare = self._device.prepare
-        batch = spread_pictures(prepare(batch), self._device.limits.block_size, prepare)
+        batch = self._device.prepare(batch)
+        if batch.picture_lists is not None:
+            batch = spread_pictures(batch, self._device.limits.block_size, self._device.prepare)
         return batch if self._newest is None else self._newest.read(batch)
 
     def _forward(self, batch: Batch) -> Tensor:
