@@ -16,12 +16,11 @@ import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, run, start
 from gaudi import run_with_stand_in
 from hpu_batches import HEADS, LIMITS, SIZE, Called, Made, close
+from hpu_pieces import gathered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measured_fp8 import write_quant_config
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine
@@ -491,78 +490,31 @@ def test_sampling_is_that_of_the_cpu(hpu, start_hpu, tiny, on_cpu, tmp_path):
     assert hpu.bridge.count_fall_backs() == fallen or not hpu.bridge.emulated
 
 
-class Pieces(TorchDispatchMode):
-    """What a card in lazy mode compiles outside graphs: ops on its tensors, gathered until `mark_step` or a look at a
-    value. A piece is known by its ops and shapes. Entered on the thread where steps run."""
-
-    def __init__(self, books, card) -> None:
-        super().__init__()
-        self._books, self._card = books, card
-        self.met: set[tuple] = set()
-        self._piece: list[tuple] = []
-        self._launched = self._launches
-        self.quiet = False
-
-    @property
-    def _launches(self) -> tuple[int, int]:
-        return self._books.mark_steps, self._card.get("reads")
-
-    def close(self) -> None:
-        if self._piece:
-            self.met.add(tuple(self._piece))
-        self._piece, self._launched = [], self._launches
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self._launches != self._launched:
-            self.close()
-        out = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_read = self._card.get("reads") != self._launched[1]
-        if not (self.quiet or self._books.capturing or is_read) and any(
-            tensor.device.type == "hpu" for tensor in given
-        ):
-            self._piece.append((str(func), *(tuple(tensor.shape) for tensor in given)))
-        return out
-
-
 def test_nothing_new_is_gathered_after_warm_up(hpu, start_hpu, tiny, monkeypatch):
     """Between passes too: choices of tokens, prompts that are scored, and what meets in one piece by chance."""
     if not hpu.bridge.emulated or not hpu.bridge.lazy:
         pytest.skip("a card counts by itself; in eager mode nothing is gathered")
-    from habana_frameworks.torch._card import card
-    from habana_frameworks.torch._emulation import books
-    from habana_frameworks.torch.hpu.graphs import HPUGraph
-
     engine = start_hpu(tiny.folder)  # with its own warm-up, and once more below where everything is seen
     runner, submit = engine.rank.runner, engine.rank.device.submit
-    pieces = Pieces(books, card)
-    replay = HPUGraph.replayV3
-
-    def replay_by_itself(graph, *inputs):
-        pieces.close()
-        pieces.quiet = True
-        replay(graph, *inputs)
-        pieces.quiet = False
-
-    monkeypatch.setattr(HPUGraph, "replayV3", replay_by_itself)
-    submit(pieces.__enter__).result()
-    runner.sampling._sampler._warmed.clear()
-    WarmUp(runner.steps).run()
-    warm = set(pieces.met)
-    assert len(warm) > len(runner.steps.passes.plan.prefill)
-    ways = [
-        {},
-        {"decoder_input_details": True, "prompt_top_n_tokens": 3},
-        SAMPLED,
-        {"decoder_input_details": True, **SAMPLED},
-        {"top_n_tokens": 3},
-        {"watermark": True, "typical_p": 0.7},
-        {"logit_bias": {5: 3.0}, "min_tokens": 9, "stop_token_ids": [7]},
-    ]
-    asked = [make_request(n, request.token_ids, 4, **ways[n % 7], seed=n) for n, request in enumerate(requests() * 2)]
-    run(engine, asked, arrivals=[n // 2 for n in range(16)])
-    submit(pieces.close).result()
-    submit(lambda: pieces.__exit__(None, None, None)).result()
+    with gathered(submit, monkeypatch) as pieces:
+        runner.sampling._sampler._warmed.clear()
+        WarmUp(runner.steps).run()
+        warm = set(pieces.met)
+        assert len(warm) > len(runner.steps.passes.plan.prefill)
+        ways = [
+            {},
+            {"decoder_input_details": True, "prompt_top_n_tokens": 3},
+            SAMPLED,
+            {"decoder_input_details": True, **SAMPLED},
+            {"top_n_tokens": 3},
+            {"watermark": True, "typical_p": 0.7},
+            {"logit_bias": {5: 3.0}, "min_tokens": 9, "stop_token_ids": [7]},
+        ]
+        asked = [
+            make_request(n, request.token_ids, 4, **ways[n % 7], seed=n) for n, request in enumerate(requests() * 2)
+        ]
+        run(engine, asked, arrivals=[n // 2 for n in range(16)])
+        submit(pieces.close).result()
     assert pieces.met == warm, [piece[:2] for piece in pieces.met - warm]
 
 

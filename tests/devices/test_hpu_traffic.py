@@ -14,6 +14,7 @@ from driving import make_request, make_tiny, random_prompts, run, start
 from hpu_batches import HEADS, SIZE, Called, Made, close
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served_pictures import PROMPTS, serve
 
 from text_generation_inference.kernels import block_lists, fp8
 from text_generation_inference.kernels.block_lists import BlockLists
@@ -106,6 +107,19 @@ def test_a_step_is_one_copy_in_and_one_out(hpu, start_hpu, folder):
     fewer = count(start_hpu(shallow, warmup_enabled=False, **LIMITS, **IN_PLACE), asked)
     assert fewer["decoding"][2].list_ops == step.list_ops > 0
     assert fewer["prompts"][0].list_ops == found["prompts"][0].list_ops > 0
+
+
+def test_what_is_read_of_pictures_is_part_of_that_copy(hpu, tmp_path):
+    """Which rows of which pictures, by layers of cross-attention."""
+    if not hpu.bridge.emulated or not hpu.bridge.lazy:
+        pytest.skip("the stand-in counts")
+    served = serve("mllama", tmp_path)
+    sizes = {"max_total_tokens": 512, "max_batch_size": 2, "max_images_per_request": 5}
+    engine = served.start(device="hpu", **sizes, warmup_enabled=False)
+    found = count(engine, [served.request(place, PROMPTS[1 + 3 * (place % 2)]) for place in range(6)])
+    engine.close()
+    for phase, steps in found.items():  # of the last ones, when pictures and graphs are there
+        assert {(step.sends, step.reads, step.waits) for step in steps[-2:]} == {(1, 1, 0)}, phase
 
 
 def test_a_drawn_token_is_read_once_too(hpu, start_hpu, folder):

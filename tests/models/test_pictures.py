@@ -168,8 +168,27 @@ def test_buckets(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     check(served, run(engine, again))
     stats = engine.rank.bucket_stats
     assert stats is not None
-    if served.oracle.name != "mllama":  # whose shapes depend on what pictures are there
-        assert stats.num_unplanned == 0, engine.rank.take_news()
+    assert stats.num_unplanned == 0, engine.rank.take_news()
+    engine.close()
+
+
+@pytest.mark.parametrize("served", ["mllama"], indirect=True)
+def test_neighbours_that_several_read(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them in all rows than any shape has room for: these decode in several passes, beside prompts too."""
+    device = QueueOnCpu(tmp_path)
+    monkeypatch.setattr("text_generation_inference.engine.rank.choose_device", lambda *_: device)
+    longest = max(len(served.oracle.ids(prompt)) for prompt in PROMPTS)
+    shapes = {"bucketing": True, "custom_kernels": False, "max_batch_size": 4, "max_total_tokens": longest + NUM_NEW}
+    engine = served.start(**shapes, max_input_tokens=longest, max_images_per_request=5)
+    passes, rows = engine.rank.runner.steps.passes, []
+    find = passes.find_decode
+    monkeypatch.setattr(passes, "find_decode", lambda count, *about: rows.append(count) or find(count, *about))
+    numbers = [3, 3, 0, 3, 2, 3]
+    requests = [served.request(place, PROMPTS[number]) for place, number in enumerate(numbers)]
+    check(served, run(engine, requests, arrivals=[0, 0, 0, 0, 4, 6]), numbers)
+    stats = engine.rank.bucket_stats
+    assert stats is not None and stats.num_unplanned == 0, engine.rank.take_news()
+    assert len(rows) > NUM_NEW and {1, 2} <= set(rows)
     engine.close()
 
 

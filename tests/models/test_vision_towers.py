@@ -404,10 +404,6 @@ FAMILIES = {
 }
 
 
-# Whose passes are not padded: they have the shapes of their pictures.
-UNPADDED = ("MllamaForConditionalGeneration",)
-
-
 @dataclass
 class Made:
     family: Family
@@ -497,9 +493,7 @@ def test_pictures_together_are_pictures_alone(made: Made) -> None:
 def test_padding_changes_nothing(made: Made, num_steps: int) -> None:
     """Passes of sizes of a plan, through which pictures go piece by piece."""
     tower, (pixels, grids) = load(made), draw(made)
-    if not isinstance(tower, PaddedTower):
-        assert made.family.architecture in UNPADDED
-        return
+    assert isinstance(tower, PaddedTower)
     expected = tower.encode(pixels, grids)
     for picture, grid, features in zip(pixels, grids, expected, strict=True):
         tower.look_at(picture.shape)

@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from decimal import ROUND_CEILING, Decimal, localcontext
 from itertools import pairwise
 from pathlib import Path
@@ -359,6 +360,57 @@ def test_prompts_of_like_length_share_a_pass() -> None:
     assert plan.group([(200, 0), (120, 0)]) == [[0, 1]], "128 tokens saved are worth less than another pass"
     assert plan.group([(1024, 0)] * 9) == [list(range(8)), [8]], "no shape holds all of them"
     assert plan.group([(5, 0), (2000, 0)]) == [[0], [1]], "longer than any shape"
+
+
+@given(st.data(), plan_limits(), st.integers(0, 40), st.integers(0, 40), bucket_settings())
+def test_pictures_that_are_read_have_a_shape(
+    data: st.DataObject, limits: PlanLimits, cached: int, allowed: int, wanted: BucketSettings
+) -> None:
+    """As many as a request may have, in prompts that are alone; one in each prompt of a pass; while decoding as many as
+    there is room for, or one for each row."""
+    limits, wanted = replace(limits, cached_pictures=cached), replace(wanted, pictures=allowed)
+    try:
+        plan = plan_buckets(limits, wanted)
+    except ValueError:
+        reject()
+    plain = plan_buckets(replace(limits, cached_pictures=0), wanted)
+    assert [bucket for bucket in plan.shapes if not bucket.pictures] == list(plain.shapes)
+    assert len(set(plan.shapes)) == len(plan.shapes)
+    most_each = min(cached, allowed)
+    assert bool(plan.reading) == bool(most_each)
+    if not most_each:
+        return
+    decode = data.draw(st.sampled_from(plan.decode))
+    rows = data.draw(st.integers(1, decode.batch))
+    count = data.draw(st.integers(1, min(rows * most_each, plan.most_read)))
+    found = plan.where_read(decode, count)
+    assert found is not None and replace(found, pictures=0) == decode and found.pictures >= count
+    assert most_each <= plan.most_read <= max(cached, limits.max_batch_size)
+    prompts = data.draw(st.sampled_from(plan.prefill))
+    assert plan.where_read(prompts, 1) == replace(prompts, pictures=1)
+    read = data.draw(st.integers(1, most_each))
+    found = plan.find("prefill", 1, prompts.length, prompts.context, read)
+    assert found is not None and found.pictures >= read and found.length >= prompts.length
+    assert plan.where_read(decode, plan.most_read + 1) is None
+
+
+def test_prompts_with_several_pictures_are_alone() -> None:
+    limits = PlanLimits(1024, 2048, 8, 8192, 128, cached_pictures=16)
+    plan = plan_buckets(limits, BucketSettings(pictures=8))
+    assert {bucket.pictures for bucket in plan.prefill} == {0}
+    assert plan.group([(100, 0)] * 4, [1] * 4) == [[0, 1, 2, 3]]
+    assert plan.group([(100, 0)] * 4, [1, 3, 1, 8]) == [[0, 2], [1], [3]]
+    assert plan.group([(100, 0)] * 4, [0, 1, 0, 1]) == [[0, 2], [1, 3]], "whoever reads none is spared their time"
+    assert plan.find("prefill", 2, 100, 0, 3) is None
+    assert str(plan.find("prefill", 1, 100, 0, 3)) == "1 prompts of 128 tokens with up to 4 pictures each"
+    assert str(plan.where_read(plan.decode[0], 1)) == "1 requests with 128 blocks and up to 1 pictures"
+    # As documented: Llama 3.2 Vision with 2048 tokens of 4096, 8 requests, and the default number of pictures or one.
+    for pictures, prompts, decode in ((32, 140, 14), (1, 71, 5)):
+        limits = PlanLimits(2048, 4096, 8, 4096, 128, 256, max(8, pictures))
+        plan = plan_buckets(limits, BucketSettings(reuse=True, pictures=pictures))
+        assert (len(plan.prefill), len(plan.decode)) == (71, 5)
+        phases = [bucket.phase for bucket in plan.reading]
+        assert (phases.count("prefill"), phases.count("decode")) == (prompts, decode)
 
 
 @given(st.lists(st.integers(1, 96), min_size=1, max_size=9), st.integers(0, 60), st.integers(1, 5), st.integers(1, 40))

@@ -232,7 +232,14 @@ class CompiledLayers:
             if is_plain:
                 about_heads = (heads.window, heads.softcap)
                 self._hand_over(batch, cos_sin, cache[0].shape[1], stream.dtype, *about_heads, self._run_function)
+        elif self._hand_over is not None and isinstance(stream, Tensor) and batch.cross is not None:
+            self._hand_over_pictures(batch.cross.decode, cache[0].shape[1], stream.dtype)
         return self._program(layer, *about)
+
+    def _hand_over_pictures(self, rows: Any, block_size: int, dtype: torch.dtype) -> None:
+        """`rows`: that decode, and read pictures as if these were tokens, but for angles."""
+        if self._hand_over is not None and rows is not None:
+            self._hand_over(rows, None, block_size, dtype, None, None, self._run_function)
 
     def _run_function(self, function: Callable[..., Any], *given: Any) -> Any:
         if function not in self._functions:

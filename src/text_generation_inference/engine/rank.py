@@ -346,8 +346,9 @@ class Rank:
 
     def _guess_plan(self) -> tuple[PlanLimits, ShapePlan]:
         """Before it is known how much memory there is for the cache."""
-        limits = guess_limits(self._config, self._model.max_positions, self.device.limits)
         model = self._model
+        crosses = model.sight is not None and model.sight.cross_rows > 0
+        limits = guess_limits(self._config, model.max_positions, self.device.limits, crosses)
         about = (is_quantized(model), model.is_capturable, model.sight is not None, self._picture_sizes)
         return limits, plan_shapes(self._config, self.device.limits, limits, *about)
 

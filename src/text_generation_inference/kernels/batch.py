@@ -29,6 +29,7 @@ class Batch:
         None  # [tokens] int64: position after the last token it sees, where that is not its own
     )
     cross: "CrossMeta | None" = None  # what layers of cross-attention read; None: they pass all tokens by
+    picture_lists: Any = None  # of a padded pass: what `cross` is made of, once all of the pass is on the device
     following: Tensor | None = None  # [tokens of a row] int64: what comes after each of a prompt that is scored
     # [rows] int64: where the device keeps the newest token of each row's request, if it does. While decoding
     # `input_ids` are such places: see `runner.newest_tokens`.
@@ -83,5 +84,5 @@ class CrossMeta:
     num_decode: int
     readings: list[CrossReading]  # of the tokens after those
     # Of padded prompts, in place of readings:
-    blocks: Tensor | None = None  # [rows, any number] int64: where the pictures of each prompt are; filler 0
-    mask: Tensor | None = None  # [rows, row length, rows of those blocks] bool: who reads what; all of it for padding
+    blocks: Tensor | None = None  # [rows, any number]: where the pictures of each prompt are; filler 0
+    mask: Tensor | None = None  # [rows, row length, rows of those blocks] bool: who reads what; nobody reads nothing

@@ -6,6 +6,7 @@ same shapes does the same work. Padding writes to block 0, which no request owns
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from text_generation_inference.kernels.fp8 import AttentionScales
 _LEAST = -1e30  # below any score: whoever has seen nothing adds exp(-1e30) = 0
 
 Key = tuple[tuple[str, tuple[int, ...]], ...]
+_NOT_TENSORS = ("meta", "cross", "picture_lists")
 LONG_LIVED = frozenset({"features"})  # tensors of a pass that are the same ones every time
 
 
@@ -67,6 +69,46 @@ class BlockLists:
         return place - self.row_starts[self.block_groups.clamp(min=0).long()]
 
 
+@dataclass(slots=True)
+class PicturesOfRows:
+    """What rows that decode read of pictures, as if these were tokens before them."""
+
+    seq_lens: Tensor  # [rows] int32: rows of pictures that each reads; 0: none
+    lists: BlockLists
+
+
+@dataclass(slots=True)
+class PicturesOfPrompts:
+    """What tokens of prompts read of pictures: of the rows of their blocks, those from one place to another."""
+
+    blocks: Tensor  # [rows, blocks] int32: where the pictures of each prompt are; filler 0
+    usage: Tensor  # [rows, blocks] int32: filled places of each, one at least in the first
+    firsts: Tensor  # [tokens] int32: the first place that is read; -1: by tokens before all pictures, which read all
+    ends: Tensor  # [tokens] int32: the place behind the last; 0: nothing is read
+
+
+def spread_pictures(batch: Batch, block_size: int, prepare: Callable[[Batch], Batch]) -> Batch:
+    """With what layers of cross-attention read, made of numbers that are on the device.
+
+    `prepare`: see `Device.prepare`, for rows that decode.
+    """
+    about = batch.picture_lists
+    if isinstance(about, PicturesOfRows):
+        rows, reads = rows_of_pictures(about.seq_lens, about.lists), (about.seq_lens > 0)[:, None]
+        cross = CrossMeta(None, reads, reads, prepare(rows), about.seq_lens.shape[0], [])
+        return replace(batch, cross=cross, picture_lists=None)
+    if not isinstance(about, PicturesOfPrompts):
+        return batch
+    count, device = about.blocks.shape[0], about.blocks.device
+    firsts, ends = (each.view(count, -1, 1) for each in (about.firsts, about.ends))
+    filled = (torch.arange(block_size, device=device) < about.usage[..., None]).flatten(1)
+    place = torch.arange(filled.shape[1], device=device)
+    mask = (place >= firsts) & (place < ends.clamp(min=1)) & filled[:, None]  # who reads nothing takes nothing of it
+    reads = ends.reshape(-1, 1) > 0
+    feeds = reads & (firsts.reshape(-1, 1) >= 0)
+    return replace(batch, cross=CrossMeta(None, reads, feeds, None, 0, [], about.blocks, mask), picture_lists=None)
+
+
 def is_padded(batch: Batch) -> bool:
     return not isinstance(batch.meta, PagedMeta)
 
@@ -78,14 +120,14 @@ def row_length(batch: Batch) -> int:
 
 def take_apart(batch: Batch) -> dict[str, Tensor]:
     """All tensors of a padded pass by name: what a graph reads."""
-    found = {each.name: getattr(batch, each.name) for each in fields(batch) if each.name not in ("meta", "cross")}
+    found = {each.name: getattr(batch, each.name) for each in fields(batch) if each.name not in _NOT_TENSORS}
     found.update({each.name: getattr(batch.meta, each.name) for each in fields(batch.meta)})
-    if (cross := batch.cross) is not None:
-        found |= {"cross_reads": cross.reads, "cross_feeds": cross.feeds}
-        found |= {"cross_blocks": cross.blocks, "cross_mask": cross.mask}
-        if (rows := cross.decode) is not None:
-            found["cross_seq_lens"] = rows.seq_lens
-            found |= {f"cross_{each.name}": getattr(rows.meta, each.name) for each in fields(rows.meta)}
+    about = batch.picture_lists
+    if isinstance(about, PicturesOfRows):
+        found["picture_seq_lens"] = about.seq_lens
+        found |= {f"picture_{each.name}": getattr(about.lists, each.name) for each in fields(about.lists)}
+    elif isinstance(about, PicturesOfPrompts):
+        found |= {f"picture_{each.name}": getattr(about, each.name) for each in fields(about)}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
@@ -113,20 +155,19 @@ def put_together(tensors: dict[str, Tensor]) -> Batch:
         tensors.get("feature_index"),
         tensors.get("grid_positions"),
         tensors.get("visible_ends"),
-        _put_cross_together(tensors) if "cross_reads" in tensors else None,
-        tensors.get("following"),
-        tensors.get("places"),
+        picture_lists=_put_pictures_together(tensors),
+        following=tensors.get("following"),
+        places=tensors.get("places"),
     )
 
 
-def _put_cross_together(tensors: dict[str, Tensor]) -> CrossMeta:
-    rows, count = None, 0
-    if "cross_seq_lens" in tensors:
-        lists = [tensors[f"cross_{name}"] for name in ("block_list", "block_groups", "block_usage", "row_starts")]
-        rows = rows_of_pictures(tensors["cross_seq_lens"], BlockLists(*lists))
-        count = rows.seq_lens.shape[0]
-    about = (tensors.get("cross_blocks"), tensors.get("cross_mask"))
-    return CrossMeta(None, tensors["cross_reads"], tensors["cross_feeds"], rows, count, [], *about)
+def _put_pictures_together(tensors: dict[str, Tensor]) -> PicturesOfRows | PicturesOfPrompts | None:
+    if "picture_seq_lens" in tensors:
+        lists = [tensors[f"picture_{name}"] for name in ("block_list", "block_groups", "block_usage", "row_starts")]
+        return PicturesOfRows(tensors["picture_seq_lens"], BlockLists(*lists))
+    if "picture_ends" in tensors:
+        return PicturesOfPrompts(*(tensors[f"picture_{name}"] for name in ("blocks", "usage", "firsts", "ends")))
+    return None
 
 
 def rows_of_pictures(seq_lens: Tensor, meta: object) -> Batch:
@@ -375,8 +416,6 @@ def _read(cache: Tensor, block: Tensor | slice, place: Tensor | None, scale: flo
 def as_paged(batch: Batch) -> Batch:
     """The same pass for kernels that read block tables and tiles of prompts; made on the device."""
     rows, device, lists = batch.seq_lens.shape[0], batch.seq_lens.device, batch.meta
-    if batch.cross is not None and batch.cross.decode is not None:
-        batch = replace(batch, cross=replace(batch.cross, decode=as_paged(batch.cross.decode)))
     if isinstance(lists, BlockLists):
         assert lists.block_list is not None, "kernels that follow tables gain nothing from reading blocks in order"
         tables = lists.block_list[:, None]  # a row's table is what follows its start

@@ -213,6 +213,19 @@ class AttentionOp(Protocol):
         ...
 
 
+class KeepRowsOp(Protocol):
+    def __call__(self, values: Tensor, cache: Tensor, blocks: Tensor, inside: Tensor) -> None:
+        """values `[rows, kv_heads, head_dim]` go to these blocks `[rows]` of a cache, and places in them."""
+        ...
+
+
+class PictureAttentionOp(Protocol):
+    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, mask: Tensor) -> Tensor:
+        """Attention of padded prompts over blocks of pictures: q `[tokens, heads, head_dim]`, blocks `[rows, n]`, mask
+        `[rows, row length, n * block_size]` bool -> `[tokens, heads * head_dim]`."""
+        ...
+
+
 class RotateHeadsOp(Protocol):
     def __call__(self, q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate q and k `[rows, heads, head_dim]` of towers by their own row of cos_sin `[rows, rotary_dim]` float32
@@ -341,6 +354,8 @@ class Ops:
     experts: ExpertsOp = experts.experts
     rotary_and_cache: RotaryAndCacheOp = reference.rotary_and_cache
     attention: AttentionOp = reference.attention
+    keep_rows: KeepRowsOp = reference.keep_rows
+    picture_attention: PictureAttentionOp = reference.picture_attention
     rotate_heads: RotateHeadsOp = reference.rotate_heads
     segment_attention: SegmentAttentionOp = segments.segment_attention
     latent_attention: LatentAttentionOp = latent.latent_attention

@@ -135,6 +135,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
+def keep_rows(values: Tensor, cache: Tensor, blocks: Tensor, inside: Tensor) -> None:
+    """See `KeepRowsOp`."""
+    cache[blocks, inside] = values
+
+
+def picture_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, mask: Tensor) -> Tensor:
+    """See `PictureAttentionOp`."""
+    k, v = (cache[blocks.long()].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))
+    q = q.view(*mask.shape[:2], *q.shape[1:]).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
+    return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
 def rotate_heads(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """q and k `[rows, heads, head_dim]`, rotated in float32; cos_sin `[rows, rotary_dim]`: cosines, then sines."""
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)

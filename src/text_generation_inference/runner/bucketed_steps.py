@@ -45,6 +45,7 @@ class BucketedSteps:
         self.plan = plan
         self._device, self._slots, self._sampling, self._owed = device, slots, sampling, owed
         self._pictures = pictures
+        self._cross = pictures if isinstance(pictures, CrossPictures) else None
         outputs = None
         if slots.on_device:
             num_slots, width = slots.state.rows.shape[0], model.vocabulary.width
@@ -133,14 +134,14 @@ class BucketedSteps:
         if not self._slots.on_device:
             yield from self._each(plan)
             return
-        if not plan.chunks and plan.decode:
+        if not plan.chunks and plan.decode and len(self._decode_parts()) == 1:
             made = next(self._each(plan))
             assert made.logits is not None
             size = made.logits.shape[0]
             made.row_slots = self._slots.state.rows[:size]
             self._sampling.take_best(made.logits, made.row_slots)
             yield made
-        elif plan.chunks:
+        elif plan.chunks or plan.decode:
             yield self._join(plan)
         else:
             self._slots.send()
@@ -148,13 +149,15 @@ class BucketedSteps:
     def _each(self, plan: StepPlan) -> Iterator[StepPass]:
         nothing = self._slots.state.rows[:0]
         if plan.decode and self._slots.decode_slots:
-            slots = self._slots.decode_slots
-            bucket = self.passes.find_decode(len(slots), self._slots.host.used_blocks(slots)[0])
-            logits = self.passes.logits(bucket, self._decode_batch(bucket, slots), len(slots))
-            yield StepPass(slots, logits, nothing, is_decode=True)
+            parts = self._decode_parts()
+            for slots in parts:
+                pictures = self._cross.count_read(slots) if self._cross is not None else 0
+                bucket = self.passes.find_decode(len(slots), self._slots.host.used_blocks(slots)[0], pictures)
+                logits = self.passes.logits(bucket, self._decode_batch(bucket, slots), len(slots))
+                yield StepPass(slots, logits, nothing, is_decode=len(parts) == 1)
         plain = [chunk for chunk in plan.chunks if chunk.slot not in self._owed]
         scored = [chunk for chunk in plan.chunks if chunk.slot in self._owed]
-        for chunks in self.passes.group(plain):
+        for chunks in self.passes.group(plain, [self._count_seen(chunk) for chunk in plain]):
             chunks.sort(key=lambda chunk: not chunk.samples)
             sampling = [chunk.slot for chunk in chunks if chunk.samples]
             logits = self._prompt_pass(chunks)
@@ -165,6 +168,15 @@ class BucketedSteps:
             if chunk.samples:
                 self._owed.release([chunk.slot])
             yield StepPass([chunk.slot][: chunk.samples], logits if chunk.samples else None, nothing, [prompt])
+
+    def _decode_parts(self) -> list[list[int]]:
+        """Rows that decode: all in one pass, unless they read more pictures than any shape has."""
+        slots = self._slots.decode_slots
+        return [slots] if self._cross is None else self._cross.split_rows(slots, self.plan.most_read)
+
+    def _count_seen(self, chunk: Chunk) -> int:
+        """Pictures that layers of cross-attention read for a chunk: see `Bucket`."""
+        return 0 if self._cross is None else self._cross.count_seen(Seen(chunk.slot, chunk.start, chunk.end, 0))
 
     def _join(self, plan: StepPlan) -> StepPass:
         """All passes of a step as one to choose from: on the device another shape of the choice costs nothing."""
@@ -186,13 +198,13 @@ class BucketedSteps:
     # -- passes ----------------------------------------------------------------------------------------------------
 
     def _prompt_pass(self, chunks: list[Chunk]) -> Tensor:
-        bucket = self.passes.find_prefill(chunks)
+        bucket = self.passes.find_prefill(chunks, max(map(self._count_seen, chunks)))
         batch = self._prefill_batch(bucket, chunks)
         return self.passes.logits(bucket, batch, sum(chunk.end - chunk.start for chunk in chunks))
 
     def _scored_pass(self, chunk: Chunk) -> tuple[Tensor, PromptScores]:
         """Logits of a chunk's last token `[1, vocab]`, and how likely what follows its tokens is."""
-        bucket, count = self.passes.find_prefill([chunk]), chunk.end - chunk.start
+        bucket, count = self.passes.find_prefill([chunk], self._count_seen(chunk)), chunk.end - chunk.start
         num_top = self._owed.num_top(chunk.slot)
         scores = self.passes.score(bucket, self._prefill_batch(bucket, [chunk], scored=True), count, num_top)
         if not self._slots.on_device:
@@ -229,8 +241,8 @@ class BucketedSteps:
         sees = sees or False not in pictures.padded_kinds
         if sees or any(pictures.concerns(row.slot, row.start, row.end) for row in seen):
             pictures.put_into(batch, seen)
-            if isinstance(pictures, CrossPictures):
-                batch.cross = pictures.of_padded_prompts(seen, bucket.batch, bucket.length)
+        if self._cross is not None and bucket.pictures:
+            batch.picture_lists = self._cross.of_padded_prompts(seen, bucket, batch)
 
     def _decode_batch(self, bucket: Bucket, slots: list[int]) -> Batch:
         arrays = describe_decode(bucket, slots, self._slots.host)
@@ -248,8 +260,8 @@ class BucketedSteps:
             named.get("block_numbers"),
         )
         batch = Batch(ids, positions, kv_index, seq_lens, meta)
-        if isinstance(self._pictures, CrossPictures) and self._pictures.reads(slots):
-            batch.cross = self._pictures.of_padded_rows(slots, bucket.batch)
+        if self._cross is not None and bucket.pictures:
+            batch.picture_lists = self._cross.of_padded_rows(slots, bucket, batch)
         return batch
 
     def _places(self, slots: list[int], num_rows: int) -> Tensor:

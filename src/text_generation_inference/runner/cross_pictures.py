@@ -9,7 +9,7 @@ blocks and a length for each slot, as for tokens, in the place where captured st
 The groups of a request are there before it is admitted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +19,18 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch, CrossMeta, CrossReading, PagedMeta
-from text_generation_inference.kernels.block_lists import BlockLists, rows_of_pictures
+from text_generation_inference.kernels.block_lists import (
+    BlockLists,
+    PicturesOfPrompts,
+    PicturesOfRows,
+    rows_of_pictures,
+)
 from text_generation_inference.models.model import Caches, Model
 from text_generation_inference.models.vision.sight import Sight
 from text_generation_inference.models.vision.tower import Parts
+from text_generation_inference.runner.cross_store import CrossStore
 from text_generation_inference.runner.pictures import LOST, EncodeBatch, Seen, SlotPictures
+from text_generation_inference.runner.shapes import EXACT, Bucket, ShapePlan
 from text_generation_inference.types import Admission, PictureSpan, group_neighbours, name_group
 
 
@@ -85,6 +92,7 @@ class CrossPictures(SlotPictures):
         caches: Caches,
         num_slots: int,
         max_pictures: int | None,  # of a request; None: as many as there is room for
+        plan: ShapePlan = EXACT,
     ) -> None:
         super().__init__(device, model, sight, folder)
         self._caches, self._on_device = caches, device.limits.runs_ahead
@@ -94,10 +102,12 @@ class CrossPictures(SlotPictures):
         self._coming: _KeptGroup | None = None  # whose keys and values are being computed
         self._readers: dict[int, _PictureReader] = {}  # by slot
         self._lost_groups: set[str] = set()
-        per_picture = -(-sight.cross_rows // self._block_size)
+        self._per_picture = -(-sight.cross_rows // self._block_size)
         width = max(1, self._num_blocks - 1)
         if max_pictures is not None:
-            width = min(width, max_pictures * per_picture)
+            width = min(width, max_pictures * self._per_picture)
+        self._cross_store = CrossStore(device, model, caches, self._block_size)
+        self.passes = self._pad(plan, self._cross_store)
         home = device.torch_device if self._on_device else torch.device("cpu")
         self._tables = torch.zeros((num_slots, width), dtype=torch.int32, device=home)
         self._lengths = torch.zeros(num_slots, dtype=torch.int32, device=home)
@@ -116,8 +126,9 @@ class CrossPictures(SlotPictures):
             [request.token_ids[span.start] for span in spans],
         )
         last = self._last_group(admission.slot)
-        count = -(-last.num_real // self._block_size)
-        self._tables[admission.slot, :count] = last.blocks[:count].to(self._tables)
+        count = self._num_read(last)
+        blocks = last.blocks if self._on_device else torch.tensor(last.ids, dtype=torch.int32)
+        self._tables[admission.slot, :count] = blocks[:count].to(self._tables)
         self._lengths[admission.slot] = last.num_real
 
     def release(self, slots: Sequence[int]) -> None:
@@ -170,7 +181,8 @@ class CrossPictures(SlotPictures):
         blocks = self._device.send(torch.tensor(ids))
         group = self._coming = _KeptGroup(ids, blocks, sum(map(self._num_real, spans)), num_rows)
         self._lost.clear()
-        parts = self._compute(group, spans, self._take_pixels(spans))
+        compute = self._compute if self.passes is None else self._compute_padded
+        parts = compute(group, spans, self._take_pixels(spans))
         return EncodeBatch(spans, parts, len(spans) * self._sight.num_parts)
 
     def _compute(
@@ -189,6 +201,23 @@ class CrossPictures(SlotPictures):
         # What is behind the last row may be anything that was there before, and masks do not undo what is not finite.
         shape = (len(group.ids) * self._block_size - group.num_rows, self._sight.width)
         self._put(group, torch.zeros(shape, dtype=self._model.dtype, device=group.blocks.device), group.num_rows)
+        return []
+
+    def _compute_padded(
+        self, group: _KeptGroup, spans: Sequence[PictureSpan], pixels: Sequence[Tensor]
+    ) -> Parts[list[Tensor]]:
+        """The same in passes of one shape, a picture in each."""
+        assert self.passes is not None
+        size, at, missing_at = self._block_size, 0, group.num_real
+        places = (np.array(group.ids)[:, None] * size + np.arange(size)).reshape(-1)
+        self._cross_store.behind = places[group.num_rows :]
+        for span, picture in zip(spans, pixels, strict=True):
+            count = self._num_real(span)
+            missing = self._sight.cross_rows - count
+            own = np.concatenate((places[at : at + count], places[missing_at : missing_at + missing]))
+            self.passes.encode([picture], [tuple(span.grid)], [own])
+            at, missing_at = at + count, missing_at + missing
+            yield
         return []
 
     def _keep(self, spans: Sequence[PictureSpan], made: list[Tensor]) -> None:
@@ -216,7 +245,7 @@ class CrossPictures(SlotPictures):
 
     @property
     def padded_kinds(self) -> tuple[bool, ...]:
-        """Those that read pictures have shapes of their own, by what they read: none is met before."""
+        """Those that read pictures are shapes of the plan: see `Bucket.pictures`."""
         return (False,)
 
     def put_into(self, batch: Batch, chunks: Sequence[Seen]) -> None:
@@ -258,12 +287,9 @@ class CrossPictures(SlotPictures):
         feeds: list[bool] = []
         readings: list[CrossReading] = []
         for chunk in chunks:
-            reader = self._readers.get(chunk.slot)
-            for reading in reader.readings if reader is not None else ():
-                first = max(reading.start, chunk.start)
-                end = chunk.end if reading.end is None else min(reading.end, chunk.end)
-                if reader is None or first >= end:
-                    continue
+            if (reader := self._readers.get(chunk.slot)) is None:
+                continue
+            for reading, first, end in _cut(reader.readings, chunk):
                 readings.append(CrossReading(len(tokens), len(tokens) + end - first, self._parts(reader, reading)))
                 tokens += range(chunk.token + first - chunk.start, chunk.token + end - chunk.start)
                 feeds += [reading.group is not None] * (end - first)
@@ -276,55 +302,87 @@ class CrossPictures(SlotPictures):
 
     # -- padded passes ---------------------------------------------------------------------------------------------
 
-    def of_padded_rows(self, slots: Sequence[int], num_rows: int) -> CrossMeta:
-        """What rows that decode read, padded to so many; blocks are padded to a power of two."""
-        found = [(row, self._last_group(slot)) for row, slot in enumerate(slots) if slot in self._readers]
-        counts = [-(-group.num_real // self._block_size) for _, group in found]
-        lists = np.zeros((3, _next_power(sum(counts))), dtype=np.int32)  # blocks, their rows, and filled places
-        lists[1], lists[2] = -1, 1
-        lengths = np.zeros(num_rows, dtype=np.int32)
-        starts = np.full(num_rows, -1, dtype=np.int32)
-        first = 0
-        for (row, group), count in zip(found, counts, strict=True):
-            lists[0, first : first + count], lists[1, first : first + count] = group.ids[:count], row
-            lists[2, first : first + count] = self._block_size
-            lists[2, first + count - 1] = (group.num_real - 1) % self._block_size + 1
-            lengths[row], starts[row] = group.num_real, first
-            first += count
-        blocks, groups, usage = lists
-        meta = BlockLists(*(self._move(each) for each in (blocks, groups, usage, starts)))
-        reads = self._move((lengths > 0)[:, None])
-        return CrossMeta(None, reads, reads, rows_of_pictures(self._move(lengths), meta), num_rows, [])
+    def count_read(self, slots: Sequence[int]) -> int:
+        """Pictures whose blocks have room for those that rows which decode read."""
+        groups = [self._last_group(slot) for slot in slots if slot in self._readers]
+        return -(-sum(map(self._num_read, groups)) // self._per_picture)
 
-    def of_padded_prompts(self, prompts: Sequence[Seen], num_rows: int, length: int) -> CrossMeta:
-        """What prompts or parts of them read, padded to so many of one length; pictures are padded to powers of two."""
-        size, per_picture = self._block_size, -(-self._sight.cross_rows // self._block_size)
-        readers = [self._readers.get(prompt.slot) for prompt in prompts]
-        most = _next_power(max(len(reader.spans) for reader in readers if reader is not None)) * per_picture
-        blocks = np.zeros((num_rows, most), dtype=np.int64)
-        mask = np.ones((num_rows, length, most * size), dtype=np.bool_)  # who reads nothing takes nothing of it
-        reads, feeds = np.zeros((2, num_rows, length), dtype=np.bool_)
-        for row, (prompt, reader) in enumerate(zip(prompts, readers, strict=True)):
-            if reader is None:
+    def split_rows(self, slots: Sequence[int], most: int) -> list[list[int]]:
+        """Rows that decode, in as few parts as read no more pictures than that each."""
+        parts, left = [list[int]()], most * self._per_picture
+        for slot in slots:
+            count = self._num_read(self._last_group(slot)) if slot in self._readers else 0
+            if count > left and parts[-1]:
+                parts.append([])
+                left = most * self._per_picture
+            parts[-1].append(slot)
+            left -= count
+        return parts
+
+    def of_padded_rows(self, slots: Sequence[int], bucket: Bucket, batch: Batch) -> PicturesOfRows:
+        """What rows that decode read."""
+        size = self._block_size
+        lists = np.zeros((3, bucket.pictures * self._per_picture), dtype=np.int32)  # blocks, rows, filled places
+        lists[1], lists[2] = -1, 1
+        rows = np.zeros((2, bucket.batch), dtype=np.int32)  # lengths, and where in the lists each row begins
+        rows[1] = -1
+        first = 0
+        for row, slot in enumerate(slots):
+            if slot not in self._readers:
                 continue
-            groups = [self._groups[name] for name in reader.names]
-            ids = [block for group in groups for block in group.ids]
-            blocks[row, : len(ids)] = ids
-            ends = np.cumsum([len(group.ids) for group in groups]) * size
-            firsts = [int(end) - len(group.ids) * size for end, group in zip(ends, groups, strict=True)]
-            for reading in reader.readings:
-                first_token = max(reading.start, prompt.start)
-                end = prompt.end if reading.end is None else min(reading.end, prompt.end)
-                if first_token >= end:
-                    continue
-                tokens = slice(first_token - prompt.start, end - prompt.start)
-                reads[row, tokens], feeds[row, tokens], mask[row, tokens] = True, reading.group is not None, False
-                for number, (first, group) in enumerate(zip(firsts, groups, strict=True)):
-                    if reading.group in (None, number):
-                        count = group.num_rows if reading.group is None else reading.end_row
-                        mask[row, tokens, first : first + count] = True
-        read, fed = (self._move(each.reshape(-1, 1)) for each in (reads, feeds))
-        return CrossMeta(None, read, fed, None, 0, [], self._move(blocks), self._move(mask))
+            group = self._last_group(slot)
+            end = first + self._num_read(group)
+            lists[:, first:end] = group.ids[: end - first], [row] * (end - first), [size] * (end - first)
+            lists[2, end - 1] = (group.num_real - 1) % size + 1
+            rows[:, row] = group.num_real, first
+            first = end
+        lengths, starts = (self._to_batch(each, batch) for each in rows)
+        blocks, groups, usage = (self._to_batch(each, batch) for each in lists)
+        return PicturesOfRows(lengths, BlockLists(blocks, groups, usage, starts))
+
+    def count_seen(self, chunk: Seen) -> int:
+        """Pictures whose blocks have room for those that a prompt, or a part of it, reads."""
+        return -(-sum(len(group.ids) for group in self._seen_by(chunk)[1].values()) // self._per_picture)
+
+    def of_padded_prompts(self, prompts: Sequence[Seen], bucket: Bucket, batch: Batch) -> PicturesOfPrompts:
+        """What prompts or parts of them read."""
+        size = self._block_size
+        width = bucket.pictures * self._per_picture
+        lists = np.zeros((2, bucket.batch, width), dtype=np.int32)  # blocks, and their filled places
+        lists[1, :, 0] = 1
+        tokens = np.zeros((2, bucket.batch, bucket.length), dtype=np.int32)  # first places, and those behind the last
+        for row, prompt in enumerate(prompts):
+            readings, groups = self._seen_by(prompt)
+            first, places = 0, dict[int, int]()
+            for number, group in groups.items():
+                places[number], end = first * size, first + len(group.ids)
+                lists[0, row, first:end], lists[1, row, first:end] = group.ids, size
+                lists[1, row, end - 1] = (group.num_rows - 1) % size + 1
+                first = end
+            for reading, start, end in readings:
+                which = slice(start - prompt.start, end - prompt.start)
+                if reading.group is None:
+                    tokens[0, row, which], tokens[1, row, which] = -1, first * size
+                else:
+                    place = places[reading.group]
+                    tokens[0, row, which], tokens[1, row, which] = place, place + reading.end_row
+        blocks, usage = (self._to_batch(each, batch) for each in lists)
+        firsts, ends = (self._to_batch(each.reshape(-1), batch) for each in tokens)
+        return PicturesOfPrompts(blocks, usage, firsts, ends)
+
+    def _seen_by(self, chunk: Seen) -> tuple[list[tuple[Reading, int, int]], dict[int, _KeptGroup]]:
+        """What tokens of a chunk read, from one to another of the request, and the groups in that by number."""
+        reader = self._readers.get(chunk.slot)
+        if reader is None:
+            return [], {}
+        readings = list(_cut(reader.readings, chunk))
+        read = {reading.group for reading, _, _ in readings}
+        groups = [self._groups[name] for name in reader.names]
+        return readings, {number: group for number, group in enumerate(groups) if None in read or number in read}
+
+    def _num_read(self, group: _KeptGroup) -> int:
+        """Of its blocks, those that are read while decoding."""
+        return -(-group.num_real // self._block_size)
 
     def _last_group(self, slot: int) -> _KeptGroup:
         return self._groups[self._readers[slot].names[-1]]
@@ -339,6 +397,10 @@ class CrossPictures(SlotPictures):
         return [(groups[reading.group].blocks, 0, reading.end_row)]
 
 
-def _next_power(count: int) -> int:
-    """Few numbers of blocks and pictures are few shapes."""
-    return 1 << max(0, count - 1).bit_length()
+def _cut(readings: Sequence[Reading], chunk: Seen) -> Iterator[tuple[Reading, int, int]]:
+    """Those of a chunk's tokens: from one to another of the request."""
+    for reading in readings:
+        first = max(reading.start, chunk.start)
+        end = chunk.end if reading.end is None else min(reading.end, chunk.end)
+        if first < end:
+            yield reading, first, end

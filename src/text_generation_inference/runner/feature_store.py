@@ -18,6 +18,8 @@ class FeatureStore:
         # The last row is nobody's: padding is written there. Not filled: on a CPU what nobody writes takes no memory.
         with device.stream():
             self.rows = torch.empty((capacity + 1, width), dtype=dtype, device=device.torch_device)
+        by_shape = device.ops.by_shape
+        self._write_graph = None if by_shape is None else by_shape(self._write, True)
         self._nobodys = capacity
         self._free = np.arange(capacity)[::-1].copy()
         self._num_free = capacity
@@ -63,10 +65,19 @@ class FeatureStore:
         """Some rows of what a padded pass made, in copies of one shape for each shape of a pass."""
         size = made.shape[0]
         for first in range(0, max(1, len(places)), size):
-            to, taken = np.full(size, self._nobodys), np.zeros(size, dtype=np.int64)
+            about = np.zeros((2, size), dtype=np.int32)  # where to, and where from
+            about[0] = self._nobodys
             count = len(places[first : first + size])
-            to[:count], taken[:count] = places[first : first + size], sources[first : first + size]
-            self.rows.index_copy_(0, self._move(to), made.index_select(0, self._move(taken)))
+            about[:, :count] = places[first : first + size], sources[first : first + size]
+            if self._write_graph is not None:
+                self._write_graph(made, about)
+            else:
+                self._write(made, self._move(about))
+
+    def _write(self, made: Tensor, about: Tensor) -> Tensor:
+        to, taken = about.long().unbind()
+        self.rows.index_copy_(0, to, made.index_select(0, taken))
+        return about
 
     def _move(self, array: np.ndarray) -> Tensor:
         return self._device.send(torch.from_numpy(array))  # pyright: ignore[reportUnknownMemberType]

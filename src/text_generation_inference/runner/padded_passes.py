@@ -13,7 +13,7 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import Device
 from text_generation_inference.kernels.batch import Batch
-from text_generation_inference.kernels.block_lists import Key, key_of, row_length
+from text_generation_inference.kernels.block_lists import Key, key_of, row_length, spread_pictures
 from text_generation_inference.models.model import Model
 from text_generation_inference.runner.newest_tokens import NewestTokens
 from text_generation_inference.runner.prompt_scores import LOGIT_ROWS, PromptScores, score_padded, take_padded
@@ -47,19 +47,24 @@ class PaddedPasses:
         self._graphs = device.wrap_graphs(self._forward, self._first)
         self._scores = [device.wrap_graphs(partial(self._score, tops)) for tops in SCORED_TOPS]  # without graphs
 
-    def find_prefill(self, chunks: Sequence[Chunk]) -> Bucket:
-        """The shape for prompts that share a pass; a longer one than planned has a shape of its own."""
+    def find_prefill(self, chunks: Sequence[Chunk], pictures: int = 0) -> Bucket:
+        """The shape for prompts that share a pass; a longer one than planned has a shape of its own. `pictures`: see
+        `Bucket`."""
         length, context = max(chunk.end - chunk.start for chunk in chunks), max(chunk.start for chunk in chunks)
-        found = self.plan.find("prefill", len(chunks), length, context)
-        return found or Bucket("prefill", len(chunks), length, context)
+        found = self.plan.find("prefill", len(chunks), length, context, pictures)
+        return found or Bucket("prefill", len(chunks), length, context, pictures=pictures)
 
-    def group(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-        """Prompts that share a pass."""
-        places = self.plan.group([(chunk.end - chunk.start, chunk.start) for chunk in chunks])
+    def group(self, chunks: Sequence[Chunk], pictures: Sequence[int] = ()) -> list[list[Chunk]]:
+        """Prompts that share a pass; `pictures`: that each reads."""
+        places = self.plan.group([(chunk.end - chunk.start, chunk.start) for chunk in chunks], pictures)
         return [[chunks[place] for place in together] for together in places]
 
-    def find_decode(self, rows: int, blocks: np.ndarray) -> Bucket:
-        """The shape for so many rows whose tokens are in these blocks."""
+    def find_decode(self, rows: int, blocks: np.ndarray, pictures: int = 0) -> Bucket:
+        """The shape for so many rows whose tokens are in these blocks, and that read so many pictures."""
+        found = self._find_decode(rows, blocks)
+        return self.plan.where_read(found, pictures) or replace(found, pictures=pictures)
+
+    def _find_decode(self, rows: int, blocks: np.ndarray) -> Bucket:
         count = len(blocks)
         listed = self.plan.find("decode", rows, count) or Bucket("decode", rows, count)
         if not self.plan.has_contiguous or len(np.unique(blocks)) < count:  # of two rows: looked at by each
@@ -81,8 +86,7 @@ class PaddedPasses:
 
         `needed` tokens are real.
         """
-        # Those with layers of cross-attention have shapes by what they read, which no graph was made for.
-        bypass = not self.captures(bucket) or batch.cross is not None
+        bypass = not self.captures(bucket)
         self.shape_stats.on_pass(key_of(batch), bucket, needed, bypass and self._has_graphs)
         self._make_room(batch)
         return self._graphs(batch, bypass)
@@ -133,6 +137,8 @@ class PaddedPasses:
 
     def _prepare(self, batch: Batch) -> Batch:
         batch = self._device.prepare(batch)
+        if batch.picture_lists is not None:
+            batch = spread_pictures(batch, self._device.limits.block_size, self._device.prepare)
         return batch if self._newest is None else self._newest.read(batch)
 
     def _forward(self, batch: Batch) -> Tensor:

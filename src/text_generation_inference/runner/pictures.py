@@ -25,7 +25,7 @@ from text_generation_inference.models.vision.tower import Parts, run_parts
 from text_generation_inference.runner.feature_store import FeatureStore
 from text_generation_inference.runner.shapes import EXACT, BucketPlan, ShapePlan
 from text_generation_inference.runner.tower_graphs import TowerGraphs, captures_towers
-from text_generation_inference.runner.tower_passes import TowerPasses
+from text_generation_inference.runner.tower_passes import Store, TowerPasses
 from text_generation_inference.types import Admission, GenerationRequest, PictureSpan, StepPlan
 
 LOST = "an image of the request is not there any more"
@@ -78,16 +78,19 @@ class SlotPictures:
         self._device, self._model, self._sight, self._folder = device, model, sight, folder
         self._requests: dict[int, _Seeing] = {}  # by slot, of those with pictures, or all with `whole_prompts`
         self._store = FeatureStore(device, max_features, sight.width, model.dtype)
-        self.passes: TowerPasses | None = None  # where those of the tower are padded
-        tower = model.padded_tower
-        if isinstance(plan, BucketPlan) and plan.pictures and tower is not None:
-            self.passes = TowerPasses(device, tower, self._store, plan)
+        self.passes = self._pad(plan, self._store)  # of the tower, where they are padded
         self.graphs: TowerGraphs | None = None  # where they are captured
         if captures_towers(device, plan):
             self.graphs = TowerGraphs(device, model)
         self._batch: EncodeBatch | None = None  # under way
         self._lost: set[str] = set()  # digests whose features are zeros
         self._shown: dict[str, bytes] = {}  # pixels that another has read
+
+    def _pad(self, plan: ShapePlan, store: Store) -> TowerPasses | None:
+        tower = self._model.padded_tower
+        if not isinstance(plan, BucketPlan) or not plan.pictures or tower is None:
+            return None
+        return TowerPasses(self._device, tower, store, plan)
 
     def shift_of(self, request: GenerationRequest) -> int:
         """What positions after the prompt are more than places."""

@@ -73,7 +73,7 @@ class Runner:
             about = (device, model, model.sight, picture_folder)
             crosses = model.sight.cross_rows > 0
             self.pictures = (
-                CrossPictures(*about, kv_cache, num_slots, max_pictures)
+                CrossPictures(*about, kv_cache, num_slots, max_pictures, plan)
                 if crosses
                 else SlotPictures(*about, max_total_tokens if max_features is None else max_features, plan)
             )

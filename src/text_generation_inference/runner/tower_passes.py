@@ -3,6 +3,7 @@ the device's graphs where it makes one for each shape."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from text_generation_inference.devices.device import Device
 from text_generation_inference.models.vision.padded import PaddedTower, Piece
-from text_generation_inference.runner.feature_store import FeatureStore
 from text_generation_inference.runner.shapes import Bucket, BucketPlan, ShapeStats
 from text_generation_inference.types import PictureSpan
 
@@ -25,8 +25,16 @@ class _Placed:
     sources: np.ndarray  # among the rows of the piece; -1: the row behind those of the pass
 
 
+class Store(Protocol):
+    """Where features go."""
+
+    def write_some(self, places: np.ndarray, sources: np.ndarray, made: Tensor) -> None:
+        """Some rows of what a pass has made, in copies of one shape for each shape of a pass."""
+        ...
+
+
 class TowerPasses:
-    def __init__(self, device: Device, tower: PaddedTower, store: FeatureStore, plan: BucketPlan) -> None:
+    def __init__(self, device: Device, tower: PaddedTower, store: Store, plan: BucketPlan) -> None:
         self.plan = plan
         self.stats: ShapeStats | None = None
         self._device, self._tower, self._store = device, tower, store

@@ -206,6 +206,23 @@ class HpuAttention:
             out = self._sdpa(q, keys, values, None, True, scale, lengths, in_fp8)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
+    # -- pictures that layers of cross-attention read --------------------------------------------------------------
+
+    def keep_rows(self, values: Tensor, cache: Tensor, blocks: Tensor, inside: Tensor) -> None:
+        _flat(cache).index_copy_(0, blocks * cache.shape[1] + inside, values)
+
+    def picture_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, mask: Tensor) -> Tensor:
+        rows, scale = blocks.shape[0], q.shape[-1] ** -0.5
+        keys, values = (
+            _join_blocks(self._read(cache, blocks.reshape(-1), 1.0, q.dtype), rows) for cache in (k_cache, v_cache)
+        )
+        q = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
+        if self._flash:
+            out = self._sdpa(q, keys, values, mask[:, None], False, scale, None)
+        else:
+            out = self._matmul_attention(q, keys, values, mask[:, None, None], scale)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
     def _wants_mask(self, batch: Batch, window: int | None, softcap: float | None) -> bool:
         """The fused op takes lengths with the causal mask alone."""
         narrow = isinstance(batch.meta, PromptParts) or (window is not None and window < row_length(batch))
@@ -214,7 +231,7 @@ class HpuAttention:
     def hand_over(
         self,
         batch: Batch,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,  # None: nothing is rotated
         block_size: int,
         dtype: torch.dtype,  # of the stream
         window: int | None,
@@ -223,8 +240,10 @@ class HpuAttention:
     ) -> None:
         """To a layer that is compiled by itself: what it reads of the pass's lists, computed once for all layers."""
         meta, once = batch.meta, self._once
-        angles = lambda: program(_angles, cos_sin, batch, dtype)  # noqa: E731
-        known = {"angles": once(meta, "angles", dtype, angles, (cos_sin, batch.positions))}
+        known: dict[str, Any] = {}
+        if cos_sin is not None:
+            angles = lambda: program(_angles, cos_sin, batch, dtype)  # noqa: E731
+            known["angles"] = once(meta, "angles", dtype, angles, (cos_sin, batch.positions))
         if isinstance(meta, BlockLists):
             groups, rows = meta.block_groups, batch.seq_lens.shape[0]
             about = once(meta, "owners", dtype, lambda: _Owners(program(_owners, groups, rows, dtype)))
@@ -249,7 +268,7 @@ class HpuAttention:
         causal: bool,
         scale: float,
         lengths: Tensor | None,
-        in_fp8: AttentionScales | None,
+        in_fp8: AttentionScales | None = None,
     ) -> Tensor:
         kernels = self._bridge.kernels
         if not isinstance(in_fp8, CardAttentionScales):
@@ -280,8 +299,8 @@ class HpuAttention:
         v: Tensor,
         mask: Tensor,  # of five dimensions
         scale: float,
-        softcap: float | None,
-        in_fp8: AttentionScales | None,
+        softcap: float | None = None,
+        in_fp8: AttentionScales | None = None,
     ) -> Tensor:
         """-> like q."""
         (rows, _, length, size), kv_heads = q.shape, k.shape[1]

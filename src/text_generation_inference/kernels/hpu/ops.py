@@ -117,5 +117,7 @@ def load_ops(
         experts=experts,
         rotary_and_cache=attention.rotary_and_cache,
         attention=attention.attention,
+        keep_rows=attention.keep_rows,
+        picture_attention=attention.picture_attention,
         latent_attention=attention.latent_attention,
     )

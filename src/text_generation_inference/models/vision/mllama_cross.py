@@ -74,8 +74,8 @@ class CrossAttention(SelfAttention):
         """Keys and values of features `[rows, hidden]` go to these blocks of the cache, and places in them."""
         k, v = self.kv.forward(features).chunk(2, dim=1)
         k_cache, v_cache = cache
-        k_cache[blocks, inside] = self._norm(self.k_norm, k)
-        v_cache[blocks, inside] = v.unflatten(1, (-1, self.head_dim))
+        self.ops.keep_rows(self._norm(self.k_norm, k), k_cache, blocks, inside)
+        self.ops.keep_rows(v.unflatten(1, (-1, self.head_dim)), v_cache, blocks, inside)
 
     def forward(
         self, x: Rows, batch: Batch, cos_sin: Tensor, cache: tuple[Tensor, ...], wanted: Tensor | None = None
@@ -91,7 +91,7 @@ class CrossAttention(SelfAttention):
             scale = self.head_dim**-0.5
             read[:count] = self.ops.attention(q[:count], None, None, k_cache, v_cache, cross.decode, scale)
         if cross.blocks is not None and cross.mask is not None:
-            read = _attend_padded(q, k_cache, v_cache, cross.blocks, cross.mask)
+            read = self.ops.picture_attention(q, k_cache, v_cache, cross.blocks, cross.mask)
         for reading in cross.readings:
             tokens = slice(reading.start, reading.end)
             read[tokens] = _attend(q[tokens], _rows(k_cache, reading.parts), _rows(v_cache, reading.parts))
@@ -153,11 +153,3 @@ def _rows(cache: Tensor, parts: Sequence[tuple[Tensor, int, int]]) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1).flatten(1)
-
-
-def _attend_padded(q: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, mask: Tensor) -> Tensor:
-    """q: of prompts one after the other, padded to one length."""
-    k, v = (cache[blocks].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))
-    q = q.unflatten(0, mask.shape[:2]).transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
-    return out.transpose(1, 2).flatten(2).flatten(0, 1)

@@ -2,12 +2,14 @@
 
 A picture has always as many tiles as an arrangement can have: those that it lacks are zero, take embeddings of their
 place, and are looked at. Padding (missing tiles, and rows that fill a tile up to a multiple of 8) sees what is real;
-what is real sees everything. So nothing is masked: real rows read all, padding reads real rows.
+what is real sees everything. So nothing is masked: real rows read all, padding reads real rows. In padded passes, of
+one shape for all pictures, a mask says the same.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +26,8 @@ from text_generation_inference.models.vision.blocks import (
     linear,
     run_blocks,
 )
-from text_generation_inference.models.vision.tower import Parts, Tower, settle
+from text_generation_inference.models.vision.padded import PaddedTower, Piece
+from text_generation_inference.models.vision.tower import Parts, run_parts, settle
 from text_generation_inference.weights.declare import Module
 
 _ENCODERS = ("vision_model", "model.vision_model")
@@ -127,11 +130,29 @@ class _RealAndPadding:
         return out
 
 
-class MllamaTower(Tower):
+class _MaskedPadding:
+    """The same without numbers of rows: who sees whom as a mask."""
+
+    def __init__(self, is_real: Tensor) -> None:
+        """is_real: `[pictures, rows]`. Where there is nothing real all see all, so that what comes of it is finite."""
+        others = is_real | ~is_real.any(1, keepdim=True)
+        self._seen = (is_real[:, :, None] | others[:, None])[:, None]
+
+    def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pictures, _, rows, _ = self._seen.shape
+        q, k, v = (each.view(pictures, rows, *each.shape[1:]).transpose(1, 2) for each in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._seen)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+class MllamaTower(PaddedTower):
     """Features are the rows of all tiles, missing ones too: `num_features` of each picture.
 
     None of them stands in the place of an embedding: layers of their own read them.
     """
+
+    unit = "pictures"
+    shares_passes = False  # each takes as much memory as there is
 
     def __init__(self, ops: Ops, spec: MllamaVisionSpec) -> None:
         self.spec = spec
@@ -152,16 +173,40 @@ class MllamaTower(Tower):
     def in_parts(
         self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, ...]], layout: None = None
     ) -> Parts[list[Tensor]]:
-        spec, vision, device = self.spec, self.vision, pixels[0].device
+        spec, device = self.spec, pixels[0].device
         arrangements = torch.tensor([grid[0] for grid in grids], device=device)
         num_tiles = torch.tensor([len(picture) for picture in pixels])
         has_tile = torch.arange(spec.max_tiles) < num_tiles[:, None]
-        x = self._embed(torch.cat(list(pixels)), has_tile.to(device), arrangements)
-        padded = -(-spec.num_rows // _UNIT) * _UNIT
-        is_real = has_tile[:, :, None] & (torch.arange(padded) < spec.num_rows)
-        rows = _RealAndPadding(is_real.flatten(1).to(device))
-        tiles = (len(pixels), spec.max_tiles, padded, -1)
-        x = F.pad(x, (0, 0, 0, padded - spec.num_rows)).flatten(0, 2)
+        there = has_tile.to(device)
+        patches = self._patches(torch.cat(list(pixels)))
+        x = patches.new_zeros(*there.shape, spec.num_rows - 1, spec.block.hidden_size)
+        x[there] = patches
+        rows = _RealAndPadding(self._real_rows(there))
+        features = yield from self._through(x, rows, arrangements)
+        return list(features)
+
+    def _patches(self, tiles: Tensor) -> Tensor:
+        """-> `[tiles, patches, hidden]`"""
+        embedding = self.vision.patches
+        rows = embedding.forward(embedding.cut(tiles, self.normalisation).flatten(0, 2))
+        return rows.view(tiles.shape[0], -1, rows.shape[1])
+
+    def _real_rows(self, has_tile: Tensor) -> Tensor:
+        """`[pictures, rows]`"""
+        place = torch.arange(self._padded_rows, device=has_tile.device)
+        return (has_tile[:, :, None] & (place < self.spec.num_rows)).flatten(1)
+
+    @property
+    def _padded_rows(self) -> int:
+        """Of a tile."""
+        return -(-self.spec.num_rows // _UNIT) * _UNIT
+
+    def _through(self, patches: Tensor, rows: _RealAndPadding | _MaskedPadding, arrangements: Tensor) -> Parts[Tensor]:
+        """patches `[pictures, tiles, patches, hidden]`, zero in missing tiles -> `[pictures, features, width]`"""
+        spec, vision, count = self.spec, self.vision, patches.shape[0]
+        x = self._embed(patches, arrangements)
+        tiles = (count, spec.max_tiles, self._padded_rows, -1)
+        x = F.pad(x, (0, 0, 0, self._padded_rows - spec.num_rows)).flatten(0, 2)
         wanted = [number + 1 for number in spec.kept]
         states = yield from run_blocks(vision.layers, x, [rows] * len(vision.layers), wanted=wanted)
         x = states[len(vision.layers)]
@@ -172,15 +217,44 @@ class MllamaTower(Tower):
         inner = torch.stack([states[number] for number in wanted], dim=-1).flatten(1)
         x = torch.cat((x, inner), dim=1).view(tiles)[:, :, : spec.num_rows].flatten(0, 2)
         features = self.projector.projection.forward(x)
-        return list(features.view(len(pixels), self.num_features, -1))
+        return features.view(count, self.num_features, -1)
 
-    def _embed(self, tiles: Tensor, has_tile: Tensor, arrangements: Tensor) -> Tensor:
-        """-> `[pictures, tiles, rows, hidden]`, missing tiles as if their patches were zero."""
-        vision, size = self.vision, self.spec.block.hidden_size
-        patches = vision.patches.forward(vision.patches.cut(tiles, self.normalisation).flatten(0, 2))
-        x = patches.new_zeros(*has_tile.shape, self.spec.num_rows - 1, size)
-        x[has_tile] = patches.view(len(tiles), -1, size)
-        x = x + vision.tiles_before.forward(arrangements)
-        x = torch.cat((vision.first.value.expand(*has_tile.shape, 1, -1), x), dim=2)
+    def _embed(self, patches: Tensor, arrangements: Tensor) -> Tensor:
+        """-> `[pictures, tiles, rows, hidden]`"""
+        vision = self.vision
+        x = patches + vision.tiles_before.forward(arrangements)
+        x = torch.cat((vision.first.value.expand(*x.shape[:2], 1, -1), x), dim=2)
         x = x + vision.positions.forward(arrangements)
         return vision.norm_before.forward(x.flatten(0, 2)).view(x.shape)
+
+    # -- padded passes: a picture is one piece, of as many tiles as one can have -------------------------------------
+
+    def sizes_of(self, shape: Sequence[int], grid: Sequence[int]) -> list[int]:
+        return [1]
+
+    def num_rows(self, size: int) -> int:
+        return size * self.num_features
+
+    def pieces_of(self, pixels: Tensor, grid: Sequence[int]) -> list[Piece]:
+        """Tiles, those that are missing with no matter which pixels; the number of the arrangement; which are there."""
+        missing = self.spec.max_tiles - pixels.shape[0]
+        tiles = torch.cat((pixels, pixels.new_zeros((missing, *pixels.shape[1:]))))
+        has_tile = torch.arange(self.spec.max_tiles) < pixels.shape[0]
+        return [[tiles[None], torch.tensor(grid[:1], dtype=torch.int32), has_tile[None]]]
+
+    def blank(self) -> Piece:
+        spec = self.spec
+        tiles = torch.zeros((0, spec.max_tiles, spec.image_size, spec.image_size, 3), dtype=torch.uint8)
+        has_tile = torch.zeros((0, spec.max_tiles), dtype=torch.bool)
+        return [tiles, torch.zeros(0, dtype=torch.int32), has_tile]
+
+    def run(self, *tensors: Tensor) -> Tensor:
+        tiles, arrangements, has_tile = tensors
+        patches = self._patches(tiles.flatten(0, 1)).unflatten(0, tiles.shape[:2])
+        patches = torch.where(has_tile[:, :, None, None], patches, 0)
+        rows = _MaskedPadding(self._real_rows(has_tile))
+        features = run_parts(self._through(patches, rows, arrangements.long())).flatten(0, 1)
+        return torch.cat((features, torch.zeros_like(features[:1])))
+
+    def order_of(self, shape: Sequence[int], grid: Sequence[int]) -> np.ndarray:
+        return np.arange(self.num_features)

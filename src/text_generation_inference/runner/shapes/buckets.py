@@ -13,7 +13,7 @@ their own, under either strategy, on coarser axes: what is only read costs littl
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice, pairwise
 
@@ -27,6 +27,9 @@ _READ_SHARE = 8  # so many tokens that are only read count as one that is comput
 _CONTEXT_FACTOR, _SMALLEST_CONTEXT = 4, 1024  # of tokens in the cache before prompts: between two, and where it ends
 _GATHER_COST = 3  # a block that is gathered is read, written, and read again
 _MOST_AFTER_CONTEXT = 8192  # tokens of several prompts in a pass: more of them are no faster together
+_PICTURE_TOKENS = 6400  # that reading a picture takes as long as: of one whose tiles are all there
+_BLOCK_TOKENS = 128
+_PICTURE_FACTOR = 4  # between two numbers of pictures
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,7 +39,8 @@ class Bucket:
     `batch` rows; `length`: prompt tokens of each ("prefill"), cached blocks of all ("decode"; 0: any number), or prompt
     tokens in all beside rows that decode ("mixed"). `context`: tokens in the cache before those of each prompt, in
     whole blocks. `contiguous`: the blocks are the first ones of the cache, whosever they are. Of a tower ("picture")
-    rows are tiles or patches.
+    rows are tiles or patches. `pictures`: those that layers of cross-attention read, of each prompt or of all rows that
+    decode.
     """
 
     phase: str
@@ -44,6 +48,7 @@ class Bucket:
     length: int
     context: int = 0
     contiguous: bool = False
+    pictures: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -55,19 +60,21 @@ class Bucket:
     def cost(self) -> int:
         """What memory grows with."""
         if self.phase == "decode":
-            return self.batch + self.length
-        return self.num_tokens + self.batch * self.context // _READ_SHARE
+            return self.batch + self.length + self.pictures * _PICTURE_TOKENS // _BLOCK_TOKENS
+        return self.num_tokens + self.batch * (self.context + self.pictures * _PICTURE_TOKENS) // _READ_SHARE
 
     def __str__(self) -> str:
         if self.phase == "prefill":
             after = f" after {self.context} in the cache" if self.context else ""
-            return f"{self.batch} prompts of {self.length} tokens{after}"
+            each = f" with up to {self.pictures} pictures each" if self.pictures else ""
+            return f"{self.batch} prompts of {self.length} tokens{after}{each}"
         if self.phase == "mixed":
             return f"{self.length} prompt tokens beside {self.batch} requests"
         if self.phase == "picture":
             return f"pictures of {self.batch} tiles or patches"
         which = "the first " if self.contiguous else ""
-        return f"{self.batch} requests" + (f" with {which}{self.length} blocks" if self.length else "")
+        beside = f" and up to {self.pictures} pictures" if self.pictures else ""
+        return f"{self.batch} requests" + (f" with {which}{self.length} blocks" if self.length else "") + beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,7 @@ class PlanLimits:
     max_batch_prefill_tokens: int
     block_size: int
     num_blocks: int | None = None  # that requests can hold; None: as many as they could want
+    cached_pictures: int = 0  # that have room, for layers of cross-attention
 
     @property
     def blocks_per_row(self) -> int:
@@ -117,6 +125,7 @@ class BucketSettings:
     reuse: bool = False  # prefixes that others have computed
     base_length: int | None = None  # the shortest prompts are padded to it; linear: steps from there on double
     contiguous: bool = False  # decode steps may read the first blocks of the cache where they are
+    pictures: int = 0  # of a request, at most
 
 
 class BucketPlan:
@@ -132,6 +141,7 @@ class BucketPlan:
         pass_tokens: int = _PASS_TOKENS,
         pictures: Sequence[Bucket] = (),
         most_tokens: int = 0,  # of prompts in a step of several passes
+        reading: Sequence[Bucket] = (),  # those of passes whose layers of cross-attention read pictures
     ) -> None:
         self.pass_tokens = pass_tokens  # what a pass costs beside its tokens
         self.most_tokens = most_tokens
@@ -143,20 +153,30 @@ class BucketPlan:
         self.decode = tuple(sorted(decode, key=lambda b: (b.contiguous, b.batch, b.length)))
         self.has_contiguous = any(bucket.contiguous for bucket in self.decode)
         self.pictures = tuple(sorted(pictures))
+        self.reading = tuple(sorted(reading))
+        # Of rows that decode together: whoever shares pictures may have more, and is in another pass.
+        self.most_read = max((bucket.pictures for bucket in self.reading if bucket.phase == "decode"), default=0)
         # The smallest first: what the next one takes is told from those before it.
-        self.shapes = tuple(sorted(self.prefill + self.decode + self.pictures, key=lambda b: (b.cost, b)))
+        shapes = self.prefill + self.decode + self.pictures + self.reading
+        self.shapes = tuple(sorted(shapes, key=lambda b: (b.cost, b)))
 
-    def find(self, phase: str, rows: int, length: int, context: int = 0) -> Bucket | None:
+    def find(self, phase: str, rows: int, length: int, context: int = 0, pictures: int = 0) -> Bucket | None:
         """The shape for so many prompts, the longest of so many tokens after at most so many in the cache, or for so
         many rows with so many blocks in all, or of a tower's pass; None if that is more than the limits allow, or
-        prompts cannot share a pass."""
+        prompts cannot share a pass. `pictures`: see `Bucket`."""
         if phase == "picture":
             return next((bucket for bucket in self.pictures if bucket.batch >= rows), None)
         if phase == "prefill":
             prompts = self._find_prefill(rows, length, context)
-            return None if prompts is None else Bucket(phase, *prompts)
+            return None if prompts is None else self.where_read(Bucket(phase, *prompts), pictures)
         found = self._find_decode(rows, length)
-        return None if found is None else Bucket(phase, *found)
+        return None if found is None else self.where_read(Bucket(phase, *found), pictures)
+
+    def where_read(self, bucket: Bucket, pictures: int) -> Bucket | None:
+        """The same shape where so many pictures are read."""
+        if not pictures:
+            return bucket
+        return next((each for each in self._reading_of.get(bucket, ()) if each.pictures >= pictures), None)
 
     def _find_prefill(self, rows: int, longest: int, before: int) -> tuple[int, int, int] | None:
         context = _at_least(self._contexts, before) if before else 0
@@ -189,25 +209,26 @@ class BucketPlan:
         one = self._find_prefill(1, longest, context) if context else None
         return one is not None and rows * one[1] <= self.most_tokens
 
-    def group(self, prompts: Sequence[tuple[int, int]]) -> list[list[int]]:
+    def group(self, prompts: Sequence[tuple[int, int]], pictures: Sequence[int] = ()) -> list[list[int]]:
         """Prompts of a step, as places in `prompts`: (tokens, tokens in the cache before them), that share a pass:
-        those that are alike, where it saves padding.
+        those that are alike, where it saves padding. `pictures`: that each reads; none: nobody reads any.
 
         Prompts that no shape holds together are alone.
         """
         if not prompts:
             return []
         alone = [self._find_prefill(1, *prompt) or (1, *prompt) for prompt in prompts]
-        order = sorted(range(len(prompts)), key=lambda place: (alone[place][2], prompts[place]))
+        reads = pictures or [0] * len(prompts)
+        order = sorted(range(len(prompts)), key=lambda place: (alone[place][2], reads[place], prompts[place]))
         cuts: list[int] = []
-        for size, alike in groupby(order, lambda place: alone[place][1:]):
-            cuts += self._cut(size, cuts[-1] if cuts else 0, len(list(alike)))
+        for (size, read), alike in groupby(order, lambda place: (alone[place][1:], reads[place])):
+            cuts += self._cut(size, read, cuts[-1] if cuts else 0, len(list(alike)))
         best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # first places -> what they cost at least, where to cut
         for end in cuts:
             for start, (cost, before) in list(best.items()):
                 together = [prompts[place] for place in order[start:end]]
                 length, context = (max(numbers) for numbers in zip(*together, strict=True))
-                bucket = self.find("prefill", end - start, length, context)
+                bucket = self.find("prefill", end - start, length, context, max(reads[n] for n in order[start:end]))
                 if bucket is not None:
                     total = cost + bucket.cost + self.pass_tokens
                     best[end] = min(best.get(end, (total, [*before, end])), (total, [*before, end]))
@@ -215,11 +236,23 @@ class BucketPlan:
             return [[place] for place in range(len(prompts))]
         return [sorted(order[start:end]) for start, end in pairwise((0, *best[len(order)][1]))]
 
-    def _cut(self, size: tuple[int, int], start: int, count: int) -> list[int]:
-        """Where passes may end among so many prompts alike, of a length and context: the last place is their end."""
+    def _cut(self, size: tuple[int, int], read: int, start: int, count: int) -> list[int]:
+        """Where passes may end among so many prompts alike, of a length and context, that read so many pictures: the
+        last place is their end."""
         length, context = size
-        most = self._prefill_axes[context][1].get(length, [count])[-1] if context in self._prefill_axes else count
+        batches = self._prefill_axes[context][1].get(length, [count]) if context in self._prefill_axes else [count]
+        if read:
+            batches = [n for n in batches if self.where_read(Bucket("prefill", n, *size), read)] or batches[:1]
+        most = batches[-1]
         return [*range(start + most, start + count, most), start + count]
+
+    @cached_property
+    def _reading_of(self) -> dict[Bucket, list[Bucket]]:
+        """Of each shape those in which pictures are read, few pictures first."""
+        found: dict[Bucket, list[Bucket]] = {}
+        for bucket in self.reading:
+            found.setdefault(replace(bucket, pictures=0), []).append(bucket)
+        return found
 
     @cached_property
     def _contexts(self) -> list[int]:
@@ -261,12 +294,14 @@ def plan_buckets(limits: PlanLimits, settings: BucketSettings, picture_sizes: Se
     in_place = _in_place(limits, settings, listed) if settings.contiguous else []
     shared = _shared(limits, listed) if settings.reuse else []
     pictures = [Bucket("picture", size, 0) for size in picture_sizes]
+    prompts, rows = first + after, listed + in_place + shared
     return BucketPlan(
-        first + after,
-        listed + in_place + shared,
+        prompts,
+        rows,
         limits.max_input_tokens,
         pictures=pictures,
         most_tokens=limits.max_batch_prefill_tokens,
+        reading=_collect((*_reading_prompts(limits, settings, prompts), *_reading_rows(limits, settings, rows))),
     )
 
 
@@ -497,6 +532,36 @@ def _in_place(limits: PlanLimits, settings: BucketSettings, listed: Sequence[Buc
     it covers all that requests can hold."""
     usable = _usable_blocks(limits, settings.decode_blocks)
     return [Bucket("decode", each.batch, each.length + (each.length == usable), contiguous=True) for each in listed]
+
+
+def _reading_prompts(limits: PlanLimits, settings: BucketSettings, shapes: Sequence[Bucket]) -> Iterator[Bucket]:
+    """The same shapes with pictures to read: one for each prompt, and in passes of the fewest rows as many as a request
+    may have. Prompts with several pictures are rare, and take so long that they may as well be alone."""
+    most_each = min(settings.pictures, limits.cached_pictures)
+    fewest: dict[tuple[int, int], int] = {}
+    for bucket in shapes:
+        size = (bucket.length, bucket.context)
+        fewest[size] = min(bucket.batch, fewest.get(size, bucket.batch))
+    for bucket in shapes if most_each else ():
+        is_least = bucket.batch == fewest[bucket.length, bucket.context]
+        yield from (replace(bucket, pictures=count) for count in _picture_counts(1, most_each if is_least else 1))
+
+
+def _reading_rows(limits: PlanLimits, settings: BucketSettings, shapes: Sequence[Bucket]) -> Iterator[Bucket]:
+    """The same shapes with pictures that all rows read together: one each, and more where neighbours are read; no more
+    than there is room for, unless rows share them."""
+    most_each = min(settings.pictures, limits.cached_pictures)
+    most = max(limits.cached_pictures, limits.max_batch_size)
+    for bucket in shapes if most_each else ():
+        counts = _picture_counts(bucket.batch, min(bucket.batch * most_each, most))
+        yield from (replace(bucket, pictures=count) for count in counts)
+
+
+def _picture_counts(first: int, most: int) -> list[int]:
+    sizes = [first]
+    while sizes[-1] < most:
+        sizes.append(min(_PICTURE_FACTOR * sizes[-1], most))
+    return sizes
 
 
 def _at_least(sizes: Sequence[int], size: int) -> int | None:

@@ -26,7 +26,7 @@ class CapturedShapes:
         decode = [bucket for bucket in self.decode if bucket.batch in captured]
         self.shapes = (*self.mixed[::-1], *decode[::-1])  # the largest first: smaller ones fit into its memory
 
-    def find(self, phase: str, rows: int, length: int, context: int = 0) -> Bucket | None:
+    def find(self, phase: str, rows: int, length: int, context: int = 0, pictures: int = 0) -> Bucket | None:
         """The one with the fewest tokens that holds so many rows and prompt tokens; None: the step is as it comes."""
         if phase == "decode":
             index = bisect_left(self._sizes, rows)

@@ -48,7 +48,7 @@ class ShapePlan(Protocol):
         """To prepare before the first request, in this order."""
         ...
 
-    def find(self, phase: str, rows: int, length: int, context: int = 0) -> Bucket | None:
+    def find(self, phase: str, rows: int, length: int, context: int = 0, pictures: int = 0) -> Bucket | None:
         """The smallest shape of a phase that holds so much (see `Bucket`); None: there is none."""
         ...
 
@@ -73,8 +73,9 @@ def plan_shapes(
     return plan_captured(rows, min(most, device.max_captured_tokens), config.cuda_graphs if capturable else [])
 
 
-def guess_limits(config: ServerConfig, max_positions: int, device: Limits) -> PlanLimits:
-    """The limits of a plan before it is known how much memory there is for the KV cache."""
+def guess_limits(config: ServerConfig, max_positions: int, device: Limits, crosses: bool = False) -> PlanLimits:
+    """The limits of a plan before it is known how much memory there is for the KV cache; `crosses`: layers of
+    cross-attention read pictures."""
     padded = uses_buckets(config, device)
     total = config.max_total_tokens or (min(max_positions, LONGEST_PADDED) if padded else max_positions)
     longest = config.max_input_tokens or total - 1
@@ -82,7 +83,8 @@ def guess_limits(config: ServerConfig, max_positions: int, device: Limits) -> Pl
     rows = config.max_batch_size or device.max_batch_size
     if padded and not config.max_batch_size:
         rows = (config.max_batch_total_tokens or 0) // total or rows
-    return PlanLimits(longest, total, rows, prefill, device.block_size)
+    cached_pictures = max(rows, config.max_images_per_request) if crosses else 0
+    return PlanLimits(longest, total, rows, prefill, device.block_size, cached_pictures=cached_pictures)
 
 
 def limits_from(resolved: Resolved) -> PlanLimits:
@@ -93,6 +95,7 @@ def limits_from(resolved: Resolved) -> PlanLimits:
         resolved.max_batch_prefill_tokens,
         resolved.block_size,
         resolved.num_blocks - 1,
+        resolved.max_cached_pictures,
     )
 
 
@@ -115,6 +118,7 @@ def choose_settings(config: ServerConfig, sees: bool = False, contiguous: bool =
         reuse=config.prefix_caching,
         base_length=config.base_image_tokens if sees else None,
         contiguous=contiguous,
+        pictures=config.max_images_per_request,
     )
 
 
@@ -157,9 +161,13 @@ def describe_plan(config: ServerConfig, plan: ShapePlan, num_captured: int, num_
         in_place = sum(1 for bucket in plan.decode if bucket.contiguous)
         how = f" ({in_place} of them over blocks in place)" if in_place else ""
         shapes = f"{len(plan.prefill)} shapes for prompts{which}, {len(plan.decode)} for decoding{how}"
+        if plan.reading:
+            prompts = sum(1 for bucket in plan.reading if bucket.phase == "prefill")
+            shapes += f", {prompts} and {len(plan.reading) - prompts} more with pictures to read"
         if plan.pictures:
             least, most = plan.pictures[0].batch, plan.pictures[-1].batch
-            shapes += f", {len(plan.pictures)} for pictures ({least} to {most} tiles or patches)"
+            sizes = f" ({least} to {most} tiles or patches)" if least < most else ""
+            shapes += f", {len(plan.pictures)} for pictures{sizes}"
         ready = f"{num_captured} graphs" if warms_up(config) else "not warmed up: each is met when it is first needed"
         notes.append(f"bucket plan, {choose_strategy(config)}: {shapes}, {ready}")
     if num_lacking:

@@ -109,7 +109,8 @@ class _PaddedPasses:
     def __init__(self, plan: BucketPlan) -> None:
         self._plan = plan
         self.rows = max(bucket.batch for bucket in plan.decode)
-        self._largest = max(plan.prefill, key=lambda bucket: bucket.cost)
+        prompts = [bucket for bucket in plan.shapes if bucket.phase == "prefill"]
+        self._largest = max(prompts, key=lambda bucket: bucket.cost)
         self.tokens = self._largest.num_tokens
         self._sizes = [self.rows, *(size for size in _FEW_SIZES if size < self.rows)]
 

@@ -18,13 +18,14 @@ class WarmedShape(msgspec.Struct, array_like=True):
     length: int
     context: int
     contiguous: bool
+    pictures: int
     seconds: float
     num_bytes: int  # 0: not measured
     captured: bool
 
     @property
     def bucket(self) -> Bucket:
-        return Bucket(self.phase, self.batch, self.length, self.context, self.contiguous)
+        return Bucket(self.phase, self.batch, self.length, self.context, self.contiguous, self.pictures)
 
 
 class WarmRecord(msgspec.Struct):

@@ -95,7 +95,7 @@ class WarmUp:
     shapes: list[WarmedShape] = field(default_factory=list)
     minimum: Callable[[int], int] = int  # over ranks: all of them go without the same graphs
     num_lacking: int = 0  # shapes for whose graphs some device had no memory, whatever was predicted
-    _predictions: dict[tuple[str, bool, bool], Prediction] = field(default_factory=dict)
+    _predictions: dict[tuple[str, bool, bool, bool], Prediction] = field(default_factory=dict)
 
     def run(self) -> None:
         """Raises `ResourceError` if memory does not suffice."""
@@ -109,7 +109,7 @@ class WarmUp:
         if self.score:
             # What is scored is not found in the cache: it follows cached tokens only as a part of a longer prompt.
             alone = {
-                plan.find("prefill", 1, bucket.length, bucket.context)
+                plan.find("prefill", 1, bucket.length, bucket.context, bucket.pictures)
                 for bucket in order
                 if bucket.phase == "prefill" and (plan.cuts or not bucket.context)
             }
@@ -128,7 +128,7 @@ class WarmUp:
         num_bytes = self._meet(bucket, scored)
         seconds = round(time.perf_counter() - started, 4)
         captured = self.steps.captures(bucket)
-        shape = (bucket.phase, bucket.batch, bucket.length, bucket.context, bucket.contiguous)
+        shape = (bucket.phase, bucket.batch, bucket.length, bucket.context, bucket.contiguous, bucket.pictures)
         return WarmedShape(*shape, seconds, num_bytes, captured)
 
     def _make_room(self, bucket: Bucket, known_bytes: int, meter: Meter) -> None:
@@ -180,13 +180,13 @@ class WarmUp:
         return num_bytes
 
     def _prediction(self, bucket: Bucket) -> Prediction:
-        kind = (bucket.phase, bucket.context > 0, self.steps.captures(bucket))
+        kind = (bucket.phase, bucket.context > 0, bucket.pictures > 0, self.steps.captures(bucket))
         return self._predictions.setdefault(kind, Prediction())
 
     def _report(self, bucket: Bucket, needed: int, free: int) -> str:
         last = f", the last one {self.shapes[-1].bucket}" if self.shapes else ""
         by_phase = {"prefill": "`max_batch_prefill_tokens` or `max_input_tokens`", "picture": "`max_input_tokens`"}
-        lower = by_phase.get(bucket.phase, "`max_batch_size`")
+        lower = "`max_images_per_request`" if bucket.pictures > 1 else by_phase.get(bucket.phase, "`max_batch_size`")
         amount = f"about {gigabytes(needed)}" if needed else "more memory than there is"
         return (
             f"Warm-up stopped before {bucket}: it needs {amount}, {gigabytes(free)} are free. Warm are"
