@@ -759,6 +759,27 @@ def together(some: list[list[float]], others: list[list[float]]) -> list[tuple[f
     return pairs
 
 
+def run_scored(folder: str, lazy: bool) -> None:
+    """In a process of its own: programs of one row that another engine has met are there for the next one."""
+    limits = {"max_batch_size": 4, "max_total_tokens": 96, "max_batch_total_tokens": 1024}
+    steps = {"bucket_strategy": "linear", "batch_bucket_size": 4, "prefill_batch_bucket_size": 4}
+    engine = start(Path(folder), device="hpu", pt_hpu_lazy_mode=lazy, **limits, **steps)
+    count, plan = engine.rank.device.bridge.count_compilations, engine.rank.runner.steps.plan
+    before, ways = count(), [{}, {"do_sample": True, "top_p": 0.9}, {"repetition_penalty": 1.3}, {"top_n_tokens": 3}]
+    for number, way in enumerate(ways):
+        run(engine, [make_request(number, list(range(1, 20)), 3, decoder_input_details=True, seed=1, **way)])
+    print(min(bucket.batch for bucket in plan.decode), count() - before, engine.rank.bucket_stats.num_unplanned)
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
+def test_a_scored_prompt_chooses_for_one_row(hpu, tiny, lazy):
+    """Which is met in warming up where no shape of the plan has one row, too."""
+    if not hpu.bridge.emulated:
+        pytest.skip("this process has the card already")
+    program = f"import test_hpu; test_hpu.run_scored({str(tiny.folder)!r}, {lazy})"
+    assert run_with_stand_in(program, PT_HPU_LAZY_MODE=str(int(lazy))).splitlines()[-1] == "4 0 0"
+
+
 def test_nothing_is_queued_behind_a_step_that_could_not_be(hpu):
     """Even while the results of an earlier one are still to be read, so that nobody was told."""
     may_read, begun = threading.Event(), []

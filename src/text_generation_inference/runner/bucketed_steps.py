@@ -98,7 +98,8 @@ class BucketedSteps:
                     prompt = self._prefill_batch(bucket, [], scored=True, sees=sees)
                     found = self.passes.warm_scores(prompt, few_layers)
                     if not self._slots.on_device:
-                        found.cpu()
+                        found = found.cpu()
+                    self._sampling.warm(self.passes.last_logits(found))  # of one row, whatever batches the plan has
 
         tower = self._tower
         self._run(work if bucket.phase != "picture" or tower is None else lambda: tower.warm(bucket))

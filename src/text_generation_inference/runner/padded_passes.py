@@ -100,10 +100,13 @@ class PaddedPasses:
         return self._scores[size](batch, True)
 
     def read_scores(self, found: Tensor, length: int, count: int, num_top: int) -> tuple[Tensor, PromptScores]:
-        """Of what `score` has found: logits of the last token `[1, vocab]`, and the first `count` tokens' scores."""
+        """Of what `score` has found: logits of the last token, and the first `count` tokens' scores."""
         end = found.shape[0] - self._model.vocabulary.width
-        last = found[end:].view(1, -1)  # not [None]: programs tell strides apart, also where there is one row
-        return last, take_padded(found[:end].view(length, -1)[:count], num_top)
+        return self.last_logits(found), take_padded(found[:end].view(length, -1)[:count], num_top)
+
+    def last_logits(self, found: Tensor) -> Tensor:
+        """`[1, vocab]` of the last token. Not by [None]: programs tell strides apart, also where there is one row."""
+        return found[found.shape[0] - self._model.vocabulary.width :].view(1, -1)
 
     def warm(self, bucket: Bucket, batch: Batch, few_layers: bool) -> Tensor:
         """Meet a shape for the first time.
