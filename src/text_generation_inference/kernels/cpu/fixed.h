@@ -44,8 +44,13 @@ INLINE long fixed_span(int kind, long shift) {
 enum { FIXED_WORDS = 3 * 8 + 4 };
 INLINE long fixed_row_words(long k) { return k / GROUP * FIXED_WORDS; }
 
-INLINE void fixed_pack_span(int kind, const float *x, long groups, const long rows, int32_t *out) {
-  const int apart = fixed_apart(kind);
+typedef struct {
+  vf scale;
+  float factor;  // back to float
+} fixed_scaling;
+
+// Of a span. Without a number in it, or with one that is none, its integers are zero.
+INLINE fixed_scaling fixed_scale_of(int kind, const float *x, long groups) {
   vf most = v_set(0.0f);
   int bad = 0;
   for (long i = 0; i < groups * GROUP; i += VL) {
@@ -53,41 +58,36 @@ INLINE void fixed_pack_span(int kind, const float *x, long groups, const long ro
     most = v_max(v_abs(a), most);
     bad |= v_is_nan(a);
   }
-  const float largest = v_max_of(most);
-  bad |= !(largest <= FLT_MAX);
-  const int empty = !(largest > 1e-32f);
-  const vf scale = v_set(bad || empty ? 0.0f : (float)fixed_scale(kind) / largest);
+  const float largest = v_max_of(most), scale = (float)fixed_scale(kind);
+  if (bad || !(largest <= FLT_MAX)) return (fixed_scaling){v_set(0.0f), NAN};
+  if (!(largest > 1e-32f)) return (fixed_scaling){v_set(0.0f), 0.0f};
+  return (fixed_scaling){v_set(scale / largest), largest / scale};
+}
+
+typedef struct {
+  vi totals[2], low;  // of either half of groups; of the lowest digits
+} fixed_sums;
+
+// VL activations as integers, whose three lower bytes are the digits.
+INLINE vi fixed_digits(int kind, const float *x, fixed_scaling scaling, int half, fixed_sums *sums) {
   const vi order8 = vi_set(0x8080);
-  // Of eight inputs 0 4 1 5 lie in the even nibbles of a word, 2 6 3 7 in the odd ones.
-  const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-  vi totals[2] = {vi_set(0), vi_set(0)}, low = vi_set(0);
-  for (long g = 0; g < groups; g++, x += GROUP)
-    UNROLL for (int h = 0; h < 2; h++) {
-      const vi whole = bad ? vi_set(0) : _mm512_cvtps_epi32(v_mul(v_load(x + h * VL), scale));
-      totals[h] = vi_add(totals[h], whole);
-      // Adding half of each lower digit's range brings the carries up; its bytes are then the digits.
-      const vi bytes = _mm512_xor_si512(vi_add(whole, order8), order8);
-      if (apart) low = vi_add(low, _mm512_srai_epi32(_mm512_slli_epi32(bytes, 24), 24));
-      UNROLL for (int digit = 0; digit < 3; digit++) {
-        const __m128i found = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(_mm512_srli_epi32(bytes, 16 - 8 * digit)), order);
-        int32_t *at = out + (g * FIXED_WORDS + digit * 8 + h * 4) * rows;
-        if (rows == 1) {
-          _mm_storeu_si128((__m128i *)at, found);
-          continue;
-        }
-        at[0] = _mm_extract_epi32(found, 0);
-        at[rows] = _mm_extract_epi32(found, 1);
-        at[2 * rows] = _mm_extract_epi32(found, 2);
-        at[3 * rows] = _mm_extract_epi32(found, 3);
-      }
-    }
-  const float factor = bad ? NAN : empty ? 0.0f : largest / (float)fixed_scale(kind);
-  int32_t sums[2] = {_mm512_reduce_add_epi32(totals[0]), _mm512_reduce_add_epi32(totals[1])};
+  const vf scaled = v_mul(v_load(x), scaling.scale);  // of what is no number as well: a span with such counts nothing
+  const vi whole = _mm512_maskz_cvtps_epi32((__mmask16)-(scaling.factor == scaling.factor), scaled);
+  sums->totals[half] = vi_add(sums->totals[half], whole);
+  // Adding half of each lower digit's range brings the carries up; its bytes are then the digits.
+  const vi bytes = _mm512_xor_si512(vi_add(whole, order8), order8);
+  if (fixed_apart(kind)) sums->low = vi_add(sums->low, _mm512_srai_epi32(_mm512_slli_epi32(bytes, 24), 24));
+  return bytes;
+}
+
+// What follows the digits of a span's first group; words of `rows` rows alternate.
+INLINE void fixed_pack_sums(int kind, const fixed_sums *found, float factor, const long rows, int32_t *out) {
+  int32_t sums[2] = {_mm512_reduce_add_epi32(found->totals[0]), _mm512_reduce_add_epi32(found->totals[1])};
   const float sum = (float)(sums[0] + sums[1]) * factor;
   if (halves(kind) == 1) sums[0] += sums[1];
-  if (apart) {
+  if (fixed_apart(kind)) {
     sums[1] = sums[0];
-    sums[0] = _mm512_reduce_add_epi32(low);
+    sums[0] = _mm512_reduce_add_epi32(found->low);
     sums[1] = (sums[1] - sums[0]) / 256;
   }
   // What is added up passes 2^31 on the way for some kinds, not in the end.
@@ -97,18 +97,60 @@ INLINE void fixed_pack_span(int kind, const float *x, long groups, const long ro
   memcpy(out + 27 * rows, &sum, 4);
 }
 
+// Of eight inputs 0 4 1 5 lie in the even nibbles of a word, 2 6 3 7 in the odd ones.
+#define FIXED_ORDER _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15)
+
+INLINE __m128i fixed_digit(vi bytes, int digit) { return _mm512_cvtepi32_epi8(_mm512_srli_epi32(bytes, 16 - 8 * digit)); }
+
+INLINE void fixed_pack_row(int kind, const float *x, long groups, int32_t *out) {
+  const fixed_scaling scaling = fixed_scale_of(kind, x, groups);
+  fixed_sums sums = {{vi_set(0), vi_set(0)}, vi_set(0)};
+  for (long g = 0; g < groups; g++, x += GROUP)
+    UNROLL for (int h = 0; h < 2; h++) {
+      const vi bytes = fixed_digits(kind, x + h * VL, scaling, h, &sums);
+      UNROLL for (int digit = 0; digit < 3; digit++)
+        _mm_storeu_si128((__m128i *)(out + g * FIXED_WORDS + digit * 8 + h * 4), _mm_shuffle_epi8(fixed_digit(bytes, digit), FIXED_ORDER));
+    }
+  fixed_pack_sums(kind, &sums, scaling.factor, 1, out);
+}
+
+// FIXED_ROWS rows, whose words alternate: a vector holds what a digit of VL inputs is in all of them.
+INLINE void fixed_pack_tile(int kind, const float *x, long ldx, long groups, int32_t *out) {
+  const vi order = _mm512_broadcast_i32x4(FIXED_ORDER);
+  const vi by_word = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  fixed_scaling scaling[FIXED_ROWS];
+  fixed_sums sums[FIXED_ROWS];
+  UNROLL for (int r = 0; r < FIXED_ROWS; r++) {
+    scaling[r] = fixed_scale_of(kind, x + r * ldx, groups);
+    sums[r] = (fixed_sums){{vi_set(0), vi_set(0)}, vi_set(0)};
+  }
+  for (long g = 0; g < groups; g++, x += GROUP)
+    UNROLL for (int h = 0; h < 2; h++) {
+      vi bytes[FIXED_ROWS];
+      UNROLL for (int r = 0; r < FIXED_ROWS; r++) bytes[r] = fixed_digits(kind, x + r * ldx + h * VL, scaling[r], h, &sums[r]);
+      UNROLL for (int digit = 0; digit < 3; digit++) {
+        vi found = _mm512_castsi128_si512(fixed_digit(bytes[0], digit));
+        found = _mm512_inserti32x4(found, fixed_digit(bytes[1], digit), 1);
+        found = _mm512_inserti32x4(found, fixed_digit(bytes[2], digit), 2);
+        found = _mm512_inserti32x4(found, fixed_digit(bytes[3], digit), 3);
+        vi_store(out + (g * FIXED_WORDS + digit * 8 + h * 4) * FIXED_ROWS,
+                 _mm512_permutexvar_epi32(by_word, _mm512_shuffle_epi8(found, order)));
+      }
+    }
+  UNROLL for (int r = 0; r < FIXED_ROWS; r++) fixed_pack_sums(kind, &sums[r], scaling[r].factor, FIXED_ROWS, out + r);
+}
+
 // Groups `first` to `end` of x [rows][k], FIXED_ROWS rows or fewer; `first` is a multiple of FIXED_SPAN.
 static void fixed_pack(int kind, long shift, const float *x, long ldx, long rows, long k, long first, long end, int32_t *out) {
   const long span = fixed_span(kind, shift);
-  for (long r = 0; r < rows; r++)
-    for (long g = first; g < end; g += span) {
-      const long count = end - g < span ? end - g : span;
-      const float *from = x + r * ldx + g * GROUP;
-      if (rows == FIXED_ROWS)
-        fixed_pack_span(kind, from, count, FIXED_ROWS, out + r + g * FIXED_ROWS * FIXED_WORDS);
-      else
-        fixed_pack_span(kind, from, count, 1, out + r * fixed_row_words(k) + g * FIXED_WORDS);
-    }
+  for (long g = first; g < end; g += span) {
+    const long count = end - g < span ? end - g : span;
+    if (rows == FIXED_ROWS)
+      fixed_pack_tile(kind, x + g * GROUP, ldx, count, out + g * FIXED_ROWS * FIXED_WORDS);
+    else
+      for (long r = 0; r < rows; r++)
+        fixed_pack_row(kind, x + r * ldx + g * GROUP, count, out + r * fixed_row_words(k) + g * FIXED_WORDS);
+  }
 }
 
 // Vector `v` of the words that hold eight inputs, as bytes, of each output four inputs: those in even nibbles, and those in
