@@ -24,7 +24,7 @@ from driving import make_tiny, random_prompts  # noqa: E402
 from gaudi import STAND_IN  # noqa: E402
 from gaudi_commands import ARCHITECTURE, COMMANDS, FP8, IMAGE, Command, launch  # noqa: E402
 from serving import Server  # noqa: E402
-from test_gaudi_starts import write_quant_config  # noqa: E402
+from test_gaudi_starts import measure  # noqa: E402
 from vision_oracle import make_oracle  # noqa: E402
 
 NEW = 8
@@ -67,7 +67,7 @@ def run(command: Command, model: Path, folder: Path, timeout: float, card: bool)
     given = {**IMAGE, **dict(item.split("=", 1) for item in command.environment.split())}
     given |= {"SKIP_TOKENIZER_IN_TGI": "true", "HF_HOME": str(folder)}
     if FP8 in command.environment:
-        given["QUANT_CONFIG"] = write_quant_config(model, folder)
+        given["QUANT_CONFIG"] = measure(model, folder)
     if not card:
         given["PYTHONPATH"] = os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")])
     words = command.arguments.split()
