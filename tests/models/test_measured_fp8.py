@@ -354,12 +354,38 @@ def test_a_file_in_the_layout_of_the_toolkit(tiny_llama: Tiny, tmp_path: Path) -
         content = {"GlobalRank": rank, "LocalRank": rank, "Mode": "DynamicRange", "Nodes": nodes}
         (tmp_path / f"m_hooks_maxabs_{rank}_2.json").write_text(json.dumps(content))
     engine = start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE"))
-    assert "products of attention have static scales in 3 of 3 layers" in engine.notes
+    assert "products of attention are in FP8 in 3 of 3 layers" in engine.notes
     assert "the head is in FP8, apart from embeddings" in engine.notes
     theirs = scores(engine)
     measure(tiny_llama, tmp_path)
     ours = scores(start(tiny_llama.folder, quant_config=write_config(tmp_path, "QUANTIZE")))
     torch.testing.assert_close(theirs, ours)
+
+
+@pytest.mark.parametrize("architecture", ["GptOss", "Llama4"])
+def test_experts_of_one_tensor_and_special_attention(tmp_path: Path, architecture: str) -> None:
+    """A tensor of all experts has one largest value. Attention with sinks or in chunks stays in the model's type."""
+    tiny = make_tiny(architecture, {}, tmp_path / "model")
+    measure(tiny, tmp_path)
+    engine = start(tiny.folder, quant_config=write_config(tmp_path, "QUANTIZE"))
+    run(engine, [make_request(n, prompt, NEW) for n, prompt in enumerate(PROMPTS)])
+    engine.close()
+    stacked = [module.weight for _, module in engine.rank.runner.model.walk() if getattr(module, "is_stacked", False)]
+    assert stacked and all(isinstance(each, Fp8Weight) for each in stacked)
+    rest = [note for note in engine.notes if note.startswith("products of attention stay in the model's type in ")]
+    assert len(rest) == 1
+
+
+def test_a_head_whose_rows_are_normed_stays_as_it_is(tmp_path: Path) -> None:
+    fields = {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", "vocab_size": 125696}
+    fields |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fields |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 512, "hidden_act": "silu", "eos_token_id": 2}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = write_config(tmp_path, "QUANTIZE", scale_method="unit_scale")
+    engine = start(tmp_path, load_format="dummy", quant_config=config)
+    engine.close()
+    assert any("10 of 10 matrices are in FP8" in note for note in engine.notes)
+    assert not [note for note in engine.notes if note.startswith("the head")]
 
 
 def test_unit_scale_needs_no_measurement(tiny_llama: Tiny, tmp_path: Path) -> None:

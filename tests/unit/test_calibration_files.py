@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,16 +227,19 @@ def find_scales(
     """Those of queries, keys, weights and values, as largest values. `types`, `names`: that are blocked."""
     exact = ScaleMethods(METHODS["maxabs_arbitrary"])
     config = CalibrationConfig("c", "QUANTIZE", blocked=Selection(types, names), methods=exact)
-    found = StaticScales(config, nodes, GAUDI3).attention_scales(ATTENTION)
+    found = StaticScales(config, nodes, GAUDI3).attention_scales(ATTENTION, 0.125)
     if found is None:
         return None
-    return tuple(round(each * _FULL, 6) for each in (found.query, found.key, found.weight, found.value))
+    return tuple(round(each * _FULL, 4) for each in (found.query, found.key, found.weight, found.value))
 
 
 def test_products_of_attention() -> None:
-    """As two products, as one fused op that also tells how large weights are, or both: then whatever is larger."""
+    """As two products, as one fused op, or both: then whatever is larger. The largest weight is 1 here, whatever it was
+    where all are divided by their sum."""
     assert find_scales(MATMULS) == (12.0, 24.0, 1.0, 6.0)
-    assert find_scales(FUSED) == (12.0, 48.0, 0.5, 3.0)
+    assert find_scales(FUSED) == (12.0, 48.0, 1.0, 3.0)
+    small = {**MATMULS, f"{ATTENTION}.matmul_av": Node([[0.01], [6.0]], [])}
+    assert find_scales(small) == find_scales(MATMULS)
     assert find_scales(MATMULS | FUSED) == (12.0, 48.0, 1.0, 6.0)
     first, second = ({name: node} for name, node in MATMULS.items())
     assert find_scales(first) is None and find_scales(second) is None and find_scales(NODES) is None
@@ -243,6 +247,25 @@ def test_products_of_attention() -> None:
     assert find_scales(MATMULS, types=("Matmul",)) is None
     assert find_scales(MATMULS | FUSED, types=("Matmul",)) == find_scales(FUSED)
     assert find_scales(MATMULS | FUSED, names=("self_attn",)) is None
+
+
+def test_queries_that_were_scaled_before_they_were_measured() -> None:
+    """Engines that have the products deeper below the attention multiply queries, not scores, with the scale (1/8)."""
+    deeper = {name.replace("self_attn.", "self_attn.attn.impl."): node for name, node in MATMULS.items()}
+    assert find_scales(deeper) == (96.0, 24.0, 1.0, 6.0)
+
+
+def test_all_layers_or_none() -> None:
+    other = "model.layers.1.self_attn"
+    both = MATMULS | {name.replace("layers.0", "layers.1"): node for name, node in MATMULS.items()}
+
+    def check(nodes: dict[str, Node], **more: Any) -> None:
+        StaticScales(CalibrationConfig("c", "QUANTIZE", **more), nodes, GAUDI3).check_attentions([ATTENTION, other])
+
+    check(both), check(NODES), check(MATMULS, ignores_unmeasured=True)
+    check(MATMULS, blocked=Selection(names=(r"layers\.1\.",)))
+    with pytest.raises(StartError, match=r"has no inputs of model.layers.1.self_attn.matmul_qk. .* type Matmul"):
+        check(MATMULS)
 
 
 def test_the_head() -> None:

@@ -207,7 +207,9 @@ def _with_own_code(method: Any) -> Any:
     """The method of an object, with a copy of the code of its class."""
     function = method.__func__
     parts = (function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    return MethodType(FunctionType(function.__code__.replace(), *parts), method.__self__)
+    copied = FunctionType(function.__code__.replace(), *parts)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(copied, method.__self__)
 
 
 class CompiledLayers:

@@ -14,7 +14,7 @@ from text_generation_inference.quant.cache_scales import CacheScales
 from text_generation_inference.quant.inc.config import CalibrationConfig, read_calibration
 from text_generation_inference.quant.inc.files import check_writable, statistics_path
 from text_generation_inference.quant.inc.measure import Recorder
-from text_generation_inference.quant.inc.method import MeasuredQuantization
+from text_generation_inference.quant.inc.method import MeasuredFp8, MeasuredQuantization
 from text_generation_inference.quant.inc.static import StaticScales
 from text_generation_inference.quant.method import Matrix
 from text_generation_inference.quant.quantization import Quantization
@@ -91,12 +91,12 @@ def choose_cache(config: ServerConfig, quantization: Quantization | None, model:
     if config.kv_cache_dtype is not None or static is None:
         return config.kv_cache_dtype
     attentions = _list_attentions(model)
+    static.check_attentions(attentions)
     if static.quantizes_cache(attentions):
         return FP8_CACHE
     # Of another model's measurement the head alone may fit: no reason to serve with it.
-    head = None if static.config.ignores_unmeasured else static.find_head()
-    found = [head, *map(static.find, _list_matrices(model)), *map(static.attention_scales, attentions)]
-    if not any(found):
+    heads = [] if static.config.ignores_unmeasured else _rounded_heads(model)
+    if not (heads or model.fp8_attentions() or any(map(static.find, _list_matrices(model)))):
         raise StartError(
             f"{static.config.source}: nothing of this model would be in FP8, because the lists leave nothing or the"
             " measurement has none of its modules. Leave QUANT_CONFIG out to serve the model as it is."
@@ -129,12 +129,22 @@ def _list_attentions(model: Model) -> list[str]:
     return [prefix.removesuffix(".") for prefix, module in model.walk() if isinstance(module, CacheScales)]
 
 
+def _rounded_heads(model: Model) -> list[Matrix]:
+    matrices = [module for _, module in model.walk() if isinstance(module, Matrix) and module.is_head]
+    return [head for head in matrices if isinstance(head.method, MeasuredFp8)]
+
+
 def _describe_rest(static: StaticScales, model: Model, ops: Ops) -> list[str]:
-    notes = ["the head is in FP8, apart from embeddings"] if static.find_head() else []
-    attentions = _list_attentions(model)
-    if count := sum(static.attention_scales(each) is not None for each in attentions):
-        text = f"products of attention have static scales in {count} of {len(attentions)} layers"
-        notes.append(text if ops.fp8_attention else f"{text}, and are computed in the model's type on this device")
+    notes = ["the head is in FP8, apart from embeddings"] if _rounded_heads(model) else []
+    count = len(_list_attentions(model))
+    if found := len(model.fp8_attentions()):
+        notes.append(f"products of attention are in FP8 in {found} of {count} layers")
+    measured = sum(module.products is not None for _, module in model.walk() if isinstance(module, CacheScales))
+    if measured > found:
+        why = "" if ops.fp8_attention else " on this device"
+        notes.append(
+            f"products of attention stay in the model's type{why} in {measured - found} layers that have scales"
+        )
     return notes
 
 

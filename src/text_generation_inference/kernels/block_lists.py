@@ -19,6 +19,7 @@ from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, CrossMe
 from text_generation_inference.kernels.fp8 import AttentionScales
 
 _LEAST = -1e30  # below any score: whoever has seen nothing adds exp(-1e30) = 0
+_MOST_SCORES = 1 << 22  # that are held at a time where both products are rounded
 
 Key = tuple[tuple[str, tuple[int, ...]], ...]
 _NOT_TENSORS = ("meta", "cross", "picture_lists")
@@ -296,31 +297,49 @@ def attend(
     softcap: float | None = None,
     bias: Tensor | None = None,  # [rows, heads, queries, length], added to the scores
     sinks: Tensor | None = None,
-    in_fp8: AttentionScales | None = None,
+    in_fp8: AttentionScales | None = None,  # without bias and sinks
 ) -> Tensor:
     """-> like the queries, with the size of the values."""
     is_plain = softcap is None and bias is None and sinks is None and in_fp8 is None
     # Of values with a size of their own torch makes copies for all heads of a group, at a hundred times the cost.
     if is_plain and keys.shape[-1] == values.shape[-1]:
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
-    dtype = queries.dtype
     if in_fp8 is not None:
-        queries, keys, values = round_for_products(queries, keys, values, in_fp8)
+        return _attend_in_fp8(queries, keys, values, mask, scale, softcap, in_fp8)
     scores = grouped_product(queries, keys.transpose(-1, -2)).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
-    scores = scores.masked_fill(~mask, -math.inf)
-    if in_fp8 is None:
-        return grouped_product(softmax_with_sinks(scores, sinks).to(dtype), values)
-    first = (
-        torch.full_like(scores[..., :1], _LEAST) if sinks is None else sinks[:, None, None].expand_as(scores[..., :1])
-    )
-    best = torch.maximum(scores.amax(-1, keepdim=True), first)
-    weights = torch.exp(scores - best)
-    total = weights.sum(-1, keepdim=True) + (0 if sinks is None else torch.exp(first - best))
-    return (grouped_product(fp8.rounded(weights, in_fp8.weight), values) / total).to(dtype)
+    weights = softmax_with_sinks(scores.masked_fill(~mask, -math.inf), sinks).to(queries.dtype)
+    return grouped_product(weights, values)
+
+
+def _attend_in_fp8(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    in_fp8: AttentionScales,
+) -> Tensor:
+    """Queries one run after the other, so that their scores take a bounded part of the memory."""
+    dtype, per_query = queries.dtype, queries.shape[0] * queries.shape[1] * keys.shape[2]
+    queries, keys, values = round_for_products(queries, keys, values, in_fp8)
+    found: list[Tensor] = []
+    run = max(1, _MOST_SCORES // max(1, per_query))
+    for first in range(0, queries.shape[2], run):
+        some = slice(first, first + run)
+        scores = grouped_product(queries[:, :, some], keys.transpose(-1, -2)) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~mask[:, :, some], -math.inf)
+        # Padding sees nothing: its best score is none.
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp(min=_LEAST))
+        mixed = grouped_product(fp8.rounded(weights, in_fp8.weight), values)
+        found.append((mixed / weights.sum(-1, keepdim=True)).to(dtype))
+    return torch.cat(found, 2)
 
 
 def round_for_products(q: Tensor, k: Tensor, v: Tensor, scales: AttentionScales) -> tuple[Tensor, Tensor, Tensor]:

@@ -78,7 +78,7 @@ class Attention(SelfAttention):
         self.qkv = qkv
         self.out = out
         self.heads = heads
-        self.cache_scales = CacheScales()
+        self.cache_scales = CacheScales(heads.scale)
         self.in_fp8: AttentionScales | None = None  # what is multiplied is put into FP8 with these; set by `bind`
         self.clip: float | None = None  # queries, keys and values are cut at plus and minus this
         self.q_norm: HeadNorm | None = None
@@ -120,10 +120,17 @@ class Attention(SelfAttention):
         bounds = [each for each in (heads.window, heads.attention_chunk) if each is not None]
         return CacheSpec(heads.num_kv_heads, heads.head_dim, dtype, min(bounds, default=None))
 
+    @property
+    def multiplies_in_fp8(self) -> bool:
+        """Whether products have scales, and this device rounds them: of scores that nothing but a window and a softcap
+        is done to."""
+        more = (self.slopes, self.sinks, self.heads.attention_chunk)
+        return self.cache_scales.products is not None and self.ops.fp8_attention and all(each is None for each in more)
+
     def bind(self, cache_dtype: torch.dtype) -> None:
-        """Called with the type of the cache that every pass will use."""
-        found = self.cache_scales.of_products(cache_dtype, self.ops.fp8_max) if self.ops.fp8_attention else None
-        self.in_fp8 = None if found is None else self.ops.pack_attention_scales(found)
+        """Called with the type of the cache that every pass will use, where `multiplies_in_fp8`."""
+        scales = self.cache_scales.of_products(cache_dtype, self.ops.fp8_max)
+        self.in_fp8 = None if scales is None else self.ops.pack_attention_scales(scales)
 
     def forward(
         self, x: Rows, batch: Batch, cos_sin: Tensor, cache: tuple[Tensor, ...], wanted: Tensor | None = None
@@ -142,13 +149,11 @@ class Attention(SelfAttention):
         if self.temperatures is not None:
             q = (q * self.temperatures[batch.positions][:, None, None]).to(q.dtype)
         # No kernel lets tokens see what comes after them.
-        attention, in_fp8 = self.ops.attention, self.in_fp8
-        if batch.visible_ends is not None:
-            attention, in_fp8 = reference.attention, None
+        attention = self.ops.attention if batch.visible_ends is None else reference.attention
         mixed = attention(
             q, k, v, k_cache, v_cache, batch, heads.scale, heads.window, heads.softcap,
             kv_scales=kv_scales, slopes=self.slopes, sinks=self.sinks, attention_chunk=heads.attention_chunk,
-            in_fp8=in_fp8,
+            in_fp8=self.in_fp8,
         )  # fmt: skip
         return self.out.linear_unscaled(mixed if wanted is None else mixed[wanted])
 

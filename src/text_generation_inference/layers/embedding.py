@@ -46,7 +46,7 @@ class VocabWeight(Matrix):
         ):  # random ones large enough that layers do not make all tokens alike, so that routers tell them apart
             part = replace(part, random_std=1.0)
         super().__init__(ops, [part], may_round=False, is_multiplied=is_head)
-        self.is_head = is_head
+        self.is_head = is_head and not is_normed  # rows that are divided by their length stay as they are
 
     def declare(self) -> list[Declared]:
         return [*super().declare(), *(Declared("bias", [part]) for part in self.bias_parts or ())]

@@ -142,6 +142,12 @@ class CausalLM(Model):
             self._untie(name)
             self.ignored = ignored
 
+    def fp8_attentions(self) -> list[Attention]:
+        if self.sight is not None and (self.sight.whole_runs or self.sight.whole_prompts):
+            return []  # tokens see each other both ways: passes with such are computed by the definition
+        attentions = (layer.attention for layer in self.model.layers)
+        return [each for each in attentions if isinstance(each, Attention) and each.multiplies_in_fp8]
+
     def rename(self, names: TensorNames) -> None:
         """The same tensors under other names."""
         self.spec = replace(self.spec, names=names)
@@ -202,8 +208,6 @@ class CausalLM(Model):
             attention, spec = layer.attention, layer.spec.attention
             if not isinstance(attention, Attention):
                 continue
-            if caches:
-                attention.bind(caches[layer.number][0].dtype)
             if (chunk := spec.attention_chunk) is not None:  # one that nobody reaches the end of is none
                 chunk = chunk if chunk < num_positions else None
                 attention.heads = replace(attention.heads, attention_chunk=chunk)
@@ -211,6 +215,9 @@ class CausalLM(Model):
                 if spec.temperature not in temperatures:
                     temperatures[spec.temperature] = spec.temperature.build_table(num_positions, self.device)
                 attention.temperatures = temperatures[spec.temperature]
+        for layer in self.model.layers:
+            if caches and layer.attention in self.fp8_attentions():
+                cast(Attention, layer.attention).bind(caches[layer.number][0].dtype)
         self.fused_decode = self._fuse(caches)
 
     def unbind(self) -> None:

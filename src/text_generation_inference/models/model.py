@@ -10,6 +10,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.layers.attention import Attention
 from text_generation_inference.layers.cache import AnyCacheSpec
 from text_generation_inference.models.vision.padded import PaddedTower
 from text_generation_inference.models.vision.sight import Sight
@@ -67,6 +68,10 @@ class Model(Module, ABC):
 
     def split_head(self) -> None:
         """A head that is the embedding reads its tensor by itself, so that it may be held in another form."""
+
+    def fp8_attentions(self) -> Sequence[Attention]:
+        """Those whose products are computed in FP8."""
+        return ()
 
     @abstractmethod
     def bind(self, caches: Caches, num_positions: int) -> None:

@@ -19,7 +19,8 @@ _NAMES = {
 
 
 class CacheScales(Module):
-    def __init__(self) -> None:
+    def __init__(self, softmax_scale: float = 1.0) -> None:
+        self.softmax_scale = softmax_scale  # of the attention
         self.k = 1.0
         self.v = 1.0
         self.products: AttentionScales | None = None  # attention multiplies in FP8 where a device does that

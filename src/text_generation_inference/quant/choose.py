@@ -138,7 +138,7 @@ def assign_methods(
                 scale = quantization.cache_scale(prefix.removesuffix("."), side)
                 if scale is not None:
                     module.set_measured(side, scale)
-            module.products = quantization.attention_scales(prefix.removesuffix("."))
+            module.products = quantization.attention_scales(prefix.removesuffix("."), module.softmax_scale)
 
 
 def is_quantized(model: Module) -> bool:

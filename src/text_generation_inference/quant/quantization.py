@@ -36,7 +36,7 @@ class Quantization:
         """A measured one, of the keys (`side` k) or values (v) of one attention, by its path."""
         return None
 
-    def attention_scales(self, attention: str) -> AttentionScales | None:
+    def attention_scales(self, attention: str, softmax_scale: float) -> AttentionScales | None:
         """Measured ones, of the products of one attention, by its path; None: they are in the model's type."""
         return None
 

@@ -274,6 +274,7 @@ class Scheduler:
         assert self.pool.num_promised == sum(request.num_promised for request in running), "promises do not balance"
         self._features.verify(set(self._requests.values()))
         assert all(not request.running and not request.finished for request in self._awaiting)
+        assert len(self._decoding) or not self._decoding.has_entries, "the calendar names who has left"
         slots = [request.slot for request in running if not request.finished]
         assert len(set(slots)) == len(slots), "two requests share a slot"
         assert sorted([*slots, *self._free_slots]) == list(range(self.policy.max_batch_size)), "slots do not balance"

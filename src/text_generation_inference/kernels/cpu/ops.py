@@ -392,9 +392,8 @@ class NativeOps:
             and seq_lens.is_contiguous()
         ):
             return reference.attention(
-                q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk,
-                in_fp8,
-            )  # fmt: skip
+                q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
+            )
         blocks, block_size, kv_heads, _ = k_cache.shape
         starts = ends = None
         num_chunks = len(meta.chunk_starts_cpu)

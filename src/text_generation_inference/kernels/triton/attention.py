@@ -157,14 +157,13 @@ class PagedAttention:
         slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         attention_chunk: int | None = None,
-        in_fp8: AttentionScales | None = None,  # which the kernels do not round to: see `Ops.fp8_attention`
+        in_fp8: AttentionScales | None = None,  # none: see `Ops.fp8_attention`
     ) -> Tensor:
         meta = batch.meta
-        if not isinstance(meta, PagedMeta) or meta.table_rows is None or in_fp8 is not None:
+        if not isinstance(meta, PagedMeta) or meta.table_rows is None:
             return reference.attention(
-                q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk,
-                in_fp8,
-            )  # fmt: skip
+                q, k, v, k_cache, v_cache, batch, scale, window, softcap, kv_scales, slopes, sinks, attention_chunk
+            )
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         numbers = (scale, softcap or 1.0, *kv_scales)
         d_pad = max(16, triton.next_power_of_2(q.shape[2]))

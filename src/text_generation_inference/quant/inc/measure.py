@@ -151,8 +151,9 @@ class Recorder:
     def _add(self, kind: str, path: str, num_inputs: int = 1) -> _Measured | None:
         if not self._config.selects(kind, path):
             return None
-        node = self._nodes[path] = _Measured(self._config, num_inputs)
-        return node
+        if path not in self._nodes:  # experts of one tensor have one name
+            self._nodes[path] = _Measured(self._config, num_inputs)
+        return self._nodes[path]
 
     def _watch_matrix(self, matrix: Matrix, prefix: str) -> None:
         names = matrix.names(prefix) if matrix.may_round else [HEAD]
@@ -233,7 +234,10 @@ class Recorder:
             return
         # A channel of a matrix is one of its outputs. A few at a time: the cache has taken the memory there was.
         largest = torch.cat([rows.abs().amax(1).float() for rows in weight.split(_ROWS_AT_A_TIME)])
-        node.params["weight"] = (largest if self._config.observer != "maxabs" else largest.amax(0, True)).tolist()
+        largest = largest if self._config.observer != "maxabs" else largest.amax(0, True)
+        if (known := node.params.get("weight")) is not None:
+            largest = torch.maximum(largest, torch.tensor(known, device=largest.device))
+        node.params["weight"] = largest.tolist()
 
 
 class _Observed(Method):

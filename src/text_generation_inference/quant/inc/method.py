@@ -39,8 +39,8 @@ class MeasuredQuantization(Quantization):
     def rounds_head(self) -> bool:
         return self.scales.find_head() is not None
 
-    def attention_scales(self, attention: str) -> AttentionScales | None:
-        return self.scales.attention_scales(attention)
+    def attention_scales(self, attention: str, softmax_scale: float) -> AttentionScales | None:
+        return self.scales.attention_scales(attention, softmax_scale)
 
     def cache_scale(self, attention: str, side: str) -> float | None:
         return self.scales.cache_scale(attention, side)
@@ -58,21 +58,25 @@ class MeasuredFp8(Fp8):
         """Scales are those of all of a matrix, so that what a rank has of it are the values of one rank."""
         data: list[Tensor] = []
         rows: list[Tensor] = []
+        largest: dict[str, tuple[Tensor, float | None]] = {}  # experts of one tensor have one name
         for (name, part), found in zip(parts, self.scales, strict=True):
             value = make(name, part.unsliced)
-            _check_maximum(name, value, found.measured_maximum)
+            seen = largest[name][0] if name in largest else torch.zeros_like(value.flatten()[0])
+            largest[name] = torch.maximum(seen, value.abs().amax()), found.measured_maximum
             scale = weight_scale(value, found.weight, found.generation).expand(value.shape[0])
             kept = part.take_from(quantize(value, scale[:, None], found.generation).view(torch.uint8))
             data.append(part.arrange_rows(kept).contiguous().view(FP8))
             rows.append(part.arrange_rows(part.take_from(scale)))
+        for name, (most, measured) in largest.items():
+            _check_maximum(name, most, measured)
         input_scale = torch.tensor(max(found.input_scale for found in self.scales), device=data[0].device)
         return Fp8Weight(join(data), torch.cat(rows), input_scale, dtype)
 
 
-def _check_maximum(name: str, value: Tensor, measured: float | None) -> None:
+def _check_maximum(name: str, found: Tensor, measured: float | None) -> None:
     if measured is None:
         return
-    largest = value.abs().amax().item()
+    largest = found.item()
     if not measured * (1 - _SAME_MAXIMUM) <= largest <= measured * (1 + _SAME_MAXIMUM):  # nor is NaN
         raise StartError(
             f"the measurement belongs to other weights: the largest value of {name} was {measured:.6g}, here it is"

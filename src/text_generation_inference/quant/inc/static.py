@@ -32,7 +32,9 @@ _FUSED = {
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
 
-_LARGEST_WEIGHT = 1.0  # of a softmax
+_MATMULS = ("matmul_qk", "matmul_av")  # of queries and keys, of weights and values
+_FUSED_OP = "fused_scaled_dot_product_attention"
+_LARGEST_WEIGHT = 1.0  # relative to the largest of a row, whatever was measured of those that are divided by their sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class StaticScales:
         """Of the keys (`side` k) or values (v) of one attention, by its path; None: nothing is known."""
         path = f"{attention}.{side}_cache"
         rule = self.config.methods.find(KV_CACHE, path).activation
-        node = self._cache_node(attention, side)
+        node = self._node_below(attention, f"{side}_cache")
         if node is None and rule.value is not Value.FIXED:
             return None
         return self._activation_scale(path, node, rule)
@@ -135,9 +137,6 @@ class StaticScales:
             )
         return not missing
 
-    def _cache_node(self, attention: str, side: str) -> Node | None:
-        return self._node_below(attention, f"{side}_cache")
-
     def _node_below(self, attention: str, module: str) -> Node | None:
         """Engines differ in how deep below the attention they keep its parts."""
         ending = f".{module}"
@@ -151,46 +150,60 @@ class StaticScales:
 
     # -- products of attention -------------------------------------------------------------------------------------
 
-    def attention_scales(self, attention: str) -> AttentionScales | None:
+    def attention_scales(self, attention: str, softmax_scale: float) -> AttentionScales | None:
         """Of the products of one attention, by its path; None: they are computed in the model's type.
 
-        Toolkits know them as two products, as one fused op, or both: whatever the lists leave counts."""
-        found = [each for each in (self._scales_of_matmuls(attention), self._scales_of_fused(attention)) if each]
-        return AttentionScales(*map(max, zip(*found, strict=True))) if found else None
+        Toolkits know them as two products, as one fused op, or both: whatever the lists leave counts.
+        """
+        found = [self._scales_of_matmuls(attention, softmax_scale), self._scales_of_fused(attention)]
+        known = [each for each in found if each is not None]
+        return AttentionScales(*map(max, zip(*known, strict=True))) if known else None
 
-    def _scales_of_matmuls(self, attention: str) -> tuple[float, ...] | None:
+    def check_attentions(self, attentions: Sequence[str]) -> None:
+        """Raise `StartError` where some of these were measured and others, which the lists leave too, were not."""
+        products = [(MATMUL, name) for name in _MATMULS] + [(FUSED_ATTENTION, _FUSED_OP)]
+        for kind, name in products if self.config.methods.need_statistics else ():
+            asked = [each for each in attentions if self.config.selects(kind, f"{each}.{name}")]
+            missing = [each for each in asked if self._node_below(each, name) is None]
+            if missing and len(missing) < len(asked) and not self.config.ignores_unmeasured:
+                raise StartError(
+                    f"{statistics_path(self.config.stats, self.config.observer)} has no inputs of {missing[0]}.{name}."
+                    f" Measure again, put the type {kind} on the blocklist, or set `ignore_modules_wo_measures`."
+                )
+
+    def _scales_of_matmuls(self, attention: str, softmax_scale: float) -> tuple[float, ...] | None:
         """Of queries, keys, weights and values."""
-        names = ("matmul_qk", "matmul_av")
-        scales: list[float] = []
-        for name in names:
-            found = self._input_scales(MATMUL, attention, name, 2)
-            if found is None:
-                return None
-            scales += found
-        return tuple(scales)
+        first, second = _MATMULS
+        # Engines that keep parts of an attention deeper below it multiply queries with the scale before, not scores.
+        factor = 1.0 if f"{attention}.{first}" in self._nodes else 1 / softmax_scale
+        of_scores = self._input_scales(MATMUL, attention, first, (factor, 1.0))
+        mixed = self._input_scales(MATMUL, attention, second, (1.0, 1.0), (_LARGEST_WEIGHT, 0.0))
+        return None if of_scores is None or mixed is None else (*of_scores, *mixed)
 
     def _scales_of_fused(self, attention: str) -> tuple[float, ...] | None:
-        name = "fused_scaled_dot_product_attention"
-        found = self._input_scales(FUSED_ATTENTION, attention, name, 3)
+        found = self._input_scales(FUSED_ATTENTION, attention, _FUSED_OP, (1.0, 1.0, 1.0))
         if found is None:
             return None
         query, key, value = found
-        node, rule = (
-            self._node_below(attention, name),
-            self.config.methods.find(FUSED_ATTENTION, f"{attention}.{name}").activation,
-        )
-        largest = max(node.outputs[1]) if node is not None and len(node.outputs) > 1 else _LARGEST_WEIGHT
-        return query, key, activation_scale(largest, rule, self.generation), value
+        rule = self.config.methods.find(FUSED_ATTENTION, f"{attention}.{_FUSED_OP}").activation
+        return query, key, activation_scale(_LARGEST_WEIGHT, rule, self.generation), value
 
-    def _input_scales(self, kind: str, attention: str, module: str, count: int) -> list[float] | None:
-        """Of so many inputs; None: the lists leave the module out, or nobody has measured it."""
+    def _input_scales(
+        self, kind: str, attention: str, module: str, factors: Sequence[float], least: Sequence[float] = (0.0, 0.0, 0.0)
+    ) -> list[float] | None:
+        """Of inputs times these factors, and of no less than `least`; None: the lists leave the module out, or nobody
+        has measured it."""
         path = f"{attention}.{module}"
         if not self.config.selects(kind, path):
             return None
         rule = self.config.methods.find(kind, path).activation
         if rule.value is Value.FIXED:
-            return [activation_scale(0.0, rule, self.generation)] * count
+            return [activation_scale(0.0, rule, self.generation)] * len(factors)
         node = self._node_below(attention, module)
-        if node is None or len(node.inputs) < count:
+        if node is None or len(node.inputs) < len(factors):
             return None
-        return [activation_scale(max(each), rule, self.generation) for each in node.inputs[:count]]
+        largest = [
+            max(*each, smallest / factor) * factor
+            for each, factor, smallest in zip(node.inputs, factors, least, strict=False)
+        ]
+        return [activation_scale(each, rule, self.generation) for each in largest]

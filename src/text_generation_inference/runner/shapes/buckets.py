@@ -29,6 +29,7 @@ _GATHER_COST = 3  # a block that is gathered is read, written, and read again
 _MOST_AFTER_CONTEXT = 8192  # tokens of several prompts in a pass: more of them are no faster together
 _PICTURE_TOKENS = 6400  # that reading a picture takes as long as: of one whose tiles are all there
 _BLOCK_TOKENS = 128
+_MASKED_VALUES = 1 << 13  # entries of a mask, and scores under it, that take the memory of a token
 _PICTURE_FACTOR = 4  # between two numbers of pictures
 
 
@@ -61,7 +62,8 @@ class Bucket:
         """What memory grows with."""
         if self.phase == "decode":
             return self.batch + self.length + self.pictures * _PICTURE_TOKENS // _BLOCK_TOKENS
-        return self.num_tokens + self.batch * (self.context + self.pictures * _PICTURE_TOKENS) // _READ_SHARE
+        masks = self.num_tokens * self.pictures * _PICTURE_TOKENS // _MASKED_VALUES
+        return self.num_tokens + self.batch * (self.context + self.pictures * _PICTURE_TOKENS) // _READ_SHARE + masks
 
     def __str__(self) -> str:
         if self.phase == "prefill":
@@ -537,7 +539,7 @@ def _in_place(limits: PlanLimits, settings: BucketSettings, listed: Sequence[Buc
 def _reading_prompts(limits: PlanLimits, settings: BucketSettings, shapes: Sequence[Bucket]) -> Iterator[Bucket]:
     """The same shapes with pictures to read: one for each prompt, and in passes of the fewest rows as many as a request
     may have. Prompts with several pictures are rare, and take so long that they may as well be alone."""
-    most_each = min(settings.pictures, limits.cached_pictures)
+    most_each = min(settings.pictures, limits.cached_pictures, limits.max_input_tokens)
     fewest: dict[tuple[int, int], int] = {}
     for bucket in shapes:
         size = (bucket.length, bucket.context)
@@ -550,7 +552,7 @@ def _reading_prompts(limits: PlanLimits, settings: BucketSettings, shapes: Seque
 def _reading_rows(limits: PlanLimits, settings: BucketSettings, shapes: Sequence[Bucket]) -> Iterator[Bucket]:
     """The same shapes with pictures that all rows read together: one each, and more where neighbours are read; no more
     than there is room for, unless rows share them."""
-    most_each = min(settings.pictures, limits.cached_pictures)
+    most_each = min(settings.pictures, limits.cached_pictures, limits.max_input_tokens)
     most = max(limits.cached_pictures, limits.max_batch_size)
     for bucket in shapes if most_each else ():
         counts = _picture_counts(bucket.batch, min(bucket.batch * most_each, most))
