@@ -5,7 +5,6 @@ On the stand-in they run too, so that they work when a card is there; what they 
     hpu_probes.py NUMBER        in a process of its own; the last line is the answer
 """
 
-import json
 import os
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from text_generation_inference.devices.visible import card_bytes
 from text_generation_inference.kernels.fp8 import FP8, AttentionScales
 from text_generation_inference.kernels.hpu.bridge import Bridge, load_bridge
 from text_generation_inference.kernels.hpu.fp8 import CardAttentionScales, Fp8Ops
+from text_generation_inference.runner.warm.record import read_record
 
 
 def started(folder: str, **settings: object) -> Any:
@@ -51,8 +51,9 @@ def ask_fallback(bridge: Bridge) -> str:
 def ask_graph_bytes(bridge: Bridge) -> str:
     with tempfile.TemporaryDirectory() as folder:
         started(folder).close()
-        warmed = json.loads(next((Path(folder) / "warmed").glob("*.json")).read_text())["shapes"]
-    shown = [f"{phase} {batch}x{length}+{context}: {size}{' graph' * graph}" for phase, batch, length, context, _, _, size, graph in warmed]  # fmt: skip
+        record = read_record(next((Path(folder) / "warmed").glob("*.json")))
+    assert record is not None
+    shown = [f"{each.bucket}: {each.num_bytes}{' graph' * each.captured}" for each in record.shapes]
     return f"bytes that a shape was seen to take, of a tiny model: {', '.join(shown)}"
 
 
