@@ -197,7 +197,7 @@ def offline_report(speed: float = 1.0, floor: bool = True, published: bool = Tru
         "notes": ["Triton kernels on NVIDIA H200", "KV cache in fp8_e4m3fn"],
         "rows": rows,
         "skipped": [SkippedRow(128, 2048, 750, "needs a KV cache of 1,632,000 tokens, 396,000 fit into the memory")],
-        "profile": profile,
+        "profiles": [profile],
     }
     return OfflineReport(**{**COMMON, **settings, **fields})
 

@@ -57,6 +57,7 @@ def test_rows() -> None:
         (["--preset", "gaudi2-small", "--shape", "llama-2-7b"], "names a model itself"),
         (["--profile", "256"], "ROWS/CONTEXT"),
         (["--profile", "0/5"], "ROWS/CONTEXT"),
+        (["--profile", "prompts:5"], "prompts:ROWS/TOKENS"),
         (["--max-batch-size", "many"], "--max-batch-size 'many'"),
         (["--max-batch-size", "0"], "`max_batch_size` must be > 0"),
         (["--cuda-memory-fraction", "2"], "`cuda_memory_fraction`"),
@@ -90,9 +91,8 @@ def test_every_benchmark_helps(name: str, capsys: pytest.CaptureFixture[str]) ->
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TGI_DEVICE", "cpu")
     monkeypatch.setenv("DTYPE", "float16")
-    task = read_task(
-        ["16/8/2", "--shape", "mistral-7b", "--dtype", "bfloat16", "32/4/1", "--cuda-graphs", "0", "--profile", "8/64"]
-    )
+    flags = "--shape mistral-7b --dtype bfloat16 32/4/1 --cuda-graphs 0 --profile 8/64 --profile prompts:2/999"
+    task = read_task(["16/8/2", *flags.split()])
     assert task.rows == [Row(16, 8, 2), Row(32, 4, 1)]
     assert task.settings == {
         "device": "cpu",
@@ -101,7 +101,7 @@ def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         "prefix_caching": False,
         "load_format": "dummy",
     }
-    assert task.profile == (8, 64)
+    assert task.profiles == [(8, 64, False), (2, 999, True)]
     assert read_task([]).rows
     assert read_task(["--prefix-caching"]).settings["prefix_caching"] is True
 
@@ -272,6 +272,16 @@ def test_a_trace_taken_apart() -> None:
     assert profile.gap_ms == pytest.approx(0.04)
     assert profile.by_kind == {"products": pytest.approx(0.06), "other": pytest.approx(0.01)}
     assert [(kernel.name, kernel.calls) for kernel in profile.kernels] == [("nvjet_tst", 2), ("gather", 1)]
+
+
+def test_a_trace_of_prompts() -> None:
+    """All of it is one span, whatever steps it has."""
+    profile = summarise(traced_steps(2)[::-1], 3, 1000, 0.5, prompts=True)
+    assert profile.title == "3 prompts of 1,000 tokens" and profile.time == "500.000 ms to the last result"
+    assert profile.kernel_ms == pytest.approx(2 * 0.07) and profile.busy_ms == pytest.approx(2 * 0.06)
+    assert profile.traced_ms == pytest.approx(profile.busy_ms + profile.gap_ms)
+    assert [(kernel.name, kernel.calls) for kernel in profile.kernels] == [("nvjet_tst", 4), ("gather", 2)]
+    assert summarise([], 1, 1, 0.0, prompts=True).traced_ms == 0
 
 
 def test_steps_of_a_trace() -> None:

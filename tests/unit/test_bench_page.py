@@ -134,7 +134,7 @@ def test_offline_figures(tmp_path: Path) -> None:
     names = ["step_ms", "floor_step_ms", "host_ms", "first_token_ms", "first_token_max_ms", "num_steps"]
     for result, row in zip(report.rows, rows, strict=True):
         assert all(equal(cell, getattr(result, name)) for name, cell in zip(names, row[1:7], strict=True))
-    bare = offline_report(floor=False, published=False, profile=None, skipped=[])
+    bare = offline_report(floor=False, published=False, profiles=[], skipped=[])
     tables = Seen(page_of(tmp_path, bare)).tables
     assert tables["llama-2-7b: throughput"][0] == [
         "in/out x requests",
@@ -249,8 +249,8 @@ def test_text_stays_text(tmp_path: Path, make: Callable[[], BenchmarkReport], te
         for phase in fields.get("phases", []):
             phase["errors"] = {each: 3}
             phase["goodput"]["limits_ms"] = {each: 1.0}
-        if isinstance(fields.get("profile"), dict):
-            fields["profile"]["by_kind"] = {each: 1.0, "products": 2.0}
+        for profile in fields.get("profiles", []):
+            profile["by_kind"] = {each: 1.0, "products": 2.0}
         file = tmp_path / f"{number}.json"
         file.write_bytes(msgspec.json.encode(fields))
         pages.append(Seen(make_page(read_runs([str(file)]), each)))
@@ -449,7 +449,7 @@ def test_odd_figures_make_a_page(tmp_path: Path, value: float) -> None:
 
 
 def test_reports_with_nothing_in_them(tmp_path: Path) -> None:
-    empty = [serve_report(phases=[]), offline_report(rows=[], profile=None), static_report(batches=[])]
+    empty = [serve_report(phases=[]), offline_report(rows=[], profiles=[]), static_report(batches=[])]
     page = page_of(tmp_path, *empty)
     assert page.count("Nothing was measured.") == 3 and "<figure>" not in page
 

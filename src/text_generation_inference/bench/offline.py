@@ -13,7 +13,7 @@ from text_generation_inference.bench import report as reports
 from text_generation_inference.bench.command_line import EXIT_INTERRUPTED
 from text_generation_inference.bench.floor import FloorModel, find_rates, measure_floor
 from text_generation_inference.bench.generation_flags import describe_throughput
-from text_generation_inference.bench.offline_command import OfflineTask
+from text_generation_inference.bench.offline_command import OfflineTask, Shown
 from text_generation_inference.bench.offline_tables import profile_table, rows_table
 from text_generation_inference.bench.results import OfflineReport, Row, RowResult, SkippedRow
 from text_generation_inference.bench.row_progress import RowProgress, StatusLines
@@ -46,7 +46,7 @@ _ITERATION_BITS = 20  # where a seed has the number of the iteration
 
 def run_offline(task: OfflineTask) -> int:
     """The exit status. Ctrl-C ends it with what was measured so far."""
-    if (task.floor or task.profile) and not runs_on_gpu(task.settings.get("device", "auto")):
+    if (task.floor or task.profiles) and not runs_on_gpu(task.settings.get("device", "auto")):
         raise StartError("--floor and --profile are about a GPU, on which this model does not run here")
     if task.floor and (gpu := gpu_name()) is not None:
         find_rates(gpu)
@@ -125,11 +125,11 @@ def _skip(row: Row, reason: str) -> SkippedRow:
 
 def make_config(task: OfflineTask, rows: list[Row], model_id: str, max_positions: int) -> ServerConfig:
     """As asked; what was not is as large as the rows need, so that the requests of a row run all at a time."""
-    if task.profile is not None:
+    for shown in task.profiles:
         from text_generation_inference.bench.step_profile import new_tokens
 
-        shown = task.profile
-        rows = [*rows, Row(shown.context, new_tokens(shown.rows, shown.context), shown.rows)]
+        new = 1 if shown.prompts else new_tokens(shown.rows, shown.context)
+        rows = [*rows, Row(shown.context, new, shown.rows)]
     longest = max(rows, key=lambda row: row.length)
     if longest.length > max_positions:
         raise StartError(
@@ -166,8 +166,8 @@ class _Run:
             rows = self.leave_out_what_does_not_fit()
             for number, row in enumerate(rows, 1):
                 self.measure_row(row, number, len(rows))
-            if task.profile is not None:
-                self.profile()
+            for shown in task.profiles:
+                self.profile(shown)
             if task.floor:
                 self.add_floors()
             report.complete = True
@@ -180,7 +180,7 @@ class _Run:
         if interrupted:
             print(f"\ninterrupted: {len(report.rows)} of {len(self.rows)} rows were measured", file=sys.stderr)
             return EXIT_INTERRUPTED
-        if not report.rows and report.profile is None:
+        if not report.rows and not report.profiles:
             raise StartError("no row fits this machine")
         return 0
 
@@ -235,13 +235,12 @@ class _Run:
         self.save()
         self.lines.say(f"{row}: {result.output_tokens_per_s:,.1f} tokens/s, {result.step_ms or 0:.3f} ms per step")
 
-    def profile(self) -> None:
-        from text_generation_inference.bench.step_profile import profile_step
+    def profile(self, shown: Shown) -> None:
+        from text_generation_inference.bench.step_profile import profile_prompts, profile_step
 
-        shown = self.task.profile
-        assert shown is not None
-        self.lines.pass_by(f"profile of {shown.rows} rows at {shown.context} tokens")
-        self.report.profile = profile_step(self.engine, shown.rows, shown.context)
+        self.lines.pass_by(f"profile of {shown}")
+        take_apart = profile_prompts if shown.prompts else profile_step
+        self.report.profiles.append(take_apart(self.engine, shown.rows, shown.context))
         self.save()
 
     def add_floors(self) -> None:
@@ -267,8 +266,8 @@ class _Run:
             show(rows_table(self.report.rows))
         if self.report.rows and self.task.asked is not None:
             show(f"\n{describe_throughput(self.report.rows[0])}")
-        if self.report.profile is not None:
-            show(f"\n{profile_table(self.report.profile)}")
+        for profile in self.report.profiles:
+            show(f"\n{profile_table(profile)}")
 
     def save(self) -> None:
         if self.task.json_path is not None:

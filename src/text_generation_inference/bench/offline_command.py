@@ -24,10 +24,14 @@ _DEFAULT_ROWS = ["64/128/1", "64/128/4", "64/128/16"]
 
 
 class Shown(NamedTuple):
-    """A decode step to take apart."""
+    """What is taken apart: a decode step, or the steps of prompts."""
 
     rows: int
     context: int
+    prompts: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.rows} {'prompts of' if self.prompts else 'rows at'} {self.context:,} tokens"
 
 
 class OfflineTask(msgspec.Struct, kw_only=True):
@@ -44,7 +48,7 @@ class OfflineTask(msgspec.Struct, kw_only=True):
     asked: GenerationRun | None = None  # by flags of run_generation
     seed: int
     floor: bool
-    profile: Shown | None
+    profiles: list[Shown]
     json_path: str | None
     dry_run: bool = False  # rows are computed, nothing is timed
     quiet: bool
@@ -92,16 +96,11 @@ def read_task(arguments: list[str], prog: str = "tgi bench offline") -> OfflineT
     for flag, value, lowest in (("--warmup", options.warmup, 0), ("--iterations", options.iterations, 1)):
         if value is not None:
             command_line.check_range(flag, value, lowest)
-    profile = None
-    if options.profile is not None:
-        found = re.fullmatch(r"([1-9][0-9]{0,6})/([1-9][0-9]{0,8})", options.profile)
-        if found is None:
-            raise StartError(f"--profile {options.profile!r} is not ROWS/CONTEXT: two numbers above 0, such as 256/600")
-        profile = Shown(int(found[1]), int(found[2]))
-    for flag, given in (("--floor", options.floor), ("--profile", profile is not None)):
+    profiles = [_read_shown(text) for text in options.profile]
+    for flag, given in (("--floor", options.floor), ("--profile", profiles)):
         if given and (settings.get("num_shard") or 1) > 1:
             raise StartError(f"{flag} is about one GPU: leave --num-shard out")
-    for flag, given in (("--floor", options.floor), ("--profile", profile), ("--json", options.json)):
+    for flag, given in (("--floor", options.floor), ("--profile", profiles), ("--json", options.json)):
         if given and options.dry_run:
             raise StartError(f"--dry-run takes no figures: leave {flag} out")
     ServerConfig(**settings).check()
@@ -117,11 +116,20 @@ def read_task(arguments: list[str], prog: str = "tgi bench offline") -> OfflineT
         asked=asked,
         seed=options.seed,
         floor=options.floor,
-        profile=profile,
+        profiles=profiles,
         json_path=options.json or (asked.json_path if asked is not None else None),
         dry_run=options.dry_run,
         quiet=options.quiet,
     )
+
+
+def _read_shown(text: str) -> Shown:
+    found = re.fullmatch(r"(prompts:)?([1-9][0-9]{0,6})/([1-9][0-9]{0,8})", text)
+    if found is None:
+        raise StartError(
+            f"--profile {text!r} is neither ROWS/CONTEXT nor prompts:ROWS/TOKENS: two numbers above 0, such as 256/600"
+        )
+    return Shown(int(found[2]), int(found[3]), found[1] is not None)
 
 
 def _check_preset(options: argparse.Namespace) -> None:
@@ -176,7 +184,10 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     measuring.add_argument(
         "--floor", action="store_true", help="what the GPU's libraries alone would need, beside each row"
     )
-    measuring.add_argument("--profile", metavar="ROWS/CONTEXT", help="take a decode step on a GPU apart")
+    measuring.add_argument(
+        "--profile", metavar="ROWS/CONTEXT", action="append", default=[],
+        help="take a decode step on a GPU apart; with prompts: in front of it that many prompts. Repeatable",
+    )  # fmt: skip
     measuring.add_argument("--json", metavar="FILE", help="also write everything there, after each row")
     measuring.add_argument(
         "--dry-run", action="store_true", help="compute each row once and time nothing: whether it runs"

@@ -51,7 +51,7 @@ def name_published(published: list[Published]) -> str:
     return "published: " + "; ".join(dict.fromkeys(f"{one.model} on {one.hardware}" for one in published))
 
 
-# -- a decode step taken apart -------------------------------------------------------------------------------------
+# -- steps taken apart -------------------------------------------------------------------------------------
 
 
 def profile_table(profile: StepProfile) -> str:
@@ -59,12 +59,11 @@ def profile_table(profile: StepProfile) -> str:
     columns = [
         Column("part", lambda part: part[0]),
         Column("ms", lambda part: part[1], ".3f"),
-        Column("of the step", lambda part: _share(profile, part[1]), ".1%"),
+        Column("of it", lambda part: _share(profile, part[1]), ".1%"),
     ]
     head = (
-        f"One decode step of {profile.rows} rows at {profile.context} tokens: {profile.wall_ms:.3f} ms from result to"
-        f" result; traced {profile.traced_ms:.3f} ms: {profile.kernel_ms:.3f} ms in kernels,"
-        f" {profile.gap_ms:.3f} ms between them"
+        f"{profile.title[0].upper()}{profile.title[1:]}: {profile.time}; traced {profile.traced_ms:.3f} ms:"
+        f" {profile.kernel_ms:.3f} ms in kernels, {profile.gap_ms:.3f} ms between them"
     )
     ms, share, calls, part, kernel = _kernel_columns(profile, 90)
     kernels = markdown_table([ms, share, calls, part, kernel], profile.kernels[:18])
@@ -72,10 +71,7 @@ def profile_table(profile: StepProfile) -> str:
 
 
 def kernels_table(name: str, profile: StepProfile) -> Table:
-    caption = (
-        f"{name}: kernels of a decode step that takes {profile.wall_ms:.3f} ms from result to result"
-        f" ({profile.traced_ms:.3f} traced)"
-    )
+    caption = f"{name}: kernels of {profile.title}, {profile.time} ({profile.traced_ms:.3f} traced)"
     ms, share, calls, part, kernel = _kernel_columns(profile, 160)
     return make_table(caption, [kernel, part, ms, share, calls], profile.kernels[:12])
 
@@ -83,7 +79,7 @@ def kernels_table(name: str, profile: StepProfile) -> Table:
 def _kernel_columns(profile: StepProfile, name_length: int) -> tuple[Column, ...]:
     return (
         Column("ms", lambda kernel: kernel.ms, ".4f"),
-        Column("of the step", lambda kernel: _share(profile, kernel.ms), ".1%"),
+        Column("of it", lambda kernel: _share(profile, kernel.ms), ".1%"),
         Column("calls", lambda kernel: kernel.calls, "g"),
         Column("part", lambda kernel: kernel.kind),
         Column("kernel", lambda kernel: kernel.name[:name_length]),

@@ -93,17 +93,28 @@ class Kernel(msgspec.Struct):
 
 
 class StepProfile(msgspec.Struct, kw_only=True):
-    """One decode step. `wall_ms` is not traced; the rest is."""
+    """One decode step, or whole prompts, in as many steps as they take. `wall_ms` is not traced; the rest is."""
 
     rows: int
-    context: int
-    wall_ms: float  # from result to result, median
-    traced_ms: float  # from the start of a step to that of the next, median
+    context: int  # tokens of each, while decoding or of the prompt
+    prompts: bool = False
+    wall_ms: float  # from result to result, or from the first step to the last result, median
+    traced_ms: float  # from the start of a step to that of the next, median; of prompts all of it
     kernel_ms: float  # sum over kernels, mean
     busy_ms: float  # at least one kernel runs
     gap_ms: float  # none does
     by_kind: dict[str, float]
     kernels: list[Kernel]  # longest first
+
+    @property
+    def title(self) -> str:
+        if self.prompts:
+            return f"{self.rows} prompts of {self.context:,} tokens"
+        return f"one decode step of {self.rows} rows at {self.context:,} tokens"
+
+    @property
+    def time(self) -> str:
+        return f"{self.wall_ms:,.3f} ms {'to the last' if self.prompts else 'from result to'} result"
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -138,4 +149,4 @@ class OfflineReport(BenchmarkReport, kw_only=True):
     preset: str | None = None
     rows: list[RowResult] = []
     skipped: list[SkippedRow] = []
-    profile: StepProfile | None = None
+    profiles: list[StepProfile] = []

@@ -1,4 +1,4 @@
-"""Where one decode step on a GPU spends its time: kernel by kernel, and between kernels.
+"""Where one decode step on a GPU spends its time, or the steps of prompts: kernel by kernel, and between kernels.
 
 Times come from the device's own trace of a few steps; the length of a step is measured without the trace,
 which slows the host.
@@ -14,11 +14,12 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as record
 
 from text_generation_inference.bench.results import Kernel, Row, StepProfile
-from text_generation_inference.bench.work import make_requests
+from text_generation_inference.bench.work import make_requests, run_once
 from text_generation_inference.drive import run_requests
 from text_generation_inference.engine.build import Engine
 
 _UNTRACED, _TRACED, _SETTLING = 24, 6, 6
+_PROMPT_RUNS = 3
 _SEED = 1 << 20
 
 Event = tuple[float, float, str]  # start, end (microseconds), name
@@ -76,18 +77,32 @@ def profile_step(engine: Engine, rows: int, context: int) -> StepProfile:
             torch.cuda.synchronize()
     while loop.has_work:  # what was in flight
         loop.step()
-    events = [
+    return summarise(_kernels_of(recorded), rows, context, statistics.median(untraced) if untraced else 0.0)
+
+
+def profile_prompts(engine: Engine, rows: int, length: int) -> StepProfile:
+    """`rows` prompts of `length` tokens, computed in as few steps as the engine's limits allow."""
+    row = Row(length, 1, rows)
+    seconds = [run_once(engine, row, _SEED + number).seconds for number in range(1 + _PROMPT_RUNS)]
+    torch.cuda.synchronize()
+    with record(activities=[ProfilerActivity.CUDA]) as recorded:
+        run_once(engine, row, _SEED - 1)
+        torch.cuda.synchronize()
+    return summarise(_kernels_of(recorded), rows, length, statistics.median(seconds[1:]), prompts=True)
+
+
+def _kernels_of(recorded: record) -> list[Event]:
+    return [
         (event.time_range.start, event.time_range.end, event.name)
         for event in recorded.events() or []
         if event.device_type.name == "CUDA"
     ]
-    return summarise(events, rows, context, statistics.median(untraced) if untraced else 0.0)
 
 
-def summarise(events: list[Event], rows: int, context: int, wall_seconds: float) -> StepProfile:
-    """`events` are those of several whole steps."""
+def summarise(events: list[Event], rows: int, context: int, wall_seconds: float, prompts: bool = False) -> StepProfile:
+    """`events` are those of several whole steps of decoding, or of all prompts once."""
     events = sorted(events)
-    starts = find_steps(events)
+    starts = [] if prompts else find_steps(events)
     num_steps = max(1, len(starts))
     totals: dict[str, list[float]] = {}
     for start, end, name in events:
@@ -102,10 +117,12 @@ def summarise(events: list[Event], rows: int, context: int, wall_seconds: float)
     by_kind: dict[str, float] = {}
     for kernel in kernels:
         by_kind[kernel.kind] = by_kind.get(kernel.kind, 0.0) + kernel.ms
-    spans = [(begin, end, _busy(events, begin, end)) for begin, end in pairwise(starts)]
+    ends = [events[0][0], max(end for _, end, _ in events)] if prompts and events else starts
+    spans = [(begin, end, _busy(events, begin, end)) for begin, end in pairwise(ends)]
     return StepProfile(
         rows=rows,
         context=context,
+        prompts=prompts,
         wall_ms=round(1e3 * wall_seconds, 4),
         traced_ms=_median_ms([end - begin for begin, end, _ in spans]),
         kernel_ms=round(sum(kernel.ms for kernel in kernels), 4),

@@ -23,8 +23,8 @@ Pairs = list[tuple[Run, OfflineReport]]
 
 def draw(pairs: Pairs) -> list[tuple[str | None, list[Figure | None]]]:
     """Charts in groups, each with a heading if it needs one."""
-    profiles = [_profile_chart(run, report.profile) for run, report in pairs if report.profile is not None]
-    return [(None, [_throughput(pairs), _steps(pairs)]), ("One decode step taken apart", profiles)]
+    profiles = [_profile_chart(run, profile) for run, report in pairs for profile in report.profiles]
+    return [(None, [_throughput(pairs), _steps(pairs)]), ("Steps taken apart", profiles)]
 
 
 def _throughput(pairs: Pairs) -> Figure | None:
@@ -78,16 +78,11 @@ def _profile_chart(run: Run, profile: StepProfile) -> Figure | None:
     kinds = {kind: slot for slot, kind in enumerate(dict.fromkeys([*_KINDS, *profile.by_kind]))}
     parts = [(kinds[kind], kind, ms) for kind, ms in profile.by_kind.items()]
     parts.append((_GAPS, "gaps between kernels", profile.gap_ms))
-    note = (
-        f"{profile.wall_ms:.2f} ms from result to result; {profile.rows} requests at {profile.context:,} tokens, traced"
-    )
-    return parts_chart(run.name, note, "ms", parts)
+    return parts_chart(run.name, f"{profile.title}: {profile.time}; traced", "ms", parts)
 
 
 def list_tables(name: str, report: OfflineReport) -> list[Table | str]:
     parts: list[Table | str] = [*page_tables(name, report.rows)] if report.rows else []
     if report.skipped:
         parts.append(f"{name}: left out. {'; '.join(f'{row.row}: {row.reason}' for row in report.skipped)}.")
-    if report.profile is not None:
-        parts.append(kernels_table(name, report.profile))
-    return parts
+    return [*parts, *(kernels_table(name, profile) for profile in report.profiles)]
