@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
 from triton_interpreter import interpreter_as_hardware  # noqa: F401
 
 from text_generation_inference.kernels.triton import small_gemm_low_bit
-from text_generation_inference.kernels.triton.experts import TritonExperts
+from text_generation_inference.kernels.triton.experts import GATES, TritonExperts
 from text_generation_inference.kernels.triton.linear import TritonLinear
 from text_generation_inference.kernels.triton.low_bit_codes import TritonLowBit, unpack_low_bit
 from text_generation_inference.kernels.triton.low_bit_linear import Int8Weight, pack_low_bit
@@ -388,7 +388,8 @@ def test_integers_in_groups(device: torch.device) -> None:
         ("4 bits, groups of 32", "gelu_tanh", 3, True),
         ("table", "clamped_swiglu", 7, False),
         ("table, groups of 128", "clamped_swiglu", 1, None),
-        ("8 bits by row", "gelu", 3, None),
+        ("8 bits by row", "gelu", 3, None),  # which no kernel has
+        ("8 bits by row", "gelu_tanh", 3, None),
         ("8 bits, groups of 32", "silu", 40, None),
     ],
 )
@@ -425,7 +426,7 @@ def test_experts(
         orders = torch.stack([torch.randperm(hidden, device=device) for _ in range(count)]).to(torch.int32)
         check(replace(gate_up, order=orders), down, scale_inputs=True)
         check(gate_up, low_bit.widen(down))
-    if kind.startswith("8 bits"):
+    if kind.startswith("8 bits") and gate in GATES:  # else the definition would be compared with itself in 16 bits
         # What lies between both products is in 16 bits, the gate's own value too: from float32 it may be rounded to
         # another integer.
         function = reference_experts.GATES[gate]
