@@ -1,11 +1,12 @@
 """Safetensors files to a GPU: what the engine takes, beside what the disk, the page cache and the bus alone would.
 
-    python bench/cuda_load.py [--shape llama-3.1-8b] [--layers 32] [--quantize gptq] [--folder DIR] [--json FILE]
+    python bench/cuda_load.py [--shape llama-3.1-8b] [--layers 32] [--quantize gptq] [--also fp8,eetq] [--folder DIR]
 
 Writes a checkpoint of that shape with random numbers, then loads it twice, each time in a new process: with cold pages
 where this user may drop them (root), and with warm ones. The ceiling is the slower one of reading the files (into a
 buffer per thread, with as many threads as the engine has) and copying pinned memory to the device. With warm pages the
-upload is also timed alone, without a model: what it takes less than the load is not its fault.
+upload is also timed alone, without a model: what it takes less than the load is not its fault. With --also the same
+files are loaded once more for each method that makes fewer bits of them on the way (`--quantize`), with warm pages.
 """
 
 import argparse
@@ -34,7 +35,12 @@ ENGINE = """
 import sys
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import start_engine
-engine = start_engine(ServerConfig(model_id=sys.argv[1], device=sys.argv[2], max_batch_size=1, max_total_tokens=64))
+engine = start_engine(
+    ServerConfig(
+        model_id=sys.argv[1], device=sys.argv[2], quantize=(sys.argv[3:] or [None])[0], max_batch_size=1,
+        max_total_tokens=64,
+    )
+)
 print("load", engine.seconds["load"])
 engine.close()
 """
@@ -161,10 +167,9 @@ def bus_rate(device: str) -> float | None:
     return 4 * source.nbytes / (time.perf_counter() - began) / 1e9
 
 
-def time_program(program: str, folder: Path, device: str) -> float:
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder), device], capture_output=True, text=True, check=False
-    )
+def time_program(program: str, folder: Path, device: str, *more: str) -> float:
+    command = [sys.executable, "-c", program, str(folder), device, *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr[-2000:])
     return float(done.stdout.split()[-1])
@@ -175,6 +180,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=32, help="of the checkpoint; fewer take less room and time")
     parser.add_argument("--quantize", choices=["gptq"], help="matrices of layers in 4 bits, groups of 128")
+    parser.add_argument("--also", default="", help="methods of `--quantize`, separated by commas")
     parser.add_argument("--folder", help="where the files go (default: a temporary folder, removed at the end)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", help="also write the figures there")
@@ -201,6 +207,9 @@ def main() -> None:
             cells = [pages, f"{size / reading:.1f}", "-" if bus is None else f"{bus:.1f}", f"{loading:.2f}"]
             cells += [f"{size / loading:.1f}", f"{size / loading / ceiling:.2f}"]
             lines.append([*cells, "-" if alone is None else f"{alone:.2f}"])
+        for method in filter(None, options.also.split(",")):
+            found[f"warm_load_s {method}"] = loading = time_program(ENGINE, folder, options.device, method)
+            lines.append([f"warm, {method}", "-", "-", f"{loading:.2f}", f"{size / loading:.1f}", "-", "-"])
     titles = ["pages", "files, GB/s", "bus, GB/s", "load, s", "load, GB/s", "of the slower one", "upload alone, s"]
     print(markdown(titles, lines))
     if options.json:

@@ -8,13 +8,14 @@
 | `product` | one row times 8192 x 8192, and the other matrices of an 8B model, in us (`cuda_low_bit.py`) |
 | `rates` | Llama-3.1-8B in GPTQ and AWQ (int4, groups of 128): ours, and vLLM's with `--peer-path` |
 | `large` | Llama-2-70B in GPTQ, for 1 and 64 requests |
-| `load` | seconds to load Llama-3.1-8B in GPTQ and in bfloat16, with cold and with warm pages |
+| `whole` | the other forms: bits made on loading, int8 times int8, GPT-OSS-20B, a GGUF file in Q4_K and Q6_K |
+| `load` | seconds to load Llama-3.1-8B in GPTQ and bfloat16 with cold and warm pages, and in fewer bits made of it |
 | `quantize` | a checkpoint of the embedded model, made on the GPU, and rows of it served |
 | `perplexity` | every method of `perplexity.py`, made and scored on the GPU |
 
 Parts run one after the other, each program in a process with a limit of time; what one had measured by then is kept.
 Logs and JSON files are in FOLDER, a summary is printed at the end. Without a GPU all but `tests` and `product` can be
-tried with `--device cpu`, a small `--shape` and `--large-shape`, and short `--rows` and `--large-rows`.
+tried with `--device cpu`, a small `--shape` and `--large-shape`, and short rows.
 """
 
 import argparse
@@ -25,9 +26,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cpu_gguf import Q4_K_M, Model, nobodys_tokenizer, write_file
 from cuda_peers import ROOT, number_of, our_environment, run_child, share
 
 from text_generation_inference.bench.shapes import SHAPES, write_shape
@@ -38,6 +41,27 @@ METHODS: dict[str, dict[str, Any]] = {  # as config.json says it
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
 }
+
+
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+W8A8 = {
+    "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": {**_INT8, "strategy": "channel"},
+        "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+    }},
+}  # fmt: skip
+# Of the size of Qwen3-8B: a file called Q4_K_M.
+GGUF = Model(
+    "qwen3",
+    {
+        "block_count": 36, "embedding_length": 4096, "feed_forward_length": 12288, "attention.head_count": 32,
+        "attention.head_count_kv": 8, "attention.key_length": 128, "attention.value_length": 128,
+    },
+    Q4_K_M,
+)  # fmt: skip
+SMALL_GGUF = replace(GGUF, sizes={**GGUF.sizes, "block_count": 2, "embedding_length": 256, "feed_forward_length": 512})
+MADE = ("eetq", "bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "fp8")  # of plain weights, on loading
 
 
 class Session:
@@ -74,6 +98,7 @@ class Session:
     def ours(self, name: str, *arguments: object) -> dict[str, Any]:
         """`tgi bench offline`; what it measured, all or some."""
         file = self.out / f"{name}.json"
+        file.unlink(missing_ok=True)  # of another run
         self.python(
             name, "-m text_generation_inference.cli bench offline", "--device", self.options.device,
             "--json", file, "--quiet", *arguments,
@@ -144,11 +169,31 @@ def large(session: Session) -> None:
         session.say(f"  {options.large_shape} GPTQ {row}: {number_of(rate)} tokens/s")
 
 
+def whole(session: Session) -> None:
+    options, lines = session.options, []
+    kinds: dict[str, list[object]] = {name: ["--shape", options.shape, "--quantize", name] for name in MADE}
+    with tempfile.TemporaryDirectory() as name:
+        for kind, shape, quantization in (
+            ("w8a8", options.shape, W8A8), ("gpt-oss", options.oss_shape, {"quant_method": "mxfp4"})
+        ):  # fmt: skip
+            folder = write_shape(shape, Path(name) / kind)
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+            kinds[kind] = ["--model-id", folder, "--load-format", "dummy"]
+        write_file(GGUF if options.device == "cuda" else SMALL_GGUF, Path(name) / "q4_k.gguf", nobodys_tokenizer())
+        kinds["GGUF"] = ["--model-id", Path(name) / "q4_k.gguf"]
+        for kind, about in kinds.items():
+            found = session.ours(f"whole-{kind}", *about, *options.ours_args, *options.whole_rows)
+            rates = (number_of(find(found, row).get("output_tokens_per_s")) for row in options.whole_rows)
+            lines.append([kind, *rates, number_of(found.get("ready_seconds"))])
+    session.say(markdown(["", *(f"{row}, tok/s" for row in options.whole_rows), "ready, s"], lines))
+
+
 def load(session: Session) -> None:
     options, lines = session.options, []
     for kind in ("gptq", "bfloat16"):
         file = session.out / f"load-{kind}.json"
-        more = ["--quantize", "gptq"] if kind == "gptq" else []
+        more = ["--quantize", "gptq"] if kind == "gptq" else ["--also", ",".join(MADE)]
         session.python(
             f"load-{kind}", "bench/cuda_load.py", "--shape", options.shape, "--layers", options.layers,
             "--device", options.device, "--json", file, *more,
@@ -156,6 +201,8 @@ def load(session: Session) -> None:
         found = json.loads(file.read_text()) if file.is_file() else {}
         names = ("gigabytes", "cold_load_s", "warm_load_s")
         lines.append([kind, *(number_of(found.get(name), 2) for name in names)])
+        made = {name: found.get(f"warm_load_s {name}") for name in MADE}
+        lines += [[name, "", "", number_of(seconds, 2)] for name, seconds in made.items() if seconds is not None]
     session.say(markdown(["", "GB", "cold, s", "warm, s"], lines))
 
 
@@ -181,7 +228,7 @@ def perplexity(session: Session) -> None:
 
 
 PARTS: dict[str, Callable[[Session], None]] = {
-    part.__name__: part for part in (tests, product, rates, large, load, quantize, perplexity)
+    part.__name__: part for part in (tests, product, rates, large, whole, load, quantize, perplexity)
 }
 
 
@@ -196,6 +243,8 @@ def main() -> None:
     add("--rows", default="200/800/1,200/800/16,200/800/64,200/800/256")
     add("--large-shape", choices=list(SHAPES), default="llama-2-70b")
     add("--large-rows", default="128/128/1,128/128/64")
+    add("--oss-shape", choices=list(SHAPES), default="gpt-oss-20b", help="of the model in MXFP4")
+    add("--whole-rows", default="200/200/1,200/200/64")
     add("--layers", type=int, default=32, help="of the checkpoints that are loaded")
     add("--samples", type=int, default=16, help="windows that `quantize` fits to")
     add("--methods", nargs="*", default=[], help="rows of `perplexity`, by the beginnings of their names")
@@ -209,7 +258,7 @@ def main() -> None:
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--only has no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     options.rows, options.large_rows = options.rows.split(","), options.large_rows.split(",")
-    options.ours_args = options.ours_args.split()
+    options.whole_rows, options.ours_args = options.whole_rows.split(","), options.ours_args.split()
     options.out.mkdir(parents=True, exist_ok=True)
     session = Session(options)
     try:
