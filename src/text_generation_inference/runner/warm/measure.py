@@ -34,18 +34,24 @@ from text_generation_inference.runner.warm.dry_run import (
 _FEW_SIZES = (1, 2, 8, 16)  # kernels differ where a number is 1 or divisible by 16
 _FEW = 32
 _SHORTEST_CHECKED = 8  # tokens that a request of the largest step must be allowed
+_HOLES = 0.5  # of the largest step: what may lie idle between the tensors of another one
 
 
 class StepBytes(msgspec.Struct):
-    """What steps take beside weights and cache."""
+    """What steps take beside weights and cache.
+
+    Tensors of another step lie elsewhere than those of the measured one, and between them there is room for none. Where
+    memory ends there, torch unmaps what is free and maps it again elsewhere, layer after layer, while the device waits.
+    """
 
     slots: int = 0
     graphs: int = 0  # they share memory of their own
     without_graph: int = 0  # the largest step that has none
+    holes: int = 0
 
     @property
     def total(self) -> int:
-        return self.slots + self.graphs + self.without_graph
+        return self.slots + self.graphs + self.without_graph + self.holes
 
 
 class _Play(Protocol):
@@ -160,7 +166,7 @@ def measure_steps(
             made.clear()
             gc.collect()  # its graphs refer to it
             device.forget_captures()
-        return StepBytes(slots, graphs, without_graph)
+        return StepBytes(slots, graphs, without_graph, int(_HOLES * without_graph))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise EngineError(f"the device cannot compute: {error}") from error
