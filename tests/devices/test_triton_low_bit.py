@@ -28,7 +28,9 @@ NF4 = (
     -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0, 0.0795803, 0.1609302,
     0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
 )  # fmt: skip
-
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FLOATS = (*_POSITIVE, *(-value for value in _POSITIVE))  # of 4 bits
+TABLES = {"nf4": NF4, "floats": FLOATS}
 
 SWAPPED, SWAPPED_WIDE = LowBitGemmTiling(64, 64, 2, 2, 4, swap=True), LowBitGemmTiling(32, 128, 1, 2, 8, swap=True)
 PAIRED = [
@@ -54,11 +56,11 @@ def _seed() -> None:
 
 
 def make(
-    device: torch.device, n: int, k: int, bits: int = 4, group: int = 128, symmetric: bool = True, table: bool = False,
-    between: bool = False,
+    device: torch.device, n: int, k: int, bits: int = 4, group: int = 128, symmetric: bool = True,
+    table: str | None = None, between: bool = False,
 ) -> LowBitWeight:  # fmt: skip
     """`group` 0: all columns of a row. `between`: offsets are no whole number of codes."""
-    values = torch.tensor(NF4, device=device) if table else None
+    values = None if table is None else torch.tensor(TABLES[table], device=device)
     made = low_bit.quantize(torch.randn(n, k, device=device) * 0.05, bits, group or k, symmetric, values)
     made.scale, made.dtype = made.scale.half(), torch.float16
     if not symmetric:
@@ -89,8 +91,10 @@ KINDS = {
     "4 bits by row": {"group": 0},
     "4 bits with offsets": {"symmetric": False},
     "4 bits with offsets between codes": {"symmetric": False, "between": True},
-    "table": {"table": True, "group": 64},
-    "table, groups of 128": {"table": True},
+    "table": {"table": "nf4", "group": 64},
+    "table, groups of 128": {"table": "nf4"},
+    "floats": {"table": "floats", "group": 32},
+    "floats, groups of 128": {"table": "floats"},
     "8 bits": {"bits": 8, "symmetric": False},
     "8 bits, groups of 32": {"bits": 8, "group": 32, "symmetric": False},
     "8 bits by row": {"bits": 8, "group": 0},
@@ -113,7 +117,7 @@ def test_products(device: torch.device, is_gpu: bool, kind: str) -> None:
     assert op(x[:0], packed, None, torch.float16).shape == (0, n)
 
 
-@pytest.mark.parametrize("kind", ["4 bits, odd groups", "8 bits", "table"])
+@pytest.mark.parametrize("kind", ["4 bits, odd groups", "8 bits", "table", "floats"])
 def test_packing_loses_nothing(device: torch.device, kind: str) -> None:
     weight = make(device, 3 * 13, 200, **KINDS[kind])
     packed = pack_low_bit(weight, 3)
@@ -123,10 +127,11 @@ def test_packing_loses_nothing(device: torch.device, kind: str) -> None:
     assert torch.equal(low_bit.dequantize(back), low_bit.dequantize(weight))
 
 
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits, groups of 32", "table", "floats", "floats, groups of 128"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_types(device: torch.device, is_gpu: bool, dtype: torch.dtype) -> None:
+def test_types(device: torch.device, is_gpu: bool, kind: str, dtype: torch.dtype) -> None:
     """Scales of bfloat16 or float32, and a model in float32."""
-    weight = make(device, 64, 256)
+    weight = make(device, 64, 256, **KINDS[kind])
     weight.scale = weight.scale.to(dtype)
     x = torch.randn(70, 256, device=device)
     bound = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]
@@ -289,6 +294,7 @@ def test_one_row_takes_the_kernel_that_fits(device: torch.device, monkeypatch: p
         ("4 bits, groups of 64", 48, False),
         ("4 bits with offsets between codes", 48, False),
         ("table, groups of 128", 48, False),
+        ("floats, groups of 128", 48, False),
         ("8 bits", 48, False),
     ):
         weight = make(device, n, 1024, **KINDS[kind])
@@ -388,6 +394,8 @@ def test_integers_in_groups(device: torch.device) -> None:
         ("4 bits, groups of 32", "gelu_tanh", 3, True),
         ("table", "clamped_swiglu", 7, False),
         ("table, groups of 128", "clamped_swiglu", 1, None),
+        ("floats", "clamped_swiglu", 7, None),
+        ("floats", "clamped_swiglu", 1, True),
         ("8 bits by row", "gelu", 3, None),  # which no kernel has
         ("8 bits by row", "gelu_tanh", 3, None),
         ("8 bits, groups of 32", "silu", 40, None),

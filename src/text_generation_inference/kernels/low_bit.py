@@ -58,9 +58,10 @@ class LowBitWeight:
     @property
     def form(self) -> tuple[object, ...]:
         """What kernels are compiled for: those of matrices of one shape and form are the same."""
-        has = tuple(each is not None for each in (self.offset, self.table, self.input_scale))
+        has = (self.offset is not None, self.input_scale is not None)
+        table = None if self.table is None else tuple(self.table.tolist())
         orders = 0 if self.order is None else self.order.dim()
-        return (self.bits, self.group_size, self.columns, self.scale.dtype, self.quantizes_inputs, orders, *has)
+        return (self.bits, self.group_size, self.columns, self.scale.dtype, self.quantizes_inputs, orders, table, *has)
 
 
 def pack_low_bit(weight: LowBitWeight, num_experts: int | None = None) -> LowBitWeight:

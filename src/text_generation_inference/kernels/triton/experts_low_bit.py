@@ -20,6 +20,7 @@ from text_generation_inference.kernels.triton.low_bit_codes import (
     ZERO_POINTS,
     TritonLowBit,
     generation_of,
+    lookup_of,
     rows_at,
 )
 from text_generation_inference.kernels.triton.small_gemm_low_bit import add_tile, group_values
@@ -44,6 +45,7 @@ def grouped_low_bit(
     LAST: tl.constexpr = (K - 1) // GS
     # Programs of the same outputs run side by side: those of one expert find its matrix in the cache.
     block, tile = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    table = lookup_of(table, TABLE, ASM)
     wait_for_kernel_before(DEPENDENT)
     m = tl.arange(0, BM)
     if BY_PAIR:
@@ -152,7 +154,7 @@ def multiply_pairs(
         blocks.order, blocks.owners, blocks.total, x.stride(0),
         0 if weight.order is None or weight.order.dim() == 1 else weight.order.stride(0), blocks.pairs, blocks.blocks,
         N=n, K=weight.columns, GS=weight.group_size, BITS=weight.bits, TOP_K=per_row, BM=tile.bm, BN=tile.bn,
-        STAGES=tile.stages, GATE=gate, TABLE=weight.table is not None, OFFSET=weight.offsets,
+        STAGES=tile.stages, GATE=gate, TABLE=weight.codes_are, OFFSET=weight.offsets,
         ORDER=weight.order is not None, SPREAD=weight.spreads, BIAS=bias is not None, BY_PAIR=blocks.by_pair,
         ASM=generation_of(x), DEPENDENT=blocks.dependent, num_warps=tile.warps, launch_pdl=blocks.dependent,
     )  # fmt: skip

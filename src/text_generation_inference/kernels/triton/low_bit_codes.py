@@ -46,6 +46,34 @@ def _assembly(kind: tl.dtype, zeros: bool, older: bool = False) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
+_FLOAT_BITS = {
+    # Where exponent and fraction go, and by how much the numbers are then too small.
+    tl.bfloat16: (6, "0x01C001C0", "0x7E807E80"),
+    tl.float16: (9, "0x0E000E00", "0x74007400"),
+}
+_TIMES = {
+    tl.bfloat16: "mul.rn.bf16x2 t, t, {}",
+    tl.float16: "mul.rn.f16x2 t, t, {}",
+}
+_OLDER_TIMES = "fma.rn.bf16x2 t, t, {}, z"
+
+
+def _float_assembly(kind: tl.dtype, older: bool = False) -> str:
+    """Floats of 4 bits (e2m1): their bits are put where those of the wider type are."""
+    place, mask, power = _FLOAT_BITS[kind]
+    times = (_OLDER_TIMES if older else _TIMES[kind]).format("p")
+    lines = [f".reg .b32 t, s, m, p, z; mov.b32 p, {power}; mov.b32 z, 0x80008000;"]
+    for number in range(4):
+        move, sign = place - 4 * number, 12 - 4 * number
+        lines.append(f"{'shl.b32' if move >= 0 else 'shr.u32'} m, $8, {abs(move)}; and.b32 m, m, {mask};")
+        lines.append(f"shl.b32 s, $8, {sign}; lop3.b32 t, s, 0x80008000, m, 0xEA; {times};")
+        lines.append(f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, t;")
+    return "{ " + " ".join(lines) + " }"
+
+
+_BF16_FLOATS_ASSEMBLY = tl.constexpr(_float_assembly(tl.bfloat16))
+_OLDER_BF16_FLOATS_ASSEMBLY = tl.constexpr(_float_assembly(tl.bfloat16, older=True))
+_FP16_FLOATS_ASSEMBLY = tl.constexpr(_float_assembly(tl.float16))
 _BF16_ASSEMBLY = tl.constexpr(_assembly(tl.bfloat16, False))
 _OLDER_BF16_ASSEMBLY = tl.constexpr(_assembly(tl.bfloat16, False, older=True))
 _FP16_ASSEMBLY = tl.constexpr(_assembly(tl.float16, False))
@@ -55,9 +83,34 @@ _FP16_ZEROS_ASSEMBLY = tl.constexpr(_assembly(tl.float16, True))
 _HALVES = tl.constexpr((tl.int16,) * 8)
 _OUTPUTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
 _ZEROS_OUTPUTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")
+# Each lane holds the number of one code, twice in a warp: one instruction asks the lane of a code for it.
+_OWN_NUMBER = tl.constexpr(
+    "{ .reg .u32 lane; .reg .u64 at; mov.u32 lane, %laneid; and.b32 lane, lane, 15;"
+    " mad.wide.u32 at, lane, 4, $1; ld.global.nc.b32 $0, [at]; }"
+)
+
+
+def _asking_lanes() -> str:
+    lines = [".reg .b32 s;"]
+    for place, shift in enumerate((0, 16, 4, 20, 8, 24, 12, 28)):
+        source = "$8"
+        if shift:
+            lines.append(f"shr.u32 s, $8, {shift};")
+            source = "s"
+        lines.append(f"shfl.sync.idx.b32 ${place}, $9, {source}, 31, -1;")  # the lowest five bits count
+    return "{ " + " ".join(lines) + " }"
+
+
+_LOOK_UP = tl.constexpr(_asking_lanes())
+_WORDS = tl.constexpr((tl.int32,) * 8)
+_WORD_OUTPUTS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
 # Orders of the 32 columns of a word of 4 bits: as they are; as tensor cores of capability 9.0 take left operands from
 # registers; with pairs and halves exchanged.
 NATURAL, PAIRED, CROSSED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# What codes stand for: themselves less a center, any 16 numbers, or floats of 4 bits, of which kernels make numbers
+# without looking them up.
+NO_TABLE, NUMBERS, FLOATS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NO_OFFSETS, OFFSETS, ZERO_POINTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -71,6 +124,28 @@ def _code(words, shift: tl.constexpr, table, BITS: tl.constexpr, TABLE: tl.const
     else:
         wide = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + (1 << (BITS - 1)))
         return wide.to(kind)
+
+
+@triton.jit
+def lookup_of(table, TABLE: tl.constexpr, ASM: tl.constexpr):
+    """What `unpack` wants of a table `[16]` in float32: with ASM each lane's own number, else the table itself."""
+    if TABLE == NUMBERS and ASM:
+        return tl.inline_asm_elementwise(_OWN_NUMBER, "=r,l", [table], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return table
+
+
+@triton.jit
+def _numbers_of(words, own, kind: tl.constexpr):
+    a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+        _LOOK_UP, _WORD_OUTPUTS, [words, own], dtype=_WORDS, is_pure=True, pack=1
+    )
+    return (
+        a.to(tl.float32, bitcast=True).to(kind), b.to(tl.float32, bitcast=True).to(kind),
+        c.to(tl.float32, bitcast=True).to(kind), d.to(tl.float32, bitcast=True).to(kind),
+        e.to(tl.float32, bitcast=True).to(kind), f.to(tl.float32, bitcast=True).to(kind),
+        g.to(tl.float32, bitcast=True).to(kind), h.to(tl.float32, bitcast=True).to(kind),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -90,7 +165,7 @@ def unpack(
 ):  # fmt: skip
     """words `[BN, 16]` -> numbers of type `kind`, `[128 or 64, BN]`. ASM: see `generation_of`.
 
-    ZEROS: of 4 bits, less `zeros` `[BN]` instead of the center.
+    `table`: see `lookup_of`. ZEROS: of 4 bits, less `zeros` `[BN]` instead of the center.
     ORDER: of columns, of 4 bits: NATURAL, PAIRED or CROSSED.
     """
     words = tl.reshape(words, (BN, 4, 4))  # rows, threads, words of a thread
@@ -113,6 +188,14 @@ def unpack(
                 a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
                     PLAIN, _OUTPUTS, [words], dtype=_HALVES, is_pure=True, pack=1
                 )
+        elif ASM and TABLE == FLOATS and (kind == tl.bfloat16 or kind == tl.float16):
+            BF16_FLOATS: tl.constexpr = _BF16_FLOATS_ASSEMBLY if ASM >= 9 else _OLDER_BF16_FLOATS_ASSEMBLY
+            FLOATS_TEXT: tl.constexpr = BF16_FLOATS if kind == tl.bfloat16 else _FP16_FLOATS_ASSEMBLY
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                FLOATS_TEXT, _OUTPUTS, [words], dtype=_HALVES, is_pure=True, pack=1
+            )
+        elif ASM and TABLE == NUMBERS:
+            a, b, c, d, e, f, g, h = _numbers_of(words, table, kind)
         else:
             a, b = _code(words, 0, table, 4, TABLE, kind), _code(words, 16, table, 4, TABLE, kind)
             c, d = _code(words, 4, table, 4, TABLE, kind), _code(words, 20, table, 4, TABLE, kind)
@@ -170,6 +253,7 @@ class TritonLowBit(PackedWeight):
     quantizes_inputs: bool
     input_scale: Tensor | None
     wide: Tensor | None = None  # [out, in]: its values, for many rows
+    codes_are: int = NO_TABLE.value  # or NUMBERS or FLOATS: those of `table`
 
     @property
     def num_experts(self) -> int:
@@ -231,8 +315,15 @@ def pack_low_bit(weight: LowBitWeight, num_experts: int = 1) -> TritonLowBit:
     return TritonLowBit(
         weight.shape, words, by_group(weight.scale), None if offset is None else by_group(offset),
         weight.bits, weight.group_size, columns, weight.dtype, weight.table, weight.order, weight.quantizes_inputs,
-        weight.input_scale,
+        weight.input_scale, codes_are=_name_codes(weight.table),
     )  # fmt: skip
+
+
+def _name_codes(table: Tensor | None) -> int:
+    if table is None:
+        return NO_TABLE.value
+    floats = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=table.device)
+    return (FLOATS if torch.equal(table, floats) else NUMBERS).value
 
 
 def _arrange(codes: Tensor, bits: int) -> Tensor:

@@ -83,7 +83,7 @@ def widen(weight: TritonLowBit, dtype: torch.dtype) -> Tensor:
     offset = weight.scale if weight.offset is None else weight.offset
     _widen_kernel[(triton.cdiv(n, 64), weight.words.shape[2])](
         weight.words, weight.scale, offset, weight.scale if weight.table is None else weight.table, out,
-        N=n, K=weight.columns, GS=weight.group_size, BITS=weight.bits, BN=64, TABLE=weight.table is not None,
+        N=n, K=weight.columns, GS=weight.group_size, BITS=weight.bits, BN=64, TABLE=weight.codes_are,
         OFFSET=weight.offsets, num_warps=4,
     )  # fmt: skip
     return out

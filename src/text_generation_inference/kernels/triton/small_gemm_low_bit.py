@@ -20,11 +20,13 @@ from text_generation_inference.kernels.triton.gemv import GATES, gated
 from text_generation_inference.kernels.triton.launch import dependent_launch, wait_for_kernel_before
 from text_generation_inference.kernels.triton.low_bit_codes import (
     NATURAL,
+    NUMBERS,
     OFFSETS,
     PAIRED,
     ZERO_POINTS,
     TritonLowBit,
     generation_of,
+    lookup_of,
     rows_at,
     unpack,
 )
@@ -35,16 +37,19 @@ MAX_ROWS, MAX_ROWS_ON_HOPPER = 64, 512  # beyond, the library is faster with the
 
 
 @triton.jit
-def spread(groups, first, n, N: tl.constexpr, K: tl.constexpr, GS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+def spread(
+    groups, first, n, N: tl.constexpr, K: tl.constexpr, GS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    kind: tl.constexpr = tl.float32,
+):  # fmt: skip
     """Of the columns from `first` on the scales (or offsets) of their groups, `[BK, BN]`."""
     if BK % GS == 0:
         group = first // GS + tl.arange(0, BK // GS)
         last: tl.constexpr = (K - 1) // GS
-        found = tl.load(groups + tl.minimum(group, last)[:, None] * N + n[None, :]).to(tl.float32)
+        found = tl.load(groups + tl.minimum(group, last)[:, None] * N + n[None, :]).to(kind)
         return tl.reshape(tl.broadcast_to(found[:, None, :], (BK // GS, GS, BN)), (BK, BN))
     else:
         k = tl.minimum(first + tl.arange(0, BK), K - 1)
-        return tl.load(groups + (k // GS)[:, None] * N + n[None, :]).to(tl.float32)
+        return tl.load(groups + (k // GS)[:, None] * N + n[None, :]).to(kind)
 
 
 @triton.jit
@@ -87,12 +92,13 @@ def add_tile(
     precision: tl.constexpr = "ieee" if rows.dtype == tl.float32 else "tf32"
     ZEROS: tl.constexpr = OFFSET == ZERO_POINTS
     if SPREAD:
-        # Codes less their center are exact in any type, numbers of a table are not.
-        if TABLE:
-            tile = unpack(words, offset, table, BN, BITS, TABLE, ZEROS, tl.float32, ASM, COLUMNS)
-        else:
-            tile = unpack(words, offset, table, BN, BITS, TABLE, ZEROS, kind, ASM, COLUMNS).to(tl.float32)
-        tile *= spread(at_scale, first, n, N, K, GS, BK, BN)
+        # Codes less their center and floats of 4 bits are exact in any type. Their products with scales of the same
+        # type are rounded once, in it or in float32.
+        EXACT: tl.constexpr = kind if TABLE != NUMBERS else tl.float32
+        SAME: tl.constexpr = at_scale.dtype.element_ty == EXACT and OFFSET != OFFSETS
+        WIDTH: tl.constexpr = kind if SAME else tl.float32
+        tile = unpack(words, offset, table, BN, BITS, TABLE, ZEROS, EXACT, ASM, COLUMNS).to(WIDTH)
+        tile *= spread(at_scale, first, n, N, K, GS, BK, BN, WIDTH)
         if OFFSET == OFFSETS:
             tile -= spread(at_offset, first, n, N, K, GS, BK, BN)
         if SWAP:
@@ -179,6 +185,7 @@ def _small_gemm_kernel(
     ALL: tl.constexpr = 2 * N if GATE else N
     LAST: tl.constexpr = (K - 1) // GS
     WHOLE: tl.constexpr = K % BK == 0
+    table = lookup_of(table, TABLE, ASM)
     tile, split = tl.program_id(0), tl.program_id(1)
     n = tile * BN + tl.arange(0, BN)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -454,7 +461,7 @@ class SmallGemmLowBit:
             counters, x.stride(0), out.stride(0), rows, N=n, K=weight.columns, GS=weight.group_size, BITS=weight.bits,
             BM=tiling.bm, BN=tiling.bn, SPLITS=splits, STAGES=tiling.stages, UNROLL=tiling.unroll, ONE=one,
             IN_PAIRS=in_pairs, GATE=GATES.index(gate), ADD=add, BIAS=bias is not None,
-            TABLE=weight.table is not None, OFFSET=weight.offsets, ORDER=one and weight.order is not None,
+            TABLE=weight.codes_are, OFFSET=weight.offsets, ORDER=one and weight.order is not None,
             SPREAD=weight.spreads or scales_first, SWAP=tiling.swap, ASM=generation_of(x),
             DEPENDENT=dependent, WARPS=tiling.warps, COLUMNS=(PAIRED if tiling.paired else NATURAL).value,
             num_warps=tiling.warps, launch_pdl=dependent,
