@@ -23,6 +23,8 @@ from text_generation_inference.kernels.triton.gemv import choose_shape as gemv_s
 from text_generation_inference.kernels.triton.gemv_fp8 import Shape
 from text_generation_inference.kernels.triton.gemv_fp8 import choose_shape as gemv_fp8_shape
 from text_generation_inference.kernels.triton.latent import choose_tiles
+from text_generation_inference.kernels.triton.low_bit_codes import FLOATS
+from text_generation_inference.kernels.triton.low_bit_codes import NUMBERS as TABLE
 from text_generation_inference.kernels.triton.norms_rotary import gate_warps, heads_at_once
 from text_generation_inference.kernels.triton.row_low_bit import choose_warps
 from text_generation_inference.kernels.triton.small_gemm import TILINGS, SmallGemmTiling
@@ -287,7 +289,7 @@ def low_bit(
     values = {
         "N": 4096, "K": 4096, "GS": 128, "BITS": 4, "BM": tiling.bm, "BN": tiling.bn, "SPLITS": tiling.splits,
         "STAGES": tiling.stages, "UNROLL": tiling.unroll, "ONE": one, "IN_PAIRS": False, "GATE": int(one), "ADD": False, "BIAS": False,
-        "TABLE": False,
+        "TABLE": 0,
         "OFFSET": 0, "ORDER": False, "SPREAD": False, "SWAP": tiling.swap, "ASM": 0,
         "DEPENDENT": dependent, "WARPS": tiling.warps, "COLUMNS": int(tiling.paired), **changes,
     }  # fmt: skip
@@ -323,13 +325,13 @@ def few_rows_low_bit(rows: int, n: int, k: int, zeros: bool = False) -> tuple:
     return low_bit(tiling, dependent=rows <= 16, roomy=True, N=n, K=k, OFFSET=2 if zeros else 0)
 
 
-def experts_low_bit(bm: int) -> tuple:
+def experts_low_bit(bm: int, table: int = TABLE.value) -> tuple:
     types = {
-        **dict.fromkeys(("x", "bias", "out"), BF16), **LOW_BIT,
+        **dict.fromkeys(("x", "bias", "out"), BF16), **LOW_BIT, "scale": BF16,
         **dict.fromkeys(("columns", "order", "owners", "total"), "*i32"),
     }  # fmt: skip
     values = {
-        "N": 2880, "K": 2880, "GS": 32, "BITS": 4, "TOP_K": 4, "BM": bm, "BN": 64, "STAGES": 3, "GATE": 3, "TABLE": True,
+        "N": 2880, "K": 2880, "GS": 32, "BITS": 4, "TOP_K": 4, "BM": bm, "BN": 64, "STAGES": 3, "GATE": 3, "TABLE": table,
         "OFFSET": 0, "ORDER": False, "SPREAD": True, "BIAS": True, "BY_PAIR": bm == 16, "ASM": 0,
         "DEPENDENT": False,
     }  # fmt: skip
@@ -520,7 +522,9 @@ CASES = [
     low_bit(low_bit_tiling(1, 4096, 32, False, 132), one=True, IN_PAIRS=True, OFFSET=2),
     low_bit(low_bit_tiling(64, 4096, 32, False, 132, hopper=True), OFFSET=2, roomy=True),
     low_bit(low_bit_tiling(32, 4096, 64, True, 132), BITS=8, GS=4096, OFFSET=1),
-    low_bit(low_bit_tiling(64, 4096, 32, False, 132, hopper=True), GS=32, SPREAD=True, TABLE=True),
+    low_bit(low_bit_tiling(64, 4096, 32, False, 132, hopper=True), GS=32, SPREAD=True, TABLE=TABLE.value),
+    low_bit(low_bit_tiling(1, 4096, 32, False, 132), one=True, IN_PAIRS=True, GS=64, SPREAD=True, TABLE=TABLE.value),
+    low_bit(low_bit_tiling(64, 4096, 32, False, 132, hopper=True), GS=32, SPREAD=True, TABLE=FLOATS.value),
     low_bit(low_bit_tiling(128, 4096, 32, False, 132, hopper=True), roomy=True),
     low_bit(low_bit_tiling(256, 28672, 32, False, 132, hopper=True), roomy=True, SPREAD=True),
     few_rows_low_bit(64, 28672, 4096),
@@ -541,6 +545,8 @@ CASES = [
     row_low_bit(4096, 14336, zeros=True),
     row_low_bit(8192, 28672),
     experts_low_bit(16),
+    experts_low_bit(16, FLOATS.value),
+    experts_low_bit(64, FLOATS.value),
     (
         "low_bit_linear", "_widen_kernel", {**LOW_BIT, "out": BF16},
         {"N": 4096, "K": 4096, "GS": 128, "BITS": 4, "BN": 64, "TABLE": False, "OFFSET": True}, {"fast": True},
