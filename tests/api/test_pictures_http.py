@@ -5,15 +5,18 @@ The model is random; what it says of a prompt is what `transformers` says of it.
 
 import base64
 import io
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from select import select
 from typing import Any
 
 import httpx2 as httpx
+import msgspec
 import pytest
 from events import read_events
 from PIL import Image
@@ -55,6 +58,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         assert isinstance(self.server, Pictures)
         self.server.paths.append(self.path)
+        if self.path == "/silent.png":
+            self.connection.recv(1)  # until the other end goes
+            return
         data = {"/first.png": as_bytes(FIRST), "/large.png": b"x" * 2_000_000}.get(self.path, b"<html>")
         length = len(data) + 100 * (self.path == "/cut.png")
         self.send_response(404 if self.path == "/missing.png" else 200)
@@ -84,7 +90,7 @@ def seeing(oracle: Oracle) -> Iterator[Server]:
     running = Server(
         *("--model-id", str(oracle.folder), "--max-total-tokens", "700", "--max-batch-total-tokens", "2800"),
         *("--allow-private-media", "--max-image-fetch-size", "1000000", "--dtype", "float32"),
-        *("--max-concurrent-requests", "8"),
+        *("--max-concurrent-requests", "64", "--client-header", "x-caller"),
     )
     yield running
     assert running.metrics()["tgi_picture_held"] == 0
@@ -325,6 +331,25 @@ def test_a_client_that_leaves_holds_nothing(seeing: Server, client: httpx.Client
         list(threads.map(leave, range(6)))
     seeing.wait_for(lambda: seeing.metrics()["tgi_picture_held"] == 0, "pictures to be given back")
     assert generate(client, f"![]({as_data(FIRST)})?", best_of=2, do_sample=True)
+
+
+def test_slow_urls_of_one_client_leave_room_for_others(
+    client: httpx.Client, seeing: Server, oracle: Oracle, web: Pictures
+) -> None:
+    """1280 pictures that nobody sends: whoever asks for them is refused beyond three quarters of what may be loaded."""
+    body = msgspec.json.encode({"inputs": f"![]({web.url}/silent.png)" * 32})
+    head = f"POST /generate HTTP/1.1\r\nHost: a\r\nX-Caller: flood\r\nContent-Length: {len(body)}\r\n"
+    with ExitStack() as opened:
+        flood = [opened.enter_context(socket.create_connection(("127.0.0.1", seeing.port))) for _ in range(40)]
+        for connection in flood:
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        seeing.wait_for(lambda: len(select(flood, [], [], 0)[0]) >= 8, "some to be refused")
+        for source in (as_data(FIRST), f"{web.url}/first.png"):
+            expected = oracle.generate([FIRST, "What?"], NUM_NEW).token_ids
+            assert generate(client, f"![]({source})What?") == expected
+        answered = select(flood, [], [], 0)[0]
+        assert len(answered) == 16
+        assert all(connection.recv(1000).startswith(b"HTTP/1.1 429 ") for connection in answered)
 
 
 def test_what_is_told(client: httpx.Client, seeing: Server) -> None:

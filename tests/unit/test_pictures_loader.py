@@ -160,14 +160,16 @@ def test_one_bad_picture_fails_all_of_its_request(pictures: PictureLoader, sourc
     assert pictures.counts.refused == refused + 1
 
 
-def test_numbers_are_limited(pictures: PictureLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValidationError, match=r"^At most 4 image\(s\) may be provided in one prompt\.$"):
-        asyncio.run(pictures.load([GOOD] * 5))
+def test_numbers_are_limited(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module, "MAX_UNDER_WAY", 3)
+    loader = PictureLoader(ServerConfig(max_images_per_request=4), model, tmp_path)
+    with pytest.raises(ValidationError, match=r"^At most 4 image\(s\) may be provided in one prompt\.$"):
+        asyncio.run(loader.load([GOOD] * 5))
     with pytest.raises(OverloadedError, match="too many pictures"):
-        asyncio.run(pictures.load([GOOD] * 4))
-    found = asyncio.run(pictures.load([GOOD] * 3))
-    pictures.release(picture.digest for picture in found)
+        asyncio.run(loader.load([GOOD] * 4))
+    assert len(asyncio.run(loader.load([GOOD] * 3))) == 3
+    assert loader.num_under_way == 0
+    loader.close()
 
 
 def test_who_goes_away_leaves_nothing(pictures: PictureLoader) -> None:

@@ -11,6 +11,7 @@ import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from text_generation_inference.errors import OverloadedError, ValidationError
@@ -24,6 +25,7 @@ from text_generation_inference.pictures.address import (
     parse_address,
 )
 from text_generation_inference.pictures.http_get import AnswerHead, AnswerReading, BadAnswerError, write_request
+from text_generation_inference.pictures.shared_room import SharedRoom
 
 log = logging.getLogger("text_generation_inference.pictures")
 
@@ -37,6 +39,12 @@ Resolve = Callable[[str, int], Awaitable[list[IpAddress]]]
 Turn = Callable[[], AbstractAsyncContextManager[None]]  # wait for one, and have it for as long as the context lasts
 
 
+@dataclass(slots=True)
+class _TakenBody:
+    caller: str
+    data: bytearray = field(default_factory=bytearray)
+
+
 class Fetcher:
     def __init__(
         self,
@@ -46,22 +54,29 @@ class Fetcher:
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
         turn: Turn | None = None,
+        caller: Callable[[], str] | None = None,
     ) -> None:
-        """`max_bytes`: of one picture; `timeout_s`: for one, from its name to its last byte; `turn`: who is next."""
+        """`max_bytes`: of one picture; `timeout_s`: for one, from its name to its last byte; `turn`: who is next;
+        `caller`: whose picture it is."""
         self._policy = policy
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._resolve = resolve or self._ask_system
         self._tls = tls
         self._slots = asyncio.Semaphore(MAX_AT_ONCE)
         self._turn = turn or self._slot
-        self.num_bytes = 0  # of bodies that somebody has
+        self._room = SharedRoom(MAX_BYTES_AT_ONCE, caller)
         # Threads of our own: names that nobody answers for hold up nobody else's work.
         self._threads = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="resolve")
+
+    @property
+    def num_bytes(self) -> int:
+        """Of bodies that somebody has."""
+        return self._room.used
 
     @asynccontextmanager
     async def fetch(self, url: str) -> AsyncGenerator[bytearray]:
         """The bytes at a URL, for as long as the context lasts. Raises `ValidationError` with TGI's texts."""
-        body = bytearray()
+        body = _TakenBody(self._room.caller())
         try:
             async with self._turn():
                 try:
@@ -71,9 +86,9 @@ class Fetcher:
                     raise ValidationError(
                         f"Could not fetch image: it took longer than {self._timeout_s:g} seconds"
                     ) from None
-            yield body
+            yield body.data
         finally:
-            self.num_bytes -= len(body)
+            self._room.give_back(body.caller, len(body.data))
 
     @asynccontextmanager
     async def _slot(self) -> AsyncGenerator[None]:
@@ -91,7 +106,7 @@ class Fetcher:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _follow(self, url: str, body: bytearray) -> None:
+    async def _follow(self, url: str, body: _TakenBody) -> None:
         try:
             address = parse_address(url)
             for _ in range(MAX_REDIRECTS + 1):
@@ -109,7 +124,7 @@ class Fetcher:
             raise ValidationError(f"Could not fetch image: {what}") from None
         raise ValidationError(f"Could not fetch image: there are more than {MAX_REDIRECTS} redirects")
 
-    async def _get(self, address: MediaAddress, body: bytearray) -> str | None:
+    async def _get(self, address: MediaAddress, body: _TakenBody) -> str | None:
         """Ask one server. Where it redirects to, or None: the body is there."""
         self._policy.check_host(address)
         answers = [address.ip] if address.ip is not None else await self._resolve(address.host, address.port)
@@ -143,13 +158,12 @@ class Fetcher:
         if answer.length is not None and answer.length > self._max_bytes:
             raise too_large(answer.length, self._max_bytes)
 
-    def _take(self, body: bytearray, part: bytes) -> None:
-        if len(body) + len(part) > self._max_bytes:
-            raise too_large(len(body) + len(part), self._max_bytes)
-        if self.num_bytes + len(part) > MAX_BYTES_AT_ONCE:
+    def _take(self, body: _TakenBody, part: bytes) -> None:
+        if len(body.data) + len(part) > self._max_bytes:
+            raise too_large(len(body.data) + len(part), self._max_bytes)
+        if not self._room.try_take(body.caller, len(part)):
             raise OverloadedError("too many bytes of pictures are being fetched")
-        body += part
-        self.num_bytes += len(part)
+        body.data += part
 
     async def _dial(
         self, address: MediaAddress, answers: list[IpAddress]
