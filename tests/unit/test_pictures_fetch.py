@@ -57,7 +57,7 @@ def make(allow_private: bool = True, max_bytes: int = 1 << 20, timeout_s: float 
 
 async def get(fetcher: Fetcher, url: str) -> bytes:
     try:
-        async with fetcher.fetch(url) as data:
+        async with fetcher.fetch(url) as (data,):
             return bytes(data)
     finally:
         assert fetcher.num_bytes == 0  # nothing stays taken
@@ -196,6 +196,44 @@ def test_redirects_share_the_deadline() -> None:
         writer.write(b"HTTP/1.1 302 Found\r\nLocation: /next\r\n\r\n")
 
     assert run_with(hop, timeout_s=0.4) == "Could not fetch image: it took longer than 0.4 seconds"
+
+
+def test_what_belongs_together_is_one_picture_to_all_limits() -> None:
+    """Frames of a video: so many bytes together, one deadline, one turn."""
+    turns = 0
+
+    @asynccontextmanager
+    async def turn() -> AsyncIterator[None]:
+        nonlocal turns
+        turns += 1
+        yield
+
+    async def late(_: bytes, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.1)
+        writer.write(HEAD + b"\r\nxyz")
+
+    async def run(count: int, **settings) -> list[bytes] | str:
+        async with server(late) as (url, seen):
+            fetcher = make(turn=turn, **settings)
+            try:
+                async with fetcher.fetch(*[url] * count) as bodies:
+                    assert fetcher.num_bytes == 3 * count
+                    return [bytes(body) for body in bodies]
+            except ValidationError as error:
+                return f"{error}, asked for {len(seen)}"
+            finally:
+                assert fetcher.num_bytes == 0
+                fetcher.close()
+
+    assert asyncio.run(run(3)) == [b"xyz"] * 3
+    assert turns == 1
+    assert asyncio.run(run(3, max_bytes=9)) == [b"xyz"] * 3
+    refused = "Image size 12 bytes exceeds maximum allowed size of 9 bytes, asked for 4"
+    assert asyncio.run(run(5, max_bytes=9)) == refused
+    found = asyncio.run(run(100, timeout_s=0.35))
+    assert isinstance(found, str)
+    assert found.startswith("Could not fetch image: it took longer than 0.35 seconds, asked for ")
+    assert int(found.split()[-1]) <= 4
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])

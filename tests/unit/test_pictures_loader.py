@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from text_generation_inference.pictures.frames import PreparedPicture
 from text_generation_inference.pictures.loader import PictureLoader
 from text_generation_inference.pictures.rules import find_rule
 from text_generation_inference.pictures.store import PictureStore
+from text_generation_inference.types import VideoSource
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +49,13 @@ def pictures(shared: PictureLoader) -> Iterator[PictureLoader]:
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
-    """Serves a picture at any path, of the seed that the path is."""
+    """Serves a picture at any path, of the seed that the path ends in; under /late/ after a while."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            data = encoded(noise(int(self.path[1:])))
+            if "late" in self.path:
+                time.sleep(0.3)
+            data = encoded(noise(int(self.path.rpartition("/")[2])))
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.send_header("Content-Type", "text/html")  # which nobody looks at
@@ -169,6 +173,31 @@ def test_numbers_are_limited(model: Path, tmp_path: Path, monkeypatch: pytest.Mo
         asyncio.run(loader.load([GOOD] * 4))
     assert len(asyncio.run(loader.load([GOOD] * 3))) == 3
     assert loader.num_under_way == 0
+    loader.close()
+
+
+def test_frames_by_url_are_limited(model: Path, tmp_path: Path, site: str) -> None:
+    """All of a request's URLs count, and frames of a video have one deadline; frames as data are not concerned."""
+    config = ServerConfig(max_images_per_request=4, allow_private_media=True, image_fetch_timeout=0.5)
+    loader = PictureLoader(config, model, tmp_path)
+    for sources, given in (
+        ([VideoSource([f"{site}/1"] * 5)], 5),
+        ([VideoSource([GOOD, f"{site}/1", f"{site}/2"]), VideoSource([f"{site.upper()}/1"] * 2), f"{site}/3"], 5),
+        ([VideoSource([f"{site}/1"] * 100_000)], 512),
+    ):
+        with pytest.raises(
+            ValidationError, match=rf"frames of each `video` included\. Given: {given} URLs\. Send frames"
+        ):
+            asyncio.run(loader.load(sources))
+    assert loader.counts.fetched == 0
+    started = time.monotonic()
+    with pytest.raises(ValidationError, match=r"^Could not fetch image: it took longer than 0\.5 seconds$"):
+        asyncio.run(loader.load([VideoSource([f"{site}/late/{number}" for number in range(4)])]))
+    assert time.monotonic() - started < 1.0  # four of them take 1.2 seconds
+    for frames in ([f"{site}/{number}" for number in range(4)], [GOOD] * 500):
+        with pytest.raises(ValidationError, match="^this model takes no videos"):  # they were all there
+            asyncio.run(loader.load([VideoSource(frames)]))
+    assert loader.counts.fetched == 4
     loader.close()
 
 

@@ -40,9 +40,12 @@ Turn = Callable[[], AbstractAsyncContextManager[None]]  # wait for one, and have
 
 
 @dataclass(slots=True)
-class _TakenBody:
+class _Taken:
+    """Of the room for bytes, and what is there instead."""
+
     caller: str
-    data: bytearray = field(default_factory=bytearray)
+    num_bytes: int = 0
+    bodies: list[bytearray] = field(default_factory=list[bytearray])
 
 
 class Fetcher:
@@ -57,7 +60,8 @@ class Fetcher:
         caller: Callable[[], str] | None = None,
     ) -> None:
         """`max_bytes`: of one picture; `timeout_s`: for one, from its name to its last byte; `turn`: who is next;
-        `caller`: whose picture it is."""
+        `caller`: whose picture it is. A video is one picture.
+        """
         self._policy = policy
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._resolve = resolve or self._ask_system
@@ -74,21 +78,25 @@ class Fetcher:
         return self._room.used
 
     @asynccontextmanager
-    async def fetch(self, url: str) -> AsyncGenerator[bytearray]:
-        """The bytes at a URL, for as long as the context lasts. Raises `ValidationError` with TGI's texts."""
-        body = _TakenBody(self._room.caller())
+    async def fetch(self, *urls: str) -> AsyncGenerator[list[bytearray]]:
+        """What is at URLs that belong together, for as long as the context lasts. Raises `ValidationError` with TGI's
+        texts. They are one picture to all limits: one turn, one deadline, so many bytes together.
+        """
+        taken = _Taken(self._room.caller())
         try:
             async with self._turn():
                 try:
                     async with asyncio.timeout(self._timeout_s):
-                        await self._follow(url, body)
+                        for url in urls:
+                            taken.bodies.append(bytearray())
+                            await self._follow(url, taken)
                 except TimeoutError:
                     raise ValidationError(
                         f"Could not fetch image: it took longer than {self._timeout_s:g} seconds"
                     ) from None
-            yield body.data
+            yield taken.bodies
         finally:
-            self._room.give_back(body.caller, len(body.data))
+            self._room.give_back(taken.caller, taken.num_bytes)
 
     @asynccontextmanager
     async def _slot(self) -> AsyncGenerator[None]:
@@ -106,11 +114,11 @@ class Fetcher:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _follow(self, url: str, body: _TakenBody) -> None:
+    async def _follow(self, url: str, taken: _Taken) -> None:
         try:
             address = parse_address(url)
             for _ in range(MAX_REDIRECTS + 1):
-                location = await self._get(address, body)
+                location = await self._get(address, taken)
                 if location is None:
                     return
                 address = join_address(address, location)
@@ -124,7 +132,7 @@ class Fetcher:
             raise ValidationError(f"Could not fetch image: {what}") from None
         raise ValidationError(f"Could not fetch image: there are more than {MAX_REDIRECTS} redirects")
 
-    async def _get(self, address: MediaAddress, body: _TakenBody) -> str | None:
+    async def _get(self, address: MediaAddress, taken: _Taken) -> str | None:
         """Ask one server. Where it redirects to, or None: the body is there."""
         self._policy.check_host(address)
         answers = [address.ip] if address.ip is not None else await self._resolve(address.host, address.port)
@@ -142,7 +150,7 @@ class Fetcher:
                 return answer.location.decode()
             self._check(answer)
             try:
-                await reading.read_body(lambda part: self._take(body, part))
+                await reading.read_body(lambda part: self._take(taken, part))
             except (BadAnswerError, OSError) as error:
                 why = error if isinstance(error, BadAnswerError) else "the connection failed"
                 raise ValidationError(f"Failed to read image data: {why}") from None
@@ -158,12 +166,14 @@ class Fetcher:
         if answer.length is not None and answer.length > self._max_bytes:
             raise too_large(answer.length, self._max_bytes)
 
-    def _take(self, body: _TakenBody, part: bytes) -> None:
-        if len(body.data) + len(part) > self._max_bytes:
-            raise too_large(len(body.data) + len(part), self._max_bytes)
-        if not self._room.try_take(body.caller, len(part)):
+    def _take(self, taken: _Taken, part: bytes) -> None:
+        num_bytes = taken.num_bytes + len(part)
+        if num_bytes > self._max_bytes:
+            raise too_large(num_bytes, self._max_bytes)
+        if not self._room.try_take(taken.caller, len(part)):
             raise OverloadedError("too many bytes of pictures are being fetched")
-        body.data += part
+        taken.num_bytes = num_bytes
+        taken.bodies[-1] += part
 
     async def _dial(
         self, address: MediaAddress, answers: list[IpAddress]

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 from PIL import Image
@@ -130,7 +130,7 @@ class PictureLoader:
         """The same for a program without an event loop, which may also name files and have pictures of its own."""
         if self._loop is None:
             self._loop = _LoopThread()
-        self._check_number(len(sources))
+        self._check_number(sources)
         return self._loop.run(self._load([self._open_local(source) for source in sources]))
 
     def release(self, digests: Iterable[str]) -> None:
@@ -148,7 +148,7 @@ class PictureLoader:
         self.store.close()
 
     async def _load(self, sources: "Sequence[str | bytes | _Pixels | VideoSource]") -> list[LoadedPicture]:
-        self._check_number(len(sources))
+        self._check_number(sources)
         places = self._take_room(len(sources))
         tasks = [asyncio.create_task(self._load_one(*each)) for each in zip(sources, places, strict=True)]
         for task, place in zip(tasks, places, strict=True):
@@ -177,9 +177,15 @@ class PictureLoader:
         if not task.cancelled() and task.exception() is None:
             self.release([task.result().digest])
 
-    def _check_number(self, num_pictures: int) -> None:
-        if num_pictures > self._max_pictures:
+    def _check_number(self, sources: Sequence[object]) -> None:
+        if len(sources) > self._max_pictures:
             raise ValidationError(f"At most {self._max_pictures} image(s) may be provided in one prompt.")
+        num_urls = sum(map(_count_urls, sources))
+        if num_urls > self._max_pictures:
+            raise ValidationError(
+                f"At most {self._max_pictures} image(s) of one prompt may be fetched, frames of each `video` included."
+                f" Given: {num_urls} URLs. Send frames as data"
+            )
 
     async def _load_one(self, source: "str | bytes | _Pixels | VideoSource", place: ExitStack) -> LoadedPicture:
         prepared = await self._find(source, place)
@@ -199,10 +205,12 @@ class PictureLoader:
         sources, is_animation = await self._aside(_DONE_AT_ONCE + 1, lambda: split_video(video))
         if not sources or len(sources) > MAX_FRAMES:
             raise ValidationError(f"a video must have 1 to {MAX_FRAMES} frames. Given: {len(sources)}")
+        urls = [source for source in sources if _is_url(source)]
+        bodies = await self._fetch(urls, held) if urls else []
         frames: list[FrameJob] = []
         data = bytearray()
         for source in sources:
-            job, part = await self._bytes_of(source, held)
+            job, part = (PictureJob(""), bodies.pop(0)) if _is_url(source) else await self._read(source)
             frames.append(FrameJob(len(part), job.format, job.is_base64, job.size))
             data += part
             if len(data) > self._max_bytes:
@@ -213,23 +221,31 @@ class PictureLoader:
         self, source: str | bytes | _Pixels, held: AsyncExitStack
     ) -> tuple[PictureJob, bytes | bytearray]:
         """What is fetched is there for as long as `held` lasts."""
+        if _is_url(source):
+            (data,) = await self._fetch([source], held)
+            return PictureJob(""), data
+        return await self._read(source)
+
+    async def _read(self, source: str | bytes | _Pixels) -> tuple[PictureJob, bytes | bytearray]:
+        """What nothing is fetched for."""
         if isinstance(source, _Pixels):
             return PictureJob("", size=source.size), source.data
         if isinstance(source, bytes):
             return PictureJob(""), source
-        if source.startswith("data:"):
-            uri = await self._aside(len(source), lambda: parse_data_uri(source))
-            return PictureJob("", uri.format, is_base64=True), uri.data
-        if not source.lower().startswith(("http://", "https://")):
+        if not source.startswith("data:"):
             raise invalid_content(source)
+        uri = await self._aside(len(source), lambda: parse_data_uri(source))
+        return PictureJob("", uri.format, is_base64=True), uri.data
+
+    async def _fetch(self, urls: Sequence[str], held: AsyncExitStack) -> list[bytearray]:
         if not self._fetches:
             raise ValidationError("Could not fetch image: this server fetches none. Send it as a data URI")
         started = time.perf_counter()
-        data = await held.enter_async_context(self._fetcher.fetch(source))
-        self._counts.fetched += 1
-        self._counts.fetched_bytes += len(data)
+        bodies = await held.enter_async_context(self._fetcher.fetch(*urls))
+        self._counts.fetched += len(urls)
+        self._counts.fetched_bytes += sum(map(len, bodies))
         self._counts.fetch_seconds += time.perf_counter() - started
-        return PictureJob(""), data
+        return bodies
 
     async def _prepare(self, job: PictureJob, data: bytes | bytearray, held: AsyncExitStack) -> PreparedPicture:
         """From the books, or by a worker, which has what is held until it is done, whoever goes away.
@@ -292,7 +308,7 @@ class PictureLoader:
             check_size(*source.size, self._max_pixels)
             image = to_rgb(source.copy())
             return _Pixels(image.size, image.tobytes())
-        if isinstance(source, str) and not source.lower().startswith(("http://", "https://", "data:")):
+        if isinstance(source, str) and not _is_url(source) and not source[:5].lower().startswith("data:"):
             source = Path(source)
         if isinstance(source, Path):
             try:
@@ -330,6 +346,17 @@ class _LoopThread:
 def num_decoders(config: ServerConfig) -> int:
     """Pictures that are decoded at a time."""
     return config.image_workers or max(_LEAST_WORKERS, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 2))
+
+
+def _is_url(source: object) -> TypeGuard[str]:
+    """Whether a picture is to be fetched."""
+    return isinstance(source, str) and source[:8].lower().startswith(("http://", "https://"))
+
+
+def _count_urls(source: object) -> int:
+    """In a request. A video with too many frames is refused for that."""
+    frames = source.frames[:MAX_FRAMES] if isinstance(source, VideoSource) else [source]
+    return sum(map(_is_url, frames))
 
 
 async def _run(threads: ThreadPoolExecutor, function: Callable[[], Result]) -> Result:
