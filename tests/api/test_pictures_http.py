@@ -7,6 +7,7 @@ import base64
 import io
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -352,6 +353,41 @@ def test_slow_urls_of_one_client_leave_room_for_others(
         assert all(connection.recv(1000).startswith(b"HTTP/1.1 429 ") for connection in answered)
 
 
+def test_salts_keep_pictures_apart(client: httpx.Client, seeing: Server) -> None:
+    """Decoded and computed once for each salt, whichever route it comes by: the time tells nothing of others."""
+    picture, number = as_data(draw(70, 40, seed=77)), 0
+
+    def send(salt: str | None, path: str = "/generate") -> tuple[float, float]:
+        """What is decoded for it, and what is known. Prompts differ, so that no prefix is found."""
+        nonlocal number
+        number += 1
+        before = seeing.metrics()
+        if "chat" in path:
+            messages = [{"role": "user", "content": [text(f"{number}"), image(picture)]}]
+            body: dict[str, Any] = {"messages": messages, "max_tokens": 1, "cache_salt": salt}
+        else:
+            body = {"inputs": f"{number}![]({picture})?", "parameters": {"max_new_tokens": 1, "cache_salt": salt}}
+        client.post(path, json=body).raise_for_status()
+        after = seeing.metrics()
+        kept, hits = (after[name] - before[name] for name in ("tgi_picture_kept", "tgi_picture_hits"))
+        return kept, hits
+
+    def num_encoded() -> float:
+        return seeing.metrics().get("tgi_picture_encoded", 0)
+
+    time.sleep(2)  # engines tell it twice a second
+    encoded = num_encoded()
+    for salt in (None, "one", "two"):
+        assert send(salt) == (1, 0)
+        assert send(salt) == (0, 1)
+    assert send("one", "/v1/chat/completions") == (0, 1)
+    assert send("three", "/v1/chat/completions") == (1, 0)
+    for path in ("/tokenize", "/chat_tokenize"):
+        assert send("three", path) == (0, 1)
+        assert send(f"four {path}", path) == (1, 0)
+    seeing.wait_for(lambda: num_encoded() == encoded + 4, "one computation for each salt")
+
+
 def test_what_is_told(client: httpx.Client, seeing: Server) -> None:
     paths = client.get("/api-doc/openapi.json").json()["paths"]
     for path in ("/generate", "/v1/chat/completions"):  # examples of the page at /docs work as they are
@@ -501,6 +537,11 @@ def test_llm(oracle: Oracle, web: Pictures, tmp_path: Path) -> None:
         both = oracle.generate(["a ", FIRST, " b", SECOND], NUM_NEW).token_ids
         assert [one.token_ids for one in batch[:2]] == [expected, both] and not batch[2].error
         assert [token.id for token in llm.stream("What?", params, images=[FIRST])] == expected
+        num_files = len(list(folder.iterdir()))
+        salted = llm.generate("What?", params, images=[FIRST], cache_salt="mine")[0]
+        streamed = llm.stream("What?", params, images=[FIRST], cache_salt="yours")
+        assert salted.token_ids == [token.id for token in streamed] == expected
+        assert len(list(folder.iterdir())) == num_files + 2
         content = [{"type": "image", "image": FIRST}, {"type": "text", "text": "What?"}, image(as_data(SECOND))]
         chatted = llm.chat([{"role": "user", "content": content}], params)
         assert chatted.prompt_token_ids == oracle.ids(["user: ", FIRST, "What?", SECOND, "assistant:"])

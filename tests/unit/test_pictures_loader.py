@@ -281,6 +281,33 @@ def test_settings_of_the_family_are_part_of_a_digest(model: Path, tmp_path: Path
     assert len(set(digests)) == 3
 
 
+def test_salts_keep_pictures_apart(pictures: PictureLoader) -> None:
+    """A file and a name for each; what is known of one tells nothing about another."""
+
+    async def load(salt: str, number: int = 1) -> tuple[set[str], int]:
+        before = pictures.counts.hits
+        uri = as_uri(encoded(noise(900)))
+        loaded = await asyncio.gather(*(pictures.load([uri], salt) for _ in range(number)))
+        digests = [picture.digest for (picture,) in loaded]
+        pictures.release(digests)
+        return set(digests), pictures.counts.hits - before
+
+    async def run() -> None:
+        files = len(pictures.store)
+        salts = ["", "one", "two", "('one'", "one"]
+        found = [await load(salt) for salt in salts]
+        assert [hits for _, hits in found] == [0, 0, 0, 0, 1]
+        digests = [digest for (digest,), _ in found]
+        assert len(set(digests)) == 4 and digests[1] == digests[4]
+        assert all(len(digest) == 64 and int(digest, 16) for digest in digests)
+        assert len(pictures.store) == files + 4
+        assert len({(pictures.store.folder / digest).read_bytes() for digest in digests}) == 1
+        at_once = await asyncio.gather(*(load(salt, 3) for salt in ("three", "four")))
+        assert [len(digests) for digests, _ in at_once] == [1, 1] and at_once[0] != at_once[1]
+
+    asyncio.run(run())
+
+
 # -- the store ------------------------------------------------------------------------------------------------------
 
 

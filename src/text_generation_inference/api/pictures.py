@@ -72,14 +72,17 @@ class Pictures:
         loader = PictureLoader(config, folder, pixels, *_turns(config, metrics), current_caller.get)
         return cls(rule, tokenizer, loader)
 
-    async def see(self, prompt: str | PicturePrompt, field: str, holder: Holder) -> SeenPrompt:
-        """Load what a prompt shows. In a text, pictures are Markdown. Raises what is wrong with it, before fetching."""
+    async def see(self, prompt: str | PicturePrompt, field: str, holder: Holder, salt: str) -> SeenPrompt:
+        """Load what a prompt shows. In a text, pictures are Markdown. Raises what is wrong with it, before fetching.
+
+        What is kept of pictures is shared between requests of the same salt.
+        """
         if isinstance(prompt, str):
             prompt = split_markdown(prompt)
         prompt.check(self.words, field)
         if not prompt.sources:
             return SeenPrompt(prompt.texts, [])
-        found = await self.loader.load(prompt.sources)
+        found = await self.loader.load(prompt.sources, salt)
         holder.hold([picture.digest for picture in found])
         return SeenPrompt(prompt.texts, found)
 

@@ -122,16 +122,21 @@ class PictureLoader:
         """Pictures that are fetched, wait or are decoded."""
         return self._room.used
 
-    async def load(self, sources: Sequence[str | VideoSource]) -> list[LoadedPicture]:
-        """Pictures and videos by URL or data URI, in order: all of them, or what is wrong with one is raised."""
-        return await self._load(sources)
+    async def load(self, sources: Sequence[str | VideoSource], salt: str = "") -> list[LoadedPicture]:
+        """Pictures and videos by URL or data URI, in order: all of them, or what is wrong with one is raised.
 
-    def load_sync(self, sources: Sequence[str | bytes | Path | Image.Image | VideoSource]) -> list[LoadedPicture]:
+        Nothing of a picture is shared between different salts: neither its file nor, by its digest, its features.
+        """
+        return await self._load(sources, salt)
+
+    def load_sync(
+        self, sources: Sequence[str | bytes | Path | Image.Image | VideoSource], salt: str = ""
+    ) -> list[LoadedPicture]:
         """The same for a program without an event loop, which may also name files and have pictures of its own."""
         if self._loop is None:
             self._loop = _LoopThread()
         self._check_number(sources)
-        return self._loop.run(self._load([self._open_local(source) for source in sources]))
+        return self._loop.run(self._load([self._open_local(source) for source in sources], salt))
 
     def release(self, digests: Iterable[str]) -> None:
         """Of pictures that were loaded, each as often as it was: the request that needed them has ended."""
@@ -147,10 +152,10 @@ class PictureLoader:
             self._loop.close()
         self.store.close()
 
-    async def _load(self, sources: "Sequence[str | bytes | _Pixels | VideoSource]") -> list[LoadedPicture]:
+    async def _load(self, sources: "Sequence[str | bytes | _Pixels | VideoSource]", salt: str) -> list[LoadedPicture]:
         self._check_number(sources)
         places = self._take_room(len(sources))
-        tasks = [asyncio.create_task(self._load_one(*each)) for each in zip(sources, places, strict=True)]
+        tasks = [asyncio.create_task(self._load_one(*each, salt)) for each in zip(sources, places, strict=True)]
         for task, place in zip(tasks, places, strict=True):
             task.add_done_callback(lambda _, place=place: place.close())  # one that was cancelled before it began
         try:
@@ -187,18 +192,20 @@ class PictureLoader:
                 f" Given: {num_urls} URLs. Send frames as data"
             )
 
-    async def _load_one(self, source: "str | bytes | _Pixels | VideoSource", place: ExitStack) -> LoadedPicture:
-        prepared = await self._find(source, place)
+    async def _load_one(
+        self, source: "str | bytes | _Pixels | VideoSource", place: ExitStack, salt: str
+    ) -> LoadedPicture:
+        prepared = await self._find(source, place, salt)
         self._counts.loaded += 1
         self._counts.pixels += prepared.width * prepared.height
         return LoadedPicture(prepared.digest, prepared.layout, prepared.width, prepared.height)
 
-    async def _find(self, source: str | bytes | _Pixels | VideoSource, place: ExitStack) -> PreparedPicture:
+    async def _find(self, source: str | bytes | _Pixels | VideoSource, place: ExitStack, salt: str) -> PreparedPicture:
         async with AsyncExitStack() as held:  # room among the pictures, and among the bytes
             held.enter_context(place.pop_all())
             if isinstance(source, VideoSource):
-                return await self._prepare(*await self._gather(source, held), held)
-            return await self._prepare(*await self._bytes_of(source, held), held)
+                return await self._prepare(*await self._gather(source, held), held, salt)
+            return await self._prepare(*await self._bytes_of(source, held), held, salt)
 
     async def _gather(self, video: VideoSource, held: AsyncExitStack) -> tuple[PictureJob, bytearray]:
         """All frames of a video, one after the other."""
@@ -247,18 +254,20 @@ class PictureLoader:
         self._counts.fetch_seconds += time.perf_counter() - started
         return bodies
 
-    async def _prepare(self, job: PictureJob, data: bytes | bytearray, held: AsyncExitStack) -> PreparedPicture:
+    async def _prepare(
+        self, job: PictureJob, data: bytes | bytearray, held: AsyncExitStack, salt: str
+    ) -> PreparedPicture:
         """From the books, or by a worker, which has what is held until it is done, whoever goes away.
 
         Requests that come with the same bytes at once wait for one.
         """
-        source = await self._digest(job, data)
+        source = await self._digest(job, data, salt)
         is_known = True
         while (prepared := self.store.acquire(source)) is None:
             is_known = False
             task = self._under_way.get(source)
             if task is None:
-                task = asyncio.create_task(self._work(source, job, data, held.pop_all()))
+                task = asyncio.create_task(self._work(source, job, data, held.pop_all(), salt))
                 self._under_way[source] = task
                 task.add_done_callback(lambda task: self._forget(source, task))
             await asyncio.shield(task)  # whoever goes away takes nothing from the others
@@ -270,7 +279,9 @@ class PictureLoader:
         if not task.cancelled():
             task.exception()  # seen, also if all who wanted to know have gone away
 
-    async def _work(self, source: bytes, job: PictureJob, data: bytes | bytearray, held: AsyncExitStack) -> None:
+    async def _work(
+        self, source: bytes, job: PictureJob, data: bytes | bytearray, held: AsyncExitStack, salt: str
+    ) -> None:
         path = self.store.name_new()
         job = msgspec.structs.replace(job, output=str(path))
         started = time.perf_counter()
@@ -278,16 +289,16 @@ class PictureLoader:
             try:
                 async with self._decode_turn():
                     prepared = await _run(self._waiting, lambda: self.pool.prepare(job, data))
-                self.store.add(source, prepared, path)
+                self.store.add(source, _salted(prepared, salt), path)
             finally:
                 self.store.discard(path)
                 self._counts.prepare_seconds += time.perf_counter() - started
 
-    async def _digest(self, job: PictureJob, data: bytes | bytearray) -> bytes:
-        """Of bytes and of what they are said to be."""
+    async def _digest(self, job: PictureJob, data: bytes | bytearray, salt: str) -> bytes:
+        """Of bytes, of what they are said to be, and of who shares them."""
 
         def compute() -> bytes:
-            about = (job.format, job.is_base64, job.size, job.frames, job.is_animation, job.fps)
+            about = (job.format, job.is_base64, job.size, job.frames, job.is_animation, job.fps, salt)
             digest = hashlib.sha256(repr(about).encode() + b"\0")
             digest.update(data)
             return digest.digest()
@@ -346,6 +357,14 @@ class _LoopThread:
 def num_decoders(config: ServerConfig) -> int:
     """Pictures that are decoded at a time."""
     return config.image_workers or max(_LEAST_WORKERS, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 2))
+
+
+def _salted(prepared: PreparedPicture, salt: str) -> PreparedPicture:
+    """A digest of its own for each salt. Workers know none: what a hostile file makes of one cannot tell it."""
+    if not salt:
+        return prepared
+    digest = hashlib.sha256(repr((salt, prepared.digest)).encode()).hexdigest()
+    return msgspec.structs.replace(prepared, digest=digest)
 
 
 def _is_url(source: object) -> TypeGuard[str]:
