@@ -6,8 +6,10 @@ import http.server
 import stat
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from text_generation_inference.config import ServerConfig, decoder_environment
 from text_generation_inference.errors import OverloadedError, ValidationError
 from text_generation_inference.files import read_json_object
 from text_generation_inference.pictures import loader as loader_module
+from text_generation_inference.pictures import store as store_module
 from text_generation_inference.pictures.decode import decode
 from text_generation_inference.pictures.folder import bytes_to_keep, make_picture_folder
 from text_generation_inference.pictures.frames import PreparedPicture
@@ -340,6 +343,48 @@ def test_least_recently_used_files_go_first(tmp_path: Path) -> None:
     store.release([digests[0]])
     put(store, 5, num_bytes=21)
     assert len(store) == 1
+
+
+def test_the_number_of_files_is_limited(tmp_path: Path) -> None:
+    store = PictureStore(tmp_path, 1000, max_files=3)
+    digests = [put(store, number) for number in range(3)]
+    assert store.acquire(b"\0") is not None
+    put(store, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {digests[0], digests[2], prepared(3).digest}
+    assert store.acquire(b"\2") is not None and store.acquire(b"\3") is not None
+    with pytest.raises(OverloadedError, match="no room"):
+        put(store, 4)
+    store.release([digests[2]])
+    put(store, 4)
+    assert store.acquire(b"\2") is None and len(store) == 3
+
+
+class CountingDict(OrderedDict[Any, Any]):
+    """Tells how many of its entries were looked at."""
+
+    looked_at = 0
+
+    def items(self) -> Any:
+        for item in super().items():
+            CountingDict.looked_at += 1
+            yield item
+
+
+def test_adding_looks_at_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever there is: the event loop waits."""
+    monkeypatch.setattr(store_module, "OrderedDict", CountingDict)
+    store = PictureStore(tmp_path, 2000)
+    for number in range(210):
+        put(store, number)
+    assert len(store) == 200
+    CountingDict.looked_at = 0
+    path = store.name_new()
+    path.write_bytes(bytes(10))
+    store.add(b"new", prepared(250), path)
+    assert CountingDict.looked_at <= 2
+    with pytest.raises(OverloadedError):
+        put(store, 251, num_bytes=2001)
+    assert len(store) == 200  # nothing goes for what has no room at all
 
 
 def test_several_sources_of_one_file(tmp_path: Path) -> None:
