@@ -24,7 +24,9 @@ Handler = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def server(answer: bytes | Handler, tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[str, list[bytes]]]:
+async def server(
+    answer: bytes | Handler, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
+) -> AsyncIterator[tuple[str, list[bytes]]]:
     """One that answers every request alike. Yields its address and the requests it got."""
     seen: list[bytes] = []
 
@@ -42,10 +44,10 @@ async def server(answer: bytes | Handler, tls: ssl.SSLContext | None = None) -> 
         finally:
             writer.close()
 
-    started = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls)
+    started = await asyncio.start_server(handle, host, 0, ssl=tls)
     port = started.sockets[0].getsockname()[1]
     try:
-        yield f"http{'s' if tls else ''}://127.0.0.1:{port}/x.png", seen
+        yield f"http{'s' if tls else ''}://{host}:{port}/x.png", seen
     finally:
         started.close()
 
@@ -306,6 +308,42 @@ class _AllowOne(AddressPolicy):
     def check_answers(self, answers) -> None:
         if not self._is_first:
             super().check_answers(answers)
+
+    def check_connection(self, ours, theirs) -> None:
+        if not self._is_first:
+            super().check_connection(ours, theirs)
+
+
+class _AllPublic(AddressPolicy):
+    """The real policy on a machine whose addresses are public, loopback ones in their place."""
+
+    def check_answers(self, answers) -> None:
+        pass
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "pictures.example"])
+def test_the_machine_itself_is_not_asked(host: str) -> None:
+    """Whatever its address is: a firewall in front of it is no hindrance from here."""
+
+    async def run() -> tuple[str, bytes]:
+        async with server(HEAD + b"\r\nx") as (url, seen):
+            resolve, _ = _resolver(["127.0.0.1"])
+            text = await refusal(make(policy=_AllPublic(), resolve=resolve), url.replace("127.0.0.1", host))
+            assert seen == []
+            allowed = await get(make(policy=_AllPublic(allow_private=True), resolve=resolve), url)
+            return text, allowed
+
+    assert asyncio.run(run()) == ("Could not fetch image: the host has no public address", b"x")
+
+
+def test_other_machines_are_asked() -> None:
+    """An address that is not the one we have towards it, which 127.0.0.2 stands for."""
+
+    async def run() -> bytes:
+        async with server(HEAD + b"\r\nx", host="127.0.0.2") as (url, _):
+            return await get(make(policy=_AllPublic()), url)
+
+    assert asyncio.run(run()) == b"x"
 
 
 def test_listed_hosts_are_checked_at_each_hop() -> None:

@@ -185,12 +185,21 @@ class Fetcher:
         for left, ip in zip(range(len(tried), 0, -1), tried, strict=True):
             try:
                 async with asyncio.timeout((end - asyncio.get_running_loop().time()) / left):
-                    return await asyncio.open_connection(
+                    reader, writer = await asyncio.open_connection(
                         str(ip), address.port, ssl=tls, server_hostname=address.host if tls else None
                     )
             except (OSError, TimeoutError):
                 if left == 1:
                     raise
+                continue
+            ours = writer.get_extra_info("sockname")
+            try:
+                self._policy.check_connection(ip_address(ours[0]) if ours else ip, ip)
+            except AddressError:
+                log.info("%s is not asked for a picture: it is at this machine", shorten(address.host))
+                writer.transport.abort()
+                raise
+            return reader, writer
         raise AddressError("the host has no public address")
 
     async def _context(self) -> ssl.SSLContext:
